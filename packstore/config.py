@@ -1,0 +1,291 @@
+"""Every setting of a packing job, with its default: the only home of defaults.
+
+One class per stage, each handed to the layer that needs it; :class:`PackConfig` is all of them at
+once, which is why ``packstore.pack(..., pack_size=8192)`` and ``packstore pack --pack-size 8192``
+take the same names. The command-line flags are derived from the fields and their ``help``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from packstore.errors import ConfigError, UnknownNameError, quote
+
+FIELD_NAMES = (
+    "prompt",
+    "chosen",
+    "rejected",
+    "chosen_reward",
+    "rejected_reward",
+    "messages",
+    "response",
+    "responses",
+    "scores",
+    "tools",
+    "input_ids",
+    "labels",
+)
+"""The canonical field names of a record, which ``fields`` may map to the names in the input."""
+
+
+def setting(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field with its one-line help; a callable `default` makes a fresh value."""
+    kind = "default_factory" if callable(default) else "default"
+    return field(**{kind: default}, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeConfig:
+    """How large a pack may be, and how sequences lie in it."""
+
+    pack_size: int = setting(8192, "tokens of a pack at most")
+    layout: Literal["concat", "shared_prefix"] = setting(
+        "concat", "how an example's sequences lie in a pack: each whole, or the prompt stored once"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeConfig(SizeConfig):
+    """From a record to token ids and what is supervised."""
+
+    kind: Literal["auto", "dpo", "sft", "ranked"] = setting(
+        "auto", "what a record is; auto: decided by the fields of the first record"
+    )
+    fields: Mapping[str, str] = setting(
+        dict,
+        "field names of the input, e.g. prompt=question (repeatable)",
+        flag="field",
+    )
+    carry: tuple[str, ...] = setting(
+        (), "further scalar columns to keep, NAME or NAME:TYPE (string, int64, float64, bool)"
+    )
+    tokenizer_engine: Literal["auto", "tokenizers", "sentencepiece"] = setting(
+        "auto", "library that turns text into ids; auto: by the kind of tokenizer file"
+    )
+    chat_template: str | None = setting(
+        None, "for chat messages: a Jinja file or text, or chatml, plain; default: the tokenizer's"
+    )
+    append_eos: bool | None = setting(
+        None, "end each response with EOS; default: for plain text, not where a template ends turns"
+    )
+    add_bos: bool | None = setting(
+        None, "begin each sequence with BOS (never twice); default: as the tokenizer file says"
+    )
+    supervised_turns: Literal["all", "last"] = setting(
+        "all", "assistant turns of the response that are supervised"
+    )
+    thinking: Literal["template", "strip"] = setting(
+        "template", "reasoning of assistant turns: as the template renders it, or removed first"
+    )
+    special_tokens: Literal["literal", "control", "drop", "error"] = setting(
+        "literal", "strings such as <|im_end|> in user text: plain text, control ids, drop, error"
+    )
+    boundary: Literal["longest_common_prefix", "drop", "error"] = setting(
+        "longest_common_prefix",
+        "a token that merges prompt and response: it counts as response, drop, error",
+    )
+    max_length: int | None = setting(None, "tokens of one sequence at most; default: pack_size")
+    overlong: Literal["drop", "error", "truncate_prompt", "truncate_response"] = setting(
+        "drop", "records that do not fit max_length or pack_size"
+    )
+    empty_side: Literal["drop", "keep", "error"] = setting("drop", "a response without text")
+    identical_sides: Literal["drop", "keep", "error"] = setting(
+        "drop", "all responses of a record alike"
+    )
+    unsupervised: Literal["drop", "error"] = setting(
+        "drop", "a sequence in which no token is supervised"
+    )
+    missing_field: Literal["error", "drop"] = setting(
+        "error", "a record without a field that its kind needs"
+    )
+    wrong_type: Literal["drop", "error"] = setting(
+        "drop", "a field of the wrong type, such as a number where text must be"
+    )
+    invalid_unicode: Literal["drop", "error", "replace"] = setting(
+        "drop", "text with lone surrogates, which no tokenizer takes"
+    )
+
+    def __post_init__(self) -> None:
+        validate(self)
+        for name in self.fields:
+            if name not in FIELD_NAMES:
+                raise UnknownNameError(
+                    f"unknown field {name!r} in `fields`; choose from: {', '.join(FIELD_NAMES)}."
+                )
+
+    @property
+    def sequence_limit(self) -> int:
+        """Tokens of one sequence at most."""
+        return min(self.max_length or self.pack_size, self.pack_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(SizeConfig):
+    """Which example goes into which pack, and the order of the packs."""
+
+    strategy: str = setting("pool", "how examples are chosen for a pack", registry="strategy")
+    pack_order: Literal["shuffled", "stratified", "plain"] = setting(
+        "shuffled", "order of the packs in the dataset"
+    )
+    seed: int = setting(0, "source of every random choice")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteConfig:
+    """How packs lie in files."""
+
+    format: Literal["parquet", "arrow"] = setting("parquet", "file format of the shards")
+    labels: Literal["plain", "spans"] = setting(
+        "plain", "store labels as a column that any reader sees, or as spans at half the size"
+    )
+    compression: Literal["zstd", "lz4", "none"] = setting(
+        "zstd", "codec of Parquet pages; Arrow shards are never compressed"
+    )
+    compression_level: int = setting(3, "level of zstd")
+    row_group_tokens: int = setting(131_072, "tokens of a row group, about")
+    shard_bytes: int = setting(192 << 20, "bytes of a shard file, about")
+    overwrite: bool = setting(False, "replace a dataset that is already there")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How the job runs. None of these changes a byte of the result."""
+
+    engine: str = setting("local", "what runs the workers", registry="engine")
+    num_workers: int | None = setting(
+        None, "worker processes; 0 or 1: none; default: by the size of the input"
+    )
+    max_drop_rate: float = setting(0.5, "fail if a larger share of the records is dropped (0 to 1)")
+    spill_dir: str | None = setting(None, "local folder for temporary files; default: the system's")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackConfig(TokenizeConfig, PlanConfig, WriteConfig, RunConfig):
+    """All settings of ``packstore.pack``; it stands wherever one of its bases is asked for."""
+
+    def __post_init__(self) -> None:
+        for stage in (TokenizeConfig, PlanConfig, WriteConfig, RunConfig):
+            stage.__post_init__(self)
+
+    @classmethod
+    def of(cls, config: PackConfig | None = None, /, **settings: Any) -> Self:
+        """`config` (or the defaults) with `settings` over it.
+
+        Raises:
+            UnknownNameError: a setting that does not exist.
+            ConfigError: a value of the wrong type or out of range.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in settings:
+            if name not in known:
+                raise UnknownNameError(_unknown(name, known))
+        base = {} if config is None else {n: getattr(config, n) for n in known}
+        return cls(**{**base, **settings})
+
+    def recorded(self) -> dict[str, Any]:
+        """The settings that decide the bytes of the result, as JSON values (for the manifest)."""
+        skip = {f.name for f in dataclasses.fields(RunConfig)} | {"overwrite"}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {
+            name: dict(value)
+            if isinstance(value, Mapping)
+            else list(value)
+            if isinstance(value, tuple)
+            else value
+            for name, value in values.items()
+            if name not in skip
+        }
+
+
+def fingerprint(value: Any) -> str:
+    """sha256 (hex) of the canonical JSON text of `value`."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+_MINIMUM = {
+    "pack_size": 2,
+    "max_length": 2,
+    "row_group_tokens": 1,
+    "shard_bytes": 1,
+    "num_workers": 0,
+    "compression_level": 1,
+}
+
+
+def validate(config: Any) -> None:
+    """Checks every field of a config dataclass against its annotation and range.
+
+    Raises:
+        ConfigError: naming the setting, what it must be, and what was found.
+    """
+    hints = typing.get_type_hints(type(config))
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if not _fits(value, hints[f.name]):
+            raise ConfigError(
+                f"setting {f.name} must be {_spell(hints[f.name])}; found {quote(value)}."
+            )
+        low = _MINIMUM.get(f.name)
+        if low is not None and value is not None and value < low:
+            raise ConfigError(f"setting {f.name} must be at least {low}; found {value}.")
+    if "max_drop_rate" in hints and not 0 <= config.max_drop_rate <= 1:
+        raise ConfigError(f"setting max_drop_rate must lie in 0..1; found {config.max_drop_rate}.")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return isinstance(value, str) and value in args
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, a) for a in args)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(isinstance(v, args[0]) for v in value)
+    if origin is not None:  # Mapping[str, str]
+        return isinstance(value, Mapping) and all(
+            isinstance(k, str) and isinstance(v, str) for k, v in value.items()
+        )
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _spell(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "one of: " + ", ".join(args)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_spell(a) for a in args)
+    if origin is tuple:
+        return "a tuple of strings"
+    if origin is not None:
+        return "a mapping from string to string"
+    return {type(None): "None", int: "a whole number", float: "a number", str: "a string"}.get(
+        hint, getattr(hint, "__name__", str(hint))
+    )
+
+
+def _unknown(name: str, known: set[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"unknown setting {name!r}; `packstore pack --help` lists all.{hint}"

@@ -1,0 +1,115 @@
+"""Every exception that packstore raises on purpose.
+
+::
+
+    PackstoreError
+    ├── ConfigError (ValueError)            a setting has no meaning, or contradicts another
+    │   └── UnknownNameError (LookupError)  a name that no registry holds; the choices are listed
+    ├── MissingExtraError (ImportError)     an optional dependency is absent; gives the install line
+    ├── InputError (ValueError)             an input file cannot be read as what it claims to be
+    │   └── RecordError                     one record breaks a rule whose policy is "error"
+    ├── DropRateError (ValueError)          more records were dropped than `max_drop_rate` allows
+    ├── TokenizerError (ValueError)         a tokenizer or chat template does not load or misbehaves
+    ├── StorageError (OSError)              a store refuses to read, write or list
+    │   ├── DatasetExistsError (FileExistsError)
+    │   └── DatasetNotFoundError (FileNotFoundError)
+    ├── FormatError (ValueError)            stored bytes are not what the format says
+    │   ├── IntegrityError                  a hash, checksum or count is not the recorded one
+    │   └── UnsupportedFormatError          a newer version, or an unknown required feature
+    ├── CompatibilityError (ValueError)     two valid things do not belong together
+    │                                       (dataset and model, state and dataset, ...)
+    └── BackendError (RuntimeError)         an attention backend cannot do what is asked
+
+A message is one line and says where, what must hold, what was found, and what to do:
+:func:`sentence` puts those four parts together.
+"""
+
+from __future__ import annotations
+
+
+def sentence(where: str, must: str, found: str = "", do: str = "") -> str:
+    """One line of the form ``where: must; found X. Do this.``
+
+    `found` and `do` may be empty. Line breaks and control characters in the parts (they may quote
+    user data) are made visible, and a very long part is cut, so that the message stays one line.
+    """
+    text = f"{_one_line(where)}: {_one_line(must)}"
+    if found:
+        text += f"; found {_one_line(found)}"
+    text = text.rstrip(".") + "."
+    return f"{text} {_one_line(do, 400).rstrip('.')}." if do else text
+
+
+def quote(value: object, limit: int = 60) -> str:
+    """`value` as a short, quoted, printable excerpt for an error message."""
+    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _one_line(text: str, limit: int = 600) -> str:
+    flat = "".join(c if c.isprintable() else " " for c in text)
+    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
+
+
+class PackstoreError(Exception):
+    """Root of the tree: catching it catches everything packstore raises on purpose."""
+
+
+class ConfigError(PackstoreError, ValueError):
+    """A setting has no meaning, or contradicts another."""
+
+
+class UnknownNameError(ConfigError, LookupError):
+    """A name that the registry does not hold."""
+
+
+class MissingExtraError(PackstoreError, ImportError):
+    """An optional dependency is not installed."""
+
+
+class InputError(PackstoreError, ValueError):
+    """An input file cannot be read as what it claims to be."""
+
+
+class RecordError(InputError):
+    """One record breaks a rule whose policy is ``"error"``."""
+
+
+class DropRateError(PackstoreError, ValueError):
+    """More records were dropped than the job allows."""
+
+
+class TokenizerError(PackstoreError, ValueError):
+    """A tokenizer or a chat template does not load, or misbehaves."""
+
+
+class StorageError(PackstoreError, OSError):
+    """A store refuses to read, write or list."""
+
+
+class DatasetExistsError(StorageError, FileExistsError):
+    """The place already holds a committed dataset."""
+
+
+class DatasetNotFoundError(StorageError, FileNotFoundError):
+    """The place holds no committed dataset."""
+
+
+class FormatError(PackstoreError, ValueError):
+    """Stored bytes are not what the format says."""
+
+
+class IntegrityError(FormatError):
+    """A hash, checksum or count differs from the recorded one."""
+
+
+class UnsupportedFormatError(FormatError):
+    """The dataset needs a newer reader."""
+
+
+class CompatibilityError(PackstoreError, ValueError):
+    """Two valid things do not belong together."""
+
+
+class BackendError(PackstoreError, RuntimeError):
+    """An attention backend cannot do what is asked of it."""

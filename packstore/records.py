@@ -1,0 +1,273 @@
+"""Value types that cross the borders between layers: numpy arrays with names, and nothing else.
+
+Shapes, used throughout packstore: `N` tokens, `S` sequences, `E` examples, `P` packs. Ragged data
+is kept flat beside int64 offsets (CSR): row `i` is ``values[offsets[i]:offsets[i + 1]]``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
+Column = npt.NDArray[np.generic]
+
+IGNORE_INDEX = -100
+"""The label of a token that is not supervised (torch's own default)."""
+
+SOURCE_SHIFT = 40
+"""``example_id = (ordinal of the source file << SOURCE_SHIFT) + ordinal of the record in it``."""
+
+
+def example_id(source: int, ordinal: int) -> int:
+    """The id of the record at `ordinal` (0-based; line number - 1 for JSONL) of file `source`."""
+    return (source << SOURCE_SHIFT) + ordinal
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Parsed records of a stretch of one input, with where each came from.
+
+    Attributes:
+        source: ordinal of the input file.
+        path: the input, as error texts name it.
+        unit: what an ordinal counts: ``line``, ``row`` or ``item``.
+        ordinals: 0-based ordinal of each record in its file.
+        values: the records: a dict, or whatever stood there (the tokenizer's policies judge it).
+    """
+
+    source: int
+    path: str
+    unit: str
+    ordinals: Sequence[int]
+    values: Sequence[object]
+
+    def where(self, i: int) -> str:
+        """Place of record `i` for error texts; people count from 1."""
+        return f"{self.path}, {self.unit} {self.ordinals[i] + 1}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Examples:
+    """Tokenized records: each example is its K sequences (DPO: chosen, then rejected), in order.
+
+    Attributes:
+        input_ids: int32 `[N]`, the token ids of all sequences, one after another.
+        supervised: bool `[N]`, the tokens whose label is their id; all others get -100.
+        sequence_offsets: int64 `[S + 1]`, where each sequence starts in `input_ids`.
+        example_offsets: int64 `[E + 1]`, where each example starts in the sequences.
+        reward: float32 `[S]`, the ground-truth reward of each sequence.
+        example_ids: int64 `[E]`, where each record came from.
+        columns: further scalar columns of the input, each `[E]`.
+    """
+
+    input_ids: Int32
+    supervised: Bool
+    sequence_offsets: Int64
+    example_offsets: Int64
+    reward: Float32
+    example_ids: Int64
+    columns: Mapping[str, Column] = field(default_factory=dict)
+
+    @property
+    def num_examples(self) -> int:
+        """E."""
+        return len(self.example_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.reward)
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return len(self.input_ids)
+
+    @property
+    def lengths(self) -> Int32:
+        """int32 `[S]`, tokens of each sequence."""
+        return np.diff(self.sequence_offsets).astype(np.int32)
+
+    @property
+    def num_responses(self) -> Int32:
+        """int32 `[E]`, K of each example."""
+        return np.diff(self.example_offsets).astype(np.int32)
+
+    @classmethod
+    def empty(cls, columns: Mapping[str, Column] | None = None) -> Examples:
+        """No examples; `columns` gives names and types of carried columns."""
+        zero = np.zeros(1, np.int64)
+        return cls(
+            input_ids=np.empty(0, np.int32),
+            supervised=np.empty(0, np.bool_),
+            sequence_offsets=zero,
+            example_offsets=zero.copy(),
+            reward=np.empty(0, np.float32),
+            example_ids=np.empty(0, np.int64),
+            columns={name: column[:0] for name, column in (columns or {}).items()},
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[Examples]) -> Examples:
+        """The examples of `parts`, in order; all parts carry the same columns."""
+        if not parts:
+            return cls.empty()
+        return cls(
+            input_ids=np.concatenate([p.input_ids for p in parts]),
+            supervised=np.concatenate([p.supervised for p in parts]),
+            sequence_offsets=concat_offsets([p.sequence_offsets for p in parts]),
+            example_offsets=concat_offsets([p.example_offsets for p in parts]),
+            reward=np.concatenate([p.reward for p in parts]),
+            example_ids=np.concatenate([p.example_ids for p in parts]),
+            columns={n: np.concatenate([p.columns[n] for p in parts]) for n in parts[0].columns},
+        )
+
+    def take(self, order: Int64) -> Examples:
+        """The examples at positions `order` (int64, repeats allowed), in that order."""
+        sequences = ragged_indices(self.example_offsets, order)
+        tokens = ragged_indices(self.sequence_offsets, sequences)
+        return Examples(
+            input_ids=self.input_ids[tokens],
+            supervised=self.supervised[tokens],
+            sequence_offsets=to_offsets(np.diff(self.sequence_offsets)[sequences]),
+            example_offsets=to_offsets(np.diff(self.example_offsets)[order]),
+            reward=self.reward[sequences],
+            example_ids=self.example_ids[order],
+            columns={name: column[order] for name, column in self.columns.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packs:
+    """Some packs (rows of a shard) side by side: the columns of the format, flat.
+
+    Attributes:
+        input_ids: int32 `[N]`.
+        labels: int32 `[N]`, unshifted: the token id where supervised, -100 elsewhere.
+        reward: float32 `[S]`.
+        lengths: int32 `[S]`, logical length of each sequence.
+        seq_boundaries: int32 `[S + P]`, for each pack its offsets from 0 to its number of tokens.
+        example_ids: int64 `[E]`.
+        num_responses: int32 `[E]`, K of each example (stored only for kind ``ranked``).
+        token_offsets: int64 `[P + 1]`, where each pack starts in `input_ids`.
+        sequence_offsets: int64 `[P + 1]`, where each pack starts in `lengths`.
+        example_offsets: int64 `[P + 1]`, where each pack starts in `example_ids`.
+        columns: carried scalar columns, each `[E]`.
+    """
+
+    input_ids: Int32
+    labels: Int32
+    reward: Float32
+    lengths: Int32
+    seq_boundaries: Int32
+    example_ids: Int64
+    num_responses: Int32
+    token_offsets: Int64
+    sequence_offsets: Int64
+    example_offsets: Int64
+    columns: Mapping[str, Column] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.token_offsets) - 1
+
+    @property
+    def boundary_offsets(self) -> Int64:
+        """int64 `[P + 1]`, where each pack starts in `seq_boundaries`."""
+        return self.sequence_offsets + np.arange(len(self) + 1)
+
+    @property
+    def segment_lengths(self) -> Int32:
+        """int32 `[S]`, physical tokens of each segment."""
+        steps = np.diff(self.seq_boundaries)
+        inside = np.ones(len(steps), np.bool_)
+        inside[self.boundary_offsets[1:-1] - 1] = False
+        return steps[inside]
+
+    @property
+    def segment_offsets(self) -> Int32:
+        """int32 `[S]`, ``offset_i``: leading tokens that a segment leaves out."""
+        return self.lengths - self.segment_lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One record that a policy acted on, kept as an illustration of the count."""
+
+    reason: str
+    where: str
+    detail: str
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened to the records: nothing is lost silently.
+
+    Attributes:
+        read: records read.
+        dropped: records dropped, by reason; ``read == kept + sum(dropped)``.
+        noted: records kept, but changed or remarkable, by event (a record may count under several).
+        samples: the first few records of each reason or event.
+    """
+
+    read: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    noted: Counter[str] = field(default_factory=Counter)
+    samples: list[Sample] = field(default_factory=list)
+
+    SAMPLES_PER_REASON = 3
+
+    @property
+    def kept(self) -> int:
+        """Records read and not dropped."""
+        return self.read - sum(self.dropped.values())
+
+    def drop(self, reason: str, where: str, detail: str = "") -> None:
+        """Counts one record as dropped under `reason`."""
+        self.dropped[reason] += 1
+        self._sample(reason, where, detail, self.dropped[reason])
+
+    def note(self, event: str, where: str, detail: str = "") -> None:
+        """Counts one record under `event`; the record stays in."""
+        self.noted[event] += 1
+        self._sample(event, where, detail, self.noted[event])
+
+    def add(self, other: Tally) -> None:
+        """Adds the counts of `other` (a later part of the input) to these."""
+        self.read += other.read
+        self.dropped.update(other.dropped)
+        self.noted.update(other.noted)
+        for sample in other.samples:
+            if sum(s.reason == sample.reason for s in self.samples) < self.SAMPLES_PER_REASON:
+                self.samples.append(sample)
+
+    def _sample(self, reason: str, where: str, detail: str, count: int) -> None:
+        if count <= self.SAMPLES_PER_REASON:
+            self.samples.append(Sample(reason, where, detail))
+
+
+def to_offsets(lengths: npt.NDArray[np.integer]) -> Int64:
+    """int64 `[n + 1]` offsets of rows with these lengths."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def concat_offsets(parts: Sequence[Int64]) -> Int64:
+    """The offsets of ragged arrays laid one after another."""
+    return to_offsets(np.concatenate([np.diff(p) for p in parts]))
+
+
+def ragged_indices(offsets: Int64, rows: Int64) -> Int64:
+    """Positions of all elements of `rows` of a ragged array, row by row: int64."""
+    starts = offsets[rows]
+    lengths = offsets[rows + 1] - starts
+    out = to_offsets(lengths)
+    return np.arange(out[-1], dtype=np.int64) + np.repeat(starts - out[:-1], lengths)

@@ -1,0 +1,85 @@
+"""Names that users type, mapped to the code that they mean.
+
+A plug-in is one small file plus one line in the registry of its folder. Nothing is imported until a
+name is asked for, so listing the choices (``--help``) is free.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from packstore.errors import MissingExtraError, UnknownNameError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """A fixed mapping from a name to ``"module:attribute"``, loaded on first use.
+
+    Args:
+        what: what the names stand for, as error messages should call it (``"strategy"``).
+        entries: name -> ``"module:attribute"``.
+        extras: name -> the extra of packstore that brings the third-party package it needs.
+    """
+
+    def __init__(
+        self, what: str, entries: Mapping[str, str], extras: Mapping[str, str] | None = None
+    ) -> None:
+        self.what = what
+        self._entries = dict(entries)
+        self._extras = dict(extras or {})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def names(self) -> tuple[str, ...]:
+        """All names, in the order in which they were registered."""
+        return tuple(self._entries)
+
+    def check(self, name: str) -> str:
+        """Returns `name` if it is known.
+
+        Raises:
+            UnknownNameError: with the choices, and the nearest one if there is a near one.
+        """
+        if name in self._entries:
+            return name
+        near = difflib.get_close_matches(str(name), self._entries, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise UnknownNameError(
+            f"unknown {self.what} {name!r}; choose one of: {', '.join(self._entries)}.{hint}"
+        )
+
+    def load(self, name: str) -> T:
+        """The object behind `name`.
+
+        Raises:
+            UnknownNameError: the registry has no such name.
+            MissingExtraError: a third-party package that it needs is not installed.
+        """
+        module, _, attribute = self._entries[self.check(name)].partition(":")
+        try:
+            found: Any = getattr(importlib.import_module(module), attribute)
+        except ImportError as error:
+            if name not in self._extras:
+                raise
+            raise missing_extra(f"{self.what} {name!r}", self._extras[name], error) from error
+        return found  # type: ignore[no-any-return]
+
+
+def missing_extra(what: str, extra: str, error: ImportError) -> MissingExtraError:
+    """The error for an optional dependency that is absent, with the line that installs it."""
+    package = error.name or str(error)
+    return MissingExtraError(
+        f"{what} needs the package {package!r}, which is not installed. "
+        f"Run: pip install 'packstore[{extra}]'"
+    )

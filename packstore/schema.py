@@ -1,0 +1,275 @@
+"""The format in Arrow terms: columns, version, feature flags, and conversion to numpy.
+
+The prose is ``schemas/format.md``; a test proves that both say the same. The rules that rows must
+obey are in :mod:`packstore.invariants`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from packstore.errors import FormatError, UnsupportedFormatError, sentence
+from packstore.records import IGNORE_INDEX, Column, Int32, Int64, Packs, to_offsets
+
+FORMAT_VERSION = 1
+"""Readers refuse a dataset of a higher version."""
+
+FEATURES = ("label_spans",)
+"""Required features that this reader knows; a dataset that names another one is refused."""
+
+KINDS: dict[str, int | None] = {"dpo": 2, "sft": 1, "ranked": None}
+"""Kind -> K, the responses of each example (None: stored per example in ``num_responses``)."""
+
+LAYOUTS = ("concat", "shared_prefix")
+
+CARRY_TYPES: dict[str, pa.DataType] = {
+    "string": pa.string(),
+    "int64": pa.int64(),
+    "float64": pa.float64(),
+    "bool": pa.bool_(),
+}
+"""Types that a carried scalar column may have."""
+
+
+def list_of(value: pa.DataType) -> pa.DataType:
+    """The Arrow type of every column: a list with 32-bit offsets whose elements are never null."""
+    return pa.list_(pa.field("element", value, nullable=False))
+
+
+def pack_schema(
+    kind: str,
+    layout: str,
+    *,
+    label_spans: bool = False,
+    carry: Mapping[str, str] | None = None,
+) -> pa.Schema:
+    """The Arrow schema of a shard.
+
+    Args:
+        kind: ``dpo``, ``sft`` or ``ranked``.
+        layout: ``concat`` or ``shared_prefix``.
+        label_spans: store ``label_spans`` in place of ``labels`` (the compact profile).
+        carry: carried columns, name -> a name in `CARRY_TYPES`.
+    """
+    int32, int64 = list_of(pa.int32()), list_of(pa.int64())
+    columns: dict[str, pa.DataType] = {
+        "input_ids": int32,
+        "label_spans" if label_spans else "labels": int32,
+        "reward": list_of(pa.float32()),
+        "lengths": int32,
+        "seq_boundaries": int32,
+        "example_ids": int64,
+    }
+    if KINDS[kind] is None:
+        columns["num_responses"] = int32
+    for name, type_name in (carry or {}).items():
+        columns[name] = list_of(CARRY_TYPES[type_name])
+    metadata = {
+        "packstore.format_version": str(FORMAT_VERSION),
+        "packstore.kind": kind,
+        "packstore.layout": layout,
+        "packstore.features": "label_spans" if label_spans else "",
+    }
+    return pa.schema([pa.field(n, t, nullable=False) for n, t in columns.items()], metadata)
+
+
+def check_features(version: object, features: list[str], where: str) -> None:
+    """Refuses what this reader cannot read.
+
+    Raises:
+        UnsupportedFormatError: a higher format version, or a required feature that is unknown.
+    """
+    if not isinstance(version, int) or version < 1 or version > FORMAT_VERSION:
+        raise UnsupportedFormatError(
+            sentence(
+                where,
+                f"the format version must be 1 to {FORMAT_VERSION}",
+                repr(version),
+                "Upgrade packstore to read this dataset",
+            )
+        )
+    for name in features:
+        if name not in FEATURES:
+            raise UnsupportedFormatError(
+                sentence(
+                    where,
+                    f"required features must be among: {', '.join(FEATURES)}",
+                    repr(name),
+                    "Upgrade packstore to read this dataset",
+                )
+            )
+
+
+def to_arrow(packs: Packs, schema: pa.Schema) -> pa.RecordBatch:
+    """The packs as an Arrow batch of `schema`, one row per pack.
+
+    Raises:
+        FormatError: more than 2^31 - 1 tokens in one batch (offsets are 32-bit).
+    """
+    if len(packs.input_ids) > np.iinfo(np.int32).max:
+        raise FormatError("one batch of packs holds over 2^31 - 1 tokens; write fewer at once.")
+    values: dict[str, tuple[Any, Int64]] = {
+        "input_ids": (packs.input_ids, packs.token_offsets),
+        "reward": (packs.reward, packs.sequence_offsets),
+        "lengths": (packs.lengths, packs.sequence_offsets),
+        "seq_boundaries": (packs.seq_boundaries, packs.boundary_offsets),
+        "example_ids": (packs.example_ids, packs.example_offsets),
+        "num_responses": (packs.num_responses, packs.example_offsets),
+        **{name: (column, packs.example_offsets) for name, column in packs.columns.items()},
+    }
+    if "labels" in schema.names:
+        values["labels"] = (packs.labels, packs.token_offsets)
+    else:
+        values["label_spans"] = labels_to_spans(packs.labels, packs.token_offsets)
+    arrays = [_list_array(*values[f.name], f.type) for f in schema]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def from_arrow(batch: pa.RecordBatch, kind: str) -> Packs:
+    """The packs of an Arrow batch: numpy views of its buffers where the layout allows.
+
+    Raises:
+        FormatError: a column is missing, has another type, or holds nulls.
+    """
+    ids, tokens = _flat(batch, "input_ids", pa.int32())
+    reward, sequences = _flat(batch, "reward", pa.float32())
+    lengths, length_rows = _flat(batch, "lengths", pa.int32())
+    boundaries, boundary_rows = _flat(batch, "seq_boundaries", pa.int32())
+    example_ids, examples = _flat(batch, "example_ids", pa.int64())
+    if "labels" in batch.schema.names:
+        labels, label_rows = _flat(batch, "labels", pa.int32())
+        _same_rows("columns-agree", "labels", label_rows, tokens)
+    else:
+        spans, span_offsets = _flat(batch, "label_spans", pa.int32())
+        labels = spans_to_labels(spans, span_offsets, ids, tokens)
+    _same_rows("columns-agree", "lengths", length_rows, sequences)
+    one_more = sequences + np.arange(len(sequences))
+    _same_rows("boundaries-count", "seq_boundaries", boundary_rows, one_more)
+    fixed = KINDS[kind]
+    if fixed is None:
+        num_responses, response_rows = _flat(batch, "num_responses", pa.int32())
+        _same_rows("responses-count", "num_responses", response_rows, examples)
+    else:
+        num_responses = np.full(len(example_ids), fixed, np.int32)
+    core = {*pack_schema(kind, "concat").names, "label_spans"}
+    carried = {}
+    for name in (n for n in batch.schema.names if n not in core):
+        carried[name], carried_rows = _flat(batch, name, None)
+        _same_rows("columns-agree", name, carried_rows, examples)
+    return Packs(
+        input_ids=ids,
+        labels=labels,
+        reward=reward,
+        lengths=lengths,
+        seq_boundaries=boundaries,
+        example_ids=example_ids,
+        num_responses=num_responses,
+        token_offsets=tokens,
+        sequence_offsets=sequences,
+        example_offsets=examples,
+        columns=carried,
+    )
+
+
+def labels_to_spans(labels: Int32, token_offsets: Int64) -> tuple[Int32, Int64]:
+    """Supervised runs of each pack as flat start, end pairs (pack-relative), and their offsets.
+
+    Returns:
+        int32 `[2 * runs]`, int64 `[P + 1]`. A run never crosses the border between two packs.
+    """
+    on = labels != IGNORE_INDEX
+    begins, ends = on.copy(), on.copy()
+    begins[1:] &= ~on[:-1]
+    ends[:-1] &= ~on[1:]
+    first = token_offsets[:-1][np.diff(token_offsets) > 0]
+    last = token_offsets[1:][np.diff(token_offsets) > 0] - 1
+    begins[first] = on[first]
+    ends[last] = on[last]
+    starts, stops = np.flatnonzero(begins), np.flatnonzero(ends) + 1
+    pack = np.searchsorted(token_offsets, starts, side="right") - 1
+    spans = np.stack([starts, stops], axis=1) - token_offsets[pack][:, None]
+    runs = np.bincount(pack, minlength=len(token_offsets) - 1)
+    return spans.astype(np.int32).ravel(), to_offsets(2 * runs)
+
+
+def spans_to_labels(
+    spans: Int32, span_offsets: Int64, input_ids: Int32, token_offsets: Int64
+) -> Int32:
+    """Labels rebuilt from spans: the ids inside a span, -100 elsewhere; int32 `[N]`.
+
+    Raises:
+        FormatError: spans that overlap, leave their pack, or are not in order.
+    """
+    counts = np.diff(span_offsets)
+    base = np.repeat(token_offsets[:-1], counts)
+    limit = np.repeat(np.diff(token_offsets), counts)
+    inside = (spans >= 0) & (spans <= limit)
+    flat = spans + base
+    paired = not np.any(counts % 2)
+    if not (
+        paired and inside.all() and np.all(np.diff(flat) >= 0) and np.all(flat[::2] < flat[1::2])
+    ):
+        raise FormatError(
+            "label_spans must hold ordered start, end pairs inside their pack [spans-ordered]."
+        )
+    step = np.zeros(len(input_ids) + 1, np.int8)
+    np.add.at(step, flat[0::2], 1)
+    np.subtract.at(step, flat[1::2], 1)
+    supervised = np.cumsum(step[:-1], dtype=np.int8).view(np.bool_)
+    return np.where(supervised, input_ids, np.int32(IGNORE_INDEX))
+
+
+def _same_rows(rule: str, name: str, found: Int64, expected: Int64) -> None:
+    """Refuses a column whose rows are not as long as those of the columns beside it."""
+    if not np.array_equal(found, expected):
+        row = int(np.argmax(np.diff(found) != np.diff(expected)))
+        raise FormatError(
+            sentence(
+                f"row {row}",
+                f"column {name} must have {np.diff(expected)[row]} elements there [{rule}]",
+                str(np.diff(found)[row]),
+            )
+        )
+
+
+def _list_array(values: Column, offsets: Int64, type_: pa.DataType) -> pa.ListArray:
+    flat = pa.array(values, type=type_.value_type, from_pandas=False)
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), flat, type=type_)
+
+
+def _flat(batch: pa.RecordBatch, name: str, value: pa.DataType | None) -> tuple[Any, Int64]:
+    """Values and offsets of a list column, without copying numbers and without pandas."""
+    position = batch.schema.get_field_index(name)
+    if position < 0:
+        raise FormatError(sentence(f"column {name!r}", "every shard must have it", "none"))
+    column = batch.column(position)
+    type_ = column.type
+    if not (pa.types.is_list(type_) or pa.types.is_large_list(type_)) or (
+        value is not None and type_.value_type != value
+    ):
+        expected = f"list<{value}>" if value is not None else "a list"
+        raise FormatError(sentence(f"column {name!r}", f"its type must be {expected}", str(type_)))
+    offsets = _numbers(column.offsets).astype(np.int64)
+    child = column.values.slice(offsets[0], offsets[-1] - offsets[0])
+    if column.null_count or child.null_count:
+        raise FormatError(sentence(f"column {name!r}", "it must not hold nulls", "nulls"))
+    return _numbers(child), offsets - offsets[0]
+
+
+def _numbers(array: pa.Array) -> Any:
+    """A numeric Arrow array as a numpy view of its buffer (``to_numpy`` would import pandas)."""
+    if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
+        return np.array(array.to_pylist(), _OBJECT.get(str(array.type), object))
+    buffer = array.buffers()[1]
+    dtype = np.dtype(_NUMPY[str(array.type)])
+    if buffer is None or len(array) == 0:
+        return np.empty(0, dtype)
+    return np.frombuffer(buffer, dtype, len(array), array.offset * dtype.itemsize)
+
+
+_NUMPY = {"int32": "i4", "int64": "i8", "float": "f4", "double": "f8"}
+_OBJECT = {"bool": np.bool_}

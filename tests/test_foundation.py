@@ -1,0 +1,139 @@
+"""The lowest layers: errors, registry, config, seeds, records."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packstore import errors, seeds
+from packstore.config import PackConfig, PlanConfig, RunConfig, TokenizeConfig, WriteConfig
+from packstore.errors import ConfigError, MissingExtraError, UnknownNameError, sentence
+from packstore.records import Examples, Tally, example_id, ragged_indices, to_offsets
+from packstore.registry import Registry
+from packstore.testing import assert_examples_equal, random_examples
+
+
+def test_the_exception_tree_drawn_is_the_tree_that_is() -> None:
+    drawn = dict(re.findall(r"(\w+Error) *(?:\((\w+)\))?", errors.__doc__ or ""))
+    classes = {
+        name: cls for name, cls in vars(errors).items() if inspect.isclass(cls) and "Error" in name
+    }
+    assert set(drawn) - {"ValueError"} == set(classes)
+    for name, builtin in drawn.items():
+        assert issubclass(classes[name], errors.PackstoreError)
+        if builtin:
+            assert builtin in {base.__name__ for base in classes[name].__mro__}
+
+
+@given(st.text(), st.text())
+def test_a_sentence_is_one_line(where: str, found: str) -> None:
+    text = sentence(where, "must hold", found, "Do this")
+    assert text.isprintable()
+    assert len(text.splitlines()) == 1
+
+
+def test_sentence_parts() -> None:
+    assert sentence("a.jsonl, line 3", "must be text", "7", "Fix it") == (
+        "a.jsonl, line 3: must be text; found 7. Fix it."
+    )
+
+
+def test_registry_names_the_choices() -> None:
+    registry: Registry[object] = Registry(
+        "thing", {"alpha": "packstore.seeds:keys", "beta": "no_such_module:x"}, {"beta": "extra"}
+    )
+    assert registry.load("alpha") is seeds.keys
+    with pytest.raises(UnknownNameError, match=r"one of: alpha, beta\. Did you mean 'alpha'"):
+        registry.load("alhpa")
+    with pytest.raises(MissingExtraError, match=r"pip install 'packstore\[extra\]'"):
+        registry.load("beta")
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"pack_size": "8k"}, "pack_size must be a whole number; found '8k'"),
+        ({"pack_size": True}, "pack_size must be a whole number"),
+        ({"pack_size": 1}, "pack_size must be at least 2; found 1"),
+        ({"layout": "padded"}, "layout must be one of: concat, shared_prefix"),
+        ({"max_drop_rate": 1.5}, r"max_drop_rate must lie in 0\.\.1"),
+        ({"carry": "source"}, "carry must be a tuple of strings"),
+        ({"append_eos": "yes"}, "append_eos must be bool or None"),
+    ],
+)
+def test_config_refuses(settings: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        PackConfig.of(**settings)
+
+
+def test_config_names_the_nearest_setting() -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'pack_size'"):
+        PackConfig.of(packsize=8)
+    with pytest.raises(UnknownNameError, match="unknown field 'promt'"):
+        PackConfig.of(fields={"promt": "question"})
+
+
+def test_every_setting_has_one_home_and_a_help() -> None:
+    homes: dict[str, set[str]] = {}
+    for stage in (TokenizeConfig, PlanConfig, WriteConfig, RunConfig):
+        for name, field in stage.__dataclass_fields__.items():
+            assert field.metadata["help"], name
+            homes.setdefault(name, set()).add(stage.__name__)
+    shared = {name for name, stages in homes.items() if len(stages) > 1}
+    assert shared == {"pack_size", "layout"}
+    assert set(homes) == set(PackConfig.__dataclass_fields__)
+
+
+def test_config_layers_settings_over_a_base() -> None:
+    base = PackConfig(pack_size=512, seed=3)
+    assert PackConfig.of(base, seed=4) == PackConfig(pack_size=512, seed=4)
+    assert "num_workers" not in base.recorded()
+    assert base.recorded()["pack_size"] == 512
+
+
+def test_seeds_are_stable_and_independent() -> None:
+    assert seeds.permutation(8, 0, "pack order").tolist() == [1, 6, 7, 4, 5, 3, 2, 0]
+    assert seeds.derive(0, "a", "b") != seeds.derive(0, "ab")
+    assert sorted(seeds.permutation(1000, 1)) == list(range(1000))
+    first = seeds.permutation(1000, 1)
+    assert abs(np.corrcoef(first, seeds.permutation(1000, 2))[0, 1]) < 0.1
+    assert abs(np.corrcoef(first, np.arange(1000))[0, 1]) < 0.1
+
+
+@given(st.lists(st.integers(0, 5), max_size=20), st.data())
+def test_ragged_indices(lengths: list[int], data: st.DataObject) -> None:
+    offsets = to_offsets(np.array(lengths, np.int64))
+    index = st.integers(0, max(len(lengths) - 1, 0))
+    rows = data.draw(st.lists(index, max_size=9 if lengths else 0))
+    expected = [j for r in rows for j in range(offsets[r], offsets[r + 1])]
+    assert ragged_indices(offsets, np.array(rows, np.int64)).tolist() == expected
+
+
+@given(st.permutations(range(7)), st.sampled_from(["dpo", "sft", "ranked"]))
+def test_take_and_concat(order: list[int], kind: str) -> None:
+    examples = random_examples(7, kind=kind)
+    at = np.array(order, np.int64)
+    taken = examples.take(at)
+    assert_examples_equal(taken.take(np.argsort(at)), examples)
+    singles = [examples.take(np.array([i])) for i in order]
+    assert_examples_equal(Examples.concat(singles), taken)
+
+
+def test_example_id() -> None:
+    assert example_id(3, 5) == (3 << 40) + 5
+
+
+def test_tally_adds_up() -> None:
+    a, b = Tally(read=5), Tally(read=7)
+    for i in range(4):
+        a.drop("overlong", f"a {i}")
+        b.drop("overlong", f"b {i}")
+    b.note("boundary_merged", "b 9")
+    a.add(b)
+    assert (a.read, a.kept, a.dropped["overlong"], a.noted["boundary_merged"]) == (12, 4, 8, 1)
+    assert [s.where for s in a.samples] == ["a 0", "a 1", "a 2", "b 9"]
