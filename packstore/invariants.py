@@ -13,7 +13,7 @@ from packstore.errors import FormatError, sentence
 from packstore.records import IGNORE_INDEX, Bool, Int64, Packs
 
 RULES: dict[str, str] = {
-    "columns-agree": "labels must match input_ids in number, lengths reward, and carried columns "
+    "columns-agree": "labels must be as many as input_ids, lengths as reward, carried values as "
     "example_ids",
     "spans-ordered": "label_spans must hold ordered start, end pairs inside their pack",
     "boundaries-count": "seq_boundaries must hold one offset more than the pack has sequences",

@@ -178,6 +178,42 @@ class Packs:
     def __len__(self) -> int:
         return len(self.token_offsets) - 1
 
+    @classmethod
+    def concat(cls, parts: Sequence[Packs]) -> Packs:
+        """The packs of `parts` (one or more), in order; all parts carry the same columns."""
+        return cls(
+            input_ids=np.concatenate([p.input_ids for p in parts]),
+            labels=np.concatenate([p.labels for p in parts]),
+            reward=np.concatenate([p.reward for p in parts]),
+            lengths=np.concatenate([p.lengths for p in parts]),
+            seq_boundaries=np.concatenate([p.seq_boundaries for p in parts]),
+            example_ids=np.concatenate([p.example_ids for p in parts]),
+            num_responses=np.concatenate([p.num_responses for p in parts]),
+            token_offsets=concat_offsets([p.token_offsets for p in parts]),
+            sequence_offsets=concat_offsets([p.sequence_offsets for p in parts]),
+            example_offsets=concat_offsets([p.example_offsets for p in parts]),
+            columns={n: np.concatenate([p.columns[n] for p in parts]) for n in parts[0].columns},
+        )
+
+    def row(self, i: int) -> Packs:
+        """Pack `i` alone: views, nothing is copied."""
+        tokens = self.token_offsets[i : i + 2]
+        sequences = self.sequence_offsets[i : i + 2]
+        examples = self.example_offsets[i : i + 2]
+        return Packs(
+            input_ids=self.input_ids[slice(*tokens)],
+            labels=self.labels[slice(*tokens)],
+            reward=self.reward[slice(*sequences)],
+            lengths=self.lengths[slice(*sequences)],
+            seq_boundaries=self.seq_boundaries[slice(*self.boundary_offsets[i : i + 2])],
+            example_ids=self.example_ids[slice(*examples)],
+            num_responses=self.num_responses[slice(*examples)],
+            token_offsets=tokens - tokens[0],
+            sequence_offsets=sequences - sequences[0],
+            example_offsets=examples - examples[0],
+            columns={name: column[slice(*examples)] for name, column in self.columns.items()},
+        )
+
     @property
     def boundary_offsets(self) -> Int64:
         """int64 `[P + 1]`, where each pack starts in `seq_boundaries`."""
@@ -267,7 +303,10 @@ def concat_offsets(parts: Sequence[Int64]) -> Int64:
 
 def ragged_indices(offsets: Int64, rows: Int64) -> Int64:
     """Positions of all elements of `rows` of a ragged array, row by row: int64."""
-    starts = offsets[rows]
-    lengths = offsets[rows + 1] - starts
+    return range_indices(offsets[rows], offsets[rows + 1] - offsets[rows])
+
+
+def range_indices(starts: Int64, lengths: npt.NDArray[np.integer]) -> Int64:
+    """All integers of the ranges ``starts[i] .. starts[i] + lengths[i]``, one after another."""
     out = to_offsets(lengths)
     return np.arange(out[-1], dtype=np.int64) + np.repeat(starts - out[:-1], lengths)

@@ -26,6 +26,18 @@ KINDS: dict[str, int | None] = {"dpo": 2, "sft": 1, "ranked": None}
 
 LAYOUTS = ("concat", "shared_prefix")
 
+COLUMNS = (
+    "input_ids",
+    "labels",
+    "label_spans",
+    "reward",
+    "lengths",
+    "seq_boundaries",
+    "example_ids",
+    "num_responses",
+)
+"""Every column of the format; a carried column may have none of these names."""
+
 CARRY_TYPES: dict[str, pa.DataType] = {
     "string": pa.string(),
     "int64": pa.int64(),
@@ -155,9 +167,8 @@ def from_arrow(batch: pa.RecordBatch, kind: str) -> Packs:
         _same_rows("responses-count", "num_responses", response_rows, examples)
     else:
         num_responses = np.full(len(example_ids), fixed, np.int32)
-    core = {*pack_schema(kind, "concat").names, "label_spans"}
     carried = {}
-    for name in (n for n in batch.schema.names if n not in core):
+    for name in (n for n in batch.schema.names if n not in COLUMNS):
         carried[name], carried_rows = _flat(batch, name, None)
         _same_rows("columns-agree", name, carried_rows, examples)
     return Packs(
@@ -202,17 +213,15 @@ def spans_to_labels(
     """Labels rebuilt from spans: the ids inside a span, -100 elsewhere; int32 `[N]`.
 
     Raises:
-        FormatError: spans that overlap, leave their pack, or are not in order.
+        FormatError: spans that overlap, are empty, leave their pack, or are not in order.
     """
     counts = np.diff(span_offsets)
     base = np.repeat(token_offsets[:-1], counts)
     limit = np.repeat(np.diff(token_offsets), counts)
     inside = (spans >= 0) & (spans <= limit)
     flat = spans + base
-    paired = not np.any(counts % 2)
-    if not (
-        paired and inside.all() and np.all(np.diff(flat) >= 0) and np.all(flat[::2] < flat[1::2])
-    ):
+    steps = np.diff(flat)
+    if np.any(counts % 2) or not inside.all() or np.any(steps < 0) or np.any(steps[::2] == 0):
         raise FormatError(
             "label_spans must hold ordered start, end pairs inside their pack [spans-ordered]."
         )

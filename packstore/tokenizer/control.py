@@ -1,0 +1,65 @@
+"""Control strings (``<|im_end|>``) inside texts: finding them, and encoding around them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from packstore.records import Int32, Int64
+
+Encode = Callable[[Sequence[str]], tuple[Int32, Int64]]
+
+
+@functools.lru_cache(maxsize=8)
+def control_pattern(specials: frozenset[str]) -> re.Pattern[str]:
+    """Matches any of `specials`, the longest first; nothing where there are none."""
+    names = sorted(specials, key=len, reverse=True)
+    return re.compile("(" + "|".join(map(re.escape, names)) + ")" if names else "([^\\s\\S])")
+
+
+def encode_around_controls(
+    texts: Sequence[str], specials: Mapping[str, int], encode: Encode, guards: Sequence[str] = ()
+) -> list[Int32]:
+    """Ids of texts whose control strings become ids, and all else is encoded by `encode`.
+
+    Args:
+        texts: the texts.
+        specials: control strings and their ids.
+        encode: plain encoding of a batch, giving flat ids and offsets.
+        guards: for each text a character that is removed from the stretches between control
+            strings: put inside a control string, it keeps that one from being found.
+    """
+    pattern = control_pattern(frozenset(specials))
+    cut = [pattern.split(text) for text in texts]
+    if guards:
+        cut = [[p.replace(g, "") for p in parts] for parts, g in zip(cut, guards, strict=True)]
+    plain = [part for parts in cut for part in parts[::2] if part]
+    ids, offsets = encode(plain)
+    rows, at = [], 0
+    for parts in cut:
+        row = []
+        for i, part in enumerate(parts):
+            if i % 2:
+                row.append(np.array([specials[part]], np.int32))
+            elif part:
+                row.append(ids[offsets[at] : offsets[at + 1]])
+                at += 1
+        rows.append(np.concatenate(row) if row else np.empty(0, np.int32))
+    return rows
+
+
+def free_characters(text: str, count: int) -> list[str]:
+    """`count` private-use characters that do not occur in `text`."""
+    taken = set(text)
+    free = (c for c in map(chr, range(0x100000, 0x10FFFE)) if c not in taken)
+    return list(itertools.islice(free, count))
+
+
+def shared_characters(a: str, b: str) -> int:
+    """Number of leading characters that agree."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

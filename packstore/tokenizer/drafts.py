@@ -1,0 +1,215 @@
+"""From a uniform record to texts: template, special strings, and what is to be supervised."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from packstore.config import TokenizeConfig
+from packstore.errors import TokenizerError, sentence
+from packstore.tokenizer.control import free_characters
+from packstore.tokenizer.messages import map_strings, strip_thinking, without_thinking
+from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.shapes import Parsed
+from packstore.tokenizer.template import ChatTemplate, Message, Span, Tools, as_json
+from packstore.tokenizer.tokenizer import Tokenizer
+from packstore.tokenizer.turns import render_turns
+
+Mode = Literal["control", "literal", "guarded"]
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One sequence before it is encoded.
+
+    Attributes:
+        text: prompt and response.
+        spans: supervised characters (start, end), in order.
+        mode: control strings in `text` become ids; or are plain text; or become ids unless they
+            hold the character `guard`, which is not part of the text.
+        guard: see `mode`.
+        system_end: end of a system turn at the beginning, which truncation keeps; 0: none.
+        from_template: whether a chat template made the text.
+    """
+
+    text: str
+    spans: Sequence[Span]
+    mode: Mode
+    guard: str = ""
+    system_end: int = 0
+    from_template: bool = False
+
+
+def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
+    """The record without what the settings strip, if its responses can be learned from.
+
+    Raises:
+        Refused: ``empty_response`` or ``identical_responses``.
+    """
+    if config.thinking == "strip":
+        prompt, *responses = [_strip(part) for part in (parsed.prompt, *parsed.responses)]
+        prompt = parsed.prompt if isinstance(prompt, str) else prompt
+        parsed = replace(parsed, prompt=prompt, responses=responses)
+    if config.empty_side != "keep":
+        for i, response in enumerate(parsed.responses):
+            if _is_empty(response):
+                raise Refused("empty_response", f"response {i + 1} of {len(parsed.responses)}")
+    first, *others = parsed.responses
+    if config.identical_sides != "keep" and others and all(_same(first, o) for o in others):
+        raise Refused("identical_responses", "all responses are alike")
+    return parsed
+
+
+def draft_record(
+    parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig
+) -> tuple[list[Draft], list[str]]:
+    """The texts of a record's sequences, and events to note.
+
+    Raises:
+        Refused: the template or a policy refuses the record.
+        TokenizerError: messages, and no chat template.
+    """
+    parsed, guard, events = _handle_specials(parsed, tokenizer, config)
+    if isinstance(parsed.prompt, str):
+        mode: Mode = "literal" if config.special_tokens == "literal" else "control"
+        drafts = [
+            Draft(
+                text=parsed.prompt + str(response),
+                spans=[(len(parsed.prompt), len(parsed.prompt) + len(response))],
+                mode=mode,
+            )
+            for response in parsed.responses
+        ]
+    else:
+        drafts = _draft_messages(parsed, tokenizer, config, guard)
+        names = [n for d in drafts for n in tokenizer.controls.findall(d.text)] if guard else []
+        if not tokenizer.separable.issuperset(names):
+            must = "this tokenizer cannot encode text beside its control tokens by itself"
+            raise Refused("special_tokens", must)
+    return [_check_unicode(draft, config, events) for draft in drafts], events
+
+
+def _draft_messages(
+    parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig, guard: str
+) -> list[Draft]:
+    template = tokenizer.template
+    if template is None:
+        raise TokenizerError(
+            sentence(
+                f"tokenizer {tokenizer.name}",
+                "chat messages need a chat template",
+                "none",
+                "Set chat_template: a Jinja file, chatml or plain",
+            )
+        )
+    prompt: list[Message] = list(parsed.prompt)  # type: ignore[arg-type]
+    drafts = []
+    for response in parsed.responses:
+        messages = [*prompt, *response]
+        text, spans = render_turns(
+            template,
+            messages,
+            len(prompt),
+            parsed.tools,
+            last_only=config.supervised_turns == "last",
+        )
+        keeps = config.overlong == "truncate_prompt"
+        drafts.append(
+            Draft(
+                text=text,
+                spans=spans,
+                mode="guarded" if guard else "control",
+                guard=guard,
+                system_end=_system_end(template, messages, parsed.tools, text) if keeps else 0,
+                from_template=True,
+            )
+        )
+    return drafts
+
+
+def _handle_specials(
+    parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig
+) -> tuple[Parsed, str, list[str]]:
+    """Applies the policy to control strings that stand in the record itself."""
+    value: list[Any] = [parsed.prompt, parsed.responses, parsed.tools]
+    try:
+        text = isinstance(parsed.prompt, str)
+        written = "\n".join([value[0], *value[1]]) if text else as_json(value)
+    except TypeError as error:  # records made in Python can hold anything
+        raise Refused("wrong_type", f"tools and tool calls must be JSON values: {error}") from error
+    found = tokenizer.controls.search(written)
+    if not found:
+        return parsed, "", []
+    policy = config.special_tokens
+    if policy in ("drop", "error"):
+        raise Refused("special_tokens", f"the text holds {found[0]!r}")
+    if policy == "control" or isinstance(parsed.prompt, str):
+        return parsed, "", [f"special_tokens_{policy}"]
+    source = tokenizer.template.source if tokenizer.template else ""
+    [guard] = free_characters(written + source, 1)
+
+    def protect(text: str) -> str:
+        return tokenizer.controls.sub(lambda match: guard.join(match[0]), text)
+
+    prompt, responses, tools = map_strings(value, protect)
+    parsed = replace(parsed, prompt=prompt, responses=responses, tools=tools)
+    return parsed, guard, ["special_tokens_literal"]
+
+
+def _system_end(template: ChatTemplate, messages: list[Message], tools: Tools, text: str) -> int:
+    if messages[0]["role"] not in ("system", "developer"):
+        return 0
+    try:
+        system = template.render(messages[:1], tools)
+    except Refused:  # many templates refuse a dialogue without a user
+        return 0
+    return len(system) if text.startswith(system) else 0
+
+
+def _check_unicode(draft: Draft, config: TokenizeConfig, events: list[str]) -> Draft:
+    try:
+        draft.text.encode()
+    except UnicodeEncodeError as error:
+        if config.invalid_unicode != "replace":
+            raise Refused(
+                "invalid_unicode", f"{error.reason}: {error.object[error.start]!a}"
+            ) from None
+        if "unicode_replaced" not in events:
+            events.append("unicode_replaced")
+        return replace(draft, text=_SURROGATES.sub("�", draft.text))
+    return draft
+
+
+def _strip(part: Any) -> Any:
+    if isinstance(part, str):
+        return strip_thinking(part)
+    return part if _is_ids(part) else without_thinking(part)
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, np.ndarray)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(np.array_equal(a, b)) if _is_ids(a) else bool(a == b)
+
+
+def _is_empty(response: Any) -> bool:
+    if isinstance(response, str):
+        return not response.strip()
+    if _is_ids(response):
+        return len(response) == 0
+    said = [m for m in response if m["role"] == "assistant"]
+    return bool(said) and not any(_says_something(m) for m in said)
+
+
+def _says_something(message: Mapping[str, Any]) -> bool:
+    return bool(
+        message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
+    )

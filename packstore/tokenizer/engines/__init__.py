@@ -1,0 +1,70 @@
+"""Libraries that turn text into ids: one file each, one line in :data:`ENGINES`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from packstore.records import Int32, Int64, to_offsets
+from packstore.registry import Registry
+
+
+class Engine(Protocol):
+    """One loaded tokenizer. Never adds a token that the text does not ask for.
+
+    Attributes:
+        version: the library's version.
+        specials: control tokens by their string: the strings that may become control ids.
+    """
+
+    version: str
+    specials: Mapping[str, int]
+
+    def register(self, tokens: Sequence[str]) -> None:
+        """Makes `tokens` control tokens, where they are in the vocabulary."""
+
+    def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
+        """Ids of all texts, flat, and their offsets.
+
+        Args:
+            texts: the texts.
+            control: whether the strings of `specials` become their ids, or are plain text.
+
+        Raises:
+            TokenizerError: the library refuses the text.
+        """
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, control tokens included."""
+
+    def vocab_size(self) -> int:
+        """Highest id + 1."""
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary entry with this id."""
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a vocabulary entry."""
+
+    def wrapping(self) -> tuple[list[int], list[int]]:
+        """Ids that the tokenizer file puts before and after a text by itself."""
+
+
+ENGINES: Registry[Callable[[bytes, str], Engine]] = Registry(
+    "tokenizer engine",
+    {
+        "tokenizers": "packstore.tokenizer.engines.tokenizers:TokenizersEngine",
+        "sentencepiece": "packstore.tokenizer.engines.sentencepiece:SentencePieceEngine",
+    },
+    extras={"sentencepiece": "sentencepiece"},
+)
+"""Name -> class, made from the bytes of the tokenizer file and its name for error texts."""
+
+
+def flatten(rows: Sequence[Sequence[int]]) -> tuple[Int32, Int64]:
+    """Lists of ids as flat int32 and int64 offsets."""
+    offsets = to_offsets(np.fromiter(map(len, rows), np.int64, len(rows)))
+    return np.fromiter(itertools.chain.from_iterable(rows), np.int32, int(offsets[-1])), offsets

@@ -1,0 +1,77 @@
+"""``sentencepiece``: the reference library of SentencePiece; reads ``.model`` files."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import sentencepiece
+
+from packstore.errors import TokenizerError, sentence
+from packstore.records import Int32, Int64, to_offsets
+from packstore.tokenizer.control import encode_around_controls
+from packstore.tokenizer.engines import flatten
+
+
+class SentencePieceEngine:
+    """See :class:`packstore.tokenizer.engines.Engine`.
+
+    The library itself never turns text into control ids; here the text is cut around them.
+    """
+
+    version = str(sentencepiece.__version__)
+
+    def __init__(self, payload: bytes, where: str) -> None:
+        self._where = where
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=payload)
+        except RuntimeError as error:
+            must = "it must be a SentencePiece model"
+            raise TokenizerError(sentence(self._where, must, str(error))) from error
+        self._size = int(self._model.get_piece_size())
+        self.specials = {
+            self._model.id_to_piece(i): i for i in range(self._size) if self._model.is_control(i)
+        }
+
+    def register(self, tokens: Sequence[str]) -> None:
+        """Makes `tokens` control tokens, where they are in the vocabulary."""
+        found = {token: self.token_to_id(token) for token in tokens}
+        self.specials |= {token: i for token, i in found.items() if i is not None}
+
+    def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
+        """Ids of all texts, flat, and their offsets."""
+        if not control or not self.specials:
+            return flatten(self._model.encode(list(texts), out_type=int))
+        rows = encode_around_controls(
+            texts, self.specials, lambda t: self.encode_batch(t, control=False)
+        )
+        lengths = np.array([len(row) for row in rows], np.int64)
+        return np.concatenate([np.empty(0, np.int32), *rows]), to_offsets(lengths)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, control tokens included."""
+        names = {i: token for token, i in self.specials.items()}
+        runs = itertools.groupby(ids, names.__contains__)
+        return "".join(
+            "".join(names[i] for i in run) if control else self._model.decode(list(run))
+            for control, run in runs
+        )
+
+    def vocab_size(self) -> int:
+        """Highest id + 1."""
+        return self._size
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary entry with this id."""
+        return str(self._model.id_to_piece(token_id)) if 0 <= token_id < self._size else None
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a vocabulary entry."""
+        found = int(self._model.piece_to_id(token))
+        return found if self._model.id_to_piece(found) == token else None
+
+    def wrapping(self) -> tuple[list[int], list[int]]:
+        """A model file says whether a BOS exists, and its users (Llama, Mistral) then add it."""
+        bos = int(self._model.bos_id())
+        return ([bos] if bos >= 0 else []), []

@@ -1,0 +1,73 @@
+"""Prompts that are only implied: what whole dialogues on all sides have in common."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from packstore.tokenizer.control import shared_characters
+from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.template import Message
+
+T = TypeVar("T")
+
+HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+"""Headers of the turns in text dialogues of the Anthropic HH form."""
+
+
+def split_messages(dialogues: Sequence[list[Message]]) -> tuple[list[Message], list[list[Message]]]:
+    """Longest common prefix of messages after which every side goes on with the assistant.
+
+    Raises:
+        Refused: ``no_common_prompt``.
+    """
+    cut = _common_turns(dialogues, lambda message: bool(message["role"] == "assistant"))
+    return dialogues[0][:cut], [dialogue[cut:] for dialogue in dialogues]
+
+
+def split_texts(texts: Sequence[str]) -> tuple[str, list[str]]:
+    """The common prompt of whole texts, and what each side adds.
+
+    HH dialogues are read as turns: the prompt is the longest common prefix of turns with the header
+    of the assistant turn that follows. Other texts part at the end of the last common word.
+
+    Raises:
+        Refused: ``no_common_prompt``.
+    """
+    if all(HUMAN in text and ASSISTANT in text for text in texts):
+        turns = [_hh_turns(text) for text in texts]
+        cut = _common_turns(turns, lambda turn: turn.startswith(ASSISTANT))
+        size = len("".join(turns[0][:cut])) + len(ASSISTANT)
+    else:
+        size = _common_words(texts)
+    if size == 0:
+        raise Refused("no_common_prompt", "the sides share no beginning")
+    return texts[0][:size], [text[size:] for text in texts]
+
+
+def _hh_turns(text: str) -> list[str]:
+    """The turns, each with its header; they join to `text` again."""
+    return re.split(f"(?={HUMAN}|{ASSISTANT})", text)
+
+
+def _common_turns(dialogues: Sequence[Sequence[T]], is_assistant: Callable[[T], bool]) -> int:
+    """Turns that all dialogues share and after which all go on with an assistant turn."""
+    shortest = min(len(dialogue) for dialogue in dialogues)
+    first = dialogues[0]
+    cut = 0
+    while cut < shortest - 1 and all(d[cut] == first[cut] for d in dialogues):
+        cut += 1
+    while cut >= 0 and not all(is_assistant(d[cut]) for d in dialogues):
+        cut -= 1
+    if cut <= 0:
+        raise Refused("no_common_prompt", "the sides share no turn before an answer")
+    return cut
+
+
+def _common_words(texts: Sequence[str]) -> int:
+    size = min(shared_characters(texts[0], other) for other in texts[1:])
+    while size and any(text[size - 1 : size + 1].isalnum() and len(text) > size for text in texts):
+        size -= 1
+    # Tokens carry the space before a word, so a space belongs to what follows it.
+    return len(texts[0][:size].rstrip(" "))

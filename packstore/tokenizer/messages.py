@@ -1,0 +1,172 @@
+"""Chat messages of many spellings, made uniform: role, content, tool calls, reasoning."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from packstore.errors import quote
+from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.template import Message, Tools
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "assistant_tool_call": "call",
+    "function_call": "call",
+    "assistant_reasoning": "reasoning",
+}
+"""Role as written -> our role. ``call`` and ``reasoning`` become part of an assistant message."""
+
+KEPT = ("name", "tool_call_id", "reasoning_content")
+"""Further text fields of a message that templates use."""
+
+
+def normalize_messages(value: object) -> list[Message]:
+    """Messages as templates expect them.
+
+    Accepted are ``role`` / ``content`` and ShareGPT's ``from`` / ``value``; content as text or as
+    text parts; a tool call or reasoning as a message of its own, joined to the assistant message
+    it belongs to.
+
+    Raises:
+        Refused: ``wrong_type`` or ``bad_role``.
+    """
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise Refused("wrong_type", f"messages must be a list, found {quote(value)}")
+    found: list[Message] = []
+    reasoning: str | None = None
+    calling = False
+    for raw in value:
+        role, message = _normalize(raw)
+        if role == "reasoning":
+            reasoning, calling = message["content"], False
+            continue
+        if role == "call":
+            calls = _calls(message["content"])
+            if calling:
+                found[-1]["tool_calls"] += calls
+                continue
+            message = {"role": "assistant", "content": "", "tool_calls": calls}
+        if reasoning is not None:
+            if message["role"] != "assistant":
+                raise Refused("bad_role", f"reasoning must precede an answer, found {role!r}")
+            message["reasoning_content"], reasoning = reasoning, None
+        found.append(message)
+        calling = role == "call"
+    if reasoning is not None:
+        raise Refused("bad_role", "reasoning must precede an answer, found the end")
+    return found
+
+
+def normalize_tools(value: object) -> Tools:
+    """Tool descriptions, given as a list or as its JSON text; None where there are none.
+
+    Raises:
+        Refused: ``wrong_type``.
+    """
+    if isinstance(value, str):
+        value = _json(value, "tools") if value.strip() else None
+    if not value:
+        return None
+    if not isinstance(value, list):
+        raise Refused("wrong_type", f"tools must be a list, found {quote(value)}")
+    return value
+
+
+def strip_thinking(text: str) -> str:
+    """`text` without ``<think>...</think>``, also where the opening tag stood in the prompt."""
+    text = re.sub(r"<think>.*?</think>\s*", "", text, flags=re.DOTALL)
+    return text.rpartition("</think>")[2].lstrip() if "</think>" in text else text
+
+
+def without_thinking(messages: list[Message]) -> list[Message]:
+    """The messages with all reasoning of assistant turns removed."""
+    return [
+        {
+            **{key: value for key, value in message.items() if key != "reasoning_content"},
+            "content": strip_thinking(message["content"]),
+        }
+        if message["role"] == "assistant"
+        else message
+        for message in messages
+    ]
+
+
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with `change` applied to every string in it, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [map_strings(v, change) for v in value]
+    if isinstance(value, dict):
+        return {change(key): map_strings(v, change) for key, v in value.items()}
+    return value
+
+
+def _normalize(raw: object) -> tuple[str, Message]:
+    if not isinstance(raw, dict):
+        raise Refused("wrong_type", f"a message must be an object, found {quote(raw)}")
+    written = raw.get("role") or raw.get("from")
+    role = ROLES.get(written) if isinstance(written, str) else None
+    if role is None:
+        raise Refused("bad_role", f"unknown role {quote(written)}")
+    message: Message = {"role": role}
+    calls = raw.get("tool_calls") if role == "assistant" else None
+    content = raw.get("content")
+    if content is None:
+        content = raw.get("value")
+    message["content"] = "" if content is None and calls else _text(content)
+    for name in KEPT:
+        if raw.get(name) is not None:
+            message[name] = _text(raw[name])
+    if calls:
+        message["tool_calls"] = _calls(calls)
+    return role, message
+
+
+def _text(content: object) -> str:
+    if isinstance(content, list):
+        parts = [p.get("text") if isinstance(p, dict) else None for p in content]
+        if all(isinstance(p, str) for p in parts):
+            return "".join(p for p in parts if p)
+    if isinstance(content, str):
+        return content
+    raise Refused("wrong_type", f"message content must be text, found {quote(content)}")
+
+
+def _calls(value: object) -> list[dict[str, Any]]:
+    """Tool calls in OpenAI's form, the arguments parsed."""
+    if isinstance(value, str):
+        value = _json(value, "a tool call")
+    calls = []
+    for raw in value if isinstance(value, list) else [value]:
+        call = raw.get("function", raw) if isinstance(raw, dict) else None
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise Refused("wrong_type", f"a tool call must name a function, found {quote(raw)}")
+        arguments = call.get("arguments", {})
+        if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+            arguments = _json(arguments, "the arguments of a tool call")
+        calls.append(
+            {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
+        )
+    return calls
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise Refused("wrong_type", f"{what} must be JSON: {error}") from error

@@ -1,0 +1,101 @@
+"""Examples that do not fit: measured as the layout will store them, cut as the settings say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from packstore.config import TokenizeConfig
+from packstore.tokenizer.encode import Tokens, common_prefix
+from packstore.tokenizer.refusals import Refused
+
+
+def fit(sequences: list[Tokens], config: TokenizeConfig, specials: frozenset[int]) -> list[Tokens]:
+    """The sequences of one example, cut where they do not fit and a policy allows it.
+
+    Every sequence must fit ``config.sequence_limit``, the example ``config.pack_size``, where
+    layout ``shared_prefix`` counts the prompt once.
+
+    Args:
+        sequences: the example.
+        config: the settings.
+        specials: ids of control tokens, which a cut response keeps at its end.
+
+    Raises:
+        Refused: ``overlong``.
+    """
+    prompts = [_prompt_length(s) for s in sequences]
+    shared = [
+        common_prefix(sequences[0].ids[: prompts[0]], s.ids[:p])
+        for s, p in zip(sequences, prompts, strict=True)
+    ]
+    lengths = np.array([len(s.ids) for s in sequences], np.int64)
+    saved = sum(max(n - 1, 0) for n in shared[1:]) if config.layout == "shared_prefix" else 0
+    longest, total = int(lengths.max()), int(lengths.sum()) - saved
+    if longest <= config.sequence_limit and total <= config.pack_size:
+        return sequences
+    if config.overlong == "truncate_prompt":
+        # Stored once, a prompt token is also saved only once.
+        times = 1 if config.layout == "shared_prefix" else len(sequences)
+        cut = max(longest - config.sequence_limit, -(-(total - config.pack_size) // times))
+        head = min(sequences[0].head, min(shared))
+        if cut <= min(shared) - max(head, 1):
+            return [_cut_prompt(s, head, cut) for s in sequences]
+    if config.overlong == "truncate_response":
+        limit = _common_limit(lengths, config.sequence_limit, config.pack_size + saved)
+        fitted = [_cut_response(s, limit, specials) for s in sequences]
+        if all(tokens is not None for tokens in fitted):
+            return [tokens for tokens in fitted if tokens is not None]
+    raise Refused(
+        "overlong",
+        f"longest sequence {longest} of at most {config.sequence_limit} tokens, "
+        f"example {total} of at most {config.pack_size}",
+    )
+
+
+def _prompt_length(tokens: Tokens) -> int:
+    """Tokens before the first supervised one."""
+    return int(np.argmax(tokens.supervised)) if tokens.supervised.any() else len(tokens.ids)
+
+
+def _cut_prompt(tokens: Tokens, head: int, cut: int) -> Tokens:
+    gone = slice(head, head + cut)
+    return replace(
+        tokens,
+        ids=np.delete(tokens.ids, gone),
+        supervised=np.delete(tokens.supervised, gone),
+        events=[*tokens.events, "truncated_prompt"],
+    )
+
+
+def _common_limit(lengths: np.ndarray, limit: int, budget: int) -> int:
+    """The longest length to which all may be cut so that together they fit `budget`."""
+    ordered = np.sort(np.minimum(lengths, limit))
+    for i, length in enumerate(ordered):
+        share = budget // (len(ordered) - i)
+        if length > share:
+            return int(share)
+        budget -= int(length)
+    return limit
+
+
+def _cut_response(tokens: Tokens, limit: int, specials: frozenset[int]) -> Tokens | None:
+    """The sequence with at most `limit` tokens, or None if no supervised text would be left."""
+    if len(tokens.ids) <= limit:
+        return tokens
+    tail = 0  # the tokens that end a turn: EOS, or a control token and the line break after it
+    for n in (1, 2):
+        if len(tokens.ids) > n and int(tokens.ids[-n]) in specials and tokens.supervised[-n]:
+            tail = n
+            break
+    kept = max(limit - tail, 0)
+    if not tokens.supervised[:kept].any():
+        return None
+    end = len(tokens.ids) - tail
+    return replace(
+        tokens,
+        ids=np.concatenate([tokens.ids[:kept], tokens.ids[end:]]),
+        supervised=np.concatenate([tokens.supervised[:kept], tokens.supervised[end:]]),
+        events=[*tokens.events, "truncated_response"],
+    )

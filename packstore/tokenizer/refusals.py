@@ -1,0 +1,44 @@
+"""Why a record does not become an example, and the setting that decides what then happens."""
+
+from __future__ import annotations
+
+from packstore.config import TokenizeConfig
+from packstore.errors import RecordError, sentence
+
+REASONS: dict[str, tuple[str, str | None]] = {
+    "not_an_object": ("a record must be an object with named fields", "wrong_type"),
+    "missing_field": ("a record must have the fields of its kind", "missing_field"),
+    "wrong_type": ("every field must be of its type", "wrong_type"),
+    "bad_role": ("the roles of messages must be known and in a sensible order", "wrong_type"),
+    "invalid_unicode": ("text must be valid Unicode", "invalid_unicode"),
+    "empty_response": ("every response must have text", "empty_side"),
+    "identical_responses": ("the responses of a record must differ", "identical_sides"),
+    "no_common_prompt": ("whole dialogues must share a beginning", None),
+    "template_refused": ("the chat template must render the messages", None),
+    "special_tokens": ("text must not hold strings of control tokens", "special_tokens"),
+    "boundary_merged": ("no token may join prompt and response", "boundary"),
+    "unsupervised": ("every sequence must have a supervised token", "unsupervised"),
+    "overlong": ("an example must fit max_length and pack_size", "overlong"),
+}
+"""Drop reason -> the rule, and the setting that may make a breach an error (None: none may)."""
+
+
+class Refused(Exception):
+    """One record cannot become an example, for a reason in :data:`REASONS`."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+
+def raise_if_error(refused: Refused, where: str, config: TokenizeConfig) -> None:
+    """Does nothing where the settings drop such records.
+
+    Raises:
+        RecordError: the policy of the reason is ``error``.
+    """
+    rule, setting = REASONS[refused.reason]
+    if setting is not None and getattr(config, setting) == "error":
+        do = f"Correct it, or set {setting} to drop to count and leave out such records"
+        raise RecordError(sentence(where, rule, refused.detail, do)) from None

@@ -1,0 +1,209 @@
+"""From what the user names to a :class:`Tokenizer`: a file, a folder, or an object."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from packstore.errors import TokenizerError, quote, sentence
+from packstore.tokenizer.builtin_templates import BUILTIN
+from packstore.tokenizer.engines import ENGINES, Engine
+from packstore.tokenizer.tokenizer import Tokenizer
+
+FILE_NAMES = {
+    "tokenizers": ("tokenizer.json",),
+    "sentencepiece": ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+}
+"""Engine -> names of its file in a folder."""
+
+WELL_KNOWN = {
+    "bos_token": ("<s>", "<|begin_of_text|>", "<bos>"),
+    "eos_token": ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<eos>"),
+    "pad_token": ("<pad>", "<|pad|>"),
+    "unk_token": ("<unk>",),
+}
+"""Names to try, in this order, where no file says which token it is."""
+
+
+@dataclass
+class _Found:
+    """The files of a tokenizer."""
+
+    name: str
+    engine: str
+    payload: bytes
+    settings: dict[str, Any] = field(default_factory=dict)
+    templates: dict[str, str] = field(default_factory=dict)
+    hashes: dict[str, str] = field(default_factory=dict)
+
+    def read(self, path: Path) -> str | None:
+        """The text of a further file, None where there is none."""
+        if not path.is_file():
+            return None
+        content = _read(path)
+        self.hashes[path.name] = hashlib.sha256(content).hexdigest()
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            raise TokenizerError(sentence(path.name, "it must be UTF-8", str(error))) from error
+
+    def read_json(self, path: Path) -> dict[str, Any]:
+        """A further JSON file, empty where there is none."""
+        text = self.read(path)
+        try:
+            value = json.loads(text) if text is not None else {}
+        except ValueError as error:
+            raise TokenizerError(sentence(path.name, "it must be JSON", str(error))) from error
+        if not isinstance(value, dict):
+            raise TokenizerError(sentence(path.name, "it must hold a JSON object", quote(value)))
+        return value
+
+
+def load_tokenizer(
+    source: object, *, engine: str = "auto", chat_template: str | None = None
+) -> Tokenizer:
+    """Loads a tokenizer and, where there is one, its chat template.
+
+    Args:
+        source: path of a ``tokenizer.json``, of a SentencePiece ``.model`` or of a Hugging Face
+            folder, or a ``tokenizers.Tokenizer``. Beside a file, ``tokenizer_config.json`` and its
+            like are read too: they name EOS, BOS and the template.
+        engine: a name in :data:`packstore.tokenizer.engines.ENGINES`; ``auto``: by the file.
+        chat_template: ``chatml`` or ``plain``, a Jinja file, Jinja text, or the name of one of the
+            tokenizer's own templates; None: the tokenizer's default one.
+
+    Raises:
+        TokenizerError: nothing there, or it does not load.
+        UnknownNameError: no such engine.
+        MissingExtraError: the engine's package is not installed.
+    """
+    if engine != "auto":
+        ENGINES.check(engine)
+    if isinstance(source, str | PathLike):
+        found = _from_path(Path(source), engine)
+    elif hasattr(source, "to_str") and engine in ("auto", "tokenizers"):
+        found = _Found("tokenizers.Tokenizer", "tokenizers", source.to_str().encode())
+    else:
+        must = "it must be a path or a tokenizers.Tokenizer"
+        raise TokenizerError(sentence("tokenizer", must, quote(source)))
+    where = f"tokenizer {source}" if isinstance(source, str | PathLike) else "tokenizer"
+    loaded = ENGINES.load(found.engine)(found.payload, where)
+    tokenizer = Tokenizer(
+        name=found.name,
+        engine_name=found.engine,
+        payload=found.payload,
+        chat_template=_choose_template(chat_template, found.templates),
+        files=found.hashes,
+        **_roles(loaded, found.settings),
+    )
+    _ = tokenizer.template  # a syntax error shows here, not in a worker
+    return tokenizer
+
+
+def _from_path(path: Path, engine: str) -> _Found:
+    file, folder = path, path.parent
+    if path.is_dir():
+        folder = path
+        names = [n for e, files in FILE_NAMES.items() if engine in ("auto", e) for n in files]
+        file = next((path / n for n in names if (path / n).is_file()), path)
+        if file == path:
+            must = f"the folder must hold one of {', '.join(names)}"
+            raise TokenizerError(sentence(f"tokenizer {path}", must))
+    payload = _read(file)
+    kind = "tokenizers" if payload.lstrip()[:1] == b"{" else "sentencepiece"
+    if engine not in ("auto", kind):
+        must = f"engine {engine!r} needs a file of its own kind"
+        raise TokenizerError(sentence(f"tokenizer {path}", must, f"one for {kind!r}"))
+    found = _Found(file.name, kind, payload)
+    found.settings = {
+        **found.read_json(folder / "special_tokens_map.json"),
+        **found.read_json(folder / "tokenizer_config.json"),
+    }
+    _add_templates(found, folder)
+    return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise TokenizerError(
+            sentence(f"tokenizer {path}", "it must be a readable file or folder", reason)
+        ) from error
+
+
+def _add_templates(found: _Found, folder: Path) -> None:
+    """Later places win, as in Hugging Face folders."""
+    stored = found.read_json(folder / "chat_template.json").get("chat_template")
+    for value in (found.settings.pop("chat_template", None), stored):
+        if isinstance(value, list):
+            named = [v for v in value if isinstance(v, dict)]
+            found.templates |= {str(v.get("name")): str(v.get("template")) for v in named}
+        elif value is not None:
+            found.templates["default"] = str(value)
+    text = found.read(folder / "chat_template.jinja")
+    if text is not None:
+        found.templates["default"] = text
+
+
+def _choose_template(wanted: str | None, own: Mapping[str, str]) -> str | None:
+    if wanted is None:
+        return own.get("default")
+    if wanted in BUILTIN:
+        return BUILTIN[wanted]
+    if "{" in wanted:
+        return wanted
+    if wanted in own:
+        return own[wanted]
+    path = Path(wanted)
+    if not path.is_file():
+        names = ", ".join([*BUILTIN, *own])
+        must = f"it must be Jinja text, a file, or one of: {names}"
+        raise TokenizerError(sentence("chat template", must, quote(wanted)))
+    try:
+        return _read(path).decode()
+    except UnicodeDecodeError as error:
+        raise TokenizerError(
+            sentence(f"chat template {path}", "it must be UTF-8", str(error))
+        ) from error
+
+
+def _roles(engine: Engine, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Which token is BOS, EOS, ...: by the settings, by the tokenizer file, by well-known names."""
+    before, after = engine.wrapping()
+    roles = {name: _token(settings.get(name)) for name in WELL_KNOWN}
+    if before:
+        roles["bos_token"] = roles["bos_token"] or engine.id_to_token(before[0])
+    if after:
+        roles["eos_token"] = roles["eos_token"] or engine.id_to_token(after[-1])
+    # Ordinary vocabularies hold "</s>" as a piece of mark-up; as control token it is declared.
+    declared = engine.specials
+    for role, names in WELL_KNOWN.items():
+        known = (n for n in names if (n in declared if declared else _has(engine, n)))
+        roles[role] = roles[role] or next(known, None)
+    for role, token in roles.items():
+        if token is not None and not _has(engine, token):
+            if role in ("bos_token", "eos_token"):
+                must = f"its {role} must be in the vocabulary"
+                raise TokenizerError(sentence("tokenizer", must, quote(token)))
+            roles[role] = None
+    says = settings.get("add_bos_token")
+    adds_bos = roles["bos_token"] is not None and (says if isinstance(says, bool) else bool(before))
+    return {**roles, "adds_bos": adds_bos}
+
+
+def _has(engine: Engine, token: str) -> bool:
+    return engine.token_to_id(token) is not None
+
+
+def _token(value: object) -> str | None:
+    """A token as the settings spell it: text, or an object with its text under ``content``."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None

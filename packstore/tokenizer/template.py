@@ -1,0 +1,154 @@
+"""Chat templates: Jinja, in a sandbox, rendered the way Hugging Face renders them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from packstore.errors import TokenizerError, sentence
+from packstore.tokenizer.control import free_characters
+from packstore.tokenizer.refusals import Refused
+
+TEMPLATE_DATE = "2024-07-26"
+"""Today, as templates that ask for the date see it: the same on every day, so that the same input
+gives the same bytes. It is the date that Llama's own templates fall back to."""
+
+MAX_RENDERED = 1 << 26
+"""Characters that a rendered dialogue may have; a template is foreign code."""
+
+Message = dict[str, Any]
+Tools = list[Any] | None
+Span = tuple[int, int]
+
+
+class _Generation(Extension):
+    """``{% generation %}...{% endgeneration %}``: marks what the assistant says."""
+
+    tags = {"generation"}  # noqa: RUF012  (declared so by jinja2)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        marks = [
+            nodes.Output([nodes.Name(name, "load", lineno=line)], lineno=line)
+            for name in ("generation_opens", "generation_closes")
+        ]
+        return nodes.Scope([marks[0], *body, marks[1]], lineno=line)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template and the token strings that it may use (``bos_token``, ...).
+
+    Raises:
+        TokenizerError: on construction, if the template has a syntax error.
+    """
+
+    source: str
+    tokens: Mapping[str, str | None]
+
+    def __post_init__(self) -> None:
+        _ = self._compiled
+
+    @cached_property
+    def marks_generation(self) -> bool:
+        """Whether the template itself says what the assistant's words are."""
+        tree = self._compiled.environment.parse(self.source)
+        return any(name.name == "generation_opens" for name in tree.find_all(nodes.Name))
+
+    def render(
+        self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False
+    ) -> str:
+        """The text of a dialogue; with `prompt`, up to where the next answer would begin.
+
+        Raises:
+            Refused: ``template_refused``, with what the template said.
+        """
+        return self._render(messages, tools, add_generation_prompt=prompt)
+
+    def render_spans(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
+        """The text, and where in it the ``{% generation %}`` blocks lie (start, end)."""
+        opens, closes = free_characters(self.source + as_json([messages, tools]), 2)
+        marked = self._render(
+            messages,
+            tools,
+            add_generation_prompt=False,
+            generation_opens=opens,
+            generation_closes=closes,
+        )
+        text, spans, start = "", [], 0
+        for part in marked.split(opens):
+            inside, closed, after = part.partition(closes)
+            text += inside
+            if closed:
+                spans.append((start, len(text)))
+            text += after
+            start = len(text)
+        return text, spans
+
+    def _render(self, messages: Sequence[Message], tools: Tools, **variables: Any) -> str:
+        tokens = {name: token for name, token in self.tokens.items() if token is not None}
+        context = {"messages": list(messages), "tools": tools, "documents": None}
+        parts, size = [], 0
+        try:
+            for part in self._compiled.generate(**tokens, **context, **variables):
+                parts.append(part)
+                size += len(part)
+                if size > MAX_RENDERED:
+                    raise Refused("template_refused", f"more than {MAX_RENDERED} characters")
+        except Refused:
+            raise
+        except Exception as error:  # foreign code on foreign data: anything can be raised
+            raise Refused("template_refused", f"{type(error).__name__}: {error}") from error
+        return "".join(parts)
+
+    @cached_property
+    def _compiled(self) -> Template:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = as_json
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        try:
+            return environment.from_string(self.source)
+        except TemplateError as error:
+            line = getattr(error, "lineno", None)
+            where = f"chat template, line {line}" if line else "chat template"
+            raise TokenizerError(sentence(where, "it must be valid Jinja", str(error))) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"source": self.source, "tokens": self.tokens}
+
+
+def as_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON text; as the filter ``tojson`` it escapes neither HTML nor letters."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.fromisoformat(TEMPLATE_DATE).strftime(pattern)

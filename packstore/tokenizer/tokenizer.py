@@ -1,0 +1,170 @@
+"""A loaded tokenizer: what the stages after it and the manifest need to know of it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from packstore.tokenizer.control import control_pattern
+from packstore.tokenizer.engines import ENGINES, Engine
+from packstore.tokenizer.template import TEMPLATE_DATE, ChatTemplate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+    """A tokenizer file and what lay beside it.
+
+    Picklable: a worker rebuilds the engine on first use.
+
+    Attributes:
+        name: name of the file, for messages and the manifest.
+        engine_name: a name in :data:`packstore.tokenizer.engines.ENGINES`.
+        payload: bytes of the tokenizer file.
+        bos_token: beginning-of-sequence string, if known.
+        eos_token: end-of-sequence string, if known.
+        pad_token: padding string, if known (packstore itself never pads).
+        unk_token: string of the unknown token, if known.
+        adds_bos: whether the tokenizer begins plain text with BOS.
+        chat_template: text of the chat template, if there is one.
+        files: sha256 of each further file that was read, by name.
+    """
+
+    name: str
+    engine_name: str
+    payload: bytes = field(repr=False)
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    adds_bos: bool = False
+    chat_template: str | None = field(default=None, repr=False)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The loaded library."""
+        engine = ENGINES.load(self.engine_name)(self.payload, f"tokenizer {self.name}")
+        tokens = (self.bos_token, self.eos_token, self.pad_token)
+        engine.register([token for token in tokens if token])
+        return engine
+
+    @cached_property
+    def sha256(self) -> str:
+        """sha256 (hex) of the tokenizer file."""
+        return hashlib.sha256(self.payload).hexdigest()
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Highest id + 1, added tokens included."""
+        return self.engine.vocab_size()
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id of `bos_token`."""
+        return self._id(self.bos_token)
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of `eos_token`."""
+        return self._id(self.eos_token)
+
+    @property
+    def pad_id(self) -> int | None:
+        """Id of `pad_token`."""
+        return self._id(self.pad_token)
+
+    @property
+    def unk_id(self) -> int | None:
+        """Id of `unk_token`."""
+        return self._id(self.unk_token)
+
+    @property
+    def specials(self) -> Mapping[str, int]:
+        """Control tokens: string -> id."""
+        return self.engine.specials
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """The compiled chat template.
+
+        Raises:
+            TokenizerError: the template has a syntax error.
+        """
+        if self.chat_template is None:
+            return None
+        return ChatTemplate(self.chat_template, self._token_strings())
+
+    @cached_property
+    def separable(self) -> frozenset[str]:
+        """Control strings around which text may be cut and encoded piecewise, with equal ids.
+
+        Not so where a token swallows the white space beside it, or where only the very first
+        piece of a text gets a leading space.
+        """
+        names = list(self.specials)
+        whole, offsets = self.engine.encode_batch([f"{s} a{s}\na" for s in names], control=True)
+        a, cut = self.engine.encode_batch([" a", "\na"], control=False)
+        return frozenset(
+            name
+            for i, (name, s) in enumerate(self.specials.items())
+            if np.array_equal(
+                whole[offsets[i] : offsets[i + 1]],
+                np.concatenate([[s], a[: cut[1]], [s], a[cut[1] :]]),
+            )
+        )
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of control tokens."""
+        return frozenset(self.specials.values())
+
+    @cached_property
+    def controls(self) -> re.Pattern[str]:
+        """Matches the string of any control token."""
+        return control_pattern(frozenset(self.specials))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, control tokens included."""
+        return self.engine.decode([int(i) for i in ids])
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary entry with this id."""
+        return self.engine.id_to_token(token_id)
+
+    def provenance(self) -> dict[str, Any]:
+        """What the manifest records of the tokenizer and its chat template, as JSON values."""
+        template = self.chat_template
+        return {
+            "name": self.name,
+            "sha256": self.sha256,
+            "files": dict(self.files),
+            "engine": self.engine_name,
+            "engine_version": self.engine.version,
+            "vocab_size": self.vocab_size,
+            **self._token_strings(),
+            "bos_id": self.bos_id,
+            "eos_id": self.eos_id,
+            "pad_id": self.pad_id,
+            "unk_id": self.unk_id,
+            "adds_bos": self.adds_bos,
+            "chat_template": template,
+            "chat_template_sha256": template and hashlib.sha256(template.encode()).hexdigest(),
+            "chat_template_date": TEMPLATE_DATE,
+        }
+
+    def _token_strings(self) -> dict[str, str | None]:
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {name: getattr(self, name) for name in names}
+
+    def _id(self, token: str | None) -> int | None:
+        return None if token is None else self.engine.token_to_id(token)
+
+    def __getstate__(self) -> dict[str, Any]:
+        rebuilt = {"engine", "template", "controls"}
+        return {name: value for name, value in self.__dict__.items() if name not in rebuilt}

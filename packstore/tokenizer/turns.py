@@ -1,0 +1,158 @@
+"""Where the assistant's words lie in a rendered dialogue."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from functools import cached_property
+
+from packstore.tokenizer.control import free_characters, shared_characters
+from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.template import ChatTemplate, Message, Span, Tools, as_json
+
+
+def render_turns(
+    template: ChatTemplate, messages: list[Message], first: int, tools: Tools, *, last_only: bool
+) -> tuple[str, list[Span]]:
+    """A dialogue as text, and the spans of it that are supervised.
+
+    Args:
+        template: the chat template.
+        messages: prompt and response.
+        first: number of messages in the prompt; only assistant turns after it are supervised.
+        tools: descriptions of tools.
+        last_only: supervise only the last of those turns.
+
+    Returns:
+        The text, and (start, end) character spans in order. A turn begins after the generation
+        prompt, as at inference, and goes through the template's end-of-turn text.
+
+    Raises:
+        Refused: ``template_refused``, or ``unsupervised`` where there is no assistant turn.
+    """
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    if not turns:
+        raise Refused("unsupervised", "no turn of the assistant")
+    if template.marks_generation:
+        text, spans = template.render_spans(messages, tools)
+        finder = _Finder(template, messages, tools, text)
+        begin = finder.start(first, 0) if first else 0
+        spans = [(max(a, begin), b) for a, b in spans if b > begin]
+    else:
+        text = template.render(messages, tools)
+        finder = _Finder(template, messages, tools, text)
+        spans = finder.spans(turns)
+    if not spans:
+        raise Refused("unsupervised", "the template marks no words of the assistant")
+    return text, spans[-1:] if last_only else spans
+
+
+class _Finder:
+    """Finds turns in the text of a dialogue by rendering parts of it."""
+
+    def __init__(
+        self, template: ChatTemplate, messages: list[Message], tools: Tools, text: str
+    ) -> None:
+        self._template = template
+        self._messages = messages
+        self._tools = tools
+        self._text = text
+
+    def spans(self, turns: Sequence[int]) -> list[Span]:
+        """The span of each turn."""
+        found: list[Span] = []
+        for i in turns:
+            start = self.start(i, found[-1][1] if found else 0)
+            found.append((start, max(start, self._end(i))))
+        return found
+
+    def start(self, i: int, low: int) -> int:
+        """Where message `i` begins: after the generation prompt, and not before `low`."""
+        header = ""
+        try:
+            prompt = self._template.render(self._messages[:i], self._tools, prompt=True)
+            if self._text.startswith(prompt):
+                return len(prompt)
+            header = prompt.removeprefix(self._template.render(self._messages[:i], self._tools))
+        except Refused:
+            if i > 0:  # only a dialogue that the assistant opens has no prompt to render
+                raise
+        begin, end = self._content(i)
+        at = self._text.rfind(header, low, end if begin is None else begin) if header else -1
+        if at >= 0:
+            return at + len(header)
+        if begin is None:
+            raise _lost(i)
+        return begin
+
+    def _end(self, i: int) -> int:
+        """Where message `i` ends, with the end-of-turn text that follows it."""
+        if i == len(self._messages) - 1:
+            return len(self._text)
+        alone = self._template.render(self._messages[: i + 1], self._tools)
+        if self._text.startswith(alone):
+            return len(alone)
+        end = self._content(i)[1]
+        opens, closes = self._marks[i]
+        last = _mark(self._messages[i], opens, closes)
+        alone = self._template.render([*self._messages[:i], last], self._tools)
+        return end + shared_characters(alone.rpartition(closes)[2], self._text[end:])
+
+    @cached_property
+    def _marks(self) -> list[tuple[str, str]]:
+        """Two characters for each message that occur nowhere in the dialogue."""
+        known = self._template.source + as_json([self._messages, self._tools])
+        marks = free_characters(known, 2 * len(self._messages))
+        return list(zip(marks[::2], marks[1::2], strict=True))
+
+    @cached_property
+    def _contents(self) -> dict[int, tuple[int | None, int]]:
+        """Where the content of each assistant message lies, by marks put around it.
+
+        The begin is None where the template drops what stands there, or puts something before it.
+
+        Raises:
+            Refused: ``template_refused``: the marks change the text.
+        """
+        marked = [
+            _mark(message, *marks) if message["role"] == "assistant" else message
+            for message, marks in zip(self._messages, self._marks, strict=True)
+        ]
+        text = self._template.render(marked, self._tools)
+        found = list(re.finditer("[" + "".join(itertools.chain(*self._marks)) + "]", text))
+        places = {match[0]: match.start() - n for n, match in enumerate(found)}
+        bare = text.translate(dict.fromkeys(map(ord, places)))
+        if bare != self._text or len(places) != len(found):
+            raise Refused("template_refused", "the text of a turn depends on its content")
+        contents: dict[int, tuple[int | None, int]] = {}
+        for i, (opens, closes) in enumerate(self._marks):
+            if closes in places:
+                message = self._messages[i]
+                plain = message["content"].strip() and not message.get("reasoning_content")
+                contents[i] = (places.get(opens) if plain else None, places[closes])
+        return contents
+
+    def _content(self, i: int) -> tuple[int | None, int]:
+        if i not in self._contents:
+            raise _lost(i)
+        return self._contents[i]
+
+
+def _mark(message: Message, opens: str, closes: str) -> Message:
+    """The message with marks around its content, or around the name of its last function call."""
+    content = message["content"]
+    core = content.strip()
+    if core:
+        lead, _, trail = content.partition(core)
+        return {**message, "content": lead + opens + core + closes + trail}
+    if not message.get("tool_calls"):
+        return message
+    *calls, last = message["tool_calls"]
+    function = last["function"]
+    name = opens + function["name"] + closes
+    return {**message, "tool_calls": [*calls, {**last, "function": {**function, "name": name}}]}
+
+
+def _lost(i: int) -> Refused:
+    return Refused("template_refused", f"message {i + 1} cannot be found in the rendered text")

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packstore.config import TokenizeConfig
+from packstore.errors import RecordError
+from packstore.tokenizer import RecordTokenizer
+from packstore.tokenizer.encode import Tokens
+from packstore.tokenizer.overlong import fit
+from packstore.tokenizer.refusals import Refused
+
+EOS, BREAK = 900, 901
+
+
+def pair(prompt, *responses, head=0):
+    """Sequences over one prompt: 0, 1, 2, ... then the response's tokens."""
+    return [
+        Tokens(
+            np.concatenate([np.arange(prompt), response]).astype(np.int32),
+            np.arange(prompt + len(response)) >= prompt,
+            head,
+        )
+        for response in responses
+    ]
+
+
+def stored(sequences, layout):
+    """Tokens that an example takes, by the definition of the layouts, token by token."""
+    first = sequences[0]
+    total = len(first.ids)
+    for other in sequences[1:]:
+        shared = 0
+        for a, b, on_a, on_b in zip(
+            first.ids, other.ids, first.supervised, other.supervised, strict=False
+        ):
+            if a != b or on_a or on_b:
+                break
+            shared += 1
+        total += len(other.ids) - (max(shared - 1, 0) if layout == "shared_prefix" else 0)
+    return total
+
+
+def lists(sequences):
+    return [s.ids.tolist() for s in sequences]
+
+
+def test_what_fits_is_left_alone():
+    given_ = pair(3, [50, 51], [60])
+    for layout, size in (("concat", 9), ("shared_prefix", 7)):
+        config = TokenizeConfig(pack_size=size, layout=layout)
+        assert fit(given_, config, frozenset()) is given_
+        with pytest.raises(Refused):
+            fit(given_, TokenizeConfig(pack_size=size - 1, layout=layout), frozenset())
+
+
+def test_max_length_holds_for_each_sequence():
+    with pytest.raises(Refused, match="longest sequence 5 of at most 4"):
+        fit(pair(3, [50, 51], [60]), TokenizeConfig(max_length=4), frozenset())
+
+
+def test_prompt_is_cut_from_the_left_behind_its_head():
+    config = TokenizeConfig(pack_size=12, overlong="truncate_prompt")
+    assert lists(fit(pair(6, [50, 51], [60]), config, frozenset())) == [
+        [2, 3, 4, 5, 50, 51],
+        [2, 3, 4, 5, 60],
+    ]
+    found = fit(pair(6, [50, 51], [60], head=2), config, frozenset())
+    assert lists(found) == [[0, 1, 4, 5, 50, 51], [0, 1, 4, 5, 60]]
+    assert found[0].events == ["truncated_prompt"]
+
+
+def test_one_prompt_token_stays():
+    config = TokenizeConfig(pack_size=5, overlong="truncate_prompt")
+    assert lists(fit(pair(9, [50, 51], [60]), config, frozenset())) == [[8, 50, 51], [8, 60]]
+    for bad in (pair(9, [50, 51], [60, 61]), pair(9, [50, 51], [60], head=2)):
+        with pytest.raises(Refused):
+            fit(bad, config, frozenset())
+
+
+def test_only_shared_prompt_tokens_are_cut():
+    one, two = pair(4, [50], [60])
+    two.ids[1] = 77
+    config = TokenizeConfig(pack_size=9, overlong="truncate_prompt")
+    with pytest.raises(Refused):
+        fit([one, two], config, frozenset())
+
+
+@pytest.mark.parametrize("ending", [[EOS], [EOS, BREAK]])
+def test_response_is_cut_before_what_ends_it(ending):
+    config = TokenizeConfig(pack_size=100, max_length=6, overlong="truncate_response")
+    found = fit(pair(2, [*range(50, 60), *ending], [70]), config, frozenset([EOS]))
+    assert lists(found) == [[0, 1, *range(50, 54 - len(ending)), *ending], [0, 1, 70]]
+    assert (found[0].events, found[1].events) == (["truncated_response"], [])
+
+
+def test_the_longer_response_gives_first():
+    config = TokenizeConfig(pack_size=12, overlong="truncate_response")
+    found = fit(pair(2, list(range(50, 60)), [70, 71]), config, frozenset())
+    assert lists(found) == [[0, 1, *range(50, 56)], [0, 1, 70, 71]]
+
+
+def test_some_supervised_text_stays():
+    config = TokenizeConfig(max_length=4, overlong="truncate_response")
+    with pytest.raises(Refused):
+        fit(pair(4, [50], [60]), config, frozenset())
+    with pytest.raises(Refused):
+        fit(pair(3, [50, 51, EOS], [60]), config, frozenset([EOS]))
+    kept = fit(pair(2, [50, 51, EOS], [60]), config, frozenset([EOS]))
+    assert lists(kept)[0] == [0, 1, 50, EOS]
+
+
+responses = st.lists(st.integers(100, 103), min_size=1, max_size=12)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    prompt=st.integers(1, 12),
+    parts=st.none() | st.integers(0, 11),
+    answers=st.lists(responses, min_size=1, max_size=4),
+    head=st.integers(0, 3),
+    size=st.integers(2, 50),
+    length=st.integers(2, 50),
+    layout=st.sampled_from(["concat", "shared_prefix"]),
+    policy=st.sampled_from(["drop", "truncate_prompt", "truncate_response"]),
+)
+def test_what_comes_back_fits_and_is_part_of_what_went_in(
+    prompt, parts, answers, head, size, length, layout, policy
+):
+    before = pair(prompt, *[[*a, EOS] for a in answers], head=min(head, prompt))
+    if parts is not None and parts < prompt:
+        before[-1].ids[parts] = 77
+    config = TokenizeConfig(pack_size=size, max_length=length, layout=layout, overlong=policy)
+    fitted_already = (
+        max(len(s.ids) for s in before) <= config.sequence_limit and stored(before, layout) <= size
+    )
+    try:
+        after = fit(before, config, frozenset([EOS]))
+    except Refused:
+        assert not fitted_already
+        return
+    assert (after is before) == fitted_already
+    assert stored(after, layout) <= size
+    for old, new in zip(before, after, strict=True):
+        assert len(new.ids) <= config.sequence_limit
+        assert len(new.ids) == len(new.supervised)
+        assert new.supervised.any()
+        assert not new.supervised[0]
+        assert new.ids[-1] == EOS
+        if policy == "truncate_prompt":
+            assert new.ids[new.supervised].tolist() == old.ids[old.supervised].tolist()
+            assert new.ids[: old.head].tolist() == old.ids[: old.head].tolist()
+        else:
+            start = prompt
+            assert new.ids[:start].tolist() == old.ids[:start].tolist()
+    if after is not before and policy == "truncate_prompt":
+        # One token less cut would not have fitted.
+        cut = len(before[0].ids) - len(after[0].ids)
+        assert {len(o.ids) - len(n.ids) for o, n in zip(before, after, strict=True)} == {cut}
+        room = size - stored(after, layout)
+        spare = config.sequence_limit - max(len(s.ids) for s in after)
+        assert room < (1 if layout == "shared_prefix" else len(after)) or spare < 1
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize("policy", ["drop", "truncate_prompt", "truncate_response"])
+def test_real_chats_cut_to_size(tokenizer, records, rows, sequences, layout, policy):
+    """Shortened chats still begin with their system turn, and still end as their template ends."""
+    qwen = tokenizer("qwen3")
+    some = records("pairs/chat_en.jsonl")[:120]
+    config = TokenizeConfig(pack_size=700, layout=layout, overlong=policy)
+    whole, _ = RecordTokenizer(qwen, TokenizeConfig(pack_size=1 << 20), "dpo")(rows(some))
+    examples, tally = RecordTokenizer(qwen, config, "dpo")(rows(some))
+    assert tally.read == tally.kept + tally.dropped["overlong"]
+    originals = sequences(whole)
+    for n, i in enumerate(examples.example_ids.tolist()):
+        record, both = some[i], sequences(examples)[2 * n : 2 * n + 2]
+        assert stored([Tokens(np.array(a), np.array(b)) for a, b in both], layout) <= 700
+        system = record["prompt"][0] if record["prompt"][0]["role"] == "system" else None
+        for side, (ids, on) in enumerate(both):
+            text, original = qwen.decode(ids), originals[2 * i + side]
+            assert text.endswith("<|im_end|>\n")
+            if system:
+                start = f"<|im_start|>system\n{system['content']}<|im_end|>\n"
+                assert text.startswith(start)
+            if policy == "truncate_prompt":
+                assert sum(on) == sum(original[1])
+            if policy == "truncate_response":
+                prompt = original[1].index(True)
+                assert ids[:prompt] == original[0][:prompt]
+    if policy != "drop":
+        assert tally.noted[policy.replace("truncate", "truncated")] > 0
+
+
+def test_overlong_error(tokenizer, records, rows):
+    config = TokenizeConfig(pack_size=64, overlong="error")
+    with pytest.raises(RecordError, match=r"line 1: an example must fit.*of at most 64"):
+        RecordTokenizer(tokenizer("qwen3"), config, "dpo")(rows(records("pairs/chat_en.jsonl")[:2]))

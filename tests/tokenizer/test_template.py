@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import transformers
+
+from packstore.errors import TokenizerError
+from packstore.tokenizer.builtin_templates import BUILTIN
+from packstore.tokenizer.messages import normalize_messages, normalize_tools
+from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.template import ChatTemplate
+
+TALK = [
+    {"role": "system", "content": "Be <b>brief</b> & kind."},
+    {"role": "user", "content": "  Grüße, 世界 "},
+    {"role": "assistant", "content": "Hello\n"},
+    {"role": "user", "content": "x"},
+]
+TOOLS = [{"name": "f", "description": "<é>", "parameters": {"type": "object"}}]
+
+
+@pytest.fixture(scope="module")
+def reference(shared_data):
+    """Hugging Face's own rendering."""
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(shared_data / "tokenizers/small_bpe/tokenizer.json"),
+        eos_token="</s>",
+        bos_token="<s>",
+    )
+
+    def render(template, messages, tools=None, prompt=False):
+        return fast.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=prompt,
+        )
+
+    return render
+
+
+def ours(source: str) -> ChatTemplate:
+    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>", "pad_token": None})
+
+
+FEATURES = {
+    "white space": "{% for m in messages %}\n  {% if true %}\n x\n  {% endif %}\n{% endfor %}\n",
+    "tokens": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ nothing }}",
+    "json": "{{ messages | tojson }}{{ tools | tojson(indent=2) }}",
+    "loop controls": "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+    "{% continue %}a{% endfor %}b",
+    "namespace": "{% set ns = namespace(a=0) %}{% for m in messages %}{% set ns.a = ns.a + 1 %}"
+    "{% endfor %}{{ ns.a }}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}-"
+    "{% endfor %}",
+    "prompt": "{% if add_generation_prompt %}P{% else %}N{% endif %}",
+    **BUILTIN,
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("prompt", [False, True])
+def test_renders_as_hugging_face_does(reference, name, prompt):
+    for tools in (None, TOOLS):
+        expected = reference(FEATURES[name], TALK, tools, prompt)
+        assert ours(FEATURES[name]).render(TALK, tools, prompt=prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "field"),
+    [
+        ("pairs/chat_en.jsonl", "prompt"),
+        ("pairs/chat_zh.jsonl", "prompt"),
+        ("pairs/toolcall_zh.jsonl", "prompt"),
+        ("ranked/oasst_k2_6.jsonl", "prompt"),
+        ("sft/nemo_dummy.jsonl", "messages"),
+        ("sft/reason_tool.jsonl", "messages"),
+        ("sft/toolcall_en.jsonl", "messages"),
+    ],
+)
+def test_real_dialogues_render_as_hugging_face_does(tokenizer, records, reference, file, field):
+    template = tokenizer("qwen3").template
+    for record in records(file)[:30]:
+        messages = normalize_messages(record[field])
+        tools = normalize_tools(record.get("tools"))
+        for prompt in (False, True):
+            expected = reference(template.source, messages, tools, prompt)
+            assert template.render(messages, tools, prompt=prompt) == expected
+
+
+def test_plain_and_chatml_texts():
+    """Written out once, so that a change of our own templates is seen."""
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+    talk = [
+        *TALK[:2],
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "content": "4"},
+    ]
+    assert ours(BUILTIN["plain"]).render(talk, TOOLS, prompt=True) == (
+        "System: Be <b>brief</b> & kind.\n\nYou can call these functions:\n"
+        '{"name": "f", "description": "<é>", "parameters": {"type": "object"}}\n\n'
+        "User:   Grüße, 世界 \n\nAssistant: <think>\nhm\n</think>\n\n<tool_call>\n"
+        '{"name": "f", "arguments": {"x": 1}}\n</tool_call></s>\n\nTool: 4\n\nAssistant:'
+    )
+    assert ours(BUILTIN["chatml"]).render(talk[1:], prompt=True) == (
+        "<|im_start|>user\n  Grüße, 世界 <|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>"
+        '\n\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_the_date_never_changes():
+    assert ours("{{ strftime_now('%d %b %Y') }}").render(TALK) == "26 Jul 2024"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{{ messages[0].nothing.more }}", "UndefinedError"),
+        ("{{ 'a' + messages[0] }}", "TypeError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{% for i in range(99999999) %}{% endfor %}", "OverflowError"),
+        ("{% for i in range(90000) %}{{ 'xxxxxxxxxx' * 100 }}{% endfor %}", "characters"),
+    ],
+)
+def test_what_a_template_refuses(source, text):
+    with pytest.raises(Refused) as caught:
+        ours(source).render(TALK)
+    assert caught.value.reason == "template_refused"
+    assert text in caught.value.detail
+
+
+def test_a_syntax_error_is_found_at_once():
+    with pytest.raises(TokenizerError, match="line 2"):
+        ours("\n{% for %}")
+
+
+def test_generation_spans():
+    source = (
+        "{% for m in messages %}[{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}]{% endfor %}"
+    )
+    template = ours(source)
+    talk = [*TALK, {"role": "assistant", "content": "\U00100000 \U00100001"}]
+    text, spans = template.render_spans(talk, None)
+    assert text == template.render(talk)
+    assert [text[a:b] for a, b in spans] == ["Hello\n!", "\U00100000 \U00100001!"]
+    assert template.marks_generation
+    assert not ours("{{ generation }}{# {% generation %} #}").marks_generation
+
+
+def test_generation_hides_what_is_set_inside(reference):
+    source = "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }}"
+    assert ours(source).render(TALK) == reference(source, TALK)
+
+
+def test_pickles():
+    again = pickle.loads(pickle.dumps(ours(BUILTIN["plain"])))
+    assert again.render(TALK) == ours(BUILTIN["plain"]).render(TALK)
