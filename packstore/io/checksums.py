@@ -1,0 +1,48 @@
+"""A checksum for each row group, so that damage is found when it is read.
+
+Parquet has checksums of its own for pages, but not for their headers; Arrow files have none.
+"""
+
+from __future__ import annotations
+
+import mmap
+import zlib
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from packstore.records import Int64
+
+
+def byte_range(group: pq.RowGroupMetaData) -> tuple[int, int]:
+    """Where the column chunks of a Parquet row group lie in its file: start, end (exclusive)."""
+    columns = [group.column(i) for i in range(group.num_columns)]
+    starts = [c.data_page_offset for c in columns]
+    ends = [s + c.total_compressed_size for s, c in zip(starts, columns, strict=True)]
+    return min(starts), max(ends)
+
+
+def batch_crc32(batch: pa.RecordBatch) -> int:
+    """crc32 of the buffers of an Arrow batch as they lie in its file, and of what frames them."""
+    crc = 0
+    for column in batch.columns:
+        shape = (len(column), column.null_count, len(column.values), column.values.null_count)
+        crc = zlib.crc32(repr(shape).encode(), crc)
+        for buffer in column.buffers():
+            if buffer is not None:
+                crc = zlib.crc32(buffer, crc)
+    return crc
+
+
+def file_crc32(path: str, file_format: str) -> Int64:
+    """int64 `[G]`, crc32 of each row group of a local shard file."""
+    if file_format == "arrow":
+        with pa.memory_map(path) as source:
+            file = pa.ipc.open_file(source)
+            batches = (file.get_batch(i) for i in range(file.num_record_batches))
+            return np.array([batch_crc32(b) for b in batches], np.int64)
+    metadata = pq.read_metadata(path)
+    ranges = [byte_range(metadata.row_group(i)) for i in range(metadata.num_row_groups)]
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        return np.array([zlib.crc32(view[a:b]) for a, b in ranges], np.int64)

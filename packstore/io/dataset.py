@@ -1,0 +1,170 @@
+"""A committed dataset: its manifest, and its packs in file order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from packstore.errors import DatasetNotFoundError
+from packstore.io.manifest import Manifest, read_manifest
+from packstore.io.reader import ShardReader
+from packstore.io.storage import Location
+from packstore.io.verify import Progress, VerifyReport, verify
+from packstore.records import Int64, Packs
+from packstore.schema import to_arrow
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroupTable:
+    """All row groups of a dataset, in file order: int64 `[G]` each.
+
+    Attributes:
+        shard: position of the shard in the manifest.
+        index: position of the row group in its shard.
+        rows, examples, tokens: of the row group.
+        longest: its longest segment, in tokens.
+    """
+
+    shard: Int64
+    index: Int64
+    rows: Int64
+    examples: Int64
+    tokens: Int64
+    longest: Int64
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+
+class Dataset:
+    """A committed version of a dataset, which never changes. Picklable; opens files when it reads.
+
+    Args:
+        location: where it is.
+        manifest: what it is.
+        version: number of the manifest.
+    """
+
+    def __init__(self, location: Location, manifest: Manifest, version: int) -> None:
+        self.location, self.manifest, self.version = location, manifest, version
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Dataset, (self.location, self.manifest, self.version)
+
+    def __len__(self) -> int:
+        return self.manifest.num_packs
+
+    def __repr__(self) -> str:
+        m = self.manifest
+        return (
+            f"Dataset({self.url!r}, version={self.version}, kind={m.kind!r}, packs={len(self)}, "
+            f"examples={m.totals.examples}, tokens={m.totals.tokens}, fill_rate={m.fill_rate:.4f})"
+        )
+
+    @property
+    def url(self) -> str:
+        """Where the dataset is, without secrets."""
+        return self.location.display
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The Arrow schema of :meth:`iter_batches`."""
+        return self.manifest.schema
+
+    @cached_property
+    def row_groups(self) -> RowGroupTable:
+        """All row groups, in file order."""
+        shards = self.manifest.shards
+        counts = [len(s.row_groups) for s in shards]
+
+        def column(name: str) -> Int64:
+            parts = [getattr(s.row_groups, name) for s in shards]
+            return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+        indices = [np.arange(n, dtype=np.int64) for n in counts]
+        return RowGroupTable(
+            shard=np.repeat(np.arange(len(shards), dtype=np.int64), counts),
+            index=np.concatenate(indices) if indices else np.empty(0, np.int64),
+            **{name: column(name) for name in ("rows", "examples", "tokens", "longest")},
+        )
+
+    @property
+    def group_rows(self) -> Int64:
+        """int64 `[G]`, packs of each row group: what :class:`PackOrder` takes."""
+        return self.row_groups.rows
+
+    def read_packs(self, group: int) -> Packs:
+        """Row group `group` of the dataset, checksums verified; safe to call from many threads.
+
+        Raises:
+            StorageError: its shard is missing, or the store refuses.
+            IntegrityError: its bytes are not those that were written.
+        """
+        table = self.row_groups
+        reader = self._readers[int(table.shard[group])]
+        return reader.read_packs(int(table.index[group]))
+
+    def iter_packs(self) -> Iterator[Packs]:
+        """All packs, one row group at a time, in file order; raises as :meth:`read_packs`."""
+        return map(self.read_packs, range(len(self.row_groups)))
+
+    def iter_batches(self) -> Iterator[pa.RecordBatch]:
+        """All packs as Arrow batches of :attr:`schema`, one row group at a time."""
+        return (to_arrow(packs, self.schema) for packs in self.iter_packs())
+
+    def verify(self, progress: Progress | None = None) -> VerifyReport:
+        """Reads everything and checks every hash, rule and count; collects all problems.
+
+        Args:
+            progress: called with the shards done and the shards in all, after each.
+        """
+        return verify(self.location, self.manifest, progress)
+
+    @cached_property
+    def _readers(self) -> list[ShardReader]:
+        return [ShardReader(self.location, self.manifest, s) for s in self.manifest.shards]
+
+
+def open(
+    url: str, storage_options: Mapping[str, Any] | None = None, version: int | None = None
+) -> Dataset:
+    """The dataset at `url`, its current version by default.
+
+    Args:
+        url: a local folder or an fsspec URL.
+        storage_options: what fsspec's filesystem takes.
+        version: number of an older version.
+
+    Raises:
+        DatasetNotFoundError: no dataset, or no such version, was committed there.
+        FormatError: its manifest is not valid.
+        StorageError: the store refuses.
+    """
+    location = Location(url, storage_options or {})
+    return Dataset(location, *read_manifest(location, version))
+
+
+def find_dataset(
+    source: object, storage_options: Mapping[str, Any] | None = None
+) -> Dataset | None:
+    """The dataset at `source`, or None if `source` is anything else (a file, a glob, a table).
+
+    Raises:
+        FormatError: a dataset is there, but its manifest is not valid.
+        StorageError: the store refuses.
+    """
+    if not isinstance(source, str) and not hasattr(source, "__fspath__"):
+        return None
+    url = os.fspath(source)
+    if any(c in url for c in "*?["):
+        return None
+    try:
+        return open(url, storage_options)
+    except DatasetNotFoundError:
+        return None

@@ -1,0 +1,284 @@
+"""What the user names as input, read as a stream of blocks.
+
+    source -> expand -> read -> Block (-> a worker) -> parse -> Rows
+
+One process reads, decompresses, hashes and cuts; :meth:`Block.parse` runs in workers. Where blocks
+are cut does not depend on the workers, and does not show in the records or their ordinals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from packstore.config import PackConfig
+from packstore.errors import InputError, quote, sentence
+from packstore.io.formats import COMPRESSIONS, FORMATS, SUFFIXES, Piece, ReadOptions
+from packstore.io.manifest import FOLDER
+from packstore.io.memory import is_table, record_pieces, table_records
+from packstore.io.storage import Location
+from packstore.io.streams import HashedStream, decompressed, drain, staged
+from packstore.records import Rows
+
+BLOCK_BYTES = 8 << 20
+"""Bytes of a block, about: the unit of work of a worker."""
+
+_KNOWN = f"one of {' '.join(SUFFIXES)}, and {' or '.join(COMPRESSIONS)} after it"
+_NOT_TEXT = (
+    "chosen_reward",
+    "rejected_reward",
+    "messages",
+    "responses",
+    "scores",
+    "tools",
+    "input_ids",
+    "labels",
+)
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input file.
+
+    Attributes:
+        ordinal: its place among the inputs, from 0.
+        path: as the user gave it, without secrets.
+        location: where it is.
+        format: a name in :data:`packstore.io.formats.FORMATS`.
+        compression: ``gzip``, ``zstd`` or None.
+    """
+
+    ordinal: int
+    path: str
+    location: Location
+    format: str
+    compression: str | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A stretch of one input, at least one record long. Picklable.
+
+    Attributes:
+        source: ordinal of the input.
+        path: the input, as error texts name it.
+        format: what parses the payload.
+        unit: what an ordinal counts: ``line``, ``row`` or ``item``.
+        first: ordinal of the first line, row or item, from 0.
+        payload: what the format's `parse` takes.
+    """
+
+    source: int
+    path: str
+    format: str
+    unit: str
+    first: int
+    payload: Any = field(repr=False)
+
+    def parse(self) -> Rows:
+        """The records.
+
+        Raises:
+            InputError: one of them is not what the format says; names its place.
+        """
+        ordinals, values = FORMATS.load(self.format).parse(self.payload, self.path, self.first)
+        return Rows(self.source, self.path, self.unit, ordinals, values)
+
+
+class InputReader:
+    """Iterates over the blocks of all inputs, in order.
+
+    Args:
+        source: a path, glob, folder or URL, or a list of them; an Arrow table, a Polars frame, or
+            an iterable of records.
+        storage_options: for the fsspec filesystem of `source`.
+        config: of it, `fields` and `carry` say which CSV columns are not text; `spill_dir` holds
+            copies of remote or compressed Parquet and Arrow files while they are read.
+        block_bytes: bytes of a block, about.
+
+    Raises:
+        InputError: nothing there, or of no known format; while iterating: a file is broken, or
+            there is no record at all.
+        StorageError: the store refuses.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        storage_options: Mapping[str, Any] | None = None,
+        config: PackConfig | None = None,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        self._memory: tuple[str, Iterable[object]] | None = None
+        self._inputs: list[Input] = []
+        if _is_path(source) or (
+            isinstance(source, list | tuple) and source and all(map(_is_path, source))
+        ):
+            self._inputs = expand(source, storage_options)
+        elif is_table(source):
+            self._memory = ("<table>", table_records(source))
+        else:
+            self._memory = ("<iterable>", _iterable(source))
+        config = config or PackConfig()
+        self._folder = config.spill_dir
+        self._options = ReadOptions(block_bytes=block_bytes, json_columns=json_columns(config))
+        self._sources: list[dict[str, Any]] = []
+
+    def __iter__(self) -> Iterator[Block]:
+        self._sources = []
+        if self._memory:
+            yield from self._read_memory(*self._memory)
+        for item in self._inputs:
+            yield from self._read_file(item)
+        if not any(source["records"] for source in self._sources):
+            names = ", ".join(source["path"] for source in self._sources)
+            raise InputError(sentence(names, "must hold at least one record", "no records"))
+
+    def sources(self) -> list[dict[str, Any]]:
+        """Of each input read to its end: `path`, `bytes`, `sha256` and `records`.
+
+        Bytes and hash are those of the file as it is stored; of inputs in memory, those of
+        the records as JSON lines (see :func:`packstore.io.memory.record_pieces`).
+        """
+        return list(self._sources)
+
+    def _read_file(self, item: Input) -> Iterator[Block]:
+        records = 0
+        form = FORMATS.load(item.format)
+        with contextlib.ExitStack() as stack:
+            raw = stack.enter_context(item.location.open_read())
+            hashed = HashedStream(raw)
+            stream = decompressed(hashed, item.compression, item.path)
+            readable: BinaryIO = stream
+            if form.random_access:
+                readable = self._seekable(item, raw, stream, stack)
+            for piece in form.read(readable, item.path, self._options):
+                records += piece.records
+                yield _block(item.ordinal, item.path, item.format, form.unit, piece)
+            if readable is stream:
+                drain(stream)  # what follows the last record belongs to the hash
+        self._note(item.path, hashed.bytes, hashed.sha256, records)
+
+    def _seekable(
+        self,
+        item: Input,
+        raw: io.BufferedReader,
+        stream: io.BufferedReader,
+        stack: contextlib.ExitStack,
+    ) -> BinaryIO:
+        """The plain bytes of a file at random; reads all of it once, so that it is hashed."""
+        if item.compression or item.location.local_path is None:
+            return stack.enter_context(staged(stream, self._folder))
+        drain(stream)
+        raw.seek(0)
+        return raw
+
+    def _read_memory(self, path: str, values: Iterable[object]) -> Iterator[Block]:
+        records, size, digest = 0, 0, hashlib.sha256()
+        unit = "row" if path == "<table>" else "item"
+        for piece in record_pieces(values, path, self._options.block_bytes):
+            records += piece.records
+            size += len(piece.payload)
+            digest.update(piece.payload)
+            yield _block(0, path, "jsonl", unit, piece)
+        self._note(path, size, digest.hexdigest(), records)
+
+    def _note(self, path: str, size: int, sha256: str, records: int) -> None:
+        self._sources.append({"path": path, "bytes": size, "sha256": sha256, "records": records})
+
+
+def expand(
+    source: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[Input]:
+    """The files behind paths, globs, folders and URLs: lists in their order, the others sorted.
+
+    Raises:
+        InputError: nothing there, a file of no known format, or a packed dataset.
+        StorageError: the store refuses.
+    """
+    given = [source] if isinstance(source, str | os.PathLike) else source
+    found = [pair for one in given for pair in _files(os.fspath(one), storage_options or {})]
+    return [Input(i, path, place, *_format_of(path)) for i, (path, place) in enumerate(found)]
+
+
+def json_columns(config: PackConfig) -> frozenset[str]:
+    """Columns that are not text, under the names that they have in the input."""
+    carried = (entry.rpartition(":") for entry in config.carry)
+    typed = {name for name, colon, type_ in carried if colon and type_ != "string"}
+    return frozenset({config.fields.get(name, name) for name in _NOT_TEXT} | typed)
+
+
+def _files(url: str, options: Mapping[str, Any]) -> list[tuple[str, Location]]:
+    """Path, as the user would write it, and place of each file."""
+    location = Location(url, options)
+    if location.is_dir():
+        return _files_of_folder(location)
+    if location.exists():
+        return [(location.display, location)]
+    # In a URL a question mark begins the query.
+    if not any(c in url for c in ("*[" if "://" in url else "*?[")):
+        raise InputError(sentence(location.display, "must exist", "no such file", "Check the path"))
+    matches = location.glob()
+    if not matches:
+        must = "the pattern must match at least one file"
+        raise InputError(sentence(location.display, must, "none", "Check the pattern"))
+    relative = "://" not in url and not os.path.isabs(url)
+    return [(os.path.relpath(m.url) if relative else m.display, m) for m in matches]
+
+
+def _files_of_folder(folder: Location) -> list[tuple[str, Location]]:
+    if folder.is_dir(FOLDER):
+        must = "must be a file or folder of records"
+        do = "Give it to pack() alone, as the whole input, to pack it anew"
+        raise InputError(sentence(folder.display, must, "a packed dataset", do))
+    names = [name for name, _ in folder.files() if name[0] not in "._" and _guess(name)[0]]
+    if not names:
+        must = f"the folder must hold a file named {_KNOWN}"
+        raise InputError(sentence(folder.display, must, "none", "Name the files, or a glob"))
+    places = [folder.join(name) for name in names]
+    return [(place.display, place) for place in places]
+
+
+def _format_of(path: str) -> tuple[str, str | None]:
+    """Format and compression by the name of a file."""
+    form, compression = _guess(path)
+    if form is None:
+        name = path.rsplit("/", 1)[-1]
+        do = "Rename it, or name the wanted files alone"
+        raise InputError(sentence(path, f"its name must end in {_KNOWN}", quote(name), do))
+    return form, compression
+
+
+def _guess(path: str) -> tuple[str | None, str | None]:
+    stem, suffix = os.path.splitext(path.lower())
+    compression = COMPRESSIONS.get(suffix)
+    if compression:
+        suffix = os.path.splitext(stem)[1]
+    return SUFFIXES.get(suffix), compression
+
+
+def _block(source: int, path: str, form: str, unit: str, piece: Piece) -> Block:
+    return Block(source, path, form, unit, piece.first, piece.payload)
+
+
+def _is_path(source: object) -> bool:
+    return isinstance(source, str | os.PathLike)
+
+
+def _iterable(source: Any) -> Iterable[object]:
+    """`source`, unless iterating over it cannot give records.
+
+    Raises:
+        InputError: it is not iterable, or a mapping, whose items are names.
+    """
+    if isinstance(source, Mapping | bytes) or not isinstance(source, Iterable):
+        must = "must be a path, a list of paths, a table, or an iterable of records"
+        do = "Give one split, or a list of records" if isinstance(source, Mapping) else ""
+        raise InputError(sentence("input", must, f"a {type(source).__name__}", do))
+    return source

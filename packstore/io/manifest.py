@@ -1,0 +1,280 @@
+"""The manifest: what a dataset is, in one JSON file whose appearance is the commit.
+
+A dataset's manifests lie in ``_packstore/`` as ``manifest-000001.json``, ``-000002`` and so on; the
+highest number is the current one. Each is created only if its number is free, so that of several
+writers exactly one commits, and a reader needs one listing and one read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+
+from packstore.config import PackConfig
+from packstore.errors import DatasetExistsError, DatasetNotFoundError, FormatError, sentence
+from packstore.io.shard import PackShape, ShardInfo
+from packstore.io.statistics import PackCounter, Statistics, Totals
+from packstore.io.storage import Location
+from packstore.records import Tally
+from packstore.schema import FORMAT_VERSION, KINDS, pack_schema
+
+FOLDER = "_packstore"
+MAX_MANIFEST_BYTES = 256 << 20
+"""A larger manifest is refused, on write and on read."""
+
+_NAME = re.compile(r"manifest-(\d{6,})\.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """What became of the input: ``read == packed + sum(dropped)``; `noted` ones are in."""
+
+    read: int
+    packed: int
+    dropped: Mapping[str, int]
+    noted: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Manifest:
+    """Everything a reader needs to know before it opens a shard.
+
+    Attributes:
+        features: required features, which a reader must know.
+        file_format: ``parquet`` or ``arrow``.
+        provenance: `sources` (path, bytes, sha256, records of each), `tokenizer`, `settings`,
+            `package_version`.
+    """
+
+    kind: str
+    layout: str
+    pack_size: int
+    strategy: str
+    seed: int
+    pack_order: str
+    file_format: str
+    features: tuple[str, ...]
+    carry: Mapping[str, str]
+    totals: Totals
+    statistics: Statistics
+    records: Records
+    provenance: Mapping[str, Any]
+    shards: tuple[ShardInfo, ...]
+
+    @property
+    def num_responses(self) -> int | None:
+        """K, the sequences of each example; None for kind ``ranked``, where it varies."""
+        return KINDS[self.kind]
+
+    @property
+    def num_packs(self) -> int:
+        """Packs of the dataset."""
+        return self.totals.packs
+
+    @property
+    def pairs(self) -> int:
+        """Preference pairs: the examples of kind ``dpo``, else 0."""
+        return self.totals.examples if self.kind == "dpo" else 0
+
+    @property
+    def fill_rate(self) -> float:
+        """Share of the packs' room that tokens take, 0 to 1."""
+        return self.statistics.fill_rate
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids are below it, if the tokenizer's size was recorded."""
+        size = (self.provenance.get("tokenizer") or {}).get("vocab_size")
+        return size if isinstance(size, int) else None
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The logical Arrow schema, with plain `labels`."""
+        return pack_schema(self.kind, self.layout, carry=self.carry)
+
+    @property
+    def stored_schema(self) -> pa.Schema:
+        """The Arrow schema of the shards."""
+        spans = "label_spans" in self.features
+        return pack_schema(self.kind, self.layout, label_spans=spans, carry=self.carry)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 (hex) that identifies the packs and their order, whatever the rest says."""
+        what = [FORMAT_VERSION, self.kind, self.layout, self.pack_size, self.file_format]
+        parts = [*what, *self.features, *(f"{s.sha256}+{s.example_id_base}" for s in self.shards)]
+        return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
+
+    def to_json(self) -> bytes:
+        """Canonical JSON: the same manifest gives the same bytes.
+
+        Raises:
+            FormatError: a text in it is not valid Unicode.
+        """
+        from packstore.io.manifest_json import dump
+
+        return dump(self)
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str = "manifest") -> Manifest:
+        """The manifest in `data`; optional fields that are unknown are ignored.
+
+        Raises:
+            UnsupportedFormatError: a higher version, or a required feature that is unknown.
+            FormatError: anything missing, of the wrong type, or contradictory; names the field.
+        """
+        from packstore.io.manifest_json import parse
+
+        return parse(data, where)
+
+
+def build_manifest(
+    shape: PackShape,
+    config: PackConfig,
+    shards: Sequence[ShardInfo],
+    counter: PackCounter,
+    tally: Tally,
+    planning: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+) -> Manifest:
+    """The manifest of a dataset that was just written.
+
+    Args:
+        shape: what all packs have in common.
+        config: the settings of the job.
+        shards: as :meth:`ShardWriter.close` returned them.
+        counter: as the writer counted, :attr:`ShardWriter.counter`.
+        tally: what became of the records.
+        planning: statistics of the plan.
+        provenance: see :class:`Manifest`.
+
+    Raises:
+        FormatError: the parts contradict each other.
+    """
+    from packstore.io.manifest_json import check_manifest
+
+    manifest = Manifest(
+        kind=shape.kind,
+        layout=shape.layout,
+        pack_size=shape.pack_size,
+        strategy=config.strategy,
+        seed=config.seed,
+        pack_order=config.pack_order,
+        file_format=config.format,
+        features=("label_spans",) if config.labels == "spans" else (),
+        carry=dict(shape.carry),
+        totals=counter.totals(sum(s.bytes for s in shards)),
+        statistics=counter.statistics(shape.pack_size, planning),
+        records=Records(
+            read=tally.read,
+            packed=tally.kept,
+            dropped=dict(sorted(tally.dropped.items())),
+            noted=dict(sorted(tally.noted.items())),
+        ),
+        provenance=provenance,
+        shards=tuple(shards),
+    )
+    check_manifest(manifest, "manifest")
+    return manifest
+
+
+def versions(location: Location) -> dict[int, int]:
+    """The committed versions of a dataset -> bytes of their manifest, oldest first."""
+    matches = ((_NAME.fullmatch(e.name), e.size) for e in location.files(FOLDER))
+    return dict(sorted((int(m.group(1)), size) for m, size in matches if m))
+
+
+def read_manifest(location: Location, version: int | None = None) -> tuple[Manifest, int]:
+    """The manifest of a dataset and its version, by default the current one.
+
+    Raises:
+        DatasetNotFoundError: nothing, or no such version, was committed there.
+        FormatError: the manifest is not valid.
+    """
+    sizes = versions(location)
+    number = version if version is not None else max(sizes, default=0)
+    if number not in sizes:
+        raise _not_found(location, version, list(sizes))
+    path = manifest_path(number)
+    if sizes[number] > MAX_MANIFEST_BYTES:
+        raise _too_large(location, path, sizes[number])
+    return Manifest.from_json(location.read_bytes(path), location.join(path).display), number
+
+
+def refuse_existing(location: Location, overwrite: bool) -> int:
+    """The number that the next manifest will have.
+
+    Raises:
+        DatasetExistsError: a dataset is there, and `overwrite` is False.
+    """
+    current = max(versions(location), default=0)
+    if current and not overwrite:
+        raise DatasetExistsError(
+            sentence(
+                location.display,
+                "must not hold a dataset yet",
+                f"version {current} of one",
+                "Name another place, or overwrite it (overwrite=True, --overwrite)",
+            )
+        )
+    return current + 1
+
+
+def commit_manifest(location: Location, manifest: Manifest, overwrite: bool = False) -> int:
+    """Makes the dataset visible, in one step; returns its version.
+
+    Raises:
+        DatasetExistsError: a dataset is there and `overwrite` is False, or another writer was
+            faster.
+        FormatError: the manifest is too large.
+    """
+    version = refuse_existing(location, overwrite)
+    path = manifest_path(version)
+    data = manifest.to_json()
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise _too_large(location, path, len(data))
+    try:
+        location.create_bytes(path, data)
+    except DatasetExistsError as error:
+        raise DatasetExistsError(
+            sentence(
+                location.display,
+                "only one writer may commit at a time",
+                "that another one just did",
+                "Look at its dataset, then run again if it is not yours",
+            )
+        ) from error
+    return version
+
+
+def manifest_path(version: int) -> str:
+    """Path of a manifest in its dataset."""
+    return f"{FOLDER}/manifest-{version:06d}.json"
+
+
+def _not_found(location: Location, version: int | None, known: list[int]) -> DatasetNotFoundError:
+    if known:
+        return DatasetNotFoundError(
+            sentence(location.display, f"must have version {version}", f"{known[0]} to {known[-1]}")
+        )
+    missing = not location.exists()
+    found = "no such folder" if missing else f"no {FOLDER}/manifest-….json in it"
+    hint = "Check the path" if missing else "Name the folder that `packstore pack` wrote"
+    return DatasetNotFoundError(sentence(location.display, "must be a dataset", found, hint))
+
+
+def _too_large(location: Location, path: str, size: int) -> FormatError:
+    return FormatError(
+        sentence(
+            location.join(path).display,
+            f"a manifest must have at most {MAX_MANIFEST_BYTES} bytes",
+            str(size),
+            "Write larger row groups (row_group_tokens)",
+        )
+    )

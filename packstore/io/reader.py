@@ -1,0 +1,206 @@
+"""Row groups out of shard files: one ranged read each, checksums verified.
+
+A reader keeps no open file: after the footer, which it reads once, every row group is a single read
+of its byte range. That makes it safe to use from many threads and after a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from packstore.errors import FormatError, IntegrityError, PackstoreError, sentence
+from packstore.io.checksums import batch_crc32, byte_range
+from packstore.io.manifest import Manifest
+from packstore.io.shard import ShardInfo
+from packstore.io.storage import Location
+from packstore.records import Packs
+from packstore.schema import from_arrow
+
+_REMEDY = "The file was damaged or replaced: copy the dataset again, or run `packstore verify`"
+
+
+class ShardReader:
+    """Reads the row groups of one shard.
+
+    Args:
+        location: the dataset.
+        manifest: of the dataset.
+        shard: one of the manifest's shards.
+        data: the whole file, if the caller has it in memory.
+    """
+
+    def __init__(
+        self, location: Location, manifest: Manifest, shard: ShardInfo, data: bytes | None = None
+    ) -> None:
+        self.shard = shard
+        self._location, self._manifest, self._data = location, manifest, data
+        self.where = location.join(shard.path).display
+
+    def read_batch(self, group: int) -> pa.RecordBatch:
+        """Row group `group` as it is stored.
+
+        Raises:
+            StorageError: the shard is missing, or the store refuses.
+            IntegrityError: the bytes are not those that were written.
+        """
+        with self._naming(f"row group {group}"):
+            if self._manifest.file_format == "arrow":
+                batch = self._open_arrow().get_batch(group)
+                batch.validate()
+                self._check_crc32(group, batch_crc32(batch))
+            else:
+                batch = self._read_parquet(group)
+            expected = int(self.shard.row_groups.rows[group])
+            if batch.num_rows != expected:
+                raise IntegrityError(f"must have {expected} rows; found {batch.num_rows}")
+        return batch
+
+    def read_packs(self, group: int) -> Packs:
+        """Row group `group` as packs: numpy views of the decoded buffers.
+
+        Raises:
+            StorageError: the shard is missing, or the store refuses.
+            IntegrityError: the bytes are not those that were written.
+        """
+        batch = self.read_batch(group)
+        with self._naming(f"row group {group}"):
+            packs = from_arrow(batch, self._manifest.kind)
+            groups = self.shard.row_groups
+            found = (len(packs.example_ids), len(packs.input_ids))
+            expected = (int(groups.examples[group]), int(groups.tokens[group]))
+            if found != expected:
+                raise IntegrityError(f"must have (examples, tokens) {expected}; found {found}")
+        if base := self.shard.example_id_base:
+            packs = replace(packs, example_ids=packs.example_ids + base)
+        return packs
+
+    def _read_parquet(self, group: int) -> pa.RecordBatch:
+        metadata = self._metadata
+        start, end = byte_range(metadata.row_group(group))
+        if not 0 <= start < end <= self.shard.bytes:
+            raise IntegrityError(f"its bytes {start} to {end} must lie in the file")
+        data = self._read(start, end)
+        self._check_crc32(group, zlib.crc32(data))
+        window = _Window(data, start, self.shard.bytes)
+        file = pq.ParquetFile(window, metadata=metadata, page_checksum_verification=True)
+        batches = file.read_row_group(group, use_threads=False).combine_chunks().to_batches()
+        if not batches:
+            raise IntegrityError("must have rows; found none")
+        return batches[0]
+
+    @cached_property
+    def _metadata(self) -> pq.FileMetaData:
+        """The Parquet metadata, checked against the manifest."""
+        metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + self._footer))
+        self._check(metadata.schema.to_arrow_schema(), metadata.num_row_groups)
+        return metadata
+
+    @cached_property
+    def _footer(self) -> bytes:
+        """The end of the file. Its hash is checked first: a damaged one can crash the parser."""
+        size, length = self.shard.bytes, self.shard.footer_bytes
+        footer = self._read(size - length, size)
+        if hashlib.sha256(footer).hexdigest() != self.shard.footer_sha256:
+            raise IntegrityError("its footer must have the sha256 that the manifest tells")
+        return footer
+
+    def _open_arrow(self) -> Any:
+        """The Arrow file; a local one is mapped, so that batches are views of the page cache."""
+        _ = self._footer
+        path = self._location.join(self.shard.path).local_path
+        if self._data is not None:
+            source: Any = pa.BufferReader(self._data)
+        elif path is not None:
+            source = pa.memory_map(path)
+        else:
+            source = self._location.open_read(self.shard.path, cache_type="none")
+        file = pa.ipc.open_file(source)
+        self._check(file.schema, file.num_record_batches)
+        return file
+
+    def _read(self, start: int, end: int) -> bytes:
+        if self._data is not None:
+            data = self._data[start:end]
+        else:
+            data = self._location.read_bytes(self.shard.path, start, end)
+        if len(data) != end - start:
+            found = f"only {start + len(data)} bytes"
+            raise IntegrityError(f"must have {self.shard.bytes} bytes; found {found}")
+        return data
+
+    def _check_crc32(self, group: int, found: int) -> None:
+        if found != self.shard.row_groups.crc32[group]:
+            raise IntegrityError("must have the crc32 that the manifest tells")
+
+    def _check(self, schema: pa.Schema, groups: int) -> None:
+        expected = self._manifest.stored_schema
+        if not schema.equals(expected) or schema.metadata != expected.metadata:
+            raise IntegrityError("its schema must be the one that the manifest declares")
+        if groups != len(self.shard.row_groups):
+            must = f"must have {len(self.shard.row_groups)} row groups"
+            raise IntegrityError(f"{must}; found {groups}")
+
+    @contextlib.contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """Names shard and row group in every error; what the decoder raises means damage."""
+        place = f"{self.where}, {what}"
+        try:
+            yield
+        except FormatError as error:
+            raise IntegrityError(sentence(place, str(error).rstrip("."), "", _REMEDY)) from error
+        except PackstoreError:
+            raise
+        except _DECODER_ERRORS as error:
+            if isinstance(error, OSError) and error.errno:
+                with self._location.guard("read", self.shard.path):
+                    raise
+            must = "its bytes must be those that were written"
+            raise IntegrityError(sentence(place, must, str(error), _REMEDY)) from error
+
+
+_DECODER_ERRORS = (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError, EOFError)
+
+
+class _Window(io.RawIOBase):
+    """A part of a file, at its place: what the Parquet reader sees as the whole file."""
+
+    def __init__(self, data: bytes, start: int, size: int) -> None:
+        self._data, self._start, self._size = memoryview(data), start, size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base: Callable[[], int] = {
+            os.SEEK_SET: lambda: 0,
+            os.SEEK_CUR: self.tell,
+            os.SEEK_END: lambda: self._size,
+        }[whence]
+        self._position = base() + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        start = self._position - self._start
+        stop = len(self._data) if size < 0 else start + size
+        if start < 0 or stop > len(self._data):
+            raise IntegrityError("a column must lie in the bytes of its row group")
+        self._position += stop - start
+        return bytes(self._data[start:stop])

@@ -1,0 +1,152 @@
+"""Totals and statistics of packs, gathered while they pass by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from packstore.records import IGNORE_INDEX, Int64, Packs
+
+_SUMS = ("packs", "examples", "sequences", "tokens", "supervised_tokens", "logical_tokens")
+_NONE = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums over a dataset; `logical_tokens` are those that an unpacked run would feed."""
+
+    packs: int = 0
+    examples: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    supervised_tokens: int = 0
+    logical_tokens: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Smallest, mean and largest of some numbers."""
+
+    min: int = 0
+    mean: float = 0.0
+    max: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What the packs look like.
+
+    Attributes:
+        fill_rate: tokens / (packs * pack_size), 0 to 1.
+        examples_per_pack: over all packs.
+        longest_sequence: logical tokens.
+        most_segments: of one pack.
+        shortest_pack: tokens.
+        length_histogram: sequences by logical length; the key is the lower bound of a bucket, a
+            power of two that the next bucket doubles.
+        planning: what the planner tells about its work.
+    """
+
+    fill_rate: float = 0.0
+    examples_per_pack: Spread = field(default_factory=Spread)
+    longest_sequence: int = 0
+    most_segments: int = 0
+    shortest_pack: int = 0
+    length_histogram: Mapping[str, int] = field(default_factory=dict)
+    planning: Mapping[str, Any] = field(default_factory=dict)
+
+
+def pack_figures(packs: Packs) -> Int64:
+    """int64 `[P, 5]`: examples, sequences, tokens, supervised tokens, longest segment of each."""
+    supervised = np.concatenate([[0], np.cumsum(packs.labels != IGNORE_INDEX)])
+    longest = np.maximum.reduceat(packs.segment_lengths, packs.sequence_offsets[:-1])
+    return np.stack(
+        [
+            np.diff(packs.example_offsets),
+            np.diff(packs.sequence_offsets),
+            np.diff(packs.token_offsets),
+            np.diff(supervised[packs.token_offsets]),
+            longest,
+        ],
+        axis=1,
+    ).astype(np.int64)
+
+
+def group_figures(figures: Int64) -> Int64:
+    """int64 `[6]`: rows, then what :func:`pack_figures` tells, of these packs together."""
+    return np.array([len(figures), *figures[:, :4].sum(axis=0), figures[:, 4].max()], np.int64)
+
+
+@dataclass(eq=False)
+class PackCounter:
+    """Adds up packs that obey the rules of the format, in whatever portions they come."""
+
+    packs: int = 0
+    examples: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    supervised_tokens: int = 0
+    logical_tokens: int = 0
+    histogram: Int64 = field(default_factory=lambda: np.zeros(32, np.int64))
+    most_examples: int = 0
+    most_segments: int = 0
+    longest_sequence: int = 0
+    fewest_examples: int = _NONE
+    shortest_pack: int = _NONE
+
+    def add(self, packs: Packs) -> None:
+        """Counts some packs."""
+        if not len(packs):
+            return
+        examples, tokens = np.diff(packs.example_offsets), np.diff(packs.token_offsets)
+        self.merge(
+            PackCounter(
+                packs=len(packs),
+                examples=len(packs.example_ids),
+                sequences=len(packs.lengths),
+                tokens=len(packs.input_ids),
+                supervised_tokens=int(np.count_nonzero(packs.labels != IGNORE_INDEX)),
+                logical_tokens=int(packs.lengths.sum(dtype=np.int64)),
+                histogram=np.bincount(np.frexp(packs.lengths)[1] - 1, minlength=32),
+                most_examples=int(examples.max()),
+                most_segments=int(np.diff(packs.sequence_offsets).max()),
+                longest_sequence=int(packs.lengths.max()),
+                fewest_examples=int(examples.min()),
+                shortest_pack=int(tokens.min()),
+            )
+        )
+
+    def merge(self, other: PackCounter) -> None:
+        """Adds what `other` counted."""
+        for name in (*_SUMS, "histogram"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("most_examples", "most_segments", "longest_sequence"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+        for name in ("fewest_examples", "shortest_pack"):
+            setattr(self, name, min(getattr(self, name), getattr(other, name)))
+
+    def totals(self, stored_bytes: int) -> Totals:
+        """The sums, with the bytes of the shards."""
+        return Totals(bytes=stored_bytes, **{name: getattr(self, name) for name in _SUMS})
+
+    def statistics(self, pack_size: int, planning: Mapping[str, Any]) -> Statistics:
+        """The statistics; all zero where there are no packs."""
+        if not self.packs:
+            return Statistics(planning=planning)
+        return Statistics(
+            fill_rate=self.tokens / (self.packs * pack_size),
+            examples_per_pack=Spread(
+                min=self.fewest_examples,
+                mean=self.examples / self.packs,
+                max=self.most_examples,
+            ),
+            longest_sequence=self.longest_sequence,
+            most_segments=self.most_segments,
+            shortest_pack=self.shortest_pack,
+            length_histogram={str(1 << b): int(n) for b, n in enumerate(self.histogram) if n},
+            planning=planning,
+        )

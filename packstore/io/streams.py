@@ -1,0 +1,99 @@
+"""Byte streams of input files: hashed on the way, decompressed, and seekable where need be."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import tempfile
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import pyarrow as pa
+
+from packstore.errors import InputError, PackstoreError, sentence
+from packstore.io.faults import guarded
+
+CHUNK = 1 << 20
+"""Bytes that are read or copied at once."""
+
+
+class HashedStream(io.RawIOBase):
+    """Passes on the bytes of `raw`, counting and hashing them."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._hash = hashlib.sha256()
+        self.bytes = 0
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the bytes so far, hex."""
+        return self._hash.hexdigest()
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Fills the start of `buffer`; returns how much."""
+        count = self._raw.readinto(buffer)  # type: ignore[attr-defined]
+        self._hash.update(buffer[:count])
+        self.bytes += count
+        return int(count)
+
+
+class _Decompressed(io.RawIOBase):
+    """The plain bytes of a compressed stream, members one after another included."""
+
+    def __init__(self, raw: io.RawIOBase, compression: str, path: str) -> None:
+        self._stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
+        self._compression, self._path = compression, path
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Fills the start of `buffer`; returns how much."""
+        try:
+            return int(self._stream.readinto(buffer))
+        except PackstoreError:
+            raise
+        except OSError as error:
+            must = f"must be a complete {self._compression} file"
+            found, do = f"other bytes ({error})", "Check the suffix of its name, or copy it again"
+            if "Truncated" in str(error):
+                found, do = "an end in the middle of the compressed stream", "Copy the file again"
+            raise InputError(sentence(self._path, must, found, do)) from error
+
+
+def decompressed(raw: io.RawIOBase, compression: str | None, path: str) -> io.BufferedReader:
+    """A buffered stream of the plain bytes.
+
+    Its reads raise :class:`InputError` where the bytes are not of this compression, or end early.
+    """
+    plain = raw if compression is None else _Decompressed(raw, compression, path)
+    return io.BufferedReader(plain, CHUNK)
+
+
+def drain(stream: BinaryIO) -> None:
+    """Reads to the end."""
+    while stream.read(CHUNK):
+        pass
+
+
+@contextlib.contextmanager
+def staged(stream: BinaryIO, folder: str | None) -> Iterator[BinaryIO]:
+    """A local, seekable copy of `stream`, in a temporary file of `folder` or the system's own.
+
+    Raises:
+        StorageError: no room for it.
+    """
+    with contextlib.ExitStack() as stack:
+        with guarded("write", folder or tempfile.gettempdir(), {}):
+            copy = stack.enter_context(tempfile.TemporaryFile(dir=folder))
+            while chunk := stream.read(CHUNK):
+                copy.write(chunk)
+            copy.seek(0)
+        yield copy

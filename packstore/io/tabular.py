@@ -1,0 +1,95 @@
+"""Arrow record batches: cut to size, sent as Arrow IPC bytes, turned into records."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from packstore.errors import InputError, PackstoreError, quote, sentence
+from packstore.io.formats import Piece
+
+BATCH_ROWS = 1024
+"""Rows that are decoded at once."""
+
+
+def pieces(batches: Iterable[pa.RecordBatch], path: str, block_bytes: int) -> Iterator[Piece]:
+    """The rows of all batches as pieces.
+
+    Raises:
+        InputError: a batch is corrupt, or two columns have one name.
+    """
+    first = 0
+    for batch in batches:
+        for part in _cut(plain(batch, path), block_bytes):
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, part.schema) as writer:
+                writer.write_batch(part)
+            yield Piece(first, part.num_rows, sink.getvalue().to_pybytes())
+            first += part.num_rows
+
+
+def parse(payload: bytes, path: str, first: int) -> tuple[range, list[object]]:
+    """The records of a piece."""
+    with as_input_error(f"{path}, after row {first}", "values must be convertible"):
+        values: list[object] = pa.ipc.open_stream(payload).read_all().to_pylist()
+    return range(first, first + len(values)), values
+
+
+def plain(batch: pa.RecordBatch, path: str) -> pa.RecordBatch:
+    """The batch, checked, with types that slice cheaply and mean the same in every format.
+
+    Dictionaries and views, of which a slice drags the whole along, become plain columns; dates and
+    times become text.
+    """
+    with as_input_error(path, "columns must be whole and of a known type"):
+        batch.validate(full=True)
+        names = batch.schema.names
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            must = "the names of the columns must differ"
+            raise InputError(sentence(path, must, f"{quote(twice)} twice"))
+        schema = pa.schema([f.with_type(_plain_type(f.type)) for f in batch.schema])
+        return batch if batch.schema.equals(schema) else batch.cast(schema)
+
+
+@contextlib.contextmanager
+def as_input_error(where: str, must: str) -> Iterator[None]:
+    """What Arrow raises on bad data, as an :class:`InputError`."""
+    try:
+        yield
+    except PackstoreError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise InputError(sentence(where, must, str(error), "Write the file again")) from error
+
+
+def _cut(batch: pa.RecordBatch, block_bytes: int) -> Iterator[pa.RecordBatch]:
+    """Slices of at most `block_bytes`, or of one row."""
+    if batch.num_rows > 1 and batch.nbytes > block_bytes:
+        half = batch.num_rows // 2
+        yield from _cut(batch.slice(0, half), block_bytes)
+        yield from _cut(batch.slice(half), block_bytes)
+    elif batch.num_rows:
+        yield batch
+
+
+def _plain_type(type_: Any) -> Any:
+    kinds = pa.types
+    if kinds.is_dictionary(type_):
+        return _plain_type(type_.value_type)
+    if kinds.is_string_view(type_):
+        return pa.large_string()
+    if kinds.is_binary_view(type_):
+        return pa.large_binary()
+    if kinds.is_timestamp(type_) or kinds.is_date(type_) or kinds.is_time(type_):
+        return pa.string()
+    if kinds.is_list(type_):
+        return pa.list_(type_.value_field.with_type(_plain_type(type_.value_type)))
+    if kinds.is_large_list(type_):
+        return pa.large_list(type_.value_field.with_type(_plain_type(type_.value_type)))
+    if kinds.is_struct(type_):
+        return pa.struct([f.with_type(_plain_type(f.type)) for f in type_])
+    return type_

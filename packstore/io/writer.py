@@ -1,0 +1,276 @@
+"""Packs into shard files: row groups, shards, content-hashed names.
+
+1. Check every rule on the packs, and turn them into Arrow rows.
+2. Cut row groups at `row_group_tokens`, however the packs were handed in.
+3. Append each row group to the open shard, a hidden local file.
+4. At `shard_bytes` close it, hash it, and put it under ``data/<run>-<number>-<hash>``.
+
+Nothing of it is part of a dataset until a manifest names it (:mod:`packstore.io.manifest`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from packstore.config import WriteConfig
+from packstore.errors import PackstoreError
+from packstore.invariants import check_packs
+from packstore.io.checksums import file_crc32
+from packstore.io.faults import guarded
+from packstore.io.manifest import FOLDER, read_manifest, versions
+from packstore.io.shard import FileHashes, PackShape, ShardInfo, describe_shard
+from packstore.io.statistics import PackCounter, group_figures, pack_figures
+from packstore.io.storage import Location
+from packstore.records import Int64, Packs
+from packstore.schema import pack_schema, to_arrow
+
+DATA = "data"
+PAGE_BYTES = 1 << 20
+
+
+class ShardWriter:
+    """Writes packs as the shards of a dataset; a context manager that aborts on an error.
+
+    The bytes depend on the packs, the settings and the release of pyarrow alone.
+
+    Args:
+        location: the dataset.
+        shape: what all packs have in common.
+        config: file format, codec, and sizes.
+        run: begins the name of every shard; the same for a rerun of the same job.
+        spill_dir: local folder for unfinished shards of a remote dataset; None: the system's.
+            (Those of a local dataset lie hidden inside it, so that they can be moved in one step.)
+
+    Attributes:
+        counter: totals and statistics of the packs so far.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        shape: PackShape,
+        config: WriteConfig,
+        run: str,
+        spill_dir: str | None = None,
+    ) -> None:
+        self.counter = PackCounter()
+        self._location, self._shape, self._config, self._run = location, shape, config, run
+        spans = config.labels == "spans"
+        self._schema = pack_schema(
+            shape.kind, shape.layout, label_spans=spans, carry=dict(shape.carry)
+        )
+        self._staging = _Staging(location, spill_dir)
+        self._shard: _OpenShard | None = None
+        self._pending: list[tuple[pa.RecordBatch, Int64]] = []
+        self._pending_tokens = self._rows = 0
+        self._shards: list[ShardInfo] = []
+        self._created: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort()
+
+    def write(self, packs: Packs) -> None:
+        """Adds packs, in dataset order.
+
+        Raises:
+            FormatError: a pack breaks a rule of the format.
+            StorageError: no space, no permission, or the store refuses.
+        """
+        if not len(packs):
+            return
+        check_packs(
+            packs,
+            layout=self._shape.layout,
+            pack_size=self._shape.pack_size,
+            vocab_size=self._shape.vocab_size,
+            where=f"packs for {self._location.display}",
+            first_row=self._rows,
+        )
+        self._rows += len(packs)
+        self.counter.add(packs)
+        batch, figures = to_arrow(packs, self._schema), pack_figures(packs)
+        start = 0
+        for row, tokens in enumerate(np.diff(packs.token_offsets).tolist()):
+            full = self._pending_tokens + tokens > self._config.row_group_tokens
+            if self._pending_tokens and full:
+                self._hold(batch, figures, start, row)
+                self._flush()
+                start = row
+            self._pending_tokens += tokens
+        self._hold(batch, figures, start, len(packs))
+
+    def close(self) -> list[ShardInfo]:
+        """Finishes the last shard; returns all shards, in order.
+
+        Raises:
+            StorageError: no space, no permission, or the store refuses.
+        """
+        if self._pending_tokens:
+            self._flush()
+        self._finish_shard()
+        self._staging.remove()
+        return list(self._shards)
+
+    def abort(self) -> None:
+        """Removes what was written, except shards that a committed manifest names."""
+        if self._shard is not None:
+            self._shard.discard()
+            self._shard = None
+        self._staging.remove()
+        with contextlib.suppress(PackstoreError):
+            for path in set(self._created) - _committed_paths(self._location, self._created):
+                self._location.remove(path)
+        self._staging.prune()
+
+    def _hold(self, batch: pa.RecordBatch, figures: Int64, start: int, stop: int) -> None:
+        if stop > start:
+            self._pending.append((batch.slice(start, stop - start), figures[start:stop]))
+
+    def _flush(self) -> None:
+        """Appends the pending rows to the open shard as one row group."""
+        batch = pa.concat_batches([b for b, _ in self._pending])
+        figures = np.concatenate([f for _, f in self._pending])
+        self._pending, self._pending_tokens = [], 0
+        if self._shard is None:
+            self._shard = _OpenShard(self._staging.path(), self._schema, self._config)
+        self._shard.append(batch, figures)
+        if self._shard.size >= self._config.shard_bytes:
+            self._finish_shard()
+
+    def _finish_shard(self) -> None:
+        if self._shard is None:
+            return
+        shard = self._shard
+        hashes = shard.finish(durable=self._staging.in_dataset)
+        name = f"{self._run}-{len(self._shards):05d}-{hashes.sha256[:16]}.{self._config.format}"
+        checksums = file_crc32(shard.path, self._config.format)
+        info = describe_shard(f"{DATA}/{name}", shard.groups, hashes, checksums)
+        if not self._location.exists(info.path):
+            self._created.append(info.path)
+        self._location.put_file(shard.path, info.path)
+        self._shard = None
+        if not self._staging.in_dataset:
+            os.unlink(shard.path)
+        self._shards.append(info)
+
+
+class _OpenShard:
+    """A shard file that is being written on the local disk."""
+
+    def __init__(self, path: str, schema: pa.Schema, config: WriteConfig) -> None:
+        self.path, self.size = path, 0
+        self.groups: list[Int64] = []
+        with guarded("write", path, {}):
+            self._file = open(path, "xb")  # noqa: SIM115
+            self._writer = _format_writer(self._file, schema, config)
+
+    def append(self, batch: pa.RecordBatch, figures: Int64) -> None:
+        """Adds one row group."""
+        table = pa.Table.from_batches([batch])
+        with guarded("write", self.path, {}):
+            self._writer.write_table(table, max(batch.num_rows, 1))
+            self.size = self._file.tell()
+        self.groups.append(group_figures(figures))
+
+    def finish(self, durable: bool) -> FileHashes:
+        """Closes the file; with `durable` it survives a power cut."""
+        with guarded("write", self.path, {}):
+            self._writer.close()
+            self._file.flush()
+            if durable:
+                os.fsync(self._file.fileno())
+            self._file.close()
+            with open(self.path, "rb") as file:
+                return FileHashes.of(file)
+
+    def discard(self) -> None:
+        """Closes the file, whatever happens: it is going to be removed."""
+        for handle in (self._writer, self._file):
+            with contextlib.suppress(OSError, pa.ArrowException):
+                handle.close()
+
+
+class _Staging:
+    """The local folder of unfinished shards, made when the first one needs it."""
+
+    def __init__(self, location: Location, spill_dir: str | None) -> None:
+        self._root, self._spill_dir = location.local_path, spill_dir
+        self._folder: str | None = None
+        self._made: list[str] = []
+        self._count = 0
+
+    @property
+    def in_dataset(self) -> bool:
+        """Whether the folder lies inside a local dataset."""
+        return self._root is not None
+
+    def path(self) -> str:
+        """A fresh path in the folder."""
+        if self._folder is None:
+            parent = self._spill_dir
+            with guarded("write", self._root or parent or tempfile.gettempdir(), {}):
+                if self._root is not None:
+                    parent = os.path.join(self._root, FOLDER)
+                    places = (self._root, parent, os.path.join(self._root, DATA))
+                    self._made = [p for p in places if not os.path.exists(p)]
+                    os.makedirs(parent, exist_ok=True)
+                self._folder = tempfile.mkdtemp(prefix=".staging-", dir=parent)
+        self._count += 1
+        return os.path.join(self._folder, str(self._count))
+
+    def remove(self) -> None:
+        """Removes the folder and what is left in it."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def prune(self) -> None:
+        """Removes the folders of a local dataset that this job made and left empty."""
+        for folder in reversed(self._made):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+
+
+def _format_writer(file: Any, schema: pa.Schema, config: WriteConfig) -> Any:
+    """An Arrow writer with ``write_table(table, rows)`` and ``close()``."""
+    if config.format == "arrow":
+        return pa.ipc.new_file(file, schema)
+    return pq.ParquetWriter(
+        file,
+        schema,
+        compression=config.compression,
+        compression_level=config.compression_level if config.compression == "zstd" else None,
+        use_dictionary=False,
+        write_statistics=False,
+        write_page_checksum=True,
+        data_page_size=PAGE_BYTES,
+        store_schema=True,
+    )
+
+
+def _committed_paths(location: Location, candidates: list[str]) -> set[str]:
+    """Shards that a committed version names (an equal job may have run beside this one)."""
+    if not candidates:
+        return set()
+    manifests = [read_manifest(location, version)[0] for version in versions(location)]
+    return {shard.path for manifest in manifests for shard in manifest.shards}

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packstore.io.dataset import find_dataset
+from packstore.io.dataset import open as open_dataset
+from packstore.io.manifest import manifest_path
+
+
+@pytest.fixture
+def ds(kit, written):
+    return written.dataset([kit.some_packs(90)], shard_bytes=3000)
+
+
+def test_row_groups(kit, ds):
+    table = ds.row_groups
+    assert table.rows.sum() == len(ds) == 90
+    assert (ds.group_rows == table.rows).all()
+    assert len(set(table.shard.tolist())) == len(ds.manifest.shards) > 1
+    for group in range(len(table)):
+        packs = ds.read_packs(group)
+        assert len(packs) == table.rows[group]
+        assert len(packs.input_ids) == table.tokens[group]
+        assert packs.segment_lengths.max() == table.longest[group]
+
+
+def test_pickled_by_place(ds, kit):
+    ds.read_packs(0)
+    copy = pickle.loads(pickle.dumps(ds))
+    assert copy.manifest.fingerprint == ds.manifest.fingerprint
+    kit.assert_packs_equal(copy.read_packs(1), ds.read_packs(1))
+
+
+def test_many_threads_read(ds, kit):
+    expected = list(ds.iter_packs())
+    fresh, failures = open_dataset(ds.url), []
+
+    def read(seed: int) -> None:
+        for group in np.random.default_rng(seed).permutation(len(expected)):
+            try:
+                kit.assert_packs_equal(fresh.read_packs(group), expected[group])
+            except Exception as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_repr_tells_what_it_is(ds):
+    assert "kind='dpo', packs=90, examples=90" in repr(ds)
+
+
+def test_find(ds, tmp_path):
+    found = find_dataset(tmp_path / "ds")
+    assert found is not None
+    assert found.url == ds.url
+    (tmp_path / "x.jsonl").write_text("{}")
+    for other in (str(tmp_path / "x.jsonl"), f"{tmp_path}/*.jsonl", str(tmp_path), [1], None):
+        assert find_dataset(other) is None
+
+
+def test_verify_reports_progress_and_counts(ds):
+    calls = []
+    report = ds.verify(lambda done, total: calls.append((done, total)))
+    n = len(ds.manifest.shards)
+    assert calls == [(i, n) for i in range(1, n + 1)]
+    assert report.ok
+    assert report.totals == ds.manifest.totals
+    assert report.shards == n
+
+
+def tampered(ds, change) -> tuple[str, ...]:
+    path = Path(ds.url) / manifest_path(1)
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+    report = open_dataset(ds.url).verify()
+    assert not report.ok
+    return report.problems
+
+
+def test_verify_compares_every_count(ds):
+    def lie(m):
+        m["totals"]["supervised_tokens"] += 1
+        m["shards"][0]["supervised_tokens"] += 1
+        m["shards"][1]["row_groups"]["longest"][0] += 1
+
+    problems = tampered(ds, lie)
+    assert len(problems) == 2
+    assert "must have supervised_tokens" in problems[0]
+    assert "must have longest" in problems[1]
+
+
+def test_verify_compares_statistics(ds):
+    def lie(m):
+        m["statistics"]["longest_sequence"] += 1
+        m["statistics"]["fill_rate"] = 0.99
+        m["totals"]["logical_tokens"] += 1
+
+    problems = tampered(ds, lie)
+    assert len(problems) == 3
+    assert all(p.startswith(ds.url) for p in problems)
+
+
+def test_verify_finds_all_problems(ds):
+    for shard in ds.manifest.shards[:2]:
+        path = Path(ds.url) / shard.path
+        data = bytearray(path.read_bytes())
+        data[50] ^= 1
+        path.write_bytes(data)
+    problems = ds.verify().problems
+    for shard in ds.manifest.shards[:2]:
+        about = [p for p in problems if shard.path in p]
+        assert any("sha256" in p for p in about)
+        assert any("row group 0" in p for p in about)
+
+
+def test_verify_finds_broken_rules(ds):
+    problems = tampered(ds, lambda m: m["provenance"]["tokenizer"].update(vocab_size=40))
+    assert all("[ids-range]" in p for p in problems)
+
+
+def test_verify_finds_repeated_ids(kit, written):
+    packs = [kit.some_packs(20), kit.some_packs(20, seed=1, first_id=19)]
+    problems = written.dataset(packs).verify().problems
+    assert len(problems) == 1
+    assert "example ids must be distinct; found 1 that repeat, the first of them 19" in problems[0]
+
+
+def test_example_id_base_keeps_ids_apart(kit, written):
+    ds = written.dataset([kit.some_packs(20), kit.some_packs(40, seed=1)], shard_bytes=1)
+
+    def rebase(m):
+        for number, shard in enumerate(m["shards"]):
+            shard["example_id_base"] = number << 56
+
+    path = Path(ds.url) / manifest_path(1)
+    value = json.loads(path.read_text())
+    rebase(value)
+    path.write_text(json.dumps(value))
+    based = open_dataset(ds.url)
+    assert based.verify().ok
+    for group in range(len(ds.row_groups)):
+        shift = int(based.row_groups.shard[group]) << 56
+        expected = ds.read_packs(group).example_ids + shift
+        np.testing.assert_array_equal(based.read_packs(group).example_ids, expected)
+
+
+def test_any_parquet_reader_opens_it(ds, kit):
+    import duckdb
+    import polars
+    import pyarrow.dataset
+
+    packs = kit.some_packs(90)
+    ids = [packs.input_ids[a:b].tolist() for a, b in zip(*_edges(packs), strict=True)]
+    frame = polars.read_parquet(f"{ds.url}/data")
+    assert frame["input_ids"].to_list() == ids
+    assert frame.columns == ds.schema.names
+    table = pyarrow.dataset.dataset(ds.url).to_table()
+    assert table["labels"].to_pylist() == frame["labels"].to_list()
+    found = duckdb.sql(f"select input_ids from '{ds.url}/data/*.parquet'").fetchall()
+    assert [row[0] for row in found] == ids
+
+
+@pytest.mark.slow
+def test_hugging_face_datasets_opens_it(ds, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets")
+    loaded = datasets.load_dataset(ds.url, cache_dir=str(tmp_path / "cache"))["train"]
+    assert len(loaded) == len(ds)
+    assert loaded.column_names == ds.schema.names
+
+
+def _edges(packs):
+    return packs.token_offsets[:-1], packs.token_offsets[1:]

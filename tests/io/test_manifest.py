@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packstore.errors import (
+    DatasetExistsError,
+    DatasetNotFoundError,
+    FormatError,
+    UnsupportedFormatError,
+)
+from packstore.io import manifest as module
+from packstore.io.manifest import (
+    Manifest,
+    commit_manifest,
+    manifest_path,
+    read_manifest,
+    refuse_existing,
+)
+from packstore.io.storage import Location
+
+
+@pytest.fixture(scope="module")
+def good(kit, tmp_path_factory) -> bytes:
+    """The bytes of a manifest of two shards."""
+    made = kit.Written(str(tmp_path_factory.mktemp("m") / "ds"))
+    ds = made.dataset([kit.some_packs(60)], shard_bytes=1)
+    assert len(ds.manifest.shards) > 1
+    return ds.location.read_bytes(manifest_path(1))
+
+
+def parsed(data: bytes, change: Callable[[Any], Any]) -> Manifest:
+    value = json.loads(data)
+    change(value)
+    return Manifest.from_json(json.dumps(value).encode(), "the place")
+
+
+def test_same_bytes_there_and_back(good):
+    manifest = Manifest.from_json(good)
+    assert manifest.to_json() == good
+    assert json.loads(good)["num_responses"] == 2
+
+
+def test_convenience(good):
+    manifest = Manifest.from_json(good)
+    totals = manifest.totals
+    assert manifest.pairs == totals.examples == 60
+    assert manifest.num_packs == 60
+    assert manifest.vocab_size == 50
+    assert manifest.fill_rate == totals.tokens / (60 * 64)
+    assert manifest.schema.names[:2] == ["input_ids", "labels"]
+    histogram = manifest.statistics.length_histogram
+    assert sum(histogram.values()) == totals.sequences
+    assert list(map(int, histogram)) == sorted(map(int, histogram))
+
+
+def test_fingerprint_is_of_the_packs(good):
+    base = Manifest.from_json(good).fingerprint
+    assert parsed(good, lambda m: m.update(strategy="x")).fingerprint == base
+    assert parsed(good, lambda m: m["shards"].reverse()).fingerprint != base
+    other = parsed(good, lambda m: m["shards"][0].update(example_id_base=7))
+    assert other.fingerprint != base
+
+
+def test_unknown_fields_are_ignored(good):
+    def extend(value: dict[str, Any]) -> None:
+        value["later"] = {"a": 1}
+        value["shards"][0]["later"] = 1
+        value["totals"]["later"] = 1
+
+    assert parsed(good, extend).to_json() == good
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"format_version": 2}, {"format_version": 0}, {"features": ["label_spans", "encryption"]}],
+)
+def test_what_a_newer_writer_needs_is_refused(good, change):
+    with pytest.raises(UnsupportedFormatError, match=r"the place: .*Upgrade packstore"):
+        parsed(good, lambda m: m.update(change))
+
+
+def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all fields that a reader needs."""
+    for name, inner in value.items():
+        yield (*path, name)
+        if name == "shards":
+            yield from fields(inner[0], (*path, name, 0))
+        elif isinstance(inner, dict) and name not in OPEN:
+            yield from fields(inner, (*path, name))
+
+
+OPEN = ("dropped", "noted", "length_histogram", "planning", "settings", "tokenizer", "carry")
+OPTIONAL = {("num_responses",), ("provenance", "tokenizer")}
+
+
+def test_every_field_is_needed_and_typed(good):
+    paths = [p for p in fields(json.loads(good)) if p not in OPTIONAL]
+    assert len(paths) > 50
+    for path in paths:
+        for wrong in (None, "absent", [[-1]], -0.5, {"": []}, 1 << 70):
+            value = copy.deepcopy(json.loads(good))
+            at = value
+            for step in path[:-1]:
+                at = at[step]
+            if wrong == "absent":
+                del at[path[-1]]
+            else:
+                may_be_huge = wrong == 1 << 70 and type(at[path[-1]]) is float
+                if may_be_huge or (type(wrong) is dict and path[-1] in OPEN):
+                    continue
+                at[path[-1]] = wrong
+            with pytest.raises(FormatError, match="the place") as caught:
+                Manifest.from_json(json.dumps(value).encode(), "the place")
+            message = str(caught.value)
+            assert path[-1].rstrip("s").replace("_", " ") in message.replace("_", " ")
+            assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m["records"].update(read=99), "records read must be those packed and those dr"),
+        (lambda m: m["records"].update(read=61, packed=59), "records packed must be the examples"),
+        (lambda m: m["totals"].update(tokens=1), "total tokens must be the sum over shards"),
+        (lambda m: m["totals"].update(packs=1), "total packs must be the sum over shards"),
+        (lambda m: m["shards"].append(m["shards"][0]), "total packs must be the sum"),
+        (lambda m: m["shards"][0]["row_groups"]["rows"].append(0), "columns of one length"),
+        (lambda m: m["shards"][0]["row_groups"].update(crc32="0"), "8 hexadecimal digits"),
+        (lambda m: m["shards"][0]["row_groups"]["tokens"].__setitem__(0, 1), "its tokens must be"),
+        (lambda m: m["shards"][0].update(path="../x"), "stay inside the dataset"),
+        (lambda m: m["shards"][0].update(path="/etc/passwd"), "stay inside the dataset"),
+        (lambda m: m["shards"][0].update(path="s3://b/x"), "stay inside the dataset"),
+        (lambda m: m["shards"][0].update(path=m["shards"][1]["path"]), "different paths"),
+        (lambda m: m["shards"][0].update(sha256="0" * 63), "64 hexadecimal digits"),
+        (lambda m: m["shards"][0].update(footer_bytes=1 << 40), "its footer must fit in the file"),
+        (lambda m: m.update(pack_size=2), "at most pack_size tokens"),
+        (lambda m: m.update(kind="sft"), "sequences must be 1 times the examples"),
+        (lambda m: m.update(kind="kto"), "field 'kind' must be one of: dpo, sft, ranked"),
+        (lambda m: m.update(carry={"a": "complex"}), "its type must be one of: string"),
+        (lambda m: m["provenance"].update(tokenizer=3), "field 'tokenizer'"),
+        (lambda m: m["provenance"]["sources"].append({}), "source 1: must have a field 'path'"),
+        (lambda m: m["totals"].update(bytes=True), "field 'bytes' must be a whole number"),
+    ],
+)
+def test_contradictions_are_named(good, change, message):
+    with pytest.raises(FormatError, match=message):
+        parsed(good, change)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b"1e999"])
+def test_not_a_manifest(data):
+    with pytest.raises(FormatError, match="the place"):
+        Manifest.from_json(data, "the place")
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_damaged_bytes_raise_nothing_unnamed(good, data):
+    start = data.draw(st.integers(0, len(good) - 1))
+    stop = data.draw(st.integers(start, min(start + 40, len(good))))
+    junk = data.draw(st.binary(max_size=8) | st.sampled_from([b"-1", b"{}", b"[]", b"1e400"]))
+    damaged = good[:start] + junk + good[stop:]
+    try:
+        Manifest.from_json(damaged)
+    except FormatError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+
+
+def test_versions(kit, anywhere):
+    made = kit.Written(anywhere)
+    first = made.dataset([kit.some_packs(20)])
+    second = made.dataset([kit.some_packs(30)], overwrite=True)
+    assert (first.version, second.version) == (1, 2)
+    current, number = read_manifest(made.location)
+    assert (current.num_packs, number) == (30, 2)
+    assert read_manifest(made.location, 1)[0].num_packs == 20
+    with pytest.raises(DatasetNotFoundError, match="must have version 3; found 1 to 2"):
+        read_manifest(made.location, 3)
+    made.location.create_bytes("_packstore/manifest-000009.json.tmp", b"")
+    assert read_manifest(made.location)[1] == 2
+
+
+def test_an_existing_dataset_is_refused(kit, anywhere):
+    made = kit.Written(anywhere)
+    assert refuse_existing(made.location, overwrite=False) == 1
+    ds = made.dataset([kit.some_packs(20)])
+    for action in (refuse_existing, lambda p, o: commit_manifest(p, ds.manifest, o)):
+        with pytest.raises(DatasetExistsError, match=r"version 1 of one. Name another place, or"):
+            action(made.location, False)
+    assert refuse_existing(made.location, overwrite=True) == 2
+
+
+def test_the_slower_of_two_writers_is_told(kit, anywhere, monkeypatch):
+    made = kit.Written(anywhere)
+    ds = made.dataset([kit.some_packs(20)])
+    monkeypatch.setattr(module, "versions", lambda location: {})
+    with pytest.raises(DatasetExistsError, match="only one writer may commit"):
+        commit_manifest(made.location, ds.manifest)
+
+
+def test_a_huge_manifest_is_neither_written_nor_read(kit, anywhere, monkeypatch):
+    made = kit.Written(anywhere)
+    ds = made.dataset([kit.some_packs(20)])
+    monkeypatch.setattr(module, "MAX_MANIFEST_BYTES", 1000)
+    for action in (
+        lambda: read_manifest(made.location),
+        lambda: commit_manifest(made.location, ds.manifest, overwrite=True),
+    ):
+        with pytest.raises(FormatError, match="at most 1000 bytes"):
+            action()
+
+
+def test_not_a_dataset(tmp_path):
+    with pytest.raises(DatasetNotFoundError, match=r"no such folder\. Check the path"):
+        read_manifest(Location(str(tmp_path / "none")))
+    with pytest.raises(DatasetNotFoundError, match="Name the folder that `packstore pack` wrote"):
+        read_manifest(Location(str(tmp_path)))
+
+
+def test_text_that_is_not_unicode_is_refused(good):
+    manifest = Manifest.from_json(good)
+    manifest.provenance["sources"][0]["path"] = "\udcff.jsonl"
+    with pytest.raises(FormatError, match="valid Unicode"):
+        manifest.to_json()
