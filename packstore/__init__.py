@@ -1,0 +1,59 @@
+"""packstore: preference data, packed once and checked, trained from anywhere.
+
+    >>> import packstore
+    >>> ds = packstore.pack("prefs.jsonl", "prefs-8k", tokenizer="tokenizer.json", pack_size=8192)
+    >>> ds.manifest.fill_rate, len(ds)
+    >>> packstore.open("prefs-8k").verify()
+
+``packstore.pack`` is a call and the sub-package of the packing algorithms at once. Importing
+packstore is cheap: numba, pyarrow and torch are loaded by the first call that needs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import packstore.pack as _pack_package
+
+__version__ = "0.1.0"
+
+__all__ = ["Dataset", "PackConfig", "PackstoreError", "Plan", "__version__", "open", "pack", "plan"]
+
+if TYPE_CHECKING:
+    from packstore.config import PackConfig
+    from packstore.errors import PackstoreError
+    from packstore.io.dataset import Dataset, open
+    from packstore.pack.plan import Plan, plan
+    from packstore.pipeline import pack
+else:
+
+    class _CallablePackage(ModuleType):
+        """The sub-package, made callable from here so that it never imports a higher layer."""
+
+        def __call__(self, source, out, tokenizer=None, **settings):
+            from packstore.pipeline import pack
+
+            return pack(source, out, tokenizer, **settings)
+
+    _pack_package.__class__ = _CallablePackage
+
+_LAZY = {
+    "Dataset": "packstore.io.dataset",
+    "PackConfig": "packstore.config",
+    "PackstoreError": "packstore.errors",
+    "Plan": "packstore.pack.plan",
+    "open": "packstore.io.dataset",
+    "plan": "packstore.pack.plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'packstore' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,97 @@
+"""The command line: one file and one line per command.
+
+Exit codes: 0 success, 1 a named error or a failed check, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from packstore import __version__
+from packstore.errors import PackstoreError, quote
+from packstore.registry import Registry
+
+
+@dataclass(frozen=True)
+class Command:
+    """One sub-command: its help, its arguments, and what it does (returning the exit code)."""
+
+    help: str
+    examples: str
+    configure: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+COMMANDS: Registry[Command] = Registry(
+    "command",
+    {
+        "pack": "packstore.cli.pack:COMMAND",
+        "inspect": "packstore.cli.inspect:COMMAND",
+        "show": "packstore.cli.show:COMMAND",
+        "verify": "packstore.cli.verify:COMMAND",
+        "stats": "packstore.cli.stats:COMMAND",
+        "doctor": "packstore.cli.doctor:COMMAND",
+    },
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    top = argparse.ArgumentParser(
+        prog="packstore",
+        description="Packed, checked, self-describing preference data: pack once, train anywhere.",
+    )
+    top.add_argument("--version", action="version", version=f"packstore {__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        command = COMMANDS.load(name)
+        sub = commands.add_parser(
+            name,
+            help=command.help,
+            description=command.help[0].upper() + command.help[1:] + ".",
+            epilog="examples:\n" + command.examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.configure(sub)
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        sub.set_defaults(command=command)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code. Errors become one line on stderr."""
+    args = parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("packstore").setLevel(logging.INFO)
+    for other in ("fsspec", "s3fs", "urllib3"):
+        logging.getLogger(other).setLevel(logging.WARNING)
+    try:
+        code: int = args.command.run(args)
+        sys.stdout.flush()
+        return code
+    except PackstoreError as error:
+        if args.debug:
+            raise
+        print(f"packstore: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("packstore: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output left, e.g. `packstore show … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if args.debug:
+            raise
+        what = quote(f"{type(error).__name__}: {error}", 300)
+        print(
+            f"packstore: internal error: {what}. This is a defect of packstore: please report it, "
+            "with the traceback that --debug shows.",
+            file=sys.stderr,
+        )
+        return 1

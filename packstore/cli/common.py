@@ -1,0 +1,163 @@
+"""What several commands share: opening a dataset, consoles, decoding, progress."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from packstore.cli.settings import key_values
+from packstore.errors import CompatibilityError, TokenizerError
+
+if TYPE_CHECKING:
+    from packstore.io.dataset import Dataset
+    from packstore.pipeline import Progress
+
+log = logging.getLogger("packstore")
+
+
+def stdout_console() -> Console:
+    """A console on stdout; without a terminal, lines are not wrapped at 80 columns."""
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 120
+    return console
+
+
+def add_storage_options(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--storage-option KEY=VALUE``."""
+    parser.add_argument(
+        "--storage-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="passed to the fsspec filesystem, e.g. endpoint_url=… (repeatable)",
+    )
+
+
+def storage_options(args: argparse.Namespace) -> dict[str, str]:
+    """The storage options that were given."""
+    return key_values(args.storage_option, "--storage-option")
+
+
+def add_dataset(parser: argparse.ArgumentParser) -> None:
+    """Adds the positional DATASET and its storage options."""
+    parser.add_argument("dataset", metavar="DATASET", help="folder or URL of a packed dataset")
+    add_storage_options(parser)
+
+
+def open_dataset(args: argparse.Namespace) -> Dataset:
+    """Opens the dataset that :func:`add_dataset` asked for."""
+    from packstore.io.dataset import open as open_
+
+    return open_(args.dataset, storage_options=storage_options(args))
+
+
+def decoder_of(dataset: Dataset, path: str | None) -> Callable[[list[int]], str]:
+    """A function from ids to text, with the tokenizer at `path` or the one of the manifest.
+
+    Raises:
+        TokenizerError: no tokenizer is at hand.
+        CompatibilityError: the tokenizer is not the one that the dataset was packed with.
+    """
+    from packstore.tokenizer import load_tokenizer
+
+    recorded = dataset.manifest.provenance.get("tokenizer") or {}
+    if path is None:
+        path = recorded.get("path")
+        if path is None:
+            raise TokenizerError(
+                "this dataset does not name a tokenizer file: give --tokenizer PATH, or --ids."
+            )
+        try:
+            tokenizer = load_tokenizer(path)
+        except TokenizerError as error:
+            raise TokenizerError(f"{error} Give --tokenizer PATH, or --ids.") from error
+    else:
+        tokenizer = load_tokenizer(path)
+    if recorded.get("sha256") not in (None, tokenizer.sha256):
+        raise CompatibilityError(
+            f"{path}: not the tokenizer that this dataset was packed with (sha256 "
+            f"{tokenizer.sha256[:12]}…, recorded {recorded['sha256'][:12]}…). "
+            "Give --tokenizer PATH, or --ids."
+        )
+    return tokenizer.decode
+
+
+def two_columns(title: str, rows: dict[str, object]) -> Table:
+    """A small table of names and values."""
+    table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, number(value))
+    return table
+
+
+def number(value: object) -> str:
+    """A value as people read it: grouped digits, few decimals."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return str(value)
+
+
+@contextmanager
+def progress_of(stages: str) -> Iterator[Progress]:
+    """Progress as bars on a terminal, as a log line every few seconds elsewhere."""
+    if sys.stderr.isatty():
+        with _bars() as report:
+            yield report
+    else:
+        yield _LogLines(stages)
+
+
+@contextmanager
+def _bars() -> Iterator[Progress]:
+    from rich import progress
+
+    columns = [
+        progress.TextColumn("{task.description:>9}"),
+        progress.BarColumn(),
+        progress.TextColumn("{task.completed:,.0f} {task.fields[unit]}"),
+        progress.TimeElapsedColumn(),
+    ]
+    with progress.Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, progress.TaskID] = {}
+
+        def report(stage: str, done: int, total: int | None, unit: str) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total, unit=unit)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield report
+
+
+class _LogLines:
+    """One line per stage every few seconds, and one when it is complete."""
+
+    SECONDS = 5.0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._next: dict[str, float] = {}
+
+    def __call__(self, stage: str, done: int, total: int | None, unit: str) -> None:
+        now = time.monotonic()
+        due = self._next.setdefault(stage, now + self.SECONDS)
+        if now >= due or done == total:
+            self._next[stage] = now + self.SECONDS
+            of = f" of {total:,}" if total else ""
+            log.info("%s: %s %s%s %s", self.name, stage, f"{done:,}", of, unit)

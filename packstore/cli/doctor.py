@@ -1,0 +1,74 @@
+"""``packstore doctor``: lints records before they are packed."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.table import Table
+
+from packstore.cli import Command
+from packstore.cli.common import (
+    add_storage_options,
+    number,
+    progress_of,
+    stdout_console,
+    storage_options,
+)
+from packstore.cli.settings import add_settings, read_settings
+from packstore.config import PackConfig, RunConfig, TokenizeConfig
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", nargs="+", metavar="SOURCE", help="as for packstore pack")
+    parser.add_argument("--tokenizer", metavar="PATH", required=True, help="as for packstore pack")
+    parser.add_argument(
+        "--strict", action="store_true", help="remarks count as problems for the exit code"
+    )
+    add_storage_options(parser)
+    add_settings(parser, "tokenization", TokenizeConfig)
+    add_settings(parser, "running", RunConfig)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from packstore.doctor import MEANING, diagnose
+
+    source = args.source[0] if len(args.source) == 1 else args.source
+    with progress_of("doctor") as progress:
+        diagnosis = diagnose(
+            source,
+            args.tokenizer,
+            storage_options=storage_options(args),
+            progress=progress,
+            **read_settings(args, PackConfig),
+        )
+    console = stdout_console()
+    console.print(f"{number(diagnosis.records)} records of kind {diagnosis.kind}")
+    table = Table()
+    table.add_column("check", no_wrap=True)
+    table.add_column("records", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("for example", overflow="fold")
+    for finding in diagnosis.findings:
+        share = f"{finding.records / max(diagnosis.records, 1):.1%}"
+        texts = (MEANING.get(finding.check, ""), *finding.examples)
+        style = "red" if finding.level == "problem" else "yellow"
+        table.add_row(
+            f"[{style}]{finding.level}: {finding.check}[/]",
+            number(finding.records),
+            share,
+            "\n".join(t for t in texts if t).replace("[", r"\["),
+        )
+    if diagnosis.findings:
+        console.print(table)
+    else:
+        console.print("nothing to remark", style="green")
+    return 0 if diagnosis.ok and not (args.strict and diagnosis.findings) else 1
+
+
+COMMAND = Command(
+    help="lint records against tokenizer and template, before packing",
+    examples="  packstore doctor prefs.jsonl --tokenizer tokenizer.json\n"
+    "  packstore doctor chats.jsonl --tokenizer Qwen3/ --pack-size 4096 --strict\n",
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,99 @@
+"""``packstore inspect``: what the manifest says, without opening a shard."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from rich.table import Table
+
+from packstore.cli import Command
+from packstore.cli.common import add_dataset, number, open_dataset, stdout_console, two_columns
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add_dataset(parser)
+    parser.add_argument("--json", action="store_true", help="print the manifest itself")
+
+
+def _run(args: argparse.Namespace) -> int:
+    dataset = open_dataset(args)
+    m = dataset.manifest
+    if args.json:
+        sys.stdout.write(m.to_json().decode())
+        return 0
+    console = stdout_console()
+    stats, totals = m.statistics, m.totals
+    per_pack = stats.examples_per_pack
+    rows: dict[str, object] = {
+        "version": dataset.version,
+        "kind": f"{m.kind} (K = {m.num_responses or 'stored per example'})",
+        "layout": m.layout,
+        "packs": f"{number(totals.packs)} of {number(m.pack_size)} tokens",
+        "fill rate": f"{m.fill_rate:.2%}",
+        "strategy": f"{m.strategy}, packs {m.pack_order}, seed {m.seed}",
+        "examples": totals.examples,
+        "examples per pack": f"{per_pack.min} to {per_pack.max}, mean {per_pack.mean:.2f}",
+        "sequences": totals.sequences,
+        "tokens": totals.tokens,
+        "tokens unpacked": totals.logical_tokens,
+        "supervised tokens": f"{number(totals.supervised_tokens)} "
+        f"({totals.supervised_tokens / max(totals.tokens, 1):.1%})",
+        "longest sequence": stats.longest_sequence,
+        "shortest pack": stats.shortest_pack,
+        "most segments": stats.most_segments,
+        "files": f"{len(m.shards)} {m.file_format}, {number(totals.bytes)} bytes, "
+        f"{8 * totals.bytes / max(totals.tokens, 1):.1f} bits per token",
+        "features": ", ".join(m.features) or "none",
+        "fingerprint": m.fingerprint,
+    }
+    console.print(two_columns(f"dataset {dataset.url}", rows))
+    console.print(_records(m.records))
+    console.print(two_columns("planning", _flat(stats.planning)))
+    console.print(two_columns("provenance", _flat(_short(m.provenance))))
+    return 0
+
+
+def _records(records: Any) -> Table:
+    table = Table(title="records", title_justify="left", title_style="bold")
+    table.add_column("what")
+    table.add_column("records", justify="right")
+    table.add_column("share", justify="right")
+    rows = [("read", records.read), ("packed", records.packed)]
+    rows += [(f"dropped: {reason}", n) for reason, n in records.dropped.items()]
+    rows += [(f"noted: {event}", n) for event, n in records.noted.items()]
+    for what, n in rows:
+        table.add_row(what, number(n), f"{n / max(records.read, 1):.1%}")
+    return table
+
+
+def _short(provenance: Any) -> dict[str, Any]:
+    """Provenance without what would fill screens: the template's text, and defaults' long tail."""
+    tokenizer = dict(provenance.get("tokenizer") or {})
+    if tokenizer.get("chat_template"):
+        tokenizer["chat_template"] = f"{len(tokenizer['chat_template'])} characters"
+    return {**provenance, "tokenizer": tokenizer}
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, object]:
+    """Nested mappings and lists as dotted names."""
+    if isinstance(value, dict) and value:
+        items = list(value.items())
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        items = [(str(i), v) for i, v in enumerate(value)]
+    else:
+        return {prefix: ", ".join(map(str, value)) if isinstance(value, list) else value}
+    flat: dict[str, object] = {}
+    for name, inner in items:
+        flat |= _flat(inner, f"{prefix}.{name}" if prefix else str(name))
+    return flat
+
+
+COMMAND = Command(
+    help="show the manifest and statistics of a dataset",
+    examples="  packstore inspect prefs-8k\n"
+    "  packstore inspect s3://bucket/prefs-8k --json > manifest.json\n",
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,88 @@
+"""Command-line flags derived from the fields of config dataclasses."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from packstore.errors import ConfigError
+
+
+def add_settings(parser: argparse.ArgumentParser, title: str, config: type) -> None:
+    """Adds one flag per field of the dataclass `config`, in a group of its own.
+
+    A flag that is not given leaves no trace in the namespace, so that the default stays where it
+    is: in the dataclass.
+    """
+    group = parser.add_argument_group(title)
+    hints = typing.get_type_hints(config)
+    taken = {option for action in parser._actions for option in action.option_strings}
+    for field in dataclasses.fields(config):
+        flag = "--" + field.metadata.get("flag", field.name).replace("_", "-")
+        if flag not in taken:
+            group.add_argument(flag, **_argument(field, hints[field.name]))
+
+
+def read_settings(args: argparse.Namespace, config: type) -> dict[str, Any]:
+    """The settings that were given on the command line, as keywords of `config`."""
+    names = {field.name for field in dataclasses.fields(config)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+    }
+
+
+def key_values(items: list[str], flag: str) -> dict[str, str]:
+    """``["a=b"]`` as ``{"a": "b"}``.
+
+    Raises:
+        ConfigError: an item without ``=``.
+    """
+    pairs = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{flag} must have the form KEY=VALUE; found {item!r}.")
+        pairs[key] = value
+    return pairs
+
+
+class _KeyValue(argparse.Action):
+    """Collects KEY=VALUE items into a dict."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        pairs = dict(getattr(namespace, self.dest, None) or {})
+        try:
+            pairs.update(key_values([values], option_string or ""))
+        except ConfigError as error:
+            parser.error(str(error))
+        setattr(namespace, self.dest, pairs)
+
+
+def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    """Keywords of ``add_argument`` for one field."""
+    text = field.metadata["help"].replace("%", "%%")
+    if field.default not in (None, dataclasses.MISSING, ()):
+        text += f" (default: {field.default})"
+    common = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
+    options = [a for a in typing.get_args(hint) if a is not type(None)]
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return {**common, "choices": typing.get_args(hint)}
+    if origin is tuple:
+        return {**common, "action": "append", "metavar": "NAME"}
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return {**common, "action": _KeyValue, "metavar": "KEY=VALUE"}
+    base = options[0] if options else hint
+    if base is bool:
+        return {**common, "action": argparse.BooleanOptionalAction}
+    return {**common, "type": base, "metavar": {int: "N", float: "X"}.get(base, "NAME")}

@@ -1,0 +1,138 @@
+"""``packstore show``: packs decoded to text, coloured by what each token is for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
+
+from packstore.cli import Command
+from packstore.cli.common import add_dataset, decoder_of, open_dataset, stdout_console
+from packstore.errors import ConfigError
+from packstore.records import IGNORE_INDEX, SOURCE_SHIFT, Int32, Packs
+
+if TYPE_CHECKING:
+    from packstore.io.dataset import Dataset
+
+_STYLES = {"chosen": "green", "rejected": "red", "response": "cyan"}
+_PROMPT, _UNSUPERVISED = "dim", "yellow"
+_ORDINAL = (1 << SOURCE_SHIFT) - 1
+
+Decode = Callable[[list[int]], str] | None
+"""From ids to text; None: show the ids."""
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add_dataset(parser)
+    parser.add_argument("--pack", type=int, default=0, metavar="N", help="first pack to show")
+    parser.add_argument("--count", type=int, default=1, metavar="N", help="packs to show")
+    parser.add_argument("--tokenizer", metavar="PATH", help="default: the one it was packed with")
+    parser.add_argument("--ids", action="store_true", help="show token ids instead of text")
+
+
+def _run(args: argparse.Namespace) -> int:
+    dataset = open_dataset(args)
+    if not 0 <= args.pack < len(dataset):
+        raise ConfigError(
+            f"--pack must lie in 0..{len(dataset) - 1} for this dataset; found {args.pack}."
+        )
+    console = stdout_console()
+    decode = None if args.ids else decoder_of(dataset, args.tokenizer)
+    console.print(_legend())
+    for number, packs, row in _rows(dataset, args.pack, args.count):
+        _show_pack(console, dataset, number, packs, row, decode)
+    return 0
+
+
+def _legend() -> Text:
+    return Text.assemble(
+        ("prompt", _PROMPT),
+        "  ",
+        ("chosen, supervised", _STYLES["chosen"]),
+        "  ",
+        ("rejected, supervised", _STYLES["rejected"]),
+        "  ",
+        ("other response, supervised", _STYLES["response"]),
+        "  ",
+        ("in a response, not supervised", _UNSUPERVISED),
+        "  without colour, supervised text stands in ⟦ ⟧",
+    )
+
+
+def _rows(dataset: Dataset, first: int, count: int) -> Iterator[tuple[int, Packs, int]]:
+    """(number, its row group, row in it) of `count` packs from `first` on, in file order."""
+    start = 0
+    for group, rows in enumerate(dataset.group_rows):
+        if start + rows > first:
+            packs = dataset.read_packs(group)
+            for row in range(max(first - start, 0), min(first + count - start, len(packs))):
+                yield start + row, packs, row
+        start += int(rows)
+        if start >= first + count:
+            return
+
+
+def _show_pack(
+    console: Console, dataset: Dataset, number: int, packs: Packs, row: int, decode: Decode
+) -> None:
+    tokens = slice(*packs.token_offsets[row : row + 2])
+    sequences = slice(*packs.sequence_offsets[row : row + 2])
+    examples = slice(*packs.example_offsets[row : row + 2])
+    ids, labels = packs.input_ids[tokens], packs.labels[tokens]
+    bounds = packs.seq_boundaries[sequences.start + row : sequences.stop + row + 1]
+    k = packs.num_responses[examples]
+    head = f"pack {number}: {len(ids)} of {dataset.manifest.pack_size} tokens, "
+    console.print(head + f"{len(k)} examples, {len(bounds) - 1} segments", style="bold")
+    example_ids = np.repeat(packs.example_ids[examples], k)
+    response_of = np.arange(len(example_ids)) - np.repeat(np.cumsum(k) - k, k)
+    for i, (example_id, response) in enumerate(zip(example_ids, response_of, strict=True)):
+        name = _name(dataset.manifest.kind, int(response))
+        start, stop = int(bounds[i]), int(bounds[i + 1])
+        omitted = int(packs.lengths[sequences][i]) - (stop - start)
+        title = (
+            f"source {example_id >> SOURCE_SHIFT}, record {(example_id & _ORDINAL) + 1} · {name} · "
+            f"reward {packs.reward[sequences][i]:g} · tokens {start}–{stop}"
+        )
+        title += f" · first {omitted} shared with the first segment" if omitted else ""
+        console.print(Rule(title, align="left", style="blue"))
+        part = slice(start, stop)
+        console.print(_paint(ids[part], labels[part], name, decode, console.is_terminal))
+
+
+def _name(kind: str, response: int) -> str:
+    return ("chosen", "rejected")[response] if kind == "dpo" else f"response {response}"
+
+
+def _paint(
+    ids: Int32,
+    labels: Int32,
+    name: str,
+    decode: Decode,
+    colour: bool,
+) -> Text:
+    """The segment as text: runs of tokens of the same role are decoded together."""
+    on = labels != IGNORE_INDEX
+    edges = np.flatnonzero(np.diff(on)) + 1
+    text = Text()
+    for run, supervised in zip(np.split(ids, edges), on[np.r_[0, edges]], strict=True):
+        plain = " ".join(map(str, run)) if decode is None else decode(run.tolist())
+        if supervised:
+            style = _STYLES.get(name, _STYLES["response"])
+            text.append(plain if colour else f"⟦{plain}⟧", style)
+        else:
+            text.append(plain, _UNSUPERVISED if len(text) and text.spans else _PROMPT)
+    return text
+
+
+COMMAND = Command(
+    help="decode packs and colour prompt, chosen, rejected and what is supervised",
+    examples="  packstore show prefs-8k\n"
+    "  packstore show s3://bucket/prefs-8k --pack 17 --count 2 --tokenizer tokenizer.json\n",
+    configure=_configure,
+    run=_run,
+)

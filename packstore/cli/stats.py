@@ -1,0 +1,120 @@
+"""``packstore stats``: distributions, computed from the packs themselves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.table import Table
+
+from packstore.cli import Command
+from packstore.cli.common import add_dataset, number, open_dataset, progress_of, stdout_console
+from packstore.records import IGNORE_INDEX, Packs
+
+if TYPE_CHECKING:
+    from packstore.io.dataset import Dataset
+    from packstore.pipeline import Progress
+
+PERCENTILES = (0, 1, 10, 50, 90, 99, 100)
+BARS = 40
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add_dataset(parser)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def _run(args: argparse.Namespace) -> int:
+    dataset = open_dataset(args)
+    with progress_of("stats") as progress:
+        figures = _collect(dataset, progress)
+    summary = {name: _summary(values) for name, values in figures.items() if len(values)}
+    if args.json:
+        json.dump(summary, sys.stdout, indent=1)
+        sys.stdout.write("\n")
+        return 0
+    console = stdout_console()
+    console.print(_percentile_table(dataset, summary))
+    for name in ("examples per pack", "sequence length"):
+        console.print(_histogram(name, figures[name]))
+    return 0
+
+
+def _collect(dataset: Dataset, progress: Progress) -> dict[str, Any]:
+    parts: list[dict[str, Any]] = []
+    for done, packs in enumerate(dataset.iter_packs(), 1):
+        parts.append(_figures(packs, dataset.manifest.kind, dataset.manifest.pack_size))
+        progress("read", done, len(dataset.row_groups), "row groups")
+    if not parts:
+        return {}
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _figures(packs: Packs, kind: str, pack_size: int) -> dict[str, Any]:
+    tokens = np.diff(packs.token_offsets)
+    starts = np.cumsum(packs.segment_lengths) - packs.segment_lengths
+    supervised = np.add.reduceat(packs.labels != IGNORE_INDEX, starts, dtype=np.int64)
+    figures = {
+        "sequence length": packs.lengths,
+        "supervised tokens": supervised,
+        "unsupervised tokens": packs.lengths - supervised,
+        "shared tokens left out": packs.segment_offsets,
+        "examples per pack": np.diff(packs.example_offsets),
+        "segments per pack": np.diff(packs.sequence_offsets),
+        "tokens per pack": tokens,
+        "unused tokens per pack": pack_size - tokens,
+        "responses per example": packs.num_responses,
+        "reward": packs.reward,
+    }
+    if kind == "dpo":
+        figures["reward gap"] = packs.reward[0::2] - packs.reward[1::2]
+        figures["length gap, chosen - rejected"] = supervised[0::2] - supervised[1::2]
+    return figures
+
+
+def _summary(values: Any) -> dict[str, float]:
+    points = np.percentile(values, PERCENTILES)
+    named = {f"p{p}": float(v) for p, v in zip(PERCENTILES, points, strict=True)}
+    return {"count": len(values), "mean": float(values.mean()), **named}
+
+
+def _percentile_table(dataset: Dataset, summary: dict[str, dict[str, float]]) -> Table:
+    table = Table(title=f"dataset {dataset.url}", title_justify="left", title_style="bold")
+    table.add_column("")
+    titles = {"p0": "min", "p50": "median", "p100": "max"}
+    for column in next(iter(summary.values()), {}):
+        table.add_column(titles.get(column, column), justify="right")
+    for name, values in summary.items():
+        table.add_row(name, *(_short(v) for v in values.values()))
+    return table
+
+
+def _short(value: float) -> str:
+    return number(int(value)) if value == int(value) else number(value)
+
+
+def _histogram(name: str, values: Any) -> Table:
+    """At most twelve bars of equal width in `values`."""
+    low, high = int(values.min()), int(values.max())
+    width = max(1, -(-(high - low + 1) // 12))
+    edges = np.arange(low, high + width + 1, width)
+    counts, _ = np.histogram(values, edges)
+    table = Table(title=name, show_header=False, box=None, title_justify="left", title_style="bold")
+    table.add_column(justify="right", style="cyan")
+    table.add_column(justify="right")
+    table.add_column()
+    for start, count in zip(edges, counts, strict=False):
+        label = f"{start:,}" if width == 1 else f"{start:,}–{start + width - 1:,}"
+        table.add_row(label, f"{count:,}", "█" * round(BARS * count / max(counts.max(), 1)))
+    return table
+
+
+COMMAND = Command(
+    help="show distributions of lengths, supervision, examples per pack and rewards",
+    examples="  packstore stats prefs-8k\n  packstore stats prefs-8k --json\n",
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,38 @@
+"""``packstore verify``: every hash, rule and count of a dataset."""
+
+from __future__ import annotations
+
+import argparse
+
+from packstore.cli import Command
+from packstore.cli.common import add_dataset, number, open_dataset, progress_of, stdout_console
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add_dataset(parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    dataset = open_dataset(args)
+    with progress_of("verify") as progress:
+        report = dataset.verify(lambda done, total: progress("verify", done, total, "shards"))
+    console = stdout_console()
+    for problem in report.problems:
+        console.print(problem, style="red", markup=False)
+    counts = (
+        f"{number(report.shards)} shards, {number(report.totals.packs)} packs, "
+        f"{number(report.totals.examples)} examples, {number(report.totals.tokens)} tokens"
+    )
+    if report.ok:
+        console.print(f"ok: {counts}", style="green")
+        return 0
+    console.print(f"{number(len(report.problems))} problems: {counts}", style="red")
+    return 1
+
+
+COMMAND = Command(
+    help="check every hash, every rule and every count of a dataset",
+    examples="  packstore verify prefs-8k\n  packstore verify s3://bucket/prefs-8k && train\n",
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,178 @@
+"""Lints records against tokenizer and template, before anything is packed.
+
+What the packing policies would drop or note is counted, and the tokenized sequences are looked at
+as a model would see them: BOS, EOS, unknown tokens, duplicates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+
+from packstore.config import PackConfig
+from packstore.errors import ConfigError
+from packstore.intake import RecordIntake, open_intake
+from packstore.records import SOURCE_SHIFT, Bool, Examples, Tally
+from packstore.tokenizer import Tokenizer
+
+MEANING: dict[str, str] = {
+    "double_bos": "a sequence begins with BOS twice",
+    "no_bos": "the tokenizer begins texts with BOS, a sequence does not",
+    "no_eos": "a response does not end with EOS, so the model is not taught to stop",
+    "unknown_tokens": "text that the vocabulary cannot spell",
+    "duplicate_prompts": "the prompt of an earlier record again",
+    "duplicate_records": "an earlier record again, to the last token",
+}
+"""Checks on the tokenized sequences; all others come from the policies of packing."""
+
+PROBLEMS = ("double_bos", "no_bos", "no_eos")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check that hit. A `problem` harms training or loses records; a `remark` may be meant."""
+
+    check: str
+    level: Literal["problem", "remark"]
+    records: int
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything that was found, problems first."""
+
+    kind: str
+    records: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no problems."""
+        return all(finding.level == "remark" for finding in self.findings)
+
+
+def diagnose(
+    source: Any,
+    tokenizer: Any,
+    *,
+    config: PackConfig | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: Any = None,
+    **settings: Any,
+) -> Diagnosis:
+    """Tokenizes all records as ``packstore.pack`` would and counts what is wrong with them.
+
+    Policies that say ``error`` count here instead of stopping. Keeps 32 bytes per record in memory.
+
+    Raises:
+        PackstoreError: the input cannot be read at all, or the tokenizer does not load.
+    """
+    config = _counting(PackConfig.of(config, **settings))
+    intake = open_intake(source, tokenizer, config, dict(storage_options or {}))
+    if not isinstance(intake, RecordIntake) or intake.tokenizer is None:
+        raise ConfigError("doctor looks at records with a tokenizer; for datasets there is verify.")
+    tally, lint = Tally(), _Lint(intake.tokenizer)
+    for examples, part in intake:
+        tally.add(part)
+        lint.look(examples)
+        if progress is not None:
+            progress("read", tally.read, None, "records")
+    tally.noted.update(lint.tally.noted)
+    tally.samples.extend(lint.tally.samples)
+    return Diagnosis(intake.kind, tally.read, tuple(_findings(tally)))
+
+
+def _counting(config: PackConfig) -> PackConfig:
+    """`config` with every policy ``error`` turned into ``drop``."""
+    stopping = [f.name for f in fields(config) if getattr(config, f.name) == "error"]
+    return PackConfig.of(config, **dict.fromkeys(stopping, "drop"))
+
+
+def _findings(tally: Tally) -> list[Finding]:
+    def finding(check: str, level: Literal["problem", "remark"], count: int) -> Finding:
+        samples = (s for s in tally.samples if s.reason == check)
+        return Finding(check, level, count, tuple(_spell(s.where, s.detail) for s in samples))
+
+    problems = [finding(c, "problem", n) for c, n in tally.dropped.most_common()]
+    noted = tally.noted.most_common()
+    problems += [finding(c, "problem", n) for c, n in noted if c in PROBLEMS]
+    return problems + [finding(c, "remark", n) for c, n in noted if c not in PROBLEMS]
+
+
+def _spell(where: str, detail: str) -> str:
+    return f"{where}: {detail}" if detail else where
+
+
+class _Lint:
+    """Looks at tokenized sequences, block by block."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tally = Tally()
+        self._tokenizer = tokenizer
+        self._prompts: set[bytes] = set()
+        self._records: set[bytes] = set()
+
+    def look(self, examples: Examples) -> None:
+        """Counts what is remarkable about some examples."""
+        if not examples.num_examples:
+            return
+        starts, ends = examples.sequence_offsets[:-1], examples.sequence_offsets[1:]
+        ids, bos, eos = examples.input_ids, self._tokenizer.bos_id, self._tokenizer.eos_id
+        if bos is not None:
+            first = ids[starts] == bos
+            second = ids[np.minimum(starts + 1, len(ids) - 1)] == bos
+            self._note("double_bos", examples, first & second & (ends - starts > 1))
+            if self._tokenizer.adds_bos:
+                self._note("no_bos", examples, ~first)
+        if eos is not None:
+            self._note("no_eos", examples, ~self._ends_with(examples, eos))
+        unk = self._tokenizer.unk_id
+        if unk is not None:
+            self._note("unknown_tokens", examples, np.add.reduceat(ids == unk, starts) > 0)
+        self._look_for_duplicates(examples)
+
+    def _ends_with(self, examples: Examples, eos: int) -> Bool:
+        """Whether EOS is the last supervised token of each sequence, or the last but one."""
+        hit = (examples.input_ids == eos) & examples.supervised
+        position = np.arange(len(hit))
+        starts = examples.sequence_offsets[:-1]
+        last_eos = np.maximum.reduceat(np.where(hit, position, -1), starts)
+        last = np.maximum.reduceat(np.where(examples.supervised, position, -1), starts)
+        return (last_eos >= starts) & (last - last_eos <= 1)
+
+    def _look_for_duplicates(self, examples: Examples) -> None:
+        same_prompt = np.zeros(examples.num_examples, np.bool_)
+        same_record = np.zeros(examples.num_examples, np.bool_)
+        offsets = examples.sequence_offsets
+        bounds = examples.example_offsets
+        for i in range(examples.num_examples):
+            start, end = offsets[bounds[i]], offsets[bounds[i + 1]]
+            stop = start + int(np.argmax(examples.supervised[start:end]))
+            prompt = _digest(examples.input_ids[start:stop])
+            record = _digest(examples.input_ids[start:end])
+            same_prompt[i] = prompt in self._prompts
+            same_record[i] = record in self._records
+            self._prompts.add(prompt)
+            self._records.add(record)
+        self._note_examples("duplicate_prompts", examples, same_prompt & ~same_record)
+        self._note_examples("duplicate_records", examples, same_record)
+
+    def _note(self, check: str, examples: Examples, sequences: Bool) -> None:
+        """Counts the examples of which some sequence is flagged: bool `[S]`."""
+        flagged = np.logical_or.reduceat(sequences, examples.example_offsets[:-1])
+        self._note_examples(check, examples, flagged)
+
+    def _note_examples(self, check: str, examples: Examples, flagged: Bool) -> None:
+        for i in np.flatnonzero(flagged):
+            source = int(examples.example_ids[i])
+            ordinal = source & ((1 << SOURCE_SHIFT) - 1)
+            self.tally.note(check, f"source {source >> SOURCE_SHIFT}, record {ordinal + 1}")
+
+
+def _digest(ids: Any) -> bytes:
+    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()

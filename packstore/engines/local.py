@@ -1,0 +1,105 @@
+"""Worker processes on this machine, or none at all when the input is small."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+from packstore.errors import PackstoreError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+SERIAL_ITEMS = 4
+"""With `num_workers` unset, so many items are worked on before processes are worth their start."""
+
+
+def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> Iterator[R]:
+    """Yields ``work(item)`` for every item, in order.
+
+    Args:
+        work: picklable; sent to each worker once.
+        items: picklable; at most two per worker are held at a time.
+        num_workers: processes; 0 or 1: work in this process; None: in this process for the first
+            items, in one process per core if there are more.
+
+    Raises:
+        PackstoreError: a worker died (killed for memory, most likely); errors of `work` unchanged.
+    """
+    stream = iter(items)
+    if num_workers is None:
+        yield from map(work, itertools.islice(stream, SERIAL_ITEMS))
+        num_workers = os.cpu_count() or 1
+    if num_workers < 2:
+        yield from map(work, stream)
+        return
+    yield from _in_processes(work, stream, num_workers)
+
+
+def _in_processes(work: Callable[[T], R], stream: Iterator[T], num_workers: int) -> Iterator[R]:
+    first = next(stream, _END)
+    if first is _END:
+        return
+    # Spawned, not forked: numba's OpenMP layer, s3fs and obstore do not survive a fork.
+    pool = ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(work,),
+    )
+    pending: deque[Future[R]] = deque()
+    try:
+        for item in itertools.chain([first], stream):
+            with _no_main_module():
+                pending.append(pool.submit(_work_on, item))
+            if len(pending) >= 2 * num_workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise PackstoreError(
+            "a worker process died (out of memory, or killed); nothing was written. "
+            "Run again with a smaller --num-workers."
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_END: Any = object()
+_work: Callable[[Any], Any]
+
+
+def _start_worker(work: Callable[[Any], Any]) -> None:
+    global _work
+    # One process per core already: threads inside each would only contend.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    _work = work
+
+
+def _work_on(item: Any) -> Any:
+    return _work(item)
+
+
+@contextlib.contextmanager
+def _no_main_module() -> Iterator[None]:
+    """Keeps spawned children from running the user's script again.
+
+    Spawn re-imports ``__main__`` in each child, so a script that calls ``packstore.pack`` without
+    an ``if __name__ == "__main__"`` guard would start itself over. Nothing we send lives there.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

@@ -1,0 +1,182 @@
+"""Where examples come from: records that are tokenized, or a dataset that is packed anew."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import fields
+from os import PathLike
+from typing import Any, Protocol
+
+import numpy as np
+
+from packstore import __version__
+from packstore.config import PackConfig, PlanConfig, WriteConfig
+from packstore.engines import ENGINES
+from packstore.errors import ConfigError, RecordError, sentence
+from packstore.io.dataset import Dataset, find_dataset
+from packstore.io.inputs import Block, InputReader
+from packstore.pack.fill import unpack
+from packstore.pack.layout import sizes
+from packstore.records import Examples, Tally
+from packstore.tokenizer import (
+    RecordTokenizer,
+    Tokenizer,
+    detect_kind,
+    load_tokenizer,
+    parse_carry,
+)
+
+Part = tuple[Examples, Tally]
+
+
+class Intake(Protocol):
+    """A source of examples.
+
+    Attributes:
+        kind: ``dpo``, ``sft`` or ``ranked``.
+        carry: carried columns, name -> type.
+        vocab_size: token ids are below it, if known.
+    """
+
+    kind: str
+    carry: dict[str, str]
+    vocab_size: int | None
+
+    def __iter__(self) -> Iterator[Part]:
+        """Examples and what became of their records, part by part, in input order."""
+
+    def provenance(self) -> dict[str, Any]:
+        """Where everything came from, for the manifest; complete after the last part."""
+
+
+def open_intake(
+    source: Any, tokenizer: Any, config: PackConfig, storage_options: dict[str, Any]
+) -> Intake:
+    """The intake for whatever `source` is.
+
+    Raises:
+        ConfigError: a packed dataset together with a tokenizer.
+        PackstoreError: the source or the tokenizer cannot be read.
+    """
+    dataset = source if isinstance(source, Dataset) else find_dataset(source, storage_options)
+    if dataset is None:
+        return RecordIntake(source, tokenizer, config, storage_options)
+    if tokenizer is not None:
+        raise ConfigError(
+            f"{dataset.url} is a packed dataset, which is packed anew without tokenizing: "
+            "leave tokenizer out."
+        )
+    return DatasetIntake(dataset, config)
+
+
+class RecordIntake:
+    """Reads records and tokenizes them in workers."""
+
+    def __init__(
+        self, source: Any, tokenizer: Any, config: PackConfig, storage_options: dict[str, Any]
+    ) -> None:
+        self.tokenizer: Tokenizer | None = None
+        if tokenizer is not None:  # records of token ids need none
+            self.tokenizer = load_tokenizer(
+                tokenizer, engine=config.tokenizer_engine, chat_template=config.chat_template
+            )
+        self._tokenizer_path = str(tokenizer) if isinstance(tokenizer, str | PathLike) else None
+        self._config = config
+        self.carry = parse_carry(config)
+        self._reader = InputReader(source, storage_options, config)
+        self._blocks = iter(self._reader)
+        self.kind = self._detect_kind() if config.kind == "auto" else config.kind
+        self.vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
+
+    def _detect_kind(self) -> str:
+        first = next(self._blocks)  # a block is never without records
+        self._blocks = itertools.chain([first], self._blocks)
+        rows = first.parse()
+        return detect_kind(rows.values[0], self._config, rows.where(0))
+
+    def __iter__(self) -> Iterator[Part]:
+        work = _Tokenize(RecordTokenizer(self.tokenizer, self._config, self.kind))
+        run = ENGINES.load(self._config.engine)
+        return run(work, self._blocks, self._config.num_workers)
+
+    def provenance(self) -> dict[str, Any]:
+        """Sources, tokenizer, settings and version."""
+        path = {} if self._tokenizer_path is None else {"path": self._tokenizer_path}
+        return {
+            "sources": self._reader.sources(),
+            "tokenizer": self.tokenizer and {**path, **self.tokenizer.provenance()},
+            "settings": self._config.recorded(),
+            "package_version": __version__,
+        }
+
+
+class _Tokenize:
+    """What a worker does with a block."""
+
+    def __init__(self, tokenizer: RecordTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, block: Block) -> Part:
+        return self._tokenizer(block.parse())
+
+
+class DatasetIntake:
+    """Takes the examples of a packed dataset, in its order."""
+
+    def __init__(self, dataset: Dataset, config: PackConfig) -> None:
+        manifest = dataset.manifest
+        if config.overlong.startswith("truncate"):
+            raise ConfigError(
+                f"overlong={config.overlong!r} needs the records: a packed dataset no longer knows "
+                "its texts. Pack the records again, or set overlong to drop or error."
+            )
+        if config.kind not in ("auto", manifest.kind):
+            raise ConfigError(
+                f"kind must be auto or that of the dataset, {manifest.kind}; found {config.kind}."
+            )
+        self.kind = manifest.kind
+        self.carry = dict(manifest.carry)
+        self.vocab_size = manifest.vocab_size
+        self._dataset, self._config = dataset, config
+
+    def __iter__(self) -> Iterator[Part]:
+        row = 0
+        for packs in self._dataset.iter_packs():
+            examples = unpack(packs)
+            tally = Tally(read=examples.num_examples)
+            where = f"{self._dataset.url}, packs {row}–{row + len(packs) - 1}"
+            yield self._fitting(examples, tally, where), tally
+            row += len(packs)
+
+    def _fitting(self, examples: Examples, tally: Tally, where: str) -> Examples:
+        """The examples that are not overlong; the others are counted."""
+        config = self._config
+        longest = np.maximum.reduceat(examples.lengths, examples.example_offsets[:-1])
+        tokens = sizes(examples, config.layout)
+        fits = (longest <= config.sequence_limit) & (tokens <= config.pack_size)
+        for i in np.flatnonzero(~fits):
+            detail = f"{tokens[i]} tokens, longest sequence {longest[i]}"
+            if config.overlong == "error":
+                must = f"an example must fit pack_size {config.pack_size}"
+                raise RecordError(sentence(where, must, detail, "Raise pack_size or max_length"))
+            tally.drop("overlong", where, detail)
+        return examples if fits.all() else examples.take(np.flatnonzero(fits))
+
+    def _settings(self) -> dict[str, Any]:
+        """The settings that have a meaning without texts."""
+        names = {f.name for stage in (PlanConfig, WriteConfig) for f in fields(stage)}
+        names |= {"max_length", "overlong"}
+        return {name: v for name, v in self._config.recorded().items() if name in names}
+
+    def provenance(self) -> dict[str, Any]:
+        """That of the dataset, with this repacking added."""
+        manifest = self._dataset.manifest
+        origin = {"path": self._dataset.url, "fingerprint": manifest.fingerprint}
+        kept = {k: v for k, v in manifest.provenance.items() if k != "repacked_from"}
+        return {
+            **kept,
+            "repacked_from": origin,
+            "settings": {**manifest.provenance.get("settings", {}), **self._settings()},
+            "package_version": __version__,
+        }

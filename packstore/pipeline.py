@@ -1,0 +1,186 @@
+"""From records to a committed dataset, in a straight line:
+
+    read -> tokenize -> spill -> plan -> fill -> write -> commit
+
+Tokenizing runs in workers, the rest in this process. Nothing is visible to a reader before the last
+step, and nothing stays behind of a job that fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from packstore.config import PackConfig, fingerprint
+from packstore.engines import ENGINES
+from packstore.errors import DropRateError, sentence
+from packstore.intake import Intake, open_intake
+from packstore.io.dataset import Dataset
+from packstore.io.dataset import open as open_dataset
+from packstore.io.manifest import build_manifest, commit_manifest, refuse_existing
+from packstore.io.shard import PackShape
+from packstore.io.storage import Location
+from packstore.io.writer import ShardWriter
+from packstore.pack.algorithms import STRATEGIES
+from packstore.pack.fill import fill
+from packstore.pack.layout import sizes
+from packstore.pack.plan import Plan, plan
+from packstore.records import Examples, Int32, Packs, Tally
+from packstore.spill import Spill
+
+log = logging.getLogger("packstore")
+
+
+class Progress(Protocol):
+    """Told how far a stage is; called often, so it decides itself when to draw."""
+
+    def __call__(self, stage: str, done: int, total: int | None, unit: str) -> None:
+        """`done` of `total` (None: unknown) `unit` of `stage` are finished."""
+
+
+def pack(
+    source: Any,
+    out: str,
+    tokenizer: Any = None,
+    *,
+    config: PackConfig | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Dataset:
+    """Tokenizes records, packs them, and commits them as a dataset.
+
+    Args:
+        source: path, glob, URL, folder, or a list of them (``.jsonl .json .parquet .arrow .csv``,
+            also ``.gz`` and ``.zst``); an Arrow table, a Polars frame, an iterable of dicts; or a
+            packstore dataset, which is packed anew without tokenizing.
+        out: folder or any fsspec URL that will hold the dataset.
+        tokenizer: ``tokenizer.json``, a Hugging Face folder, a SentencePiece ``.model``, or a
+            ``tokenizers.Tokenizer``. Not for a packstore dataset.
+        config: all settings as one object.
+        storage_options: passed to the fsspec filesystems of `source` and `out`.
+        progress: told how far each stage is.
+        settings: fields of :class:`packstore.PackConfig`, over `config`.
+
+    Returns:
+        The committed dataset. ``manifest.records`` says what became of every record.
+
+    Raises:
+        PackstoreError: see :mod:`packstore.errors`; `out` is then as it was before.
+    """
+    config = PackConfig.of(config, **settings)
+    STRATEGIES.check(config.strategy)
+    ENGINES.check(config.engine)
+    report = progress or _no_progress
+    location = Location(out, storage_options or {})
+    refuse_existing(location, config.overwrite)
+    intake = open_intake(source, tokenizer, config, dict(storage_options or {}))
+    with Spill(config.spill_dir) as spill:
+        tally, lengths = _read(intake, spill, config, report)
+        _check_drops(tally, config)
+        layout = plan(lengths, config=config)
+        _write(intake, spill.examples(), layout, tally, location, config, report)
+    dataset = open_dataset(out, storage_options=storage_options)
+    _log_result(dataset)
+    return dataset
+
+
+def _no_progress(stage: str, done: int, total: int | None, unit: str) -> None:
+    """Nobody is listening."""
+
+
+def _read(
+    intake: Intake, spill: Spill, config: PackConfig, report: Progress
+) -> tuple[Tally, Int32]:
+    """All examples to the spill; returns what became of the records, and tokens per example."""
+    tally, lengths = Tally(), []
+    for examples, part in intake:
+        tally.add(part)
+        spill.append(examples)
+        lengths.append(sizes(examples, config.layout))
+        report("read", tally.read, None, "records")
+    report("read", tally.read, tally.read, "records")
+    return tally, np.concatenate(lengths) if lengths else np.empty(0, np.int32)
+
+
+def _check_drops(tally: Tally, config: PackConfig) -> None:
+    """Raises :class:`DropRateError` if nothing, or too little, is left."""
+    dropped = tally.read - tally.kept
+    if tally.kept and dropped <= config.max_drop_rate * tally.read:
+        return
+    reasons = ", ".join(f"{n:,} {reason}" for reason, n in tally.dropped.most_common())
+    example = next((s for s in tally.samples if s.reason in tally.dropped), None)
+    where = f" (first: {example.where}: {example.detail})" if example else ""
+    allowed = f"at most {config.max_drop_rate:.0%} of the records may be dropped"
+    must = allowed if tally.kept else "at least one record must remain"
+    found = f"{dropped:,} of {tally.read:,} dropped: {reasons}{where}"
+    remedy = "Run `packstore doctor` on the input"
+    if tally.dropped["overlong"] == max(tally.dropped.values(), default=0):
+        remedy = "Raise pack_size or max_length, or set overlong to truncate_prompt"
+    if tally.kept:
+        remedy += ", or allow more with max_drop_rate"
+    raise DropRateError(sentence("input", must, found, remedy))
+
+
+def _write(
+    intake: Intake,
+    examples: Examples,
+    plan_: Plan,
+    tally: Tally,
+    location: Location,
+    config: PackConfig,
+    report: Progress,
+) -> None:
+    """Fills the packs, writes the shards, and commits."""
+    provenance = intake.provenance()
+    shape = PackShape(
+        kind=intake.kind,
+        layout=config.layout,
+        pack_size=config.pack_size,
+        carry=intake.carry,
+        vocab_size=intake.vocab_size,
+    )
+    run = fingerprint(_without_paths(provenance))[:12]
+    with ShardWriter(location, shape, config, run, config.spill_dir) as writer:
+        done = 0
+        for packs in _fill(examples, plan_, config):
+            writer.write(packs)
+            done += len(packs)
+            report("write", done, plan_.num_packs, "packs")
+        shards = writer.close()
+        manifest = build_manifest(
+            shape, config, shards, writer.counter, tally, plan_.statistics(), provenance
+        )
+        commit_manifest(location, manifest, overwrite=config.overwrite)
+
+
+def _without_paths(value: Any) -> Any:
+    """`value` without what names a place: the same input elsewhere is still the same input."""
+    if isinstance(value, Mapping):
+        return {name: _without_paths(v) for name, v in value.items() if name != "path"}
+    return [_without_paths(v) for v in value] if isinstance(value, list) else value
+
+
+def _fill(examples: Examples, plan_: Plan, config: PackConfig) -> Iterator[Packs]:
+    """The packs in plan order, about a row group at a time."""
+    step = max(1, config.row_group_tokens // config.pack_size)
+    for first in range(0, plan_.num_packs, step):
+        offsets = plan_.offsets[first : first + step + 1]
+        part = examples.take(plan_.order[offsets[0] : offsets[-1]])
+        yield fill(part, offsets - offsets[0], config.layout)
+
+
+def _log_result(dataset: Dataset) -> None:
+    m = dataset.manifest
+    log.info(
+        "packed %s of %s records into %s packs: %s tokens, fill rate %.2f %%",
+        *(f"{n:,}" for n in (m.records.packed, m.records.read, m.num_packs, m.totals.tokens)),
+        100 * m.fill_rate,
+    )
+    for reason, count in m.records.dropped.items():
+        log.warning("dropped %s records: %s", f"{count:,}", reason)
+    for event, count in m.records.noted.items():
+        log.info("noted in %s records: %s", f"{count:,}", event)

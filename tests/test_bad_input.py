@@ -1,0 +1,202 @@
+"""A page of bad inputs: each a one-line error that names the place, exit code 1, and no dataset."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from packstore.cli import main
+
+GOOD = {"prompt": "What is two and two?", "chosen": "It is four.", "rejected": "It is five."}
+LINES = [json.dumps({**GOOD, "prompt": f"{GOOD['prompt']} ({i})"}) + "\n" for i in range(40)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a good input, a tokenizer, and a dataset that is already there."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    monkeypatch.chdir(tmp_path)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(LINES, trainer)
+    tokenizer.save("tokenizer.json")
+    Path("good.jsonl").write_text("".join(LINES))
+    return tmp_path
+
+
+def write(name: str, content: str | bytes) -> Callable[[], None]:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda: Path(name).write_bytes(data) and None  # type: ignore[func-returns-value]
+
+
+def broken_gzip() -> None:
+    lines = LINES.copy()
+    lines[16] = '{"prompt": "broken\n'
+    Path("bad.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
+
+
+def truncated_gzip() -> None:
+    data = gzip.compress("".join(LINES).encode())
+    Path("bad.jsonl.gz").write_bytes(data[: len(data) // 2])
+
+
+def dataset_there() -> None:
+    assert main(["pack", "good.jsonl", "there", "--tokenizer", "tokenizer.json"]) == 0
+
+
+def one(**fields: object) -> str:
+    return json.dumps({**GOOD, **fields}) + "\n"
+
+
+def nothing() -> None:
+    pass
+
+
+def read_only() -> None:
+    Path("locked").mkdir()
+    Path("locked").chmod(0o500)
+
+
+CASES: dict[str, tuple[Callable[[], None], list[str], list[str]]] = {
+    "missing file": (nothing, ["nowhere.jsonl"], ["nowhere.jsonl"]),
+    "glob without match": (nothing, ["no*.parquet"], ["no*.parquet"]),
+    "unknown suffix": (write("bad.docx", "x"), ["bad.docx"], ["bad.docx", ".jsonl"]),
+    "missing field": (
+        write("bad.jsonl", LINES[0] + json.dumps({"prompt": "p", "chosen": "c"}) + "\n"),
+        ["bad.jsonl"],
+        ["bad.jsonl, line 2", "rejected"],
+    ),
+    "no known fields": (write("bad.jsonl", '{"a": 1}\n'), ["bad.jsonl"], ["bad.jsonl, line 1"]),
+    "wrong type everywhere": (
+        write("bad.jsonl", one(prompt=7)),
+        ["bad.jsonl"],
+        ["bad.jsonl, line 1", "wrong_type"],
+    ),
+    "wrong type as an error": (
+        write("bad.jsonl", LINES[0] + one(chosen=["x", 3])),
+        ["bad.jsonl", "--wrong-type", "error"],
+        ["bad.jsonl, line 2"],
+    ),
+    "broken JSON in a gzip": (broken_gzip, ["bad.jsonl.gz"], ["bad.jsonl.gz, line 17"]),
+    "truncated gzip": (truncated_gzip, ["bad.jsonl.gz"], ["bad.jsonl.gz", "compressed"]),
+    "no gzip at all": (write("bad.jsonl.gz", "text"), ["bad.jsonl.gz"], ["bad.jsonl.gz"]),
+    "invalid UTF-8": (
+        write("bad.jsonl", LINES[0].encode() + b'{"prompt": "\xff"}\n'),
+        ["bad.jsonl"],
+        ["bad.jsonl, line 2"],
+    ),
+    "empty file": (write("bad.jsonl", ""), ["bad.jsonl"], ["bad.jsonl", "no records"]),
+    "garbage parquet": (write("bad.parquet", "PAR1 nope"), ["bad.parquet"], ["bad.parquet"]),
+    "unknown strategy": (
+        nothing,
+        ["good.jsonl", "--strategy", "bestest"],
+        ["unknown strategy 'bestest'", "pool"],
+    ),
+    "unknown engine": (nothing, ["good.jsonl", "--engine", "spark"], ["unknown engine 'spark'"]),
+    "missing tokenizer": (nothing, ["good.jsonl", "--tokenizer", "no.json"], ["no.json"]),
+    "tokenizer that does not load": (
+        write("bad.json", '{"version": 1}'),
+        ["good.jsonl", "--tokenizer", "bad.json"],
+        ["bad.json"],
+    ),
+    "no chat template": (
+        write("bad.jsonl", one(prompt=[{"role": "user", "content": "hi"}])),
+        ["bad.jsonl"],
+        ["chat template"],
+    ),
+    "pack size smaller than every pair": (
+        nothing,
+        ["good.jsonl", "--pack-size", "8"],
+        ["40 of 40 dropped: 40 overlong", "Raise pack_size"],
+    ),
+    "lone surrogate": (
+        write("bad.jsonl", '{"prompt": "\\ud800", "chosen": "a", "rejected": "b"}\n'),
+        ["bad.jsonl"],
+        ["bad.jsonl, line 1", "invalid_unicode"],
+    ),
+    "negative seed of a number": (nothing, ["good.jsonl", "--pack-size", "1"], ["pack_size"]),
+    "carry of an absent column": (
+        nothing,
+        ["good.jsonl", "--carry", "weight:float64"],
+        ["good.jsonl, line 1", "weight"],
+    ),
+    "spill folder that is not there": (
+        nothing,
+        ["good.jsonl", "--spill-dir", "no/such/folder"],
+        ["no/such/folder"],
+    ),
+    "unknown store": (nothing, ["nope://bucket/x.jsonl"], ["nope://bucket/x.jsonl"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare, arguments, texts = CASES[case]
+    prepare()
+    given = [] if "--tokenizer" in arguments else ["--tokenizer", "tokenizer.json"]
+    code = main(["pack", arguments[0], "out", *arguments[1:], *given])
+    check(code, capsys.readouterr().err, texts)
+    assert not Path("out").exists()
+
+
+def check(code: int, err: str, texts: list[str]) -> None:
+    (line,) = [x for x in err.splitlines() if x.startswith("packstore: ")]
+    assert code == 1
+    assert line.startswith("packstore: error: "), line
+    for text in texts:
+        assert text in line, line
+    assert "Traceback" not in err
+
+
+def test_a_dataset_that_is_already_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dataset_there()
+    before = sorted(p.name for p in Path("there").rglob("*"))
+    capsys.readouterr()
+    code = main(["pack", "good.jsonl", "there", "--tokenizer", "tokenizer.json"])
+    check(code, capsys.readouterr().err, ["there", "--overwrite"])
+    assert sorted(p.name for p in Path("there").rglob("*")) == before
+
+
+def test_a_folder_that_cannot_be_written(folder: Path) -> None:
+    """As another user: root may write anywhere."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("needs root and setpriv to become a user without rights")
+    os.chmod(folder, 0o755)
+    for parent in folder.parents:
+        if parent != Path("/") and not parent.stat().st_mode & 0o001:
+            parent.chmod(parent.stat().st_mode | 0o011)
+    done = subprocess.run(
+        ["setpriv", "--reuid=65534", "--clear-groups", sys.executable, "-m", "packstore",
+         "pack", "good.jsonl", "out", "--tokenizer", "tokenizer.json"],
+        capture_output=True, text=True, check=False,
+        env={**os.environ, "HOME": "/tmp", "NUMBA_CACHE_DIR": "/tmp/packstore-numba-nobody"},
+    )  # fmt: skip
+    check(done.returncode, done.stderr, ["out", "permission denied"])
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("command", ["inspect", "show", "verify", "stats"])
+def test_no_dataset(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main([command, "nowhere"])
+    check(code, capsys.readouterr().err, ["nowhere", "must be a dataset"])
+
+
+def test_wrong_usage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["pakc"], ["pack", "x"], ["pack", "a", "b", "--pack-size", "many"]):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err

@@ -1,0 +1,156 @@
+"""The house itself: layers, types, style, cheap imports, and a package that is also a call."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import packstore
+from packstore.registry import Registry
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(code: str) -> str:
+    """What `code` prints in a fresh interpreter."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def tool(*command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_layers() -> None:
+    command = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    done = subprocess.run(
+        [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_types() -> None:
+    tool("mypy")
+
+
+def test_style() -> None:
+    tool("ruff", "check", ".")
+    tool("ruff", "format", "--check", ".")
+
+
+def test_importing_packstore_is_cheap() -> None:
+    heavy = "{'torch', 'numba', 'pyarrow', 'polars', 'numpy', 'tokenizers', 'fsspec', 'rich'}"
+    assert python(f"import sys, packstore; print({heavy} & set(sys.modules))") == "set()"
+
+
+@pytest.mark.parametrize("module", ["packstore.torch", "packstore.io.dataset"])
+def test_training_needs_neither_numba_nor_a_tokenizer(module: str) -> None:
+    code = f"import sys, {module}; print({{'numba', 'tokenizers', 'polars'}} & set(sys.modules))"
+    assert python(code) == "set()"
+
+
+CALL = "print(callable(packstore.pack), packstore.pack.plan.plan([3], pack_size=4).num_packs)"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import packstore; import packstore.pack.plan",
+        "import packstore.pack.plan; import packstore",
+        "from packstore.pack.plan import plan; import packstore",
+        "from packstore import pack; import packstore.pack.plan",
+        "import packstore.pipeline, packstore.pack.plan",
+    ],
+)
+def test_pack_is_a_call_and_a_package(imports: str) -> None:
+    assert python(f"{imports}; {CALL}") == "True 1"
+
+
+def test_the_call_after_import_of_the_package() -> None:
+    code = (
+        "import packstore.pack.fill, packstore\n"
+        "try: packstore.pack('missing.jsonl', 'out', tokenizer='missing.json')\n"
+        "except packstore.PackstoreError as error: print(type(error).__name__)"
+    )
+    assert python(code) in {"InputError", "StorageError", "TokenizerError"}
+
+
+@pytest.mark.slow
+def test_mypy_sees_the_signature_of_the_call(tmp_path: Path) -> None:
+    script = tmp_path / "use.py"
+    script.write_text(
+        "import packstore\n"
+        "import packstore.pack\n"
+        "from packstore.pack.plan import plan\n"
+        "reveal_type(packstore.pack('a', 'b', tokenizer='c', pack_size=8))\n"
+        "reveal_type(plan)\n"
+        "packstore.pack(1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert 'Revealed type is "packstore.io.dataset.Dataset"' in done.stdout, done.stdout
+    assert 'Missing positional argument "out" in call to "pack"' in done.stdout, done.stdout
+
+
+def test_public_names() -> None:
+    assert sorted(packstore.__all__) == [
+        "Dataset",
+        "PackConfig",
+        "PackstoreError",
+        "Plan",
+        "__version__",
+        "open",
+        "pack",
+        "plan",
+    ]
+    for name in packstore.__all__:
+        assert getattr(packstore, name) is not None
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = packstore.nonsense  # type: ignore[attr-defined]
+
+
+def plugin_folders() -> list[Path]:
+    """Folders whose __init__ holds a registry of the files beside it."""
+    return sorted(
+        init.parent
+        for init in (ROOT / "packstore").rglob("__init__.py")
+        if "Registry(" in init.read_text() or "] = Registry(" in init.read_text()
+    )
+
+
+@pytest.mark.parametrize("folder", plugin_folders(), ids=lambda folder: folder.name)
+def test_every_file_of_a_plugin_folder_is_registered_and_loads(folder: Path) -> None:
+    package = ".".join(folder.relative_to(ROOT).parts)
+    module = importlib.import_module(package)
+    (registry,) = (v for v in vars(module).values() if isinstance(v, Registry) and len(v))
+    modules = {target.partition(":")[0] for target in registry._entries.values()}
+    files = {f"{package}.{p.stem}" for p in folder.glob("*.py") if not p.stem.startswith("_")}
+    helpers = {f"{package}.{name}" for name in ("settings", "common")}  # of the command line
+    assert modules == files - helpers
+    for name in registry:
+        assert registry.load(name) is not None
+
+
+def test_no_file_is_a_hall() -> None:
+    """A file over 300 lines is a question to answer; the answers stand here."""
+    answered: dict[str, str] = {}
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in (ROOT / "packstore").rglob("*.py")
+        if (lines := len(path.read_text().splitlines())) > 300
+    }
+    assert set(long) <= set(answered), long

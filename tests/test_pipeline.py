@@ -1,0 +1,297 @@
+"""The main job end to end: records in, a committed dataset out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import packstore
+from packstore.errors import ConfigError, DatasetExistsError, DropRateError
+from packstore.pack.algorithms import STRATEGIES
+from packstore.pack.fill import unpack
+from packstore.records import Examples
+
+Record = dict[str, Any]
+
+PAIRS: list[Record] = [
+    {
+        "prompt": f"question {i}: what comes after {i}? " + "please " * (i % 7),
+        "chosen": f"After {i} comes {i + 1}." + " Yes." * (i % 5),
+        "rejected": f"I do not know what comes after {i}.",
+        "source": "even" if i % 2 == 0 else "odd",
+        "weight": i / 4,
+    }
+    for i in range(60)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    t = Tokenizer(models.BPE())
+    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    t.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["</s>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    t.train_from_iterator([r["prompt"] + r["chosen"] + r["rejected"] for r in PAIRS], trainer)
+    return t
+
+
+Pack = Callable[..., packstore.Dataset]
+
+
+@pytest.fixture
+def do_pack(tokenizer: Tokenizer, tmp_path: Path) -> Pack:
+    """packstore.pack with the small tokenizer, into a fresh folder."""
+    count = iter(range(1000))
+
+    def run(source: Any, tokenizer_: Any = tokenizer, **settings: Any) -> packstore.Dataset:
+        out = tmp_path / f"out-{next(count)}"
+        return packstore.pack(source, out, tokenizer_, **{"pack_size": 256, **settings})
+
+    return run
+
+
+def write_jsonl(path: Path, records: list[Record]) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    return path
+
+
+def all_examples(dataset: packstore.Dataset) -> Examples:
+    return Examples.concat([unpack(packs) for packs in dataset.iter_packs()])
+
+
+def by_id(dataset: packstore.Dataset) -> dict[int, tuple[Any, ...]]:
+    """Everything of each example, under its id."""
+    e = all_examples(dataset)
+    found = {}
+    for i, example in enumerate(e.example_ids.tolist()):
+        first, last = e.example_offsets[i : i + 2]
+        start, end = e.sequence_offsets[first], e.sequence_offsets[last]
+        found[example] = (
+            e.input_ids[start:end].tobytes(),
+            e.supervised[start:end].tobytes(),
+            tuple((e.sequence_offsets[first : last + 1] - start).tolist()),
+            tuple(e.reward[first:last].tolist()),
+            tuple(column[i] for column in e.columns.values()),
+        )
+    return found
+
+
+def shard_bytes(dataset: packstore.Dataset) -> list[tuple[str, str]]:
+    root = Path(str(dataset.location.local_path))
+    return [
+        (s.path, hashlib.sha256((root / s.path).read_bytes()).hexdigest())
+        for s in dataset.manifest.shards
+    ]
+
+
+def test_pairs_become_a_verified_dataset(do_pack: Pack, tokenizer: Tokenizer) -> None:
+    dataset = do_pack(PAIRS)
+    m = dataset.manifest
+    assert (m.kind, m.pairs, m.records.read, m.records.packed) == ("dpo", 60, 60, 60)
+    assert dataset.verify().ok
+    assert m.vocab_size == tokenizer.get_vocab_size()
+    assert 0.9 < m.fill_rate <= 1
+    examples = all_examples(dataset)
+    one = examples.take(np.flatnonzero(examples.example_ids == 7))
+    text = tokenizer.decode(one.input_ids[: one.sequence_offsets[1]].tolist())
+    assert text == PAIRS[7]["prompt"] + PAIRS[7]["chosen"]
+    assert one.reward.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+def test_what_goes_in_comes_out(do_pack: Pack, strategy: str, layout: str) -> None:
+    plain = by_id(do_pack(PAIRS, strategy="none", carry=("source", "weight:float64")))
+    packed = do_pack(
+        PAIRS, strategy=strategy, layout=layout, carry=("source", "weight:float64"),
+        labels="spans", seed=3,
+    )  # fmt: skip
+    assert packed.verify().ok
+    assert by_id(packed) == plain
+    assert plain[5][-1] == ("odd", 1.25)
+
+
+@pytest.mark.slow
+def test_same_bytes_for_any_number_of_workers(do_pack: Pack, tmp_path: Path) -> None:
+    many = [{**r, "prompt": f"{j} {r['prompt']}" * 20} for j in range(300) for r in PAIRS]
+    source = write_jsonl(tmp_path / "pairs.jsonl", many)
+    runs = [do_pack(source, num_workers=n, pack_size=2048) for n in (1, 1, 2, 4, None)]
+    assert len({str(shard_bytes(run)) for run in runs}) == 1
+    assert len({run.manifest.to_json() for run in runs}) == 1
+    other = do_pack(source, num_workers=1, pack_size=2048, seed=1)
+    assert shard_bytes(other) != shard_bytes(runs[0])
+
+
+def test_packing_anew_changes_packs_not_examples(do_pack: Pack) -> None:
+    first = do_pack(PAIRS, carry=("source",))
+    second = do_pack(first, None, pack_size=512, layout="shared_prefix", seed=9)
+    third = do_pack(second, None, pack_size=256, seed=4)
+    assert by_id(first) == by_id(second) == by_id(third)
+    assert second.manifest.provenance["repacked_from"]["fingerprint"] == first.manifest.fingerprint
+    assert second.manifest.provenance["tokenizer"] == first.manifest.provenance["tokenizer"]
+    assert second.verify().ok
+    assert third.verify().ok
+    small = do_pack(first, None, pack_size=40, max_drop_rate=0.9)
+    records = small.manifest.records
+    assert records.read == 60 == records.packed + records.dropped["overlong"]
+    with pytest.raises(ConfigError, match="leave tokenizer out"):
+        do_pack(first, "tokenizer.json")
+    with pytest.raises(ConfigError, match="no longer knows its texts"):
+        do_pack(first, None, overlong="truncate_prompt")
+
+
+def test_a_path_and_a_table_and_a_frame_give_the_same_examples(
+    do_pack: Pack, tmp_path: Path
+) -> None:
+    import polars as pl
+
+    sources = [
+        PAIRS,
+        iter(PAIRS),
+        pa.Table.from_pylist(PAIRS),
+        pl.DataFrame(PAIRS),
+        write_jsonl(tmp_path / "pairs.jsonl", PAIRS),
+        [str(write_jsonl(tmp_path / "again.jsonl", PAIRS))],
+    ]
+    datasets = [do_pack(source) for source in sources]
+    assert len({str(by_id(dataset)) for dataset in datasets}) == 1
+
+
+def test_ids_need_no_tokenizer(do_pack: Pack) -> None:
+    records = [
+        {"prompt": [5, 6, 7], "chosen": [8, i], "rejected": [9]} for i in range(20)
+    ]  # fmt: skip
+    dataset = do_pack(records, None, pack_size=32)
+    assert dataset.verify().ok
+    assert len(by_id(dataset)) == 20
+    assert dataset.manifest.vocab_size is None
+
+
+def test_sft_and_ranked(do_pack: Pack) -> None:
+    sft = [{"prompt": r["prompt"], "response": r["chosen"]} for r in PAIRS]
+    ranked = [
+        {
+            "prompt": r["prompt"],
+            "responses": [r["chosen"], r["rejected"], "Pardon?"][: 2 + i % 2],
+            "scores": [2.0, 1.0, 0.5][: 2 + i % 2],
+        }
+        for i, r in enumerate(PAIRS)
+    ]
+    assert do_pack(sft).manifest.kind == "sft"
+    dataset = do_pack(ranked, layout="shared_prefix")
+    assert dataset.manifest.kind == "ranked"
+    assert dataset.verify().ok
+    assert dataset.manifest.totals.sequences == 150
+
+
+def test_counts_add_up_and_too_many_drops_fail(do_pack: Pack) -> None:
+    bad = [
+        {"prompt": "a", "chosen": "same", "rejected": "same"},
+        {"prompt": "a", "chosen": "", "rejected": "b"},
+        {"prompt": 3, "chosen": "x", "rejected": "y"},
+        {"prompt": "a", "chosen": "word " * 400, "rejected": "b"},
+        {"prompt": "lone \ud800", "chosen": "x", "rejected": "y"},
+    ]
+    records = do_pack(PAIRS + bad).manifest.records
+    assert records.dropped == {
+        "identical_responses": 1,
+        "empty_response": 1,
+        "wrong_type": 1,
+        "overlong": 1,
+        "invalid_unicode": 1,
+    }
+    assert records.read == 65 == records.packed + sum(records.dropped.values())
+    with pytest.raises(DropRateError, match=r"at most 5% of the records .* found 5 of 65 dropped"):
+        do_pack(PAIRS + bad, max_drop_rate=0.05)
+    with pytest.raises(DropRateError, match=r"at least one record must remain; found 5 of 5"):
+        do_pack(bad, max_drop_rate=1.0)
+    with pytest.raises(DropRateError, match="Raise pack_size"):
+        do_pack(PAIRS, pack_size=8)
+
+
+def test_an_existing_dataset_is_kept(do_pack: Pack, tokenizer: Tokenizer) -> None:
+    first = do_pack(PAIRS)
+    with pytest.raises(DatasetExistsError, match="overwrite"):
+        packstore.pack(PAIRS, first.url, tokenizer)
+    again = packstore.pack(PAIRS[:9], first.url, tokenizer, pack_size=256, overwrite=True)
+    assert (again.version, again.manifest.pairs) == (2, 9)
+    assert packstore.open(first.url).manifest.pairs == 9
+    assert packstore.open(first.url, version=1).manifest.pairs == 60
+    assert first.verify().ok
+
+
+def test_a_failing_job_leaves_nothing(
+    do_pack: Pack, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("at the very end")
+
+    out = tmp_path / "deep" / "er"
+    monkeypatch.setattr("packstore.pipeline.commit_manifest", fail)
+    with pytest.raises(RuntimeError, match="at the very end"):
+        packstore.pack(PAIRS, out, tokenizer, pack_size=256, spill_dir=str(tmp_path))
+    assert not out.exists() or not list(out.rglob("*"))
+    assert not list(tmp_path.glob("packstore-spill-*"))
+
+
+def test_nemo_aligner_packs_the_same(shared_data: Path, do_pack: Pack) -> None:
+    """All five fields of NeMo-Aligner's own packed file, as a multiset."""
+    dataset = do_pack(
+        shared_data / "nemo" / "dummy-dpo.jsonl",
+        shared_data / "nemo" / "tokenizer.json",
+        pack_size=90,
+        add_bos=False,
+        append_eos=False,
+    )
+    names = ("input_ids", "labels", "reward", "lengths", "seq_boundaries")
+    golden = np.load(shared_data / "nemo" / "dummy_dpo_packed_90.npy", allow_pickle=True)
+    expected = Counter(str([list(map(float, row[n])) for n in names]) for row in golden)
+    found: Counter[str] = Counter()
+    for batch in dataset.iter_batches():
+        for row in batch.to_pylist():
+            found[str([list(map(float, row[n])) for n in names])] += 1
+    assert found == expected
+    assert found.total() == 100
+
+
+REAL = [
+    "pairs/chat_en.jsonl",
+    "pairs/chat_zh.jsonl",
+    "pairs/hh_harmless.jsonl.gz",
+    "pairs/hh_harmless_messages.jsonl.gz",
+    "pairs/hh_harmless_raw.jsonl.gz",
+    "pairs/pandalm_scored.jsonl",
+    "pairs/toolcall_zh.jsonl",
+    "ranked/oasst_k2_6.jsonl",
+    "ranked/qa_k4.jsonl",
+    "sft/nemo_dummy.jsonl",
+    "sft/reason_tool.jsonl",
+    "sft/toolcall_en.jsonl",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "mistral_v1", "t5_unigram", "small_bpe"])
+@pytest.mark.parametrize("file", REAL)
+def test_real_data(shared_data: Path, do_pack: Pack, file: str, name: str) -> None:
+    template = {} if name == "qwen3" else {"chat_template": "chatml"}
+    tokenizer = shared_data / "tokenizers" / name
+    dataset = do_pack(shared_data / file, tokenizer, pack_size=8192, num_workers=1, **template)
+    records = dataset.manifest.records
+    assert records.read == records.packed + sum(records.dropped.values())
+    assert records.packed > 0.9 * records.read
+    assert dataset.verify().ok
+    anew = do_pack(dataset, None, pack_size=8192, layout="shared_prefix", strategy="none")
+    assert by_id(anew) == by_id(dataset)
