@@ -1,0 +1,53 @@
+"""The folder of the specification, and the tables of cases in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import referencing
+
+SCHEMAS = Path(__file__).parents[2] / "schemas"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for each case of the table that a test's argument names."""
+    for table in ("valid", "invalid", "manifests_valid", "manifests_invalid"):
+        if table in metafunc.fixturenames:
+            cases = json.loads((SCHEMAS / "cases" / f"{table}.json").read_text())["cases"]
+            names = [case["name"] for case in cases]
+            assert len(set(names)) == len(names)
+            metafunc.parametrize(table, cases, ids=names)
+
+
+@pytest.fixture(scope="session")
+def schemas() -> Path:
+    return SCHEMAS
+
+
+@pytest.fixture(scope="session")
+def prose() -> str:
+    return (SCHEMAS / "format.md").read_text()
+
+
+@pytest.fixture(scope="session")
+def load() -> Callable[[str], Any]:
+    """The content of a JSON file in the folder."""
+    return lambda name: json.loads((SCHEMAS / name).read_text())
+
+
+@pytest.fixture(scope="session")
+def validator(load: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The validator of ``manifest``, or of ``pack#/$defs/<kind>``."""
+    documents = [load("pack.schema.json"), load("manifest.schema.json")]
+    registry = referencing.Registry().with_contents([(d["$id"], d) for d in documents])
+
+    def make(name: str) -> Any:
+        reference = {"$ref": f"urn:packstore:format:1:{name}"}
+        return jsonschema.Draft202012Validator(reference, registry=registry)
+
+    return make

@@ -1,0 +1,208 @@
+"""The tables of valid and invalid packs and manifests: this reader judges each as it must."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import packstore.errors
+from packstore.errors import FormatError
+from packstore.invariants import RULES, check_packs
+from packstore.io.manifest import Manifest
+from packstore.records import Packs
+from packstore.schema import FEATURES, KINDS, LAYOUTS, from_arrow, pack_schema, to_arrow
+
+Case = dict[str, Any]
+Load = Callable[[str], Any]
+Validator = Callable[[str], Any]
+
+
+def arrow_schema(case: Case, *, label_spans: bool | None = None) -> pa.Schema:
+    spans = "label_spans" in case.get("features", []) if label_spans is None else label_spans
+    return pack_schema(case["kind"], case["layout"], label_spans=spans, carry=case.get("carry"))
+
+
+def to_batch(case: Case) -> pa.RecordBatch:
+    schema = arrow_schema(case)
+    columns = []
+    for field in schema:
+        values = [row[field.name] for row in case["rows"]]
+        if field.name == "reward":
+            with np.errstate(over="ignore"):
+                values = [np.array(v, np.float64).astype(np.float32) for v in values]
+        columns.append(pa.array(values, type=field.type))
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def check(case: Case) -> Packs:
+    packs = from_arrow(to_batch(case), case["kind"])
+    check_packs(
+        packs,
+        layout=case["layout"],
+        pack_size=case.get("pack_size"),
+        vocab_size=case.get("vocab_size"),
+    )
+    return packs
+
+
+def derive(row: Case, k: int | None) -> Case:
+    """What format.md says is derived from a pack, as plainly as it says it."""
+    b, lengths = row["seq_boundaries"], row["lengths"]
+    s = range(len(lengths))
+    counts = row["num_responses"] if k is None else [k] * len(row["example_ids"])
+    f = [sum(counts[:e]) for e, count in enumerate(counts) for _ in range(count)]
+    offset = [lengths[i] - (b[i + 1] - b[i]) for i in s]
+    segment = [i for i in s for _ in range(b[i], b[i + 1])]
+    keys = [(*range(b[f[i]], b[f[i]] + offset[i]), *range(b[i], b[i + 1])) for i in s]
+    return {
+        "segment_offsets": offset,
+        "segment_ids": segment,
+        "position_ids": [offset[i] + t - b[i] for t, i in enumerate(segment)],
+        "cu_seqlens": b,
+        "cu_seqlens_k": [sum(lengths[:i]) for i in range(len(lengths) + 1)],
+        "kv_index": [t for run in keys for t in run],
+        "max_seqlen": max(b[i + 1] - b[i] for i in s),
+        "max_seqlen_k": max(lengths),
+    }
+
+
+def test_valid_packs(valid: Case) -> None:
+    packs = check(valid)
+    logical = to_arrow(packs, arrow_schema(valid, label_spans=False)).to_pylist()
+    for row, derived, back in zip(valid["rows"], valid["derived"], logical, strict=True):
+        expected = {"labels": derived.get("labels"), **row}
+        expected.pop("label_spans", None)
+        assert back == expected
+
+
+def test_what_is_derived(valid: Case) -> None:
+    for row, derived in zip(valid["rows"], valid["derived"], strict=True):
+        names = {name: value for name, value in derived.items() if name != "labels"}
+        assert derive(row, KINDS[valid["kind"]]) == names
+
+
+def test_valid_packs_fit_the_json_schema(valid: Case, validator: Validator) -> None:
+    for row in valid["rows"]:
+        validator(f"pack#/$defs/{valid['kind']}").validate(row)
+
+
+def test_invalid_packs(invalid: Case) -> None:
+    with pytest.raises(FormatError, match=rf"\[{invalid['rule']}\]") as caught:
+        check(invalid)
+    assert RULES[invalid["rule"]] in str(caught.value) or "elements there" in str(caught.value)
+
+
+def test_every_rule_is_broken_by_a_case(load: Load) -> None:
+    broken = {case["rule"] for case in load("cases/invalid.json")["cases"]}
+    assert broken == set(RULES)
+
+
+def test_valid_cases_cover_the_format(load: Load) -> None:
+    cases = load("cases/valid.json")["cases"]
+    assert {(c["kind"], c["layout"]) for c in cases} == {(k, v) for k in KINDS for v in LAYOUTS}
+    assert {name for c in cases for name in c.get("features", [])} == set(FEATURES)
+
+
+def first(load: Load) -> tuple[Case, Case]:
+    case = load("cases/valid.json")["cases"][0]
+    return case, case["rows"][0]
+
+
+def test_a_column_is_missing_or_holds_nulls(load: Load, validator: Validator) -> None:
+    case, row = first(load)
+    batch = to_batch(case)
+    for at, name in enumerate(batch.schema.names):
+        with pytest.raises(FormatError, match=f"label_spans|{name}"):
+            from_arrow(batch.drop_columns([name]), "dpo")
+        assert not validator("pack#/$defs/dpo").is_valid({k: row[k] for k in row if k != name})
+        for null in (None, [None]):
+            column = pa.array([null], pa.list_(batch.schema.types[at].value_type))
+            with pytest.raises(FormatError, match="must not hold nulls"):
+                from_arrow(batch.set_column(at, name, column), "dpo")
+            assert not validator("pack#/$defs/dpo").is_valid({**row, name: null})
+
+
+def test_a_column_has_another_type(load: Load, validator: Validator) -> None:
+    case, row = first(load)
+    batch = to_batch(case)
+    for at, name in enumerate(batch.schema.names):
+        with pytest.raises(FormatError, match=f"{name}.*its type must be list"):
+            from_arrow(batch.set_column(at, name, pa.array([["a"]])), "dpo")
+        assert not validator("pack#/$defs/dpo").is_valid({**row, name: ["a"]})
+
+
+def test_counts_of_responses_are_for_kind_ranked(load: Load, validator: Validator) -> None:
+    _, row = first(load)
+    assert not validator("pack#/$defs/ranked").is_valid(row)
+    assert validator("pack#/$defs/ranked").is_valid({**row, "num_responses": [2]})
+    assert not validator("pack#/$defs/dpo").is_valid({**row, "num_responses": [2]})
+
+
+def patched(document: Any, operations: list[Case]) -> Any:
+    """`document` under a JSON Patch (RFC 6902) of `replace` and `remove`."""
+    document = copy.deepcopy(document)
+    for operation in operations:
+        *parents, last = operation["path"].split("/")
+        if not parents:
+            document = operation["value"]
+            continue
+        target = document
+        for name in parents[1:]:
+            target = target[int(name) if isinstance(target, list) else name]
+        place = int(last) if isinstance(target, list) else last
+        if operation["op"] == "remove":
+            del target[place]
+        else:
+            assert operation["op"] == "replace"
+            assert place in target or isinstance(target, list)
+            target[place] = operation["value"]
+    return document
+
+
+def test_valid_manifests(manifests_valid: Case, validator: Validator) -> None:
+    manifest = manifests_valid["manifest"]
+    validator("manifest").validate(manifest)
+    parsed = Manifest.from_json(json.dumps(manifest).encode())
+    written = json.loads(parsed.to_json())
+    validator("manifest").validate(written)
+    if manifests_valid["name"] == "unknown-optional-fields":
+        assert written != manifest
+    else:
+        assert written == manifest
+    assert Manifest.from_json(parsed.to_json()).fingerprint == parsed.fingerprint
+
+
+def test_invalid_manifests(manifests_invalid: Case, load: Load, validator: Validator) -> None:
+    cases = load("cases/manifests_valid.json")["cases"]
+    base = next(c["manifest"] for c in cases if c["name"] == manifests_invalid["base"])
+    manifest = patched(base, manifests_invalid["patch"])
+    with pytest.raises(FormatError) as caught:
+        Manifest.from_json(json.dumps(manifest).encode())
+    assert type(caught.value) is getattr(packstore.errors, manifests_invalid["error"])
+    assert manifests_invalid["tells"] in str(caught.value)
+    assert validator("manifest").is_valid(manifest) != manifests_invalid["schema"]
+
+
+def test_batches_hold_what_is_derived(valid: Case) -> None:
+    """The collation of packstore.torch agrees with the table."""
+    from packstore.torch import collate
+
+    packs = check(valid)
+    for row, derived in zip(range(len(packs)), valid["derived"], strict=True):
+        batch = collate(packs.row(row), valid["kind"])
+        for name in ("segment_ids", "position_ids", "cu_seqlens", "cu_seqlens_k"):
+            assert getattr(batch, name).tolist() == derived[name], name
+        assert (batch.max_seqlen, batch.max_seqlen_k) == (
+            derived["max_seqlen"],
+            derived["max_seqlen_k"],
+        )
+        whole = not any(derived["segment_offsets"])
+        assert whole == (batch.kv_index is None)
+        if batch.kv_index is not None:
+            assert batch.kv_index.tolist() == derived["kv_index"]

@@ -1,0 +1,48 @@
+"""What the pages of the project name is there."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    page
+    for pattern in ("*.md", "docs/*.md", "schemas/*.md", "packstore/**/*.md")
+    for page in ROOT.glob(pattern)
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_paths(page: Path) -> None:
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
+    for link in links:
+        assert link.startswith("https://") or (page.parent / link).exists(), link
+    folders = "packstore|schemas|tests|docs|examples|benchmarks"
+    for path in re.findall(rf"`((?:{folders})/[\w./-]*)`", text):
+        if path not in ("benchmarks/", "benchmarks/results/"):
+            assert (ROOT / path).exists(), path
+
+
+def test_layers_are_those_that_are_checked() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    checked = [
+        {name.strip().removeprefix("packstore.") for name in layer.split("|")}
+        for layer in contracts["contracts"][0]["layers"]
+    ]
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    (section,) = re.findall(r"## Layers\n(.+?)\n## ", page, re.S)
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    assert [set(re.findall(r"`(\w+)`", row.split(" | ")[0])) for row in rows] == checked
+
+
+def test_every_registry_is_on_the_map() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    for init in (ROOT / "packstore").rglob("__init__.py"):
+        if " = Registry(" in init.read_text():
+            folder = init.parent.relative_to(ROOT)
+            assert f"`{folder}/<name>.py`" in page, folder
