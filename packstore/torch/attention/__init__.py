@@ -1,0 +1,44 @@
+"""Attention backends: one file each, with one function of one signature.
+
+``attend(q_TNH, k_TKH, v_TKH, layout, *, scale, sliding_window=None, softcap=None) -> o_TNH``
+
+Legend: T tokens of the flat row, N query heads, K key/value heads (N is a multiple of K: grouped
+queries), H size of a head; values and output may have a head size of their own. A window of w lets
+a query see itself and the w - 1 tokens before it. A backend refuses what it cannot do
+(:class:`~packstore.errors.BackendError`), and never does something near it instead.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from packstore.registry import Registry
+from packstore.torch.layout import AttentionLayout
+
+
+class Attend(Protocol):
+    """The one signature of a backend."""
+
+    def __call__(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        layout: AttentionLayout,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """The output of attention, `[T, N, H]`."""
+
+
+ATTENTION: Registry[Attend] = Registry(
+    "attention backend",
+    {
+        "reference": "packstore.torch.attention.reference:attend",
+        "sdpa": "packstore.torch.attention.sdpa:attend",
+    },
+)

@@ -1,0 +1,245 @@
+"""Packs -> one :class:`PackedBatch`: all of it derived from the columns, without token loops."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from packstore.errors import BackendError, ConfigError, sentence
+from packstore.records import IGNORE_INDEX, Float32, Int32, Int64, Packs, to_offsets
+from packstore.torch.layout import AttentionLayout
+
+Style = Literal["hf", "flash", "megatron", "padded"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedBatch:
+    """One or more packs as one flat row of T tokens: S segments, E examples, P packs.
+
+    Attributes:
+        kind: ``dpo``, ``sft`` or ``ranked``.
+        input_ids: int64 `[T]`.
+        labels: int64 `[T]`, unshifted: the token id where supervised, -100 elsewhere.
+        position_ids: int64 `[T]`, of each token in its logical sequence.
+        segment_ids: int64 `[T]`, the segment of each token.
+        target_index: int64 `[n]`, the supervised tokens; each is predicted by the token before it.
+        cu_seqlens: int32 `[S + 1]`, where each segment starts in the row.
+        cu_seqlens_k: int32 `[S + 1]`, offsets of the logical sequences laid end to end.
+        kv_index: int64 `[sum of lengths]`, the token of the row at each place of the logical
+            sequences; None if no segment leaves out a shared prefix.
+        max_seqlen: longest segment.
+        max_seqlen_k: longest logical sequence.
+        lengths: int32 `[S]`, logical length of each sequence.
+        rewards: float32 `[S]`, ground-truth reward of each sequence.
+        ref_logps: float32 `[S]`, log-probs of a reference model, or None.
+        example_ids: int64 `[E]`.
+        num_responses: int32 `[E]`, the segments of each example, which lie one after another.
+        weights: float32 `[E]`, 1, or 0 where a pack only fills up the last batch.
+        pack_ids: int64 `[E]`, the pack of each example.
+        num_packs: P.
+    """
+
+    kind: str
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    segment_ids: Tensor
+    target_index: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_k: Tensor
+    kv_index: Tensor | None
+    max_seqlen: int
+    max_seqlen_k: int
+    lengths: Tensor
+    rewards: Tensor
+    ref_logps: Tensor | None
+    example_ids: Tensor
+    num_responses: Tensor
+    weights: Tensor
+    pack_ids: Tensor
+    num_packs: int
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.input_ids)
+
+    @property
+    def num_segments(self) -> int:
+        """S."""
+        return len(self.lengths)
+
+    @property
+    def num_examples(self) -> int:
+        """E, fillers of weight 0 included."""
+        return len(self.example_ids)
+
+    @property
+    def layout(self) -> AttentionLayout:
+        """Which tokens see which."""
+        return AttentionLayout(
+            cu_seqlens_q=self.cu_seqlens,
+            cu_seqlens_k=self.cu_seqlens_k,
+            max_seqlen_q=self.max_seqlen,
+            max_seqlen_k=self.max_seqlen_k,
+            num_queries=self.num_tokens,
+            kv_index=self.kv_index,
+        )
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
+        """The batch with all tensors on `device`."""
+        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """The batch in page-locked memory, from which copies to a GPU can overlap with work."""
+        return self._map(Tensor.pin_memory)
+
+    def model_inputs(self, style: Style = "hf") -> dict[str, Any]:
+        """Keyword arguments for the model's forward call.
+
+        Args:
+            style: ``hf``: for a model that :func:`use_packed_attention` prepared. ``flash``: for an
+                unchanged Hugging Face model with a flash-attention implementation. ``megatron``:
+                under the names that Megatron's packed-sequence code reads. ``padded``: the logical
+                sequences as padded rows `[S, longest]` with a mask, for any model; bring its output
+                back to the flat row with :meth:`unpad`.
+
+        Raises:
+            ConfigError: no such style.
+            BackendError: a style that cannot express the shared prefixes of this batch.
+        """
+        if style not in get_args(Style):
+            raise ConfigError(
+                f"model_inputs style must be one of: {', '.join(get_args(Style))}; found {style!r}."
+            )
+        if style == "padded":
+            return self._padded()
+        row = {"input_ids": self.input_ids[None], "position_ids": self.position_ids[None]}
+        if style == "hf":
+            return {**row, "use_cache": False, "packed_layout": self.layout}
+        if self.kv_index is not None:
+            raise BackendError(
+                sentence(
+                    f"model_inputs(style={style!r})",
+                    "every segment must be whole, as it has no way to name shared keys",
+                    "a shared prefix",
+                    "Use style='hf' or 'padded', or a dataset of layout concat",
+                )
+            )
+        if style == "flash":
+            ends = {"cu_seq_lens_q": self.cu_seqlens, "cu_seq_lens_k": self.cu_seqlens}
+            longest = {"max_length_q": self.max_seqlen, "max_length_k": self.max_seqlen}
+            return {**row, **ends, **longest, "use_cache": False}
+        return {
+            "tokens": row["input_ids"],
+            "position_ids": row["position_ids"],
+            "attention_mask": None,
+            "cu_seqlens": self.cu_seqlens[None],
+            "cu_seqlens_argmin": torch.tensor([[len(self.cu_seqlens)]], dtype=torch.int32),
+            "max_seqlen": torch.tensor([[self.max_seqlen]], dtype=torch.int32),
+        }
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """Values at padded sequences `[S, longest, ...]` as values at the row `[T, ...]`."""
+        return padded[self.segment_ids, self.position_ids]
+
+    def _padded(self) -> dict[str, Any]:
+        ids = self.input_ids if self.kv_index is None else self.input_ids[self.kv_index]
+        position = torch.arange(self.max_seqlen_k, device=ids.device)
+        mask = position < self.lengths[:, None]
+        input_ids = torch.zeros(mask.shape, dtype=ids.dtype, device=ids.device)
+        input_ids[mask] = ids
+        return {"input_ids": input_ids, "attention_mask": mask.long(), "use_cache": False}
+
+    def _map(self, change: Any) -> Self:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        tensors = {name: change(x) for name, x in fields.items() if isinstance(x, Tensor)}
+        return dataclasses.replace(self, **tensors)
+
+
+def collate(
+    packs: Packs | Sequence[Packs],
+    kind: str,
+    *,
+    ref_logps: Float32 | None = None,
+    fillers: int = 0,
+) -> PackedBatch:
+    """One batch of all packs, laid end to end.
+
+    Args:
+        packs: the packs; a sequence of them is joined first.
+        kind: what an example is: ``dpo``, ``sft`` or ``ranked``.
+        ref_logps: float32 `[S]`, log-probs of a reference model.
+        fillers: how many packs at the end get weight 0.
+
+    Raises:
+        ConfigError: no packs, or `ref_logps` of another length.
+    """
+    if not len(packs):
+        raise ConfigError("a batch must hold at least one pack; found none.")
+    if not isinstance(packs, Packs):
+        packs = packs[0] if len(packs) == 1 else Packs.concat(packs)
+    if ref_logps is not None and len(ref_logps) != len(packs.lengths):
+        raise ConfigError(
+            f"ref_logps must have one value for each of {len(packs.lengths)} sequences; "
+            f"found {len(ref_logps)}."
+        )
+    lengths = packs.segment_lengths
+    starts = to_offsets(lengths)
+    segment = np.repeat(np.arange(len(lengths)), lengths)
+    place = np.arange(len(segment)) - starts[segment]
+    targets = np.flatnonzero((packs.labels != IGNORE_INDEX) & (place > 0))
+    pack_ids = np.repeat(np.arange(len(packs)), np.diff(packs.example_offsets))
+    logical = to_offsets(packs.lengths)
+    return PackedBatch(
+        kind=kind,
+        input_ids=_tensor(packs.input_ids, np.int64),
+        labels=_tensor(packs.labels, np.int64),
+        position_ids=_tensor(place + packs.segment_offsets[segment], np.int64),
+        segment_ids=_tensor(segment, np.int64),
+        target_index=_tensor(targets, np.int64),
+        cu_seqlens=_tensor(starts, np.int32),
+        cu_seqlens_k=_tensor(logical, np.int32),
+        kv_index=_kv_index(packs, starts, logical),
+        max_seqlen=int(lengths.max()),
+        max_seqlen_k=int(packs.lengths.max()),
+        lengths=_tensor(packs.lengths, np.int32),
+        rewards=_tensor(packs.reward, np.float32),
+        ref_logps=None if ref_logps is None else _tensor(ref_logps, np.float32),
+        example_ids=_tensor(packs.example_ids, np.int64),
+        num_responses=_tensor(packs.num_responses, np.int32),
+        weights=_tensor(pack_ids < len(packs) - fillers, np.float32),
+        pack_ids=_tensor(pack_ids, np.int64),
+        num_packs=len(packs),
+    )
+
+
+def _kv_index(packs: Packs, starts: Int64, logical: Int64) -> Tensor | None:
+    """The token of the row at each place of the logical sequences, if any of them is not whole.
+
+    Args:
+        packs: the packs.
+        starts: where each segment starts in the row.
+        logical: offsets of the logical sequences.
+    """
+    left_out: Int32 = packs.segment_offsets
+    if not left_out.any():
+        return None
+    responses = packs.num_responses
+    first = np.repeat(starts[np.cumsum(responses) - responses], responses)
+    sequence = np.repeat(np.arange(len(left_out)), packs.lengths)
+    place = np.arange(len(sequence)) - logical[sequence]
+    own = place - left_out[sequence]
+    return _tensor(np.where(own < 0, first[sequence] + place, starts[sequence] + own), np.int64)
+
+
+def _tensor(values: npt.NDArray[Any], dtype: npt.DTypeLike) -> Tensor:
+    """A tensor that owns its memory (stored columns are read-only views)."""
+    return torch.from_numpy(np.array(values, dtype))

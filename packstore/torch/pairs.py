@@ -1,0 +1,189 @@
+"""What a loss looks at: per-sequence sums of both sides of each pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from packstore.errors import ConfigError
+from packstore.records import Int64, range_indices, to_offsets
+from packstore.torch.collate import PackedBatch
+
+PairChoice = Literal["best_vs_rest", "all", "adjacent"]
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """n pairs, each quantity a tensor `[n]`; sums run over the supervised tokens of a sequence.
+
+    Attributes:
+        chosen, rejected: log-probs of the policy, summed.
+        ref_chosen, ref_rejected: of the reference model (zeros where the loss has no use for one).
+        chosen_tokens, rejected_tokens: how many tokens were summed.
+        chosen_reward, rejected_reward: ground-truth rewards.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    ref_chosen: Tensor
+    ref_rejected: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
+    chosen_reward: Tensor
+    rejected_reward: Tensor
+
+    @property
+    def u(self) -> Tensor:
+        """log-ratio of policy and reference on the chosen response."""
+        return self.chosen - self.ref_chosen
+
+    @property
+    def v(self) -> Tensor:
+        """log-ratio of policy and reference on the rejected response."""
+        return self.rejected - self.ref_rejected
+
+    @property
+    def d(self) -> Tensor:
+        """``u - v``, the implicit margin."""
+        return self.u - self.v
+
+    @property
+    def dr(self) -> Tensor:
+        """Gap between the ground-truth rewards."""
+        return self.chosen_reward - self.rejected_reward
+
+    def per_token(self) -> Pairs:
+        """The same pairs with means over tokens in place of sums."""
+        return Pairs(
+            self.chosen / self.chosen_tokens,
+            self.rejected / self.rejected_tokens,
+            self.ref_chosen / self.chosen_tokens,
+            self.ref_rejected / self.rejected_tokens,
+            self.chosen_tokens,
+            self.rejected_tokens,
+            self.chosen_reward,
+            self.rejected_reward,
+        )
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A loss: a pure function of :class:`Pairs` to `[n]` losses, and what it needs.
+
+    Attributes:
+        function: ``function(pairs, **parameters) -> [n]``.
+        reference: it compares with a reference model.
+        averaged: it compares means over tokens, not sums.
+    """
+
+    function: Callable[..., Tensor]
+    reference: bool
+    averaged: bool
+
+    def __call__(self, pairs: Pairs, **parameters: Any) -> Tensor:
+        """The losses, `[n]`."""
+        return self.function(pairs, **parameters)
+
+
+def variant(
+    *, reference: bool = True, averaged: bool = False
+) -> Callable[[Callable[..., Tensor]], Variant]:
+    """Declares what the decorated loss needs; see :class:`Variant`."""
+    return lambda function: Variant(function, reference, averaged)
+
+
+def bernoulli_kl(p: Tensor, q: Tensor) -> Tensor:
+    """``KL(Bern s(p) || Bern s(q))`` from logits, finite for any finite ones; `[n]`."""
+    return bernoulli_kl_to(p, logsigmoid(q), logsigmoid(-q))
+
+
+def bernoulli_kl_to(p: Tensor, log_q: Tensor | float, log_not_q: Tensor | float) -> Tensor:
+    """``KL(Bern s(p) || Bern q)`` from a logit and the two log-probs of q; `[n]`."""
+    return p.sigmoid() * (logsigmoid(p) - log_q) + (-p).sigmoid() * (logsigmoid(-p) - log_not_q)
+
+
+def bounded_exp(x: Tensor) -> Tensor:
+    """``e^min(x, 80)``: above, float32 would overflow."""
+    return x.clamp(max=80).exp()
+
+
+def between(loss: str, name: str, value: float, low: float, high: float) -> float:
+    """`value`, if it lies in ``low .. high``.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not low <= value <= high:
+        raise ConfigError(f"loss {loss!r}: {name} must lie in {low}..{high}; found {value}.")
+    return value
+
+
+@dataclass(frozen=True, eq=False)
+class PairIndex:
+    """Which segments are compared: int64 `[n]` each.
+
+    Attributes:
+        chosen, rejected: segments of the batch.
+        example: the example of each pair.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    example: Tensor
+
+
+def index_pairs(batch: PackedBatch, choice: PairChoice) -> PairIndex:
+    """The pairs of a batch.
+
+    Kind ``dpo``: the two sequences of each example as they stand. Kind ``ranked``: by reward, the
+    best against each other response, or all pairs, or neighbours in rank; responses of equal reward
+    are never compared.
+    """
+    if batch.kind == "dpo":
+        example = torch.arange(batch.num_examples, device=batch.lengths.device)
+        return PairIndex(2 * example, 2 * example + 1, example)
+    arrays = _ranked(batch.rewards.cpu().numpy(), batch.num_responses.cpu().numpy(), choice)
+    return PairIndex(*(torch.from_numpy(a).to(batch.lengths.device) for a in arrays))
+
+
+def index_best(batch: PackedBatch) -> Tensor:
+    """The best sequence of each example, int64 `[E]`: by reward for ``ranked``, else the first."""
+    device = batch.lengths.device
+    if batch.kind != "ranked":
+        step = batch.num_segments // batch.num_examples
+        return torch.arange(0, batch.num_segments, step, device=device)
+    responses = batch.num_responses.cpu().numpy()
+    order = _by_rank(batch.rewards.cpu().numpy(), responses)
+    return torch.from_numpy(order[np.cumsum(responses) - responses]).to(device)
+
+
+def _by_rank(rewards: np.ndarray, responses: np.ndarray) -> Int64:
+    """Segments by example, and inside each by falling reward; equal ones in their order."""
+    return np.lexsort((-rewards, np.repeat(np.arange(len(responses)), responses)))
+
+
+def _ranked(
+    rewards: np.ndarray, responses: np.ndarray, choice: PairChoice
+) -> tuple[Int64, Int64, Int64]:
+    """chosen, rejected, example of each pair."""
+    order = _by_rank(rewards, responses)
+    example = np.repeat(np.arange(len(responses)), responses)
+    start = to_offsets(responses)[:-1][example]
+    place = np.arange(len(order))
+    worse = place[place > start]
+    if choice == "best_vs_rest":
+        better = start[worse]
+    elif choice == "adjacent":
+        better = worse - 1
+    else:
+        rank = worse - start[worse]
+        better, worse = range_indices(start[worse], rank), np.repeat(worse, rank)
+    strict = rewards[order[better]] > rewards[order[worse]]
+    better, worse = better[strict], worse[strict]
+    return order[better], order[worse], example[worse]

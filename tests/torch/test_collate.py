@@ -1,0 +1,151 @@
+"""PackedBatch against a count token by token, and its four ways into a model."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packstore.errors import BackendError, ConfigError
+from packstore.records import Packs
+from packstore.testing import random_examples
+from packstore.torch import PackedBatch, collate
+
+EXAMPLES = random_examples(6, seed=1)
+
+
+def assert_batches_equal(a: PackedBatch, b: PackedBatch) -> None:
+    for name in PackedBatch.__dataclass_fields__:
+        x, y = getattr(a, name), getattr(b, name)
+        same = torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+        assert same, name
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    kind=st.sampled_from(["dpo", "sft", "ranked"]),
+    layout=st.sampled_from(["concat", "shared_prefix"]),
+    sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+)
+def test_derived_columns(
+    kit: SimpleNamespace, seed: int, kind: str, layout: str, sizes: list[int]
+) -> None:
+    examples = random_examples(sum(sizes), seed=seed, kind=kind)
+    batch = collate(kit.packed(examples, sizes, layout), kind)
+    segment = token = 0
+    for example, k in enumerate(examples.num_responses.tolist()):
+        first = token
+        for sequence in range(segment, segment + k):
+            start, end = batch.cu_seqlens[sequence : sequence + 2].tolist()
+            whole = slice(*examples.sequence_offsets[sequence : sequence + 2])
+            length = whole.stop - whole.start
+            left_out = length - (end - start)
+            assert start == token
+            assert batch.lengths[sequence] == length
+            assert batch.position_ids[start:end].tolist() == list(range(left_out, length))
+            assert set(batch.segment_ids[start:end].tolist()) == {sequence}
+            keys = [*range(first, first + left_out), *range(start, end)]
+            place = slice(*batch.cu_seqlens_k[sequence : sequence + 2].tolist())
+            index = torch.arange(batch.num_tokens) if batch.kv_index is None else batch.kv_index
+            assert index[place].tolist() == keys
+            ids = examples.input_ids[whole]
+            assert batch.input_ids[keys].tolist() == ids.tolist()
+            on = np.where(examples.supervised[whole], ids, -100)
+            assert batch.labels[start:end].tolist() == on[left_out:].tolist()
+            token = end
+        assert batch.example_ids[example] == example
+        segment += k
+    assert (batch.num_segments, batch.num_tokens) == (segment, token)
+    assert (batch.num_packs, batch.num_examples) == (len(sizes), sum(sizes))
+    assert batch.pack_ids.tolist() == np.repeat(np.arange(len(sizes)), sizes).tolist()
+    assert batch.max_seqlen == batch.cu_seqlens.diff().max()
+    assert batch.max_seqlen_k == batch.lengths.max()
+    assert batch.target_index.tolist() == (batch.labels != -100).nonzero().flatten().tolist()
+    assert batch.rewards.tolist() == examples.reward.tolist()
+    assert batch.kv_index is None or layout == "shared_prefix"
+
+
+def test_types(kit: SimpleNamespace) -> None:
+    batch = collate(kit.packed(EXAMPLES, [6], "shared_prefix"), "dpo")
+    int64 = "input_ids labels position_ids segment_ids target_index kv_index example_ids pack_ids"
+    int32 = "cu_seqlens cu_seqlens_k lengths num_responses"
+    for names, dtype in (
+        (int64, torch.int64),
+        (int32, torch.int32),
+        ("rewards weights", torch.float32),
+    ):
+        assert {getattr(batch, name).dtype for name in names.split()} == {dtype}
+    assert type(batch.max_seqlen) is type(batch.max_seqlen_k) is int
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+def test_packs_one_by_one_or_together(kit: SimpleNamespace, layout: str) -> None:
+    packs = kit.packed(EXAMPLES, [1, 3, 2], layout)
+    rows = [packs.row(i) for i in range(3)]
+    assert_batches_equal(collate(rows, "dpo"), collate(packs, "dpo"))
+    assert_batches_equal(collate([Packs.concat(rows[:2]), rows[2]], "dpo"), collate(packs, "dpo"))
+
+
+def test_fillers_and_reference(kit: SimpleNamespace) -> None:
+    packs = kit.packed(EXAMPLES, [1, 3, 2], "concat")
+    batch = collate(packs, "dpo", ref_logps=np.arange(12, dtype=np.float32), fillers=1)
+    assert batch.weights.tolist() == [1, 1, 1, 1, 0, 0]
+    assert batch.ref_logps is not None
+    assert batch.ref_logps.tolist() == list(range(12))
+    with pytest.raises(ConfigError, match="12 sequences; found 3"):
+        collate(packs, "dpo", ref_logps=np.zeros(3, np.float32))
+    with pytest.raises(ConfigError, match="at least one pack"):
+        collate([], "dpo")
+
+
+def test_the_batch_owns_its_memory_and_travels(kit: SimpleNamespace) -> None:
+    packs = kit.packed(EXAMPLES, [6], "shared_prefix")
+    packs.input_ids.flags.writeable = False
+    batch = collate(packs, "dpo")
+    before = batch.input_ids.clone()
+    batch.input_ids.add_(1)
+    assert torch.equal(torch.from_numpy(packs.input_ids.astype(np.int64)), before)
+    assert_batches_equal(pickle.loads(pickle.dumps(batch)), batch)
+    assert batch.to("meta").kv_index.device.type == "meta"  # type: ignore[union-attr]
+    assert batch.to("meta").max_seqlen == batch.max_seqlen
+
+
+def test_flash_and_megatron_inputs(kit: SimpleNamespace) -> None:
+    batch = collate(kit.packed(EXAMPLES, [2, 4], "concat"), "dpo")
+    flash = batch.model_inputs("flash")
+    assert flash["cu_seq_lens_q"] is flash["cu_seq_lens_k"] is batch.cu_seqlens
+    assert flash["max_length_q"] == flash["max_length_k"] == batch.max_seqlen
+    assert flash["input_ids"].shape == flash["position_ids"].shape == (1, batch.num_tokens)
+    assert flash["use_cache"] is False
+    assert "attention_mask" not in flash
+    megatron = batch.model_inputs("megatron")
+    assert megatron["cu_seqlens"].tolist() == [batch.cu_seqlens.tolist()]
+    assert megatron["cu_seqlens_argmin"].tolist() == [[13]]
+    assert megatron["max_seqlen"].tolist() == [[batch.max_seqlen]]
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+def test_padded_inputs_are_the_sequences(kit: SimpleNamespace, layout: str) -> None:
+    batch = collate(kit.packed(EXAMPLES, [2, 4], layout), "dpo")
+    padded = batch.model_inputs("padded")
+    assert padded["input_ids"].shape == (12, batch.max_seqlen_k)
+    for i in range(12):
+        ids = EXAMPLES.input_ids[slice(*EXAMPLES.sequence_offsets[i : i + 2])].tolist()
+        assert padded["input_ids"][i].tolist() == ids + [0] * (batch.max_seqlen_k - len(ids))
+        assert padded["attention_mask"][i].sum() == len(ids)
+    assert torch.equal(batch.unpad(padded["input_ids"]), batch.input_ids)
+
+
+def test_refusals(kit: SimpleNamespace) -> None:
+    batch = collate(kit.packed(EXAMPLES, [6], "shared_prefix"), "dpo")
+    for style in ("flash", "megatron"):
+        with pytest.raises(BackendError, match=r"every segment must be whole.*shared prefix"):
+            batch.model_inputs(style)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="one of: hf, flash, megatron, padded; found 'fsdp'"):
+        batch.model_inputs("fsdp")  # type: ignore[arg-type]

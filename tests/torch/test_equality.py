@@ -1,0 +1,206 @@
+"""Packing is invisible to training: loss and every gradient, packed or not, in any packs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from packstore.records import Examples
+from packstore.testing import random_examples
+from packstore.torch import (
+    PackedBatch,
+    PreferenceLoss,
+    collate,
+    segment_logps,
+    use_packed_attention,
+)
+
+BETA = 0.1
+EXAMPLES = random_examples(6, seed=3)
+REFERENCE = torch.from_numpy(np.random.default_rng(0).normal(-20, 3, EXAMPLES.num_sequences))
+PACKINGS: dict[str, list[list[int]]] = {  # batches of packs, each with so many pairs
+    "one pack": [[6]],
+    "two packs": [[1, 5]],
+    "packs of one": [[1, 1, 1, 1, 1, 1]],
+    "accumulated": [[2, 1], [3]],
+    "accumulated, one pair each": [[1], [1], [1], [1], [1], [1]],
+}
+
+
+def unpacked(model: Any, examples: Examples, reference: Tensor) -> Tensor:
+    """The DPO loss with each sequence fed alone, as the paper states it."""
+    logps = []
+    for i in range(examples.num_sequences):
+        own = slice(*examples.sequence_offsets[i : i + 2])
+        ids = torch.from_numpy(examples.input_ids[own].astype(np.int64))
+        supervised = torch.from_numpy(examples.supervised[own])
+        scores = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        logps.append(scores[torch.arange(len(ids) - 1), ids[1:]][supervised[1:]].sum())
+    gain = torch.stack(logps) - reference.to(logps[0].dtype)
+    return -torch.sigmoid(BETA * (gain[0::2] - gain[1::2])).log().mean()
+
+
+def gradients(model: Any, loss: Tensor | None = None) -> dict[str, Tensor]:
+    if loss is not None:
+        loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def train_step(
+    kit: SimpleNamespace, model: Any, batches: Sequence[Sequence[int]], layout: str, chunk: int = 0
+) -> Tensor:
+    """Loss of one optimizer step over `batches`; the pairs come in another order."""
+    order = np.array([4, 0, 5, 2, 1, 3])
+    examples = EXAMPLES.take(order)
+    reference = REFERENCE.view(-1, 2)[torch.from_numpy(order)]
+    loss_fn = PreferenceLoss("dpo", beta=BETA)
+    total = torch.zeros((), dtype=torch.float64)
+    done = 0
+    for sizes in batches:
+        here = np.arange(done, done + sum(sizes))
+        done += len(here)
+        batch = collate(kit.packed(examples.take(here), sizes, layout), "dpo")
+        out = loss_fn(
+            model_logps(model, batch, chunk), batch, reference[here].flatten(), divisor=len(order)
+        )
+        out.loss.backward()
+        total += out.loss.detach()
+    return total
+
+
+def model_logps(model: Any, batch: PackedBatch, chunk: int = 0) -> Tensor:
+    if not chunk:
+        return segment_logps(batch, logits=model(**batch.model_inputs()).logits)
+    hidden = model.model(**batch.model_inputs()).last_hidden_state
+    return segment_logps(batch, hidden=hidden, weight=model.lm_head.weight, chunk_size=chunk)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+def test_float64(kit: SimpleNamespace, name: str, backend: str, layout: str, packing: str) -> None:
+    model = kit.tiny_model(name)
+    model.set_attn_implementation("plain_for_tests")
+    loss = unpacked(model, EXAMPLES, REFERENCE)
+    expected = gradients(model, loss)
+    use_packed_attention(model, backend)
+    found = train_step(kit, model, PACKINGS[packing], layout)
+    assert abs(found - loss) < 1e-9
+    for parameter, gradient in gradients(model).items():
+        assert (gradient - expected[parameter]).abs().max() < 1e-9, parameter
+        assert gradient.abs().max() > 1e-6, parameter
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+def test_float32_against_the_model_as_it_comes(
+    kit: SimpleNamespace, backend: str, layout: str, chunk: int
+) -> None:
+    model = kit.tiny_model(dtype=torch.float32)
+    model.set_attn_implementation("eager")
+    loss = unpacked(model, EXAMPLES, REFERENCE)
+    expected = gradients(model, loss)
+    use_packed_attention(model, backend)
+    for packing in PACKINGS.values():
+        found = train_step(kit, model, packing, layout, chunk)
+        assert abs(found - loss) < 1e-5
+        for parameter, gradient in gradients(model).items():
+            assert (gradient - expected[parameter]).abs().max() < 1e-5, parameter
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+def test_gradient_checkpointing_and_a_config_that_caches(kit: SimpleNamespace, layout: str) -> None:
+    model = use_packed_attention(kit.tiny_model(use_cache=True)).train()
+    plain = train_step(kit, model, [[6]], layout)
+    expected = gradients(model)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    assert torch.equal(train_step(kit, model, [[6]], layout), plain)
+    for parameter, gradient in gradients(model).items():
+        assert torch.equal(gradient, expected[parameter]), parameter
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+def test_a_cache_that_the_caller_asks_for_changes_nothing(
+    kit: SimpleNamespace, layout: str
+) -> None:
+    model = use_packed_attention(kit.tiny_model())
+    batch = collate(kit.packed(EXAMPLES, [6], layout), "dpo")
+    inputs = batch.model_inputs()
+    plain = model(**inputs).logits
+    assert torch.equal(model(**{**inputs, "use_cache": True}).logits, plain)
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_no_segment_sees_another(
+    kit: SimpleNamespace, name: str, backend: str, layout: str
+) -> None:
+    model = use_packed_attention(kit.tiny_model(name), backend)
+    packs = kit.packed(EXAMPLES, [2, 4], layout)
+    batch = collate(packs, "dpo")
+    shared = np.maximum.reduceat(packs.segment_offsets, np.arange(0, 12, 2)).repeat(2)
+    with torch.no_grad():
+        before = model_logps(model, batch)
+        for segment in range(batch.num_segments):
+            other = torch.where(
+                (batch.segment_ids == segment) & (batch.position_ids >= int(shared[segment])),
+                (batch.input_ids + 7) % kit.VOCAB,
+                batch.input_ids,
+            )
+            logits = model(**{**batch.model_inputs(), "input_ids": other[None]}).logits
+            moved = segment_logps(batch, logits=logits) != before
+            assert moved.nonzero().flatten().tolist() == [segment]
+
+
+def test_padded_inputs_of_an_unchanged_model_give_the_same_loss(kit: SimpleNamespace) -> None:
+    model = kit.tiny_model()
+    model.set_attn_implementation("sdpa")
+    loss_fn = PreferenceLoss("dpo", beta=BETA)
+    expected = unpacked(model, EXAMPLES, REFERENCE)
+    for layout in ("concat", "shared_prefix"):
+        batch = collate(kit.packed(EXAMPLES, [2, 4], layout), "dpo")
+        logits = batch.unpad(model(**batch.model_inputs("padded")).logits)
+        out = loss_fn(segment_logps(batch, logits=logits), batch, REFERENCE)
+        assert abs(out.loss - expected) < 1e-6  # transformers' own mask adds float32 constants
+
+
+def test_policy_equal_to_reference_gives_ln_2(kit: SimpleNamespace) -> None:
+    model = use_packed_attention(kit.tiny_model())
+    batch = collate(kit.packed(EXAMPLES, [2, 4], "shared_prefix"), "dpo")
+    logps = model_logps(model, batch)
+    out = PreferenceLoss("dpo", beta=BETA)(logps, batch, logps)
+    assert out.loss.item() == pytest.approx(math.log(2), abs=1e-15)
+
+
+def test_swapping_the_sides_negates_the_margin(kit: SimpleNamespace) -> None:
+    model = use_packed_attention(kit.tiny_model())
+    swap = np.arange(12).reshape(-1, 2)[:, ::-1].ravel()
+    tokens = [np.arange(*EXAMPLES.sequence_offsets[i : i + 2]) for i in swap]
+    lengths = EXAMPLES.lengths[swap]
+    swapped = Examples(
+        input_ids=EXAMPLES.input_ids[np.concatenate(tokens)],
+        supervised=EXAMPLES.supervised[np.concatenate(tokens)],
+        sequence_offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        example_offsets=EXAMPLES.example_offsets,
+        reward=EXAMPLES.reward[swap],
+        example_ids=EXAMPLES.example_ids,
+    )
+    margins = []
+    for examples, reference in ((EXAMPLES, REFERENCE), (swapped, REFERENCE[swap.copy()])):
+        batch = collate(kit.packed(examples, [6], "shared_prefix"), "dpo")
+        out = PreferenceLoss("dpo")(model_logps(model, batch), batch, reference)
+        margins.append(float(out.metrics["rewards/margins"][0]))
+    assert margins[0] == pytest.approx(-margins[1], abs=1e-12)
+    assert abs(margins[0]) > 1e-3

@@ -1,0 +1,289 @@
+"""The loader: every pack once, in one order for all machines, from any position."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from packstore.errors import CompatibilityError, ConfigError, DatasetNotFoundError
+from packstore.io.dataset import Dataset
+from packstore.io.order import PackOrder
+from packstore.testing import random_examples
+from packstore.torch import PackedDataLoader, PackedDataset
+
+N = 23
+LANES = 4
+
+
+@pytest.fixture(scope="module")
+def stored(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """23 packs of two pairs in several row groups and shards; example ids are 2 * pack, + 1."""
+    packs = kit.packed(random_examples(2 * N), [2] * N, "shared_prefix")
+    data: Dataset = kit.write(
+        str(tmp_path_factory.mktemp("data") / "ds"), packs, "dpo", "shared_prefix"
+    )
+    assert len(data.row_groups) > LANES
+    assert len(data.manifest.shards) > 1
+    return data
+
+
+def make(stored: Dataset, rank: int = 0, world_size: int = 1, **settings: Any) -> PackedDataset:
+    return PackedDataset(
+        stored, rank=rank, world_size=world_size, **{"lanes": LANES, "seed": 1, **settings}
+    )
+
+
+def packs_of(batch: Any) -> list[int]:
+    assert (batch.example_ids[1::2] == batch.example_ids[::2] + 1).all()
+    return (batch.example_ids[::2] // 2).tolist()  # type: ignore[no-any-return]
+
+
+def epoch_of(loader: PackedDataLoader) -> list[list[int]]:
+    expected = len(loader)
+    batches = [packs_of(batch) for batch in loader]
+    assert len(batches) == expected
+    return batches
+
+
+def the_order(stored: Dataset, epoch: int = 0, shuffle: bool = True) -> list[int]:
+    order = PackOrder(stored.group_rows, seed=1, epoch=epoch, lanes=LANES, shuffle=shuffle)
+    first = np.concatenate([[0], np.cumsum(stored.group_rows)])
+    groups, rows = order.locate(np.arange(len(order)))
+    return (first[groups] + rows).tolist()  # type: ignore[no-any-return]
+
+
+def test_the_order_is_that_of_the_io_layer(stored: Dataset) -> None:
+    data = make(stored)
+    for epoch in (0, 1, 0):
+        data.set_epoch(epoch)
+        assert [packs_of(p)[0] for p in data] == the_order(stored, epoch)
+        assert len(data) == N
+    assert sorted(the_order(stored)) == list(range(N))
+    assert the_order(stored) != the_order(stored, 1)
+    plain = make(stored, shuffle=False)
+    assert [packs_of(p)[0] for p in plain] == list(range(N))
+
+
+def test_batches_hold_what_was_stored(kit: SimpleNamespace, stored: Dataset) -> None:
+    examples = random_examples(2 * N)
+    for batch in PackedDataLoader(make(stored), packs_per_batch=2):
+        assert batch.kind == "dpo"
+        assert batch.num_packs == 2
+        logical = batch.input_ids if batch.kv_index is None else batch.input_ids[batch.kv_index]
+        expected = examples.take(batch.example_ids.numpy())
+        assert logical.tolist() == expected.input_ids.tolist()
+        assert batch.rewards.tolist() == expected.reward.tolist()
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad", "uneven"])
+@pytest.mark.parametrize("packs_per_batch", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ranks_share_one_sequence(
+    stored: Dataset, world_size: int, packs_per_batch: int, tail: Any
+) -> None:
+    ranks = []
+    weights = []
+    for rank in range(world_size):
+        loader = PackedDataLoader(
+            make(stored, rank, world_size), packs_per_batch=packs_per_batch, tail=tail
+        )
+        ranks.append(epoch_of(loader))
+        weights.append([b.weights[::2].tolist() for b in loader])
+    stride = world_size * packs_per_batch
+    order = the_order(stored)
+    assert len({len(batches) for batches in ranks}) == 1 or tail == "uneven"
+    seen = {}
+    for rank, batches in enumerate(ranks):
+        for g, batch in enumerate(batches):
+            for j, pack in enumerate(batch):
+                index = g * stride + j * world_size + rank
+                seen[index] = pack
+                assert pack == order[index % N]
+                assert weights[rank][g][j] == (index < N)
+    end = {"drop": N // stride * stride, "pad": -(-N // stride) * stride, "uneven": N}[tail]
+    assert sorted(seen) == list(range(end))
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_workers_change_nothing(stored: Dataset, num_workers: int, context: str) -> None:
+    def batches(workers: int) -> list[list[int]]:
+        loader = PackedDataLoader(
+            make(stored, 1, 2),
+            packs_per_batch=2,
+            tail="pad",
+            num_workers=workers,
+            multiprocessing_context=context,
+        )
+        return epoch_of(loader)
+
+    assert batches(num_workers) == batches(0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_plain_torch_loader_yields_every_pack_once(stored: Dataset, num_workers: int) -> None:
+    seen = [
+        packs_of(pack)[0]
+        for rank in range(2)
+        for pack in DataLoader(make(stored, rank, 2), batch_size=None, num_workers=num_workers)
+    ]
+    assert sorted(seen) == list(range(N))
+
+
+def test_resuming_at_every_step_continues_the_sequence(stored: Dataset) -> None:
+    whole = epoch_of(PackedDataLoader(make(stored), packs_per_batch=2))
+    for k in range(len(whole) + 1):
+        loader = PackedDataLoader(make(stored), packs_per_batch=2)
+        batches = iter(loader)
+        taken = [packs_of(next(batches)) for _ in range(k)]
+        state = json.loads(json.dumps(loader.state_dict()))
+        resumed = PackedDataLoader(make(stored), packs_per_batch=2)
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
+        assert taken + epoch_of(resumed) == whole
+        assert epoch_of(resumed) == whole  # the epoch after it is whole again
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_the_position_counts_what_was_yielded_not_what_workers_prepared(stored: Dataset) -> None:
+    loader = PackedDataLoader(make(stored), num_workers=2)
+    batches = iter(loader)
+    for k in range(1, 4):
+        next(batches)
+        assert loader.state_dict()["next"] == k
+    del batches
+
+
+@pytest.mark.parametrize("before", [1, 2, 3])
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_resuming_on_other_ranks_loses_and_repeats_nothing(
+    stored: Dataset, before: int, after: int
+) -> None:
+    for steps in range(4):
+        seen: list[int] = []
+        states = []
+        for rank in range(before):
+            loader = PackedDataLoader(make(stored, rank, before), packs_per_batch=2)
+            batches = iter(loader)
+            for _ in range(steps):
+                if (batch := next(batches, None)) is not None:
+                    seen += packs_of(batch)
+            states.append(loader.state_dict())
+        assert all(state == states[0] for state in states)
+        for rank in range(after):
+            loader = PackedDataLoader(make(stored, rank, after), tail="uneven")
+            loader.load_state_dict(states[0])
+            seen += [pack for batch in epoch_of(loader) for pack in batch]
+        assert sorted(seen) == list(range(N))
+
+
+def test_epochs(stored: Dataset) -> None:
+    loader = PackedDataLoader(make(stored))
+    first = epoch_of(loader)
+    assert epoch_of(loader) == first
+    finished = loader.state_dict()
+    loader.set_epoch(1)
+    assert epoch_of(loader) != first
+    resumed = PackedDataLoader(make(stored))
+    resumed.load_state_dict(finished)
+    resumed.set_epoch(0)
+    assert len(resumed) == 0
+    assert epoch_of(resumed) == []
+    middle = iter(loader)
+    next(middle)
+    resumed.load_state_dict(loader.state_dict())
+    assert resumed.data.epoch == 1
+    assert len(resumed) == N - 1
+    resumed.set_epoch(1)
+    assert len(resumed) == N - 1
+    resumed.set_epoch(2)
+    assert len(resumed) == N
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version must be 1; found 2"),
+        ({"dataset": "0" * 64}, "dataset must be '.*; found '000"),
+        ({"seed": 2}, "seed must be 1; found 2"),
+        ({"lanes": 64}, "lanes must be 4; found 64"),
+        ({"shuffle": False}, "shuffle must be True; found False"),
+        ({"next": N + 1}, "next must lie in 0..23; found 24"),
+        ({"next": None}, "epoch and next must be whole numbers"),
+        ({"seed": ...}, "seed must be 1; found none"),
+    ],
+)
+def test_a_state_that_does_not_belong_is_refused(
+    stored: Dataset, change: dict[str, Any], message: str
+) -> None:
+    loader = PackedDataLoader(make(stored))
+    state = {k: v for k, v in {**loader.state_dict(), **change}.items() if v is not ...}
+    with pytest.raises(CompatibilityError, match=f"loader state: {message}"):
+        loader.load_state_dict(state)
+
+
+def test_the_global_random_state_is_left_alone(stored: Dataset) -> None:
+    before = torch.get_rng_state()
+    epoch_of(PackedDataLoader(make(stored)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_few_row_groups_are_kept_and_none_is_read_twice(
+    stored: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, world_size in ((0, 1), (1, 2), (3, 4)):
+        data = make(stored, rank, world_size)
+        read: list[int] = []
+        packs = stored.read_packs
+
+        def counting(group: int, read: list[int] = read, packs: Any = packs) -> Any:
+            read.append(group)
+            return packs(group)
+
+        monkeypatch.setattr(stored, "read_packs", counting)
+        for _ in data:
+            assert len(data._cache._groups) <= LANES // world_size
+        # A lane may end inside a row group, whose rest is another lane's.
+        assert len(read) - len(set(read)) <= LANES // world_size
+        monkeypatch.undo()
+
+
+def test_pickles_without_what_was_read(stored: Dataset) -> None:
+    data = make(stored)
+    first = [packs_of(p)[0] for p in data]
+    copy = pickle.loads(pickle.dumps(data))
+    assert not copy._cache._groups
+    assert [packs_of(p)[0] for p in copy] == first
+
+
+def test_rank_of_the_launcher(stored: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    data = PackedDataset(stored.url, seed=1, lanes=LANES)
+    assert (data.rank, data.world_size) == (2, 3)
+    assert [packs_of(p)[0] for p in data] == the_order(stored)[2::3]
+
+
+def test_refusals(stored: Dataset, tmp_path: Any) -> None:
+    with pytest.raises(DatasetNotFoundError):
+        PackedDataset(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="rank and world_size go together"):
+        PackedDataset(stored, rank=0)
+    with pytest.raises(ConfigError, match=r"rank must lie in 0..1; found 2"):
+        make(stored, 2, 2)
+    for settings, message in (
+        ({"packs_per_batch": 0}, "packs_per_batch must be at least 1"),
+        ({"num_workers": -1}, "num_workers at least 0; found 1 and -1"),
+        ({"tail": "keep"}, "tail must be one of: drop, pad, uneven; found 'keep'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            PackedDataLoader(make(stored), **settings)  # type: ignore[arg-type]

@@ -1,0 +1,180 @@
+"""Log-probs of segments against a loop over tokens, with and without logits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from packstore.errors import ConfigError
+from packstore.testing import random_examples
+from packstore.torch import PackedBatch, collate, logprobs, segment_logps, segment_token_counts
+
+HIDDEN = 16
+
+
+@pytest.fixture(params=["concat", "shared_prefix"])
+def batch(kit: SimpleNamespace, request: pytest.FixtureRequest) -> PackedBatch:
+    return collate(kit.packed(random_examples(7, seed=2), [3, 4], request.param), "dpo")
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).requires_grad_()
+
+
+def one_by_one(batch: PackedBatch, logits: Tensor) -> Tensor:
+    sums = [torch.zeros((), dtype=logits.dtype) for _ in range(batch.num_segments)]
+    for t in range(batch.num_tokens - 1):
+        label, segment = int(batch.labels[t + 1]), int(batch.segment_ids[t])
+        if label != -100 and segment == batch.segment_ids[t + 1]:
+            sums[segment] = sums[segment] + logits[t].log_softmax(-1)[label]
+    return torch.stack(sums)
+
+
+def test_from_logits(kit: SimpleNamespace, batch: PackedBatch) -> None:
+    logits = normal(batch.num_tokens, kit.VOCAB)
+    expected = one_by_one(batch, logits)
+    for given in (logits, logits[None]):
+        assert (segment_logps(batch, logits=given) - expected).abs().max() < 1e-12
+    assert segment_logps(batch, logits=logits.float()).dtype == torch.float32
+    assert segment_logps(batch, logits=logits.bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 1000])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("biased", [False, True])
+def test_from_hidden(
+    kit: SimpleNamespace, batch: PackedBatch, biased: bool, softcap: float | None, chunk_size: int
+) -> None:
+    hidden, weight = normal(batch.num_tokens, HIDDEN), normal(kit.VOCAB, HIDDEN, seed=1)
+    bias = normal(kit.VOCAB, seed=2) if biased else None
+    leaves = [x for x in (hidden, weight, bias) if x is not None]
+    logits = 0.3 * (hidden @ weight.T + (0 if bias is None else bias))
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    expected = one_by_one(batch, logits)
+    found = segment_logps(
+        batch,
+        hidden=hidden[None],
+        weight=weight,
+        bias=bias,
+        logit_scale=0.3,
+        softcap=softcap,
+        chunk_size=chunk_size,
+    )
+    assert (found - expected).abs().max() < 1e-12
+    upstream = normal(batch.num_segments, seed=3).detach()
+    for a, b in zip(
+        torch.autograd.grad(found, leaves, upstream),
+        torch.autograd.grad(expected, leaves, upstream),
+        strict=True,
+    ):
+        assert (a - b).abs().max() < 1e-11
+
+
+def test_gradcheck(kit: SimpleNamespace) -> None:
+    batch = collate(kit.packed(random_examples(1, seed=4), [1], "concat"), "dpo")
+    leaves = normal(batch.num_tokens, 4), normal(kit.VOCAB, 4, seed=1), normal(kit.VOCAB, seed=2)
+
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return segment_logps(
+            batch, hidden=hidden, weight=weight, bias=bias, softcap=2.0, chunk_size=3
+        )
+
+    assert torch.autograd.gradcheck(run, leaves)
+
+
+def test_a_frozen_head_gets_no_gradient(kit: SimpleNamespace, batch: PackedBatch) -> None:
+    hidden, weight = normal(batch.num_tokens, HIDDEN), normal(kit.VOCAB, HIDDEN).detach()
+    segment_logps(batch, hidden=hidden, weight=weight).sum().backward()
+    assert weight.grad is None
+    assert hidden.grad is not None
+
+
+def test_half_precision_is_summed_in_float32(kit: SimpleNamespace, batch: PackedBatch) -> None:
+    hidden, weight = normal(batch.num_tokens, HIDDEN), normal(kit.VOCAB, HIDDEN, seed=1)
+    half = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
+    exact = [x.detach().double().requires_grad_() for x in half]
+    found = segment_logps(batch, hidden=half[0], weight=half[1], chunk_size=2)
+    expected = segment_logps(batch, hidden=exact[0], weight=exact[1])
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().max() < 2e-5
+    found.sum().backward()
+    expected.sum().backward()
+    for a, b in zip(half, exact, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert a.grad.dtype == torch.bfloat16
+        assert ((a.grad - b.grad).abs() <= 2**-8 * b.grad.abs() + 1e-5).all()  # one rounding
+
+
+def test_autocast_does_not_lower_the_precision(kit: SimpleNamespace, batch: PackedBatch) -> None:
+    hidden, weight = normal(batch.num_tokens, HIDDEN).float(), normal(kit.VOCAB, HIDDEN).float()
+    plain = segment_logps(batch, hidden=hidden, weight=weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(segment_logps(batch, hidden=hidden, weight=weight), plain)
+
+
+def test_never_more_logits_than_a_chunk_of_supervised_tokens(
+    kit: SimpleNamespace, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    project = logprobs._project
+
+    def counting(hidden: Tensor, *others: Any) -> Any:
+        rows.append(len(hidden))
+        return project(hidden, *others)
+
+    monkeypatch.setattr(logprobs, "_project", counting)
+    hidden, weight = normal(batch.num_tokens, HIDDEN), normal(kit.VOCAB, HIDDEN, seed=1)
+    segment_logps(batch, hidden=hidden, weight=weight, chunk_size=5).sum().backward()
+    assert max(rows) == 5
+    assert sum(rows) == 2 * len(batch.target_index)  # forward and backward
+
+
+def test_token_counts(batch: PackedBatch) -> None:
+    on = (batch.labels != -100).long()
+    expected = [int(on[batch.segment_ids == s].sum()) for s in range(batch.num_segments)]
+    assert segment_token_counts(batch).tolist() == expected
+
+
+def test_a_pack_without_supervised_tokens_sums_to_zero(kit: SimpleNamespace) -> None:
+    packs = kit.packed(random_examples(2), [2], "concat")
+    packs.labels[:] = -100
+    batch = collate(packs, "dpo")
+    hidden = normal(batch.num_tokens, HIDDEN)
+    found = segment_logps(batch, hidden=hidden, weight=normal(kit.VOCAB, HIDDEN))
+    found.sum().backward()
+    assert found.tolist() == [0] * 4
+    assert hidden.grad is not None
+    assert not hidden.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ((), "either logits, or hidden and weight"),
+        (("hidden",), "either logits, or hidden and weight"),
+        (("logits", "hidden", "weight"), "either logits, or hidden and weight"),
+        (("logits", "softcap"), "go with hidden only"),
+        (("padded",), r"must be \[T, …\] or \[1, T, …\] with T = .*; found \(2, 3, 50\).*unpad"),
+    ],
+)
+def test_refusals(
+    kit: SimpleNamespace, batch: PackedBatch, names: tuple[str, ...], message: str
+) -> None:
+    values: dict[str, Any] = {
+        "logits": normal(batch.num_tokens, kit.VOCAB),
+        "hidden": normal(batch.num_tokens, HIDDEN),
+        "weight": normal(kit.VOCAB, HIDDEN),
+        "softcap": 3.0,
+    }
+    given = {name: values[name] for name in names if name != "padded"}
+    if "padded" in names:
+        given["logits"] = normal(2, 3, kit.VOCAB)
+    with pytest.raises(ConfigError, match=message):
+        segment_logps(batch, **given)

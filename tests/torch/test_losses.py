@@ -1,0 +1,222 @@
+"""Each loss against its formula in plain float64, and what holds for all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from packstore.errors import ConfigError
+from packstore.torch import PreferenceLoss
+from packstore.torch.loss_variants import LOSSES
+from packstore.torch.pairs import Pairs, Variant
+
+
+def s(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def ls(x: float) -> float:
+    return math.log(s(x))
+
+
+def kl(p: float, q: float) -> float:
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def log_odds(x: float) -> float:
+    return x - math.log(1 - math.exp(x))
+
+
+def discopop(x: float, tau: float) -> float:
+    w = s(x / tau)
+    return -(1 - w) * ls(x) + w * math.exp(-x)
+
+
+class One:
+    """The numbers of one pair: w, l log-probs; n, m tokens; dr reward gap; u, v, d."""
+
+    def __init__(self, w: float, l: float, rw: float, rl: float, n: int, m: int, dr: float) -> None:  # noqa: E741
+        self.w, self.l, self.n, self.m, self.dr = w, l, n, m, dr
+        self.rw, self.rl = rw, rl
+        self.u, self.v = w - rw, l - rl
+        self.d = self.u - self.v
+
+
+B = 0.3
+FORMULAS: dict[str, tuple[dict[str, float], Callable[[One], float]]] = {
+    "dpo": ({}, lambda p: -ls(B * p.d)),
+    "dpo_norm": ({}, lambda p: -ls(B * (p.u / p.n - p.v / p.m))),
+    "cdpo": ({"label_smoothing": 0.2}, lambda p: -0.8 * ls(B * p.d) - 0.2 * ls(-B * p.d)),
+    "robust": (
+        {"label_smoothing": 0.2},
+        lambda p: (-0.8 * ls(B * p.d) + 0.2 * ls(-B * p.d)) / 0.6,
+    ),
+    "ipo": ({}, lambda p: (p.u / p.n - p.v / p.m - 1 / (2 * B)) ** 2),
+    "ipo_sum": ({}, lambda p: (p.d - 1 / (2 * B)) ** 2),
+    "rpo_sq": ({"eta": 1.7}, lambda p: (B * p.d - 1.7 * p.dr) ** 2),
+    "rpo_bwd_kl": ({"eta": 1.7}, lambda p: kl(s(1.7 * p.dr), s(B * p.d))),
+    "rpo_fwd_kl": ({"eta": 1.7}, lambda p: kl(s(B * p.d), s(1.7 * p.dr))),
+    "hinge": ({}, lambda p: max(0.0, 1 - B * p.d)),
+    "simpo": ({"gamma": 0.4}, lambda p: -ls(B * (p.w / p.n - p.l / p.m) - 0.4)),
+    "orpo": ({}, lambda p: -p.w / p.n - B * ls(log_odds(p.w / p.n) - log_odds(p.l / p.m))),
+    "cpo": ({}, lambda p: -ls(B * (p.w - p.l))),
+    "apo_zero": ({}, lambda p: s(-B * p.u) + s(B * p.v)),
+    "apo_down": ({}, lambda p: s(B * p.u) + s(-B * p.d)),
+    "exo_pair": ({"label_smoothing": 0.01}, lambda p: kl(s(B * p.d), 0.99)),
+    "nca_pair": ({}, lambda p: -ls(B * p.u) - ls(-B * p.u) / 2 - ls(-B * p.v) / 2),
+    "bco_pair": ({}, lambda p: -ls(B * p.u) - ls(-B * p.v)),
+    "sppo_hard": ({}, lambda p: (p.u - 1 / (2 * B)) ** 2 + (p.v + 1 / (2 * B)) ** 2),
+    "discopop": ({"tau": 0.5}, lambda p: discopop(B * p.d, 0.5)),
+    "odpo": (
+        {"alpha": 0.7},
+        lambda p: -ls(B * p.d - 0.7 * math.log(p.dr)) if p.dr > 0 else 0.0,
+    ),
+    "fdpo_forward_kl": ({}, lambda p: -ls(B * (math.exp(-p.v) - math.exp(-p.u)))),
+    "fdpo_js": ({}, lambda p: -ls(B * (ls(p.u) - ls(p.v)))),
+    "fdpo_alpha": (
+        {"alpha": 0.3},
+        lambda p: -ls(B * (math.exp(-0.7 * p.u) - math.exp(-0.7 * p.v)) / -0.7),
+    ),
+    "sft": ({}, lambda p: -p.w),
+}
+
+
+def random_pairs(n: int = 12, dtype: torch.dtype = torch.float64) -> Pairs:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 9, (2, n), generator=generator).to(dtype)
+    ref = -(0.5 + torch.rand(2, n, generator=generator).to(dtype)) * tokens
+    policy = ref + 0.4 * torch.randn(2, n, generator=generator).to(dtype).clamp(-1, 1)
+    reward = torch.randn(2, n, generator=generator).to(dtype)
+    return Pairs(*policy, *ref, *tokens, *reward)
+
+
+def parameters(name: str) -> dict[str, float]:
+    special, _ = FORMULAS[name]
+    return special if name == "sft" else {"beta": B, **special}
+
+
+def load(name: str) -> Variant:
+    return LOSSES.load(name)
+
+
+def test_every_loss_has_a_formula() -> None:
+    assert set(FORMULAS) == set(LOSSES)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_formula(name: str) -> None:
+    pairs = random_pairs()
+    found = load(name)(pairs, **parameters(name))
+    for i in range(len(found)):
+        p = One(
+            *(
+                float(x[i])
+                for x in (pairs.chosen, pairs.rejected, pairs.ref_chosen, pairs.ref_rejected)
+            ),
+            int(pairs.chosen_tokens[i]),
+            int(pairs.rejected_tokens[i]),
+            float(pairs.dr[i]),
+        )
+        assert float(found[i]) == pytest.approx(FORMULAS[name][1](p), abs=1e-10)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradcheck_and_independence_of_pairs(name: str) -> None:
+    pairs = random_pairs()
+    leaves = [x.requires_grad_() for x in (pairs.chosen, pairs.rejected)]
+
+    def run(chosen: Tensor, rejected: Tensor) -> Tensor:
+        both = replace(pairs, chosen=chosen, rejected=rejected)
+        return load(name)(both, **parameters(name))
+
+    assert torch.autograd.gradcheck(run, leaves)
+    jacobian = torch.autograd.functional.jacobian(run, tuple(leaves))[0]
+    assert torch.equal(jacobian, jacobian.diagonal().diag())
+    assert jacobian.diagonal().abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [0.0, 1.0, 100.0, 1e4])
+def test_finite_at_any_margin(name: str, dtype: torch.dtype, size: float) -> None:
+    values = [
+        torch.tensor(x, dtype=dtype).requires_grad_()
+        for x in ([-size, 0.0, 0.0, -size], [0.0, -size, -size, 0.0])
+    ]
+    half = torch.tensor([0.0, 0.0, -size, -size], dtype=dtype)
+    count, reward = torch.full_like(half, 3), torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=dtype)
+    pairs = Pairs(*values, half, half.flip(0), count, count, reward, reward.flip(0))
+    losses = load(name)(pairs, **{**parameters(name), **({} if name == "sft" else {"beta": 1.0})})
+    losses.sum().backward()
+    assert losses.isfinite().all()
+    for value in values:
+        if value.grad is not None:
+            assert value.grad.isfinite().all()
+
+
+def gradient(name: str, pairs: Pairs, **given: float) -> Tensor:
+    chosen = pairs.chosen.detach().requires_grad_()
+    load(name)(replace(pairs, chosen=chosen), **given).sum().backward()
+    assert chosen.grad is not None
+    return chosen.grad
+
+
+def test_rpo_bwd_kl_has_the_gradient_of_cdpo_with_a_smoothing_of_its_own() -> None:
+    pairs = replace(random_pairs(), rejected_reward=torch.zeros(12, dtype=torch.float64))
+    for gap in (0.0, 0.4, 3.0):
+        same = replace(pairs, chosen_reward=torch.full_like(pairs.chosen, gap))
+        torch.testing.assert_close(
+            gradient("rpo_bwd_kl", same, beta=B, eta=1.0),
+            gradient("cdpo", same, beta=B, label_smoothing=s(-gap)),
+            rtol=0,
+            atol=1e-12,
+        )
+
+
+def test_identities() -> None:
+    pairs = random_pairs()
+    dpo = load("dpo")(pairs, beta=B)
+    zero = torch.zeros_like(pairs.chosen)
+    far = replace(pairs, chosen_reward=zero + 1e3, rejected_reward=zero)
+    half = replace(pairs, chosen_reward=zero + 0.5, rejected_reward=zero)
+    mean = pairs.per_token()
+    for found, expected in (
+        (load("rpo_bwd_kl")(far, beta=B), dpo),
+        (load("cdpo")(pairs, beta=B, label_smoothing=0), dpo),
+        (load("robust")(pairs, beta=B, label_smoothing=0), dpo),
+        (load("dpo_norm")(pairs, beta=B), load("dpo")(mean, beta=B)),
+        (load("ipo")(pairs, beta=B), load("ipo_sum")(mean, beta=B)),
+        (load("rpo_sq")(half, beta=B, eta=1.0), B**2 * load("ipo_sum")(pairs, beta=B)),
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("dop", {}, r"unknown loss 'dop'; choose one of: dpo, .*Did you mean 'dpo'\?"),
+        ("dpo", {"gamma": 1}, "loss 'dpo' has no parameter 'gamma'; it takes: beta"),
+        ("sft", {"beta": 1}, "loss 'sft' has no parameter 'beta'; it takes: none"),
+        ("dpo", {"beta": 0}, "beta must be above 0; found 0"),
+        ("dpo", {"beta": "x"}, "beta must be a number; found 'x'"),
+        ("dpo", {"beta": math.nan}, "beta must be a number; found nan"),
+        ("cdpo", {"label_smoothing": 0.6}, r"label_smoothing must lie in 0..0.5; found 0.6"),
+        ("robust", {"label_smoothing": 0.5}, r"label_smoothing must lie in 0..0.49"),
+        ("exo_pair", {"label_smoothing": 0}, "label_smoothing must lie in"),
+        ("discopop", {"tau": 2}, r"tau must lie in 0.001..1; found 2"),
+        ("dpo", {"sft_weight": -1}, "sft_weight must be at least 0; found -1"),
+        ("dpo", {"pairs": "some"}, "pairs must be one of: best_vs_rest, all, adjacent"),
+        ("dpo", {"reduction": "mean"}, "reduction must be one of: sum, pack_mean; found 'mean'"),
+        ("dpo", {"sft_average": "pack"}, "sft_average must be one of: token, sequence_sum"),
+        ("sft", {"sft_weight": 1}, "loss 'sft' takes neither"),
+    ],
+)
+def test_refusals(name: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PreferenceLoss(name, **given)

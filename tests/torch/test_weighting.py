@@ -1,0 +1,186 @@
+"""PreferenceLoss on batches: sums, counts, divisors, the SFT term, ranked pairs, metrics."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from packstore.errors import CompatibilityError, ConfigError
+from packstore.testing import random_examples
+from packstore.torch import PackedBatch, PreferenceLoss, collate, segment_token_counts
+
+
+def make(
+    kit: SimpleNamespace, sizes: list[int], kind: str = "dpo", fillers: int = 0
+) -> tuple[PackedBatch, Tensor, Tensor]:
+    examples = random_examples(sum(sizes), seed=8, kind=kind)
+    batch = collate(kit.packed(examples, sizes, "concat"), kind, fillers=fillers)
+    generator = torch.Generator().manual_seed(0)
+    logps, ref = -5 - torch.randn(2, batch.num_segments, generator=generator, dtype=torch.float64)
+    return batch, logps.requires_grad_(), ref
+
+
+def test_sum_count_and_divisor(kit: SimpleNamespace) -> None:
+    batch, logps, ref = make(kit, [1, 3])
+    d = (logps - ref)[0::2] - (logps - ref)[1::2]
+    losses = -torch.sigmoid(0.1 * d).log()
+    out = PreferenceLoss("dpo")(logps, batch, ref)
+    torch.testing.assert_close(out.loss_sum, losses.sum())
+    assert out.count == 4
+    torch.testing.assert_close(out.loss, losses.mean())
+    torch.testing.assert_close(
+        PreferenceLoss("dpo")(logps, batch, ref, divisor=10).loss, losses.sum() / 10
+    )
+
+
+def test_pack_mean_is_the_biased_one(kit: SimpleNamespace) -> None:
+    batch, logps, ref = make(kit, [1, 3])
+    d = (logps - ref)[0::2] - (logps - ref)[1::2]
+    losses = -torch.sigmoid(0.1 * d).log()
+    out = PreferenceLoss("dpo", reduction="pack_mean")(logps, batch, ref)
+    torch.testing.assert_close(out.loss, (losses[0] + losses[1:].mean()) / 2)
+    assert out.count == 2
+
+
+def test_fillers_count_nowhere(kit: SimpleNamespace) -> None:
+    batch, logps, ref = make(kit, [1, 3, 2], fillers=1)
+    plain, _, _ = make(kit, [1, 3, 2])
+    real = collate(
+        kit.packed(random_examples(6, seed=8).take(np.arange(4)), [1, 3], "concat"), "dpo"
+    )
+    assert plain.num_segments == 12
+    for reduction in ("sum", "pack_mean"):
+        loss_fn = PreferenceLoss("dpo", reduction=reduction, sft_weight=0.3)
+        found = loss_fn(logps, batch, ref)
+        expected = loss_fn(logps[:8], real, ref[:8])
+        torch.testing.assert_close(found.loss, expected.loss)
+        for name, values in found.metrics.items():
+            torch.testing.assert_close(values, expected.metrics[name])
+
+
+def test_metrics(kit: SimpleNamespace) -> None:
+    batch, logps, ref = make(kit, [2, 3])
+    u, v = (logps - ref)[0::2], (logps - ref)[1::2]
+    metrics = PreferenceLoss("dpo", beta=0.3)(logps, batch, ref).metrics
+    expected = {
+        "rewards/chosen": 0.3 * u,
+        "rewards/rejected": 0.3 * v,
+        "rewards/margins": 0.3 * (u - v),
+        "rewards/accuracies": (u > v).double(),
+        "logps/chosen": logps[0::2],
+        "logps/rejected": logps[1::2],
+    }
+    assert set(metrics) == {"loss", *expected}
+    for name, values in expected.items():
+        total, count = metrics[name]
+        torch.testing.assert_close(total, values.sum().detach())
+        assert count == 5
+        assert not total.requires_grad
+    n = segment_token_counts(batch)
+    averaged = PreferenceLoss("dpo_norm", beta=0.3)(logps, batch, ref).metrics
+    torch.testing.assert_close(
+        averaged["rewards/margins"][0], (0.3 * (u / n[0::2] - v / n[1::2])).sum().detach()
+    )
+
+
+@pytest.mark.parametrize("average", ["token", "sequence_sum", "sequence_mean"])
+@pytest.mark.parametrize("kind", ["dpo", "sft"])
+def test_the_likelihood_term(kit: SimpleNamespace, kind: str, average: Any) -> None:
+    batch, logps, ref = make(kit, [2, 3], kind)
+    step = 2 if kind == "dpo" else 1
+    nll, tokens = -logps[::step], segment_token_counts(batch)[::step]
+    expected = {
+        "token": nll.sum() / tokens.sum(),
+        "sequence_sum": nll.mean(),
+        "sequence_mean": (nll / tokens).mean(),
+    }[average]
+    alone = PreferenceLoss("sft", sft_average=average)(logps, batch)
+    torch.testing.assert_close(alone.loss, expected)
+    if kind == "dpo":
+        out = PreferenceLoss("dpo", sft_weight=0.2, sft_average=average)(logps, batch, ref)
+        plain = PreferenceLoss("dpo")(logps, batch, ref)
+        torch.testing.assert_close(out.loss, plain.loss + 0.2 * expected)
+        torch.testing.assert_close(out.loss_sum, plain.loss_sum)
+        assert out.sft_count == (tokens.sum() if average == "token" else 5)
+        halved = PreferenceLoss("dpo", sft_weight=0.2, sft_average=average)(
+            logps, batch, ref, divisor=10, sft_divisor=2 * out.sft_count
+        )
+        torch.testing.assert_close(halved.loss, out.loss / 2)
+
+
+@pytest.mark.parametrize("choice", ["best_vs_rest", "all", "adjacent"])
+def test_ranked(kit: SimpleNamespace, choice: Any) -> None:
+    batch, logps, ref = make(kit, [2, 4], "ranked")
+    batch.rewards[1] = batch.rewards[0]  # a tie
+    expected = []
+    start = 0
+    for k in batch.num_responses.tolist():
+        ranked = sorted(range(start, start + k), key=lambda i: -float(batch.rewards[i]))
+        start += k
+        couples = {
+            "best_vs_rest": [(ranked[0], i) for i in ranked[1:]],
+            "all": list(itertools.combinations(ranked, 2)),
+            "adjacent": list(itertools.pairwise(ranked)),
+        }[choice]
+        for a, b in couples:
+            if batch.rewards[a] > batch.rewards[b]:
+                d = (logps - ref)[a] - (logps - ref)[b]
+                expected.append(-torch.sigmoid(0.1 * d).log())
+    out = PreferenceLoss("dpo", pairs=choice)(logps, batch, ref)
+    torch.testing.assert_close(out.loss_sum, torch.stack(expected).sum())
+    assert out.count == len(expected)
+
+
+def test_ranked_likelihood_is_of_the_best(kit: SimpleNamespace) -> None:
+    batch, logps, _ = make(kit, [2, 4], "ranked")
+    ends = np.cumsum(batch.num_responses.numpy())
+    starts = ends - batch.num_responses.numpy()
+    best = [a + int(batch.rewards[a:b].argmax()) for a, b in zip(starts, ends, strict=True)]
+    out = PreferenceLoss("sft", sft_average="sequence_sum")(logps, batch)
+    torch.testing.assert_close(out.loss_sum, -logps[best].sum())
+
+
+def test_ranked_without_any_gap_gives_zero(kit: SimpleNamespace) -> None:
+    batch, logps, ref = make(kit, [3], "ranked")
+    batch.rewards.zero_()
+    out = PreferenceLoss("dpo")(logps, batch, ref)
+    out.loss.backward()
+    assert out.loss == out.count == 0
+    assert logps.grad is not None
+    assert not logps.grad.any()
+
+
+def test_reference(kit: SimpleNamespace) -> None:
+    batch, logps, ref = make(kit, [2, 3])
+    with pytest.raises(ConfigError, match="loss 'dpo' compares with a reference model"):
+        PreferenceLoss("dpo")(logps, batch)
+    PreferenceLoss("simpo")(logps, batch)
+    ref.requires_grad_()
+    PreferenceLoss("dpo")(logps, batch, ref).loss.backward()
+    assert ref.grad is None
+    stored = collate(
+        kit.packed(random_examples(5, seed=8), [2, 3], "concat"),
+        "dpo",
+        ref_logps=ref.detach().float().numpy(),
+    )
+    torch.testing.assert_close(
+        PreferenceLoss("dpo")(logps, stored).loss,
+        PreferenceLoss("dpo")(logps, batch, ref.float()).loss,
+    )
+
+
+def test_refusals(kit: SimpleNamespace) -> None:
+    batch, logps, ref = make(kit, [2, 3])
+    with pytest.raises(ConfigError, match=r"logps: must be one number .* 10 segments; .*\(9,\)"):
+        PreferenceLoss("dpo")(logps[:9], batch, ref)
+    with pytest.raises(ConfigError, match="ref_logps: must be one number"):
+        PreferenceLoss("dpo")(logps, batch, ref[:, None])
+    single, logps, ref = make(kit, [2, 3], "sft")
+    with pytest.raises(CompatibilityError, match=r"kind 'sft'. Use PreferenceLoss\('sft'\)"):
+        PreferenceLoss("dpo")(logps, single, ref)
