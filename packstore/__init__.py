@@ -16,8 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import packstore.pack as _pack_package
-
-__version__ = "0.1.0"
+from packstore.version import VERSION as __version__
 
 __all__ = ["Dataset", "PackConfig", "PackstoreError", "Plan", "__version__", "open", "pack", "plan"]
 

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from packstore import __version__
 from packstore.config import PackConfig, PlanConfig, WriteConfig
 from packstore.engines import ENGINES
 from packstore.errors import ConfigError, RecordError, sentence
@@ -26,6 +25,7 @@ from packstore.tokenizer import (
     load_tokenizer,
     parse_carry,
 )
+from packstore.version import VERSION
 
 Part = tuple[Examples, Tally]
 
@@ -107,7 +107,7 @@ class RecordIntake:
             "sources": self._reader.sources(),
             "tokenizer": self.tokenizer and {**path, **self.tokenizer.provenance()},
             "settings": self._config.recorded(),
-            "package_version": __version__,
+            "package_version": VERSION,
         }
 
 
@@ -178,5 +178,5 @@ class DatasetIntake:
             **kept,
             "repacked_from": origin,
             "settings": {**manifest.provenance.get("settings", {}), **self._settings()},
-            "package_version": __version__,
+            "package_version": VERSION,
         }

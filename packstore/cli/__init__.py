@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from packstore import __version__
 from packstore.errors import PackstoreError, quote
 from packstore.registry import Registry
+from packstore.version import VERSION
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         prog="packstore",
         description="Packed, checked, self-describing preference data: pack once, train anywhere.",
     )
-    top.add_argument("--version", action="version", version=f"packstore {__version__}")
+    top.add_argument("--version", action="version", version=f"packstore {VERSION}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
         command = COMMANDS.load(name)

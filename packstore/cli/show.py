@@ -43,25 +43,23 @@ def _run(args: argparse.Namespace) -> int:
         )
     console = stdout_console()
     decode = None if args.ids else decoder_of(dataset, args.tokenizer)
-    console.print(_legend())
+    console.print(_legend(console.is_terminal))
     for number, packs, row in _rows(dataset, args.pack, args.count):
         _show_pack(console, dataset, number, packs, row, decode)
     return 0
 
 
-def _legend() -> Text:
-    return Text.assemble(
+def _legend(colour: bool) -> Text:
+    if not colour:
+        return Text("supervised text stands in ⟦ ⟧")
+    parts = [
         ("prompt", _PROMPT),
-        "  ",
         ("chosen, supervised", _STYLES["chosen"]),
-        "  ",
         ("rejected, supervised", _STYLES["rejected"]),
-        "  ",
         ("other response, supervised", _STYLES["response"]),
-        "  ",
         ("in a response, not supervised", _UNSUPERVISED),
-        "  without colour, supervised text stands in ⟦ ⟧",
-    )
+    ]
+    return Text("  ").join(Text(*part) for part in parts)
 
 
 def _rows(dataset: Dataset, first: int, count: int) -> Iterator[tuple[int, Packs, int]]:

@@ -224,7 +224,8 @@ def _files(url: str, options: Mapping[str, Any]) -> list[tuple[str, Location]]:
     # In a URL a question mark begins the query.
     if not any(c in url for c in ("*[" if "://" in url else "*?[")):
         raise InputError(sentence(location.display, "must exist", "no such file", "Check the path"))
-    matches = location.glob()
+    dotted = _name(url).startswith(".")
+    matches = [m for m in location.glob() if dotted or not _name(m.url).startswith(".")]
     if not matches:
         must = "the pattern must match at least one file"
         raise InputError(sentence(location.display, must, "none", "Check the pattern"))
@@ -249,9 +250,8 @@ def _format_of(path: str) -> tuple[str, str | None]:
     """Format and compression by the name of a file."""
     form, compression = _guess(path)
     if form is None:
-        name = path.rsplit("/", 1)[-1]
         do = "Rename it, or name the wanted files alone"
-        raise InputError(sentence(path, f"its name must end in {_KNOWN}", quote(name), do))
+        raise InputError(sentence(path, f"its name must end in {_KNOWN}", quote(_name(path)), do))
     return form, compression
 
 
@@ -261,6 +261,10 @@ def _guess(path: str) -> tuple[str | None, str | None]:
     if compression:
         suffix = os.path.splitext(stem)[1]
     return SUFFIXES.get(suffix), compression
+
+
+def _name(path: str) -> str:
+    return path.rsplit("/", 1)[-1]
 
 
 def _block(source: int, path: str, form: str, unit: str, piece: Piece) -> Block:

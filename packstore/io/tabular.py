@@ -51,8 +51,9 @@ def plain(batch: pa.RecordBatch, path: str) -> pa.RecordBatch:
             twice = next(name for name in names if names.count(name) > 1)
             must = "the names of the columns must differ"
             raise InputError(sentence(path, must, f"{quote(twice)} twice"))
-        schema = pa.schema([f.with_type(_plain_type(f.type)) for f in batch.schema])
-        return batch if batch.schema.equals(schema) else batch.cast(schema)
+        while not batch.schema.equals(schema := _plain_schema(batch.schema)):
+            batch = batch.cast(schema)
+        return batch
 
 
 @contextlib.contextmanager
@@ -76,10 +77,18 @@ def _cut(batch: pa.RecordBatch, block_bytes: int) -> Iterator[pa.RecordBatch]:
         yield batch
 
 
+def _plain_schema(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([f.with_type(_plain_type(f.type)) for f in schema])
+
+
 def _plain_type(type_: Any) -> Any:
+    """The type, or one that is a cast closer to it."""
     kinds = pa.types
     if kinds.is_dictionary(type_):
-        return _plain_type(type_.value_type)
+        plain_values = _plain_type(type_.value_type)
+        if plain_values == type_.value_type:
+            return plain_values
+        return pa.dictionary(type_.index_type, plain_values)  # Arrow decodes no dictionary of views
     if kinds.is_string_view(type_):
         return pa.large_string()
     if kinds.is_binary_view(type_):

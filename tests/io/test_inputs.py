@@ -1,238 +1,269 @@
-"""Reading records: every format and codec, whatever the source, and what is wrong with it."""
+"""From what the user names to blocks: paths, globs, folders, URLs, tables, iterables."""
 
 from __future__ import annotations
 
+import datetime
 import gzip
+import hashlib
 import json
-from collections.abc import Iterator
+import math
+import pickle
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import numpy as np
+import polars as pl
 import pyarrow as pa
-import pyarrow.csv
-import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from packstore.config import PackConfig
 from packstore.errors import InputError, StorageError
-from packstore.io import inputs
-from packstore.io.formats import FORMATS, ReadOptions
-from packstore.io.inputs import InputReader
+from packstore.io.inputs import InputReader, expand
 
 RECORDS: list[dict[str, Any]] = [
     {"prompt": f"p{i}", "chosen": "é\nx", "rejected": "007", "chosen_reward": 1.5 * i}
-    for i in range(3000)
+    for i in range(300)
 ]
 TABLE = pa.Table.from_pylist(RECORDS)
 LINES = "".join(json.dumps(r) + "\n" for r in RECORDS).encode()
 
 
-def load(source: Any) -> list[object]:
-    return [value for block in InputReader(source) for value in block.parse().values]
-
-
-def write_zstd(path: Path, data: bytes) -> None:
-    with pa.output_stream(path, compression="zstd") as file:
-        file.write(data)
+def load(source: Any, **how: Any) -> list[Any]:
+    return [value for block in InputReader(source, **how) for value in block.parse().values]
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    Path("a.jsonl").write_bytes(LINES)
-    Path("bom.jsonl").write_bytes(b"\xef\xbb\xbf" + LINES)
-    Path("crlf.jsonl").write_bytes(LINES.replace(b"\n", b"\r\n")[:-2])
-    Path("two.jsonl.gz").write_bytes(gzip.compress(LINES[:999]) + gzip.compress(LINES[999:]))
-    write_zstd(Path("a.ndjson.zst"), LINES)
-    Path("a.json").write_text(json.dumps(RECORDS))
-    Path("a.json.gz").write_bytes(gzip.compress(json.dumps(RECORDS).encode()))
-    pq.write_table(TABLE, "a.parquet")
-    Path("a.parquet.gz").write_bytes(gzip.compress(Path("a.parquet").read_bytes()))
-    pa.feather.write_feather(TABLE, "a.arrow", compression="uncompressed")
-    with pa.OSFile("stream.arrow", "wb") as f, pa.ipc.new_stream(f, TABLE.schema) as writer:
-        writer.write_table(TABLE)
-    pa.csv.write_csv(TABLE, "a.csv")
-    pa.csv.write_csv(TABLE, "a.tsv", pa.csv.WriteOptions(delimiter="\t"))
+    for name in ("b.jsonl", "a.jsonl", "notes.txt", "_b.jsonl", ".c.jsonl"):
+        Path(name).write_bytes(LINES)
+    Path("a.parquet").write_bytes(b"")
+    Path("sub").mkdir()
+    Path("sub/d.jsonl").write_bytes(LINES)
     return tmp_path
 
 
-NAMES = [
-    "a.jsonl", "bom.jsonl", "crlf.jsonl", "two.jsonl.gz", "a.ndjson.zst", "a.json", "a.json.gz",
-    "a.parquet", "a.parquet.gz", "a.arrow", "stream.arrow", "a.csv", "a.tsv",
-]  # fmt: skip
+@pytest.mark.parametrize(
+    ("source", "paths"),
+    [
+        ("b.jsonl", ["b.jsonl"]),
+        (Path("b.jsonl"), ["b.jsonl"]),
+        (["b.jsonl", "a.jsonl", "b.jsonl"], ["b.jsonl", "a.jsonl", "b.jsonl"]),
+        (("b.jsonl", "a.*"), ["b.jsonl", "a.jsonl", "a.parquet"]),
+        ("./?.jsonl", ["a.jsonl", "b.jsonl"]),
+        ("**/[bd].jsonl", ["b.jsonl", "sub/d.jsonl"]),
+        (".", ["./a.jsonl", "./a.parquet", "./b.jsonl"]),
+        ("sub/", ["sub/d.jsonl"]),
+    ],
+)
+def test_paths_are_recorded_as_given(folder: Path, source: Any, paths: list[str]) -> None:
+    found = expand(source)
+    assert [item.path for item in found] == paths
+    assert [item.ordinal for item in found] == list(range(len(paths)))
+    assert pickle.loads(pickle.dumps(found)) == found
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_format_gives_the_same_records(files: Path, name: str) -> None:
-    reader = InputReader(name)
-    blocks = list(reader)
-    assert [value for block in blocks for value in block.parse().values] == RECORDS
-    ordinals = [o for block in blocks for o in block.parse().ordinals]
-    assert ordinals == list(range(len(RECORDS)))
-    (source,) = reader.sources()
-    assert (source["path"], source["bytes"]) == (name, Path(name).stat().st_size)
-    assert source["sha256"] == inputs.hashlib.sha256(Path(name).read_bytes()).hexdigest()
-
-
-def test_tables_frames_and_iterables() -> None:
-    import polars as pl
-
-    frame = pl.DataFrame(RECORDS)
-    for source in (TABLE, TABLE.to_reader(), frame, frame.lazy(), RECORDS, iter(RECORDS)):
-        assert load(source) == RECORDS
-
-
-def test_paths_globs_folders_and_lists(files: Path) -> None:
-    def paths(source: Any) -> list[str]:
-        return [Path(i.path).name for i in inputs.expand(source)]
-
-    assert paths(["a.parquet", "a.jsonl"]) == ["a.parquet", "a.jsonl"]
-    assert paths("a.j*") == ["a.json", "a.json.gz", "a.jsonl"]
-    Path("notes.txt").write_text("not an input")
-    assert paths(files) == sorted(NAMES)
-    sources = {b.source for b in InputReader(["a.jsonl", "a.parquet"])}
-    assert sources == {0, 1}
-    Path("odd[1].jsonl").write_bytes(LINES)
-    assert paths("odd[1].jsonl") == ["odd[1].jsonl"]
-
-
-def test_a_url() -> None:
-    import fsspec
-
-    fsspec.filesystem("memory").pipe_file("/bucket/a.jsonl", LINES)
-    reader = InputReader("memory://bucket/a.jsonl")
-    assert sum(len(b.parse().values) for b in reader) == len(RECORDS)
-
-
-lines = st.lists(st.sampled_from([b"", b" ", b'{"a": 1}', b'{"b": "\\n"}', b'[1, "x"]']))
-
-
-@given(lines, st.integers(1, 40), st.booleans())
-def test_blocks_are_cut_anywhere_with_the_same_result(
-    rows: list[bytes], block_bytes: int, ends: bool
-) -> None:
-    import io
-
-    data = b"\n".join(rows) + (b"\n" if ends and rows else b"")
-    format_ = FORMATS.load("jsonl")
-    first, ordinals, values = 0, [], []
-    for payload in format_.read(io.BytesIO(data), ReadOptions("x", block_bytes)):
-        o, v = format_.parse(payload.content, "x", first)
-        ordinals += list(o)
-        values += list(v)
-        first += payload.ordinals
-    kept = [i for i, row in enumerate(rows) if row.strip()]
-    assert ordinals == kept
-    assert values == [json.loads(rows[i]) for i in kept]
-
-
-def test_lone_surrogates_and_nan_are_left_to_the_policies() -> None:
-    parse = FORMATS.load("jsonl").parse
-    assert parse(b'{"a": "\\ud800"}', "x", 0)[1] == [{"a": "\ud800"}]
-    assert parse(b'{"a": Infinity}', "x", 0)[1] == [{"a": float("inf")}]
-
-
-def test_csv_text_stays_text(tmp_path: Path) -> None:
-    path = tmp_path / "x.csv"
-    path.write_text('prompt,chosen,rejected,chosen_reward,q\n1,007,"a\nb",2.5,3\nnan,,null,1,4\n')
-    assert load(path) == [
-        {"prompt": "1", "chosen": "007", "rejected": "a\nb", "chosen_reward": 2.5, "q": 3},
-        {"prompt": "nan", "chosen": "", "rejected": "null", "chosen_reward": 1.0, "q": 4},
+def test_absolute_paths_stay_absolute(folder: Path) -> None:
+    assert [i.path for i in expand(f"{folder}/*.jsonl")] == [
+        f"{folder}/{name}" for name in ("_b.jsonl", "a.jsonl", "b.jsonl")
     ]
-    (first, *_) = [v for b in InputReader(path, text_columns=["q"]) for v in b.parse().values]
-    assert first["q"] == "3"  # type: ignore[index]
 
 
-def test_reading_is_lazy(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "BLOCK_BYTES", 1000)
-    blocks = iter(InputReader(["a.jsonl", "missing-later.jsonl"][:1]))
-    first = next(blocks)
-    assert 0 < len(first.content) <= 1000
-
-    def endless() -> Iterator[dict[str, int]]:
-        while True:
-            yield {"a": 1}
-
-    assert next(iter(InputReader(endless()))).parse().values[0] == {"a": 1}
+def test_a_name_may_look_like_a_pattern(folder: Path) -> None:
+    Path("odd[1]?.jsonl").write_bytes(LINES)
+    assert [i.path for i in expand("odd[1]?.jsonl")] == ["odd[1]?.jsonl"]
 
 
-half = len(gzip.compress(LINES)) // 2
-BROKEN: dict[str, tuple[str, bytes, str]] = {
-    "truncated gzip": (
-        "t.jsonl.gz",
-        gzip.compress(LINES)[:half],
-        r"t\.jsonl\.gz: .* the end in the middle of the compressed stream",
-    ),
-    "no gzip": ("n.jsonl.gz", b"text", r"n\.jsonl\.gz: it must be a whole gzip file"),
-    "no zstd": ("n.jsonl.zst", b"text" * 9, r"n\.jsonl\.zst: it must be a whole zstd file"),
-    "garbage parquet": ("g.parquet", b"PAR1 nope", r"g\.parquet: it must be a Parquet file"),
-    "garbage arrow": ("g.arrow", b"no arrow at all", r"g\.arrow: it must be an Arrow IPC file"),
-    "empty": ("e.jsonl", b"", r"e\.jsonl: there must be records"),
-    "blank": ("e.jsonl", b"\n \n", r"e\.jsonl: there must be records"),
-    "empty csv": ("e.csv", b"", r"e\.csv: there must be records"),
-    "ragged csv": ("r.csv", b"a,b\n1,2\n1,2,3\n", r"Row #3: Expected 2 columns, got 3"),
-    "broken line": ("j.jsonl", b'{"a": 1}\n{"a": }\n', r"j\.jsonl, line 2: .* at column 7"),
-    "invalid UTF-8": ("u.jsonl", b'\n{"p": "\xff"}\n', r"u\.jsonl, line 2: .* byte 0xff"),
-    "deep nesting": ("d.jsonl", b"[" * 100_000, r"d\.jsonl, line 1: .* too deeply nested"),
-    "deep json": ("d.json", b"[" * 100_000, r"d\.json: .* too deeply nested"),
-    "no array": ("x.json", b'"hi"', r"x\.json: a \.json file must hold an array of records"),
-    "lines named json": ("x.json", b'{"a":1}\n{"a":2}\n', r"x\.json, line 2: .* Name it \.jsonl"),
-    "a huge number": ("h.jsonl", b'{"a": ' + b"9" * 5000 + b"}", r"h\.jsonl, line 1: "),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_what_is_broken_is_named(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, data, text = BROKEN[case]
-    monkeypatch.chdir(tmp_path)
-    Path(name).write_bytes(data)
-    with pytest.raises(InputError, match=text) as caught:
-        load(name)
-    assert str(caught.value).isprintable()
+def test_suffixes_in_any_case(folder: Path) -> None:
+    Path("X.JSONL.GZ").write_bytes(gzip.compress(LINES))
+    (item,) = expand("X.JSONL.GZ")
+    assert (item.format, item.compression) == ("jsonl", "gzip")
 
 
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ("nowhere.jsonl", "no such file"),
-        ("no*.jsonl", "the pattern must match files"),
-        ("notes.docx", r"its suffix must be one of: \.jsonl"),
-        ("empty", "the folder must hold files of a known kind"),
-        ([], "no records"),
-        ({"prompt": "p"}, "an iterable of dicts"),
-        (7, "an iterable of dicts"),
+        ("nowhere.jsonl", r"^nowhere\.jsonl: must exist; found no such file\. Check"),
+        (["a.jsonl", "nowhere.jsonl"], r"^nowhere\.jsonl: must exist"),
+        ("no*.jsonl", r"^no\*\.jsonl: the pattern must match at least one file"),
+        ("notes.txt", r"^notes\.txt: its name must end in one of \.jsonl .*'notes\.txt'"),
+        ("data.gz", r"^data\.gz: its name must end in one of \.jsonl"),
+        ("*.txt", r"^notes\.txt: its name must end in"),
+        ("none", r"^none: the folder must hold a file named one of \.jsonl"),
+        ("packed", r"^packed: must be a file or folder of records; found a packed dataset\. Give"),
+        ({"prompt": "p"}, r"^input: must be a path, .* found a dict\. Give one split, or a list"),
+        (7, r"^input: must be a path, .* found a int\.$"),
+        (None, "found a NoneType"),
+        (b"x", "found a bytes"),
+        ([], r"^<iterable>: must hold at least one record"),
+        (TABLE[:0], r"^<table>: must hold at least one record"),
+        ("memory://bucket/none.jsonl", r"^memory://bucket/none\.jsonl: must exist"),
+        ("memory://bucket/none*.jsonl", "the pattern must match"),
     ],
 )
-def test_what_is_no_input(
-    source: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("notes.docx").write_text("x")
-    Path("empty").mkdir()
-    with pytest.raises((InputError, StorageError), match=text):
+def test_what_is_no_input(folder: Path, source: Any, text: str) -> None:
+    for name in ("none", "packed/_packstore"):
+        Path(name).mkdir(parents=True)
+    Path("data.gz").write_bytes(b"")
+    with pytest.raises(InputError, match=text) as caught:
         load(source)
+    assert str(caught.value).isprintable()
 
 
-def test_a_line_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from packstore.io.formats import jsonl
+def test_a_file_that_vanishes(folder: Path) -> None:
+    reader = InputReader("a.jsonl")
+    Path("a.jsonl").unlink()
+    with pytest.raises(StorageError, match=r"^a\.jsonl: cannot read"):
+        list(reader)
 
-    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 1000)
-    monkeypatch.setattr(inputs, "BLOCK_BYTES", 100)
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"a": 1}\n' + b" " * 3000)
-    with pytest.raises(InputError, match="line 2: a line must have at most"):
-        load(path)
+
+def test_sources(folder: Path) -> None:
+    stored = gzip.compress(LINES) + gzip.compress(b"\n\n")
+    Path("c.jsonl.gz").write_bytes(stored)
+    Path("empty.jsonl").write_bytes(b"\n")
+    names = ["c.jsonl.gz", "empty.jsonl", "a.jsonl"]
+    reader = InputReader(names)
+    blocks = list(reader)
+    assert [b.source for b in blocks] == [0, 2]
+    assert reader.sources() == [
+        {
+            "path": name,
+            "bytes": Path(name).stat().st_size,
+            "sha256": hashlib.sha256(Path(name).read_bytes()).hexdigest(),
+            "records": records,
+        }
+        for name, records in zip(names, [300, 0, 300], strict=True)
+    ]
+
+
+def test_no_records_in_any_file(folder: Path) -> None:
+    for name in ("e.jsonl", "f.csv"):
+        Path(name).write_bytes(b"")
+    with pytest.raises(InputError, match=r"^e\.jsonl, f\.csv: must hold .* found no records\.$"):
+        load(["e.jsonl", "f.csv"])
+
+
+def test_blocks_are_picklable_and_small(folder: Path) -> None:
+    pq.write_table(TABLE, "p.parquet")
+    Path("j.json").write_text(json.dumps(RECORDS))
+    Path("c.csv").write_text("prompt,n\n" + "".join(f"{r['prompt']},1\n" for r in RECORDS))
+    for source in ("a.jsonl", "p.parquet", "j.json", "c.csv", RECORDS, TABLE):
+        blocks = list(InputReader(source, block_bytes=1000))
+        assert len(blocks) > 2
+        for block in blocks:
+            sent = pickle.dumps(block)
+            assert len(sent) < 4000
+            rows = pickle.loads(sent).parse()
+            assert rows.ordinals[0] == block.first
+            assert len(rows.ordinals) == len(rows.values) > 0
+
+
+def test_where_names_the_record(folder: Path) -> None:
+    Path("x.jsonl").write_bytes(b'\n{"a": 1}\n\n{"a": 2}')
+    rows = [block.parse() for block in InputReader("x.jsonl")]
+    where = [r.where(i) for r in rows for i in range(len(r.values))]
+    assert where == ["x.jsonl, line 2", "x.jsonl, line 4"]
+
+
+def test_urls() -> None:
+    store = fsspec.filesystem("memory")
+    pq.write_table(TABLE, sink := pa.BufferOutputStream())
+    store.pipe_file("/inputs/a.jsonl", LINES)
+    store.pipe_file("/inputs/b.parquet", sink.getvalue().to_pybytes())
+    try:
+        for source in ("memory://inputs/a.jsonl", "memory://inputs/b.parquet"):
+            reader = InputReader(source)
+            assert [v for b in reader for v in b.parse().values] == RECORDS
+            assert reader.sources()[0]["path"] == source
+            assert reader.sources()[0]["bytes"] == store.size(source)
+        assert load("memory://inputs/*") == RECORDS * 2
+        assert load("memory://inputs") == RECORDS * 2
+    finally:
+        store.rm("/inputs", recursive=True)
+
+
+def test_secrets_of_urls_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = fsspec.filesystem("memory")
+    store.pipe_file("/me:secret@host/a.jsonl", LINES)
+    try:
+        reader = InputReader("memory://me:secret@host/a.jsonl")
+        assert "secret" not in "".join(b.path for b in reader) + str(reader.sources())
+    finally:
+        store.rm("/me:secret@host", recursive=True)
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "list": lambda: RECORDS,
+    "generator": lambda: iter(RECORDS),
+    "arrow table": lambda: TABLE,
+    "arrow reader": lambda: TABLE.to_reader(7),
+    "polars frame": lambda: pl.DataFrame(RECORDS),
+    "polars lazy frame": lambda: pl.DataFrame(RECORDS).lazy(),
+    "datasets.Dataset": lambda: pytest.importorskip("datasets").Dataset.from_list(RECORDS),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_tables_and_iterables_give_the_same_records_and_fingerprint(name: str) -> None:
+    reader = InputReader(SOURCES[name](), block_bytes=1000)
+    blocks = [block.parse() for block in reader]
+    assert [v for rows in blocks for v in rows.values] == RECORDS
+    assert [o for rows in blocks for o in rows.ordinals] == list(range(len(RECORDS)))
+    (source,) = reader.sources()
+    lines = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in RECORDS).encode()
+    assert source["sha256"] == hashlib.sha256(lines).hexdigest()
+    assert (source["bytes"], source["records"]) == (len(lines), 300)
+
+
+def test_iterables_are_not_read_ahead() -> None:
+    def endless() -> Iterator[dict[str, int]]:
+        while True:
+            yield {"a": 1}
+
+    assert next(iter(InputReader(endless(), block_bytes=1000))).parse().values[0] == {"a": 1}
+
+
+def test_values_of_other_libraries_become_plain() -> None:
+    day = datetime.date(2026, 1, 2)
+    odd = {"ids": np.arange(3), "score": np.float32(0.5), "n": np.int64(2), "t": (1, 2), "d": day}
+    plain = {"ids": [0, 1, 2], "score": 0.5, "n": 2, "t": [1, 2], "d": "2026-01-02"}
+    assert load([odd]) == [plain]
+    table = pa.table({"d": [day], "s": pa.array(["x"]).dictionary_encode(), "n": [None]})
+    assert load(table) == [{"d": "2026-01-02", "s": "x", "n": None}]
+
+
+def test_what_policies_judge_is_let_through() -> None:
+    records = ["text", None, {"a": "\ud800"}, {"a": math.inf}]
+    assert load(records) == records
+    assert math.isnan(load([{"a": math.nan}])[0]["a"])
+
+
+@pytest.mark.parametrize("value", [b"raw", {1, 2}, object()])
+def test_values_that_json_has_no_word_for(value: object) -> None:
+    text = r"^<iterable>, item 2: a record must be made of text, .* found a (bytes|set|object), in"
+    with pytest.raises(InputError, match=text):
+        load([{"prompt": "p"}, {"prompt": value}])
+
+
+def test_columns_that_are_not_text(folder: Path) -> None:
+    Path("x.csv").write_text("q,r,weight,note\n1,2,3,4\n")
+    config = PackConfig(
+        fields={"prompt": "q", "chosen_reward": "r"}, carry=("weight:float64", "note:string")
+    )
+    assert load("x.csv", config=config) == [{"q": "1", "r": 2, "weight": 3, "note": "4"}]
 
 
 COUNTS = {
     "pairs/hh_harmless_raw.jsonl.gz": 2312,
+    "pairs/chat_en.jsonl": 298,
     "pairs/chat_zh.jsonl": 300,
+    "pairs/pandalm_scored.jsonl": 914,
+    "pairs/toolcall_zh.jsonl": 11,
+    "ranked/qa_k4.jsonl": 500,
     "ranked/oasst_k2_6.jsonl": 211,
-    "sft/reason_tool.jsonl": 50,
 }
 
 

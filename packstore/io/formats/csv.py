@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +49,7 @@ def _pieces(rows: Iterator[list[str]], path: str, options: ReadOptions) -> Itera
     cells = _Cells(_header(rows, path), options.json_columns, [])
     for row in _rows(rows, cells.header, path):
         cells.rows.append(row)
-        size += sum(map(len, row))
+        size += sum(map(sys.getsizeof, row))
         if size >= options.block_bytes:
             yield Piece(first, len(cells.rows), cells)
             first += len(cells.rows)

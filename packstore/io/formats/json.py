@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import sys
 from collections.abc import Iterator
 from typing import BinaryIO, NoReturn
 
@@ -21,7 +22,7 @@ def read(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
     texts: list[bytes] = []
     for text in _items(_Scanner(stream, path, options.block_bytes)):
         texts.append(text)
-        size += len(text)
+        size += sys.getsizeof(text)
         if size >= options.block_bytes:
             yield Piece(first, len(texts), texts)
             first, size, texts = first + len(texts), 0, []
@@ -98,7 +99,8 @@ class _Scanner:
                 if self._ended or len(self._text) - self._at > formats.MAX_RECORD_BYTES:
                     raise self._broken(error) from None
             else:
-                if end < len(self._text) or self._ended:
+                # The window may end inside a number, with all but 1 of 1e+5 beyond it or cut.
+                if end + len("e+5") <= len(self._text) or self._ended:
                     break
             self._fill()
         text = self._text[self._at : end].encode()

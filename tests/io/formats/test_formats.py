@@ -1,0 +1,334 @@
+"""Every format with every compression: the same records, cut anywhere, and what is broken."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from packstore.errors import InputError
+from packstore.io import formats
+from packstore.io.formats import COMPRESSIONS, FORMATS, SUFFIXES, ReadOptions
+from packstore.io.inputs import InputReader
+
+Record = dict[str, Any]
+NESTED = [{"messages": [{"role": "user", "content": f"é\n{i}"}], "n": None} for i in range(2500)]
+FLAT = [
+    {"prompt": f"{i}", "chosen": 'é\n",\t', "rejected": "", "chosen_reward": i / 4}
+    for i in range(2500)
+]
+
+
+def as_jsonl(records: list[Record]) -> bytes:
+    return b"".join(json.dumps(r).encode() + b"\n" for r in records)
+
+
+def as_json(records: list[Record]) -> bytes:
+    return json.dumps(records, ensure_ascii=False, indent=1).encode()
+
+
+def as_parquet(records: list[Record]) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(records), sink, row_group_size=900)
+    return sink.getvalue().to_pybytes()
+
+
+def as_arrow(records: list[Record]) -> bytes:
+    return ipc(pa.Table.from_pylist(records), pa.ipc.new_file)
+
+
+def ipc(table: pa.Table, kind: Callable[..., Any]) -> bytes:
+    sink = pa.BufferOutputStream()
+    with kind(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=700)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def as_csv(records: list[Record], delimiter: str = ",") -> bytes:
+    sink = io.StringIO(newline="")
+    writer = csv.DictWriter(sink, list(records[0]), delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(records)
+    return sink.getvalue().encode()
+
+
+WRITERS: dict[str, Callable[[list[Record]], bytes]] = {
+    "jsonl": as_jsonl,
+    "json": as_json,
+    "parquet": as_parquet,
+    "arrow": as_arrow,
+    "csv": as_csv,
+    "tsv": lambda records: as_csv(records, "\t"),
+}
+
+
+def compress(data: bytes, compression: str | None) -> bytes:
+    if compression is None:
+        return data
+    if compression == "gzip":  # two members: as `cat a.gz b.gz` makes them
+        return gzip.compress(data[:99]) + gzip.compress(data[99:])
+    return bytes(pa.Codec(compression).compress(data, asbytes=True))
+
+
+def pieces(name: str, data: bytes, block_bytes: int = 1 << 20) -> list[tuple[Any, Any]]:
+    """Ordinals and values, piece by piece."""
+    form = FORMATS.load(name)
+    options = ReadOptions(block_bytes=block_bytes, json_columns=frozenset({"chosen_reward"}))
+    read = form.read(io.BytesIO(data), "x", options)
+    return [form.parse(piece.payload, "x", piece.first) for piece in read]
+
+
+def flat(parts: list[tuple[Any, Any]]) -> tuple[list[int], list[object]]:
+    return [o for part in parts for o in part[0]], [v for part in parts for v in part[1]]
+
+
+@pytest.mark.parametrize("compression", [None, *COMPRESSIONS.values()])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_round_trip(suffix: str, compression: str | None, tmp_path: Path) -> None:
+    name = SUFFIXES[suffix]
+    records = FLAT if name in ("csv", "tsv") else NESTED
+    ending = next((s for s, c in COMPRESSIONS.items() if c == compression), "")
+    path = tmp_path / f"x{suffix}{ending}"
+    path.write_bytes(compress(WRITERS[name](records), compression))
+    for block_bytes in (1000, 8 << 20):
+        rows = [b.parse() for b in InputReader(path, block_bytes=block_bytes)]
+        assert [v for r in rows for v in r.values] == records
+        assert [o for r in rows for o in r.ordinals] == list(range(len(records)))
+
+
+def test_every_format_has_a_suffix_and_a_writer() -> None:
+    assert set(SUFFIXES.values()) == set(FORMATS) == set(WRITERS)
+
+
+@pytest.mark.parametrize("name", ["jsonl", "json", "csv"])
+def test_byte_order_mark(name: str) -> None:
+    data = b"\xef\xbb\xbf" + WRITERS[name](FLAT)
+    assert flat(pieces(name, data, 100))[1] == FLAT
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_memory_is_bounded_by_the_block(name: str) -> None:
+    limit = 4000
+    form = FORMATS.load(name)
+    stream = io.BytesIO(WRITERS[name](FLAT))
+    before = 0
+    for piece in form.read(stream, "x", ReadOptions(block_bytes=limit)):
+        assert form.random_access or stream.tell() <= before + 20_000
+        before = stream.tell()
+        assert len(pickle.dumps(piece)) < limit + 1000
+
+
+def test_a_large_row_group_is_streamed(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    table = pa.table({"text": [f"{i:07d}" * 1000 for i in range(6000)]})
+    pq.write_table(table, path, row_group_size=6000, compression="none", use_dictionary=False)
+    del table
+    before = pa.total_allocated_bytes()
+    peaks = [pa.total_allocated_bytes() - before for _ in InputReader(path)]
+    assert path.stat().st_size > 40_000_000
+    assert max(peaks) < 30_000_000
+
+
+json_lines = st.sampled_from([b"", b" ", b"\r", b'{"a": 1}', b'{"b": "\\n"}\r', b'[1, "x"]'])
+
+
+@given(st.lists(json_lines), st.integers(1, 40), st.booleans())
+def test_jsonl_cut_anywhere(lines: list[bytes], block_bytes: int, ends: bool) -> None:
+    data = b"\n".join(lines) + (b"\n" if ends and lines else b"")
+    kept = [i for i, line in enumerate(lines) if line.strip()]
+    parts = pieces("jsonl", data, block_bytes)
+    assert flat(parts) == (kept, [json.loads(lines[i]) for i in kept])
+    assert all(values for _, values in parts)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 10**6) | st.text(max_size=4) | st.just(1.5e30),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+
+
+@given(st.lists(json_values), st.integers(1, 40), st.sampled_from([None, 1]), st.booleans())
+@example([12], 1, None, False)
+def test_json_cut_anywhere(
+    records: list[object], block_bytes: int, indent: int | None, escape: bool
+) -> None:
+    text = json.dumps(records, indent=indent, ensure_ascii=escape)
+    parts = pieces("json", f" {text}\n ".encode(), block_bytes)
+    assert flat(parts) == (list(range(len(records))), records)
+
+
+@given(st.lists(st.dictionaries(st.text(max_size=3), json_values), min_size=1))
+def test_json_records_one_after_another(records: list[Record]) -> None:
+    text = "\n".join(json.dumps(r) for r in records)
+    assert flat(pieces("json", text.encode(), 7))[1] == records
+
+
+cells = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=5)
+
+
+@given(st.lists(st.tuples(cells, cells), max_size=8), st.integers(1, 40))
+def test_csv_cut_anywhere(rows: list[tuple[str, str]], block_bytes: int) -> None:
+    sink = io.StringIO(newline="")
+    csv.writer(sink, quoting=csv.QUOTE_ALL).writerows([("a", "b"), *rows])
+    expected = [{"a": a, "b": b} for a, b in rows]
+    parts = pieces("csv", sink.getvalue().encode(), block_bytes)
+    assert flat(parts) == (list(range(len(rows))), expected)
+
+
+@given(st.lists(st.lists(st.text(max_size=9), max_size=4)), st.integers(1, 400))
+def test_arrow_cut_anywhere(lists: list[list[str]], block_bytes: int) -> None:
+    table = pa.table({"l": pa.array(lists, pa.list_(pa.string()))})
+    for kind in (pa.ipc.new_file, pa.ipc.new_stream):
+        parts = pieces("arrow", ipc(table, kind), block_bytes)
+        assert flat(parts) == (list(range(len(lists))), [{"l": v} for v in lists])
+
+
+def test_types_that_other_formats_do_not_have() -> None:
+    import polars as pl
+
+    frame = pl.DataFrame({"s": ["a", "b"] * 900, "l": [["x"], []] * 900})
+    frame = frame.with_columns(pl.col("s").cast(pl.Categorical).alias("c"))
+    frame = frame.with_columns(pl.lit("2026-01-02").str.to_datetime().alias("t"))
+    sink = io.BytesIO()
+    frame.write_ipc(sink)  # string views
+    sizes = [len(values) for _, values in pieces("arrow", sink.getvalue(), 4000)]
+    assert len(sizes) > 3
+    first = flat(pieces("arrow", sink.getvalue()))[1][0]
+    assert first == {"s": "a", "l": ["x"], "c": "a", "t": "2026-01-02 00:00:00.000000"}
+
+
+def test_lone_surrogates_and_infinities_are_left_to_the_policies() -> None:
+    lines = b'{"a": "\\ud800"}\n{"a": -Infinity}\n'
+    expected = [{"a": "\ud800"}, {"a": float("-inf")}]
+    assert flat(pieces("jsonl", lines))[1] == expected
+    assert flat(pieces("json", lines))[1] == expected
+
+
+def test_csv_cells_are_text_unless_their_column_cannot_be() -> None:
+    text = 'prompt,chosen_reward,when\n007,2.50,1e5\n\n"",,"[1]"\nnan,[1.5],\nTrue,good,null\n'
+    assert flat(pieces("csv", text.encode())) == (
+        [0, 1, 2, 3],
+        [
+            {"prompt": "007", "chosen_reward": 2.5, "when": "1e5"},
+            {"prompt": "", "chosen_reward": None, "when": "[1]"},
+            {"prompt": "nan", "chosen_reward": [1.5], "when": ""},
+            {"prompt": "True", "chosen_reward": "good", "when": "null"},
+        ],
+    )
+
+
+LINES = as_jsonl(FLAT)
+BROKEN_17 = b"".join([*LINES.splitlines(True)[:16], b'{"prompt": "x", }\n', LINES])
+PARQUET, FEATHER = as_parquet(NESTED), as_arrow(NESTED)
+HALF = {c: compress(LINES, c)[:-50] for c in COMPRESSIONS.values()}
+DEEP = b"[" * 100_000
+TWICE = pa.table([[1], [2]], names=["a", "a"])
+BAD_TEXT = pa.table({"a": pa.array([b"\xff"]).view(pa.string())})
+
+BROKEN: dict[str, tuple[str, bytes, str]] = {
+    "line 17 of a gzip": (
+        "x.jsonl.gz",
+        compress(BROKEN_17, "gzip"),
+        r"x\.jsonl\.gz, line 17, column 17: must be valid JSON; found .*double quotes near",
+    ),
+    "truncated gzip": ("x.jsonl.gz", HALF["gzip"], "end in the middle of the compressed stream"),
+    "truncated zstd": ("x.csv.zst", HALF["zstd"], "end in the middle of the compressed stream"),
+    "truncated parquet.gz": (
+        "x.parquet.gz",
+        compress(PARQUET, "gzip")[:-50],
+        "end in the middle of the compressed stream",
+    ),
+    "not gzip": ("x.jsonl.gz", LINES, "must be a complete gzip file; found other bytes"),
+    "not zstd": ("x.jsonl.zst", LINES, "must be a complete zstd file; found other bytes"),
+    "garbage after gzip": ("x.json.gz", gzip.compress(b"[]") + b"rest", "found other bytes"),
+    "invalid UTF-8": (
+        "x.jsonl",
+        b'\n{"prompt": "\xff"}\n',
+        r"x\.jsonl, line 2: must be UTF-8; found byte 0xff at byte 13\. Convert",
+    ),
+    "UTF-16": ("x.jsonl", '{"a": 1}'.encode("utf-16"), r"line 1: must be UTF-8"),
+    "invalid UTF-8 in JSON": ("x.json", b'[{"a":\n"\xff"}]', r"x\.json, line 1 or later: must be"),
+    "invalid UTF-8 in CSV": ("x.csv", b"a\n\xff\n", r"x\.csv, after line \d: must be UTF-8"),
+    "empty": ("x.jsonl", b"", r"x\.jsonl: must hold at least one record; found no records"),
+    "blank lines": ("x.jsonl", b"\n \r\n", "no records"),
+    "empty array": ("x.json", b"[ ]", "no records"),
+    "empty json": ("x.json", b" ", "no records"),
+    "empty gzip": ("x.json.gz", b"", "no records"),
+    "header alone": ("x.csv", b"a,b\n", "no records"),
+    "no rows": ("x.parquet", as_parquet([{"a": 1}][:0] or [{}]), "no records"),
+    "deep line": ("x.jsonl", DEEP, r"x\.jsonl, line 1: JSON must not be nested deeply"),
+    "deep line with NaN": ("x.jsonl", b"[NaN," + DEEP, r"line 1: JSON must not be nested deeply"),
+    "deep document": ("x.json", DEEP, r"x\.json, line 1, column 2: JSON must not be nested deep"),
+    "a scalar": ("x.json", b' "hi"', r"x\.json, line 1, column 2: must be an array of records"),
+    "broken array": ("x.json", b'[{"a": 1},\n {"a": }]', r"x\.json, line 2, column 8: must be"),
+    "no comma": ("x.json", b'[{"a": 1}\n {"a": 2}]', r"line 2, column 2: an array must go on"),
+    "open array": ("x.json", b'[{"a": 1}\n', "must go on with ',' or end with ']'; found the end"),
+    "trailing comma": ("x.json", b"[1, ]", r"line 1, column 5: must be valid JSON"),
+    "text after the array": ("x.json", b"[1] 2", r"column 5: nothing must follow the array"),
+    "cut short": ("x.json", b'[{"a": "xyz', r"line 1, column 8: .* Unterminated string"),
+    "a document named jsonl": ("x.jsonl", as_json(NESTED), r"line 1, .* must be named \.json"),
+    "a huge number": ("x.jsonl", b"9" * 5000, r"x\.jsonl, line 1: must be valid JSON"),
+    "ragged CSV": (
+        "x.csv",
+        b'a,b\n"1\n",2\n1,2,3\n',
+        r"x\.csv, row 2: must have 2 cells, as the header has; found 3\. Put",
+    ),
+    "open quote": ("x.csv", b'a,b\n1,"2\n', r"x\.csv, line 2: must be valid CSV"),
+    "text after a quote": ("x.csv", b'a,b\n1,"2"x\n', r"x\.csv, line 2: must be valid CSV"),
+    "columns alike": ("x.csv", b"a,b,a\n1,2,3\n", r"names of the columns must differ; found 'a'"),
+    "columns alike in Arrow": ("x.arrow", ipc(TWICE, pa.ipc.new_file), "'a' twice"),
+    "garbage parquet": ("x.parquet", b"PAR1 nope", r"x\.parquet: must be a readable Parquet"),
+    "truncated parquet": ("x.parquet", PARQUET[:-100], "must be a readable Parquet"),
+    "overwritten parquet": (
+        "x.parquet",
+        PARQUET[:8] + b"\xff" * 3000 + PARQUET[3008:],
+        "must be a readable Parquet",
+    ),
+    "empty parquet": ("x.parquet", b"", "must be a readable Parquet"),
+    "garbage arrow": ("x.arrow", b"no arrow at all", "must be a readable Arrow IPC"),
+    "garbage feather": ("x.feather", b"ARROW1 no arrow at all", "must be a readable Arrow IPC"),
+    "truncated arrow": ("x.ipc", FEATHER[:-100], "must be a readable Arrow IPC"),
+    "invalid UTF-8 in Arrow": ("x.arrow", ipc(BAD_TEXT, pa.ipc.new_file), r"x\.arrow: columns"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_broken(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, data, text = BROKEN[case]
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(data)
+    with pytest.raises(InputError, match=text) as caught:
+        [block.parse() for block in InputReader(name)]
+    message = str(caught.value)
+    assert message.startswith(name)
+    assert message.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "text"),
+    [
+        ("x.jsonl", b'{"a": 1}\n\n"' + b"x" * 3000, "line 3: a line must be at most 1,000 bytes"),
+        ("x.json", b'[1,\n"' + b"x" * 9000, "line 2, column 1: .* of at most 1,000 bytes"),
+        ("x.csv", b"a\n1\n" + b"x" * 3000, "line 3: a line must be shorter than 1,000"),
+    ],
+)
+def test_records_without_end(
+    name: str, data: bytes, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(formats, "MAX_RECORD_BYTES", 1000)
+    Path(name).write_bytes(data)
+    with pytest.raises(InputError, match=text):
+        list(InputReader(name, block_bytes=100))
