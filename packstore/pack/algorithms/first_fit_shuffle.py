@@ -1,0 +1,16 @@
+"""First fit of shuffled examples, as NeMo-Aligner and Megatron-Bridge define it."""
+
+from __future__ import annotations
+
+from packstore import seeds
+from packstore.pack.first_fit import first_fit
+from packstore.records import Int32, Int64
+
+
+def first_fit_shuffle(lengths: Int32, capacity: int, seed: int) -> tuple[Int64, Int64]:
+    """The examples in random order, each into the first pack that has room for it.
+
+    The like-named choice of NeMo-Aligner and Megatron-Bridge draws its order from numpy; ours is
+    drawn from the seed, so the same order gives the same packs, and another one about as many.
+    """
+    return first_fit(lengths, capacity, seeds.permutation(len(lengths), seed, "first_fit_shuffle"))

@@ -1,0 +1,166 @@
+"""The default: packs of neighbours in input order whose last pieces are chosen to close them.
+
+A look-ahead of some thousand examples (the pool) is kept full from the input. A pack takes the
+oldest examples of the pool until one or two more can close it, and those are chosen so that
+nothing is left over, again the oldest ones that do. So which examples meet is as random as the
+input is, no example moves far, and memory does not grow with the input.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from packstore.pack.kernels import Bits, add, at_least, at_most, inlined, jit, new_set, remove
+from packstore.records import Int32, Int64
+
+WINDOW = 8192
+"""Examples in the pool."""
+
+SPAN = 4 * WINDOW
+"""The oldest and the newest example of the pool are less than this apart in the input."""
+
+PROBES = 64
+"""Examples that are tried as the last but one of a pack."""
+
+CLOSE = 2
+"""A pack is closed once it has room for no more than so many examples of mean length."""
+
+SPARE = 0.5
+"""Until then, it keeps room for this many more: what is shorter is scarce, and is wanted by those
+packs that begin with a long example."""
+
+ENDGAME = 1024
+"""When the input has ended and so few are left, the longest goes first: they are hard to place."""
+
+
+def pool(lengths: Int32, capacity: int, seed: int) -> tuple[Int64, Int64]:
+    """Nearly full packs in nearly input order; makes no random choice of its own."""
+    order, offsets = np.empty(len(lengths), np.int64), np.empty(len(lengths) + 1, np.int64)
+    packs = _fill(lengths, capacity, order, offsets)
+    return order, offsets[: packs + 1].copy()
+
+
+OLDEST, NEWEST, COUNT, TOKENS = range(4)
+"""State of the pool: index of its oldest example, one past its newest, its examples and tokens."""
+
+FRONT, BACK = range(2)
+"""The examples of one length form a queue: index of the first and the last, or -1.
+
+Below, `alive` is the set of slots in use (an example's slot is its index modulo `SPAN`), `sizes`
+the set of lengths in the pool, `ends` the queues (int64 `[capacity + 1, 2]`), and `behind` the next
+example in the queue of each slot's example (int64 `[SPAN]`).
+"""
+
+
+@inlined
+def _enter(
+    lengths: Int32, alive: Bits, sizes: Bits, ends: Int64, behind: Int64, state: Int64
+) -> None:
+    """Takes examples from the input into the pool until it is full."""
+    if state[COUNT] == 0:
+        state[OLDEST] = state[NEWEST]
+    limit = min(len(lengths), state[OLDEST] + SPAN)
+    while state[COUNT] < WINDOW and state[NEWEST] < limit:
+        i = state[NEWEST]
+        length = lengths[i]
+        add(alive, i % SPAN)
+        behind[i % SPAN] = -1
+        if ends[length, FRONT] < 0:
+            ends[length, FRONT] = i
+            add(sizes, length)
+        else:
+            behind[ends[length, BACK] % SPAN] = i
+        ends[length, BACK] = i
+        state[NEWEST] += 1
+        state[COUNT] += 1
+        state[TOKENS] += length
+
+
+@inlined
+def _oldest(alive: Bits, state: Int64, i: int) -> int:
+    """The oldest example of the pool that is not older than `i`, or -1."""
+    slot = i % SPAN
+    found = at_least(alive, slot)
+    if found < 0:
+        found = at_least(alive, 0) + SPAN
+    found += i - slot
+    return found if i <= found < state[NEWEST] else -1
+
+
+@inlined
+def _oldest_fit(lengths: Int32, alive: Bits, state: Int64, i: int, room: int) -> int:
+    """The oldest example of the pool, not older than `i`, of at most `room` tokens, or -1."""
+    i = _oldest(alive, state, i)
+    while i >= 0 and lengths[i] > room:
+        i = _oldest(alive, state, i + 1)
+    return i
+
+
+@inlined
+def _leave(length: int, alive: Bits, sizes: Bits, ends: Int64, behind: Int64, state: Int64) -> int:
+    """Takes the oldest example of this length out of the pool, and returns it."""
+    i = int(ends[length, FRONT])
+    ends[length, FRONT] = behind[i % SPAN]
+    if behind[i % SPAN] < 0:
+        remove(sizes, length)
+    remove(alive, i % SPAN)
+    state[COUNT] -= 1
+    state[TOKENS] -= length
+    if i == state[OLDEST] and state[COUNT] > 0:
+        state[OLDEST] = _oldest(alive, state, i)
+    return i
+
+
+@inlined
+def _closing(lengths: Int32, alive: Bits, sizes: Bits, ends: Int64, state: Int64, room: int) -> int:
+    """Length of the example that, alone or with one more, leaves least of `room`; -1: none fits."""
+    best = at_most(sizes, room)
+    if room < 2 * at_least(sizes, 1):  # no two fit
+        return best
+    least = room - best
+    i = state[OLDEST] - 1
+    for _ in range(PROBES):
+        i = _oldest(alive, state, i + 1)
+        if least == 0 or i < 0:
+            break
+        one = lengths[i]
+        if one >= room:
+            continue
+        two = at_most(sizes, room - one)
+        if two == one and ends[one, FRONT] == ends[one, BACK]:
+            two = at_most(sizes, one - 1)
+        if two > 0 and room - one - two < least:
+            best, least = one, room - one - two
+    return best
+
+
+@jit
+def _fill(lengths: Int32, capacity: int, order: Int64, offsets: Int64) -> int:
+    """Writes the plan into `order` `[n]` and `offsets` `[n + 1]`; returns the number of packs."""
+    alive, sizes, state = new_set(SPAN - 1), new_set(capacity), np.zeros(4, np.int64)
+    ends, behind = np.full((capacity + 1, 2), -1, np.int64), np.empty(SPAN, np.int64)
+    packs = written = 0
+    while written < len(lengths):
+        _enter(lengths, alive, sizes, ends, behind, state)
+        offsets[packs] = written
+        packs += 1
+        room = capacity
+        i = state[OLDEST]
+        length = lengths[i]
+        if state[NEWEST] == len(lengths) and state[COUNT] <= ENDGAME:
+            length = at_most(sizes, room)
+        while length > 0:
+            order[written] = _leave(length, alive, sizes, ends, behind, state)
+            written += 1
+            room -= length
+            mean = state[TOKENS] / max(state[COUNT], 1)
+            if i >= 0 and room > CLOSE * mean:
+                i = _oldest_fit(lengths, alive, state, i, room - np.int64(SPARE * mean))
+            else:
+                i = -1
+            if i >= 0:
+                length = lengths[i]
+            else:
+                length = _closing(lengths, alive, sizes, ends, state, room)
+    offsets[packs] = written
+    return packs

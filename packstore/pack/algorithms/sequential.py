@@ -1,0 +1,28 @@
+"""Next fit: input order is kept; a pack ends where the next example does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from packstore.pack.kernels import jit
+from packstore.records import Int32, Int64
+
+
+def sequential(lengths: Int32, capacity: int, seed: int) -> tuple[Int64, Int64]:
+    """Packs neighbours, in order: the loosest strategy, for data whose order matters."""
+    return np.arange(len(lengths)), _cut(lengths, capacity)
+
+
+@jit
+def _cut(lengths: Int32, capacity: int) -> Int64:
+    offsets = np.empty(len(lengths) + 1, np.int64)
+    packs = 0
+    free = 0
+    for i in range(len(lengths)):
+        if lengths[i] > free:
+            offsets[packs] = i
+            packs += 1
+            free = capacity
+        free -= lengths[i]
+    offsets[packs] = len(lengths)
+    return offsets[: packs + 1].copy()

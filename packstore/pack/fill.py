@@ -1,0 +1,174 @@
+"""Copies tokens into packs and back: no choice is made here."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from packstore.errors import ConfigError, FormatError, sentence
+from packstore.pack.kernels import jit
+from packstore.pack.layout import segment_offsets
+from packstore.records import IGNORE_INDEX, Bool, Examples, Int32, Int64, Packs, to_offsets
+
+
+def fill(examples: Examples, pack_offsets: Int64, layout: str) -> Packs:
+    """The packs that hold `examples`, which are already in the order of the plan.
+
+    Args:
+        examples: E examples.
+        pack_offsets: int64 `[P + 1]`; pack i holds ``examples[pack_offsets[i]:pack_offsets[i+1]]``.
+        layout: ``concat`` or ``shared_prefix``.
+
+    Raises:
+        ConfigError: `pack_offsets` does not cover the examples, or has an empty pack.
+        UnknownNameError: there is no such layout.
+    """
+    if (
+        not len(pack_offsets)
+        or pack_offsets[0] != 0
+        or pack_offsets[-1] != examples.num_examples
+        or np.any(np.diff(pack_offsets) < 1)
+    ):
+        must = f"they must increase strictly from 0 to {examples.num_examples}, the examples"
+        raise ConfigError(
+            sentence("pack_offsets", must, np.array2string(pack_offsets, threshold=6))
+        )
+    skipped = segment_offsets(examples, layout)
+    lengths = examples.lengths
+    starts = to_offsets(lengths - skipped)
+    sequences = examples.example_offsets[pack_offsets]
+    input_ids, labels = np.empty(starts[-1], np.int32), np.empty(starts[-1], np.int32)
+    _copy_in(
+        examples.input_ids,
+        examples.supervised,
+        examples.sequence_offsets[:-1] + skipped,
+        starts,
+        input_ids,
+        labels,
+    )
+    return Packs(
+        input_ids=input_ids,
+        labels=labels,
+        reward=examples.reward,
+        lengths=lengths,
+        seq_boundaries=_boundaries(starts, sequences),
+        example_ids=examples.example_ids,
+        num_responses=examples.num_responses,
+        token_offsets=starts[sequences],
+        sequence_offsets=sequences,
+        example_offsets=pack_offsets,
+        columns=examples.columns,
+    )
+
+
+def unpack(packs: Packs) -> Examples:
+    """The examples of the packs, in order: the exact inverse of :func:`fill`.
+
+    Raises:
+        FormatError: boundaries and lengths contradict each other.
+    """
+    examples = to_offsets(packs.num_responses)
+    starts = to_offsets(packs.segment_lengths)
+    _check(packs, starts, examples)
+    first = np.repeat(starts[examples[:-1]], packs.num_responses)
+    sequences = to_offsets(packs.lengths)
+    input_ids, supervised = np.empty(sequences[-1], np.int32), np.empty(sequences[-1], np.bool_)
+    _copy_out(packs.input_ids, packs.labels, starts, first, sequences, input_ids, supervised)
+    return Examples(
+        input_ids=input_ids,
+        supervised=supervised,
+        sequence_offsets=sequences,
+        example_offsets=examples,
+        reward=packs.reward,
+        example_ids=packs.example_ids,
+        columns=packs.columns,
+    )
+
+
+def convert(packs: Packs, layout: str) -> Packs:
+    """The same packs in another layout; lossless in both directions.
+
+    From ``shared_prefix`` to ``concat`` packs grow, possibly beyond the pack size that they were
+    planned for.
+
+    Raises:
+        FormatError: boundaries and lengths contradict each other.
+        UnknownNameError: there is no such layout.
+    """
+    return fill(unpack(packs), packs.example_offsets, layout)
+
+
+def _boundaries(starts: Int64, sequences: Int64) -> Int32:
+    """Pack by pack, where each segment starts in its pack, and where the last one ends.
+
+    Args:
+        starts: int64 `[S + 1]`, where each segment starts in the tokens of all packs.
+        sequences: int64 `[P + 1]`, where each pack starts in the segments.
+    """
+    number = np.diff(sequences) + 1
+    pack = np.repeat(np.arange(len(number)), number)
+    boundaries: Int64 = starts[np.arange(len(pack)) - pack] - starts[sequences[pack]]
+    return boundaries.astype(np.int32)
+
+
+def _check(packs: Packs, starts: Int64, examples: Int64) -> None:
+    """What the copying loop takes for granted, as it runs without bounds checks."""
+    skipped, lengths = packs.segment_offsets, packs.segment_lengths
+    good = (
+        examples[-1] == len(packs.lengths)
+        and starts[-1] == len(packs.input_ids) == len(packs.labels)
+        and np.all(packs.num_responses > 0)
+        and np.all(lengths > 0)
+        and np.array_equal(starts[packs.sequence_offsets], packs.token_offsets)
+        and np.array_equal(examples[packs.example_offsets], packs.sequence_offsets)
+        and np.all(skipped >= 0)
+        and np.all(skipped <= np.repeat(lengths[examples[:-1]], packs.num_responses))
+        and not skipped[examples[:-1]].any()
+    )
+    if not good:
+        must = "seq_boundaries, lengths and num_responses must agree with the tokens"
+        raise FormatError(sentence("packs", must, do="Run `packstore verify` on the dataset"))
+
+
+@jit
+def _copy_in(
+    input_ids: Int32, supervised: Bool, source: Int64, starts: Int64, out_ids: Int32, labels: Int32
+) -> None:
+    """Copies segment i from ``source[i]`` on to ``starts[i]:starts[i + 1]``, with its labels."""
+    for i in range(len(source)):
+        shift = source[i] - starts[i]
+        for to in range(starts[i], starts[i + 1]):
+            token = input_ids[to + shift]
+            out_ids[to] = token
+            labels[to] = token if supervised[to + shift] else IGNORE_INDEX
+
+
+@jit
+def _copy_out(
+    input_ids: Int32,
+    labels: Int32,
+    starts: Int64,
+    first: Int64,
+    sequences: Int64,
+    out_ids: Int32,
+    supervised: Bool,
+) -> None:
+    """Copies segment i to the end of sequence i, and before it what it left out.
+
+    Args:
+        input_ids: int32 `[N]`, physical.
+        labels: int32 `[N]`.
+        starts: int64 `[S + 1]`, where each segment starts.
+        first: int64 `[S]`, where the first segment of its example starts.
+        sequences: int64 `[S + 1]`, where each sequence starts in the output.
+        out_ids: int32, written.
+        supervised: bool, written.
+    """
+    for i in range(len(first)):
+        own = sequences[i + 1] - (starts[i + 1] - starts[i])
+        for to in range(sequences[i], own):
+            out_ids[to] = input_ids[first[i] + to - sequences[i]]
+            supervised[to] = False
+        for to in range(own, sequences[i + 1]):
+            at = starts[i] + to - own
+            out_ids[to] = input_ids[at]
+            supervised[to] = labels[at] != IGNORE_INDEX

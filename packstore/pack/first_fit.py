@@ -1,0 +1,70 @@
+"""First fit by a tree: each example into the first pack that has room for it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from packstore.pack.kernels import jit
+from packstore.records import Int32, Int64
+
+
+def first_fit(lengths: Int32, capacity: int, queue: Int64) -> tuple[Int64, Int64]:
+    """First fit of the examples in the order of `queue`; O(n log P).
+
+    Args:
+        lengths: int32 `[n]`, tokens of each example.
+        capacity: tokens of a pack at most.
+        queue: int64 `[n]`, a permutation of the examples.
+
+    Returns:
+        The order and offsets of a strategy; packs in the order in which they were opened.
+    """
+    # No two packs are both at most half full, else the later one would not have been opened.
+    most = min(len(lengths), 2 * int(lengths.sum(dtype=np.int64)) // capacity + 1)
+    pack_of = _assign(lengths, capacity, queue, most)
+    return _by_pack(pack_of, queue)
+
+
+@jit
+def _assign(lengths: Int32, capacity: int, queue: Int64, most: int) -> Int32:
+    """The pack of each example of the queue: int32 `[n]`.
+
+    Node i of the tree holds the most room that a pack below it has; its children are 2i and
+    2i + 1, and the leaves are all packs, those not yet opened included (they are merely empty).
+    """
+    leaves = 1
+    while leaves < most:
+        leaves *= 2
+    room = np.full(2 * leaves, capacity, np.int32)
+    pack_of = np.empty(len(queue), np.int32)
+    for i in range(len(queue)):
+        length = lengths[queue[i]]
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        pack_of[i] = node - leaves
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            most_room = max(room[2 * node], room[2 * node + 1])
+            if room[node] == most_room:
+                break
+            room[node] = most_room
+    return pack_of
+
+
+@jit
+def _by_pack(pack_of: Int32, queue: Int64) -> tuple[Int64, Int64]:
+    packs = pack_of.max() + 1 if len(pack_of) else 0
+    offsets = np.zeros(packs + 1, np.int64)
+    for pack in pack_of:
+        offsets[pack + 1] += 1
+    offsets = np.cumsum(offsets)
+    fill = offsets.copy()
+    order = np.empty(len(queue), np.int64)
+    for i in range(len(queue)):
+        order[fill[pack_of[i]]] = queue[i]
+        fill[pack_of[i]] += 1
+    return order, offsets

@@ -1,0 +1,71 @@
+"""How the sequences of an example lie in a pack, and what room that takes.
+
+``concat``: each whole. ``shared_prefix``: a sequence leaves out the prompt tokens that it shares
+with the first sequence of its example, except the last of them, which predicts its first own token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from packstore.errors import UnknownNameError
+from packstore.pack.kernels import jit
+from packstore.records import Bool, Examples, Int32, Int64
+
+
+def segment_offsets(examples: Examples, layout: str) -> Int32:
+    """int32 `[S]`: how many leading tokens each sequence leaves out in this layout.
+
+    Raises:
+        UnknownNameError: there is no such layout.
+    """
+    if layout == "concat":
+        return np.zeros(examples.num_sequences, np.int32)
+    if layout == "shared_prefix":
+        return shared_prefix_offsets(examples)
+    raise UnknownNameError(f"unknown layout {layout!r}; choose one of: concat, shared_prefix.")
+
+
+def shared_prefix_offsets(examples: Examples) -> Int32:
+    """int32 `[S]`: the leading tokens that each sequence leaves out where prompts are shared.
+
+    The prompt of a sequence is what precedes its first supervised token. A sequence leaves out as
+    many tokens as its prompt has in common with the prompt of the first sequence of its example,
+    from the start on, less one; the first sequence, or one that shares nothing, leaves out none.
+    """
+    return _shared_prefix_offsets(
+        examples.input_ids, examples.supervised, examples.sequence_offsets, examples.example_offsets
+    )
+
+
+def sizes(examples: Examples, layout: str) -> Int32:
+    """int32 `[E]`: tokens that each example takes up in a pack.
+
+    Raises:
+        UnknownNameError: there is no such layout.
+    """
+    physical = examples.lengths - segment_offsets(examples, layout)
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(physical, dtype=np.int64)])
+    return np.diff(ends[examples.example_offsets]).astype(np.int32)
+
+
+@jit
+def _shared_prefix_offsets(
+    input_ids: Int32, supervised: Bool, sequence_offsets: Int64, example_offsets: Int64
+) -> Int32:
+    offsets = np.zeros(len(sequence_offsets) - 1, np.int32)
+    for example in range(len(example_offsets) - 1):
+        first = example_offsets[example]
+        for s in range(first + 1, example_offsets[example + 1]):
+            a, b = sequence_offsets[first], sequence_offsets[s]
+            most = min(sequence_offsets[first + 1] - a, sequence_offsets[s + 1] - b)
+            shared = 0
+            while (
+                shared < most
+                and not supervised[a + shared]
+                and not supervised[b + shared]
+                and input_ids[a + shared] == input_ids[b + shared]
+            ):
+                shared += 1
+            offsets[s] = max(shared - 1, 0)
+    return offsets

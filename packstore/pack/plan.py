@@ -1,0 +1,232 @@
+"""Which example goes into which pack: made from lengths alone, before any token is copied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from packstore.config import PlanConfig
+from packstore.errors import ConfigError, InputError, sentence
+from packstore.pack import statistics
+from packstore.pack.algorithms import STRATEGIES
+from packstore.pack.bounds import lower_bound
+from packstore.pack.kernels import jit
+from packstore.pack.order import ORDERS, STEP
+from packstore.records import Int32, Int64
+
+MAX_PACK_SIZE = 1 << 24
+"""Strategies keep a table with a row per possible length."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Which example goes into which pack, and the order of the packs.
+
+    Attributes:
+        order: int64 `[n]`, the examples (positions in `lengths`), pack by pack.
+        offsets: int64 `[P + 1]`; pack i holds ``order[offsets[i]:offsets[i + 1]]``.
+        lengths: int32 `[n]`, tokens of each example.
+        pack_size: tokens of a pack at most.
+        strategy: name of the strategy that chose the examples of each pack.
+        seed: source of every random choice.
+        pack_order: ``shuffled``, ``stratified`` or ``plain``.
+    """
+
+    order: Int64
+    offsets: Int64
+    lengths: Int32
+    pack_size: int
+    strategy: str
+    seed: int
+    pack_order: str
+
+    @property
+    def num_packs(self) -> int:
+        """P."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_examples(self) -> int:
+        """n."""
+        return len(self.order)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of all examples."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    @cached_property
+    def pack_tokens(self) -> Int64:
+        """int64 `[P]`, tokens of each pack."""
+        return np.diff(
+            np.append(0, np.cumsum(self.lengths[self.order], dtype=np.int64))[self.offsets]
+        )
+
+    @property
+    def fill_rate(self) -> float:
+        """Share of the packs that is filled with tokens, 0..1."""
+        return self.tokens / (self.num_packs * self.pack_size) if self.num_packs else 0.0
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """Packs that any strategy needs at least (see :mod:`packstore.pack.bounds`)."""
+        return lower_bound(self.lengths, self.pack_size)
+
+    @property
+    def gap(self) -> int:
+        """Packs over the lower bound."""
+        return self.num_packs - self.lower_bound
+
+    @property
+    def examples_per_pack(self) -> tuple[int, float, int]:
+        """Fewest, mean and most examples of a pack; zeros if there is no pack."""
+        if not self.num_packs:
+            return 0, 0.0, 0
+        number = np.diff(self.offsets)
+        return int(number.min()), self.num_examples / self.num_packs, int(number.max())
+
+    def statistics(self) -> dict[str, Any]:
+        """Everything worth knowing about the plan, as JSON values.
+
+        Besides the figures above: `randomness` (of log lengths inside packs, and over steps of 64
+        packs in the order of delivery; null where not defined) and `megatron_bridge`, the names
+        that Megatron-Bridge and NeMo read (efficiency in percent).
+        """
+        fewest, mean, most = self.examples_per_pack
+        by_pack = self.lengths[self.order]
+        logs = np.log(by_pack)
+        return {
+            "strategy": self.strategy,
+            "seed": self.seed,
+            "pack_order": self.pack_order,
+            "pack_size": self.pack_size,
+            "num_packs": self.num_packs,
+            "num_examples": self.num_examples,
+            "tokens": self.tokens,
+            "fill_rate": self.fill_rate,
+            "lower_bound": self.lower_bound,
+            "gap": self.gap,
+            "examples_per_pack": {"min": fewest, "mean": mean, "max": most},
+            "randomness": {
+                "icc": statistics.intraclass_correlation(logs, self.offsets),
+                "same_decile": statistics.same_decile(by_pack, self.offsets),
+                "design_effect": statistics.design_effect(logs, self.offsets, STEP),
+            },
+            "megatron_bridge": {
+                "max_samples_per_bin": most,
+                "dataset_max_seqlen": int(self.lengths.max(initial=0)),
+                "packing_factor": round(mean, 2),
+                "packing_efficiency": round(100 * self.fill_rate, 2),
+                "pack_size": self.pack_size,
+                "min_packed_seqlen": int(self.pack_tokens.min()) if self.num_packs else 0,
+            },
+        }
+
+
+def plan(
+    lengths: npt.ArrayLike,
+    *,
+    pack_size: int | None = None,
+    strategy: str | None = None,
+    seed: int | None = None,
+    pack_order: Literal["shuffled", "stratified", "plain"] | None = None,
+    config: PlanConfig | None = None,
+) -> Plan:
+    """Plans packs for examples of these lengths.
+
+    Args:
+        lengths: whole numbers `[n]`, tokens of each example in input order, each 1..pack_size.
+        pack_size: tokens of a pack at most.
+        strategy: a name of ``packstore.pack.algorithms.STRATEGIES``.
+        seed: source of every random choice.
+        pack_order: order of the packs.
+        config: where settings that are left out come from; default: the defaults.
+
+    Returns:
+        The plan; without packs if there are no examples.
+
+    Raises:
+        InputError: `lengths` is not a list of whole numbers, or one of them is out of range.
+        ConfigError: a setting has no meaning.
+    """
+    base = config or PlanConfig()
+    settings = PlanConfig(
+        pack_size=base.pack_size if pack_size is None else pack_size,
+        layout=base.layout,
+        strategy=base.strategy if strategy is None else strategy,
+        pack_order=base.pack_order if pack_order is None else pack_order,
+        seed=base.seed if seed is None else seed,
+    )
+    capacity = settings.pack_size
+    if capacity > MAX_PACK_SIZE:
+        raise ConfigError(f"setting pack_size must be at most {MAX_PACK_SIZE}; found {capacity}.")
+    choose = STRATEGIES.load(settings.strategy)
+    checked = _checked(lengths, capacity)
+    order, offsets = choose(checked, capacity, settings.seed)
+    delivery = ORDERS[settings.pack_order](
+        np.diff(offsets), _sum_of_squares(checked, order, offsets), settings.seed
+    )
+    return Plan(
+        *_reordered(order, offsets, delivery),
+        lengths=checked,
+        pack_size=capacity,
+        strategy=settings.strategy,
+        seed=settings.seed,
+        pack_order=settings.pack_order,
+    )
+
+
+def _checked(lengths: npt.ArrayLike, capacity: int) -> Int32:
+    """`lengths` as a contiguous int32 array.
+
+    Raises:
+        InputError: as :func:`plan` says.
+    """
+    array = np.asarray(lengths)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        found = f"{array.ndim} dimensions of {array.dtype}"
+        raise InputError(sentence("lengths", "they must be a list of whole numbers", found))
+    if len(array) > np.iinfo(np.int32).max:
+        must = "one plan takes at most 2^31 - 1 examples"
+        raise InputError(sentence("lengths", must, f"{len(array):,}", "Plan them in parts"))
+    bad = (array < 1) | (array > capacity)
+    if bad.any():
+        i = int(bad.argmax())
+        raise InputError(
+            sentence(
+                f"lengths[{i}]",
+                f"each example must have 1 to {capacity} tokens (pack_size)",
+                str(array[i]),
+                "Drop or shorten what does not fit, or choose a larger pack_size",
+            )
+        )
+    # A read-only array would have every strategy compiled once more.
+    return np.require(array, np.int32, ["C", "W"])
+
+
+@jit
+def _sum_of_squares(lengths: Int32, order: Int64, offsets: Int64) -> Int64:
+    """int64 `[P]`: the sum of the squared lengths of each pack, which its attention costs."""
+    squares = np.zeros(len(offsets) - 1, np.int64)
+    for pack in range(len(squares)):
+        for i in range(offsets[pack], offsets[pack + 1]):
+            squares[pack] += np.int64(lengths[order[i]]) ** 2
+    return squares
+
+
+@jit
+def _reordered(order: Int64, offsets: Int64, delivery: Int64) -> tuple[Int64, Int64]:
+    """Order and offsets with the packs in the order of `delivery`."""
+    new_order, new_offsets = np.empty_like(order), np.empty_like(offsets)
+    to = 0
+    for pack in range(len(delivery)):
+        new_offsets[pack] = to
+        for i in range(offsets[delivery[pack]], offsets[delivery[pack] + 1]):
+            new_order[to] = order[i]
+            to += 1
+    new_offsets[len(delivery)] = to
+    return new_order, new_offsets

@@ -1,0 +1,201 @@
+"""Copying tokens into packs: both layouts beside a plain reference, and exact round trips."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packstore.errors import ConfigError, FormatError, UnknownNameError
+from packstore.invariants import check_packs
+from packstore.pack.algorithms import STRATEGIES
+from packstore.pack.fill import convert, fill, unpack
+from packstore.pack.layout import shared_prefix_offsets, sizes
+from packstore.pack.plan import plan
+from packstore.records import IGNORE_INDEX, Examples, Packs
+from packstore.schema import KINDS, LAYOUTS
+from packstore.testing import assert_examples_equal, random_examples
+
+
+def assert_packs_equal(a: Packs, b: Packs) -> None:
+    for name in Packs.__slots__:
+        if name != "columns":
+            x, y = getattr(a, name), getattr(b, name)
+            assert x.dtype == y.dtype, name
+            np.testing.assert_array_equal(x, y, name)
+
+
+def plain_packs(examples: Examples, pack_offsets: list[int], layout: str) -> list[dict[str, list]]:
+    """The definition of the format, one token at a time."""
+
+    def sequence(s: int) -> tuple[list[int], list[bool]]:
+        part = slice(*examples.sequence_offsets[s : s + 2])
+        return examples.input_ids[part].tolist(), examples.supervised[part].tolist()
+
+    def prompt(s: int) -> list[int]:
+        ids, supervised = sequence(s)
+        return ids[: supervised.index(True)]
+
+    packs = []
+    for first, last in zip(pack_offsets[:-1], pack_offsets[1:], strict=True):
+        row: dict[str, list] = {"input_ids": [], "labels": [], "lengths": [], "seq_boundaries": [0]}
+        for e in range(first, last):
+            start, stop = examples.example_offsets[e : e + 2]
+            for s in range(start, stop):
+                skip = 0
+                if layout == "shared_prefix" and s > start:
+                    for a, b in zip(prompt(start), prompt(s), strict=False):
+                        if a != b:
+                            break
+                        skip += 1
+                    skip = max(skip - 1, 0)
+                ids, supervised = sequence(s)
+                row["input_ids"] += ids[skip:]
+                row["labels"] += [
+                    i if on else IGNORE_INDEX for i, on in zip(ids, supervised, strict=True)
+                ][skip:]
+                row["lengths"].append(len(ids))
+                row["seq_boundaries"].append(len(row["input_ids"]))
+        packs.append(row)
+    return packs
+
+
+def rows(packs: Packs) -> list[dict[str, list]]:
+    def row(values: np.ndarray, offsets: np.ndarray, i: int) -> list:
+        return values[offsets[i] : offsets[i + 1]].tolist()
+
+    return [
+        {
+            "input_ids": row(packs.input_ids, packs.token_offsets, i),
+            "labels": row(packs.labels, packs.token_offsets, i),
+            "lengths": row(packs.lengths, packs.sequence_offsets, i),
+            "seq_boundaries": row(packs.seq_boundaries, packs.boundary_offsets, i),
+        }
+        for i in range(len(packs))
+    ]
+
+
+def with_columns(examples: Examples) -> Examples:
+    n = examples.num_examples
+    columns = {
+        "weight": np.linspace(0, 1, n),
+        "source": np.array([f"s{i}" for i in range(n)], object),
+    }
+    return replace(examples, columns=columns)
+
+
+cases = st.tuples(
+    st.integers(0, 25),
+    st.integers(0, 10_000),
+    st.sampled_from(sorted(KINDS)),
+    st.sampled_from([2, 50]),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(case=cases, layout=st.sampled_from(LAYOUTS), strategy=st.sampled_from(STRATEGIES.names()))
+def test_packs_are_those_of_the_definition_and_give_the_examples_back(
+    case: tuple[int, int, str, int], layout: str, strategy: str
+) -> None:
+    n, seed, kind, vocab_size = case
+    examples = with_columns(random_examples(n, seed=seed, kind=kind, vocab_size=vocab_size))
+    made = plan(sizes(examples, layout), pack_size=256, strategy=strategy, seed=seed)
+    planned = examples.take(made.order)
+    packs = fill(planned, made.offsets, layout)
+    check_packs(packs, layout=layout, pack_size=256, vocab_size=vocab_size)
+    assert rows(packs) == plain_packs(planned, made.offsets.tolist(), layout)
+    np.testing.assert_array_equal(np.diff(packs.token_offsets), made.pack_tokens)
+    back = unpack(packs)
+    assert_examples_equal(back, planned)
+    assert_examples_equal(back.take(np.argsort(made.order)), examples)
+
+
+@settings(deadline=None, max_examples=60)
+@given(case=cases)
+def test_layouts_turn_into_each_other_without_loss(case: tuple[int, int, str, int]) -> None:
+    n, seed, kind, vocab_size = case
+    examples = random_examples(n, seed=seed, kind=kind, vocab_size=vocab_size)
+    offsets = np.unique(np.append(np.arange(0, n, 3), n)).astype(np.int64)
+    concat, shared = (fill(examples, offsets, layout) for layout in LAYOUTS)
+    check_packs(convert(concat, "shared_prefix"), layout="shared_prefix")
+    assert_packs_equal(convert(concat, "shared_prefix"), shared)
+    assert_packs_equal(convert(shared, "concat"), concat)
+    assert_packs_equal(convert(shared, "shared_prefix"), shared)
+    assert len(shared.input_ids) <= len(concat.input_ids)
+
+
+def example(*sequences: str) -> Examples:
+    """One example; capital letters are supervised."""
+    text = "".join(sequences)
+    return Examples(
+        input_ids=np.array([ord(c.lower()) for c in text], np.int32),
+        supervised=np.array([c.isupper() for c in text]),
+        sequence_offsets=np.cumsum([0, *map(len, sequences)]),
+        example_offsets=np.array([0, len(sequences)]),
+        reward=np.zeros(len(sequences), np.float32),
+        example_ids=np.zeros(1, np.int64),
+    )
+
+
+@pytest.mark.parametrize(
+    ("sequences", "offset"),
+    [
+        (("abcX", "abcY"), 2),  # all of the prompt but its last token
+        (("abcX", "abdY"), 1),
+        (("abcX", "xbcY"), 0),
+        (("aX", "aY"), 0),
+        (("abcX", "abY"), 1),
+        (("abX", "abcY"), 1),
+        (("abcXY", "abcXZ"), 2),  # equal responses are not shared
+        (("abcXdY", "abcXdZ"), 2),  # nor unsupervised tokens after the first supervised one
+    ],
+)
+def test_what_two_sequences_share(sequences: tuple[str, str], offset: int) -> None:
+    examples = example(*sequences)
+    np.testing.assert_array_equal(shared_prefix_offsets(examples), [0, offset])
+    total = len("".join(sequences))
+    assert sizes(examples, "concat").tolist() == [total]
+    assert sizes(examples, "shared_prefix").tolist() == [total - offset]
+
+
+def test_every_sequence_is_compared_with_the_first() -> None:
+    examples = example("abcdX", "abY", "abcdZ")
+    np.testing.assert_array_equal(shared_prefix_offsets(examples), [0, 1, 3])
+
+
+def test_arrays_that_cannot_be_written_to_will_do() -> None:
+    examples = random_examples(5)
+    for name in ("input_ids", "supervised", "sequence_offsets", "example_offsets"):
+        getattr(examples, name).flags.writeable = False
+    offsets = np.array([0, 5])
+    assert_examples_equal(unpack(fill(examples, offsets, "shared_prefix")), examples)
+
+
+@pytest.mark.parametrize("offsets", [[], [0], [0, 4], [1, 5], [0, 2, 2, 5], [0, 6]])
+def test_offsets_that_do_not_cover_the_examples(offsets: list[int]) -> None:
+    with pytest.raises(ConfigError, match="pack_offsets: they must increase strictly from 0 to 5"):
+        fill(random_examples(5), np.array(offsets, np.int64), "concat")
+
+
+def test_a_layout_that_does_not_exist() -> None:
+    with pytest.raises(UnknownNameError, match="unknown layout 'padded'"):
+        sizes(random_examples(2), "padded")
+
+
+@pytest.mark.parametrize("column", ["lengths", "seq_boundaries", "num_responses", "token_offsets"])
+def test_packs_that_contradict_themselves_are_refused(column: str) -> None:
+    packs = fill(random_examples(6, seed=3), np.array([0, 3, 6]), "shared_prefix")
+    for i in range(len(getattr(packs, column))):
+        for change in (-100, -1, 1, 100):
+            broken = getattr(packs, column).copy()
+            broken[i] += change
+            try:
+                unpack(replace(packs, **{column: broken}))
+            except FormatError as error:
+                assert "must agree with the tokens" in str(error)
+            else:
+                # A longer logical length only claims a longer shared prefix.
+                assert column == "lengths"
