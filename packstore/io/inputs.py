@@ -154,14 +154,10 @@ class InputReader:
             raw = stack.enter_context(item.location.open_read())
             hashed = HashedStream(raw)
             stream = decompressed(hashed, item.compression, item.path)
-            readable: BinaryIO = stream
-            if form.random_access:
-                readable = self._seekable(item, raw, stream, stack)
+            readable = self._seekable(item, raw, stream, stack) if form.random_access else stream
             for piece in form.read(readable, item.path, self._options):
                 records += piece.records
                 yield _block(item.ordinal, item.path, item.format, form.unit, piece)
-            if readable is stream:
-                drain(stream)  # what follows the last record belongs to the hash
         self._note(item.path, hashed.bytes, hashed.sha256, records)
 
     def _seekable(

@@ -49,7 +49,8 @@ class Format:
 
     Attributes:
         unit: what an ordinal counts: ``line``, ``row`` or ``item``.
-        read: ``(stream, path, options)`` -> pieces, in order; the path is for error texts.
+        read: ``(stream, path, options)`` -> pieces, in order; the path is for error texts. Reads a
+            stream to its very end, so that all of it is hashed.
         parse: ``(payload, path, first)`` -> ordinals and values of the records of a piece.
         random_access: whether `stream` must be seekable.
     """
