@@ -178,23 +178,6 @@ class Packs:
     def __len__(self) -> int:
         return len(self.token_offsets) - 1
 
-    @classmethod
-    def concat(cls, parts: Sequence[Packs]) -> Packs:
-        """The packs of `parts` (one or more), in order; all parts carry the same columns."""
-        return cls(
-            input_ids=np.concatenate([p.input_ids for p in parts]),
-            labels=np.concatenate([p.labels for p in parts]),
-            reward=np.concatenate([p.reward for p in parts]),
-            lengths=np.concatenate([p.lengths for p in parts]),
-            seq_boundaries=np.concatenate([p.seq_boundaries for p in parts]),
-            example_ids=np.concatenate([p.example_ids for p in parts]),
-            num_responses=np.concatenate([p.num_responses for p in parts]),
-            token_offsets=concat_offsets([p.token_offsets for p in parts]),
-            sequence_offsets=concat_offsets([p.sequence_offsets for p in parts]),
-            example_offsets=concat_offsets([p.example_offsets for p in parts]),
-            columns={n: np.concatenate([p.columns[n] for p in parts]) for n in parts[0].columns},
-        )
-
     def row(self, i: int) -> Packs:
         """Pack `i` alone: views, nothing is copied."""
         tokens = self.token_offsets[i : i + 2]

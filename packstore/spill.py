@@ -79,7 +79,7 @@ class Spill:
         }
         try:
             for name, array in arrays.items():
-                array.astype(_DTYPES[name], copy=False).tofile(self._files[name])
+                self._write(name, array)
         except OSError as error:
             raise self._error(error, self._folder.name) from error
         self._columns.append(examples.columns)
@@ -93,7 +93,7 @@ class Spill:
             ("sequence_offsets", self._tokens),
             ("example_offsets", self._sequences),
         ):
-            np.array([last], np.int64).tofile(self._files[name])
+            self._write(name, np.array([last], np.int64))
         for file in self._files.values():
             file.flush()
         if not self.num_examples:
@@ -105,6 +105,10 @@ class Spill:
         names = self._columns[0]
         columns = {name: np.concatenate([c[name] for c in self._columns]) for name in names}
         return Examples(**arrays, columns=columns)
+
+    def _write(self, name: str, array: Column) -> None:
+        # Not tofile: it tells of a full disk without its errno.
+        self._files[name].write(np.ascontiguousarray(array, _DTYPES[name]).data)
 
     @staticmethod
     def _error(error: OSError, folder: str | None) -> StorageError:

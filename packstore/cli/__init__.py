@@ -6,8 +6,10 @@ Exit codes: 0 success, 1 a named error or a failed check, 2 wrong usage, 130 int
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,9 +65,16 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _terminate(number: int, frame: object) -> None:
+    """Ends as an error would: temporary files are removed on the way out."""
+    sys.exit(128 + number)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code. Errors become one line on stderr."""
     args = parser().parse_args(argv)
+    with contextlib.suppress(ValueError):  # signals belong to the main thread
+        signal.signal(signal.SIGTERM, _terminate)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("packstore").setLevel(logging.INFO)
     for other in ("fsspec", "s3fs", "urllib3"):

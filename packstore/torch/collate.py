@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from packstore.errors import BackendError, ConfigError, sentence
-from packstore.records import IGNORE_INDEX, Float32, Int32, Int64, Packs, to_offsets
+from packstore.records import (
+    IGNORE_INDEX,
+    Float32,
+    Int32,
+    Int64,
+    Packs,
+    concat_offsets,
+    to_offsets,
+)
 from packstore.torch.layout import AttentionLayout
 
 Style = Literal["hf", "flash", "megatron", "padded"]
@@ -185,7 +193,7 @@ def collate(
     if not len(packs):
         raise ConfigError("a batch must hold at least one pack; found none.")
     if not isinstance(packs, Packs):
-        packs = packs[0] if len(packs) == 1 else Packs.concat(packs)
+        packs = packs[0] if len(packs) == 1 else _join(packs)
     if ref_logps is not None and len(ref_logps) != len(packs.lengths):
         raise ConfigError(
             f"ref_logps must have one value for each of {len(packs.lengths)} sequences; "
@@ -218,6 +226,22 @@ def collate(
         weights=_tensor(pack_ids < len(packs) - fillers, np.float32),
         pack_ids=_tensor(pack_ids, np.int64),
         num_packs=len(packs),
+    )
+
+
+def _join(parts: Sequence[Packs]) -> Packs:
+    """The packs of `parts`, in order, without carried columns."""
+    return Packs(
+        input_ids=np.concatenate([p.input_ids for p in parts]),
+        labels=np.concatenate([p.labels for p in parts]),
+        reward=np.concatenate([p.reward for p in parts]),
+        lengths=np.concatenate([p.lengths for p in parts]),
+        seq_boundaries=np.concatenate([p.seq_boundaries for p in parts]),
+        example_ids=np.concatenate([p.example_ids for p in parts]),
+        num_responses=np.concatenate([p.num_responses for p in parts]),
+        token_offsets=concat_offsets([p.token_offsets for p in parts]),
+        sequence_offsets=concat_offsets([p.sequence_offsets for p in parts]),
+        example_offsets=concat_offsets([p.example_offsets for p in parts]),
     )
 
 

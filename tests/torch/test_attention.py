@@ -84,6 +84,16 @@ def test_value_and_gradients(
         assert (a - b).abs().max() < 1e-11
 
 
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize("backend", list(ATTENTION))
+def test_every_window(kit: SimpleNamespace, backend: str, layout: str) -> None:
+    batch = collate(kit.packed(EXAMPLES, [2, 3], layout), "dpo")
+    qkv = inputs(batch.num_tokens)
+    for window in range(1, batch.max_seqlen_k + 2):
+        found = ATTENTION.load(backend)(*qkv, batch.layout, scale=0.3, sliding_window=window)
+        assert (found - dense(*qkv, batch.layout, window, None)).abs().max() < 1e-12, window
+
+
 @pytest.mark.parametrize("backend", list(ATTENTION))
 def test_half_precision_stays_near_and_keeps_its_type(kit: SimpleNamespace, backend: str) -> None:
     batch = collate(kit.packed(EXAMPLES, [2, 3], "shared_prefix"), "dpo")

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packstore.errors import BackendError, ConfigError
-from packstore.records import Packs
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, collate
 
@@ -89,7 +88,8 @@ def test_packs_one_by_one_or_together(kit: SimpleNamespace, layout: str) -> None
     packs = kit.packed(EXAMPLES, [1, 3, 2], layout)
     rows = [packs.row(i) for i in range(3)]
     assert_batches_equal(collate(rows, "dpo"), collate(packs, "dpo"))
-    assert_batches_equal(collate([Packs.concat(rows[:2]), rows[2]], "dpo"), collate(packs, "dpo"))
+    first = kit.packed(EXAMPLES.take(np.arange(4)), [1, 3], layout)
+    assert_batches_equal(collate([first, rows[2]], "dpo"), collate(packs, "dpo"))
 
 
 def test_fillers_and_reference(kit: SimpleNamespace) -> None:

@@ -186,6 +186,14 @@ def test_resuming_on_other_ranks_loses_and_repeats_nothing(
         assert sorted(seen) == list(range(N))
 
 
+def test_a_finished_epoch_is_over_for_any_batch_size(stored: Dataset) -> None:
+    loader = PackedDataLoader(make(stored), packs_per_batch=2)
+    assert len(epoch_of(loader)) == N // 2
+    resumed = PackedDataLoader(make(stored), packs_per_batch=1)
+    resumed.load_state_dict(loader.state_dict())
+    assert epoch_of(resumed) == []
+
+
 def test_epochs(stored: Dataset) -> None:
     loader = PackedDataLoader(make(stored))
     first = epoch_of(loader)
