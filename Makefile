@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test check clean
+.PHONY: demo test check floors clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -29,5 +29,15 @@ $(VENV)/installed: pyproject.toml
 	$(PIP) -e '.[dev]'
 	touch $@
 
+# The suite on the oldest releases that pyproject.toml admits.
+FLOORS = $(PYTHON) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*(d.replace(">=", "==") for d in p["dependencies"]))'
+
+floors:
+	$(PYTHON) -m venv .venv-floors
+	.venv-floors/bin/python -m pip install --quiet torch==2.13.0
+	.venv-floors/bin/python -m pip install --quiet -e '.[dev]' $$($(FLOORS))
+	.venv-floors/bin/python -m pytest -m 'not slow'
+
 clean:
-	rm -rf $(VENV) demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-floors demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -283,6 +283,26 @@ REAL = [
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+@pytest.mark.parametrize("file", ["pairs/hh_harmless_raw.jsonl.gz", "ranked/oasst_k2_6.jsonl"])
+def test_real_examples_survive_every_packing(
+    shared_data: Path, do_pack: Pack, file: str, strategy: str
+) -> None:
+    tokenizer = shared_data / "tokenizers" / "small_bpe"
+    template = {"chat_template": "chatml", "pack_size": 8192, "num_workers": 1}
+    plain = do_pack(shared_data / file, tokenizer, strategy="none", **template)
+    expected = by_id(plain)
+    for layout in ("concat", "shared_prefix"):
+        for labels in ("plain", "spans"):
+            packed = do_pack(
+                plain, None, pack_size=8192, strategy=strategy, layout=layout, labels=labels
+            )
+            assert by_id(packed) == expected
+            back = do_pack(packed, None, pack_size=8192, strategy=strategy)
+            assert by_id(back) == expected
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "mistral_v1", "t5_unigram", "small_bpe"])
 @pytest.mark.parametrize("file", REAL)
 def test_real_data(shared_data: Path, do_pack: Pack, file: str, name: str) -> None:

@@ -19,8 +19,9 @@ def first_fit(lengths: Int32, capacity: int, queue: Int64) -> tuple[Int64, Int64
     Returns:
         The order and offsets of a strategy; packs in the order in which they were opened.
     """
-    # No two packs are both at most half full, else the later one would not have been opened.
-    most = min(len(lengths), 2 * int(lengths.sum(dtype=np.int64)) // capacity + 1)
+    # Any two packs hold more than one could, else the later one would not have been opened; so
+    # P packs, unless P is 1, hold more than P halves.
+    most = min(len(lengths), 2 * int(lengths.sum(dtype=np.int64)) // capacity)
     pack_of = _assign(lengths, capacity, queue, most)
     return _by_pack(pack_of, queue)
 
@@ -58,13 +59,12 @@ def _assign(lengths: Int32, capacity: int, queue: Int64, most: int) -> Int32:
 @jit
 def _by_pack(pack_of: Int32, queue: Int64) -> tuple[Int64, Int64]:
     packs = pack_of.max() + 1 if len(pack_of) else 0
-    offsets = np.zeros(packs + 1, np.int64)
+    order, ends = np.empty(len(queue), np.int64), np.zeros(packs + 2, np.int64)
+    # First ends[i + 2] counts pack i, then ends[i + 1] is where it starts, and at last ends.
     for pack in pack_of:
-        offsets[pack + 1] += 1
-    offsets = np.cumsum(offsets)
-    fill = offsets.copy()
-    order = np.empty(len(queue), np.int64)
+        ends[pack + 2] += 1
+    ends = np.cumsum(ends)
     for i in range(len(queue)):
-        order[fill[pack_of[i]]] = queue[i]
-        fill[pack_of[i]] += 1
-    return order, offsets
+        order[ends[pack_of[i] + 1]] = queue[i]
+        ends[pack_of[i] + 1] += 1
+    return order, ends[:-1]

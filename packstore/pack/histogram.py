@@ -147,28 +147,32 @@ def place(steps: Int64, packs: int, grouped: Int32, counts: Int64) -> tuple[Int6
         grouped: int32 `[n]` of :func:`group_by_length`.
         counts: int64 `[capacity + 1]`, examples of each length.
     """
-    order, offsets = np.empty(len(grouped), np.int64), np.zeros(packs + 1, np.int64)
-    _scatter(steps, grouped, counts, order, offsets)
-    return order, offsets
+    order, ends = np.empty(len(grouped), np.int64), np.zeros(packs + 2, np.int64)
+    _scatter(steps, grouped, counts, order, ends)
+    return order, ends[:-1]
 
 
 @jit
-def _scatter(steps: Int64, grouped: Int32, counts: Int64, order: Int64, offsets: Int64) -> None:
+def _scatter(steps: Int64, grouped: Int32, counts: Int64, order: Int64, ends: Int64) -> None:
+    """Writes `order`, and the offsets into all but the last of the zeros in `ends` `[P + 2]`.
+
+    First ``ends[i + 2]`` counts pack i, then ``ends[i + 1]`` is where it starts, and when all its
+    examples are written there, where it ends.
+    """
     for s in range(len(steps)):
-        first = steps[s, FIRST]
+        first = steps[s, FIRST] + 2
         for pack in range(first, first + steps[s, PACKS]):
-            offsets[pack + 1] += steps[s, EACH]
-    for pack in range(len(offsets) - 1):
-        offsets[pack + 1] += offsets[pack]
-    fill = offsets[:-1].copy()
+            ends[pack] += steps[s, EACH]
+    for pack in range(2, len(ends)):
+        ends[pack] += ends[pack - 1]
     taken = np.cumsum(counts) - counts
     for s in range(len(steps)):
-        first, each = steps[s, FIRST], steps[s, EACH]
+        first, each = steps[s, FIRST] + 1, steps[s, EACH]
         source = taken[steps[s, SIZE]]
         for pack in range(first, first + steps[s, PACKS]):
-            to = fill[pack]
+            to = ends[pack]
             for i in range(each):
                 order[to + i] = grouped[source + i]
             source += each
-            fill[pack] = to + each
+            ends[pack] = to + each
         taken[steps[s, SIZE]] = source

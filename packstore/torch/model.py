@@ -111,7 +111,7 @@ def _register(backend: str) -> str:
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
-        raise missing_extra("use_packed_attention", "torch", error) from error
+        raise missing_extra("use_packed_attention", "train", error) from error
     attend = ATTENTION.load(backend)
 
     def packed_attention(

@@ -69,7 +69,7 @@ def test_what_is_no_length_gets_a_sentence(lengths: object, text: str) -> None:
 
 
 def test_settings_without_meaning() -> None:
-    with pytest.raises(UnknownNameError, match="unknown strategy 'pol'.*Did you mean 'pool'"):
+    with pytest.raises(UnknownNameError, match=r"unknown strategy 'pol'.*Did you mean 'pool'"):
         plan([1], strategy="pol")
     with pytest.raises(ConfigError, match="pack_order must be one of"):
         plan([1], pack_order="random")  # type: ignore[arg-type]
@@ -118,6 +118,17 @@ def test_stratified_steps_have_nearly_the_same_number_of_examples() -> None:
     assert 5 * spread["stratified"] < spread["shuffled"] < spread["plain"]
 
 
+def test_a_stratified_step_has_one_pack_of_each_stratum() -> None:
+    rng = np.random.default_rng(0)
+    examples, squares = rng.integers(1, 9, 640), rng.permutation(640)
+    order = ORDERS["stratified"](examples, squares, 0)
+    stratum = np.empty(640, np.int64)
+    stratum[np.lexsort((squares, examples))] = np.arange(640) // 10
+    steps = stratum[order].reshape(10, STEP)
+    np.testing.assert_array_equal(np.sort(steps, axis=1), np.tile(np.arange(STEP), (10, 1)))
+    assert len(np.unique(steps, axis=0)) == 10
+
+
 def test_statistics_are_those_of_the_packs() -> None:
     made = plan([4, 4, 2, 9, 5], pack_size=10, strategy="sequential", pack_order="plain")
     found = json.loads(json.dumps(made.statistics()))
@@ -150,9 +161,9 @@ def test_intraclass_correlation_of_known_groups() -> None:
     offsets = np.array([0, 2, 4, 6])
     assert intraclass_correlation(np.array([1.0, 1, 5, 5, 9, 9]), offsets) == pytest.approx(1)
     assert intraclass_correlation(np.array([1.0, 9, 9, 1, 1, 9]), offsets) == pytest.approx(-1)
-    # By hand: mean squares 4/3 between and 2 within, groups of 2.
+    # By hand: mean squares 8/3 between and 2 within, groups of 2.
     value = intraclass_correlation(np.array([1.0, 3, 3, 5, 3, 5]), offsets)
-    assert value == pytest.approx((4 / 3 - 2) / (4 / 3 + 2))
+    assert value == pytest.approx((8 / 3 - 2) / (8 / 3 + 2))
     assert intraclass_correlation(np.ones(6), offsets) is None
     assert intraclass_correlation(np.arange(3.0), np.arange(4)) is None
 

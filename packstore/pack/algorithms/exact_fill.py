@@ -1,7 +1,7 @@
 """Patterns of lengths that fill a pack exactly, over the histogram: as tight as a plan gets.
 
-Best-fit decreasing loses a percent where about three examples go into a pack, because it takes the
-longest that fits and not the one after which another still does.
+Best-fit decreasing loses a percent where about three examples go into a pack: it takes the longest
+example that fits, and not one after which the next fits exactly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from packstore.pack.histogram import (
     new_steps,
     place,
 )
-from packstore.pack.kernels import Bits, add, at_most, inlined, jit, new_set, remove
+from packstore.pack.kernels import Bits, add, at_least, at_most, inlined, jit, new_set, remove
 from packstore.records import Int32, Int64
 
 PROBES = 64
@@ -24,101 +24,98 @@ PROBES = 64
 
 
 def exact_fill(lengths: Int32, capacity: int, seed: int) -> tuple[Int64, Int64]:
-    """The longest example first, with those that fill its pack exactly; the rest by best fit.
+    """The longest example first, with others that fill its pack exactly; the rest by best fit.
 
-    Examples of like lengths meet in a pack: use pack order ``stratified`` or ``shuffled``.
+    Never more packs than best-fit decreasing makes, whose plan is made as well and taken if it is
+    better. Examples of like lengths meet in a pack: use pack order ``stratified`` or ``shuffled``.
     """
     counts = count_lengths(lengths, capacity)
-    steps, packs = _plan(counts.copy(), capacity)
-    return place(steps, packs, group_by_length(lengths, counts, seed), counts)
+    steps, used, packs = _plan(counts.copy(), capacity)
+    other, other_used, other_packs = best_fit(counts, capacity, new_steps(), 0, 0)
+    if other_packs < packs:
+        steps, used, packs = other, other_used, other_packs
+    return place(steps[:used], packs, group_by_length(lengths, counts, seed), counts)
 
 
 @jit
-def _plan(counts: Int64, capacity: int) -> tuple[Int64, int]:
-    """Steps and number of packs; uses up `counts`."""
+def _plan(counts: Int64, capacity: int) -> tuple[Int64, int, int]:
+    """Steps, how many are used, and the number of packs; uses up `counts`."""
     steps, used, packs = new_steps(), 0, 0
-    sizes, rest = new_set(capacity), np.zeros_like(counts)
-    parts = np.empty(capacity, np.int64)
-    tokens = 0
+    sizes, rest, parts = new_set(capacity), np.zeros_like(counts), np.empty(capacity, np.int64)
     for size in range(1, capacity + 1):
         if counts[size] > 0:
             add(sizes, size)
-            tokens += size * counts[size]
-    mean = tokens / max(counts.sum(), 1)
     size = at_most(sizes, capacity)
     while size > 0:
-        found = _find_pattern(counts, sizes, parts, size, capacity, mean)
-        if found == 0:
-            rest[size] += counts[size]
+        number = _find(counts, sizes, parts, size, capacity)
+        if number > 0:
+            pattern = np.sort(parts[:number])
+            steps, used, packs = _repeat(pattern, counts, sizes, steps, used, packs)
+        else:
+            rest[size] = counts[size]
             counts[size] = 0
             remove(sizes, size)
-        else:
-            parts[:found] = np.sort(parts[:found])
-            more = counts[size]
-            part = 0
-            while part < found:
-                each = _run(parts, found, part)
-                more = min(more, counts[parts[part]] // each)
-                part += each
-            part = 0
-            while part < found:
-                each = _run(parts, found, part)
-                counts[parts[part]] -= more * each
-                if counts[parts[part]] == 0:
-                    remove(sizes, parts[part])
-                steps = add_step(steps, used, packs, 1 + more, parts[part], each)
-                used += 1
-                part += each
-            packs += 1 + more
         size = at_most(sizes, size)
-    steps, used, packs = best_fit(rest, capacity, steps, used, packs)
-    return steps[:used], packs
+    return best_fit(rest, capacity, steps, used, packs)
 
 
 @inlined
-def _run(parts: Int64, found: int, part: int) -> int:
-    each = 1
-    while part + each < found and parts[part + each] == parts[part]:
-        each += 1
-    return each
-
-
-@inlined
-def _find_pattern(
-    counts: Int64, sizes: Bits, parts: Int64, size: int, capacity: int, mean: float
-) -> int:
-    """Takes examples, `size` first, that fill a pack exactly; returns how many, 0 if none do."""
+def _find(counts: Int64, sizes: Bits, parts: Int64, size: int, capacity: int) -> int:
+    """Writes to `parts` lengths, `size` first, that fill a pack exactly; returns how many, or 0."""
     room = capacity
-    found = 0
+    number = 0
     while size > 0:
-        parts[found] = size
-        found += 1
+        parts[number] = size
+        number += 1
         counts[size] -= 1
+        if counts[size] == 0:
+            remove(sizes, size)
         room -= size
-        if room == 0:
-            return found
-        size = _next_part(counts, sizes, size, room, mean)
-    for i in range(found):
-        counts[parts[i]] += 1
-    return 0
+        size = _next_part(counts, sizes, room)
+    for part in parts[:number]:
+        counts[part] += 1
+        add(sizes, part)
+    return number if room == 0 else 0
 
 
 @inlined
-def _next_part(counts: Int64, sizes: Bits, last: int, room: int, mean: float) -> int:
-    if room <= last and counts[room] > 0:
+def _next_part(counts: Int64, sizes: Bits, room: int) -> int:
+    """The length that closes `room`, or one of two that do, else a third of it; -1: none fits.
+
+    Two as equal as possible, and a third rather than more: that saves up the short ones, without
+    which the packs of long ones stay open.
+    """
+    if at_most(sizes, room) == room:
         return room
-    one = min(last, room - 1)
+    one = (room - 1) // 2
     for _ in range(PROBES):
-        one = at_most(sizes, one)
-        if one < 0 or 2 * one < room:
+        one = at_least(sizes, one + 1)
+        if one < 0 or one >= room:
             break
-        two = room - one
-        if counts[one] > 0 and counts[two] > (1 if one == two else 0):
+        if counts[room - one] > (1 if 2 * one == room else 0):
             return one
-        one -= 1
-    if room > 2 * mean:
-        one = at_most(sizes, min(last, room - np.int64(mean / 2)))
-        while one > 0 and counts[one] == 0:
-            one = at_most(sizes, one - 1)
-        return one
-    return -1
+    third = at_most(sizes, room // 3)
+    return third if third > 0 else at_most(sizes, room)
+
+
+@jit
+def _repeat(
+    pattern: Int64, counts: Int64, sizes: Bits, steps: Int64, used: int, packs: int
+) -> tuple[Int64, int, int]:
+    """Fills as many packs as there are examples for with the (sorted) pattern."""
+    ends = np.searchsorted(pattern, pattern, "right")
+    number = counts.max()
+    part = 0
+    while part < len(pattern):
+        number = min(number, counts[pattern[part]] // (ends[part] - part))
+        part = ends[part]
+    part = 0
+    while part < len(pattern):
+        size, each = pattern[part], ends[part] - part
+        steps = add_step(steps, used, packs, number, size, each)
+        used += 1
+        counts[size] -= number * each
+        if counts[size] == 0:
+            remove(sizes, size)
+        part = ends[part]
+    return steps, used, packs + number

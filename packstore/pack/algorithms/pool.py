@@ -112,7 +112,7 @@ def _leave(length: int, alive: Bits, sizes: Bits, ends: Int64, behind: Int64, st
 
 
 @inlined
-def _closing(lengths: Int32, alive: Bits, sizes: Bits, ends: Int64, state: Int64, room: int) -> int:
+def _closing(lengths: Int32, alive: Bits, sizes: Bits, state: Int64, room: int) -> int:
     """Length of the example that, alone or with one more, leaves least of `room`; -1: none fits."""
     best = at_most(sizes, room)
     if room < 2 * at_least(sizes, 1):  # no two fit
@@ -127,8 +127,6 @@ def _closing(lengths: Int32, alive: Bits, sizes: Bits, ends: Int64, state: Int64
         if one >= room:
             continue
         two = at_most(sizes, room - one)
-        if two == one and ends[one, FRONT] == ends[one, BACK]:
-            two = at_most(sizes, one - 1)
         if two > 0 and room - one - two < least:
             best, least = one, room - one - two
     return best
@@ -161,6 +159,6 @@ def _fill(lengths: Int32, capacity: int, order: Int64, offsets: Int64) -> int:
             if i >= 0:
                 length = lengths[i]
             else:
-                length = _closing(lengths, alive, sizes, ends, state, room)
+                length = _closing(lengths, alive, sizes, state, room)
     offsets[packs] = written
     return packs
