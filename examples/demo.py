@@ -36,7 +36,7 @@ from packstore.torch import (
 HERE = Path(__file__).parent
 OUT = Path("demo")
 PACK_SIZE = 512
-EPOCHS = 6
+EPOCHS = 5
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -103,7 +103,7 @@ def align(train: str, held_out: str, vocab_size: int) -> None:
     """DPO steps; prints loss and accuracy of each epoch."""
     policy = tiny_model(vocab_size)
     reference = copy.deepcopy(policy).requires_grad_(False)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-4)
     loss_fn = PreferenceLoss("dpo", beta=0.1)
     data = PackedDataset(train, seed=0)
     console.print("epoch  steps    loss  accuracy  held-out accuracy", style="bold")
