@@ -10,6 +10,7 @@ import numpy as np
 from packstore.config import TokenizeConfig
 from packstore.errors import ConfigError, quote, sentence
 from packstore.records import Column
+from packstore.schema import COLUMNS
 from packstore.tokenizer.refusals import Refused
 
 TYPES: dict[str, tuple[type, Any]] = {
@@ -19,18 +20,6 @@ TYPES: dict[str, tuple[type, Any]] = {
     "bool": (bool, np.bool_),
 }
 """Type name -> its Python class and its numpy type."""
-
-RESERVED = (
-    "input_ids",
-    "labels",
-    "label_spans",
-    "reward",
-    "lengths",
-    "seq_boundaries",
-    "example_ids",
-    "num_responses",
-)
-"""Names that the columns of the format have."""
 
 
 def parse_carry(config: TokenizeConfig) -> dict[str, str]:
@@ -47,7 +36,7 @@ def parse_carry(config: TokenizeConfig) -> dict[str, str]:
             raise ConfigError(
                 sentence("setting carry", f"a type must be one of: {choices}", quote(written))
             )
-        if name in RESERVED or name in found or not name:
+        if name in COLUMNS or name in found or not name:
             must = "a name must not be empty, named twice, or a column of the format"
             raise ConfigError(sentence("setting carry", must, quote(name)))
         found[name] = written

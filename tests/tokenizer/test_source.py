@@ -12,7 +12,7 @@ import packstore.tokenizer.engines as engines
 from packstore.errors import MissingExtraError, TokenizerError, UnknownNameError
 from packstore.schema import CARRY_TYPES
 from packstore.tokenizer import load_tokenizer
-from packstore.tokenizer.carry import RESERVED, TYPES
+from packstore.tokenizer.carry import TYPES
 from packstore.tokenizer.engines import ENGINES
 
 
@@ -30,14 +30,6 @@ def test_engine_folder_is_the_registry():
 
 def test_carry_types_are_those_of_the_schema():
     assert set(TYPES) == set(CARRY_TYPES)
-
-
-def test_reserved_names_are_the_columns_of_the_format():
-    from packstore.schema import pack_schema
-
-    names = {*pack_schema("ranked", "concat").names}
-    names |= {*pack_schema("ranked", "concat", label_spans=True).names}
-    assert set(RESERVED) == names
 
 
 @pytest.mark.parametrize(
