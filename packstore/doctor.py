@@ -7,6 +7,7 @@ as a model would see them: BOS, EOS, unknown tokens, duplicates.
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -16,7 +17,7 @@ import numpy as np
 from packstore.config import PackConfig
 from packstore.errors import ConfigError
 from packstore.intake import RecordIntake, open_intake
-from packstore.records import SOURCE_SHIFT, Bool, Examples, Tally
+from packstore.records import SOURCE_SHIFT, Bool, Examples, Sample, Tally
 from packstore.tokenizer import Tokenizer
 
 MEANING: dict[str, str] = {
@@ -28,6 +29,8 @@ MEANING: dict[str, str] = {
     "duplicate_records": "an earlier record again, to the last token",
 }
 """Checks on the tokenized sequences; all others come from the policies of packing."""
+
+_ORDINAL = (1 << SOURCE_SHIFT) - 1
 
 PROBLEMS = ("double_bos", "no_bos", "no_eos")
 
@@ -67,7 +70,8 @@ def diagnose(
 ) -> Diagnosis:
     """Tokenizes all records as ``packstore.pack`` would and counts what is wrong with them.
 
-    Policies that say ``error`` count here instead of stopping. Keeps 32 bytes per record in memory.
+    Policies that say ``error`` count here instead of stopping. Keeps two hashes of every record in
+    memory.
 
     Raises:
         PackstoreError: the input cannot be read at all, or the tokenizer does not load.
@@ -82,8 +86,12 @@ def diagnose(
         lint.look(examples)
         if progress is not None:
             progress("read", tally.read, None, "records")
-    tally.noted.update(lint.tally.noted)
-    tally.samples.extend(lint.tally.samples)
+    paths = [source["path"] for source in intake.provenance()["sources"]]
+    for check, example_ids in lint.found.items():
+        tally.noted[check] = len(example_ids)
+        for i in example_ids[: Tally.SAMPLES_PER_REASON]:
+            where = f"{paths[i >> SOURCE_SHIFT]}, record {(i & _ORDINAL) + 1}"
+            tally.samples.append(Sample(check, where, ""))
     return Diagnosis(intake.kind, tally.read, tuple(_findings(tally)))
 
 
@@ -109,10 +117,14 @@ def _spell(where: str, detail: str) -> str:
 
 
 class _Lint:
-    """Looks at tokenized sequences, block by block."""
+    """Looks at tokenized sequences, block by block.
+
+    Attributes:
+        found: check -> ids of the examples that it hit.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tally = Tally()
+        self.found: defaultdict[str, list[int]] = defaultdict(list)
         self._tokenizer = tokenizer
         self._prompts: set[bytes] = set()
         self._records: set[bytes] = set()
@@ -168,10 +180,8 @@ class _Lint:
         self._note_examples(check, examples, flagged)
 
     def _note_examples(self, check: str, examples: Examples, flagged: Bool) -> None:
-        for i in np.flatnonzero(flagged):
-            source = int(examples.example_ids[i])
-            ordinal = source & ((1 << SOURCE_SHIFT) - 1)
-            self.tally.note(check, f"source {source >> SOURCE_SHIFT}, record {ordinal + 1}")
+        if flagged.any():
+            self.found[check] += examples.example_ids[flagged].tolist()
 
 
 def _digest(ids: Any) -> bytes:

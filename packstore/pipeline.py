@@ -81,8 +81,8 @@ def pack(
     with Spill(config.spill_dir) as spill:
         tally, lengths = _read(intake, spill, config, report)
         _check_drops(tally, config)
-        layout = plan(lengths, config=config)
-        _write(intake, spill.examples(), layout, tally, location, config, report)
+        packing = plan(lengths, config=config)
+        _write(intake, spill.examples(), packing, tally, location, config, report)
     dataset = open_dataset(out, storage_options=storage_options)
     _log_result(dataset)
     return dataset
@@ -97,6 +97,7 @@ def _read(
 ) -> tuple[Tally, Int32]:
     """All examples to the spill; returns what became of the records, and tokens per example."""
     tally, lengths = Tally(), []
+    report("read", 0, None, "records")
     for examples, part in intake:
         tally.add(part)
         spill.append(examples)
@@ -128,7 +129,7 @@ def _check_drops(tally: Tally, config: PackConfig) -> None:
 def _write(
     intake: Intake,
     examples: Examples,
-    plan_: Plan,
+    packing: Plan,
     tally: Tally,
     location: Location,
     config: PackConfig,
@@ -146,13 +147,13 @@ def _write(
     run = fingerprint(_without_paths(provenance))[:12]
     with ShardWriter(location, shape, config, run, config.spill_dir) as writer:
         done = 0
-        for packs in _fill(examples, plan_, config):
+        for packs in _fill(examples, packing, config):
             writer.write(packs)
             done += len(packs)
-            report("write", done, plan_.num_packs, "packs")
+            report("write", done, packing.num_packs, "packs")
         shards = writer.close()
         manifest = build_manifest(
-            shape, config, shards, writer.counter, tally, plan_.statistics(), provenance
+            shape, config, shards, writer.counter, tally, packing.statistics(), provenance
         )
         commit_manifest(location, manifest, overwrite=config.overwrite)
 
@@ -164,12 +165,12 @@ def _without_paths(value: Any) -> Any:
     return [_without_paths(v) for v in value] if isinstance(value, list) else value
 
 
-def _fill(examples: Examples, plan_: Plan, config: PackConfig) -> Iterator[Packs]:
+def _fill(examples: Examples, packing: Plan, config: PackConfig) -> Iterator[Packs]:
     """The packs in plan order, about a row group at a time."""
     step = max(1, config.row_group_tokens // config.pack_size)
-    for first in range(0, plan_.num_packs, step):
-        offsets = plan_.offsets[first : first + step + 1]
-        part = examples.take(plan_.order[offsets[0] : offsets[-1]])
+    for first in range(0, packing.num_packs, step):
+        offsets = packing.offsets[first : first + step + 1]
+        part = examples.take(packing.order[offsets[0] : offsets[-1]])
         yield fill(part, offsets - offsets[0], config.layout)
 
 
