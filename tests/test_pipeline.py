@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -227,7 +228,10 @@ def test_an_existing_dataset_is_kept(do_pack: Pack, tokenizer: Tokenizer) -> Non
         packstore.pack(PAIRS, first.url, tokenizer)
     again = packstore.pack(PAIRS[:9], first.url, tokenizer, pack_size=256, overwrite=True)
     assert (again.version, again.manifest.pairs) == (2, 9)
-    assert packstore.open(first.url).manifest.pairs == 9
+    current = packstore.open(first.url)
+    assert current.manifest.pairs == 9
+    ids = pq.read_table(current.shard_urls)["example_ids"].combine_chunks().flatten()
+    assert sorted(ids.to_pylist()) == list(range(9))
     assert packstore.open(first.url, version=1).manifest.pairs == 60
     assert first.verify().ok
 

@@ -73,6 +73,15 @@ class Dataset:
         return self.location.display
 
     @property
+    def shard_urls(self) -> list[str]:
+        """Where the shards of this version are, for readers that know no manifest.
+
+        After an overwrite the folder holds the shards of older versions too, so give Polars,
+        DuckDB or ``datasets`` this list rather than the folder.
+        """
+        return [self.location.join(shard.path).url for shard in self.manifest.shards]
+
+    @property
     def schema(self) -> pa.Schema:
         """The Arrow schema of :meth:`iter_batches`."""
         return self.manifest.schema
