@@ -21,6 +21,7 @@ from packstore.records import Examples, Tally
 from packstore.tokenizer import (
     RecordTokenizer,
     Tokenizer,
+    agreeing,
     detect_kind,
     load_tokenizer,
     parse_carry,
@@ -86,14 +87,15 @@ class RecordIntake:
         self.carry = parse_carry(config)
         self._reader = InputReader(source, storage_options, config)
         self._blocks = iter(self._reader)
-        self.kind = self._detect_kind() if config.kind == "auto" else config.kind
-        self.vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
-
-    def _detect_kind(self) -> str:
         first = next(self._blocks)  # a block is never without records
         self._blocks = itertools.chain([first], self._blocks)
         rows = first.parse()
-        return detect_kind(rows.values[0], self._config, rows.where(0))
+        self.kind: str = config.kind
+        if self.kind == "auto":
+            self.kind = detect_kind(rows.values[0], config, rows.where(0))
+        if self.tokenizer is not None and config.tokenizer_engine == "auto":
+            self.tokenizer = agreeing(self.tokenizer, rows, config, self.kind)
+        self.vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
 
     def __iter__(self) -> Iterator[Part]:
         work = _Tokenize(RecordTokenizer(self.tokenizer, self._config, self.kind))

@@ -1,9 +1,16 @@
 """From parsed records to examples: token ids, and which of them are supervised."""
 
 from packstore.tokenizer.carry import parse_carry
-from packstore.tokenizer.record_tokenizer import RecordTokenizer
+from packstore.tokenizer.record_tokenizer import RecordTokenizer, agreeing
 from packstore.tokenizer.shapes import detect_kind
 from packstore.tokenizer.source import load_tokenizer
 from packstore.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["RecordTokenizer", "Tokenizer", "detect_kind", "load_tokenizer", "parse_carry"]
+__all__ = [
+    "RecordTokenizer",
+    "Tokenizer",
+    "agreeing",
+    "detect_kind",
+    "load_tokenizer",
+    "parse_carry",
+]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,16 @@ from packstore.records import Examples, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.carry import carried_values, parse_carry, to_columns
 from packstore.tokenizer.drafts import Draft, check_responses, draft_record
 from packstore.tokenizer.encode import Encoded, Tokens, assemble, encode_drafts, starts_with
+from packstore.tokenizer.fastest import FASTER
 from packstore.tokenizer.overlong import fit
 from packstore.tokenizer.refusals import Refused, raise_if_error
 from packstore.tokenizer.shapes import Parsed, parse_record
 from packstore.tokenizer.tokenizer import Tokenizer
+
+log = logging.getLogger("packstore")
+
+FIRST_RECORDS = 64
+"""Records on which a faster engine must agree with the reference before it is used."""
 
 
 @dataclass(slots=True)
@@ -149,3 +156,27 @@ class RecordTokenizer:
             example_ids=np.array([example_id(source, n) for n, _ in kept], np.int64),
             columns=columns,
         )
+
+
+def agreeing(tokenizer: Tokenizer, rows: Rows, config: TokenizeConfig, kind: str) -> Tokenizer:
+    """`tokenizer`, or the same with the reference engine if that one reads records differently.
+
+    Args:
+        tokenizer: as chosen by probe texts.
+        rows: the first records of the input; some of them are tokenized with both engines.
+        config: the settings of the job.
+        kind: ``dpo``, ``sft`` or ``ranked``.
+    """
+    if tokenizer.engine_name not in FASTER:
+        return tokenizer
+    reference = replace(tokenizer, engine_name="tokenizers")
+    n = min(len(rows.values), FIRST_RECORDS)
+    few = replace(rows, ordinals=rows.ordinals[:n], values=rows.values[:n])
+    fast, slow = (RecordTokenizer(t, config, kind)(few)[0] for t in (tokenizer, reference))
+    same = np.array_equal(fast.input_ids, slow.input_ids) and np.array_equal(
+        fast.supervised, slow.supervised
+    )
+    if same:
+        return tokenizer
+    log.warning("tokenizer engine %s is not used: its ids differ", tokenizer.engine_name)
+    return reference

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,20 @@ from typing import Any
 from packstore.errors import TokenizerError, quote, sentence
 from packstore.tokenizer.builtin_templates import BUILTIN
 from packstore.tokenizer.engines import ENGINES, Engine
+from packstore.tokenizer.fastest import FASTER, fastest
 from packstore.tokenizer.tokenizer import Tokenizer
 
 FILE_NAMES = {
     "tokenizers": ("tokenizer.json",),
     "sentencepiece": ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 }
-"""Engine -> names of its file in a folder."""
+"""Reference engine -> names of its file in a folder."""
+
+FILE_ENGINES = {
+    "tokenizers": ("auto", "tokenizers", *FASTER),
+    "sentencepiece": ("auto", "sentencepiece"),
+}
+"""Reference engine -> settings that take its files."""
 
 WELL_KNOWN = {
     "bos_token": ("<s>", "<|begin_of_text|>", "<bos>"),
@@ -86,7 +93,7 @@ def load_tokenizer(
         ENGINES.check(engine)
     if isinstance(source, str | PathLike):
         found = _from_path(Path(source), engine)
-    elif hasattr(source, "to_str") and engine in ("auto", "tokenizers"):
+    elif hasattr(source, "to_str") and engine in FILE_ENGINES["tokenizers"]:
         found = _Found("tokenizers.Tokenizer", "tokenizers", source.to_str().encode())
     else:
         must = "it must be a path or a tokenizers.Tokenizer"
@@ -102,6 +109,12 @@ def load_tokenizer(
         **_roles(loaded, found.settings),
     )
     _ = tokenizer.template  # a syntax error shows here, not in a worker
+    if found.engine != "tokenizers" or engine == "tokenizers":
+        return tokenizer
+    if engine == "auto":
+        return fastest(tokenizer)
+    tokenizer = replace(tokenizer, engine_name=engine)
+    _ = tokenizer.engine  # so does a tokenizer that the engine does not know
     return tokenizer
 
 
@@ -109,14 +122,14 @@ def _from_path(path: Path, engine: str) -> _Found:
     file, folder = path, path.parent
     if path.is_dir():
         folder = path
-        names = [n for e, files in FILE_NAMES.items() if engine in ("auto", e) for n in files]
+        names = [n for e, files in FILE_NAMES.items() if engine in FILE_ENGINES[e] for n in files]
         file = next((path / n for n in names if (path / n).is_file()), path)
         if file == path:
             must = f"the folder must hold one of {', '.join(names)}"
             raise TokenizerError(sentence(f"tokenizer {path}", must))
     payload = _read(file)
     kind = "tokenizers" if payload.lstrip()[:1] == b"{" else "sentencepiece"
-    if engine not in ("auto", kind):
+    if engine not in FILE_ENGINES[kind]:
         must = f"engine {engine!r} needs a file of its own kind"
         raise TokenizerError(sentence(f"tokenizer {path}", must, f"one for {kind!r}"))
     found = _Found(file.name, kind, payload)

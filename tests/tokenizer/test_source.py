@@ -66,7 +66,7 @@ def test_bare_file_alone_falls_back_to_declared_tokens(shared_data, tmp_path):
 
 def test_provenance(shared_data, tokenizer):
     path = shared_data / "tokenizers/qwen3/tokenizer.json"
-    found = tokenizer("qwen3").provenance()
+    found = tokenizer("qwen3", engine="tokenizers").provenance()
     assert found["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     text = json.loads((path.parent / "tokenizer_config.json").read_text())["chat_template"]
     assert found["chat_template"] == text

@@ -57,9 +57,10 @@ ENGINES: Registry[Callable[[bytes, str], Engine]] = Registry(
     "tokenizer engine",
     {
         "tokenizers": "packstore.tokenizer.engines.tokenizers:TokenizersEngine",
+        "fastokens": "packstore.tokenizer.engines.fastokens:FastokensEngine",
         "sentencepiece": "packstore.tokenizer.engines.sentencepiece:SentencePieceEngine",
     },
-    extras={"sentencepiece": "sentencepiece"},
+    extras={"fastokens": "fast", "sentencepiece": "sentencepiece"},
 )
 """Name -> class, made from the bytes of the tokenizer file and its name for error texts."""
 

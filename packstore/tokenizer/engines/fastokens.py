@@ -1,0 +1,47 @@
+"""``fastokens``: a faster library for ``tokenizer.json``; it refuses some kinds (Unigram, NFKC)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import fastokens
+import numpy as np
+
+from packstore.errors import TokenizerError, sentence
+from packstore.records import Int32, Int64
+from packstore.tokenizer.engines.tokenizers import TokenizersEngine
+
+
+class FastokensEngine(TokenizersEngine):
+    """Encodes with ``fastokens``; all else, which is not about speed, is left to the reference."""
+
+    version = version("fastokens")
+
+    def __init__(self, payload: bytes, where: str) -> None:
+        super().__init__(payload, where)
+        self._load()
+
+    def register(self, tokens: Sequence[str]) -> None:
+        """Makes `tokens` control tokens, where they are in the vocabulary."""
+        super().register(tokens)
+        self._load()
+
+    def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
+        """Ids of all texts, flat, and their offsets."""
+        try:
+            ids, offsets = self._fast.encode_batch_flat(
+                list(texts), split_special_tokens=not control
+            )
+        except Exception as error:  # the library raises no narrower class
+            must = "fastokens must encode every text"
+            raise TokenizerError(sentence(self._where, must, str(error))) from error
+        return np.frombuffer(ids, np.int32), np.frombuffer(offsets, np.int64)
+
+    def _load(self) -> None:
+        try:
+            self._fast = fastokens.Tokenizer.from_json_str(self._tokenizer.to_str())
+        except Exception as error:  # the library raises no narrower class
+            must = "fastokens must know this kind of tokenizer"
+            do = "Set tokenizer_engine to tokenizers, or to auto"
+            raise TokenizerError(sentence(self._where, must, str(error), do)) from error

@@ -1,0 +1,74 @@
+"""The faster engine: the same ids as the reference, or not used at all."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tokenizers
+
+from packstore.config import PackConfig
+from packstore.errors import TokenizerError
+from packstore.tokenizer import RecordTokenizer, agreeing, fastest, load_tokenizer
+from packstore.tokenizer.engines.fastokens import FastokensEngine
+
+KINDS = {
+    "pairs/chat_en.jsonl": "dpo",
+    "pairs/chat_zh.jsonl": "dpo",
+    "pairs/hh_harmless_raw.jsonl.gz": "dpo",
+    "pairs/pandalm_scored.jsonl": "dpo",
+    "ranked/oasst_k2_6.jsonl": "ranked",
+    "sft/toolcall_en.jsonl": "sft",
+}
+
+
+@pytest.mark.parametrize("file", KINDS)
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "small"])
+def test_the_same_examples_from_real_records(tokenizer, records, rows, name, file):
+    fast, reference = tokenizer(name), tokenizer(name, engine="tokenizers")
+    assert (fast.engine_name, reference.engine_name) == ("fastokens", "tokenizers")
+    some = rows(records(file)[:150])
+    config = PackConfig(pack_size=8192)
+    found, expected = (RecordTokenizer(t, config, KINDS[file])(some) for t in (fast, reference))
+    assert found[1] == expected[1]
+    for array in ("input_ids", "supervised", "sequence_offsets", "example_offsets"):
+        np.testing.assert_array_equal(getattr(found[0], array), getattr(expected[0], array))
+
+
+def test_what_it_cannot_read_is_left_to_the_reference(tokenizer):
+    assert tokenizer("t5").engine_name == "tokenizers"
+    with pytest.raises(TokenizerError, match="Set tokenizer_engine to tokenizers"):
+        tokenizer("t5", engine="fastokens")
+
+
+@pytest.fixture
+def reference():
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(["a text or two"], trainer)
+    return load_tokenizer(model, engine="tokenizers")
+
+
+def test_one_other_id_and_it_is_not_used(reference, rows, monkeypatch, caplog):
+    encode = FastokensEngine.encode_batch
+
+    def wrong(self, texts, *, control):
+        ids, offsets = encode(self, texts, control=control)
+        ids = ids.copy()
+        ids[-1] += 1
+        return ids, offsets
+
+    some = rows([{"prompt": "p", "chosen": "c", "rejected": "r"}])
+    fast = fastest.fastest(reference)
+    assert fast.engine_name == "fastokens"
+    assert agreeing(fast, some, PackConfig(), "dpo") is fast
+    monkeypatch.setattr(FastokensEngine, "encode_batch", wrong)
+    assert fastest.fastest(reference).engine_name == "tokenizers"
+    assert "its ids differ on probe texts" in caplog.text
+    fast = replace(reference, engine_name="fastokens")
+    assert agreeing(fast, some, PackConfig(), "dpo").engine_name == "tokenizers"
