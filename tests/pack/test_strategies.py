@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from packstore import seeds
 from packstore.pack.algorithms import STRATEGIES
+from packstore.pack.algorithms.pool import SPAN
 from packstore.pack.bounds import lower_bound
 from packstore.pack.plan import plan
 from packstore.pack.statistics import design_effect, intraclass_correlation
@@ -198,3 +199,24 @@ def test_the_look_ahead_stays_bounded_while_old_examples_wait() -> None:
     """Each pack takes one of the first 8000, and many of those behind them."""
     lengths = np.array([4000] * 8000 + [1] * 200_000, np.int32)
     check(lengths, 4096, *run("pool", lengths, 4096))
+
+
+@pytest.mark.parametrize("laps", [1, 2])
+@pytest.mark.parametrize("beyond", range(-3, 4))
+@pytest.mark.parametrize("last", [[10, 11], [11, 10], [10, 11, 12, 3], [60, 1, 30, 2]])
+def test_the_pool_runs_empty_where_its_slots_begin_anew(
+    last: list[int], beyond: int, laps: int
+) -> None:
+    lengths = [100] * (laps * SPAN + beyond - 2) + last
+    check(lengths, 100, *run("pool", lengths, 100))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", STRATEGIES.names())
+def test_many_examples(name: str, seed: int) -> None:
+    """More than the pool has slots, of lengths among which long ones pile up."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(SPAN, 4 * SPAN))
+    mixed = np.where(rng.random(n) < 0.7, rng.normal(250, 80, n), rng.normal(2600, 490, n))
+    lengths = np.clip(mixed, 1, 4096).astype(np.int32)
+    check(lengths, 4096, *run(name, lengths, 4096, seed))

@@ -81,8 +81,11 @@ def _oldest(alive: Bits, state: Int64, i: int) -> int:
     """The oldest example of the pool that is not older than `i`, or -1."""
     slot = i % SPAN
     found = at_least(alive, slot)
-    if found < 0:
-        found = at_least(alive, 0) + SPAN
+    if found < 0:  # the slots begin anew
+        found = at_least(alive, 0)
+        if found < 0:
+            return -1
+        found += SPAN
     found += i - slot
     return found if i <= found < state[NEWEST] else -1
 
