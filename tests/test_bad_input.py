@@ -127,7 +127,7 @@ CASES: dict[str, tuple[Callable[[], None], list[str], list[str]]] = {
         ["bad.jsonl"],
         ["bad.jsonl, line 1", "invalid_unicode"],
     ),
-    "negative seed of a number": (nothing, ["good.jsonl", "--pack-size", "1"], ["pack_size"]),
+    "a pack size without meaning": (nothing, ["good.jsonl", "--pack-size", "1"], ["pack_size"]),
     "carry of an absent column": (
         nothing,
         ["good.jsonl", "--carry", "weight:float64"],
