@@ -4,19 +4,23 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test check floors clean
+.PHONY: demo test check docs floors clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
 
+# A few tests at a time: more workers would each load torch.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 check: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/installed
+	$(BIN)/mkdocs build --strict
 
 # torch first and by version: asked for later, as a dependency, pip may choose a CUDA build of
 # several gigabytes where a CPU build is at hand.
@@ -40,4 +44,4 @@ floors:
 	.venv-floors/bin/python -m pytest -m 'not slow'
 
 clean:
-	rm -rf $(VENV) .venv-floors demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-floors demo build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

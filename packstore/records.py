@@ -160,7 +160,9 @@ class Packs:
         token_offsets: int64 `[P + 1]`, where each pack starts in `input_ids`.
         sequence_offsets: int64 `[P + 1]`, where each pack starts in `lengths`.
         example_offsets: int64 `[P + 1]`, where each pack starts in `example_ids`.
-        columns: carried scalar columns, each `[E]`.
+        columns: carried scalar columns and joined side data, each `[E]`.
+        ref_logps: float32 `[S]`, log-prob of each sequence under a reference model, if joined.
+        stand_in: they are given in place of packs that could not be read, and count nothing.
     """
 
     input_ids: Int32
@@ -174,27 +176,34 @@ class Packs:
     sequence_offsets: Int64
     example_offsets: Int64
     columns: Mapping[str, Column] = field(default_factory=dict)
+    ref_logps: Float32 | None = None
+    stand_in: bool = False
 
     def __len__(self) -> int:
         return len(self.token_offsets) - 1
 
     def row(self, i: int) -> Packs:
         """Pack `i` alone: views, nothing is copied."""
-        tokens = self.token_offsets[i : i + 2]
-        sequences = self.sequence_offsets[i : i + 2]
-        examples = self.example_offsets[i : i + 2]
+        token, tokens_end = self.token_offsets[i : i + 2].tolist()
+        sequence, sequences_end = self.sequence_offsets[i : i + 2].tolist()
+        example, examples_end = self.example_offsets[i : i + 2].tolist()
+        tokens, examples = slice(token, tokens_end), slice(example, examples_end)
+        sequences = slice(sequence, sequences_end)
+        ref_logps = self.ref_logps
         return Packs(
-            input_ids=self.input_ids[slice(*tokens)],
-            labels=self.labels[slice(*tokens)],
-            reward=self.reward[slice(*sequences)],
-            lengths=self.lengths[slice(*sequences)],
-            seq_boundaries=self.seq_boundaries[slice(*self.boundary_offsets[i : i + 2])],
-            example_ids=self.example_ids[slice(*examples)],
-            num_responses=self.num_responses[slice(*examples)],
-            token_offsets=tokens - tokens[0],
-            sequence_offsets=sequences - sequences[0],
-            example_offsets=examples - examples[0],
-            columns={name: column[slice(*examples)] for name, column in self.columns.items()},
+            input_ids=self.input_ids[tokens],
+            labels=self.labels[tokens],
+            reward=self.reward[sequences],
+            lengths=self.lengths[sequences],
+            seq_boundaries=self.seq_boundaries[sequence + i : sequences_end + i + 1],
+            example_ids=self.example_ids[examples],
+            num_responses=self.num_responses[examples],
+            token_offsets=np.array((0, tokens_end - token)),
+            sequence_offsets=np.array((0, sequences_end - sequence)),
+            example_offsets=np.array((0, examples_end - example)),
+            columns={name: column[examples] for name, column in self.columns.items()},
+            ref_logps=None if ref_logps is None else ref_logps[sequences],
+            stand_in=self.stand_in,
         )
 
     @property
@@ -214,6 +223,28 @@ class Packs:
     def segment_offsets(self) -> Int32:
         """int32 `[S]`, ``offset_i``: leading tokens that a segment leaves out."""
         return self.lengths - self.segment_lengths
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackSizes:
+    """How much work some packs are, known without reading them; int64 `[P]` each.
+
+    Attributes:
+        tokens: physical tokens.
+        examples: examples (for kind ``dpo``: pairs).
+        squares: sum of the squared lengths of the segments, which attention costs.
+    """
+
+    tokens: Int64
+    examples: Int64
+    squares: Int64
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def take(self, indices: Int64) -> PackSizes:
+        """Those of the packs at `indices`."""
+        return PackSizes(self.tokens[indices], self.examples[indices], self.squares[indices])
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +312,13 @@ def to_offsets(lengths: npt.NDArray[np.integer]) -> Int64:
 
 def concat_offsets(parts: Sequence[Int64]) -> Int64:
     """The offsets of ragged arrays laid one after another."""
-    return to_offsets(np.concatenate([np.diff(p) for p in parts]))
+    flat = np.concatenate(parts)
+    if len(flat) == 2 * len(parts) and all(len(p) == 2 for p in parts):  # a row each: common, fast
+        return to_offsets(flat[1::2] - flat[::2])
+    steps = np.diff(flat)
+    inside = np.ones(len(steps), np.bool_)
+    inside[np.cumsum([len(p) for p in parts[:-1]], dtype=np.int64) - 1] = False
+    return to_offsets(steps[inside])
 
 
 def ragged_indices(offsets: Int64, rows: Int64) -> Int64:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from packstore.errors import FormatError, UnsupportedFormatError, sentence
-from packstore.records import IGNORE_INDEX, Column, Int32, Int64, Packs, to_offsets
+from packstore.records import IGNORE_INDEX, Bool, Column, Int32, Int64, Packs, to_offsets
 
 FORMAT_VERSION = 1
 """Readers refuse a dataset of a higher version."""
@@ -147,17 +147,37 @@ def from_arrow(batch: pa.RecordBatch, kind: str) -> Packs:
     Raises:
         FormatError: a column is missing, has another type, or holds nulls.
     """
+    columns = _columns(batch, kind)
+    ids, tokens = columns["input_ids"], columns["token_offsets"]
+    if "labels" in batch.schema.names:
+        labels = _labels(batch, tokens)
+    else:
+        labels = spans_to_labels(*_flat(batch, "label_spans", pa.int32()), ids, tokens)
+    return Packs(**columns, labels=labels)
+
+
+def from_arrow_unlabelled(batch: pa.RecordBatch, kind: str) -> tuple[Packs, Bool]:
+    """As :func:`from_arrow`, but without labels, and beside them the tokens that are supervised.
+
+    Returns:
+        packs whose labels are empty; bool `[N]`.
+    """
+    columns = _columns(batch, kind)
+    tokens = columns["token_offsets"]
+    if "labels" in batch.schema.names:
+        supervised = _labels(batch, tokens) != IGNORE_INDEX
+    else:
+        supervised = _supervised(*_flat(batch, "label_spans", pa.int32()), tokens)
+    return Packs(**columns, labels=np.empty(0, np.int32)), supervised
+
+
+def _columns(batch: pa.RecordBatch, kind: str) -> dict[str, Any]:
+    """The fields of :class:`Packs`, labels left out."""
     ids, tokens = _flat(batch, "input_ids", pa.int32())
     reward, sequences = _flat(batch, "reward", pa.float32())
     lengths, length_rows = _flat(batch, "lengths", pa.int32())
     boundaries, boundary_rows = _flat(batch, "seq_boundaries", pa.int32())
     example_ids, examples = _flat(batch, "example_ids", pa.int64())
-    if "labels" in batch.schema.names:
-        labels, label_rows = _flat(batch, "labels", pa.int32())
-        _same_rows("columns-agree", "labels", label_rows, tokens)
-    else:
-        spans, span_offsets = _flat(batch, "label_spans", pa.int32())
-        labels = spans_to_labels(spans, span_offsets, ids, tokens)
     _same_rows("columns-agree", "lengths", length_rows, sequences)
     one_more = sequences + np.arange(len(sequences))
     _same_rows("boundaries-count", "seq_boundaries", boundary_rows, one_more)
@@ -171,19 +191,25 @@ def from_arrow(batch: pa.RecordBatch, kind: str) -> Packs:
     for name in (n for n in batch.schema.names if n not in COLUMNS):
         carried[name], carried_rows = _flat(batch, name, None)
         _same_rows("columns-agree", name, carried_rows, examples)
-    return Packs(
-        input_ids=ids,
-        labels=labels,
-        reward=reward,
-        lengths=lengths,
-        seq_boundaries=boundaries,
-        example_ids=example_ids,
-        num_responses=num_responses,
-        token_offsets=tokens,
-        sequence_offsets=sequences,
-        example_offsets=examples,
-        columns=carried,
-    )
+    return {
+        "input_ids": ids,
+        "reward": reward,
+        "lengths": lengths,
+        "seq_boundaries": boundaries,
+        "example_ids": example_ids,
+        "num_responses": num_responses,
+        "token_offsets": tokens,
+        "sequence_offsets": sequences,
+        "example_offsets": examples,
+        "columns": carried,
+    }
+
+
+def _labels(batch: pa.RecordBatch, tokens: Int64) -> Int32:
+    labels, label_rows = _flat(batch, "labels", pa.int32())
+    _same_rows("columns-agree", "labels", label_rows, tokens)
+    found: Int32 = labels
+    return found
 
 
 def labels_to_spans(labels: Int32, token_offsets: Int64) -> tuple[Int32, Int64]:
@@ -215,6 +241,14 @@ def spans_to_labels(
     Raises:
         FormatError: spans that overlap, are empty, leave their pack, or are not in order.
     """
+    labels = np.full(len(input_ids), IGNORE_INDEX, np.int32)
+    supervised = _supervised(spans, span_offsets, token_offsets)
+    np.copyto(labels, input_ids, where=supervised)
+    return labels
+
+
+def _supervised(spans: Int32, span_offsets: Int64, token_offsets: Int64) -> Bool:
+    """The tokens inside a span."""
     counts = np.diff(span_offsets)
     base = np.repeat(token_offsets[:-1], counts)
     limit = np.repeat(np.diff(token_offsets), counts)
@@ -225,11 +259,8 @@ def spans_to_labels(
         raise FormatError(
             "label_spans must hold ordered start, end pairs inside their pack [spans-ordered]."
         )
-    step = np.zeros(len(input_ids) + 1, np.int8)
-    np.add.at(step, flat[0::2], 1)
-    np.subtract.at(step, flat[1::2], 1)
-    supervised = np.cumsum(step[:-1], dtype=np.int8).view(np.bool_)
-    return np.where(supervised, input_ids, np.int32(IGNORE_INDEX))
+    runs = np.diff(flat, prepend=0, append=token_offsets[-1])
+    return np.repeat(np.arange(len(runs)) % 2 == 1, runs)
 
 
 def _same_rows(rule: str, name: str, found: Int64, expected: Int64) -> None:

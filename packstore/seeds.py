@@ -14,6 +14,9 @@ import numpy.typing as npt
 
 U64 = npt.NDArray[np.uint64]
 
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_BLOCK = 1 << 15
+
 
 def derive(seed: int, *purpose: str | int) -> int:
     """An independent 64-bit seed for one purpose, e.g. ``derive(seed, "pack order")``."""
@@ -26,14 +29,37 @@ def keys(n: int, seed: int, *purpose: str | int) -> U64:
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    with np.errstate(over="ignore"):
-        z = np.uint64(derive(seed, *purpose)) + golden * np.arange(1, n + 1, dtype=np.uint64)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
+    out = np.empty(n, np.uint64)
+    offset = np.uint64(derive(seed, *purpose))
+    for start in range(0, n, _BLOCK):  # in the cache: several times faster than whole arrays
+        block = out[start : start + _BLOCK]
+        counters = np.arange(start + 1, start + 1 + len(block), dtype=np.uint64)
+        block[:] = mixed(counters * _GOLDEN + offset)
+    return out
+
+
+def mixed(values: U64) -> U64:
+    """The finalizer of splitmix64: each value as a pseudo-random one; a bijection."""
+    z = values ^ (values >> np.uint64(30))
+    z *= np.uint64(0xBF58476D1CE4E5B9)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return z
 
 
 def permutation(n: int, seed: int, *purpose: str | int) -> npt.NDArray[np.int64]:
-    """A uniformly random permutation of 0..n-1, int64 `[n]`."""
-    return np.argsort(keys(n, seed, *purpose), kind="stable")
+    """A uniformly random permutation of 0..n-1, int64 `[n]`.
+
+    Sorts distinct numbers, each a hash above and its index below, which is several times faster
+    than an indirect sort and the same with every algorithm. The hash keeps so many bits that two
+    are equal, and in order, at most about once for 1e6 numbers.
+    """
+    below = np.uint64(max(n - 1, 0).bit_length())
+    table = keys(n, seed, *purpose)
+    table >>= below
+    table <<= below
+    table |= np.arange(n, dtype=np.uint64)
+    table.sort()
+    table &= (np.uint64(1) << below) - np.uint64(1)
+    return table.view(np.int64)

@@ -1,6 +1,6 @@
 """Writes the golden datasets of format version 1, and beside each what it must decode to.
 
-    python schemas/golden/make.py [FOLDER]
+    python schemas/golden/make.py [FOLDER]      # writes FOLDER/v1 and FOLDER/side-v1
 
 The expected content is laid out here in plain Python, straight from format.md; the datasets are
 written by packstore. A released version is written once: later readers must read what lies here.
@@ -12,15 +12,17 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from packstore.config import PackConfig
+from packstore.io.dataset import open as open_dataset
 from packstore.io.manifest import build_manifest, commit_manifest
 from packstore.io.shard import PackShape
+from packstore.io.side import SideWriter
 from packstore.io.storage import Location
 from packstore.io.writer import ShardWriter
 from packstore.pack.fill import fill
@@ -30,6 +32,7 @@ from packstore.schema import KINDS, LAYOUTS
 Row = dict[str, Any]
 PACK_SIZE, VOCAB_SIZE = 96, 100
 EXAMPLES_PER_PACK = (3, 1, 2, 4, 1, 3)
+SIDES = ("dpo-concat-plain", "ranked-shared_prefix-plain")
 CARRY = {"source": "string", "turns": "int64", "weight": "float64", "checked": "bool"}
 
 
@@ -186,7 +189,51 @@ def write(golden: Golden, folder: Path, packs: list[list[int]]) -> None:
         shards = writer.close()
     tally = Tally(read=len(numbers))
     manifest = build_manifest(shape, config, shards, writer.counter, tally, {}, provenance)
-    commit_manifest(location, manifest)
+    commit_manifest(location, replace(manifest, pack_index=writer.pack_index))
+
+
+def side_row(kind: str, number: int) -> Row:
+    """What the side dataset holds of an example."""
+    sequences = len(example(kind, number))
+    return {
+        "example_ids": ident(number),
+        "ref_logps": [-0.25 - number - k / 8 for k in range(sequences)],
+        "note": ("", "naïve ☃")[number % 2],
+        "rank": 2**40 - number,
+        "score": number / 3,
+        "good": number % 3 == 0,
+        "margin": number / 4,
+    }
+
+
+SIDE_COLUMNS = {
+    "ref_logps": "list<float32>",
+    "note": "string",
+    "rank": "int64",
+    "score": "float64",
+    "good": "bool",
+    "margin": "float32",
+}
+
+
+def make_sides(root: Path, datasets: Path) -> None:
+    """The golden side datasets below `root`, of some of the golden datasets below `datasets`."""
+    root.mkdir(parents=True, exist_ok=True)
+    for name in SIDES:
+        source = open_dataset(str(datasets / name))
+        kind = source.manifest.kind
+        made_with = {"model": "none", "dtype": "float32", "layers": 0, "checked": True}
+        every = [side_row(kind, n) for n in range(sum(EXAMPLES_PER_PACK))]
+        where = str(root / name)
+        with SideWriter(where, source, SIDE_COLUMNS, made_with=made_with) as writer:
+            for rows in (every[7:], every[:7]):
+                values = {c: [r[c] for r in rows] for c in SIDE_COLUMNS}
+                values["ref_logps"] = list(itertools.chain(*values["ref_logps"]))
+                arrays = {c: np.array(v) for c, v in values.items()}
+                counts = np.array([len(r["ref_logps"]) for r in rows])
+                writer.write(np.array([r["example_ids"] for r in rows]), arrays, counts)
+        lines = ",\n".join(f"  {json.dumps(r)}" for r in every)
+        (root / f"{name}.json").write_text(f'{{\n "rows": [\n{lines}\n ]\n}}\n')
 
 
 def make(root: Path) -> None:
@@ -202,4 +249,6 @@ def make(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "v1")
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
+    make(folder / "v1")
+    make_sides(folder / "side-v1", folder / "v1")

@@ -13,10 +13,19 @@ import referencing
 
 SCHEMAS = Path(__file__).parents[2] / "schemas"
 
+_TABLES = (
+    "valid",
+    "invalid",
+    "manifests_valid",
+    "manifests_invalid",
+    "sides_valid",
+    "sides_invalid",
+)
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each case of the table that a test's argument names."""
-    for table in ("valid", "invalid", "manifests_valid", "manifests_invalid"):
+    for table in _TABLES:
         if table in metafunc.fixturenames:
             cases = json.loads((SCHEMAS / "cases" / f"{table}.json").read_text())["cases"]
             names = [case["name"] for case in cases]
@@ -42,8 +51,8 @@ def load() -> Callable[[str], Any]:
 
 @pytest.fixture(scope="session")
 def validator(load: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The validator of ``manifest``, or of ``pack#/$defs/<kind>``."""
-    documents = [load("pack.schema.json"), load("manifest.schema.json")]
+    """The validator of ``manifest``, of ``side``, or of ``pack#/$defs/<kind>``."""
+    documents = [load(f"{name}.schema.json") for name in ("pack", "manifest", "side")]
     registry = referencing.Registry().with_contents([(d["$id"], d) for d in documents])
 
     def make(name: str) -> Any:

@@ -15,6 +15,7 @@ import packstore.errors
 from packstore.errors import FormatError
 from packstore.invariants import RULES, check_packs
 from packstore.io.manifest import Manifest
+from packstore.io.side_manifest import SideManifest
 from packstore.records import Packs
 from packstore.schema import FEATURES, KINDS, LAYOUTS, from_arrow, pack_schema, to_arrow
 
@@ -187,6 +188,27 @@ def test_invalid_manifests(manifests_invalid: Case, load: Load, validator: Valid
     assert type(caught.value) is getattr(packstore.errors, manifests_invalid["error"])
     assert manifests_invalid["tells"] in str(caught.value)
     assert validator("manifest").is_valid(manifest) != manifests_invalid["schema"]
+
+
+def test_valid_sides(sides_valid: Case, validator: Validator) -> None:
+    manifest = sides_valid["manifest"]
+    validator("side").validate(manifest)
+    parsed = SideManifest.from_json(json.dumps(manifest).encode())
+    written = json.loads(parsed.to_json())
+    validator("side").validate(written)
+    assert (written == manifest) == (sides_valid["name"] != "unknown-optional-fields")
+    assert SideManifest.from_json(parsed.to_json()) == parsed
+
+
+def test_invalid_sides(sides_invalid: Case, load: Load, validator: Validator) -> None:
+    cases = load("cases/sides_valid.json")["cases"]
+    base = next(c["manifest"] for c in cases if c["name"] == sides_invalid["base"])
+    manifest = patched(base, sides_invalid["patch"])
+    with pytest.raises(FormatError) as caught:
+        SideManifest.from_json(json.dumps(manifest).encode())
+    assert type(caught.value) is getattr(packstore.errors, sides_invalid["error"])
+    assert sides_invalid["tells"] in str(caught.value)
+    assert validator("side").is_valid(manifest) != sides_invalid["schema"]
 
 
 def test_batches_hold_what_is_derived(valid: Case) -> None:

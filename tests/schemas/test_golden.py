@@ -13,11 +13,16 @@ import pytest
 
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
+from packstore.io.side import open_side
+from packstore.io.side_manifest import SIDE_TYPES, check_side
+from packstore.io.side_table import SideTable
 from packstore.schema import FEATURES, FORMAT_VERSION, KINDS, LAYOUTS
 
 GOLDEN = Path(__file__).parents[2] / "schemas" / "golden"
 V1 = GOLDEN / "v1"
+SIDE_V1 = GOLDEN / "side-v1"
 NAMES = sorted(path.stem for path in V1.glob("*.json"))
+SIDES = sorted(path.stem for path in SIDE_V1.glob("*.json"))
 BYTE_DEPENDENT = {"path", "bytes", "sha256", "footer_bytes", "footer_sha256"}
 
 
@@ -37,6 +42,8 @@ def meaning(dataset: Dataset) -> dict[str, Any]:
         for name in BYTE_DEPENDENT:
             del shard[name]
     del manifest["totals"]["bytes"]
+    for name in ("path", "bytes", "sha256"):
+        del manifest["pack_index"][name]
     return manifest
 
 
@@ -62,8 +69,28 @@ def test_read(name: str) -> None:
     )
     assert len(dataset.row_groups) > 1
     assert rows(dataset) == expected["packs"]
+    assert dataset.manifest.pack_index is not None
+    assert dataset.pack_index.tokens.tolist() == [len(p["input_ids"]) for p in expected["packs"]]
     report = dataset.verify()
     assert report.ok, report.problems
+
+
+def side_rows(folder: Path) -> list[dict[str, Any]]:
+    return [row for batch in open_side(str(folder)).iter_batches() for row in batch.to_pylist()]
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_read_sides(name: str, validator: Any) -> None:
+    """Every type of column; joined to the dataset that it was derived from."""
+    side, dataset = open_side(str(SIDE_V1 / name)), open_dataset(str(V1 / name))
+    assert side_rows(SIDE_V1 / name) == json.loads((SIDE_V1 / f"{name}.json").read_text())["rows"]
+    assert set(side.manifest.columns.values()) == set(SIDE_TYPES)
+    validator("side").validate(json.loads(side.manifest.to_json()))
+    check_side(side.manifest, dataset.manifest, name)
+    table = SideTable(side)
+    for packs in dataset.iter_packs():
+        found = table.ref_logps(table.find(packs.example_ids), packs.num_responses)
+        assert len(found) == len(packs.lengths)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,12 +128,19 @@ def test_physical_form(name: str) -> None:
 
 
 def test_the_script_writes_the_same(tmp_path: Path) -> None:
-    runpy.run_path(str(GOLDEN / "make.py"))["make"](tmp_path)
+    script = runpy.run_path(str(GOLDEN / "make.py"))
+    script["make"](tmp_path / "v1")
+    script["make_sides"](tmp_path / "side-v1", tmp_path / "v1")
+    for name in SIDES:
+        text = (tmp_path / "side-v1" / f"{name}.json").read_text()
+        assert (SIDE_V1 / f"{name}.json").read_text() == text
+        assert side_rows(tmp_path / "side-v1" / name) == json.loads(text)["rows"]
     for name in NAMES:
-        old, new = open_dataset(str(V1 / name)), open_dataset(str(tmp_path / name))
+        old, new = open_dataset(str(V1 / name)), open_dataset(str(tmp_path / "v1" / name))
         assert rows(old) == rows(new)
         assert meaning(old) == meaning(new)
-        assert (V1 / f"{name}.json").read_text() == (tmp_path / f"{name}.json").read_text()
+        assert (V1 / f"{name}.json").read_text() == (tmp_path / "v1" / f"{name}.json").read_text()
     (sample, *_) = (V1 / "dpo-concat-plain").glob("data/*.parquet")
     if pq.read_metadata(sample).created_by.endswith(f"version {pa.__version__}"):
-        assert contents(V1) == contents(tmp_path)
+        assert contents(V1) == contents(tmp_path / "v1")
+        assert contents(SIDE_V1) == contents(tmp_path / "side-v1")

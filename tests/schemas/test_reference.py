@@ -28,16 +28,16 @@ PLAIN = [case for case in CASES if not case.get("carry")]
 def broken(row: Row, kind: str, layout: str) -> set[str]:
     """The rules of format.md that the row breaks, until the next ones cannot be asked."""
     ids, lengths, b = row["input_ids"], row["lengths"], row["seq_boundaries"]
+    found = set()
     if "label_spans" in row:
         spans = row["label_spans"]
         pairs = list(zip(spans[::2], spans[1::2], strict=False))
         ordered = all(x <= y for x, y in zip([0, *spans], [*spans, len(ids)], strict=True))
         if len(spans) % 2 or not ordered or any(start == end for start, end in pairs):
-            return {"spans-ordered"}
+            found.add("spans-ordered")
         labels = [t if any(s <= i < e for s, e in pairs) else -100 for i, t in enumerate(ids)]
     else:
         labels = row["labels"]
-    found = set()
     if len(labels) != len(ids) or len(row["reward"]) != len(lengths):
         found.add("columns-agree")
     if len(b) != len(lengths) + 1:

@@ -1,4 +1,4 @@
-"""Every setting of a packing job, with its default: the only home of defaults.
+"""The settings of a packing job.
 
 One class per stage, each handed to the layer that needs it; :class:`PackConfig` is all of them at
 once, which is why ``packstore.pack(..., pack_size=8192)`` and ``packstore pack --pack-size 8192``
@@ -8,15 +8,12 @@ take the same names. The command-line flags are derived from the fields and thei
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import types
-import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from packstore.errors import ConfigError, UnknownNameError, quote
+from packstore.config.checks import setting, unknown, validate
+from packstore.errors import UnknownNameError
 
 FIELD_NAMES = (
     "prompt",
@@ -33,12 +30,6 @@ FIELD_NAMES = (
     "labels",
 )
 """The canonical field names of a record, which ``fields`` may map to the names in the input."""
-
-
-def setting(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field with its one-line help; a callable `default` makes a fresh value."""
-    kind = "default_factory" if callable(default) else "default"
-    return field(**{kind: default}, metadata={"help": help, **metadata})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +57,10 @@ class TokenizeConfig(SizeConfig):
     carry: tuple[str, ...] = setting(
         (), "further scalar columns to keep, NAME or NAME:TYPE (string, int64, float64, bool)"
     )
-    tokenizer_engine: Literal["auto", "tokenizers", "fastokens", "sentencepiece"] = setting(
-        "auto", "library that turns text into ids; auto: the fastest installed one that agrees"
+    tokenizer_engine: Literal["auto", "tokenizers", "fastokens", "gigatoken", "sentencepiece"] = (
+        setting(
+            "auto", "library that turns text into ids; auto: the fastest installed one that agrees"
+        )
     )
     chat_template: str | None = setting(
         None, "for chat messages: a Jinja file or text, or chatml, plain; default: the tokenizer's"
@@ -194,7 +187,7 @@ class PackConfig(TokenizeConfig, PlanConfig, WriteConfig, RunConfig):
         known = {f.name for f in dataclasses.fields(cls)}
         for name in settings:
             if name not in known:
-                raise UnknownNameError(_unknown(name, known))
+                raise UnknownNameError(unknown(name, known, "`packstore pack --help`"))
         base = {} if config is None else {n: getattr(config, n) for n in known}
         return cls(**{**base, **settings})
 
@@ -211,81 +204,3 @@ class PackConfig(TokenizeConfig, PlanConfig, WriteConfig, RunConfig):
             for name, value in values.items()
             if name not in skip
         }
-
-
-def fingerprint(value: Any) -> str:
-    """sha256 (hex) of the canonical JSON text of `value`."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-_MINIMUM = {
-    "pack_size": 2,
-    "max_length": 2,
-    "row_group_tokens": 1,
-    "shard_bytes": 1,
-    "num_workers": 0,
-    "compression_level": 1,
-}
-
-
-def validate(config: Any) -> None:
-    """Checks every field of a config dataclass against its annotation and range.
-
-    Raises:
-        ConfigError: naming the setting, what it must be, and what was found.
-    """
-    hints = typing.get_type_hints(type(config))
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if not _fits(value, hints[f.name]):
-            raise ConfigError(
-                f"setting {f.name} must be {_spell(hints[f.name])}; found {quote(value)}."
-            )
-        low = _MINIMUM.get(f.name)
-        if low is not None and value is not None and value < low:
-            raise ConfigError(f"setting {f.name} must be at least {low}; found {value}.")
-    if "max_drop_rate" in hints and not 0 <= config.max_drop_rate <= 1:
-        raise ConfigError(f"setting max_drop_rate must lie in 0..1; found {config.max_drop_rate}.")
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return isinstance(value, str) and value in args
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, a) for a in args)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(isinstance(v, args[0]) for v in value)
-    if origin is not None:  # Mapping[str, str]
-        return isinstance(value, Mapping) and all(
-            isinstance(k, str) and isinstance(v, str) for k, v in value.items()
-        )
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def _spell(hint: Any) -> str:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return "one of: " + ", ".join(args)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_spell(a) for a in args)
-    if origin is tuple:
-        return "a tuple of strings"
-    if origin is not None:
-        return "a mapping from string to string"
-    return {type(None): "None", int: "a whole number", float: "a number", str: "a string"}.get(
-        hint, getattr(hint, "__name__", str(hint))
-    )
-
-
-def _unknown(name: str, known: set[str]) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(name, sorted(known), n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"unknown setting {name!r}; `packstore pack --help` lists all.{hint}"

@@ -1,0 +1,28 @@
+"""Every setting, with its default: the only home of defaults."""
+
+from packstore.config.checks import fingerprint, setting, validate
+from packstore.config.loading import BatchConfig, ReadConfig
+from packstore.config.packing import (
+    FIELD_NAMES,
+    PackConfig,
+    PlanConfig,
+    RunConfig,
+    SizeConfig,
+    TokenizeConfig,
+    WriteConfig,
+)
+
+__all__ = [
+    "FIELD_NAMES",
+    "BatchConfig",
+    "PackConfig",
+    "PlanConfig",
+    "ReadConfig",
+    "RunConfig",
+    "SizeConfig",
+    "TokenizeConfig",
+    "WriteConfig",
+    "fingerprint",
+    "setting",
+    "validate",
+]

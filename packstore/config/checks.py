@@ -1,0 +1,106 @@
+"""What all settings have in common: help, types, ranges, and a fingerprint."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any, Literal
+
+from packstore.errors import ConfigError, quote
+
+
+def setting(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field with its one-line help; a callable `default` makes a fresh value."""
+    kind = "default_factory" if callable(default) else "default"
+    return field(**{kind: default}, metadata={"help": help, **metadata})
+
+
+def fingerprint(value: Any) -> str:
+    """sha256 (hex) of the canonical JSON text of `value`."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+_MINIMUM = {
+    "pack_size": 2,
+    "max_length": 2,
+    "row_group_tokens": 1,
+    "shard_bytes": 1,
+    "num_workers": 0,
+    "compression_level": 1,
+    "packs_per_batch": 1,
+    "tokens_per_batch": 1,
+    "pairs_per_step": 1,
+    "accumulation": 1,
+    "attempts": 1,
+    "backoff": 0,
+    "requests": 1,
+    "read_ahead_bytes": 0,
+}
+
+
+def validate(config: Any) -> None:
+    """Checks every field of a config dataclass against its annotation and range.
+
+    Raises:
+        ConfigError: naming the setting, what it must be, and what was found.
+    """
+    hints = typing.get_type_hints(type(config))
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if not _fits(value, hints[f.name]):
+            raise ConfigError(
+                f"setting {f.name} must be {_spell(hints[f.name])}; found {quote(value)}."
+            )
+        low = _MINIMUM.get(f.name)
+        if low is not None and value is not None and value < low:
+            raise ConfigError(f"setting {f.name} must be at least {low}; found {value}.")
+    if "max_drop_rate" in hints and not 0 <= config.max_drop_rate <= 1:
+        raise ConfigError(f"setting max_drop_rate must lie in 0..1; found {config.max_drop_rate}.")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return isinstance(value, str) and value in args
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, a) for a in args)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(isinstance(v, args[0]) for v in value)
+    if origin is not None:  # Mapping[str, …]
+        return isinstance(value, Mapping) and all(
+            isinstance(k, str) and _fits(v, args[1]) for k, v in value.items()
+        )
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _spell(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "one of: " + ", ".join(args)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_spell(a) for a in args)
+    if origin is tuple:
+        return "a tuple of strings"
+    if origin is not None:
+        return f"a mapping from string to {_spell(typing.get_args(hint)[1])}"
+    return {type(None): "None", int: "a whole number", float: "a number", str: "a string"}.get(
+        hint, getattr(hint, "__name__", str(hint))
+    )
+
+
+def unknown(name: str, known: set[str], lister: str) -> str:
+    """The text of the error for a setting that does not exist."""
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"unknown setting {name!r}; {lister} lists all.{hint}"
