@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,11 +14,13 @@ import numpy as np
 import pyarrow as pa
 
 from packstore.errors import DatasetNotFoundError
+from packstore.io.compact import CompactPacks
 from packstore.io.manifest import Manifest, read_manifest
-from packstore.io.reader import ShardReader
+from packstore.io.pack_index import SizeTable
+from packstore.io.reader import Fetched, ShardReaders
 from packstore.io.storage import Location
 from packstore.io.verify import Progress, VerifyReport, verify
-from packstore.records import Int64, Packs
+from packstore.records import Int64, Packs, PackSizes, to_offsets
 from packstore.schema import to_arrow
 
 
@@ -103,10 +107,39 @@ class Dataset:
             **{name: column(name) for name in ("rows", "examples", "tokens", "longest")},
         )
 
-    @property
+    @cached_property
     def group_rows(self) -> Int64:
         """int64 `[G]`, packs of each row group: what :class:`PackOrder` takes."""
-        return self.row_groups.rows
+        parts = [shard.row_groups.rows for shard in self.manifest.shards]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def group_tokens(self, group: int) -> int:
+        """Tokens of a row group."""
+        shard, index = self._place(group)
+        return int(self.manifest.shards[shard].row_groups.tokens[index])
+
+    @cached_property
+    def group_offsets(self) -> Int64:
+        """int64 `[G + 1]`, number of the first pack of each row group, in file order."""
+        return to_offsets(self.group_rows)
+
+    @cached_property
+    def pack_index(self) -> PackSizes:
+        """Sizes of all packs, in file order: 24 bytes for each, read when first asked for.
+
+        Raises:
+            StorageError: a file is missing, or the store refuses.
+            IntegrityError: its bytes are not those that were written.
+        """
+        return self._sizes.all()
+
+    def sizes(self, packs: Int64) -> PackSizes:
+        """Sizes of the packs with these numbers in file order, int64 `[n]`.
+
+        Looks them up shard by shard, so that memory does not grow with the dataset; raises as
+        :attr:`pack_index`.
+        """
+        return self._sizes.take(packs)
 
     def read_packs(self, group: int) -> Packs:
         """Row group `group` of the dataset, checksums verified; safe to call from many threads.
@@ -115,9 +148,18 @@ class Dataset:
             StorageError: its shard is missing, or the store refuses.
             IntegrityError: its bytes are not those that were written.
         """
-        table = self.row_groups
-        reader = self._readers[int(table.shard[group])]
-        return reader.read_packs(int(table.index[group]))
+        shard, index = self._place(group)
+        return self._readers[shard].read_packs(index)
+
+    def fetch(self, group: int) -> Fetched:
+        """The bytes of a row group, not looked at yet; raises as :meth:`read_packs`."""
+        shard, index = self._place(group)
+        return self._readers[shard].fetch(index)
+
+    def decode(self, group: int, fetched: Fetched) -> CompactPacks:
+        """A row group out of its bytes; raises as :meth:`read_packs`."""
+        shard, index = self._place(group)
+        return self._readers[shard].decode(index, fetched)
 
     def iter_packs(self) -> Iterator[Packs]:
         """All packs, one row group at a time, in file order; raises as :meth:`read_packs`."""
@@ -135,9 +177,24 @@ class Dataset:
         """
         return verify(self.location, self.manifest, progress)
 
+    def _place(self, group: int) -> tuple[int, int]:
+        """The shard of a row group, and its number there."""
+        shard = bisect.bisect_right(self._first_groups, group) - 1
+        return shard, group - self._first_groups[shard]
+
     @cached_property
-    def _readers(self) -> list[ShardReader]:
-        return [ShardReader(self.location, self.manifest, s) for s in self.manifest.shards]
+    def _first_groups(self) -> list[int]:
+        """Number of the first row group of each shard."""
+        counts = [len(shard.row_groups) for shard in self.manifest.shards]
+        return list(itertools.accumulate(counts, initial=0))[:-1]
+
+    @cached_property
+    def _sizes(self) -> SizeTable:
+        return SizeTable(self.location, self.manifest)
+
+    @cached_property
+    def _readers(self) -> ShardReaders:
+        return ShardReaders(self.location, self.manifest)
 
 
 def open(

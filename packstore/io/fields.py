@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from packstore.errors import FormatError, quote, sentence
 
 TOP = 2**63 - 1
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Fields:
@@ -46,6 +48,13 @@ class Fields:
             self.refuse(name, f"a whole number of at least {low}", value)
         return int(value)
 
+    def sha256(self, name: str) -> str:
+        """A sha256: 64 hexadecimal digits in lower case."""
+        value = self.text(name)
+        if not _SHA256.fullmatch(value):
+            self.refuse(name, "64 hexadecimal digits", value)
+        return value
+
     def real(self, name: str) -> float:
         """A number of at least 0."""
         value = self._get(name)
@@ -59,6 +68,10 @@ class Fields:
         if not isinstance(value, list):
             self.refuse(name, "a list", value)
         return list(value)
+
+    def has(self, name: str) -> bool:
+        """Whether an optional field is there."""
+        return name in self._values
 
     def child(self, name: str) -> Fields:
         """An object."""

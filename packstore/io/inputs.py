@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 
 from packstore.config import PackConfig
 from packstore.errors import InputError, quote, sentence
+from packstore.io.commit import FOLDER
 from packstore.io.formats import COMPRESSIONS, FORMATS, SUFFIXES, Piece, ReadOptions
-from packstore.io.manifest import FOLDER
 from packstore.io.memory import is_table, record_pieces, table_records
 from packstore.io.storage import Location
 from packstore.io.streams import HashedStream, decompressed, drain, staged

@@ -1,14 +1,8 @@
-"""The manifest: what a dataset is, in one JSON file whose appearance is the commit.
-
-A dataset's manifests lie in ``_packstore/`` as ``manifest-000001.json``, ``-000002`` and so on; the
-highest number is the current one. Each is created only if its number is free, so that of several
-writers exactly one commits, and a reader needs one listing and one read.
-"""
+"""The manifest: what a dataset is, in one JSON file whose appearance is the commit."""
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,18 +11,13 @@ from typing import Any
 import pyarrow as pa
 
 from packstore.config import PackConfig
-from packstore.errors import DatasetExistsError, DatasetNotFoundError, FormatError, sentence
+from packstore.io.commit import commit, read_committed
 from packstore.io.shard import PackShape, ShardInfo
 from packstore.io.statistics import PackCounter, Statistics, Totals
 from packstore.io.storage import Location
+from packstore.io.stored_file import StoredFile
 from packstore.records import Tally
 from packstore.schema import FORMAT_VERSION, KINDS, pack_schema
-
-FOLDER = "_packstore"
-MAX_MANIFEST_BYTES = 256 << 20
-"""A larger manifest is refused, on write and on read."""
-
-_NAME = re.compile(r"manifest-(\d{6,})\.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +39,8 @@ class Manifest:
         file_format: ``parquet`` or ``arrow``.
         provenance: `sources` (path, bytes, sha256, records of each), `tokenizer`, `settings`,
             `package_version`.
+        shards: in dataset order.
+        pack_index: the sizes of every pack, if the writer left them; see :mod:`.pack_index`.
     """
 
     kind: str
@@ -66,6 +57,7 @@ class Manifest:
     records: Records
     provenance: Mapping[str, Any]
     shards: tuple[ShardInfo, ...]
+    pack_index: StoredFile | None = None
 
     @property
     def num_responses(self) -> int | None:
@@ -92,6 +84,14 @@ class Manifest:
         """Token ids are below it, if the tokenizer's size was recorded."""
         size = (self.provenance.get("tokenizer") or {}).get("vocab_size")
         return size if isinstance(size, int) else None
+
+    @property
+    def lineage(self) -> str:
+        """The same for all datasets whose examples have equal tokens under equal ids.
+
+        Repacking keeps it. A dataset that does not tell it has one of its own: its fingerprint.
+        """
+        return str(self.provenance.get("lineage", self.fingerprint))
 
     @property
     def schema(self) -> pa.Schema:
@@ -184,12 +184,6 @@ def build_manifest(
     return manifest
 
 
-def versions(location: Location) -> dict[int, int]:
-    """The committed versions of a dataset -> bytes of their manifest, oldest first."""
-    matches = ((_NAME.fullmatch(e.name), e.size) for e in location.files(FOLDER))
-    return dict(sorted((int(m.group(1)), size) for m, size in matches if m))
-
-
 def read_manifest(location: Location, version: int | None = None) -> tuple[Manifest, int]:
     """The manifest of a dataset and its version, by default the current one.
 
@@ -197,33 +191,8 @@ def read_manifest(location: Location, version: int | None = None) -> tuple[Manif
         DatasetNotFoundError: nothing, or no such version, was committed there.
         FormatError: the manifest is not valid.
     """
-    sizes = versions(location)
-    number = version if version is not None else max(sizes, default=0)
-    if number not in sizes:
-        raise _not_found(location, version, list(sizes))
-    path = manifest_path(number)
-    if sizes[number] > MAX_MANIFEST_BYTES:
-        raise _too_large(location, path, sizes[number])
-    return Manifest.from_json(location.read_bytes(path), location.join(path).display), number
-
-
-def refuse_existing(location: Location, overwrite: bool) -> int:
-    """The number that the next manifest will have.
-
-    Raises:
-        DatasetExistsError: a dataset is there, and `overwrite` is False.
-    """
-    current = max(versions(location), default=0)
-    if current and not overwrite:
-        raise DatasetExistsError(
-            sentence(
-                location.display,
-                "must not hold a dataset yet",
-                f"version {current} of one",
-                "Name another place, or overwrite it (overwrite=True, --overwrite)",
-            )
-        )
-    return current + 1
+    data, where, number = read_committed(location, version)
+    return Manifest.from_json(data, where), number
 
 
 def commit_manifest(location: Location, manifest: Manifest, overwrite: bool = False) -> int:
@@ -234,47 +203,4 @@ def commit_manifest(location: Location, manifest: Manifest, overwrite: bool = Fa
             faster.
         FormatError: the manifest is too large.
     """
-    version = refuse_existing(location, overwrite)
-    path = manifest_path(version)
-    data = manifest.to_json()
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise _too_large(location, path, len(data))
-    try:
-        location.create_bytes(path, data)
-    except DatasetExistsError as error:
-        raise DatasetExistsError(
-            sentence(
-                location.display,
-                "only one writer may commit at a time",
-                "that another one just did",
-                "Look at its dataset, then run again if it is not yours",
-            )
-        ) from error
-    return version
-
-
-def manifest_path(version: int) -> str:
-    """Path of a manifest in its dataset."""
-    return f"{FOLDER}/manifest-{version:06d}.json"
-
-
-def _not_found(location: Location, version: int | None, known: list[int]) -> DatasetNotFoundError:
-    if known:
-        return DatasetNotFoundError(
-            sentence(location.display, f"must have version {version}", f"{known[0]} to {known[-1]}")
-        )
-    missing = not location.exists()
-    found = "no such folder" if missing else f"no {FOLDER}/manifest-….json in it"
-    hint = "Check the path" if missing else "Name the folder that `packstore pack` wrote"
-    return DatasetNotFoundError(sentence(location.display, "must be a dataset", found, hint))
-
-
-def _too_large(location: Location, path: str, size: int) -> FormatError:
-    return FormatError(
-        sentence(
-            location.join(path).display,
-            f"a manifest must have at most {MAX_MANIFEST_BYTES} bytes",
-            str(size),
-            "Write larger row groups (row_group_tokens)",
-        )
-    )
+    return commit(location, manifest.to_json(), overwrite)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,11 @@ import orjson
 from packstore.errors import FormatError, quote, sentence
 from packstore.io.fields import TOP, Fields, require
 from packstore.io.manifest import Manifest, Records
+from packstore.io.manifest_lines import by_line
 from packstore.io.shard import RowGroups, ShardInfo
 from packstore.io.statistics import Spread, Statistics, Totals
 from packstore.io.storage import check_relative
+from packstore.io.stored_file import StoredFile
 from packstore.records import Int64
 from packstore.schema import (
     CARRY_TYPES,
@@ -27,7 +31,6 @@ from packstore.schema import (
 
 FILE_FORMATS = ("parquet", "arrow")
 _HEX = re.compile(r"[0-9a-f]*")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _GROUP_COLUMNS = tuple(f.name for f in dataclasses.fields(RowGroups) if f.name != "crc32")
 _SUMS = ("examples", "sequences", "tokens", "supervised_tokens", "bytes")
 
@@ -38,6 +41,8 @@ def dump(manifest: Manifest) -> bytes:
     shards = [_compact(_shard(s)) for s in fields.pop("shards")]
     head = {"format_version": FORMAT_VERSION, "features": fields.pop("features")}
     head |= {"kind": fields.pop("kind"), "num_responses": manifest.num_responses} | fields
+    if manifest.pack_index is None:
+        del head["pack_index"]
     lines = [b' "%s": %s' % (name.encode(), _compact(value)) for name, value in head.items()]
     rows = b",\n".join(b"  " + shard for shard in shards)
     lines.append(b' "shards": [\n%s\n ]' % rows if shards else b' "shards": []')
@@ -51,10 +56,18 @@ def parse(data: bytes, where: str) -> Manifest:
         UnsupportedFormatError: a higher version, or a required feature that is unknown.
         FormatError: anything missing, of the wrong type, or contradictory.
     """
+    with contextlib.suppress(orjson.JSONDecodeError):  # not canonical, or not JSON
+        if (parts := by_line(data)) is not None:
+            return _parse(*parts, where)
     try:
-        top = Fields(orjson.loads(data), where)
+        value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise FormatError(sentence(where, "must be valid JSON", str(error))) from error
+    return _parse(value, None, where)
+
+
+def _parse(value: object, shards: Iterable[object] | None, where: str) -> Manifest:
+    top = Fields(value, where)
     features = top.items("features")
     if not all(isinstance(f, str) for f in features):
         top.refuse("features", "a list of strings", features)
@@ -73,7 +86,8 @@ def parse(data: bytes, where: str) -> Manifest:
         statistics=_statistics(top.child("statistics")),
         records=_records(top.child("records")),
         provenance=top.mapping("provenance"),
-        shards=tuple(_parse_shard(s, where) for s in top.items("shards")),
+        pack_index=_pack_index(top),
+        shards=tuple(_parse_shard(s, where) for s in shards or top.items("shards")),
     )
     check_manifest(manifest, where)
     return manifest
@@ -109,7 +123,18 @@ def check_manifest(manifest: Manifest, where: str) -> None:
     require(len(paths) == len(set(paths)), where, "shards must have different paths", counts)
     for shard in manifest.shards:
         _check_shard(shard, manifest, f"{where}, shard {shard.path}")
+    if manifest.pack_index is not None:
+        _check_pack_index(manifest.pack_index, manifest, f"{where}, pack_index")
     _check_provenance(manifest, where)
+
+
+def _check_pack_index(index: StoredFile, manifest: Manifest, where: str) -> None:
+    check_relative(index.path, where)
+    limit = 65536 + 4096 * len(manifest.shards) + 32 * manifest.totals.packs
+    figures = {"bytes": index.bytes, "limit": limit}
+    require(index.bytes <= limit, where, "its bytes must be few for its packs", figures)
+    paths = {s.path for s in manifest.shards}
+    require(index.path not in paths, where, "it must not be a shard", {"path": index.path})
 
 
 def _check_shard(shard: ShardInfo, manifest: Manifest, where: str) -> None:
@@ -144,6 +169,8 @@ def _check_provenance(manifest: Manifest, where: str) -> None:
     top.text("package_version")
     if manifest.provenance.get("tokenizer") is not None:
         top.mapping("tokenizer")
+    if top.has("lineage"):
+        top.sha256("lineage")
 
 
 def _compact(value: Any) -> bytes:
@@ -173,9 +200,9 @@ def _parse_shard(value: object, where: str) -> ShardInfo:
         top.refuse("row_groups", "columns of one length", {n: len(c) for n, c in columns.items()})
     return ShardInfo(
         path=path,
-        sha256=_digest(top, "sha256"),
+        sha256=top.sha256("sha256"),
         footer_bytes=top.count("footer_bytes", 1),
-        footer_sha256=_digest(top, "footer_sha256"),
+        footer_sha256=top.sha256("footer_sha256"),
         row_groups=RowGroups(**columns),
         rows=top.count("rows"),
         example_id_base=top.count("example_id_base"),
@@ -183,11 +210,9 @@ def _parse_shard(value: object, where: str) -> ShardInfo:
     )
 
 
-def _digest(fields: Fields, name: str) -> str:
-    value = fields.text(name)
-    if not _SHA256.fullmatch(value):
-        fields.refuse(name, "64 hexadecimal digits", value)
-    return value
+def _pack_index(top: Fields) -> StoredFile | None:
+    """The optional field."""
+    return StoredFile.parse(top.child("pack_index")) if top.has("pack_index") else None
 
 
 def _column(fields: Fields, name: str) -> Int64:

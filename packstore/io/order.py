@@ -8,6 +8,10 @@
 A batch thus mixes as many row groups as there are lanes, while each lane reads its row groups one
 after another, whole. Rank ``r`` of ``w`` takes the indices ``r, r + w, …``, so the sequence does
 not depend on how many ranks there are, and position is one number.
+
+With `strata`, the rows of each row group are sorted by stratum instead, and go to its places in
+the order of ``i * phi mod 1``, with the golden ratio phi: a sequence of which every stretch is
+spread evenly over 0 to 1. So every stretch of packs is spread about evenly over the strata.
 """
 
 from __future__ import annotations
@@ -15,11 +19,14 @@ from __future__ import annotations
 import numpy as np
 
 from packstore.errors import ConfigError
-from packstore.records import Int64, to_offsets
-from packstore.seeds import permutation
+from packstore.records import Int64, range_indices, to_offsets
+from packstore.seeds import U64, derive, mixed, permutation
 
 LANES = 64
 """Row groups that are open at once, over all ranks; mixes as well as a full shuffle."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ROUNDS = 4
 
 
 class PackOrder:
@@ -31,9 +38,10 @@ class PackOrder:
         epoch: each epoch has its own order.
         lanes: see above; part of the position, as another number gives another order.
         shuffle: False: file order, with no lanes.
+        strata: int64 `[packs]` in file order, such as the examples of each pack; default: none.
 
     Raises:
-        ConfigError: fewer than one lane.
+        ConfigError: fewer than one lane, or not one stratum for each pack.
     """
 
     def __init__(
@@ -44,6 +52,7 @@ class PackOrder:
         epoch: int = 0,
         lanes: int = LANES,
         shuffle: bool = True,
+        strata: Int64 | None = None,
     ) -> None:
         if lanes < 1:
             raise ConfigError(f"lanes must be at least 1; found {lanes}.")
@@ -53,9 +62,17 @@ class PackOrder:
             permutation(groups, seed, "row groups", epoch) if shuffle else np.arange(groups)
         )
         self._offsets = to_offsets(group_rows[self._groups])
+        self._strata = strata
+        self._first_rows = None if strata is None else to_offsets(group_rows)
+        if strata is not None and len(strata) != len(self):
+            raise ConfigError(f"strata must be those of {len(self)} packs; found {len(strata)}.")
 
     def __len__(self) -> int:
         return int(self._offsets[-1])
+
+    def lane(self, indices: Int64) -> Int64:
+        """int64 `[n]`, the lanes of the packs at global `indices`; 0 in file order."""
+        return indices % self.lanes if self.shuffle else np.zeros_like(indices)
 
     def locate(self, indices: Int64) -> tuple[Int64, Int64]:
         """Row group and row of the packs at global `indices`.
@@ -77,7 +94,12 @@ class PackOrder:
         places = self._places(indices) if self.shuffle else indices
         slots = np.searchsorted(self._offsets, places, side="right") - 1
         groups, rows = self._groups[slots], places - self._offsets[slots]
-        return groups, self._permute_rows(slots, rows) if self.shuffle else rows
+        if not self.shuffle:
+            return groups, rows
+        if self._strata is not None:
+            return groups, self._stratified(slots, rows)
+        sizes = self._offsets[slots + 1] - self._offsets[slots]
+        return groups, permuted(rows, sizes, self._keys("rows", groups))
 
     def _places(self, indices: Int64) -> Int64:
         """Positions in the row sequence: the first lanes are one longer if the cut is uneven."""
@@ -85,12 +107,69 @@ class PackOrder:
         lane, step = indices % self.lanes, indices // self.lanes
         return lane * length + np.minimum(lane, longer) + step
 
-    def _permute_rows(self, slots: Int64, rows: Int64) -> Int64:
-        out = np.empty_like(rows)
-        by_slot = np.argsort(slots, kind="stable")
-        distinct, starts = np.unique(slots[by_slot], return_index=True)
-        for slot, members in zip(distinct, np.split(by_slot, starts[1:]), strict=True):
-            size = int(self._offsets[slot + 1] - self._offsets[slot])
-            group = int(self._groups[slot])
-            out[members] = permutation(size, self.seed, "rows", self.epoch, group)[rows[members]]
-        return out
+    def _indices(self, places: Int64) -> Int64:
+        """The inverse of :meth:`_places`."""
+        length, longer = divmod(len(self), self.lanes)
+        border = longer * (length + 1)
+        late = places >= border
+        width = np.maximum(np.where(late, length, length + 1), 1)
+        lane, step = np.divmod(places - np.where(late, border, 0), width)
+        return step * self.lanes + lane + np.where(late, longer, 0)
+
+    def _keys(self, purpose: str, groups: Int64) -> U64:
+        """A pseudo-random number of each row group, in this epoch."""
+        start = np.uint64(derive(self.seed, purpose, self.epoch))
+        return mixed(start + _GOLDEN * (groups.astype(np.uint64) + np.uint64(1)))
+
+    def _stratified(self, slots: Int64, rows: Int64) -> Int64:
+        """The row at each place `rows` of row groups `slots`: both in order, one to the other."""
+        assert self._first_rows is not None
+        assert self._strata is not None
+        distinct, which = np.unique(slots, return_inverse=True)
+        groups, firsts = self._groups[distinct], self._offsets[distinct]
+        sizes = self._offsets[distinct + 1] - firsts
+        owner = np.repeat(np.arange(len(distinct)), sizes)
+        wanted = self._indices(range_indices(firsts, sizes)).astype(np.uint64) * _GOLDEN
+        packs = range_indices(self._first_rows[groups], sizes)
+        row = packs - self._first_rows[groups][owner]
+        ties = mixed(self._keys("ties", groups)[owner] + row.astype(np.uint64))
+        table = np.empty(len(row), np.int64)
+        by_stratum = np.lexsort((ties, self._strata[packs], owner))
+        table[np.lexsort((wanted, owner))] = row[by_stratum]
+        found: Int64 = table[to_offsets(sizes)[which] + rows]
+        return found
+
+
+def permuted(values: Int64, sizes: Int64, keys: U64) -> Int64:
+    """Where a permutation of ``0 .. sizes[i] - 1``, chosen by ``keys[i]``, puts ``values[i]``.
+
+    Invertible steps on as many bits as the size needs (multiply by an odd number, add, fold the
+    high bits onto the low ones), repeated for what falls outside: cycle walking. So each value is
+    found by itself.
+
+    Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
+
+    Args:
+        values: int64 `[n]`.
+        sizes: int64 `[n]`.
+        keys: uint64 `[n]`, pseudo-random.
+    """
+    bits = np.frexp(sizes - 1)[1].astype(np.uint64)
+    out = values.astype(np.uint64)
+    limit = sizes.astype(np.uint64)
+    todo = np.arange(len(out))
+    while len(todo):
+        out[todo] = _step(out[todo], bits[todo], keys[todo])
+        todo = todo[out[todo] >= limit[todo]]
+    return out.astype(np.int64)
+
+
+def _step(values: U64, bits: U64, keys: U64) -> U64:
+    one = np.uint64(1)
+    mask = (one << bits) - one
+    half = (bits + one) >> one
+    for number in range(_ROUNDS):
+        key = mixed(keys + np.uint64(number))
+        values = (values * (key | one) + (key >> np.uint64(32))) & mask
+        values ^= values >> half
+    return values

@@ -10,22 +10,36 @@ import contextlib
 import hashlib
 import io
 import os
+import threading
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from packstore.errors import FormatError, IntegrityError, PackstoreError, sentence
+from packstore.errors import (
+    FormatError,
+    IntegrityError,
+    PackstoreError,
+    StorageError,
+    sentence,
+)
 from packstore.io.checksums import batch_crc32, byte_range
+from packstore.io.compact import CompactPacks
 from packstore.io.manifest import Manifest
 from packstore.io.shard import ShardInfo
 from packstore.io.storage import Location
 from packstore.records import Packs
-from packstore.schema import from_arrow
+from packstore.schema import from_arrow, from_arrow_unlabelled
+
+Fetched: TypeAlias = Any
+"""A row group that was fetched and not verified: its bytes, or a batch whose buffers are views."""
+
+OPEN_SHARDS = 64
+"""Shards whose footers are kept."""
 
 _REMEDY = "The file was damaged or replaced: copy the dataset again, or run `packstore verify`"
 
@@ -46,6 +60,9 @@ class ShardReader:
         self.shard = shard
         self._location, self._manifest, self._data = location, manifest, data
         self.where = location.join(shard.path).display
+        self._lock = threading.Lock()
+        self._parsed: pq.FileMetaData | None = None
+        self._footer_is_good = False
 
     def read_batch(self, group: int) -> pa.RecordBatch:
         """Row group `group` as it is stored.
@@ -54,17 +71,7 @@ class ShardReader:
             StorageError: the shard is missing, or the store refuses.
             IntegrityError: the bytes are not those that were written.
         """
-        with self._naming(f"row group {group}"):
-            if self._manifest.file_format == "arrow":
-                batch = self._open_arrow().get_batch(group)
-                batch.validate()
-                self._check_crc32(group, batch_crc32(batch))
-            else:
-                batch = self._read_parquet(group)
-            expected = int(self.shard.row_groups.rows[group])
-            if batch.num_rows != expected:
-                raise IntegrityError(f"must have {expected} rows; found {batch.num_rows}")
-        return batch
+        return self._batch(group, self.fetch(group))
 
     def read_packs(self, group: int) -> Packs:
         """Row group `group` as packs: numpy views of the decoded buffers.
@@ -75,39 +82,78 @@ class ShardReader:
         """
         batch = self.read_batch(group)
         with self._naming(f"row group {group}"):
-            packs = from_arrow(batch, self._manifest.kind)
-            groups = self.shard.row_groups
-            found = (len(packs.example_ids), len(packs.input_ids))
-            expected = (int(groups.examples[group]), int(groups.tokens[group]))
-            if found != expected:
-                raise IntegrityError(f"must have (examples, tokens) {expected}; found {found}")
+            return self._checked(from_arrow(batch, self._manifest.kind), group)
+
+    def fetch(self, group: int) -> Fetched:
+        """The bytes of row group `group`, not looked at yet; raises as :meth:`read_packs`."""
+        with self._naming(f"row group {group}"):
+            if self._manifest.file_format == "arrow":
+                return self._open_arrow().get_batch(group)
+            start, end = byte_range(self._metadata.row_group(group))
+            if not 0 <= start < end <= self.shard.bytes:
+                raise IntegrityError(f"its bytes {start} to {end} must lie in the file")
+            return self._read(start, end)
+
+    def decode(self, group: int, fetched: Fetched) -> CompactPacks:
+        """Row group `group` out of its bytes.
+
+        Raises:
+            IntegrityError: they are not those that were written.
+        """
+        batch = self._batch(group, fetched)
+        with self._naming(f"row group {group}"):
+            packs, supervised = from_arrow_unlabelled(batch, self._manifest.kind)
+            return CompactPacks.copied(self._checked(packs, group), supervised)
+
+    def _batch(self, group: int, fetched: Fetched) -> pa.RecordBatch:
+        with self._naming(f"row group {group}"):
+            if isinstance(fetched, bytes):
+                self._check_crc32(group, zlib.crc32(fetched))
+                batch = self._decode_parquet(group, fetched)
+            else:
+                batch = fetched
+                batch.validate()
+                self._check_crc32(group, batch_crc32(batch))
+            expected = int(self.shard.row_groups.rows[group])
+            if batch.num_rows != expected:
+                raise IntegrityError(f"must have {expected} rows; found {batch.num_rows}")
+        return batch
+
+    def _checked(self, packs: Packs, group: int) -> Packs:
+        groups = self.shard.row_groups
+        found = (len(packs.example_ids), len(packs.input_ids))
+        expected = (int(groups.examples[group]), int(groups.tokens[group]))
+        if found != expected:
+            raise IntegrityError(f"must have (examples, tokens) {expected}; found {found}")
         if base := self.shard.example_id_base:
             packs = replace(packs, example_ids=packs.example_ids + base)
         return packs
 
-    def _read_parquet(self, group: int) -> pa.RecordBatch:
+    def _decode_parquet(self, group: int, data: bytes) -> pa.RecordBatch:
         metadata = self._metadata
-        start, end = byte_range(metadata.row_group(group))
-        if not 0 <= start < end <= self.shard.bytes:
-            raise IntegrityError(f"its bytes {start} to {end} must lie in the file")
-        data = self._read(start, end)
-        self._check_crc32(group, zlib.crc32(data))
-        window = _Window(data, start, self.shard.bytes)
-        file = pq.ParquetFile(window, metadata=metadata, page_checksum_verification=True)
+        start, _ = byte_range(metadata.row_group(group))
+        # Pages have checksums too, but that of the row group covers them, and their headers.
+        file = pq.ParquetFile(_Window(data, start, self.shard.bytes), metadata=metadata)
         batches = file.read_row_group(group, use_threads=False).combine_chunks().to_batches()
         if not batches:
             raise IntegrityError("must have rows; found none")
         return batches[0]
 
-    @cached_property
+    @property
     def _metadata(self) -> pq.FileMetaData:
+        """The Parquet metadata, read once."""
+        with self._lock:
+            if self._parsed is None:
+                self._parsed = self._read_metadata()
+            return self._parsed
+
+    def _read_metadata(self) -> pq.FileMetaData:
         """The Parquet metadata, checked against the manifest."""
-        metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + self._footer))
+        metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + self._read_footer()))
         self._check(metadata.schema.to_arrow_schema(), metadata.num_row_groups)
         return metadata
 
-    @cached_property
-    def _footer(self) -> bytes:
+    def _read_footer(self) -> bytes:
         """The end of the file. Its hash is checked first: a damaged one can crash the parser."""
         size, length = self.shard.bytes, self.shard.footer_bytes
         footer = self._read(size - length, size)
@@ -117,7 +163,10 @@ class ShardReader:
 
     def _open_arrow(self) -> Any:
         """The Arrow file; a local one is mapped, so that batches are views of the page cache."""
-        _ = self._footer
+        with self._lock:
+            if not self._footer_is_good:
+                self._read_footer()
+                self._footer_is_good = True
         path = self._location.join(self.shard.path).local_path
         if self._data is not None:
             source: Any = pa.BufferReader(self._data)
@@ -159,6 +208,11 @@ class ShardReader:
             yield
         except FormatError as error:
             raise IntegrityError(sentence(place, str(error).rstrip("."), "", _REMEDY)) from error
+        except StorageError as error:
+            text = str(error)
+            if what in text or not text.startswith(self.where):
+                raise
+            raise type(error)(place + text.removeprefix(self.where)) from error.__cause__
         except PackstoreError:
             raise
         except _DECODER_ERRORS as error:
@@ -167,6 +221,38 @@ class ShardReader:
                     raise
             must = "its bytes must be those that were written"
             raise IntegrityError(sentence(place, must, str(error), _REMEDY)) from error
+
+
+class ShardReaders:
+    """Readers of the shards of a dataset, those used last; made anew in the process that uses them.
+
+    A reader holds the parsed footer of its shard, some kB for each row group.
+
+    Args:
+        location: the dataset.
+        manifest: of the dataset.
+    """
+
+    def __init__(self, location: Location, manifest: Manifest) -> None:
+        self._location, self._manifest = location, manifest
+        self._begin()
+
+    def __getitem__(self, number: int) -> ShardReader:
+        if os.getpid() != self._pid:  # a fork: locks may be held by threads that it has not
+            self._begin()
+        with self._lock:
+            reader = self._recent.pop(number, None)
+            if reader is None:
+                shard = self._manifest.shards[number]
+                reader = ShardReader(self._location, self._manifest, shard)
+            self._recent[number] = reader
+            while len(self._recent) > OPEN_SHARDS:
+                self._recent.popitem(last=False)
+        return reader
+
+    def _begin(self) -> None:
+        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._recent: OrderedDict[int, ShardReader] = OrderedDict()
 
 
 _DECODER_ERRORS = (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError, EOFError)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from packstore.records import IGNORE_INDEX, Int64, Packs
+from packstore.records import IGNORE_INDEX, Int64, Packs, PackSizes
 
 _SUMS = ("packs", "examples", "sequences", "tokens", "supervised_tokens", "logical_tokens")
 _NONE = 2**63 - 1
@@ -61,19 +61,28 @@ class Statistics:
 
 
 def pack_figures(packs: Packs) -> Int64:
-    """int64 `[P, 5]`: examples, sequences, tokens, supervised tokens, longest segment of each."""
+    """int64 `[P, 6]`: examples, sequences, tokens, supervised tokens, longest segment of each, and
+    the sum of the squared lengths of its segments.
+    """
+    segments = packs.segment_lengths.astype(np.int64)
     supervised = np.concatenate([[0], np.cumsum(packs.labels != IGNORE_INDEX)])
-    longest = np.maximum.reduceat(packs.segment_lengths, packs.sequence_offsets[:-1])
+    firsts = packs.sequence_offsets[:-1]
     return np.stack(
         [
             np.diff(packs.example_offsets),
             np.diff(packs.sequence_offsets),
             np.diff(packs.token_offsets),
             np.diff(supervised[packs.token_offsets]),
-            longest,
+            np.maximum.reduceat(segments, firsts),
+            np.add.reduceat(segments**2, firsts),
         ],
         axis=1,
     ).astype(np.int64)
+
+
+def pack_sizes(figures: Int64) -> PackSizes:
+    """What a loader plans with, from :func:`pack_figures`."""
+    return PackSizes(tokens=figures[:, 2], examples=figures[:, 0], squares=figures[:, 5])
 
 
 def group_figures(figures: Int64) -> Int64:

@@ -14,11 +14,19 @@ import numpy as np
 from packstore.errors import IntegrityError, PackstoreError, quote, sentence
 from packstore.invariants import check_packs
 from packstore.io.manifest import Manifest
+from packstore.io.pack_index import PackIndex
 from packstore.io.reader import ShardReader
-from packstore.io.shard import FileHashes, ShardInfo, describe_shard
-from packstore.io.statistics import PackCounter, Statistics, Totals, group_figures, pack_figures
+from packstore.io.shard import FileHashes, describe_shard
+from packstore.io.statistics import (
+    PackCounter,
+    Statistics,
+    Totals,
+    group_figures,
+    pack_figures,
+    pack_sizes,
+)
 from packstore.io.storage import Location
-from packstore.records import Int64
+from packstore.records import Int64, PackSizes
 
 Progress = Callable[[int, int], None]
 THREADS = 4
@@ -61,7 +69,8 @@ def verify(location: Location, manifest: Manifest, progress: Progress | None) ->
     """Checks a dataset; :meth:`Dataset.verify` tells what. Holds 8 bytes for every example."""
     where = location.display
     counter, problems, ids, size = PackCounter(), list[str](), list[Int64](), 0
-    for done, found in enumerate(_each_shard(location, manifest), 1):
+    index = _open_index(location, manifest, problems)
+    for done, found in enumerate(_each_shard(location, manifest, index), 1):
         problems += found.problems
         ids += found.example_ids
         size += found.bytes
@@ -77,22 +86,37 @@ def verify(location: Location, manifest: Manifest, progress: Progress | None) ->
     return VerifyReport(where, tuple(problems), totals, len(manifest.shards))
 
 
-def _names(value: Totals | Statistics | FileHashes) -> tuple[str, ...]:
+def _names(value: Totals | Statistics | FileHashes | PackSizes) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(value))
 
 
-def _each_shard(location: Location, manifest: Manifest) -> Iterator[_Findings]:
+def _open_index(location: Location, manifest: Manifest, problems: list[str]) -> PackIndex | None:
+    """The pack index, if there is one that can be read; what is wrong is added to `problems`."""
+    if manifest.pack_index is None:
+        return None
+    try:
+        return PackIndex(location, manifest, manifest.pack_index)
+    except PackstoreError as error:
+        problems.append(str(error))
+        return None
+
+
+def _each_shard(
+    location: Location, manifest: Manifest, index: PackIndex | None
+) -> Iterator[_Findings]:
     """Findings in the order of the shards, with at most `THREADS` shards in memory."""
     threads = min(THREADS, os.cpu_count() or 1)
-    shards = manifest.shards
+    numbers = range(len(manifest.shards))
     with ThreadPoolExecutor(threads) as pool:
-        for start in range(0, len(shards), threads):
-            part = shards[start : start + threads]
-            yield from pool.map(lambda s: _verify_shard(location, manifest, s), part)
+        for start in range(0, len(numbers), threads):
+            part = numbers[start : start + threads]
+            yield from pool.map(lambda n: _verify_shard(location, manifest, n, index), part)
 
 
-def _verify_shard(location: Location, manifest: Manifest, shard: ShardInfo) -> _Findings:
-    found = _Findings()
+def _verify_shard(
+    location: Location, manifest: Manifest, number: int, index: PackIndex | None
+) -> _Findings:
+    shard, found = manifest.shards[number], _Findings()
     where = location.join(shard.path).display
     try:
         data = location.read_bytes(shard.path)
@@ -106,7 +130,7 @@ def _verify_shard(location: Location, manifest: Manifest, shard: ShardInfo) -> _
     except IntegrityError as error:
         found.problems.append(f"{where}: {error}")
     reader = ShardReader(location, manifest, shard, data)
-    first_row, groups = 0, list[Int64]()
+    first_row, figures = 0, list[Int64]()
     for group, rows in enumerate(shard.row_groups.rows.tolist()):
         try:
             packs = reader.read_packs(group)
@@ -123,13 +147,30 @@ def _verify_shard(location: Location, manifest: Manifest, shard: ShardInfo) -> _
         else:
             found.counter.add(packs)
             found.example_ids.append(packs.example_ids)
-            groups.append(group_figures(pack_figures(packs)))
+            figures.append(pack_figures(packs))
         first_row += rows
     if not found.problems:
+        groups = [group_figures(f) for f in figures]
         info = describe_shard(shard.path, groups, real, shard.row_groups.crc32)
         found.problems += _differences(where, shard, info, ("sequences", "supervised_tokens"))
         found.problems += _differences(where, shard.row_groups, info.row_groups, ("longest",))
+        if index is not None:
+            found.problems += _index_differences(index, number, np.concatenate(figures))
     return found
+
+
+def _index_differences(index: PackIndex, number: int, figures: Int64) -> list[str]:
+    """What the pack index does not tell rightly of the packs of a shard."""
+    try:
+        told = index.shard(number)
+    except PackstoreError as error:
+        return [str(error)]
+    where, real = f"{index.where}, row group {number}", pack_sizes(figures)
+    return [
+        sentence(where, f"must have the {name} of each pack of its shard", "others")
+        for name in _names(real)
+        if not np.array_equal(getattr(told, name), getattr(real, name))
+    ]
 
 
 def _differences(where: str, told: object, real: object, names: tuple[str, ...]) -> list[str]:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,11 +23,15 @@ from packstore.config import WriteConfig
 from packstore.errors import PackstoreError
 from packstore.invariants import check_packs
 from packstore.io.checksums import file_crc32
+from packstore.io.commit import FOLDER, versions
 from packstore.io.faults import guarded
-from packstore.io.manifest import FOLDER, read_manifest, versions
+from packstore.io.manifest import read_manifest
+from packstore.io.pack_index import PackIndexWriter
 from packstore.io.shard import FileHashes, PackShape, ShardInfo, describe_shard
-from packstore.io.statistics import PackCounter, group_figures, pack_figures
+from packstore.io.staging import Staging
+from packstore.io.statistics import PackCounter, group_figures, pack_figures, pack_sizes
 from packstore.io.storage import Location
+from packstore.io.stored_file import StoredFile
 from packstore.records import Int64, Packs
 from packstore.schema import pack_schema, to_arrow
 
@@ -52,6 +54,7 @@ class ShardWriter:
 
     Attributes:
         counter: totals and statistics of the packs so far.
+        pack_index: the index of all packs, once :meth:`close` was called; None without packs.
     """
 
     def __init__(
@@ -63,13 +66,15 @@ class ShardWriter:
         spill_dir: str | None = None,
     ) -> None:
         self.counter = PackCounter()
+        self.pack_index: StoredFile | None = None
         self._location, self._shape, self._config, self._run = location, shape, config, run
         spans = config.labels == "spans"
         self._schema = pack_schema(
             shape.kind, shape.layout, label_spans=spans, carry=dict(shape.carry)
         )
-        self._staging = _Staging(location, spill_dir)
+        self._staging = Staging(location, (FOLDER, DATA), spill_dir)
         self._shard: _OpenShard | None = None
+        self._index: PackIndexWriter | None = None
         self._pending: list[tuple[pa.RecordBatch, Int64]] = []
         self._pending_tokens = self._rows = 0
         self._shards: list[ShardInfo] = []
@@ -120,7 +125,7 @@ class ShardWriter:
         self._hold(batch, figures, start, len(packs))
 
     def close(self) -> list[ShardInfo]:
-        """Finishes the last shard; returns all shards, in order.
+        """Finishes the last shard and the pack index; returns all shards, in order.
 
         Raises:
             StorageError: no space, no permission, or the store refuses.
@@ -128,6 +133,7 @@ class ShardWriter:
         if self._pending_tokens:
             self._flush()
         self._finish_shard()
+        self._finish_index()
         self._staging.remove()
         return list(self._shards)
 
@@ -136,6 +142,9 @@ class ShardWriter:
         if self._shard is not None:
             self._shard.discard()
             self._shard = None
+        if self._index is not None:
+            self._index.discard()
+            self._index = None
         self._staging.remove()
         with contextlib.suppress(PackstoreError):
             for path in set(self._created) - _committed_paths(self._location, self._created):
@@ -164,14 +173,28 @@ class ShardWriter:
         hashes = shard.finish(durable=self._staging.in_dataset)
         name = f"{self._run}-{len(self._shards):05d}-{hashes.sha256[:16]}.{self._config.format}"
         checksums = file_crc32(shard.path, self._config.format)
-        info = describe_shard(f"{DATA}/{name}", shard.groups, hashes, checksums)
-        if not self._location.exists(info.path):
-            self._created.append(info.path)
-        self._location.put_file(shard.path, info.path)
+        groups = [group_figures(f) for f in shard.figures]
+        info = describe_shard(f"{DATA}/{name}", groups, hashes, checksums)
+        self._put(shard.path, info.path)
         self._shard = None
-        if not self._staging.in_dataset:
-            os.unlink(shard.path)
         self._shards.append(info)
+        if self._index is None:
+            self._index = PackIndexWriter(self._staging.path())
+        self._index.append(pack_sizes(np.concatenate(shard.figures)))
+
+    def _finish_index(self) -> None:
+        if self._index is not None:
+            info = self._index.finish(durable=self._staging.in_dataset)
+            self._put(self._index.path, info.path)
+            self.pack_index, self._index = info, None
+
+    def _put(self, local_path: str, path: str) -> None:
+        """Makes a finished file appear in the dataset, and remembers that it was not there."""
+        if not self._location.exists(path):
+            self._created.append(path)
+        self._location.put_file(local_path, path)
+        if not self._staging.in_dataset:
+            os.unlink(local_path)
 
 
 class _OpenShard:
@@ -179,7 +202,7 @@ class _OpenShard:
 
     def __init__(self, path: str, schema: pa.Schema, config: WriteConfig) -> None:
         self.path, self.size = path, 0
-        self.groups: list[Int64] = []
+        self.figures: list[Int64] = []
         with guarded("write", path, {}):
             self._file = open(path, "xb")  # noqa: SIM115
             self._writer = _format_writer(self._file, schema, config)
@@ -190,7 +213,7 @@ class _OpenShard:
         with guarded("write", self.path, {}):
             self._writer.write_table(table, max(batch.num_rows, 1))
             self.size = self._file.tell()
-        self.groups.append(group_figures(figures))
+        self.figures.append(figures)
 
     def finish(self, durable: bool) -> FileHashes:
         """Closes the file; with `durable` it survives a power cut."""
@@ -208,47 +231,6 @@ class _OpenShard:
         for handle in (self._writer, self._file):
             with contextlib.suppress(OSError, pa.ArrowException):
                 handle.close()
-
-
-class _Staging:
-    """The local folder of unfinished shards, made when the first one needs it."""
-
-    def __init__(self, location: Location, spill_dir: str | None) -> None:
-        self._root, self._spill_dir = location.local_path, spill_dir
-        self._folder: str | None = None
-        self._made: list[str] = []
-        self._count = 0
-
-    @property
-    def in_dataset(self) -> bool:
-        """Whether the folder lies inside a local dataset."""
-        return self._root is not None
-
-    def path(self) -> str:
-        """A fresh path in the folder."""
-        if self._folder is None:
-            parent = self._spill_dir
-            with guarded("write", self._root or parent or tempfile.gettempdir(), {}):
-                if self._root is not None:
-                    parent = os.path.join(self._root, FOLDER)
-                    places = (self._root, parent, os.path.join(self._root, DATA))
-                    self._made = [p for p in places if not os.path.exists(p)]
-                    os.makedirs(parent, exist_ok=True)
-                self._folder = tempfile.mkdtemp(prefix=".staging-", dir=parent)
-        self._count += 1
-        return os.path.join(self._folder, str(self._count))
-
-    def remove(self) -> None:
-        """Removes the folder and what is left in it."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
-
-    def prune(self) -> None:
-        """Removes the folders of a local dataset that this job made and left empty."""
-        for folder in reversed(self._made):
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
 
 
 def _format_writer(file: Any, schema: pa.Schema, config: WriteConfig) -> Any:
@@ -269,8 +251,9 @@ def _format_writer(file: Any, schema: pa.Schema, config: WriteConfig) -> Any:
 
 
 def _committed_paths(location: Location, candidates: list[str]) -> set[str]:
-    """Shards that a committed version names (an equal job may have run beside this one)."""
+    """Files that a committed version names (an equal job may have run beside this one)."""
     if not candidates:
         return set()
     manifests = [read_manifest(location, version)[0] for version in versions(location)]
-    return {shard.path for manifest in manifests for shard in manifest.shards}
+    indexes = {m.pack_index.path for m in manifests if m.pack_index}
+    return indexes | {shard.path for manifest in manifests for shard in manifest.shards}

@@ -15,14 +15,9 @@ from packstore.errors import (
     FormatError,
     UnsupportedFormatError,
 )
-from packstore.io import manifest as module
-from packstore.io.manifest import (
-    Manifest,
-    commit_manifest,
-    manifest_path,
-    read_manifest,
-    refuse_existing,
-)
+from packstore.io import commit as module
+from packstore.io.commit import manifest_path, refuse_existing
+from packstore.io.manifest import Manifest, commit_manifest, read_manifest
 from packstore.io.storage import Location
 
 
@@ -97,7 +92,7 @@ def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 OPEN = ("dropped", "noted", "length_histogram", "planning", "settings", "tokenizer", "carry")
-OPTIONAL = {("num_responses",), ("provenance", "tokenizer")}
+OPTIONAL = {("num_responses",), ("provenance", "tokenizer"), ("pack_index",)}
 
 
 def test_every_field_is_needed_and_typed(good):
@@ -200,7 +195,7 @@ def test_an_existing_dataset_is_refused(kit, anywhere):
 def test_the_slower_of_two_writers_is_told(kit, anywhere, monkeypatch):
     made = kit.Written(anywhere)
     ds = made.dataset([kit.some_packs(20)])
-    monkeypatch.setattr(module, "versions", lambda location: {})
+    monkeypatch.setattr(module, "versions", lambda *_: {})
     with pytest.raises(DatasetExistsError, match="only one writer may commit"):
         commit_manifest(made.location, ds.manifest)
 

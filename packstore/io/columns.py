@@ -1,0 +1,55 @@
+"""Some columns of a shard alone, for what needs no tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from packstore.errors import IntegrityError, sentence
+from packstore.io.manifest import Manifest
+from packstore.io.shard import ShardInfo
+from packstore.io.storage import Location
+from packstore.io.stored_file import decoding
+from packstore.records import Int64
+
+
+def read_columns(
+    location: Location, manifest: Manifest, shard: ShardInfo, names: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
+    """Columns `names` of each row group of `shard`, in order.
+
+    Raises:
+        StorageError: the shard is missing, or the store refuses.
+        IntegrityError: its bytes are not those that were written.
+    """
+    where = location.join(shard.path).display
+    footer = location.read_bytes(shard.path, shard.bytes - shard.footer_bytes, shard.bytes)
+    if hashlib.sha256(footer).hexdigest() != shard.footer_sha256:
+        must = "its footer must have the sha256 that the manifest tells"
+        raise IntegrityError(sentence(where, must))
+    with decoding(where), location.open_read(shard.path, cache_type="none") as file:
+        if manifest.file_format == "arrow":
+            schema = pa.ipc.open_file(file).schema
+            options = pa.ipc.IpcReadOptions(included_fields=[schema.names.index(n) for n in names])
+            reader = pa.ipc.open_file(file, options=options)
+            for i in range(reader.num_record_batches):
+                yield reader.get_batch(i).select(list(names))
+            return
+        metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
+        parquet = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True)
+        for i in range(parquet.num_row_groups):
+            table = parquet.read_row_group(i, columns=list(names), use_threads=False)
+            (batch,) = table.combine_chunks().to_batches()
+            yield batch
+
+
+def flat_numbers(column: pa.ListArray) -> Int64:
+    """The elements of a list column of int32, as int64 (``to_numpy`` would import pandas)."""
+    values = column.flatten()
+    return np.frombuffer(values.buffers()[1], np.int32, len(values), 4 * values.offset).astype(
+        np.int64
+    )

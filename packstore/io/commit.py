@@ -1,0 +1,116 @@
+"""Versions of a dataset: numbered manifests, each of which appears in one step.
+
+They lie in ``_packstore/`` as ``manifest-000001.json``, ``-000002`` and so on; the highest number
+is the current one. Each is created only if its number is free, so that of several writers exactly
+one commits, and a reader needs one listing and one read. Side datasets do the same under the name
+``side`` (:mod:`packstore.io.side`).
+"""
+
+from __future__ import annotations
+
+import re
+
+from packstore.errors import DatasetExistsError, DatasetNotFoundError, FormatError, sentence
+from packstore.io.storage import Location
+
+FOLDER = "_packstore"
+MAX_MANIFEST_BYTES = 256 << 20
+"""A larger manifest is refused, on write and on read."""
+
+DATASET = "manifest"
+"""First part of the names of a dataset's manifests."""
+
+
+def versions(location: Location, name: str = DATASET) -> dict[int, int]:
+    """The committed versions of a dataset -> bytes of their manifest, oldest first."""
+    pattern = re.compile(rf"{name}-(\d{{6,}})\.json")
+    matches = ((pattern.fullmatch(e.name), e.size) for e in location.files(FOLDER))
+    return dict(sorted((int(m.group(1)), size) for m, size in matches if m))
+
+
+def read_committed(
+    location: Location, version: int | None = None, name: str = DATASET
+) -> tuple[bytes, str, int]:
+    """The text of a manifest, its place for error texts, and its version.
+
+    Raises:
+        DatasetNotFoundError: nothing, or no such version, was committed there.
+        FormatError: the manifest is too large.
+    """
+    sizes = versions(location, name)
+    number = version if version is not None else max(sizes, default=0)
+    if number not in sizes:
+        raise _not_found(location, version, list(sizes), name)
+    path = manifest_path(number, name)
+    if sizes[number] > MAX_MANIFEST_BYTES:
+        raise _too_large(location, path, sizes[number])
+    return location.read_bytes(path), location.join(path).display, number
+
+
+def refuse_existing(location: Location, overwrite: bool, name: str = DATASET) -> int:
+    """The number that the next manifest will have.
+
+    Raises:
+        DatasetExistsError: a dataset is there, and `overwrite` is False.
+    """
+    current = max(versions(location, name), default=0)
+    if current and not overwrite:
+        raise DatasetExistsError(
+            sentence(
+                location.display,
+                "must not hold a dataset yet",
+                f"version {current} of one",
+                "Name another place, or overwrite it (overwrite=True, --overwrite)",
+            )
+        )
+    return current + 1
+
+
+def commit(location: Location, data: bytes, overwrite: bool, name: str = DATASET) -> int:
+    """Puts the text of the next manifest, if its number is still free; see `commit_manifest`."""
+    version = refuse_existing(location, overwrite, name)
+    path = manifest_path(version, name)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise _too_large(location, path, len(data))
+    try:
+        location.create_bytes(path, data)
+    except DatasetExistsError as error:
+        raise DatasetExistsError(
+            sentence(
+                location.display,
+                "only one writer may commit at a time",
+                "that another one just did",
+                "Look at its dataset, then run again if it is not yours",
+            )
+        ) from error
+    return version
+
+
+def manifest_path(version: int, name: str = DATASET) -> str:
+    """Path of a manifest in its dataset."""
+    return f"{FOLDER}/{name}-{version:06d}.json"
+
+
+def _not_found(
+    location: Location, version: int | None, known: list[int], name: str
+) -> DatasetNotFoundError:
+    if known:
+        return DatasetNotFoundError(
+            sentence(location.display, f"must have version {version}", f"{known[0]} to {known[-1]}")
+        )
+    missing = not location.exists()
+    found = "no such folder" if missing else f"no {FOLDER}/{name}-….json in it"
+    hint = "Check the path" if missing else "Name the folder that `packstore pack` wrote"
+    what = "a dataset" if name == DATASET else f"a {name} dataset"
+    return DatasetNotFoundError(sentence(location.display, f"must be {what}", found, hint))
+
+
+def _too_large(location: Location, path: str, size: int) -> FormatError:
+    return FormatError(
+        sentence(
+            location.join(path).display,
+            f"a manifest must have at most {MAX_MANIFEST_BYTES} bytes",
+            str(size),
+            "Write larger row groups (row_group_tokens)",
+        )
+    )

@@ -1,0 +1,254 @@
+"""The pack index: how much work every pack is, known without opening a shard.
+
+One small Parquet file beside the manifest, which names it. It has one row for each pack, in dataset
+order, one row group for each shard, and is optional: without it the sizes are read from the shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from packstore.errors import IntegrityError, quote, sentence
+from packstore.io.columns import read_columns
+from packstore.io.commit import FOLDER
+from packstore.io.faults import guarded
+from packstore.io.manifest import Manifest
+from packstore.io.shard import ShardInfo
+from packstore.io.storage import Location
+from packstore.io.stored_file import StoredFile, decoding, read_stored
+from packstore.records import Int64, PackSizes, to_offsets
+
+SCHEMA = pa.schema(
+    [
+        pa.field("tokens", pa.int32(), nullable=False),
+        pa.field("examples", pa.int32(), nullable=False),
+        pa.field("squares", pa.int64(), nullable=False),
+    ]
+)
+THREADS = 4
+"""Shards that are read at a time where there is no index."""
+
+KEPT_SHARDS = 128
+"""Shards whose sizes a table keeps: more than the lanes of an order, which are in one each."""
+
+_NEEDED = ("seq_boundaries", "example_ids")
+
+
+class PackIndexWriter:
+    """Writes the index while the shards are written; holds one row group at most.
+
+    Args:
+        path: a local path that nothing has yet.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        with guarded("write", path, {}):
+            self._file = open(path, "xb")  # noqa: SIM115
+            self._writer = pq.ParquetWriter(
+                self._file,
+                SCHEMA,
+                compression="zstd",
+                use_dictionary=False,
+                column_encoding=dict.fromkeys(SCHEMA.names, "DELTA_BINARY_PACKED"),
+                write_statistics=False,
+                write_page_checksum=True,
+                store_schema=False,
+            )
+
+    def append(self, sizes: PackSizes) -> None:
+        """Adds the packs of the next shard."""
+        columns = [sizes.tokens, sizes.examples, sizes.squares]
+        arrays = [pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)]
+        with guarded("write", self.path, {}):
+            self._writer.write_table(pa.Table.from_arrays(arrays, schema=SCHEMA), len(sizes))
+
+    def finish(self, durable: bool) -> StoredFile:
+        """Closes the file; with `durable` it survives a power cut. Its path is that to store at."""
+        with guarded("write", self.path, {}):
+            self._writer.close()
+            self._file.flush()
+            if durable:
+                os.fsync(self._file.fileno())
+            self._file.close()
+            info = StoredFile.of("", self.path)
+        path = f"{FOLDER}/packs-{info.sha256[:16]}.index"
+        return StoredFile(path=path, bytes=info.bytes, sha256=info.sha256)
+
+    def discard(self) -> None:
+        """Closes the file, whatever happens: it is going to be removed."""
+        for handle in (self._writer, self._file):
+            with contextlib.suppress(OSError, pa.ArrowException):
+                handle.close()
+
+
+class PackIndex:
+    """The index of a dataset that has one, in memory as it is stored: a few bytes for each pack.
+
+    Args:
+        location: the dataset.
+        manifest: which names the index.
+        info: what it says of it.
+
+    Raises:
+        StorageError: the file is missing, or the store refuses.
+        IntegrityError: its bytes are not those that were written, or not what it must hold.
+    """
+
+    def __init__(self, location: Location, manifest: Manifest, info: StoredFile) -> None:
+        self.where = location.join(info.path).display
+        self._shards = manifest.shards
+        self._data = read_stored(location, info)
+        with decoding(self.where):
+            self._metadata = pq.read_metadata(pa.BufferReader(self._data))
+            groups = (self._metadata.row_group(i) for i in range(self._metadata.num_row_groups))
+            rows = [group.num_rows for group in groups]
+            schema = self._metadata.schema.to_arrow_schema()
+        if not schema.equals(SCHEMA) or rows != [s.rows for s in self._shards]:
+            must = "it must have its three columns, and a row group for each shard"
+            raise IntegrityError(sentence(self.where, must, f"{quote(schema.names)}, rows {rows}"))
+
+    def shard(self, number: int) -> PackSizes:
+        """Sizes of the packs of a shard; safe to call from many threads.
+
+        Raises:
+            IntegrityError: they are not those that the manifest tells.
+        """
+        with decoding(self.where):
+            file = pq.ParquetFile(
+                pa.BufferReader(self._data),
+                metadata=self._metadata,
+                page_checksum_verification=True,
+            )
+            batch = _only_batch(file.read_row_group(number, use_threads=False))
+            sizes = PackSizes(*(_numbers(batch.column(name)) for name in SCHEMA.names))
+        _check_sums(sizes, self._shards[number], f"{self.where}, row group {number}")
+        return sizes
+
+
+class SizeTable:
+    """Sizes of the packs of a dataset, a shard at a time: those that were asked for last are kept.
+
+    Safe to use from many threads.
+
+    Args:
+        location: the dataset.
+        manifest: of the dataset.
+    """
+
+    def __init__(self, location: Location, manifest: Manifest) -> None:
+        self._location, self._manifest = location, manifest
+        self._starts = to_offsets(np.array([shard.rows for shard in manifest.shards], np.int64))
+        self._lock = threading.Lock()
+        self._index: PackIndex | None = None
+        self._kept: OrderedDict[int, PackSizes] = OrderedDict()
+
+    def take(self, packs: Int64) -> PackSizes:
+        """Sizes of the packs with these numbers in file order, int64 `[n]`.
+
+        Raises:
+            StorageError: a file is missing, or the store refuses.
+            IntegrityError: its bytes are not those that were written.
+        """
+        out = PackSizes(*(np.empty(len(packs), np.int64) for _ in SCHEMA.names))
+        shards = np.searchsorted(self._starts, packs, side="right") - 1
+        order = np.argsort(shards, kind="stable")
+        distinct, firsts = np.unique(shards[order], return_index=True)
+        members = np.split(order, firsts[1:])
+        for shard, own in zip(distinct.tolist(), members, strict=False):
+            sizes = self._shard(shard)
+            rows = packs[own] - self._starts[shard]
+            for name in SCHEMA.names:
+                getattr(out, name)[own] = getattr(sizes, name)[rows]
+        return out
+
+    def all(self) -> PackSizes:
+        """Sizes of all packs, in file order: 24 bytes for each; raises as :meth:`take`."""
+        numbers = range(len(self._manifest.shards))
+        if self._manifest.pack_index is not None:
+            parts = list(map(self._load, numbers))
+        else:
+            with ThreadPoolExecutor(THREADS) as pool:
+                parts = list(pool.map(self._load, numbers))
+        return PackSizes(
+            *(np.concatenate([_NONE, *(getattr(p, n) for p in parts)]) for n in SCHEMA.names)
+        )
+
+    def _shard(self, number: int) -> PackSizes:
+        with self._lock:
+            sizes = self._kept.pop(number, None) or self._load(number)
+            self._kept[number] = sizes
+            while len(self._kept) > KEPT_SHARDS:
+                self._kept.popitem(last=False)
+        return sizes
+
+    def _load(self, number: int) -> PackSizes:
+        manifest = self._manifest
+        if manifest.pack_index is None:
+            return shard_sizes(self._location, manifest, manifest.shards[number])
+        if self._index is None:
+            self._index = PackIndex(self._location, manifest, manifest.pack_index)
+        return self._index.shard(number)
+
+
+def shard_sizes(location: Location, manifest: Manifest, shard: ShardInfo) -> PackSizes:
+    """Sizes of the packs of a shard, from two of its columns.
+
+    Raises:
+        StorageError: the shard is missing, or the store refuses.
+        IntegrityError: its bytes are not those that were written.
+    """
+    where = location.join(shard.path).display
+    batches = read_columns(location, manifest, shard, _NEEDED)
+    parts = [_sizes(*(batch.column(name) for name in _NEEDED)) for batch in batches]
+    sizes = PackSizes(
+        *(np.concatenate([getattr(p, n) for p in parts] or [_NONE]) for n in SCHEMA.names)
+    )
+    _check_sums(sizes, shard, where)
+    return sizes
+
+
+def _sizes(bounds: Any, examples: Any) -> PackSizes:
+    """Sizes of packs from the columns `seq_boundaries` and `example_ids`."""
+    starts = _numbers(bounds.offsets)
+    steps = np.diff(_numbers(bounds.values)[starts[0] : starts[-1]])
+    first = starts[:-1] - starts[0]
+    steps[first[1:] - 1] = 0  # from the end of one pack to the start of the next
+    return PackSizes(
+        tokens=np.add.reduceat(steps, first),
+        examples=np.diff(_numbers(examples.offsets)),
+        squares=np.add.reduceat(steps**2, first),
+    )
+
+
+def _check_sums(sizes: PackSizes, shard: ShardInfo, where: str) -> None:
+    found = (len(sizes), int(sizes.examples.sum()), int(sizes.tokens.sum()))
+    expected = (shard.rows, shard.examples, shard.tokens)
+    if found != expected:
+        must = f"its packs must have (rows, examples, tokens) {expected}, as the manifest says"
+        raise IntegrityError(sentence(where, must, str(found)))
+
+
+def _only_batch(table: pa.Table) -> pa.RecordBatch:
+    """The one batch of a row group, which always has rows."""
+    (batch,) = table.combine_chunks().to_batches()
+    return batch
+
+
+def _numbers(array: Any) -> Int64:
+    """An Arrow array of int32 or int64 as int64 (``to_numpy`` would import pandas)."""
+    width = np.dtype(np.int64 if array.type == pa.int64() else np.int32)
+    values = np.frombuffer(array.buffers()[1], width, len(array), array.offset * width.itemsize)
+    return values.astype(np.int64)
+
+
+_NONE = np.empty(0, np.int64)

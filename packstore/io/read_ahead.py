@@ -1,0 +1,202 @@
+"""Packs in the order in which they are wanted, their row groups fetched ahead by threads.
+
+A reader knows what it will want: it plans positions well before they are taken, and hands their row
+groups to a :class:`Crew` in the order of first use. A row group is read once for all that is wanted
+from it, and is dropped when nothing more is: when its lane has gone on to the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from packstore.config import ReadConfig
+from packstore.errors import IntegrityError, sentence
+from packstore.io.compact import TOKEN_BYTES, CompactPacks
+from packstore.io.crew import Crew, Job
+from packstore.io.dataset import Dataset
+from packstore.io.order import PackOrder
+from packstore.io.refetch import GroupFetcher
+from packstore.records import Int64, Packs
+
+_PLANNED = 512
+"""Packs that are looked up in the order at once."""
+_FAR = 8 * _PLANNED
+"""Packs that are planned before they are taken, at most."""
+
+
+class Place(NamedTuple):
+    """Where a pack lies."""
+
+    group: int
+    row: int
+
+
+@dataclass(slots=True)
+class _OpenGroup:
+    """A row group that is wanted.
+
+    Attributes:
+        bytes: about, when decoded.
+        begun: whether its reading was begun.
+        job: its reading, until its first pack was taken.
+        packs: from then on; None if it is quarantined.
+        uses: packs that are planned from it and were not taken.
+        lanes: that have not gone on to another row group.
+    """
+
+    bytes: int
+    begun: bool = False
+    job: Job[CompactPacks | None] | None = None
+    packs: CompactPacks | None = None
+    uses: int = 0
+    lanes: int = 0
+
+
+class ReadAhead:
+    """Gives the packs at given positions, batch by batch.
+
+    Args:
+        dataset: where they are.
+        order: where each position lies.
+        batches: int64 arrays of positions; taken before the packs before them are given out.
+        config: how far to read ahead, and what to do with a row group that cannot be read.
+        left_out: takes the row groups that are quarantined.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        order: PackOrder,
+        batches: Iterable[Int64],
+        config: ReadConfig,
+        left_out: set[int],
+    ) -> None:
+        self._dataset, self._order, self._config = dataset, order, config
+        self._left_out = left_out
+        self._batches = iter(batches)
+        # One thread decodes: what it allocates and drops stays in one heap, and so stays small.
+        self._decoders = Crew(1)
+        local = dataset.location.local_path is not None
+        self._fetchers = None if local else Crew(config.requests)
+        self._far_bytes = config.ahead(local)
+        self._reading = GroupFetcher(dataset, config, self._decoders.stopping)
+        self._planned: deque[list[Place]] = deque()
+        self._far = self._ahead = 0
+        self._open: dict[int, _OpenGroup] = {}
+        self._waiting: deque[int] = deque()
+        self._of_lane: dict[int, int] = {}
+        self._good: CompactPacks | None = None
+
+    def __iter__(self) -> Iterator[list[Packs]]:
+        """For each batch its packs, each as :class:`Packs` of one row.
+
+        Raises:
+            StorageError: the store refuses; names the store, shard, row group and attempts.
+            IntegrityError: bytes are not those that were written; likewise.
+        """
+        with contextlib.ExitStack() as stack:
+            for crew in (self._fetchers, self._decoders):
+                if crew is not None:
+                    stack.callback(crew.close)
+            if self._plan(1):
+                yield self._next_batch()  # alone, so that it waits for nothing else
+            self._go_ahead()
+            while self._planned or self._plan(_PLANNED):
+                packs = self._next_batch()
+                self._go_ahead()
+                yield packs
+
+    def _plan(self, packs: int) -> bool:
+        """Looks up the next batches, of `packs` packs or more; False if there are no more."""
+        chunk: list[Int64] = []
+        while sum(map(len, chunk)) < packs and (batch := next(self._batches, None)) is not None:
+            chunk.append(np.asarray(batch, np.int64))
+        if not chunk:
+            return False
+        indices = np.concatenate(chunk)
+        groups, rows = self._order.locate(indices)
+        self._expect(groups, self._order.lane(indices))
+        places = map(Place, groups.tolist(), rows.tolist())
+        self._planned += [list(itertools.islice(places, len(batch))) for batch in chunk]
+        self._far += len(indices)
+        return True
+
+    def _expect(self, groups: Int64, lanes: Int64) -> None:
+        """Opens the row groups that are new, and lets go of those that lanes have left."""
+        distinct, first, counts = np.unique(groups, return_index=True, return_counts=True)
+        for i in np.argsort(first).tolist():
+            group = int(distinct[i])
+            if group not in self._open:
+                self._open[group] = _OpenGroup(int(self._dataset.group_tokens(group) * TOKEN_BYTES))
+                self._waiting.append(group)
+            self._open[group].uses += int(counts[i])
+        visited, last = np.unique(lanes[::-1], return_index=True)
+        for lane, group in zip(visited.tolist(), groups[::-1][last].tolist(), strict=True):
+            left = self._of_lane.get(lane)
+            if left != group:
+                self._of_lane[lane] = group
+                self._open[group].lanes += 1
+                if left is not None:
+                    self._open[left].lanes -= 1
+                    self._close_if_done(left)
+
+    def _go_ahead(self) -> None:
+        """Has row groups read, as far as the settings allow."""
+        while self._ahead < self._far_bytes:
+            if self._waiting:
+                self._begin(self._waiting.popleft())
+            elif self._far >= _FAR or not self._plan(_PLANNED):
+                return
+
+    def _begin(self, group: int) -> None:
+        entry = self._open.get(group)
+        if entry is not None and not entry.begun:
+            entry.begun = True
+            fetched = None
+            if self._fetchers is not None:
+                fetched = self._fetchers.submit(Job(partial(self._reading.fetch, group)))
+            entry.job = self._decoders.submit(Job(partial(self._reading.read, group, fetched)))
+            self._ahead += entry.bytes
+
+    def _next_batch(self) -> list[Packs]:
+        places = self._planned.popleft()
+        self._far -= len(places)
+        for place in places:
+            self._begin(place.group)
+        return [self._take(place) for place in places]
+
+    def _take(self, place: Place) -> Packs:
+        entry = self._open[place.group]
+        if entry.job is not None:
+            entry.packs, entry.job = entry.job.result(), None
+            self._ahead -= entry.bytes
+            if self._config.on_error == "quarantine":
+                self._good = entry.packs or self._good
+        packs = self._stand_in(place.group) if entry.packs is None else entry.packs.row(place.row)
+        entry.uses -= 1
+        self._close_if_done(place.group)
+        return packs
+
+    def _close_if_done(self, group: int) -> None:
+        entry = self._open[group]
+        if not entry.uses and not entry.lanes:
+            del self._open[group]
+
+    def _stand_in(self, group: int) -> Packs:
+        """A pack that can be read, in place of one that cannot. Any will do: it counts nothing."""
+        self._left_out.add(group)
+        if self._good is None:
+            groups = map(self._reading.read, range(len(self._dataset.group_rows)))
+            self._good = next((packs for packs in groups if packs is not None), None)
+        if self._good is None:
+            must = "at least one row group must be readable"
+            raise IntegrityError(sentence(self._dataset.url, must, "none"))
+        return self._good.row(0, stand_in=True)

@@ -1,0 +1,299 @@
+"""Side datasets: values derived from a dataset with a model, keyed by example id.
+
+A folder of its own, so that a dataset never changes: Parquet shards under ``data/``, and a manifest
+``_packstore/side-000001.json`` whose appearance is the commit, as that of a dataset is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from packstore.config import fingerprint
+from packstore.errors import ConfigError, FormatError, IntegrityError, PackstoreError, sentence
+from packstore.io.commit import FOLDER, commit, read_committed, refuse_existing, versions
+from packstore.io.dataset import Dataset
+from packstore.io.faults import guarded
+from packstore.io.manifest import Manifest
+from packstore.io.side_manifest import (
+    REF_LOGPS,
+    SIDE,
+    SideManifest,
+    SideShard,
+    side_schema,
+)
+from packstore.io.staging import Staging
+from packstore.io.storage import Location
+from packstore.io.stored_file import StoredFile, decoding, read_stored
+from packstore.records import Int64, to_offsets
+from packstore.schema import KINDS
+from packstore.version import VERSION
+
+DATA = "data"
+SHARD_ROWS = 1 << 20
+"""Examples of a shard: what a writer holds, and what a reader decodes at once."""
+
+Values = Mapping[str, npt.NDArray[Any]]
+
+
+class SideWriter:
+    """Writes a side dataset; a context manager that commits it, or removes it after an error.
+
+    Args:
+        url: a local folder or an fsspec URL.
+        source: the dataset whose examples the values belong to, or its manifest.
+        columns: name -> ``float32``, ``float64``, ``int64``, ``bool``, ``string``: one value for
+            each example; or ``ref_logps`` -> ``list<float32>``: one for each sequence.
+        made_with: what made the values, such as `model`, `model_sha256`, `tokenizer_sha256`,
+            `chat_template_sha256`, `dtype`, `attention`, `head_dtype`: texts, numbers, booleans.
+        overwrite: replace a side dataset that is already there.
+        storage_options: what fsspec's filesystem takes.
+
+    Attributes:
+        examples: written so far.
+
+    Raises:
+        DatasetExistsError: one is there, and `overwrite` is False.
+        FormatError: a column or a member of `made_with` that may not be.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        source: Dataset | Manifest,
+        columns: Mapping[str, str],
+        *,
+        made_with: Mapping[str, str | int | float | bool | None] | None = None,
+        overwrite: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        manifest = source.manifest if isinstance(source, Dataset) else source
+        self._location = Location(url, storage_options or {})
+        self._overwrite, self._expected = overwrite, manifest.totals.examples
+        self._manifest = SideManifest(
+            kind=manifest.kind,
+            lineage=manifest.lineage,
+            fingerprint=manifest.fingerprint,
+            columns=dict(columns),
+            made_with=dict(made_with or {}),
+            package_version=VERSION,
+        )
+        self._manifest.check(self._location.display)
+        refuse_existing(self._location, overwrite, SIDE)
+        head = self._manifest
+        self._run = fingerprint([head.fingerprint, head.columns, head.made_with])[:12]
+        self._staging = Staging(self._location, (FOLDER, DATA), None)
+        self._pending: list[pa.RecordBatch] = []
+        self._shards: list[SideShard] = []
+        self._created: list[str] = []
+        self.examples = self._pending_rows = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.abort()
+            return
+        try:
+            self.commit()
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, example_ids: Int64, values: Values, num_responses: Any = None) -> None:
+        """Adds the values of some examples, in any order.
+
+        Args:
+            example_ids: int64 `[E]`.
+            values: of every column: `[E]`, and of ``ref_logps`` float32 `[S]`, the sequences of
+                each example one after another.
+            num_responses: int `[E]`, K of each example; needed for kind ``ranked`` alone.
+
+        Raises:
+            ConfigError: other columns, or values of another length or type.
+            FormatError: log-probs that are not finite.
+            StorageError: no space, no permission, or the store refuses.
+        """
+        head = self._manifest
+        if values.keys() != head.columns.keys():
+            names = ", ".join(head.columns)
+            raise ConfigError(f"a side dataset of columns {names} got {', '.join(values)}.")
+        k = KINDS[head.kind]
+        if num_responses is None and k is None:
+            raise ConfigError("examples of kind ranked need num_responses.")
+        counts = np.full(len(example_ids), k) if num_responses is None else num_responses
+        ids = np.asarray(example_ids, np.int64)
+        arrays = [pa.array(ids)]
+        for name, type_ in zip(head.columns, side_schema(head.columns).types[1:], strict=True):
+            arrays.append(_column(name, np.asarray(values[name]), counts, type_))
+        self._pending.append(pa.RecordBatch.from_arrays(arrays, schema=head.schema))
+        self.examples += len(ids)
+        self._pending_rows += len(ids)
+        while self._pending_rows >= SHARD_ROWS:
+            self._flush(SHARD_ROWS)
+
+    def commit(self) -> int:
+        """Finishes the last shard and makes the side dataset visible; returns its version.
+
+        Raises:
+            ConfigError: not every example of the dataset has its values.
+            DatasetExistsError: another writer was faster.
+            StorageError: no space, no permission, or the store refuses.
+        """
+        if self.examples != self._expected:
+            raise ConfigError(
+                f"a side dataset must hold each of {self._expected} examples of its dataset once; "
+                f"got {self.examples}."
+            )
+        if self._pending_rows:
+            self._flush(self._pending_rows)
+        self._staging.remove()
+        fields = {**vars(self._manifest), "shards": tuple(self._shards)}
+        data = SideManifest(**fields).to_json()
+        return commit(self._location, data, self._overwrite, SIDE)
+
+    def abort(self) -> None:
+        """Removes what was written, except shards that a committed manifest names."""
+        self._staging.remove()
+        with contextlib.suppress(PackstoreError):
+            known = [open_side_at(self._location, v) for v in versions(self._location, SIDE)]
+            committed = {shard.path for side in known for shard in side.manifest.shards}
+            for path in set(self._created) - committed:
+                self._location.remove(path)
+        self._staging.prune()
+
+    def _flush(self, rows: int) -> None:
+        """Puts the first pending rows as a shard, ordered by id."""
+        table = pa.Table.from_batches(self._pending)
+        self._pending = table.slice(rows).to_batches()
+        self._pending_rows -= rows
+        table = table.slice(0, rows).sort_by("example_ids").combine_chunks()
+        local = self._staging.path()
+        with guarded("write", local, {}):
+            with open(local, "xb") as file:
+                pq.write_table(
+                    table,
+                    file,
+                    compression="zstd",
+                    use_dictionary=False,
+                    write_statistics=False,
+                    write_page_checksum=True,
+                    store_schema=True,
+                )
+                file.flush()
+                os.fsync(file.fileno())
+            found = StoredFile.of("", local)
+        name = f"{self._run}-{len(self._shards):05d}-{found.sha256[:16]}.parquet"
+        shard = SideShard(
+            path=f"{DATA}/{name}",
+            bytes=found.bytes,
+            sha256=found.sha256,
+            rows=rows,
+        )
+        if not self._location.exists(shard.path):
+            self._created.append(shard.path)
+        self._location.put_file(local, shard.path)
+        if not self._staging.in_dataset:
+            os.unlink(local)
+        self._shards.append(shard)
+
+
+class Side:
+    """A committed version of a side dataset. Picklable; reads when it is asked to.
+
+    Args:
+        location: where it is.
+        manifest: what it is.
+        version: number of the manifest.
+    """
+
+    def __init__(self, location: Location, manifest: SideManifest, version: int) -> None:
+        self.location, self.manifest, self.version = location, manifest, version
+
+    def __len__(self) -> int:
+        return self.manifest.examples
+
+    def __repr__(self) -> str:
+        columns = ", ".join(self.manifest.columns)
+        return f"Side({self.url!r}, version={self.version}, examples={len(self)}, {columns})"
+
+    @property
+    def url(self) -> str:
+        """Where it is, without secrets."""
+        return self.location.display
+
+    def iter_batches(self) -> Iterator[pa.RecordBatch]:
+        """All rows, one shard at a time, ordered by id in each; hashes verified.
+
+        Raises:
+            StorageError: a shard is missing, or the store refuses.
+            IntegrityError: its bytes are not those that were written.
+        """
+        for shard in self.manifest.shards:
+            where = self.location.join(shard.path).display
+            data = read_stored(self.location, shard)
+            with decoding(where):
+                file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+                schema = file.schema_arrow
+                found = (file.metadata.num_rows, schema.names)
+                fits = schema.equals(self.manifest.schema) and found[0] == shard.rows
+                if not fits or schema.metadata != self.manifest.schema.metadata:
+                    must = f"it must have {shard.rows} rows of the columns that the manifest tells"
+                    raise IntegrityError(sentence(where, must, str(found)))
+                (batch,) = file.read().combine_chunks().to_batches()
+                batch.validate(full=True)
+            yield batch
+
+
+def open_side(
+    url: str, storage_options: Mapping[str, Any] | None = None, version: int | None = None
+) -> Side:
+    """The side dataset at `url`, its current version by default.
+
+    Raises:
+        DatasetNotFoundError: no side dataset, or no such version, was committed there.
+        FormatError: its manifest is not valid.
+        StorageError: the store refuses.
+    """
+    return open_side_at(Location(url, storage_options or {}), version)
+
+
+def open_side_at(location: Location, version: int | None = None) -> Side:
+    """The side dataset at a location; see :func:`open_side`."""
+    data, where, number = read_committed(location, version, SIDE)
+    return Side(location, SideManifest.from_json(data, where), number)
+
+
+def _column(name: str, values: npt.NDArray[Any], counts: Any, type_: pa.DataType) -> pa.Array:
+    """One column as Arrow."""
+    per_sequence = name == REF_LOGPS
+    expected = int(np.sum(counts)) if per_sequence else len(counts)
+    if values.shape != (expected,):
+        raise ConfigError(f"{name} must have shape ({expected},); found {values.shape}.")
+    if not per_sequence:
+        try:
+            column = pa.array(values, type_, from_pandas=False)
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise ConfigError(f"{name} must hold values of type {type_}: {error}.") from error
+        if column.null_count:
+            raise ConfigError(f"{name} must have a value for each example; found None.")
+        return column
+    if not np.isfinite(values).all():
+        raise FormatError(sentence(name, "log-probs must be finite", "NaN or infinite ones"))
+    offsets = pa.array(to_offsets(np.asarray(counts, np.int64)).astype(np.int32))
+    flat = pa.array(values.astype(np.float32))
+    return pa.ListArray.from_arrays(offsets, flat, type=type_)

@@ -1,0 +1,134 @@
+"""The values of a side dataset by example id: two binary searches away, wherever a pack lies."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from packstore.errors import CompatibilityError, IntegrityError, sentence
+from packstore.io.side import Side
+from packstore.io.side_manifest import REF_LOGPS
+from packstore.io.stored_file import decoding
+from packstore.records import Column, Float32, Int64, ragged_indices, to_offsets
+
+MAPPED_BYTES = 64 << 20
+"""A larger array lies in a temporary file that is mapped, so that its memory can be taken back."""
+
+
+class SideTable:
+    """The values of a side dataset, ordered by example id.
+
+    Holds 8 bytes for each example and what its values take, and three times that while it loads.
+
+    Args:
+        side: is read whole, once.
+
+    Raises:
+        StorageError: a shard is missing, or the store refuses.
+        IntegrityError: its bytes are not those that were written, or an id repeats.
+    """
+
+    def __init__(self, side: Side) -> None:
+        self.url = side.url
+        batches = list(side.iter_batches())
+        with decoding(self.url):
+            ids = np.concatenate([_numbers(b.column("example_ids")) for b in batches] or [_NO_IDS])
+            order = np.argsort(ids, kind="stable")
+            self._ids = _settled(ids[order])
+            repeated = self._ids[1:][self._ids[1:] == self._ids[:-1]]
+            if len(repeated):
+                found = f"{len(repeated)} that repeat, the first of them {repeated[0]}"
+                raise IntegrityError(sentence(self.url, "example ids must be distinct", found))
+            self._columns: dict[str, Any] = {}
+            self._offsets: Int64 | None = None
+            for name, type_name in side.manifest.columns.items():
+                arrays = [b.column(name) for b in batches]
+                if name == REF_LOGPS:
+                    self._load_lists(name, arrays, order)
+                elif type_name == "string":
+                    whole = pa.concat_arrays([a.cast(pa.large_string()) for a in arrays] or [_NONE])
+                    self._columns[name] = whole.take(pa.array(order))
+                else:
+                    values = np.concatenate([_numbers(a) for a in arrays] or [_NO_IDS])
+                    self._columns[name] = _settled(values[order])
+
+    def find(self, example_ids: Int64) -> Int64:
+        """Rows of these examples, int64 `[E]`.
+
+        Raises:
+            CompatibilityError: an example has no values.
+        """
+        rows = np.searchsorted(self._ids, example_ids)
+        rows[rows == len(self._ids)] = 0
+        missing = example_ids[self._ids[rows] != example_ids] if len(self._ids) else example_ids
+        if len(missing):
+            must = "every example must have its values"
+            found = f"none for {len(missing)} of {len(example_ids)}, the first of them {missing[0]}"
+            raise CompatibilityError(sentence(self.url, must, found, _REMEDY))
+        return rows
+
+    def column(self, name: str, rows: Int64) -> Column:
+        """The value of each of these examples, `[E]`; strings as objects."""
+        values = self._columns[name]
+        if isinstance(values, pa.Array):
+            return np.array(values.take(pa.array(rows)).to_pylist(), np.object_)
+        return np.asarray(values[rows])
+
+    def ref_logps(self, rows: Int64, num_responses: npt.NDArray[np.integer]) -> Float32:
+        """The value of each sequence of these examples, float32 `[S]`.
+
+        Raises:
+            CompatibilityError: an example has another number of sequences.
+        """
+        values, offsets = self._columns[REF_LOGPS], self._offsets
+        assert offsets is not None
+        counts = offsets[rows + 1] - offsets[rows]
+        wrong = np.flatnonzero(counts != num_responses)
+        if len(wrong):
+            i = wrong[0]
+            where = f"{self.url}, example {self._ids[rows[i]]}"
+            must = f"it must have {REF_LOGPS} of {num_responses[i]} sequences"
+            raise CompatibilityError(sentence(where, must, str(counts[i]), _REMEDY))
+        return np.asarray(values[ragged_indices(offsets, rows)])
+
+    def _load_lists(self, name: str, arrays: list[Any], order: Int64) -> None:
+        flat = [_numbers(a.flatten()) for a in arrays]
+        lengths = [np.diff(_numbers(a.offsets).astype(np.int64)) for a in arrays]
+        values, counts = (np.concatenate(x or [_NO_IDS]) for x in (flat, lengths))
+        if not np.isfinite(values).all():
+            raise IntegrityError(sentence(self.url, f"{name} must be finite", "NaN or infinity"))
+        self._columns[name] = _settled(values[ragged_indices(to_offsets(counts), order)])
+        self._offsets = _settled(to_offsets(counts[order]))
+
+
+def _settled(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """`values`, in a mapped temporary file if they are many."""
+    if values.nbytes <= MAPPED_BYTES:
+        return values
+    with tempfile.TemporaryFile(prefix="packstore-side-") as file:
+        values.tofile(file)
+        file.flush()
+        return np.memmap(file, values.dtype, "r", shape=values.shape)
+
+
+def _numbers(array: Any) -> npt.NDArray[Any]:
+    """An Arrow array of numbers or booleans (``to_numpy`` would import pandas)."""
+    if pa.types.is_boolean(array.type):
+        return np.array(array.to_pylist(), np.bool_)
+    width = _WIDTHS[str(array.type)]
+    if not len(array):
+        return np.empty(0, width)
+    return np.frombuffer(array.buffers()[1], width, len(array), array.offset * width.itemsize)
+
+
+_WIDTHS = {
+    name: np.dtype(code)
+    for name, code in (("int32", "i4"), ("int64", "i8"), ("float", "f4"), ("double", "f8"))
+}
+_NO_IDS = np.empty(0, np.int64)
+_NONE = pa.nulls(0, pa.large_string())  # pa.array would bring in pandas
+_REMEDY = "Make the side dataset anew from this dataset"

@@ -1,0 +1,60 @@
+"""Local folders for files that are being written, and that no reader may see yet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+
+from packstore.io.faults import guarded
+from packstore.io.storage import Location
+
+
+class Staging:
+    """The local folder of unfinished files, made when the first one needs it.
+
+    For a local dataset it lies hidden inside it, so that files are moved in one step.
+
+    Args:
+        location: the dataset.
+        folders: of a local dataset, relative; the staging folder lies in the first.
+        spill_dir: the folder to use for a remote dataset; None: the system's.
+    """
+
+    def __init__(self, location: Location, folders: tuple[str, ...], spill_dir: str | None) -> None:
+        self._root, self._spill_dir, self._folders = location.local_path, spill_dir, folders
+        self._folder: str | None = None
+        self._made: list[str] = []
+        self._count = 0
+
+    @property
+    def in_dataset(self) -> bool:
+        """Whether the folder lies inside a local dataset."""
+        return self._root is not None
+
+    def path(self) -> str:
+        """A fresh path in the folder."""
+        if self._folder is None:
+            parent = self._spill_dir
+            with guarded("write", self._root or parent or tempfile.gettempdir(), {}):
+                if self._root is not None:
+                    places = [self._root, *(os.path.join(self._root, f) for f in self._folders)]
+                    self._made = [p for p in places if not os.path.exists(p)]
+                    parent = places[1]
+                    os.makedirs(parent, exist_ok=True)
+                self._folder = tempfile.mkdtemp(prefix=".staging-", dir=parent)
+        self._count += 1
+        return os.path.join(self._folder, str(self._count))
+
+    def remove(self) -> None:
+        """Removes the folder and what is left in it."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def prune(self) -> None:
+        """Removes the folders of a local dataset that this job made and left empty."""
+        for folder in reversed(self._made):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)

@@ -1,0 +1,82 @@
+"""Files beside the shards that a manifest names by size and hash, and that are read whole."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from packstore.errors import IntegrityError, PackstoreError, quote, sentence
+from packstore.io.fields import Fields
+from packstore.io.storage import Location, check_relative
+
+_REMEDY = "The file was damaged or replaced: copy it again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    """What a manifest says of a file.
+
+    Attributes:
+        path: relative to the folder of the manifest's dataset.
+        bytes: its size.
+        sha256: of its bytes, hexadecimal.
+    """
+
+    path: str
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: str, local_path: str) -> StoredFile:
+        """That of the finished local file at `local_path`, to be stored at `path`."""
+        with open(local_path, "rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            return cls(path=path, bytes=file.tell(), sha256=sha256)
+
+    @classmethod
+    def parse(cls, fields: Fields) -> StoredFile:
+        """That of a manifest.
+
+        Raises:
+            FormatError: a field is missing or wrong, or the path leaves the dataset.
+        """
+        return cls(
+            path=check_relative(fields.text("path"), fields.where),
+            bytes=fields.count("bytes"),
+            sha256=fields.sha256("sha256"),
+        )
+
+
+def read_stored(location: Location, file: StoredFile) -> bytes:
+    """The bytes of a file below `location`, which must be those that were written.
+
+    Raises:
+        StorageError: it is missing, or the store refuses.
+        IntegrityError: it has another size or hash.
+    """
+    where = location.join(file.path).display
+    size = location.size(file.path)  # first, as a manifest may ask for any amount of memory
+    if size != file.bytes:
+        raise IntegrityError(sentence(where, f"must have {file.bytes} bytes", str(size), _REMEDY))
+    data = location.read_bytes(file.path)
+    found = hashlib.sha256(data).hexdigest()
+    if found != file.sha256:
+        must = f"must have sha256 {quote(file.sha256, 80)}, as the manifest says"
+        raise IntegrityError(sentence(where, must, quote(found, 80), _REMEDY))
+    return data
+
+
+@contextlib.contextmanager
+def decoding(where: str) -> Iterator[None]:
+    """A context in which whatever a decoder raises becomes an :class:`IntegrityError`."""
+    try:
+        yield
+    except PackstoreError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
+        must = "its bytes must be those that were written"
+        raise IntegrityError(sentence(where, must, str(error), _REMEDY)) from error

@@ -1,0 +1,346 @@
+"""Reading ahead: every row group once, few in memory, and threads that end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from packstore.config import ReadConfig
+from packstore.errors import ConfigError, StorageError
+from packstore.io.crew import Crew, Job
+from packstore.io.dataset import Dataset
+from packstore.io.dataset import open as open_dataset
+from packstore.io.order import PackOrder
+from packstore.io.read_ahead import ReadAhead
+
+LANES = 4
+
+
+@pytest.fixture(scope="module")
+def stored(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """60 packs in several row groups and shards."""
+    written = kit.Written(str(tmp_path_factory.mktemp("data") / "ds"))
+    data: Dataset = written.dataset([kit.some_packs()], row_group_tokens=60, shard_bytes=5000)
+    assert len(data.row_groups) > 2 * LANES
+    assert len(data.manifest.shards) > 1
+    return data
+
+
+@pytest.fixture
+def remote(kit: Any, anywhere: str) -> Dataset:
+    """The same on a local disk and on another filesystem."""
+    data: Dataset = kit.Written(anywhere).dataset(
+        [kit.some_packs()], row_group_tokens=60, shard_bytes=5000
+    )
+    return data
+
+
+def reading(data: Dataset, batches: list[np.ndarray], **config: Any) -> ReadAhead:
+    order = PackOrder(data.group_rows, lanes=LANES)
+    return ReadAhead(data, order, batches, ReadConfig(**config), set())
+
+
+def reader_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("packstore")]
+
+
+def batches_of(n: int, size: int) -> list[np.ndarray]:
+    return np.array_split(np.arange(n), range(size, n, size))
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 16 << 20])
+@pytest.mark.parametrize("requests", [1, 5])
+def test_gives_what_is_stored(kit: Any, remote: Dataset, requests: int, ahead: int) -> None:
+    order = PackOrder(remote.group_rows, lanes=LANES)
+    batches = batches_of(len(remote), 7)
+    found = list(reading(remote, batches, requests=requests, read_ahead_bytes=ahead))
+    assert [len(packs) for packs in found] == [len(batch) for batch in batches]
+    groups = [remote.read_packs(g) for g in range(len(remote.row_groups))]
+    for packs, batch in zip(found, batches, strict=True):
+        for pack, group, row in zip(packs, *order.locate(batch), strict=True):
+            kit.assert_packs_equal(pack, groups[group].row(row))
+
+
+@given(st.lists(st.integers(0, 59), max_size=40), st.integers(1, 9))
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_positions_in_any_order(kit: Any, stored: Dataset, wanted: Any, size: int) -> None:
+    indices = np.array(wanted, np.int64)
+    batches = [indices[i : i + size] for i in range(0, len(indices), size)]
+    order = PackOrder(stored.group_rows, lanes=LANES)
+    found = [p for packs in reading(stored, batches, read_ahead_bytes=5000) for p in packs]
+    assert len(found) == len(indices)
+    for pack, group, row in zip(found, *order.locate(indices), strict=True):
+        kit.assert_packs_equal(pack, stored.read_packs(group).row(row))
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4])
+def test_few_row_groups_are_kept_and_none_is_read_twice(
+    stored: Dataset, monkeypatch: pytest.MonkeyPatch, stride: int
+) -> None:
+    read: Counter[int] = Counter()
+    fetch = stored.fetch
+    monkeypatch.setattr(stored, "fetch", lambda g: (read.update([g]), fetch(g))[1])
+    batches = [np.array([i]) for i in range(1, len(stored), stride)]
+    source = reading(stored, batches, read_ahead_bytes=0)
+    for _ in source:
+        held = [e for e in source._open.values() if e.packs is not None or e.job is not None]
+        # A lane may end inside a row group, whose rest is another lane's: held for both, if near.
+        assert len(held) <= 2 * LANES // stride
+    assert sum(read.values()) - len(read) <= LANES // stride
+
+
+def test_all_ranks_together_read_little_more_than_the_dataset() -> None:
+    rows = np.full(640, 16)
+    order = PackOrder(rows, lanes=64)
+    read = 0
+    for rank in range(8):
+        groups, _ = order.locate(np.arange(rank, len(order), 8))
+        read += len(np.unique(groups))
+    assert read <= 1.1 * len(rows)
+
+
+def test_reads_ahead_within_its_bytes(stored: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = int(stored.row_groups.tokens.max()) * 5
+    source = reading(stored, batches_of(len(stored), 1), read_ahead_bytes=2 * size)
+    batches = iter(source)
+    next(batches)
+    assert source._ahead == 0  # the first batch waits for nothing else
+    for _ in batches:
+        assert source._ahead <= 3 * size
+        waiting = [e for e in source._open.values() if e.job is not None]
+        assert sum(e.bytes for e in waiting) == source._ahead
+
+
+def test_one_request_for_a_row_group(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = kit.Written("memory://requests/ds").dataset(
+        [kit.some_packs()], row_group_tokens=60, shard_bytes=5000
+    )
+    requests: list[tuple[str, int, int]] = []
+    read_bytes = type(data.location).read_bytes
+
+    def counting(location: Any, path: str, start: int, end: int) -> bytes:
+        requests.append((path, start, end))
+        return read_bytes(location, path, start, end)
+
+    monkeypatch.setattr(type(data.location), "read_bytes", counting)
+    list(reading(data, batches_of(len(data), 4)))
+    groups, shards = len(data.row_groups), len(data.manifest.shards)
+    assert groups + shards <= len(requests) <= groups + shards + LANES
+    assert sum(end - start for _, start, end in requests) < 1.5 * data.manifest.totals.bytes
+
+
+@pytest.mark.parametrize("how", ["close", "collect", "exhaust", "raise"])
+def test_threads_end(kit: Any, how: str) -> None:
+    data = kit.Written(f"memory://threads/{how}").dataset(
+        [kit.some_packs()], row_group_tokens=60, shard_bytes=5000
+    )
+    batches = iter(reading(data, batches_of(len(data), 3)))
+    next(batches)
+    next(batches)
+    assert reader_threads()
+    if how == "close":
+        batches.close()  # type: ignore[attr-defined]
+    elif how == "collect":
+        del batches
+        gc.collect()
+    elif how == "exhaust":
+        list(batches)
+    else:
+        with pytest.raises(RuntimeError, match="stop"):
+            batches.throw(RuntimeError("stop"))  # type: ignore[attr-defined]
+    assert not reader_threads()
+
+
+def test_no_file_stays_open(stored: Dataset) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        batches = iter(reading(stored, batches_of(len(stored), 3)))
+        next(batches)
+        next(batches)
+        del batches
+        list(reading(stored, batches_of(len(stored), 3)))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_reads_on(kit: Any, stored: Dataset) -> None:
+    """No thread of the parent lives in the child: no iterator may wait for one there."""
+    batches = iter(reading(stored, batches_of(len(stored), 3), read_ahead_bytes=5000))
+    next(batches)
+    next(batches)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            left = sum(len(packs) for packs in batches)
+            fresh = sum(len(packs) for packs in reading(stored, batches_of(len(stored), 3)))
+            status = 0 if (left, fresh) == (len(stored) - 6, len(stored)) else 2
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + 30
+    while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if done[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert done == (child, 0)
+    assert sum(len(packs) for packs in batches) == len(stored) - 6
+
+
+def test_the_dataset_pickles_without_what_was_read(stored: Dataset) -> None:
+    size = len(pickle.dumps(open_dataset(stored.url)))
+    list(reading(stored, batches_of(len(stored), 3)))
+    assert abs(len(pickle.dumps(stored)) - size) < 200
+
+
+_SCRIPT = """
+import sys, threading, time
+import numpy as np
+from packstore.config import ReadConfig
+from packstore.io.dataset import Dataset, open
+from packstore.io.order import PackOrder
+from packstore.io.read_ahead import ReadAhead
+
+data = open(sys.argv[1])
+fetch = Dataset.fetch
+def slowly(self, group):
+    if group % 3 == 0:
+        time.sleep(0.05 if sys.argv[2] == "exit" else 60)
+    return fetch(self, group)
+Dataset.fetch = slowly
+order = PackOrder(data.group_rows)
+source = iter(ReadAhead(data, order, [np.array([i]) for i in range(60)], ReadConfig(), set()))
+print("begun", flush=True)
+for number, _ in enumerate(source):
+    if sys.argv[2] == "exit" and number == 3:
+        sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("how", ["exit", "interrupt"])
+def test_the_process_ends_while_threads_read(stored: Dataset, how: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SCRIPT, stored.url, how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    if how == "interrupt":
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+    try:
+        _, errors = process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    assert process.returncode == (7 if how == "exit" else -signal.SIGINT), errors
+    assert ("KeyboardInterrupt" in errors) == (how == "interrupt")
+
+
+def test_the_first_error_is_that_of_the_batch_it_belongs_to(
+    stored: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = PackOrder(stored.group_rows, lanes=LANES)
+    groups, _ = order.locate(np.arange(len(stored)))
+    bad = int(groups[-1])
+    fetch = stored.fetch
+
+    def failing(group: int) -> Any:
+        if group == bad:
+            raise StorageError("no.")
+        return fetch(group)
+
+    monkeypatch.setattr(stored, "fetch", failing)
+    batches = iter(reading(stored, batches_of(len(stored), 1), on_error="raise"))
+    for _ in range(int(np.flatnonzero(groups == bad)[0])):
+        next(batches)
+    with pytest.raises(StorageError, match=r"no\. Tried once"):
+        next(batches)
+    assert not reader_threads()
+
+
+def test_waits_double_and_vary(stored: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def note(self: threading.Event, timeout: float | None = None) -> bool:
+        if timeout is None:
+            return wait(self)
+        waits.append(timeout)
+        return False
+
+    def failing(group: int) -> Any:
+        raise StorageError("busy.")
+
+    wait = threading.Event.wait
+    source = reading(stored, batches_of(len(stored), 1), attempts=4, backoff=8.0)
+    monkeypatch.setattr(stored, "fetch", failing)
+    monkeypatch.setattr(threading.Event, "wait", note)
+    with pytest.raises(StorageError, match=r"busy\. Tried 4 times"):
+        source._reading.read(0)
+    assert len(waits) == 3
+    for number, seconds in enumerate(waits):
+        assert 4 * 2**number <= seconds <= 12 * 2**number
+
+
+class TestCrew:
+    def test_jobs_are_done_by_few_threads(self) -> None:
+        crew = Crew(3)
+        jobs = [crew.submit(Job(lambda i=i: i * i)) for i in range(50)]  # type: ignore[misc]
+        assert [job.result() for job in jobs] == [i * i for i in range(50)]
+        assert 1 <= len(reader_threads()) <= 3
+        crew.close()
+        assert not reader_threads()
+
+    def test_what_is_queued_is_dropped(self) -> None:
+        crew, begun, go = Crew(1), threading.Event(), threading.Event()
+        done: list[int] = []
+
+        def first() -> None:
+            begun.set()
+            go.wait()
+
+        crew.submit(Job(first))
+        for i in range(5):
+            crew.submit(Job(lambda i=i: done.append(i)))  # type: ignore[misc]
+        begun.wait()
+        threading.Timer(0.05, go.set).start()
+        crew.close()
+        assert not reader_threads()
+        assert not done
+
+    def test_errors_come_out_of_the_result(self) -> None:
+        crew = Crew(1)
+        job = crew.submit(Job(lambda: 1 // 0))
+        with pytest.raises(ZeroDivisionError):
+            job.result()
+        assert crew.submit(Job(lambda: 5)).result() == 5
+        crew.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"on_error": "ignore"}, "on_error must be one of: raise, refetch, quarantine"),
+        ({"attempts": 0}, "attempts must be at least 1; found 0"),
+        ({"requests": 0}, "requests must be at least 1; found 0"),
+        ({"backoff": -1.0}, "backoff must be at least 0"),
+    ],
+)
+def test_refusals(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ReadConfig(**setting)

@@ -1,0 +1,107 @@
+"""Large datasets: a manifest of many row groups is opened shard by shard, and order is lazy."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packstore.errors import FormatError
+from packstore.io import manifest_json, manifest_lines
+from packstore.io.dataset import Dataset
+from packstore.io.manifest import Manifest
+from packstore.io.order import PackOrder
+from packstore.io.shard import RowGroups
+
+GROUPS = 500
+
+
+@pytest.fixture(scope="module")
+def small(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """A dataset whose manifest is enlarged."""
+    written = kit.Written(str(tmp_path_factory.mktemp("data") / "ds"))
+    data: Dataset = written.dataset([kit.some_packs()])
+    return data
+
+
+def enlarged(manifest: Manifest, shards: int) -> Manifest:
+    """The manifest of a dataset of so many shards of 500 row groups."""
+    ones = np.ones(GROUPS, np.int64)
+    groups = RowGroups(
+        rows=32 * ones, examples=64 * ones, tokens=640 * ones, longest=10 * ones, crc32=7 * ones
+    )
+    sums = {"rows": 32 * GROUPS, "examples": 64 * GROUPS, "sequences": 128 * GROUPS}
+    one = replace(manifest.shards[0], row_groups=groups, tokens=640 * GROUPS, **sums)
+    made = tuple(replace(one, path=f"data/{i}.parquet") for i in range(shards))
+    totals = {
+        name: shards * getattr(one, name)
+        for name in ("examples", "sequences", "tokens", "supervised_tokens", "bytes")
+    }
+    return replace(
+        manifest,
+        shards=made,
+        pack_index=None,
+        totals=replace(manifest.totals, packs=shards * one.rows, **totals),
+        records=replace(
+            manifest.records, read=totals["examples"], packed=totals["examples"], dropped={}
+        ),
+    )
+
+
+def test_opening_takes_little_more_than_the_result(small: Dataset) -> None:
+    data = enlarged(small.manifest, 100).to_json()
+    manifest_json.parse(data, "manifest")
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    manifest = manifest_json.parse(data, "manifest")
+    after, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(manifest.shards) == 100
+    assert after - before < 100 * GROUPS * 5 * 8 * 1.2
+    assert peak - after < len(data) / 3  # objects for all of the text take more than its bytes
+
+
+def test_text_of_any_layout_reads_the_same(small: Dataset) -> None:
+    canonical = enlarged(small.manifest, 3).to_json()
+    assert manifest_lines.by_line(canonical) is not None
+    expected = Manifest.from_json(canonical)
+    value = json.loads(canonical)
+    for text in (
+        json.dumps(value),
+        json.dumps(value, indent=1),
+        json.dumps(value, indent=1) + "\n",
+        json.dumps(value, indent=2) + "\n",
+        json.dumps(dict(sorted(value.items())), indent=1) + "\n",
+        json.dumps({"shards": value.pop("shards"), **value}, indent=1) + "\n",
+    ):
+        found = Manifest.from_json(text.encode())
+        assert found.to_json() == expected.to_json()
+        assert found.fingerprint == expected.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b'"path"', b'"path'), (b"{", b"["), (b",\n  {", b"\n  {"), (b"}\n ]", b"},\n ]")],
+)
+def test_damaged_lines_are_refused(small: Dataset, old: bytes, new: bytes) -> None:
+    data = enlarged(small.manifest, 3).to_json()
+    begin = data.index(b'"shards"')
+    assert old in data[begin:]
+    with pytest.raises(FormatError, match=r"must be (valid JSON|a JSON object)"):
+        Manifest.from_json(data[:begin] + data[begin:].replace(old, new, 1))
+
+
+def test_a_seek_looks_at_few_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a seek costs does not grow with the position: no array of the dataset's size is made."""
+    order = PackOrder(np.full(20_000, 32))
+    order.locate(np.arange(8))
+    tracemalloc.start()
+    for position in (0, len(order) // 2, len(order) - 512):
+        order.locate(np.arange(position, position + 512))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 512 * 8 * 60
