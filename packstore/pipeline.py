@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,9 +19,10 @@ from packstore.config import PackConfig, fingerprint
 from packstore.engines import ENGINES
 from packstore.errors import DropRateError, sentence
 from packstore.intake import Intake, open_intake
+from packstore.io.commit import refuse_existing
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
-from packstore.io.manifest import build_manifest, commit_manifest, refuse_existing
+from packstore.io.manifest import build_manifest, commit_manifest
 from packstore.io.shard import PackShape
 from packstore.io.storage import Location
 from packstore.io.writer import ShardWriter
@@ -32,6 +34,25 @@ from packstore.records import Examples, Int32, Packs, Tally
 from packstore.spill import Spill
 
 log = logging.getLogger("packstore")
+
+_DECIDING_TOKENIZER = (
+    "vocab_sha256",
+    "probe_sha256",
+    "bos_id",
+    "eos_id",
+    "adds_bos",
+    "chat_template_sha256",
+    "chat_template_date",
+)
+_DECIDING_SETTINGS = (
+    "fields",
+    "append_eos",
+    "add_bos",
+    "thinking",
+    "special_tokens",
+    "invalid_unicode",
+)
+"""What changes the tokens of an example, beside truncation."""
 
 
 class Progress(Protocol):
@@ -136,7 +157,7 @@ def _write(
     report: Progress,
 ) -> None:
     """Fills the packs, writes the shards, and commits."""
-    provenance = intake.provenance()
+    provenance = _with_lineage(intake.provenance(), intake.kind, config)
     shape = PackShape(
         kind=intake.kind,
         layout=config.layout,
@@ -155,7 +176,28 @@ def _write(
         manifest = build_manifest(
             shape, config, shards, writer.counter, tally, packing.statistics(), provenance
         )
+        manifest = replace(manifest, pack_index=writer.pack_index)
         commit_manifest(location, manifest, overwrite=config.overwrite)
+
+
+def _with_lineage(provenance: Mapping[str, Any], kind: str, config: PackConfig) -> dict[str, Any]:
+    """`provenance` with `lineage`: what decides the ids of the examples, and their tokens.
+
+    Not which examples are in, and not which tokens are supervised. Of a dataset that is packed anew
+    it is that of the dataset.
+    """
+    if "repacked_from" in provenance:
+        return {"lineage": provenance["repacked_from"]["fingerprint"], **provenance}
+    tokenizer = provenance["tokenizer"] or {}
+    parts = {
+        "kind": kind,
+        "sources": [[s["sha256"], s["records"]] for s in provenance["sources"]],
+        "tokenizer": [tokenizer.get(name) for name in _DECIDING_TOKENIZER],
+        "settings": {name: config.recorded()[name] for name in _DECIDING_SETTINGS},
+    }
+    if config.overlong.startswith("truncate"):
+        parts["truncated"] = [config.overlong, config.sequence_limit]
+    return {**provenance, "lineage": fingerprint(parts)}
 
 
 def _without_paths(value: Any) -> Any:

@@ -18,5 +18,7 @@ ENGINES: Registry[Engine] = Registry(
     "engine",
     {
         "local": "packstore.engines.local:run",
+        "ray": "packstore.engines.ray:run",
     },
+    extras={"ray": "ray"},
 )

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from packstore.config import PlanConfig
 from packstore.errors import ConfigError, InputError, sentence
 from packstore.pack import statistics
-from packstore.pack.algorithms import STRATEGIES
+from packstore.pack.algorithms import STRATEGIES, auto
 from packstore.pack.bounds import lower_bound
 from packstore.pack.kernels import jit
 from packstore.pack.order import ORDERS, STEP
@@ -31,7 +31,9 @@ class Plan:
         offsets: int64 `[P + 1]`; pack i holds ``order[offsets[i]:offsets[i + 1]]``.
         lengths: int32 `[n]`, tokens of each example.
         pack_size: tokens of a pack at most.
-        strategy: name of the strategy that chose the examples of each pack.
+        strategy: name of the strategy that was asked for.
+        chosen: name of the strategy that chose the examples of each pack: `strategy`, or what
+            ``auto`` came to.
         seed: source of every random choice.
         pack_order: ``shuffled``, ``stratified`` or ``plain``.
     """
@@ -41,6 +43,7 @@ class Plan:
     lengths: Int32
     pack_size: int
     strategy: str
+    chosen: str
     seed: int
     pack_order: str
 
@@ -101,6 +104,7 @@ class Plan:
         logs = np.log(by_pack)
         return {
             "strategy": self.strategy,
+            "chosen": self.chosen,
             "seed": self.seed,
             "pack_order": self.pack_order,
             "pack_size": self.pack_size,
@@ -164,9 +168,13 @@ def plan(
     capacity = settings.pack_size
     if capacity > MAX_PACK_SIZE:
         raise ConfigError(f"setting pack_size must be at most {MAX_PACK_SIZE}; found {capacity}.")
-    choose = STRATEGIES.load(settings.strategy)
+    pack_by = STRATEGIES.load(settings.strategy)
     checked = _checked(lengths, capacity)
-    order, offsets = choose(checked, capacity, settings.seed)
+    if settings.strategy == "auto":
+        chosen, (order, offsets) = auto.choose(checked, capacity, settings.seed)
+    else:
+        chosen = settings.strategy
+        order, offsets = pack_by(checked, capacity, settings.seed)
     delivery = ORDERS[settings.pack_order](
         np.diff(offsets), _sum_of_squares(checked, order, offsets), settings.seed
     )
@@ -175,6 +183,7 @@ def plan(
         lengths=checked,
         pack_size=capacity,
         strategy=settings.strategy,
+        chosen=chosen,
         seed=settings.seed,
         pack_order=settings.pack_order,
     )

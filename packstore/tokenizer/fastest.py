@@ -13,7 +13,7 @@ from packstore.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("packstore")
 
-FASTER = ("fastokens",)
+FASTER = ("fastokens", "gigatoken")
 """Engines that read what ``tokenizers``, the reference, reads; the fastest first."""
 
 PROBES = (

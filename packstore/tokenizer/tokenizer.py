@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from packstore.identity import PROBES, probe_sha256, vocabulary_sha256
 from packstore.tokenizer.control import control_pattern
 from packstore.tokenizer.engines import ENGINES, Engine
 from packstore.tokenizer.template import TEMPLATE_DATE, ChatTemplate
@@ -143,6 +144,8 @@ class Tokenizer:
         return {
             "name": self.name,
             "sha256": self.sha256,
+            "vocab_sha256": vocabulary_sha256(map(self.id_to_token, range(self.vocab_size))),
+            "probe_sha256": self._probe_sha256(),
             "files": dict(self.files),
             "engine": self.engine_name,
             "engine_version": self.engine.version,
@@ -157,6 +160,10 @@ class Tokenizer:
             "chat_template_sha256": template and hashlib.sha256(template.encode()).hexdigest(),
             "chat_template_date": TEMPLATE_DATE,
         }
+
+    def _probe_sha256(self) -> str:
+        ids, offsets = self.engine.encode_batch(PROBES, control=True)
+        return probe_sha256([row.tolist() for row in np.split(ids, offsets[1:-1])])
 
     def _token_strings(self) -> dict[str, str | None]:
         names = ("bos_token", "eos_token", "pad_token", "unk_token")

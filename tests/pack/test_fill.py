@@ -23,7 +23,7 @@ from packstore.testing import assert_examples_equal, random_examples
 
 def assert_packs_equal(a: Packs, b: Packs) -> None:
     for name in Packs.__slots__:
-        if name != "columns":
+        if name not in ("columns", "ref_logps", "stand_in"):
             x, y = getattr(a, name), getattr(b, name)
             assert x.dtype == y.dtype, name
             np.testing.assert_array_equal(x, y, name)

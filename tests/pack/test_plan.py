@@ -135,6 +135,7 @@ def test_statistics_are_those_of_the_packs() -> None:
     assert found.pop("randomness")["design_effect"] is None
     assert found == {
         "strategy": "sequential",
+        "chosen": "sequential",
         "seed": 0,
         "pack_order": "plain",
         "pack_size": 10,

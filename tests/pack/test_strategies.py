@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packstore import seeds
+from packstore.errors import MissingExtraError
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.algorithms.pool import SPAN
 from packstore.pack.bounds import lower_bound
@@ -115,7 +118,7 @@ def test_the_seed_decides(name: str) -> None:
     for a, b in zip((order, offsets), run(name, lengths, 4096, 7), strict=True):
         np.testing.assert_array_equal(a, b)
     same = np.array_equal(order, run(name, lengths, 4096, 8)[0])
-    assert same == (name in {"pool", "sequential", "none"})
+    assert same == (name in {"auto", "pool", "sequential", "none"})
 
 
 @ALL
@@ -220,3 +223,52 @@ def test_many_examples(name: str, seed: int) -> None:
     mixed = np.where(rng.random(n) < 0.7, rng.normal(250, 80, n), rng.normal(2600, 490, n))
     lengths = np.clip(mixed, 1, 4096).astype(np.int32)
     check(lengths, 4096, *run(name, lengths, 4096, seed))
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.26, 0.48), (0.24, 0.36)], ids=["narrow", "nearly uniform"]
+)
+def test_column_generation_is_near_the_optimum_where_others_waste(low: float, high: float) -> None:
+    lengths = np.random.default_rng(0).uniform(low * 4096, high * 4096, 100_000).astype(np.int32)
+    packs = {n: len(run(n, lengths, 4096)[1]) - 1 for n in ("column_generation", "exact_fill")}
+    assert packs["column_generation"] < 0.999 * packs["exact_fill"]
+    order, offsets = run("column_generation", lengths, 4096)
+    check(lengths, 4096, order, offsets)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_column_generation_never_makes_more_packs_than_exact_fill(seed: int) -> None:
+    lengths, capacity = random_case(seed)
+    tight, exact = (len(run(n, lengths, capacity)[1]) for n in ("column_generation", "exact_fill"))
+    assert tight <= exact
+
+
+LENGTHS = {
+    "pairs": (lambda rng: rng.lognormal(np.log(600), 0.8, 50_000), "pool"),
+    "half over half": (lambda rng: rng.integers(1, 4097, 50_000), "exact_fill"),
+    "narrow": (lambda rng: rng.uniform(1065, 1966, 50_000), "column_generation"),
+}
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+def test_auto_takes_what_suits_the_lengths(case: str) -> None:
+    draw, expected = LENGTHS[case]
+    lengths = np.clip(draw(np.random.default_rng(0)), 1, 4096).astype(np.int32)
+    found = plan(lengths, pack_size=4096, strategy="auto")
+    assert (found.strategy, found.chosen) == ("auto", expected)
+    assert found.statistics()["chosen"] == expected
+    assert (
+        found.num_packs <= plan(lengths, pack_size=4096, strategy="first_fit_decreasing").num_packs
+    )
+
+
+def test_auto_without_the_solver_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "highspy", None)
+    lengths = np.random.default_rng(0).uniform(1065, 1966, 5000).astype(np.int32)
+    found = plan(lengths, pack_size=4096, strategy="auto")
+    assert found.chosen in ("pool", "exact_fill")
+    assert "pip install 'packstore[lp]'" in caplog.text
+    with pytest.raises(MissingExtraError, match="highspy"):
+        run("column_generation", lengths, 4096)

@@ -1,5 +1,6 @@
 """The faster engine: the same ids as the reference, or not used at all."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from packstore.config import PackConfig
 from packstore.errors import TokenizerError
 from packstore.tokenizer import RecordTokenizer, agreeing, fastest, load_tokenizer
 from packstore.tokenizer.engines.fastokens import FastokensEngine
+from packstore.tokenizer.engines.gigatoken import GigatokenEngine
 
 KINDS = {
     "pairs/chat_en.jsonl": "dpo",
@@ -23,9 +25,11 @@ KINDS = {
 
 @pytest.mark.parametrize("file", KINDS)
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "small"])
-def test_the_same_examples_from_real_records(tokenizer, records, rows, name, file):
-    fast, reference = tokenizer(name), tokenizer(name, engine="tokenizers")
-    assert (fast.engine_name, reference.engine_name) == ("fastokens", "tokenizers")
+@pytest.mark.parametrize("engine", fastest.FASTER)
+def test_the_same_examples_from_real_records(tokenizer, records, rows, engine, name, file):
+    fast, reference = tokenizer(name, engine=engine), tokenizer(name, engine="tokenizers")
+    assert tokenizer(name).engine_name == "fastokens"
+    assert (fast.engine_name, reference.engine_name) == (engine, "tokenizers")
     some = rows(records(file)[:150])
     config = PackConfig(pack_size=8192)
     found, expected = (RecordTokenizer(t, config, KINDS[file])(some) for t in (fast, reference))
@@ -36,8 +40,9 @@ def test_the_same_examples_from_real_records(tokenizer, records, rows, name, fil
 
 def test_what_it_cannot_read_is_left_to_the_reference(tokenizer):
     assert tokenizer("t5").engine_name == "tokenizers"
-    with pytest.raises(TokenizerError, match="Set tokenizer_engine to tokenizers"):
-        tokenizer("t5", engine="fastokens")
+    for engine in fastest.FASTER:
+        with pytest.raises(TokenizerError, match="Set tokenizer_engine to tokenizers"):
+            tokenizer("t5", engine=engine)
 
 
 @pytest.fixture
@@ -54,8 +59,12 @@ def reference():
     return load_tokenizer(model, engine="tokenizers")
 
 
-def test_one_other_id_and_it_is_not_used(reference, rows, monkeypatch, caplog):
-    encode = FastokensEngine.encode_batch
+CLASSES = {"fastokens": FastokensEngine, "gigatoken": GigatokenEngine}
+
+
+def spoil(monkeypatch, name):
+    """Makes an engine give one other id."""
+    encode = CLASSES[name].encode_batch
 
     def wrong(self, texts, *, control):
         ids, offsets = encode(self, texts, control=control)
@@ -63,12 +72,18 @@ def test_one_other_id_and_it_is_not_used(reference, rows, monkeypatch, caplog):
         ids[-1] += 1
         return ids, offsets
 
+    monkeypatch.setattr(CLASSES[name], "encode_batch", wrong)
+
+
+def test_one_other_id_and_it_is_not_used(reference, rows, monkeypatch, caplog):
     some = rows([{"prompt": "p", "chosen": "c", "rejected": "r"}])
-    fast = fastest.fastest(reference)
-    assert fast.engine_name == "fastokens"
-    assert agreeing(fast, some, PackConfig(), "dpo") is fast
-    monkeypatch.setattr(FastokensEngine, "encode_batch", wrong)
-    assert fastest.fastest(reference).engine_name == "tokenizers"
-    assert "its ids differ on probe texts" in caplog.text
-    fast = replace(reference, engine_name="fastokens")
-    assert agreeing(fast, some, PackConfig(), "dpo").engine_name == "tokenizers"
+    used = ["fastokens", "gigatoken", "tokenizers"]
+    for name, following in itertools.pairwise(used):
+        fast = fastest.fastest(reference)
+        assert fast.engine_name == name
+        assert agreeing(fast, some, PackConfig(), "dpo") is fast
+        spoil(monkeypatch, name)
+        assert fastest.fastest(reference).engine_name == following
+        assert f"{name} is not used: its ids differ on probe texts" in caplog.text
+        fast = replace(reference, engine_name=name)
+        assert agreeing(fast, some, PackConfig(), "dpo").engine_name == "tokenizers"

@@ -36,8 +36,10 @@ STRATEGIES: Registry[Strategy] = Registry(
     "strategy",
     {
         "pool": "packstore.pack.algorithms.pool:pool",
+        "auto": "packstore.pack.algorithms.auto:auto",
         "best_fit_decreasing": "packstore.pack.algorithms.best_fit_decreasing:best_fit_decreasing",
         "exact_fill": "packstore.pack.algorithms.exact_fill:exact_fill",
+        "column_generation": "packstore.pack.algorithms.column_generation:column_generation",
         "first_fit_decreasing": (
             "packstore.pack.algorithms.first_fit_decreasing:first_fit_decreasing"
         ),

@@ -30,17 +30,31 @@ def exact_fill(lengths: Int32, capacity: int, seed: int) -> tuple[Int64, Int64]:
     better. Examples of like lengths meet in a pack: use pack order ``stratified`` or ``shuffled``.
     """
     counts = count_lengths(lengths, capacity)
-    steps, used, packs = _plan(counts.copy(), capacity)
-    other, other_used, other_packs = best_fit(counts, capacity, new_steps(), 0, 0)
-    if other_packs < packs:
-        steps, used, packs = other, other_used, other_packs
+    steps, used, packs = plan_exactly(counts, capacity, new_steps(), 0, 0)
     return place(steps[:used], packs, group_by_length(lengths, counts, seed), counts)
 
 
 @jit
-def _plan(counts: Int64, capacity: int) -> tuple[Int64, int, int]:
-    """Steps, how many are used, and the number of packs; uses up `counts`."""
-    steps, used, packs = new_steps(), 0, 0
+def plan_exactly(
+    counts: Int64, capacity: int, steps: Int64, used: int, packs: int
+) -> tuple[Int64, int, int]:
+    """The better of exact patterns and best-fit decreasing, into packs from `packs` on.
+
+    Returns:
+        The steps, how many are used, and the number of packs.
+    """
+    exact, exact_used, exact_packs = _plan(counts.copy(), capacity, steps.copy(), used, packs)
+    fit, fit_used, fit_packs = best_fit(counts, capacity, steps, used, packs)
+    if fit_packs < exact_packs:
+        return fit, fit_used, fit_packs
+    return exact, exact_used, exact_packs
+
+
+@jit
+def _plan(
+    counts: Int64, capacity: int, steps: Int64, used: int, packs: int
+) -> tuple[Int64, int, int]:
+    """Exact patterns, and best fit for the rest; uses up `counts`."""
     sizes, rest, parts = new_set(capacity), np.zeros_like(counts), np.empty(capacity, np.int64)
     for size in range(1, capacity + 1):
         if counts[size] > 0:

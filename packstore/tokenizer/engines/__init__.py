@@ -58,9 +58,10 @@ ENGINES: Registry[Callable[[bytes, str], Engine]] = Registry(
     {
         "tokenizers": "packstore.tokenizer.engines.tokenizers:TokenizersEngine",
         "fastokens": "packstore.tokenizer.engines.fastokens:FastokensEngine",
+        "gigatoken": "packstore.tokenizer.engines.gigatoken:GigatokenEngine",
         "sentencepiece": "packstore.tokenizer.engines.sentencepiece:SentencePieceEngine",
     },
-    extras={"fastokens": "fast", "sentencepiece": "sentencepiece"},
+    extras={"fastokens": "fast", "gigatoken": "fast", "sentencepiece": "sentencepiece"},
 )
 """Name -> class, made from the bytes of the tokenizer file and its name for error texts."""
 

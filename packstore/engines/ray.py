@@ -1,0 +1,85 @@
+"""Tasks on a Ray cluster: the one that is connected, that RAY_ADDRESS names, or a local one.
+
+Core tasks over the same functions as everywhere. Ray runs a task again when its worker is lost, and
+results are taken in the order of the items, so neither timing nor failures change what is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from packstore.errors import PackstoreError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+MAX_RETRIES = 3
+"""How often a task whose worker was lost is run again."""
+
+
+def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> Iterator[R]:
+    """Yields ``work(item)`` for every item, in order.
+
+    Args:
+        work: picklable; stored once, and read by each worker.
+        items: picklable; at most two per worker are held at a time.
+        num_workers: tasks at a time; None: as many as the cluster has cores.
+
+    Raises:
+        PackstoreError: a task was lost again and again; errors of `work` unchanged.
+    """
+    started = not ray.is_initialized()
+    if started:
+        # A worker that lives on would keep the tokenizer of an earlier call.
+        ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
+    try:
+        yield from _in_tasks(work, iter(items), num_workers or _cores())
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _in_tasks(work: Callable[[T], R], stream: Iterator[T], num_workers: int) -> Iterator[R]:
+    shared = ray.put(work)
+    submit: Any = ray.remote(_work_on).options(max_retries=MAX_RETRIES, num_cpus=1)
+    pending: deque[Any] = deque()
+    try:
+        pending.extend(submit.remote(shared, x) for x in itertools.islice(stream, 2 * num_workers))
+        while pending:
+            result = _result(pending[0])
+            pending.popleft()
+            pending.extend(submit.remote(shared, x) for x in itertools.islice(stream, 1))
+            yield result
+    finally:
+        for task in pending:
+            ray.cancel(task, force=True)
+
+
+def _result(task: Any) -> Any:
+    try:
+        return ray.get(task)
+    except RayTaskError as error:
+        raise error.cause from None
+    except RayError as error:
+        raise PackstoreError(
+            f"a Ray task was lost {MAX_RETRIES + 1} times ({type(error).__name__}); nothing was "
+            "written. Look at the memory of the workers, or set num_workers lower."
+        ) from error
+
+
+def _work_on(work: Callable[[T], R], item: T) -> R:
+    # Tasks fill the cores: threads inside each would only contend.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    return work(item)
+
+
+def _cores() -> int:
+    return max(1, int(ray.cluster_resources().get("CPU", 1)))

@@ -1,0 +1,56 @@
+"""The strategy that suits the lengths: pool where it is tight, else the tightest plan there is."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from packstore.errors import MissingExtraError
+from packstore.pack.algorithms.column_generation import column_generation
+from packstore.pack.algorithms.exact_fill import exact_fill
+from packstore.pack.algorithms.pool import pool
+from packstore.pack.bounds import lower_bound
+from packstore.records import Int32, Int64
+
+logger = logging.getLogger(__name__)
+
+NEAR = 2e-4
+"""A plan is taken without looking further if it has at most so many packs more than the bound, as a
+share of it (and one pack in any case)."""
+
+LONG_SHARE = 0.4
+"""Pool is not tried if more of all tokens are in examples longer than half a pack: they need
+partners that a fill in arrival order has used up, and looking for them is slow."""
+
+
+def auto(lengths: Int32, capacity: int, seed: int) -> tuple[Int64, Int64]:
+    """The first of pool, exact_fill and column_generation near the bound, else the tightest."""
+    return choose(lengths, capacity, seed)[1]
+
+
+def choose(lengths: Int32, capacity: int, seed: int) -> tuple[str, tuple[Int64, Int64]]:
+    """The name of the strategy that `auto` is for these lengths, and its order and offsets.
+
+    Without `highspy`, column_generation is left out, and that is logged where it might have helped.
+    """
+    near = lower_bound(lengths, capacity)
+    near += max(1, int(NEAR * near))
+    plans: dict[str, tuple[Int64, Int64]] = {}
+    if _long_share(lengths, capacity) <= LONG_SHARE:
+        plans["pool"] = pool(lengths, capacity, seed)
+    for strategy in (exact_fill, column_generation):
+        if any(len(offsets) - 1 <= near for _, offsets in plans.values()):
+            break
+        try:
+            plans[strategy.__name__] = strategy(lengths, capacity, seed)
+        except MissingExtraError as error:
+            logger.warning("strategy 'auto': packs may be tighter with another package: %s", error)
+    chosen = min(plans, key=lambda name: len(plans[name][1]))
+    return chosen, plans[chosen]
+
+
+def _long_share(lengths: Int32, capacity: int) -> float:
+    """Share of the tokens in examples longer than half a pack."""
+    tokens = int(lengths.sum(dtype=np.int64))
+    return int(lengths[lengths > capacity // 2].sum(dtype=np.int64)) / tokens if tokens else 0.0

@@ -1,0 +1,249 @@
+"""Reads the row groups of an epoch's windows, each once, and fills a window at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from packstore.config import ReadConfig
+from packstore.errors import IntegrityError, StorageError, sentence
+from packstore.io.compact import TOKEN_BYTES, CompactPacks
+from packstore.io.crew import Crew, Job
+from packstore.io.dataset import Dataset
+from packstore.io.refetch import GroupFetcher
+from packstore.pack.fill import fill, unpack
+from packstore.records import IGNORE_INDEX, Bool, Examples, Int64, Packs, to_offsets
+from packstore.repacking.plan import EpochPlan
+
+_OPEN = 2
+"""Windows of a lane that are kept at most; the older one goes as soon as its packs are given."""
+
+
+def read_packs(
+    batches: Iterable[Int64], dataset: Dataset, plan: EpochPlan, layout: str, config: ReadConfig
+) -> Iterator[list[Packs]]:
+    """The packs at each array of positions, each as :class:`Packs` of one row.
+
+    Where a row group is quarantined, other packs stand in for those that hold one of its examples.
+
+    Args:
+        batches: int64 arrays of positions in the epoch; taken before the packs before them are
+            given out.
+        dataset: whose examples they are made of.
+        plan: of the epoch.
+        layout: of the packs.
+        config: how far to read ahead, and what to do with a row group that cannot be read.
+
+    Raises:
+        StorageError: a shard is missing, or the store refuses.
+        IntegrityError: its bytes are not those that were written.
+    """
+    schedule = _Schedule(batches, plan)
+    groups = _read_ahead(dataset, schedule.groups(), config)
+    windows = _Windows(plan, layout, dataset)
+    while (steps := schedule.next_batch()) is not None:
+        yield [windows.give(step, groups) for step in steps]
+
+
+def _read_ahead(
+    dataset: Dataset, groups: Iterator[int], config: ReadConfig
+) -> Iterator[CompactPacks | None]:
+    """The row groups in order, read ahead by threads; None for one that is quarantined."""
+    decoders = Crew(1)  # what one thread allocates and drops stays in one heap
+    local = dataset.location.local_path is not None
+    fetchers = None if local else Crew(config.requests)
+    reading = GroupFetcher(dataset, config, decoders.stopping)
+    tokens = dataset.row_groups.tokens
+    jobs: deque[tuple[int, Job[CompactPacks | None]]] = deque()
+    ahead = 0
+    with contextlib.ExitStack() as stack:
+        for crew in (fetchers, decoders):
+            if crew is not None:
+                stack.callback(crew.close)
+        while True:
+            while ahead < config.ahead(local) or not jobs:
+                if (group := next(groups, None)) is None:
+                    break
+                fetched = None
+                if fetchers is not None:
+                    fetched = fetchers.submit(Job(partial(reading.fetch, group)))
+                job = decoders.submit(Job(partial(reading.read, group, fetched)))
+                jobs.append((int(tokens[group] * TOKEN_BYTES), job))
+                ahead += jobs[-1][0]
+            if not jobs:
+                return
+            size, job = jobs.popleft()
+            ahead -= size
+            yield job.result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """How to give one pack.
+
+    Attributes:
+        pack: its number in the plan.
+        window: that it is of.
+        load: row groups to read before, to fill the window from; None: it is there.
+        goes_on: the window before it was the last one filled in its lane.
+        drop: windows that nobody needs after it.
+    """
+
+    pack: int
+    window: int
+    load: list[int] | None
+    goes_on: bool
+    drop: list[int]
+
+
+class _Schedule:
+    """What the batches need, step by step, as far ahead as anyone asks."""
+
+    def __init__(self, batches: Iterable[Int64], plan: EpochPlan) -> None:
+        self._batches, self._plan = iter(batches), plan
+        self._steps: deque[list[_Step]] = deque()
+        self._groups: deque[int] = deque()
+        self._left: dict[int, dict[int, int]] = {}
+        self._filled: dict[int, int] = {}
+
+    def next_batch(self) -> list[_Step] | None:
+        """The steps of the next batch; None after the last."""
+        if not self._steps and not self._take():
+            return None
+        return self._steps.popleft()
+
+    def groups(self) -> Iterator[int]:
+        """The row groups of all steps, in order."""
+        while self._groups or self._take():
+            while self._groups:
+                yield self._groups.popleft()
+
+    def _take(self) -> bool:
+        indices = next(self._batches, None)
+        if indices is None:
+            return False
+        packs = self._plan.locate(indices)
+        windows = self._plan.window_of(packs)
+        self._steps.append(list(map(self._step, packs.tolist(), windows.tolist())))
+        return True
+
+    def _step(self, pack: int, window: int) -> _Step:
+        plan = self._plan
+        lane = plan.lane_of(window)
+        left = self._left.setdefault(lane, {})
+        load, goes_on, drop = None, False, []
+        if window not in left:
+            goes_on = self._filled.get(lane, -1) == window - 1
+            self._filled[lane] = window
+            load = plan.groups_of(window, goes_on)
+            self._groups.extend(load)
+            left[window] = plan.packs_of(window)
+            if len(left) > _OPEN:
+                drop.append(next(iter(left)))
+        left[window] -= 1
+        if not left[window]:
+            drop.append(window)
+        for done in drop:
+            del left[done]
+        return _Step(pack, window, load, goes_on, drop)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A window that was filled.
+
+    Attributes:
+        packs: that could be filled.
+        complete: bool, for each pack of the plan whether it could.
+    """
+
+    packs: CompactPacks
+    complete: Bool
+
+
+class _Windows:
+    """The windows that were filled, and what waits for those after them."""
+
+    def __init__(self, plan: EpochPlan, layout: str, dataset: Dataset) -> None:
+        self._plan, self._layout, self._dataset = plan, layout, dataset
+        self._open: dict[int, _Window] = {}
+        self._waiting: dict[int, tuple[Int64, Examples]] = {}
+        self._good: Packs | None = None
+
+    def give(self, step: _Step, groups: Iterator[CompactPacks | None]) -> Packs:
+        """The pack of `step`; what it has to read first is next in `groups`."""
+        if step.load is not None:
+            self._open[step.window] = self._fill(step, [(g, next(groups)) for g in step.load])
+        window = self._open[step.window]
+        row = step.pack - int(self._plan.window_offsets[step.window])
+        if window.complete.all():
+            pack = window.packs.row(row)
+        elif window.complete[row]:
+            pack = window.packs.row(int(window.complete[:row].sum()))
+        else:
+            pack = self._stand_in()
+        for done in step.drop:
+            del self._open[done]
+        return pack
+
+    def _fill(self, step: _Step, groups: list[tuple[int, CompactPacks | None]]) -> _Window:
+        """Fills the packs of the window, and puts aside what waits for the next one."""
+        plan, window = self._plan, step.window
+        lane = plan.lane_of(window)
+        waiting = self._waiting.pop(lane, None)
+        parts = [waiting] if waiting is not None and step.goes_on else []
+        for group, found in groups:
+            if found is not None:
+                parts.append((plan.numbers_of(group), _examples(found)))
+        numbers = np.concatenate([np.empty(0, np.int64), *(number for number, _ in parts)])
+        examples = Examples.concat([part for _, part in parts])
+        wanted, offsets = plan.examples_of(window), plan.pack_offsets_of(window)
+        there = np.isin(wanted, numbers)
+        complete = np.logical_and.reduceat(there, offsets[:-1] - offsets[0])
+        number = np.diff(offsets)
+        wanted = wanted[np.repeat(complete, number)]
+        sorter = np.argsort(numbers)
+        places = sorter[np.searchsorted(numbers, wanted, sorter=sorter)]
+        packs = fill(examples.take(places), to_offsets(number[complete]), self._layout)
+        if window + 1 < plan.lane_offsets[lane + 1]:
+            kept = np.flatnonzero(np.isin(numbers, plan.examples_of(window + 1)))
+            self._waiting[lane] = numbers[kept], examples.take(kept)
+        supervised = packs.labels != IGNORE_INDEX
+        without = replace(packs, labels=np.empty(0, np.int32))
+        return _Window(CompactPacks.copied(without, supervised), complete)
+
+    def _stand_in(self) -> Packs:
+        """A pack that can be read, and counts nothing: any will do."""
+        if self._good is None:
+            self._good = self._find_good()
+        return replace(self._good, stand_in=True)
+
+    def _find_good(self) -> Packs:
+        for group in range(len(self._dataset.row_groups)):
+            with contextlib.suppress(StorageError, IntegrityError):
+                return self._dataset.read_packs(group).row(0)
+        must = "at least one row group must be readable"
+        raise IntegrityError(sentence(self._dataset.url, must, "none"))
+
+
+def _examples(packs: CompactPacks) -> Examples:
+    """The examples of a row group; views, where each sequence lies in one piece."""
+    flat = packs.packs
+    supervised = np.unpackbits(packs.bits, count=len(flat.input_ids)).view(np.bool_)
+    if flat.segment_offsets.any():
+        labels = np.where(supervised, flat.input_ids, IGNORE_INDEX).astype(np.int32)
+        return unpack(replace(flat, labels=labels))
+    return Examples(
+        input_ids=flat.input_ids,
+        supervised=supervised,
+        sequence_offsets=to_offsets(flat.lengths),
+        example_offsets=to_offsets(flat.num_responses),
+        reward=flat.reward,
+        example_ids=flat.example_ids,
+        columns=flat.columns,
+    )

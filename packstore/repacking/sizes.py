@@ -1,0 +1,175 @@
+"""How large every example of a dataset is in a layout, without reading tokens where possible."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from packstore.config import PackConfig
+from packstore.errors import ConfigError, DropRateError, IntegrityError, RecordError, sentence
+from packstore.io.columns import flat_numbers, read_columns
+from packstore.io.dataset import Dataset
+from packstore.io.shard import ShardInfo
+from packstore.pack.fill import unpack
+from packstore.pack.layout import segment_offsets
+from packstore.records import Int32, Int64, to_offsets
+from packstore.schema import KINDS
+
+THREADS = 4
+"""Shards or row groups that are measured at a time."""
+
+log = logging.getLogger("packstore")
+
+Measured = tuple[Int64, Int64, Int64]
+"""Tokens, sum of squared segment lengths, longest sequence of some examples: int64 `[n]` each."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExampleSizes:
+    """The examples of a dataset in file order, as an epoch's plan needs them.
+
+    Attributes:
+        tokens: int32 `[E]`, that each takes in a pack; 0: too long, left out.
+        squares: int64 `[E]`, sums of the squared lengths of its segments.
+        group_offsets: int64 `[G + 1]`, the first example of each row group.
+        left_out: examples that are too long.
+    """
+
+    tokens: Int32
+    squares: Int64
+    group_offsets: Int64
+    left_out: int
+
+
+def measure(dataset: Dataset, config: PackConfig) -> ExampleSizes:
+    """The sizes of all examples in the layout of `config`: 12 bytes for each.
+
+    Sizes are in the pack index if each pack is one example in that layout already, else in the
+    columns of lengths. Only from ``concat`` to ``shared_prefix`` the tokens have to be read.
+
+    Raises:
+        ConfigError: a setting contradicts the dataset, or needs its texts.
+        RecordError: an example does not fit, and `overlong` is ``error``.
+        DropRateError: too many, or all, do not fit.
+        StorageError: a shard is missing, or the store refuses.
+        IntegrityError: its bytes are not those that were written.
+    """
+    manifest = dataset.manifest
+    _check(dataset, config)
+    if not manifest.totals.examples:
+        raise ConfigError(f"{dataset.url} holds no examples to pack.")
+    same = manifest.layout == config.layout
+    if same and manifest.totals.examples == manifest.totals.packs and config.max_length is None:
+        index = dataset.pack_index
+        tokens, squares, longest = index.tokens, index.squares, np.zeros_like(index.tokens)
+    else:
+        parts = list(
+            _from_tokens(dataset, config)
+            if _needs_tokens(dataset, config)
+            else _from_lengths(dataset, config)
+        )
+        tokens, squares, longest = (np.concatenate(column) for column in zip(*parts, strict=True))
+    if len(tokens) != manifest.totals.examples:
+        must = f"must hold {manifest.totals.examples} examples, as the manifest says"
+        raise IntegrityError(sentence(dataset.url, must, str(len(tokens))))
+    fits = (tokens <= config.pack_size) & (longest <= config.sequence_limit)
+    left_out = int((~fits).sum())
+    if left_out:
+        _refuse(dataset, config, int(tokens[~fits].max()), left_out, len(tokens))
+    return ExampleSizes(
+        tokens=np.where(fits, tokens, 0).astype(np.int32),
+        squares=squares,
+        group_offsets=to_offsets(dataset.row_groups.examples),
+        left_out=left_out,
+    )
+
+
+def _check(dataset: Dataset, config: PackConfig) -> None:
+    if config.overlong.startswith("truncate"):
+        raise ConfigError(
+            f"overlong={config.overlong!r} needs the records: a packed dataset no longer knows "
+            "its texts. Set overlong to drop or error."
+        )
+    if config.kind not in ("auto", dataset.manifest.kind):
+        raise ConfigError(
+            f"kind must be auto or that of the dataset, {dataset.manifest.kind}; "
+            f"found {config.kind}."
+        )
+
+
+def _refuse(dataset: Dataset, config: PackConfig, longest: int, bad: int, number: int) -> None:
+    """Raises, or counts in the log, what does not fit."""
+    must = f"an example must fit pack_size {config.pack_size}"
+    if config.max_length is not None:
+        must += f", and each sequence max_length {config.max_length}"
+    found = f"{bad:,} of {number:,} examples that do not, the longest of {longest:,} tokens"
+    if config.overlong == "error":
+        do = "Raise pack_size or max_length, or set overlong to drop"
+        raise RecordError(sentence(dataset.url, must, found, do))
+    if bad == number or bad > config.max_drop_rate * number:
+        do = "Raise pack_size or max_length, or allow more with max_drop_rate"
+        raise DropRateError(sentence(dataset.url, must, found, do))
+    log.warning("%s", sentence(dataset.url, must, found, "They are left out"))
+
+
+def _needs_tokens(dataset: Dataset, config: PackConfig) -> bool:
+    """Whether only tokens tell what the sequences of an example share."""
+    layouts = (dataset.manifest.layout, config.layout)
+    return layouts == ("concat", "shared_prefix") and dataset.manifest.kind != "sft"
+
+
+def _from_tokens(dataset: Dataset, config: PackConfig) -> Iterator[Measured]:
+    def of_group(group: int) -> Measured:
+        examples = unpack(dataset.read_packs(group))
+        physical = examples.lengths - segment_offsets(examples, config.layout)
+        return _sums(examples.lengths, physical, examples.example_offsets)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        groups = range(len(dataset.row_groups))
+        for first in range(0, len(groups), 4 * THREADS):  # so that few wait to be taken
+            yield from pool.map(of_group, groups[first : first + 4 * THREADS])
+
+
+def _from_lengths(dataset: Dataset, config: PackConfig) -> Iterator[Measured]:
+    manifest = dataset.manifest
+    names = ["lengths"]
+    if config.layout == manifest.layout == "shared_prefix":
+        names.append("seq_boundaries")
+    fixed = KINDS[manifest.kind]
+    if fixed is None:
+        names.append("num_responses")
+
+    def of_batch(batch: Any) -> Measured:
+        lengths = physical = flat_numbers(batch.column("lengths"))
+        if "seq_boundaries" in names:
+            rises = np.diff(flat_numbers(batch.column("seq_boundaries")))
+            physical = rises[rises > 0]  # it falls between packs only
+        if fixed is None:
+            counts = flat_numbers(batch.column("num_responses"))
+        else:
+            counts = np.full(len(lengths) // fixed, fixed, np.int64)
+        return _sums(lengths, physical, to_offsets(counts))
+
+    def of_shard(shard: ShardInfo) -> Measured:
+        batches = read_columns(dataset.location, manifest, shard, names)
+        columns = zip(*map(of_batch, batches), strict=True)
+        tokens, squares, longest = (np.concatenate(column) for column in columns)
+        return tokens, squares, longest
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        yield from pool.map(of_shard, manifest.shards)
+
+
+def _sums(lengths: Any, physical: Any, example_offsets: Int64) -> Measured:
+    """Sums over the sequences of each example."""
+    first, physical = example_offsets[:-1], physical.astype(np.int64)
+    return (
+        np.add.reduceat(physical, first),
+        np.add.reduceat(physical**2, first),
+        np.maximum.reduceat(lengths.astype(np.int64), first),
+    )

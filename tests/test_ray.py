@@ -1,0 +1,120 @@
+"""The Ray engine on a local cluster: the bytes of the local engine, also when a worker dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import packstore
+from packstore.errors import MissingExtraError, PackstoreError
+
+ray = pytest.importorskip("ray", reason="ray is not installed (extra: ray)")
+
+from packstore.engines.ray import run  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    tests = str(Path(__file__).parent)
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        runtime_env={"env_vars": {"PYTHONPATH": tests}},
+    )
+    yield
+    ray.shutdown()
+
+
+def square(x: int) -> int:
+    time.sleep(0.01 * (x % 3))  # results arrive out of order
+    return x * x
+
+
+class DieOnce:
+    """Kills its process at one item, if no process did so before."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __call__(self, x: int) -> int:
+        if x == 5 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x * x
+
+
+def fail_at_7(x: int) -> int:
+    if x == 7:
+        raise ValueError("seven")
+    return x
+
+
+def die(x: int) -> int:
+    os._exit(9)
+
+
+def test_results_keep_the_order_of_the_items() -> None:
+    assert list(run(square, range(20), None)) == [x * x for x in range(20)]
+    assert list(run(square, [], 2)) == []
+
+
+def test_items_are_taken_as_they_are_needed() -> None:
+    taken: list[int] = []
+    results = run(square, (taken.append(i) or i for i in range(1000)), 2)  # type: ignore[func-returns-value]
+    next(results)
+    assert len(taken) <= 5
+    results.close()  # type: ignore[attr-defined]
+
+
+def test_a_lost_task_is_run_again(tmp_path: Path) -> None:
+    mark = tmp_path / "died"
+    assert list(run(DieOnce(mark), range(20), 2)) == [x * x for x in range(20)]
+    assert mark.exists()
+
+
+def test_an_error_of_the_work_arrives_unchanged() -> None:
+    with pytest.raises(ValueError, match="seven"):
+        list(run(fail_at_7, range(20), 2))
+
+
+def test_what_is_lost_every_time_is_an_error() -> None:
+    with pytest.raises(PackstoreError, match="lost 4 times"):
+        list(run(die, range(2), 2))
+
+
+def test_the_dataset_is_that_of_the_local_engine(tmp_path: Path) -> None:
+    sources = []
+    for i in range(6):
+        path = tmp_path / f"{i}.jsonl"
+        line = '{{"prompt": [{0}, 1, 2], "chosen": [{1}, 4], "rejected": [5, {0}]}}\n'
+        path.write_text("".join(line.format(i, j) for j in range(50)))
+        sources.append(str(path))
+    found = [
+        packstore.pack(sources, tmp_path / engine, pack_size=64, engine=engine, num_workers=2)
+        for engine in ("local", "ray")
+    ]
+    assert found[0].manifest.fingerprint == found[1].manifest.fingerprint
+    assert found[1].verify().ok
+
+
+def test_without_ray_the_install_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "packstore.engines.ray")
+    records = [{"prompt": [1], "chosen": [2], "rejected": [3]}]
+    with pytest.raises(MissingExtraError, match=r"packstore\[ray\]"):
+        packstore.pack(records, tmp_path / "out", engine="ray")
