@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from packstore.errors import BackendError, ConfigError, sentence
+from packstore.errors import ConfigError
 from packstore.records import (
     IGNORE_INDEX,
+    Column,
     Float32,
-    Int32,
     Int64,
     Packs,
     concat_offsets,
     to_offsets,
 )
+from packstore.torch.inputs import STYLES
 from packstore.torch.layout import AttentionLayout
+from packstore.torch.steps import StepInfo
+from packstore.torch.targets import Targets
 
 Style = Literal["hf", "flash", "megatron", "padded"]
 
@@ -38,6 +41,7 @@ class PackedBatch:
         position_ids: int64 `[T]`, of each token in its logical sequence.
         segment_ids: int64 `[T]`, the segment of each token.
         target_index: int64 `[n]`, the supervised tokens; each is predicted by the token before it.
+            Tokens that are not supervised may fill it up: they count nowhere.
         cu_seqlens: int32 `[S + 1]`, where each segment starts in the row.
         cu_seqlens_k: int32 `[S + 1]`, offsets of the logical sequences laid end to end.
         kv_index: int64 `[sum of lengths]`, the token of the row at each place of the logical
@@ -51,7 +55,14 @@ class PackedBatch:
         num_responses: int32 `[E]`, the segments of each example, which lie one after another.
         weights: float32 `[E]`, 1, or 0 where a pack only fills up the last batch.
         pack_ids: int64 `[E]`, the pack of each example.
+        sources: int64 `[E]`, where each example came from: its place in the mix, else 0.
         num_packs: P.
+        columns: carried columns and joined side data, `[E]` each: tensors, or numpy arrays of
+            strings.
+        step: the optimizer step that the batch belongs to, if the loader planned steps.
+        cu_seqlens_unpadded: int32 `[S + 1]`, offsets of the segments without the padding at their
+            ends, laid end to end; None if no segment was padded. Where it is not, `cu_seqlens`,
+            `cu_seqlens_k` and `kv_index` include the padding; `lengths` never does.
     """
 
     kind: str
@@ -72,7 +83,11 @@ class PackedBatch:
     num_responses: Tensor
     weights: Tensor
     pack_ids: Tensor
+    sources: Tensor
     num_packs: int
+    columns: Mapping[str, Tensor | Column] = field(default_factory=dict)
+    step: StepInfo | None = None
+    cu_seqlens_unpadded: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -88,6 +103,17 @@ class PackedBatch:
     def num_examples(self) -> int:
         """E, fillers of weight 0 included."""
         return len(self.example_ids)
+
+    @property
+    def targets(self) -> Targets:
+        """What is to be predicted, and where."""
+        ids = self.labels[self.target_index]
+        fills = ids == IGNORE_INDEX
+        return Targets(
+            rows=(self.target_index - 1).clamp(min=0),
+            ids=ids.clamp(min=0),
+            segments=self.segment_ids[self.target_index].masked_fill(fills, self.num_segments),
+        )
 
     @property
     def layout(self) -> AttentionLayout:
@@ -123,53 +149,21 @@ class PackedBatch:
             ConfigError: no such style.
             BackendError: a style that cannot express the shared prefixes of this batch.
         """
-        if style not in get_args(Style):
+        if style not in STYLES:
             raise ConfigError(
-                f"model_inputs style must be one of: {', '.join(get_args(Style))}; found {style!r}."
+                f"model_inputs style must be one of: {', '.join(STYLES)}; found {style!r}."
             )
-        if style == "padded":
-            return self._padded()
-        row = {"input_ids": self.input_ids[None], "position_ids": self.position_ids[None]}
-        if style == "hf":
-            return {**row, "use_cache": False, "packed_layout": self.layout}
-        if self.kv_index is not None:
-            raise BackendError(
-                sentence(
-                    f"model_inputs(style={style!r})",
-                    "every segment must be whole, as it has no way to name shared keys",
-                    "a shared prefix",
-                    "Use style='hf' or 'padded', or a dataset of layout concat",
-                )
-            )
-        if style == "flash":
-            ends = {"cu_seq_lens_q": self.cu_seqlens, "cu_seq_lens_k": self.cu_seqlens}
-            longest = {"max_length_q": self.max_seqlen, "max_length_k": self.max_seqlen}
-            return {**row, **ends, **longest, "use_cache": False}
-        return {
-            "tokens": row["input_ids"],
-            "position_ids": row["position_ids"],
-            "attention_mask": None,
-            "cu_seqlens": self.cu_seqlens[None],
-            "cu_seqlens_argmin": torch.tensor([[len(self.cu_seqlens)]], dtype=torch.int32),
-            "max_seqlen": torch.tensor([[self.max_seqlen]], dtype=torch.int32),
-        }
+        return STYLES[style](self)
 
     def unpad(self, padded: Tensor) -> Tensor:
         """Values at padded sequences `[S, longest, ...]` as values at the row `[T, ...]`."""
         return padded[self.segment_ids, self.position_ids]
 
-    def _padded(self) -> dict[str, Any]:
-        ids = self.input_ids if self.kv_index is None else self.input_ids[self.kv_index]
-        position = torch.arange(self.max_seqlen_k, device=ids.device)
-        mask = position < self.lengths[:, None]
-        input_ids = torch.zeros(mask.shape, dtype=ids.dtype, device=ids.device)
-        input_ids[mask] = ids
-        return {"input_ids": input_ids, "attention_mask": mask.long(), "use_cache": False}
-
     def _map(self, change: Any) -> Self:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         tensors = {name: change(x) for name, x in fields.items() if isinstance(x, Tensor)}
-        return dataclasses.replace(self, **tensors)
+        columns = {n: change(x) if isinstance(x, Tensor) else x for n, x in self.columns.items()}
+        return dataclasses.replace(self, **tensors, columns=columns)
 
 
 def collate(
@@ -177,6 +171,8 @@ def collate(
     kind: str,
     *,
     ref_logps: Float32 | None = None,
+    sources: Int64 | None = None,
+    step: StepInfo | None = None,
     fillers: int = 0,
 ) -> PackedBatch:
     """One batch of all packs, laid end to end.
@@ -184,7 +180,9 @@ def collate(
     Args:
         packs: the packs; a sequence of them is joined first.
         kind: what an example is: ``dpo``, ``sft`` or ``ranked``.
-        ref_logps: float32 `[S]`, log-probs of a reference model.
+        ref_logps: float32 `[S]`, log-probs of a reference model; default: those of the packs.
+        sources: int64 `[P]`, where each pack came from; default: 0.
+        step: the optimizer step that the batch belongs to.
         fillers: how many packs at the end get weight 0.
 
     Raises:
@@ -192,8 +190,9 @@ def collate(
     """
     if not len(packs):
         raise ConfigError("a batch must hold at least one pack; found none.")
-    if not isinstance(packs, Packs):
-        packs = packs[0] if len(packs) == 1 else _join(packs)
+    parts = [packs] if isinstance(packs, Packs) else packs
+    packs = parts[0] if len(parts) == 1 else _join(parts)
+    ref_logps = packs.ref_logps if ref_logps is None else ref_logps
     if ref_logps is not None and len(ref_logps) != len(packs.lengths):
         raise ConfigError(
             f"ref_logps must have one value for each of {len(packs.lengths)} sequences; "
@@ -202,17 +201,20 @@ def collate(
     lengths = packs.segment_lengths
     starts = to_offsets(lengths)
     segment = np.repeat(np.arange(len(lengths)), lengths)
-    place = np.arange(len(segment)) - starts[segment]
-    targets = np.flatnonzero((packs.labels != IGNORE_INDEX) & (place > 0))
+    place = np.arange(starts[-1]) - np.repeat(starts[:-1] - packs.lengths + lengths, lengths)
+    supervised = packs.labels != IGNORE_INDEX
+    supervised[starts[:-1]] = False
     pack_ids = np.repeat(np.arange(len(packs)), np.diff(packs.example_offsets))
+    counts = np.repeat([not p.stand_in for p in parts], [len(p) for p in parts])
+    counts[len(packs) - fillers :] = False
     logical = to_offsets(packs.lengths)
     return PackedBatch(
         kind=kind,
         input_ids=_tensor(packs.input_ids, np.int64),
         labels=_tensor(packs.labels, np.int64),
-        position_ids=_tensor(place + packs.segment_offsets[segment], np.int64),
-        segment_ids=_tensor(segment, np.int64),
-        target_index=_tensor(targets, np.int64),
+        position_ids=torch.from_numpy(place),
+        segment_ids=torch.from_numpy(segment),
+        target_index=torch.from_numpy(np.flatnonzero(supervised)),
         cu_seqlens=_tensor(starts, np.int32),
         cu_seqlens_k=_tensor(logical, np.int32),
         kv_index=_kv_index(packs, starts, logical),
@@ -223,14 +225,19 @@ def collate(
         ref_logps=None if ref_logps is None else _tensor(ref_logps, np.float32),
         example_ids=_tensor(packs.example_ids, np.int64),
         num_responses=_tensor(packs.num_responses, np.int32),
-        weights=_tensor(pack_ids < len(packs) - fillers, np.float32),
+        weights=_tensor(counts[pack_ids], np.float32),
         pack_ids=_tensor(pack_ids, np.int64),
+        sources=_tensor(0 * pack_ids if sources is None else sources[pack_ids], np.int64),
         num_packs=len(packs),
+        columns={name: _column(values) for name, values in packs.columns.items()},
+        step=step,
     )
 
 
 def _join(parts: Sequence[Packs]) -> Packs:
-    """The packs of `parts`, in order, without carried columns."""
+    """The packs of `parts`, in order, with the carried columns that all of them have."""
+    carried = [n for n in parts[0].columns if all(n in p.columns for p in parts)]
+    ref_logps = [p.ref_logps for p in parts if p.ref_logps is not None]
     return Packs(
         input_ids=np.concatenate([p.input_ids for p in parts]),
         labels=np.concatenate([p.labels for p in parts]),
@@ -242,6 +249,8 @@ def _join(parts: Sequence[Packs]) -> Packs:
         token_offsets=concat_offsets([p.token_offsets for p in parts]),
         sequence_offsets=concat_offsets([p.sequence_offsets for p in parts]),
         example_offsets=concat_offsets([p.example_offsets for p in parts]),
+        columns={name: np.concatenate([p.columns[name] for p in parts]) for name in carried},
+        ref_logps=np.concatenate(ref_logps) if len(ref_logps) == len(parts) else None,
     )
 
 
@@ -253,7 +262,7 @@ def _kv_index(packs: Packs, starts: Int64, logical: Int64) -> Tensor | None:
         starts: where each segment starts in the row.
         logical: offsets of the logical sequences.
     """
-    left_out: Int32 = packs.segment_offsets
+    left_out = packs.lengths.astype(np.int64) - np.diff(starts)
     if not left_out.any():
         return None
     responses = packs.num_responses
@@ -262,6 +271,11 @@ def _kv_index(packs: Packs, starts: Int64, logical: Int64) -> Tensor | None:
     place = np.arange(len(sequence)) - logical[sequence]
     own = place - left_out[sequence]
     return _tensor(np.where(own < 0, first[sequence] + place, starts[sequence] + own), np.int64)
+
+
+def _column(values: Column) -> Tensor | Column:
+    """A tensor of numbers; what torch has no type for (strings) stays an array."""
+    return torch.from_numpy(np.array(values)) if values.dtype.kind in "biuf" else values
 
 
 def _tensor(values: npt.NDArray[Any], dtype: npt.DTypeLike) -> Tensor:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -14,11 +11,19 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from packstore.errors import CompatibilityError, ConfigError, quote, sentence
+from packstore.config import BatchConfig, PackConfig, ReadConfig
+from packstore.errors import ConfigError, quote
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
-from packstore.io.order import LANES, PackOrder
-from packstore.records import Int64, Packs
+from packstore.io.order import LANES
+from packstore.io.side import Side
+from packstore.records import Packs
+from packstore.torch.dealing import settled
+from packstore.torch.position import Position, SharedStart, Unseen, stale
+from packstore.torch.repack import RepackedPacks
+from packstore.torch.side import JoinedPacks
+from packstore.torch.step_plan import StepPlan, plan_steps
+from packstore.torch.stream import Identity, PackStream, Shuffle, StoredPacks
 
 STATE_VERSION = 1
 
@@ -28,106 +33,136 @@ class PackedDataset(IterableDataset[Packs]):
 
     Pack i of the global order goes to rank ``i % world_size``. The order is a pure function of the
     dataset, `seed`, `lanes` and the epoch, and not of the number of ranks or workers. Iterating
-    again gives the same epoch again; call :meth:`set_epoch` before each.
+    again gives the same epoch again; call :meth:`set_epoch` before each, also with workers that
+    live on (``persistent_workers=True``), which see it.
 
     Files are opened in the process that reads them, so the object is safe to fork and to pickle.
 
     Args:
-        source: a dataset's URL or local folder, or what ``packstore.open`` returned.
+        source: a dataset's URL or local folder, what ``packstore.open`` returned, or a stream,
+            which has an order of its own.
         seed: of the order.
-        shuffle: False gives file order.
+        shuffle: False gives file order; ``stratified`` evens out the examples of every stretch.
         lanes: row groups that are open at once over all ranks.
         rank: of this process; default: torch.distributed's, else the variable RANK, else 0.
         world_size: number of ranks; default likewise, WORLD_SIZE, 1.
         storage_options: what fsspec's filesystem takes, with a URL.
+        reading: how row groups are fetched, and what becomes of one that cannot be read.
+        side: side datasets or their URLs, whose columns join the packs by example id.
+        repack: packs a dataset anew in each epoch: pack size, strategy, layout and the like.
 
     Raises:
         DatasetNotFoundError: no dataset is there.
-        ConfigError: `rank` is not below `world_size`, or only one of them is given.
+        ConfigError: `rank` is not below `world_size`, only one of them is given, or `repack` comes
+            with a stream or with ``stratified``.
+        CompatibilityError: a side dataset does not belong to the dataset.
     """
 
     def __init__(
         self,
-        source: str | PathLike[str] | Dataset,
+        source: str | PathLike[str] | Dataset | PackStream,
         *,
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: Shuffle = True,
         lanes: int = LANES,
         rank: int | None = None,
         world_size: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        reading: ReadConfig | None = None,
+        side: Sequence[Side | str | PathLike[str]] = (),
+        repack: PackConfig | None = None,
     ) -> None:
-        if not isinstance(source, Dataset):
+        if isinstance(source, str | os.PathLike):
             source = open_dataset(os.fspath(source), storage_options)
-        self.dataset = source
-        self.seed, self.shuffle, self.lanes, self.epoch = seed, shuffle, lanes, 0
+        if not isinstance(source, Dataset):
+            if repack is not None:
+                raise ConfigError("repack needs a dataset or its URL; found a stream of packs.")
+            stream: PackStream = source
+        elif repack is not None:
+            if not isinstance(shuffle, bool):
+                raise ConfigError(f"repack takes shuffle True or False; found {quote(shuffle)}.")
+            stream = RepackedPacks(source, repack, seed=seed, shuffle=shuffle, reading=reading)
+        else:
+            stream = StoredPacks(source, seed=seed, shuffle=shuffle, lanes=lanes, reading=reading)
+        self.stream: PackStream = JoinedPacks(stream, side) if side else stream
+        self.stream.set_epoch(0)
         self.rank, self.world_size = _placement(rank, world_size)
-        self._start = self._next = 0
-        self._cache = _GroupCache(source)
-        self._order = self._make_order()
+        self.epoch = 0
+        self.position = Position()
+        self._start = SharedStart()
 
     @property
     def kind(self) -> str:
         """``dpo``, ``sft`` or ``ranked``."""
-        return self.dataset.manifest.kind
+        return self.stream.kind
 
     @property
     def num_packs(self) -> int:
-        """Packs of the dataset, over all ranks."""
-        return len(self._order)
+        """Packs of the epoch, over all ranks."""
+        return len(self.stream)
 
     @property
-    def start(self) -> int:
-        """Global index at which the next iteration begins: 0, or where a loaded state was taken."""
-        return self._start
+    def start(self) -> Position:
+        """Where the next iteration begins: at the beginning, or where a loaded state was taken."""
+        return self._start.peek()
+
+    @property
+    def moves(self) -> int:
+        """How often an epoch or a position was set."""
+        return self._start.times_set
 
     def __len__(self) -> int:
         """Packs that the next iteration gives on this rank, over all its workers."""
-        return len(range(self._start + self.rank, self.num_packs, self.world_size))
+        left = len(Unseen(self.num_packs, settled(self.stream, self.start)))
+        return len(range(self.rank, left, self.world_size))
 
     def __iter__(self) -> Iterator[Packs]:
         """The packs, each as :class:`Packs` of one row; in a worker, that worker's share."""
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        begin, step = self.begin(), self.world_size * workers
-        first = begin + self.rank + self.world_size * number
-        for i, index in enumerate(range(first, self.num_packs, step), start=1):
-            (pack,) = self.read(np.array([index]))
-            self.advance(begin + i * step)
-            yield pack
-
-    def read(self, indices: Int64) -> list[Packs]:
-        """The packs at global `indices` (int64, below :attr:`num_packs`), each as one row.
-
-        Raises:
-            StorageError: a shard is missing, or the store refuses.
-            IntegrityError: its bytes are not those that were written.
-        """
-        open_groups = self.lanes // math.gcd(self.lanes, self.world_size) if self.shuffle else 1
-        groups, rows = self._order.locate(indices)
-        pairs = zip(groups.tolist(), rows.tolist(), strict=True)
-        return [self._cache.read(group, open_groups).row(row) for group, row in pairs]
+        self.position = settled(self.stream, self.begin())
+        return self._packs(number, workers)
 
     def set_epoch(self, epoch: int) -> None:
         """Moves to the beginning of `epoch`; within the current epoch it changes nothing."""
         if epoch != self.epoch:
+            self._move(epoch, Position())
+
+    def begin(self) -> Position:
+        """Begins an iteration: returns where, and rewinds the one after it."""
+        epoch = self._start.new_epoch()
+        if epoch is not None and epoch != self.epoch:
             self.epoch = epoch
-            self._order = self._make_order()
-            self._start = self._next = 0
+            self.stream.set_epoch(epoch)
+        self.position = self._start.take()
+        return self.position
 
-    def begin(self) -> int:
-        """Begins an iteration: returns its first global index, and rewinds the one after it."""
-        begin, self._start = self._start, 0
-        self._next = begin
-        return begin
+    def plan(self, *, world_size: int | None = None, epochs: int = 1, **batching: Any) -> StepPlan:
+        """What a loader with the settings `batching` will give, from the beginning of this epoch.
 
-    def advance(self, index: int) -> None:
-        """Notes that all packs before global `index` were given out, on all ranks."""
-        self._next = min(index, self.num_packs)
+        Needs no ranks: ``PackedDataset(url).plan(world_size=64, packs_per_batch=2)``.
 
-    def state_dict(self) -> dict[str, int | str | bool]:
-        """The position: small, JSON-able, equal on all ranks that took the same number of steps."""
-        return {**self._identity(), "epoch": self.epoch, "next": self._next}
+        Args:
+            world_size: number of ranks; default: that of the dataset.
+            epochs: how many, this one and those after it.
+            batching: fields of :class:`packstore.config.BatchConfig`.
+
+        Raises:
+            ConfigError: a setting is out of range, or a pack alone is over `tokens_per_batch`.
+        """
+        config, ranks = BatchConfig.of(**batching), world_size or self.world_size
+        try:
+            return plan_steps(self.stream, config, ranks, range(self.epoch, self.epoch + epochs))
+        finally:
+            self.stream.set_epoch(self.epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: small, JSON-able, equal on all ranks that took the same number of steps.
+
+        All packs before ``next`` were given out, over all ranks; inside an optimizer step also
+        ``batches`` of the step that begins there, which is cut as ``cut`` says.
+        """
+        return {**self._identity(), "epoch": self.epoch, **self.position.to_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where `state` was taken, with any number of ranks and workers.
@@ -138,53 +173,38 @@ class PackedDataset(IterableDataset[Packs]):
         for name, expected in self._identity().items():
             if state.get(name) != expected:
                 found = quote(state[name]) if name in state else "none"
-                raise _stale(f"{name} must be {quote(expected)}", found)
-        epoch, position = state.get("epoch"), state.get("next")
-        if not isinstance(epoch, int) or not isinstance(position, int):
-            raise _stale("epoch and next must be whole numbers", quote(json.dumps(dict(state))))
-        if not 0 <= position <= self.num_packs:
-            raise _stale(f"next must lie in 0..{self.num_packs}", str(position))
-        self.set_epoch(epoch)
-        self._start = self._next = position
+                raise stale(f"{name} must be {quote(expected)}", found)
+        epoch = state.get("epoch")
+        if not isinstance(epoch, int):
+            raise stale("epoch must be a whole number", quote(epoch))
+        before = self.epoch
+        self.stream.set_epoch(epoch)
+        try:
+            position = Position.from_state(state, self.num_packs)
+            settled(self.stream, position)
+        except BaseException:
+            self.stream.set_epoch(before)
+            raise
+        self._move(epoch, position)
 
-    def _identity(self) -> dict[str, int | str | bool]:
-        return {
-            "version": STATE_VERSION,
-            "dataset": self.dataset.manifest.fingerprint,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "lanes": self.lanes,
-        }
+    def _move(self, epoch: int, position: Position) -> None:
+        self.epoch, self.position = epoch, position
+        self.stream.set_epoch(epoch)
+        self._start.set(epoch, position)
 
-    def _make_order(self) -> PackOrder:
-        return PackOrder(
-            self.dataset.group_rows,
-            seed=self.seed,
-            epoch=self.epoch,
-            lanes=self.lanes,
-            shuffle=self.shuffle,
-        )
+    def _packs(self, number: int, workers: int) -> Iterator[Packs]:
+        """The share of worker `number`, from :attr:`position` on."""
+        unseen = Unseen(self.num_packs, self.position)
+        step, turn = self.world_size * workers, self.position.step
+        first = self.rank + self.world_size * number
+        places = (np.array([i]) for i in range(first, len(unseen), step))
+        for i, packs in enumerate(self.stream.read(map(unseen.__getitem__, places), stride=step)):
+            self.position = unseen.after((i + 1) * step, turn)
+            yield packs[0]
+        self.position = unseen.after(len(unseen), turn)
 
-
-class _GroupCache:
-    """The row groups that were used last; empty in another process."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
-        self._groups: OrderedDict[int, Packs] = OrderedDict()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _GroupCache, (self._dataset,)
-
-    def read(self, group: int, keep: int) -> Packs:
-        packs = self._groups.get(group)
-        if packs is None:
-            packs = self._dataset.read_packs(group)
-        self._groups[group] = packs
-        self._groups.move_to_end(group)
-        while len(self._groups) > keep:
-            self._groups.popitem(last=False)
-        return packs
+    def _identity(self) -> Identity:
+        return {"version": STATE_VERSION, **self.stream.identity}
 
 
 def _placement(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -199,8 +219,3 @@ def _placement(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank must lie in 0..{world_size - 1}; found {rank}.")
     return rank, world_size
-
-
-def _stale(must: str, found: str) -> CompatibilityError:
-    do = "Load it into the dataset, seed and lanes that it was taken from, or start anew"
-    return CompatibilityError(sentence("loader state", must, found, do))

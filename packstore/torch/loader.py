@@ -2,96 +2,150 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
+import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from packstore.errors import ConfigError, quote
+from packstore.config import BatchConfig
+from packstore.errors import ConfigError, PackstoreError
+from packstore.records import Int64
 from packstore.torch.collate import PackedBatch, collate
 from packstore.torch.dataset import PackedDataset
-
-Tail = Literal["drop", "pad", "uneven"]
+from packstore.torch.dealing import cut_of, deal, settled
+from packstore.torch.position import Position, Unseen, shared_integers
+from packstore.torch.step_plan import StepPlan
+from packstore.torch.steps import WINDOW, Step, StepCutter, StepInfo, check_fits
+from packstore.torch.stream import PackStream, StoredPacks
 
 
 class PackedDataLoader:
-    """Batches of `packs_per_batch` packs: batch g of the epoch holds the same packs on any machine.
+    """Batches, cut by optimizer steps: a step holds the same packs on any machine.
 
-    With W ranks, global batch g is the packs ``g * W * packs_per_batch`` and following of the
-    global order, dealt out in turn. The batches come in order for any number of workers.
+    One plan, a pure function of the dataset's order, the settings and the number of ranks, cuts the
+    epoch into steps, each a stretch of the global order, and deals each step to the ranks. Every
+    rank gets the same number of batches, and the batches come in order for any number of workers.
+    ``batch.step`` tells where a batch stands and how many examples its whole step has.
 
     Args:
         data: the dataset.
-        packs_per_batch: packs of one batch on one rank.
-        num_workers: processes that read; 0, in this one, is the fastest unless reading is slow.
-        tail: what becomes of the packs that do not fill a last batch on every rank. ``drop``: left
-            out. ``pad``: filled up with packs of weight 0, which count neither in losses nor in
-            metrics. ``uneven``: a smaller last batch, or one batch fewer, on some ranks (for
-            evaluation; collective calls in the loop would hang). Every rank gets the same number of
-            batches with the first two.
+        num_workers: processes that read; 0, this one with its threads, is the fastest unless
+            collation is slow.
         pin_memory: put batches into page-locked memory, for copies to a GPU.
+        prefetch: batches that each worker prepares ahead; default: 2.
+        persistent_workers: keep the workers from one epoch to the next.
         multiprocessing_context: ``fork``, ``spawn`` or ``forkserver``; default: torch's.
+        batching: fields of :class:`packstore.config.BatchConfig`: `packs_per_batch` (default 1) or
+            `tokens_per_batch`, and either `accumulation` or `pairs_per_step`; `balance`,
+            `largest_first`, `tail`, `mode`. What each does is told in ``README.md`` beside.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value out of range, settings that exclude each other, or a pack that alone
+            is longer than `tokens_per_batch`.
+        UnknownNameError: a setting that does not exist.
     """
 
     def __init__(
         self,
         data: PackedDataset,
         *,
-        packs_per_batch: int = 1,
         num_workers: int = 0,
-        tail: Tail = "drop",
         pin_memory: bool = False,
+        prefetch: int | None = None,
+        persistent_workers: bool = False,
         multiprocessing_context: str | None = None,
+        **batching: Any,
     ) -> None:
-        if packs_per_batch < 1 or num_workers < 0:
+        if num_workers < 0 or (prefetch is not None and prefetch < 1):
             raise ConfigError(
-                "packs_per_batch must be at least 1 and num_workers at least 0; "
-                f"found {packs_per_batch} and {num_workers}."
+                "num_workers must be at least 0 and prefetch at least 1; "
+                f"found {num_workers} and {prefetch}."
             )
-        if tail not in get_args(Tail):
-            raise ConfigError(
-                f"tail must be one of: {', '.join(get_args(Tail))}; found {quote(tail)}."
-            )
-        self.data, self.packs_per_batch, self.tail = data, packs_per_batch, tail
+        if num_workers == 0 and (prefetch is not None or persistent_workers):
+            raise ConfigError("prefetch and persistent_workers need num_workers of at least 1.")
+        self.data, self.config = data, BatchConfig.of(**batching)
         self._options: dict[str, Any] = {
             "batch_size": None,
+            "collate_fn": _as_it_is,
             "num_workers": num_workers,
             "pin_memory": pin_memory,
+            "prefetch_factor": prefetch,
             "multiprocessing_context": multiprocessing_context if num_workers else None,
         }
+        self._lasting = persistent_workers
+        self._batches = _Batches(data, self.config)
+        self._loader: DataLoader[Any] | None = None
+        self._length: tuple[object, int] = (None, 0)
+        _check_budget(data.stream, self.config.tokens_per_batch)
 
     def __len__(self) -> int:
-        """Batches that the next iteration gives on this rank, exactly."""
-        return len(_Batches(self.data, self.data.start, self.packs_per_batch, self.tail))
+        """Batches that the next iteration gives on this rank, exactly.
+
+        With `tokens_per_batch` or `pairs_per_step` it looks up the sizes of all packs, once for
+        each epoch and position.
+        """
+        start = self.data.start
+        key = (self.data.epoch, start)
+        if self._length[0] != key:
+            self._length = key, self._batches.count(start)
+        return self._length[1]
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        """The batches from the loaded position, or from the beginning of the epoch."""
-        begin = self.data.begin()
-        batches = _Batches(self.data, begin, self.packs_per_batch, self.tail)
+        """The batches from the loaded position, or from the beginning of the epoch.
+
+        A :meth:`set_epoch` or :meth:`load_state_dict` before the first batch still counts.
+        """
+        return self._give(self.data.begin(), self.data.moves)
+
+    def _give(self, start: Position, moves: int) -> Iterator[PackedBatch]:
+        data, cut = self.data, self._batches.cut
+        if data.moves != moves:  # frameworks make their iterator first
+            start = data.begin()
+        start = self._batches.begin(start)
+        unseen, steps = Unseen(data.num_packs, start), start.step
+        for batch, mark in self._torch_loader(bool(len(start.given))):
+            data.position, steps = mark.position(unseen, cut), mark.index + 1
+            yield batch
+        data.position = unseen.after(len(unseen), steps)
+
+    def _torch_loader(self, once: bool) -> DataLoader[Any]:
+        """What runs the workers; with `once`, not one whose workers live on."""
+        if self._loader is not None and not once:
+            return self._loader
         # A generator of its own: torch's loader would draw from the global one, and so change
         # whatever the training draws after it.
-        loader = DataLoader(batches, generator=torch.Generator(), **self._options)
-        for i, batch in enumerate(loader, start=1):
-            self.data.advance(begin + i * batches.stride)
-            yield batch
-        self.data.advance(self.data.num_packs)
+        generator, lasting = torch.Generator(), self._lasting and not once
+        loader: DataLoader[Any] = DataLoader(
+            self._batches, generator=generator, persistent_workers=lasting, **self._options
+        )
+        if lasting:
+            self._loader = loader
+        return loader
 
     def set_epoch(self, epoch: int) -> None:
         """Moves to the beginning of `epoch`; within the current epoch it changes nothing."""
         self.data.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, int | str | bool]:
+    def plan(self, epochs: int = 1) -> StepPlan:
+        """What this loader gives in `epochs` epochs, from the beginning of the current one."""
+        return self.data.plan(epochs=epochs, **self.config.changed())
+
+    def state_dict(self) -> dict[str, Any]:
         """The position after the batches that were given out (not those that were prepared)."""
         return self.data.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state` was taken, with any number of ranks, workers and packs a batch.
+        """Continues where `state` was taken, with any settings, ranks and workers.
+
+        With the settings and the number of ranks of the state, the batches that follow are those
+        that would have followed. With others, the packs that follow are those that were not given
+        out yet, cut anew.
 
         Raises:
             CompatibilityError: the state is of another dataset, version, seed or order.
@@ -99,31 +153,145 @@ class PackedDataLoader:
         self.data.load_state_dict(state)
 
 
-class _Batches(IterableDataset[PackedBatch]):
-    """The batches of one rank from `begin` on; in a worker, every n-th of them."""
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where the loader stands once a batch was given out.
 
-    def __init__(self, data: PackedDataset, begin: int, packs: int, tail: str) -> None:
-        self.data, self.begin, self.packs, self.tail = data, begin, packs, tail
-        self.stride = packs * data.world_size
+    Attributes:
+        index: of the step in the epoch.
+        start, stop: places of its packs among those that were to come.
+        done: batches of the step that are out.
+        batches: of the step, on the rank that has most.
+    """
 
-    def __len__(self) -> int:
-        left = self.data.num_packs - self.begin
-        if self.tail == "drop":
-            return left // self.stride
-        if self.tail == "pad":
-            return math.ceil(left / self.stride)
-        mine = len(range(self.data.rank, left, self.data.world_size))
-        return math.ceil(mine / self.packs)
+    index: int
+    start: int
+    stop: int
+    done: int
+    batches: int
 
-    def __iter__(self) -> Iterator[PackedBatch]:
+    def position(self, unseen: Unseen, cut: Mapping[str, Any]) -> Position:
+        """The same as a position."""
+        if self.done == self.batches:
+            return unseen.after(self.stop, self.index + 1)
+        at = unseen.after(self.start, self.index)
+        return Position(at.next, at.step, at.given, self.done, cut)
+
+
+_Ahead = tuple[Step, int, Int64, int, Mark]
+"""Of a batch that is being read: its step, batches of that on this rank, sources, fillers, mark."""
+
+
+class _Batches(IterableDataset[tuple[PackedBatch, Mark]]):
+    """The batches of one rank from a position on; in a worker, every n-th of them."""
+
+    def __init__(self, data: PackedDataset, config: BatchConfig) -> None:
+        self.data, self.config = data, config
+        self.cut = cut_of(config, data.world_size)
+        self._start = Position()
+        # Epoch, next, step and batches, where workers that live on see them.
+        self._cells = shared_integers(4)
+
+    def begin(self, position: Position) -> Position:
+        """The next iteration begins at `position`, which comes back in terms of these settings."""
+        self._start = start = self._own(position)
+        cells = [self.data.epoch, start.next, start.step, start.batches]
+        self._cells.copy_(torch.tensor(cells))
+        return start
+
+    def count(self, position: Position) -> int:
+        """Batches of this rank from `position` on."""
+        start, config, ranks = self._own(position), self.config, self.data.world_size
+        cutter = self._cutter(start)
+        if cutter.fixed is None or (config.balance and config.at_end == "uneven"):
+            return sum(map(self._batches_of, cutter)) - start.batches
+        steps, rest = divmod(cutter.end, cutter.fixed)
+        last = {
+            "drop": 0,
+            "repeat": config.accumulation if rest else 0,
+            "pad": -(-rest // (ranks * config.width)),
+            "uneven": -(-len(range(self.data.rank, rest, ranks)) // config.width),
+        }[config.at_end]
+        return steps * config.accumulation + last - start.batches
+
+    def __iter__(self) -> Iterator[tuple[PackedBatch, Mark]]:
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        places = self.data.rank + self.data.world_size * np.arange(self.packs)
-        total = self.data.num_packs
-        for g in range(number, len(self), workers):
-            indices = self.begin + g * self.stride + places
-            if self.tail == "uneven":
-                indices = indices[indices < total]
-            fillers = int((indices >= total).sum())
-            packs = self.data.read(indices % total)
-            yield collate(packs, self.data.kind, fillers=fillers)
+        epoch, first, steps, done = self._cells.tolist()
+        start = self._start
+        if not len(start.given):
+            start = Position(first, steps, batches=done)
+        stream = self.data.stream
+        if self.data.epoch != epoch:
+            self.data.epoch = epoch
+            stream.set_epoch(epoch)
+        ahead: deque[_Ahead] = deque()
+        wanted = self._wanted(start, number, workers, ahead)
+        reading = stream.read(wanted, stride=self.data.world_size * workers)
+        # Opens the pack index while the first packs are read.
+        lookup = threading.Thread(target=_look_up, args=(stream, start.next))
+        lookup.start()
+        for packs in reading:
+            lookup.join()
+            step, batches, sources, fillers, mark = ahead.popleft()
+            info = StepInfo(mark.index, mark.done - 1, batches, step.examples)
+            batch = collate(packs, stream.kind, sources=sources, step=info, fillers=fillers)
+            yield batch, mark
+
+    def _wanted(
+        self,
+        start: Position,
+        number: int,
+        workers: int,
+        ahead: deque[_Ahead],
+    ) -> Iterator[Int64]:
+        """Indices of the packs of each batch; what else there is to know of it goes to `ahead`."""
+        cutter, skipped = self._cutter(start), start.batches
+        turn = 0
+        for index, step in enumerate(cutter, start=start.step):
+            shares = deal(step, self.data.rank, self.data.world_size, self.config)
+            for batch in range(skipped, len(shares)):
+                turn += 1
+                if (turn - 1) % workers != number:
+                    continue
+                places, fillers = shares[batch]
+                mark = Mark(index, step.start, step.stop, batch + 1, len(step.edges) - 1)
+                indices = cutter.unseen[places]
+                sources = self.data.stream.sources(indices)
+                ahead.append((step, len(shares), sources, fillers, mark))
+                yield indices
+            skipped = 0
+
+    def _own(self, position: Position) -> Position:
+        """`position` as these settings cut the epoch."""
+        return position if position.cut == self.cut else settled(self.data.stream, position)
+
+    def _cutter(self, start: Position) -> StepCutter:
+        stream = self.data.stream
+        unseen = Unseen(len(stream), start)
+        return StepCutter(stream, unseen, self.config, self.data.world_size)
+
+    def _batches_of(self, step: Step) -> int:
+        if self.config.at_end != "uneven":
+            return len(step.edges) - 1
+        return len(deal(step, self.data.rank, self.data.world_size, self.config))
+
+
+def _look_up(stream: PackStream, index: int) -> None:
+    with contextlib.suppress(PackstoreError):  # raised again where the size is needed
+        stream.sizes(np.arange(index, min(index + 1, len(stream))))
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _check_budget(stream: PackStream, budget: int | None) -> None:
+    """Refuses a budget that a pack alone exceeds; looks at sizes only where one might."""
+    if budget is None or (
+        isinstance(stream, StoredPacks) and stream.dataset.manifest.pack_size <= budget
+    ):
+        return
+    for start in range(0, len(stream), WINDOW):
+        places = np.arange(start, min(start + WINDOW, len(stream)))
+        check_fits(stream.sizes(places).tokens, places, budget)

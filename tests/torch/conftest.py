@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from types import SimpleNamespace
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,8 +14,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
     LlamaConfig,
@@ -31,6 +37,8 @@ from packstore.io.storage import Location
 from packstore.io.writer import ShardWriter
 from packstore.pack.fill import fill
 from packstore.records import Examples, Packs, Tally, to_offsets
+from packstore.torch.attention import ATTENTION
+from packstore.torch.model import _register
 
 torch.set_num_threads(1)  # threads cost more than they bring on tensors of this size
 
@@ -97,6 +105,111 @@ def tiny_model(name: str = "llama", dtype: torch.dtype = torch.float64, **settin
     return model
 
 
+MLA = {
+    "head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 6,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "num_key_value_heads": 4,
+}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "deepseek_v2": MLA,
+    "deepseek_v3": MLA,
+    "falcon": {"head_dim": ...},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+}
+"""What a family of transformers needs beyond the settings of all; ``...``: leave it alone."""
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    **dict.fromkeys(("hidden_size", "n_embd"), 32),
+    **dict.fromkeys(("intermediate_size", "n_inner"), 48),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_key_value_heads"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "sliding_window"), 4),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    "num_experts_per_tok": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 64,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+}
+
+
+def tiny_family(name: str, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
+    """A random model of any family, with transformers' own plain attention, without dropout."""
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no family {name}")
+    config_class = CONFIG_MAPPING[name]
+    known = config_class()
+    small = {key: value for key, value in SMALL.items() if hasattr(known, key)}
+    small |= {key: 0.0 for key in vars(known) if "dropout" in key or "pdrop" in key}
+    chosen = {**small, **SPECIAL.get(name, {}), **settings}
+    config = config_class(**{key: value for key, value in chosen.items() if value is not ...})
+    torch.manual_seed(0)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[config_class](config).to(dtype)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # others have no float64
+    model.set_attn_implementation("eager")
+    return model
+
+
+class Exact(TorchFunctionMode):
+    """Keeps float64 where model code goes down to float32 (norms, softmax, routers)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            casts = (Tensor.to, Tensor.type)
+            if func is Tensor.float or (func in casts and torch.float32 in args):
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def exact() -> Iterator[None]:
+    """Models in float64 compute in float64."""
+    with Exact():
+        yield
+
+
+@pytest.fixture
+def new_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], str]]:
+    """Makes a function an attention backend, for one test; gives its name."""
+
+    def register(attend: Any) -> str:
+        module = ModuleType("backend_for_tests")
+        module.attend = attend
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setitem(ATTENTION._entries, "for_tests", f"{module.__name__}:attend")
+        _register.cache_clear()
+        return "for_tests"
+
+    yield register
+    _register.cache_clear()
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory is NaN, in torch's own C++ as well: what reads it before writing shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def write(url: str, packs: Packs, kind: str = "dpo", layout: str = "concat") -> Dataset:
     """A committed dataset with row groups of a few packs."""
     location = Location(url)
@@ -110,11 +223,17 @@ def write(url: str, packs: Packs, kind: str = "dpo", layout: str = "concat") -> 
         shards = writer.close()
         tally = Tally(read=writer.counter.examples)
         manifest = build_manifest(shape, config, shards, writer.counter, tally, {}, provenance)
-        commit_manifest(location, manifest)
+        commit_manifest(location, replace(manifest, pack_index=writer.pack_index))
     return open(url)
 
 
 @pytest.fixture(scope="session")
 def kit() -> SimpleNamespace:
     """The helpers of this file (test modules cannot import it)."""
-    return SimpleNamespace(VOCAB=VOCAB, packed=packed, tiny_model=tiny_model, write=write)
+    return SimpleNamespace(
+        VOCAB=VOCAB,
+        packed=packed,
+        tiny_family=tiny_family,
+        tiny_model=tiny_model,
+        write=write,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from packstore.errors import BackendError, ConfigError
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, collate
+from packstore.torch.inputs import packed_seq_params
+from packstore.torch.parallel import pad_segments
 
 EXAMPLES = random_examples(6, seed=1)
 
@@ -125,7 +128,7 @@ def test_flash_and_megatron_inputs(kit: SimpleNamespace) -> None:
     assert flash["use_cache"] is False
     assert "attention_mask" not in flash
     megatron = batch.model_inputs("megatron")
-    assert megatron["cu_seqlens"].tolist() == [batch.cu_seqlens.tolist()]
+    assert megatron["cu_seqlens"].tolist() == [[*batch.cu_seqlens.tolist(), -1]]
     assert megatron["cu_seqlens_argmin"].tolist() == [[13]]
     assert megatron["max_seqlen"].tolist() == [[batch.max_seqlen]]
 
@@ -147,5 +150,58 @@ def test_refusals(kit: SimpleNamespace) -> None:
     for style in ("flash", "megatron"):
         with pytest.raises(BackendError, match=r"every segment must be whole.*shared prefix"):
             batch.model_inputs(style)  # type: ignore[arg-type]
+    with pytest.raises(BackendError, match=r"packed_seq_params: every segment must be whole"):
+        packed_seq_params(batch)
     with pytest.raises(ConfigError, match="one of: hf, flash, megatron, padded; found 'fsdp'"):
         batch.model_inputs("fsdp")  # type: ignore[arg-type]
+
+
+@dataclass
+class PackedSeqParams:
+    """The fields that Megatron-Core's class of this name has had in all its versions."""
+
+    qkv_format: str | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_kv: torch.Tensor | None = None
+    cu_seqlens_q_padded: torch.Tensor | None = None
+    cu_seqlens_kv_padded: torch.Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+
+
+def test_megatron_knows_real_and_padded_segments(kit: SimpleNamespace) -> None:
+    plain = collate(kit.packed(EXAMPLES, [2, 4], "concat"), "dpo")
+    found = PackedSeqParams(**packed_seq_params(plain))
+    assert found.qkv_format == "thd"
+    assert found.cu_seqlens_q is found.cu_seqlens_kv is plain.cu_seqlens
+    assert found.cu_seqlens_q_padded is found.cu_seqlens_kv_padded is None
+    assert type(found.max_seqlen_q) is type(found.max_seqlen_kv) is int
+    batch = pad_segments(plain, 8)
+    found = PackedSeqParams(**packed_seq_params(batch))
+    assert found.cu_seqlens_q is found.cu_seqlens_kv is plain.cu_seqlens
+    assert found.cu_seqlens_q_padded is found.cu_seqlens_kv_padded is batch.cu_seqlens
+    assert found.max_seqlen_q == found.max_seqlen_kv == batch.max_seqlen
+    inputs = batch.model_inputs("megatron")
+    for name, expected in (("cu_seqlens", batch), ("cu_seqlens_unpadded", plain)):
+        values = inputs[name].squeeze()
+        end = inputs[f"{name}_argmin"].item()
+        assert end == values.argmin()
+        assert torch.equal(values[:end], expected.cu_seqlens)
+    assert "cu_seqlens_unpadded" not in plain.model_inputs("megatron")
+    elsewhere = batch.to("meta").model_inputs("megatron")
+    assert elsewhere["cu_seqlens"].device.type == elsewhere["tokens"].device.type == "meta"
+    assert (
+        elsewhere["cu_seqlens_argmin"].device.type == elsewhere["max_seqlen"].device.type == "cpu"
+    )
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+def test_padded_inputs_leave_declared_padding_out(kit: SimpleNamespace, layout: str) -> None:
+    plain = collate(kit.packed(EXAMPLES, [2, 4], layout), "dpo")
+    batch = pad_segments(plain, 8)
+    inputs, expected = batch.model_inputs("padded"), plain.model_inputs("padded")
+    assert torch.equal(inputs["attention_mask"].sum(1), expected["attention_mask"].sum(1))
+    width = plain.max_seqlen_k
+    assert torch.equal(inputs["input_ids"][:, :width], expected["input_ids"])
+    assert not inputs["input_ids"][:, width:].any()
+    assert torch.equal(batch.unpad(inputs["input_ids"]), batch.input_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 from types import SimpleNamespace
@@ -12,9 +13,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from packstore.config import PackConfig
 from packstore.errors import CompatibilityError, ConfigError, DatasetNotFoundError
 from packstore.io.dataset import Dataset
 from packstore.io.order import PackOrder
+from packstore.io.side import SideWriter
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset
 
@@ -105,7 +108,7 @@ def test_ranks_share_one_sequence(
             for j, pack in enumerate(batch):
                 index = g * stride + j * world_size + rank
                 seen[index] = pack
-                assert pack == order[index % N]
+                assert pack == order[index] if index < N else pack in order
                 assert weights[rank][g][j] == (index < N)
     end = {"drop": N // stride * stride, "pad": -(-N // stride) * stride, "uneven": N}[tail]
     assert sorted(seen) == list(range(end))
@@ -217,6 +220,17 @@ def test_epochs(stored: Dataset) -> None:
     assert len(resumed) == N
 
 
+def test_an_iterator_that_has_not_begun_follows(stored: Dataset) -> None:
+    loader = PackedDataLoader(make(stored))
+    whole = epoch_of(loader)
+    batches = iter(loader)
+    loader.load_state_dict({**loader.state_dict(), "next": 5, "step": 5})
+    assert [packs_of(batch) for batch in batches] == whole[5:]
+    batches = iter(loader)
+    loader.set_epoch(1)
+    assert [packs_of(batch) for batch in batches] == epoch_of(loader) != whole
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -226,7 +240,24 @@ def test_epochs(stored: Dataset) -> None:
         ({"lanes": 64}, "lanes must be 4; found 64"),
         ({"shuffle": False}, "shuffle must be True; found False"),
         ({"next": N + 1}, "next must lie in 0..23; found 24"),
-        ({"next": None}, "epoch and next must be whole numbers"),
+        ({"next": None}, "next must lie in 0..23; found None"),
+        ({"epoch": "1"}, "epoch must be a whole number; found '1'"),
+        ({"step": -1}, "step and batches must be whole numbers from 0; found -1 and 0"),
+        ({"batches": 1}, "cut must be the settings of a step that is partly out; found {}"),
+        (
+            {"batches": 1, "cut": {"packs": 1}},
+            "cut must be the settings of a loader; found unknown",
+        ),
+        (
+            {"batches": 1, "cut": {"accumulation": 2}},
+            "cut must name the number of ranks; found None",
+        ),
+        (
+            {"batches": 2, "cut": {"world_size": 1}},
+            "batches must be fewer than its step has; found 2",
+        ),
+        ({"given": "x"}, "given must be bits in hexadecimal; found 'x'"),
+        ({"given": "80"}, "given must name packs between next and 23; found '80'"),
         ({"seed": ...}, "seed must be 1; found none"),
     ],
 )
@@ -245,32 +276,76 @@ def test_the_global_random_state_is_left_alone(stored: Dataset) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_few_row_groups_are_kept_and_none_is_read_twice(
-    stored: Dataset, monkeypatch: pytest.MonkeyPatch
+def test_all_ranks_together_read_little_more_than_the_dataset(
+    kit: SimpleNamespace, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for rank, world_size in ((0, 1), (1, 2), (3, 4)):
-        data = make(stored, rank, world_size)
-        read: list[int] = []
-        packs = stored.read_packs
+    packs = kit.packed(random_examples(800), [1] * 800, "concat")
+    stored = kit.write(str(tmp_path / "many"), packs)
+    groups = len(stored.row_groups)
+    assert groups > 200
+    read: list[int] = []
+    fetch = stored.fetch
 
-        def counting(group: int, read: list[int] = read, packs: Any = packs) -> Any:
-            read.append(group)
-            return packs(group)
+    def counting(group: int) -> Any:
+        read.append(group)
+        return fetch(group)
 
-        monkeypatch.setattr(stored, "read_packs", counting)
-        for _ in data:
-            assert len(data._cache._groups) <= LANES // world_size
-        # A lane may end inside a row group, whose rest is another lane's.
-        assert len(read) - len(set(read)) <= LANES // world_size
-        monkeypatch.undo()
+    monkeypatch.setattr(stored, "fetch", counting)
+    for world_size, workers in ((1, 1), (8, 1), (4, 2)):
+        read.clear()
+        for rank in range(world_size):
+            for number in range(workers):
+                data = PackedDataset(stored, lanes=16, rank=rank, world_size=world_size)
+                assert len(list(data._packs(number, workers))) == 800 // world_size // workers
+        assert groups <= len(read) <= 1.1 * groups
+    read.clear()
+    for rank in range(8):
+        data = PackedDataset(stored, lanes=16, rank=rank, world_size=8)
+        assert len(list(PackedDataLoader(data, packs_per_batch=2, tail="pad"))) == 50
+    assert groups <= len(read) <= 1.1 * groups
 
 
-def test_pickles_without_what_was_read(stored: Dataset) -> None:
+def test_pickles(stored: Dataset) -> None:
     data = make(stored)
     first = [packs_of(p)[0] for p in data]
     copy = pickle.loads(pickle.dumps(data))
-    assert not copy._cache._groups
     assert [packs_of(p)[0] for p in copy] == first
+
+
+def test_repacked_and_joined(kit: SimpleNamespace, tmp_path: Any) -> None:
+    """The keywords of the dataset reach batches, and a position in a repacked epoch goes on."""
+    packs = kit.packed(random_examples(60), [1] * 60, "concat")
+    stored = kit.write(str(tmp_path / "single"), packs)
+    with SideWriter(str(tmp_path / "side"), stored, {"score": "float64"}) as writer:
+        writer.write(packs.example_ids, {"score": packs.example_ids / 4})
+
+    def make(rank: int, world_size: int) -> PackedDataLoader:
+        data = PackedDataset(
+            stored.url,
+            rank=rank,
+            world_size=world_size,
+            side=[tmp_path / "side"],
+            repack=PackConfig(pack_size=90),
+        )
+        return PackedDataLoader(data, pairs_per_step=8, tail="pad")
+
+    for epoch in (0, 1):
+        (first, *others), seen = [make(r, 3) for r in range(3)], []
+        for loader in (first, *others):
+            loader.set_epoch(epoch)
+            for batch in itertools.islice(loader, 3):
+                assert batch.columns["score"].tolist() == (batch.example_ids / 4).tolist()
+                seen += batch.example_ids[batch.weights > 0].tolist()
+        for rank in range(2):
+            resumed = make(rank, 2)
+            resumed.load_state_dict(json.loads(json.dumps(others[1].state_dict())))
+            for batch in resumed:
+                seen += batch.example_ids[batch.weights > 0].tolist()
+        assert sorted(seen) == list(range(60))
+    with pytest.raises(ConfigError, match="repack needs a dataset or its URL"):
+        PackedDataset(first.data.stream, repack=PackConfig())
+    with pytest.raises(ConfigError, match="repack takes shuffle True or False"):
+        PackedDataset(stored, shuffle="stratified", repack=PackConfig(pack_size=64))
 
 
 def test_rank_of_the_launcher(stored: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,8 +365,17 @@ def test_refusals(stored: Dataset, tmp_path: Any) -> None:
         make(stored, 2, 2)
     for settings, message in (
         ({"packs_per_batch": 0}, "packs_per_batch must be at least 1"),
-        ({"num_workers": -1}, "num_workers at least 0; found 1 and -1"),
-        ({"tail": "keep"}, "tail must be one of: drop, pad, uneven; found 'keep'"),
+        ({"num_workers": -1}, "num_workers must be at least 0 and prefetch at least 1; found -1 "),
+        ({"tail": "keep"}, "tail must be one of: drop, pad, repeat, uneven or None; found 'keep'"),
+        ({"prefetch": 2}, "prefetch and persistent_workers need num_workers"),
+        ({"packs": 2}, "unknown setting 'packs'; BatchConfig lists all"),
+        ({"packs_per_batch": 1, "tokens_per_batch": 99}, "packs_per_batch or tokens_per_batch"),
+        ({"pairs_per_step": 9, "accumulation": 2}, "omit accumulation"),
+        ({"mode": "eval", "tail": "drop"}, "mode 'eval' neither drops nor repeats"),
+        (
+            {"tokens_per_batch": 20},
+            "every pack must fit tokens_per_batch=20; found .* tokens in pack",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             PackedDataLoader(make(stored), **settings)  # type: ignore[arg-type]

@@ -1,0 +1,159 @@
+"""A step dealt to the ranks: which packs each gets in each batch, and what fills a short one."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from packstore.config import BatchConfig
+from packstore.errors import ConfigError
+from packstore.records import Int64
+from packstore.torch.position import Position, Unseen, stale
+from packstore.torch.steps import Step, StepCutter
+from packstore.torch.stream import PackStream
+
+Share = tuple[Int64, int]
+"""Places of the packs of one batch, and how many at the end are fillers of weight 0."""
+
+
+def deal(step: Step, rank: int, world_size: int, config: BatchConfig) -> list[Share]:
+    """The batches of `rank` in `step`.
+
+    Pack ``i`` of a batch goes to rank ``i % world_size``, unless the ranks are balanced. A rank
+    without a pack in some batch gets one of its own of the step once more, with weight 0; so that
+    the shape stays, packs mode fills its last batch up. Tail ``uneven`` fills nothing.
+    """
+    if config.balance and world_size > 1:
+        dealt = _balanced(step, world_size, config)
+        batches = [ranks[rank] for ranks in dealt]
+        loads: Iterator[int] = map(partial(_load, step), dealt)
+    else:
+        batches = [np.arange(a + rank, b, world_size) for a, b in pairwise(step.edges)]
+        loads = (_load_in_turn(step, a, b, world_size) for a, b in pairwise(step.edges))
+    if config.largest_first and len(batches) > 1:
+        order = np.argsort(-np.fromiter(loads, np.int64), kind="stable")
+        batches = [batches[g] for g in order]
+    if config.at_end == "uneven":
+        return [(batch, 0) for batch in batches if len(batch)]
+    least = config.width if _is_fixed(config) else 1
+    own = [batch for batch in batches if len(batch)]
+    spare = np.concatenate(own) if own else np.array([step.start + rank % (step.stop - step.start)])
+    return [_filled(batch, least, spare) for batch in batches]
+
+
+def fillers(step: Step, world_size: int, config: BatchConfig) -> int:
+    """Fillers of weight 0 in `step`, over all ranks."""
+    if config.at_end == "uneven":
+        return 0
+    least = world_size * (config.width if _is_fixed(config) else 1)
+    return sum(max(least - (b - a), 0) for a, b in pairwise(step.edges))
+
+
+def _filled(batch: Int64, least: int, spare: Int64) -> Share:
+    missing = least - len(batch)
+    if missing <= 0:
+        return batch, 0
+    return np.concatenate([batch, np.resize(spare, missing)]), missing
+
+
+def _is_fixed(config: BatchConfig) -> bool:
+    return config.tokens_per_batch is None and config.pairs_per_step is None
+
+
+def _load(step: Step, ranks: list[Int64]) -> int:
+    """The most tokens that a rank has in a batch that is dealt so."""
+    return max(int(step.sizes.tokens[places - step.start].sum()) for places in ranks)
+
+
+def _load_in_turn(step: Step, start: int, stop: int, world_size: int) -> int:
+    """The same of a batch that is dealt in turn."""
+    rows = np.zeros((-(-(stop - start) // world_size), world_size), np.int64)
+    rows.flat[: stop - start] = step.sizes.tokens[start - step.start : stop - step.start]
+    return int(rows.sum(0).max())
+
+
+def _balanced(step: Step, world_size: int, config: BatchConfig) -> list[list[Int64]]:
+    """For each batch, the places of each rank: sums of squares as even as may be.
+
+    With packs per batch a whole step is spread at once, and each rank takes its largest packs
+    first, so that like meets like. With a token budget each batch is spread on its own, and dealt
+    in turn where some rank would go over the budget.
+    """
+    sizes, start = step.sizes, step.start
+    if config.tokens_per_batch is None:
+        ranks = [start + part for part in spread(sizes.squares, world_size)]
+        batches, width = len(step.edges) - 1, config.width
+        return [[part[g * width : (g + 1) * width] for part in ranks] for g in range(batches)]
+    out = []
+    for a, b in pairwise(step.edges):
+        parts = spread(sizes.squares[a - start : b - start], world_size)
+        tokens = sizes.tokens[a - start : b - start]
+        if max(int(tokens[part].sum()) for part in parts) <= config.tokens_per_batch:
+            out.append([a + part for part in parts])
+        else:
+            out.append([np.arange(a + rank, b, world_size) for rank in range(world_size)])
+    return out
+
+
+def spread(work: Int64, ranks: int) -> list[Int64]:
+    """Indices of `work` dealt to `ranks`, as many to each as in turn: sums as even as may be.
+
+    Largest first, each to the rank with the least so far that has room (Graham, "Bounds on
+    multiprocessing timing anomalies", 1969, with equal counts).
+    """
+    each, extra = divmod(len(work), ranks)
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    heap = [(0, rank) for rank in range(ranks)]
+    for item in np.argsort(-work, kind="stable").tolist():
+        while True:
+            load, rank = heapq.heappop(heap)
+            if len(parts[rank]) < each:
+                break
+            if extra and len(parts[rank]) == each:
+                extra -= 1
+                break
+        parts[rank].append(item)
+        heapq.heappush(heap, (load + int(work[item]), rank))
+    return [np.array(part, np.int64) for part in parts]
+
+
+def cut_of(config: BatchConfig, world_size: int) -> dict[str, Any]:
+    """What decides how packs are cut into steps and dealt, as JSON values."""
+    return {"world_size": world_size, **config.changed()}
+
+
+def settled(stream: PackStream, position: Position) -> Position:
+    """`position` without reference to a step: which packs are out, for any settings to go on from.
+
+    Raises:
+        CompatibilityError: the settings that it names are none.
+    """
+    if not position.batches:
+        return position
+    config, world_size = _settings(position.cut)
+    unseen = Unseen(len(stream), position)
+    step = next(iter(StepCutter(stream, unseen, config, world_size)), None)
+    if step is None or position.batches >= len(step.edges):
+        raise stale("batches must be fewer than its step has", str(position.batches))
+    out = [np.empty(0, np.int64)]
+    for rank in range(world_size):
+        shares = deal(step, rank, world_size, config)[: position.batches]
+        out += [batch[: len(batch) - filled] for batch, filled in shares]
+    return unseen.without(np.concatenate(out), position.step)
+
+
+def _settings(cut: Mapping[str, Any]) -> tuple[BatchConfig, int]:
+    settings = dict(cut)
+    world_size = settings.pop("world_size", None)
+    try:
+        config = BatchConfig.of(**settings)
+    except ConfigError as error:
+        raise stale("cut must be the settings of a loader", str(error)) from error
+    if not isinstance(world_size, int) or world_size < 1:
+        raise stale("cut must name the number of ranks", repr(world_size))
+    return config, world_size

@@ -1,0 +1,51 @@
+"""Runs the function `on_rank` of a test file in several processes, which gloo connects."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def launch(script: str, task: Any, size: int, folder: Path, timeout: float = 300) -> list[Any]:
+    """What ``on_rank(task)`` of `script` returned on each of `size` ranks."""
+    torch.save(task, folder / "task.pt")
+    command = [sys.executable, __file__, script, str(folder), str(size)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([*command, str(rank)], env=env, stderr=subprocess.PIPE, text=True)
+        for rank in range(size)
+    ]
+    try:
+        said = [rank.communicate(timeout=timeout)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert not any(rank.returncode for rank in ranks), "\n".join(said)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def main(script: str, folder: str, size: int, rank: int) -> None:
+    """One of the processes."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
+    )
+    on_rank = runpy.run_path(script)["on_rank"]
+    task = torch.load(Path(folder, "task.pt"), weights_only=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save(on_rank(task), Path(folder, f"{rank}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

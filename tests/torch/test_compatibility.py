@@ -1,0 +1,295 @@
+"""Whether dataset, tokenizer and model belong together: what is refused, and what must not be."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+from transformers import AutoTokenizer, LlamaConfig
+
+import packstore
+from packstore.errors import CompatibilityError, ConfigError
+from packstore.identity import PROBES, probe_sha256, vocabulary_sha256
+from packstore.io.dataset import Dataset
+from packstore.io.manifest import Manifest
+from packstore.torch import check_model
+from packstore.torch.compatibility import check_same_tokenizer, check_tokenizer
+
+REAL = ("mistral_v1", "small_bpe", "t5_unigram", pytest.param("qwen3", marks=pytest.mark.slow))
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+Make = Callable[..., Dataset]
+
+
+@pytest.fixture(scope="module")
+def real(shared_data: Path) -> Path:
+    return shared_data / "tokenizers"
+
+
+@pytest.fixture
+def make(tmp_path: Path, real: Path) -> Make:
+    """Packs two records with a tokenizer, by its name or path."""
+    lines = tmp_path / "pairs.jsonl"
+    record = {"prompt": "Say it:", "chosen": " yes", "rejected": " no"}
+    lines.write_text(2 * (json.dumps(record) + "\n"))
+
+    def pack(tokenizer: str | Path = "small_bpe", **settings: Any) -> Dataset:
+        out = tmp_path / f"ds-{len(list(tmp_path.iterdir()))}"
+        return packstore.pack(str(lines), str(out), real / tokenizer, pack_size=64, **settings)
+
+    return pack
+
+
+def told(ds: Dataset, **changes: Any) -> Manifest:
+    """The manifest with other facts about the tokenizer; None removes one."""
+    tokenizer = {**ds.manifest.provenance["tokenizer"], **changes}
+    tokenizer = {name: value for name, value in tokenizer.items() if value is not None}
+    return replace(ds.manifest, provenance={**ds.manifest.provenance, "tokenizer": tokenizer})
+
+
+def edited(real: Path, folder: Path, change: Callable[[Any], None]) -> Path:
+    """small_bpe with a change."""
+    value = json.loads((real / "small_bpe" / "tokenizer.json").read_text())
+    change(value)
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(value))
+    return folder
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_same_tokenizer_in_every_form(
+    make: Make, real: Path, tmp_path: Path, name: str
+) -> None:
+    ds = make(name)
+    loaded = AutoTokenizer.from_pretrained(real / name)
+    loaded.save_pretrained(tmp_path / "saved")
+    file = real / name / "tokenizer.json"
+    for form in (real / name, str(file), tmp_path / "saved", Tokenizer.from_file(str(file))):
+        check_tokenizer(ds, form)
+    loaded.add_special_tokens({"pad_token": "<|a new one|>"})
+    check_tokenizer(ds.manifest, SimpleNamespace(tokenizer=loaded))
+
+
+def test_saving_writes_other_bytes(real: Path, tmp_path: Path) -> None:
+    """So that the test above is about more than a hash of the file."""
+    AutoTokenizer.from_pretrained(real / "t5_unigram").save_pretrained(tmp_path)
+    saved, stored = (
+        json.loads((p / "tokenizer.json").read_text()) for p in (tmp_path, real / "t5_unigram")
+    )
+    assert saved != stored
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_another_tokenizer(make: Make, real: Path, name: str) -> None:
+    other = "t5_unigram" if name != "t5_unigram" else "small_bpe"
+    with pytest.raises(CompatibilityError, match="dataset and tokenizer: "):
+        check_tokenizer(make(name), real / other)
+
+
+def swap(value: Any) -> None:
+    names = {i: token for token, i in value["model"]["vocab"].items()}
+    value["model"]["vocab"][names[100]], value["model"]["vocab"][names[101]] = 101, 100
+
+
+def fewer(value: Any) -> None:
+    last = max(value["model"]["vocab"], key=value["model"]["vocab"].get)
+    del value["model"]["vocab"][last]
+    value["model"]["merges"] = [m for m in value["model"]["merges"] if "".join(m) != last]
+
+
+def merge_less(value: Any) -> None:
+    value["model"]["merges"] = value["model"]["merges"][:50]
+
+
+def lower(value: Any) -> None:
+    value["normalizer"] = {"type": "Lowercase"}
+
+
+def more(value: Any) -> None:
+    size = max(value["model"]["vocab"].values()) + 1
+    token = {"id": size, "content": "<new>", "special": True, "normalized": False}
+    value["added_tokens"].append({**token, "single_word": False, "lstrip": False, "rstrip": False})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (swap, "each id must be the same token; found another vocabulary"),
+        (fewer, "it must have at least"),
+        (merge_less, "a text must become the same ids"),
+        (lower, "a text must become the same ids"),
+        (more, ""),
+    ],
+)
+def test_a_tokenizer_that_was_changed(
+    make: Make, real: Path, tmp_path: Path, change: Callable[[Any], None], message: str
+) -> None:
+    ds, folder = make(), edited(real, tmp_path / "edited", change)
+    forms = (folder, folder / "tokenizer.json", Tokenizer.from_file(f"{folder}/tokenizer.json"))
+    for form in forms:
+        if not message:
+            check_tokenizer(ds, form)
+            continue
+        with pytest.raises(CompatibilityError, match=message):
+            check_tokenizer(ds, form)
+
+
+@pytest.mark.parametrize("role", ["bos", "eos"])
+def test_special_ids(make: Make, real: Path, role: str) -> None:
+    loaded = AutoTokenizer.from_pretrained(real / "small_bpe")
+    setattr(loaded, f"{role}_token", loaded.convert_ids_to_tokens(0))
+    check_tokenizer(told(make(), **{f"{role}_id": 0}), loaded)
+    with pytest.raises(CompatibilityError, match=f"its {role.upper()} must be id 3; found 0"):
+        check_tokenizer(told(make(), **{f"{role}_id": 3}), loaded)
+    loaded.pad_token = loaded.convert_ids_to_tokens(0)
+    check_tokenizer(told(make(), pad_id=3), loaded if role == "pad" else real / "small_bpe")
+
+
+def with_template(real: Path, folder: Path, text: str | None, where: str = "jinja") -> Path:
+    shutil.copytree(real / "small_bpe", folder)
+    folder.chmod(0o755)
+    if where == "jinja" and text is not None:
+        (folder / "chat_template.jinja").write_text(text)
+    elif text is not None:
+        named = [{"name": "default", "template": text}, {"name": "tools", "template": "x"}]
+        value = text if where == "config" else named
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"chat_template": value, "tokenizer_class": "PreTrainedTokenizerFast"})
+        )
+    return folder
+
+
+@pytest.mark.parametrize("where", ["jinja", "config", "named"])
+def test_chat_templates(make: Make, real: Path, tmp_path: Path, where: str) -> None:
+    same = with_template(real, tmp_path / "same", TEMPLATE, where)
+    spaced = with_template(real, tmp_path / "spaced", TEMPLATE + "\n", where)
+    other = with_template(real, tmp_path / "other", TEMPLATE + "!", where)
+    ds = make(same)
+    assert ds.manifest.provenance["tokenizer"]["chat_template"] == TEMPLATE
+    for folder in (same, spaced, real / "small_bpe"):
+        check_tokenizer(ds, folder)
+        check_tokenizer(ds, AutoTokenizer.from_pretrained(folder))
+    for form in (other, other / "tokenizer.json", AutoTokenizer.from_pretrained(other)):
+        with pytest.raises(CompatibilityError, match=r"chat template must.*chat_template=False"):
+            check_tokenizer(ds, form)
+        check_tokenizer(ds, form, chat_template=False)
+
+
+def test_a_template_that_was_chosen(
+    make: Make, real: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = with_template(real, tmp_path / "own", TEMPLATE)
+    check_tokenizer(make(folder, chat_template="chatml"), folder)
+    assert "another chat template" in caplog.text
+
+
+def test_what_is_no_tokenizer(make: Make, tmp_path: Path) -> None:
+    ds = make()
+    with pytest.raises(ConfigError, match=r"takes a path.*found int"):
+        check_tokenizer(ds, 7)
+    with pytest.raises(ConfigError, match="must be a readable file or folder: No such file"):
+        check_tokenizer(ds, tmp_path / "none")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="does not load"):
+        check_tokenizer(ds, tmp_path / "tokenizer.json")
+
+
+def test_a_dataset_that_knows_less(
+    make: Make, real: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ds = make()
+    old = told(ds, vocab_sha256=None, probe_sha256=None)
+    caplog.clear()  # packing logs too
+    check_tokenizer(old, real / "small_bpe")
+    assert not caplog.text
+    check_tokenizer(old, AutoTokenizer.from_pretrained(real / "small_bpe"))
+    assert "vocabularies are not compared" in caplog.text
+    none = replace(ds.manifest, provenance={**ds.manifest.provenance, "tokenizer": None})
+    check_tokenizer(none, real / "small_bpe")
+    assert "does not know its tokenizer" in caplog.text
+
+
+def test_datasets_of_a_mix(make: Make, real: Path, tmp_path: Path) -> None:
+    first, saved = make(), tmp_path / "saved"
+    AutoTokenizer.from_pretrained(real / "small_bpe").save_pretrained(saved)
+    second = make(saved)
+    tokenizers = [d.manifest.provenance["tokenizer"] for d in (first, second)]
+    assert tokenizers[0]["sha256"] != tokenizers[1]["sha256"]
+    none = replace(first.manifest, provenance={**first.manifest.provenance, "tokenizer": None})
+    check_same_tokenizer([])
+    check_same_tokenizer([none, first, second, none, first.manifest])
+    with pytest.raises(CompatibilityError, match=r"datasets 1 and 3: .*one tokenizer; found "):
+        check_same_tokenizer([none, first, second, make("t5_unigram")])
+    old = [told(d, vocab_sha256=None) for d in (first, make("t5_unigram"))]
+    check_same_tokenizer([old[0], first])
+    with pytest.raises(CompatibilityError):
+        check_same_tokenizer([first, old[1]])
+
+
+def test_vocabulary_of_a_model(make: Make) -> None:
+    manifest = told(make(), vocab_size=50)
+    for size in (50, 64):
+        check_model(manifest, LlamaConfig(vocab_size=size))
+    for model in (LlamaConfig(vocab_size=49), SimpleNamespace(vocab_size=49)):
+        with pytest.raises(CompatibilityError, match="of 49; found a tokenizer of 50 ids"):
+            check_model(manifest, model)
+    check_model(told(make(), vocab_size=None), LlamaConfig(vocab_size=1))
+    with pytest.raises(ConfigError, match="or its config; found Linear"):
+        check_model(manifest, nn.Linear(1, 1))
+
+
+def test_a_wrapped_model(make: Make) -> None:
+    inner = nn.Linear(1, 1)
+    inner.config = LlamaConfig(vocab_size=49)
+    wrapped = nn.Module()
+    wrapped.module = nn.Module()
+    wrapped.module.module = inner
+    with pytest.raises(CompatibilityError, match="of 49"):
+        check_model(told(make(), vocab_size=50), wrapped)
+
+
+@pytest.mark.parametrize(
+    ("own", "eos", "logged"),
+    [(7, 7, False), ([5, 7], 7, False), (None, 7, False), (5, None, False), (5, 7, True)],
+)
+def test_special_ids_of_a_model(
+    make: Make, caplog: pytest.LogCaptureFixture, own: Any, eos: int | None, logged: bool
+) -> None:
+    config = LlamaConfig(vocab_size=50_000, eos_token_id=own, bos_token_id=None, pad_token_id=9)
+    with caplog.at_level(logging.WARNING):
+        check_model(told(make(), eos_id=eos, bos_id=3, pad_id=4), config)
+    assert ("eos is 5, the dataset was packed with 7" in caplog.text) == logged
+    assert ("the model's config says" in caplog.text) == logged
+
+
+def test_what_identifies_a_tokenizer(real: Path) -> None:
+    """The facts in the manifest are those of the library itself."""
+    tokenizer = Tokenizer.from_file(str(real / "small_bpe" / "tokenizer.json"))
+    facts = packstore.tokenizer.load_tokenizer(real / "small_bpe").provenance()
+    tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
+    assert facts["vocab_sha256"] == vocabulary_sha256(tokens)
+    rows = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBES]
+    assert facts["probe_sha256"] == probe_sha256(rows)
+    assert vocabulary_sha256(["a", None]) != vocabulary_sha256(["a"])
+    assert probe_sha256([[1], [2]]) != probe_sha256([[1, 2]])
+    assert probe_sha256([torch.tensor([1])]) == probe_sha256([[1]])
+
+
+def test_a_file_without_transformers(
+    make: Make, real: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file that the dataset was packed with needs no library at all."""
+    ds = make()
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    check_tokenizer(ds, real / "small_bpe")
+    with pytest.raises(ImportError, match="train"):
+        check_tokenizer(ds, real / "t5_unigram")

@@ -1,0 +1,86 @@
+"""What a batch adds to the divisor of its step, and who knows it without counting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from packstore.errors import ConfigError
+from packstore.testing import random_examples
+from packstore.torch import PackedBatch, PreferenceLoss, collate
+from packstore.torch.divisor import StepDivisor, count_step
+from packstore.torch.hf_trainer import TrainerPolicy
+from packstore.torch.steps import StepInfo
+
+SIZES = (3, 1, 2)
+
+
+@pytest.fixture
+def step(kit: SimpleNamespace) -> list[PackedBatch]:
+    """Batches of one pack each."""
+    examples = random_examples(max(SIZES), seed=5)
+    packs = [kit.packed(examples.take(np.arange(size)), [size], "shared_prefix") for size in SIZES]
+    batches = [collate(pack, "dpo") for pack in packs]
+    return [replace(b, ref_logps=torch.zeros(b.num_segments)) for b in batches]
+
+
+def loss_of(**settings: Any) -> PreferenceLoss:
+    return PreferenceLoss("dpo", beta=0.3, **settings)
+
+
+@pytest.mark.parametrize("average", ["token", "sequence_sum"])
+def test_count_of_a_step_is_the_sum_of_its_counts(step: list[PackedBatch], average: Any) -> None:
+    loss_fn = loss_of(sft_weight=0.3, sft_average=average)
+    outs = [loss_fn(torch.zeros(b.num_segments), b) for b in step]
+    divisor = count_step(step, loss_fn)
+    assert divisor.count == sum(float(out.count) for out in outs) == sum(SIZES)
+    assert divisor.sft_count == sum(float(out.sft_count) for out in outs)
+    assert divisor.averaged(4) == StepDivisor(divisor.count / 4, divisor.sft_count / 4)
+    assert count_step(step, loss_of()) == StepDivisor(sum(SIZES), None)
+    assert count_step([], loss_of()) == StepDivisor(1, None)
+
+
+def test_counts_of_other_kinds(kit: SimpleNamespace, step: list[PackedBatch]) -> None:
+    ranked = collate(kit.packed(random_examples(4, kind="ranked"), [4], "concat"), "ranked")
+    for pairs in ("best_vs_rest", "all", "adjacent"):
+        loss_fn = loss_of(pairs=pairs)
+        out = loss_fn(torch.zeros(ranked.num_segments), ranked, torch.zeros(ranked.num_segments))
+        assert loss_fn.count(ranked).count == out.count
+    single = collate(kit.packed(random_examples(4, kind="sft"), [4], "concat"), "sft")
+    loss_fn = PreferenceLoss("sft")
+    assert loss_fn.count(single).count == loss_fn(torch.zeros(4), single).count
+    packs = loss_of(reduction="pack_mean", sft_weight=1.0, sft_average="sequence_sum")
+    assert count_step(step, packs) == StepDivisor(len(SIZES), len(SIZES))
+
+
+def planned(batches: list[PackedBatch], examples: int, index: int = 0) -> Iterator[PackedBatch]:
+    for i, batch in enumerate(batches):
+        yield replace(batch, step=StepInfo(index, i, len(batches), examples))
+
+
+def test_a_planned_step_is_known_from_one_batch(step: list[PackedBatch]) -> None:
+    step = list(planned(step, 77))
+    assert count_step(step[:1], loss_of()) == StepDivisor(77, None)
+    by_sequence = loss_of(sft_weight=0.3, sft_average="sequence_mean")
+    assert count_step(step[:1], by_sequence) == StepDivisor(77, 77)
+    by_token = count_step(step, loss_of(sft_weight=0.3))
+    assert by_token.count == sum(SIZES)  # counted
+    assert count_step(step, loss_of(reduction="pack_mean")).count == len(SIZES)
+    with pytest.raises(ConfigError, match=r"of one optimizer step; found steps \[0, 1\]"):
+        count_step([step[0], next(planned(step, 5, index=1))], loss_of())
+
+
+def test_refusals(kit: SimpleNamespace, step: list[PackedBatch]) -> None:
+    batch = step[0]
+    logps = torch.zeros(batch.num_segments)
+    for divisor in (10, StepDivisor(10)):
+        with pytest.raises(ConfigError, match="the SFT term"):
+            loss_of(sft_weight=1.0)(logps, batch, divisor=divisor)
+    with pytest.raises(ConfigError, match="which is all that it counts; found a mean over tokens"):
+        TrainerPolicy(kit.tiny_model(), loss_of(sft_weight=1.0))

@@ -1,0 +1,275 @@
+"""What a training sees when the store, the files or a worker fail: a named error, or a recovery."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from packstore.config import ReadConfig
+from packstore.errors import IntegrityError, StorageError
+from packstore.io.dataset import Dataset
+from packstore.io.dataset import open as open_dataset
+from packstore.testing import random_examples
+from packstore.torch import PackedDataLoader, PackedDataset
+
+pytest.importorskip("aiohttp", reason="fsspec reads http with it")
+
+N = 96
+Fault = Callable[[str, int], bytes | int | None]
+
+
+class Server:
+    """A folder over HTTP with ranges. `fault(path, n)` sees the n-th GET of a range of each file.
+
+    It returns a status to answer with, bytes to put in place of the right ones, or None.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.fault: Fault = lambda path, n: None
+        self.ranges: Counter[str] = Counter()
+        lock = threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_HEAD(handler) -> None:
+                handler.do_GET()
+
+            def do_GET(handler) -> None:
+                path = folder / handler.path.strip("/")
+                if path.is_dir():
+                    rows = (f'<a href="{p.name}">{p.name}</a>' for p in path.iterdir())
+                    handler.answer(200, "\n".join(rows).encode(), {"Content-Type": "text/html"})
+                elif not path.is_file():
+                    handler.answer(404, b"")
+                else:
+                    handler.give(path)
+
+            def give(handler, path: Path) -> None:
+                data, found = (
+                    path.read_bytes(),
+                    re.fullmatch(r"bytes=(\d+)-(\d+)", handler.headers.get("Range", "")),
+                )
+                if not found:
+                    handler.answer(200, data, {"Accept-Ranges": "bytes"})
+                    return
+                start, end = int(found[1]), min(int(found[2]) + 1, len(data))
+                with lock:
+                    self.ranges[path.name] += 1
+                    fault = self.fault(path.name, self.ranges[path.name])
+                if isinstance(fault, int):
+                    handler.answer(fault, b"")
+                    return
+                part = data[start:end]
+                if fault is not None:
+                    part = fault + part[len(fault) :]
+                handler.answer(206, part, {"Content-Range": f"bytes {start}-{end - 1}/{len(data)}"})
+
+            def answer(handler, status: int, data: bytes, headers: Any = ()) -> None:
+                handler.send_response(status)
+                for name, value in dict(headers).items():
+                    handler.send_header(name, value)
+                handler.send_header("Content-Length", str(len(data)))
+                handler.end_headers()
+                if handler.command != "HEAD":
+                    handler.wfile.write(data)
+
+            def log_message(handler, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/ds"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def stored(kit: SimpleNamespace, tmp_path: Path) -> Dataset:
+    """96 packs of one pair in several row groups and shards."""
+    packs = kit.packed(random_examples(N), [1] * N, "concat")
+    data: Dataset = kit.write(str(tmp_path / "ds"), packs)
+    assert len(data.row_groups) > 4
+    assert len(data.manifest.shards) > 1
+    return data
+
+
+@pytest.fixture
+def server(stored: Dataset, tmp_path: Path) -> Iterator[Server]:
+    """That dataset over HTTP."""
+    server = Server(tmp_path)
+    yield server
+    server.close()
+
+
+def ids(url: str, **settings: Any) -> list[int]:
+    """Example ids of the packs that count, in the order in which they come."""
+    reading = ReadConfig(**{"backoff": 0.001, **settings})
+    loader = PackedDataLoader(PackedDataset(url, lanes=4, reading=reading), packs_per_batch=2)
+    batches = list(loader)
+    assert len(batches) == len(loader) == N // 2
+    assert all(len(batch.weights) == 2 for batch in batches)
+    return [i for b in batches for i in b.example_ids[b.weights > 0].tolist()]
+
+
+def a_shard(stored: Dataset, number: int = 1) -> Path:
+    """Where one of its shards is."""
+    return Path(stored.shard_urls[number])
+
+
+def rows_of(stored: Dataset, shard: int) -> int:
+    return stored.manifest.shards[shard].rows
+
+
+def test_a_store_reads_as_the_disk_does(stored: Dataset, server: Server) -> None:
+    assert ids(server.url) == ids(stored.url)
+    # A footer for each shard, and one read for each row group, or two where a lane ends inside it.
+    groups, shards = len(stored.row_groups), len(stored.manifest.shards)
+    assert groups + shards <= sum(server.ranges.values()) <= groups + shards + 4
+
+
+@pytest.mark.parametrize("status", [403, 500, 503])
+def test_a_store_that_refuses_now_and_then_is_asked_again(
+    stored: Dataset, server: Server, status: int
+) -> None:
+    server.fault = lambda path, n: status if n % 3 == 0 else None
+    assert ids(server.url) == ids(stored.url)
+
+
+@pytest.mark.parametrize(("on_error", "tries"), [("raise", "once"), ("refetch", "3 times")])
+def test_a_403_in_the_middle_ends_with_a_named_error(
+    stored: Dataset, server: Server, on_error: str, tries: str
+) -> None:
+    bad = a_shard(stored).name
+    server.fault = lambda path, n: 403 if path == bad and n > 2 else None
+    expected = rf"{re.escape(server.url)}/data/{bad}, row group \d+: cannot read; .*Tried {tries}\."
+    with pytest.raises(StorageError, match=expected):
+        ids(server.url, on_error=on_error, attempts=3)
+
+
+def test_a_shard_that_is_missing_is_not_asked_for_again(stored: Dataset) -> None:
+    a_shard(stored).unlink()
+    expected = (
+        rf"{a_shard(stored).name}, row group \d+: cannot read; found no such file.*Tried once"
+    )
+    with pytest.raises(StorageError, match=expected):
+        ids(stored.url)
+
+
+def test_a_truncated_shard(stored: Dataset) -> None:
+    shard = a_shard(stored)
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(IntegrityError, match=rf"{shard.name}, row group \d+: .*Fetched 2 times"):
+        ids(stored.url)
+
+
+def test_one_wrong_checksum_is_fetched_once_more(stored: Dataset, server: Server) -> None:
+    damaged = []
+
+    def flip_once(path: str, n: int) -> bytes | None:
+        if n == 3 and not damaged:
+            damaged.append(path)
+            return b"\xff\xfe"
+        return None
+
+    server.fault = flip_once
+    assert ids(server.url) == ids(stored.url)
+    assert damaged
+    damaged.clear()
+    server.ranges.clear()
+    with pytest.raises(IntegrityError, match=r"crc32 that the manifest tells.*"):
+        ids(server.url, on_error="raise")
+
+
+def spoil(stored: Dataset, group: int) -> int:
+    """Damages a row group where it lies; returns how many packs it has."""
+    table = stored.row_groups
+    shard = stored.manifest.shards[int(table.shard[group])]
+    path = Path(stored.shard_urls[int(table.shard[group])])
+    data = bytearray(path.read_bytes())
+    index = int(table.index[group])
+    place = 8 if index == 0 else len(data) - shard.footer_bytes - 3
+    data[place] ^= 1
+    path.write_bytes(data)
+    return int(table.rows[group])
+
+
+def test_quarantine_keeps_the_counts(stored: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    whole = ids(stored.url)
+    lost = spoil(stored, 0)
+    with pytest.raises(IntegrityError, match=r"row group 0: .* Fetched 2 times"):
+        ids(stored.url)
+    kept = ids(stored.url, on_error="quarantine")
+    assert len(kept) == N - lost
+    assert [i for i in whole if i in set(kept)] == kept
+    assert "left out" in caplog.text
+    assert "row group 0" in caplog.text
+
+
+def test_quarantine_is_counted_and_equal_on_all_ranks(stored: Dataset) -> None:
+    lost = spoil(stored, 0)
+    weights = []
+    for rank in range(3):
+        data = PackedDataset(
+            stored.url, lanes=6, rank=rank, world_size=3, reading=ReadConfig(on_error="quarantine")
+        )
+        batches = list(PackedDataLoader(data, packs_per_batch=2))
+        assert len(batches) == N // 6
+        weights += [w for b in batches for w in b.weights.tolist()]
+        assert all(b.num_packs == 2 for b in batches)
+        assert data.stream.quarantined <= {0}  # type: ignore[attr-defined]
+    assert weights.count(0) == lost
+    assert len(weights) == N
+
+
+def test_nothing_readable_is_an_error(stored: Dataset) -> None:
+    for url in stored.shard_urls:
+        Path(url).write_bytes(b"")
+    with pytest.raises(IntegrityError, match="at least one row group must be readable"):
+        ids(stored.url, on_error="quarantine")
+
+
+def test_a_stale_cache(stored: Dataset, tmp_path: Path) -> None:
+    """fsspec's cache keeps a damaged copy: it is found out, by name, and clearing it helps."""
+    cache = tmp_path / "cache"
+    options = {"simplecache": {"cache_storage": str(cache)}}
+    url = f"simplecache::file://{stored.url}"
+    data = PackedDataset(open_dataset(url, options), lanes=4)
+    list(data)
+    copies = [p for p in cache.iterdir() if p.stat().st_size == a_shard(stored).stat().st_size]
+    assert copies
+    for copy in copies:
+        copy.write_bytes(bytes(len(copy.read_bytes())))
+    with pytest.raises(IntegrityError, match=r"footer must have the sha256 .* copy the dataset"):
+        list(PackedDataset(open_dataset(url, options), lanes=4))
+    for copy in cache.iterdir():
+        copy.unlink()
+    assert len(list(PackedDataset(open_dataset(url, options), lanes=4))) == N
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_worker_that_is_killed_is_named(stored: Dataset) -> None:
+    class Deadly(PackedDataset):
+        def __iter__(self) -> Iterator[Any]:
+            for i, packs in enumerate(super().__iter__()):
+                if i == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield packs
+
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(Deadly(stored.url, lanes=4), batch_size=None, num_workers=1)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .*\d+.* (killed|exited)"):
+        list(loader)

@@ -1,0 +1,234 @@
+"""Columns beside the tokens in a batch: joined side data, and columns carried from the input."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import packstore
+from packstore.errors import CompatibilityError, ConfigError
+from packstore.io import side_table
+from packstore.io.dataset import Dataset
+from packstore.io.side import SideWriter, open_side
+from packstore.testing import random_examples
+from packstore.torch import PackedDataLoader, PackedDataset, collate
+from packstore.torch.side import JoinedPacks
+from packstore.torch.stream import StoredPacks
+
+CARRY = ("source:string", "turns:int64", "weight:float64", "checked:bool")
+N = 150
+
+
+def record(i: int) -> dict[str, Any]:
+    return {
+        "prompt": [1, 2, i % 9, i % 5],
+        "chosen": [3] * (1 + i % 7),
+        "rejected": [4, i % 50],
+        "source": ("forum", "", "naïve ☃")[i % 3],
+        "turns": 2**40 + i,
+        "weight": i / 16,
+        "checked": i % 2 == 0,
+    }
+
+
+def logp(ids: np.ndarray, k: int) -> np.ndarray:
+    return (-ids - k / 4).astype(np.float32)
+
+
+def derived(url: str, ds: Dataset, shift: int = 0, **columns: str) -> str:
+    with SideWriter(url, ds, {"ref_logps": "list<float32>", **columns}) as writer:
+        for packs in ds.iter_packs():
+            ids = packs.example_ids + shift
+            both = np.stack([logp(ids, 0), logp(ids, 1)], axis=1).ravel()
+            every = {"score": ids / 2, "name": np.array([f"n{i}" for i in ids], object)}
+            chosen = {name: every[name] for name in columns}
+            writer.write(packs.example_ids, {"ref_logps": both, **chosen})
+    return url
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The same records packed, a side dataset of that, and what was packed anew from it."""
+    folder = tmp_path_factory.mktemp("side")
+    lines = folder / "pairs.jsonl"
+    lines.write_text("".join(json.dumps(record(i)) + "\n" for i in range(N)))
+    how = {"row_group_tokens": 300, "shard_bytes": 4000}
+    first = packstore.pack(str(lines), str(folder / "a"), pack_size=48, carry=CARRY, **how)
+    again = packstore.pack(
+        first.url, str(folder / "b"), pack_size=100, layout="shared_prefix", seed=3, **how
+    )
+    side = derived(str(folder / "side"), first, score="float64", name="string")
+    return SimpleNamespace(folder=folder, lines=str(lines), first=first, again=again, side=side)
+
+
+def batches(stream: Any, size: int = 3) -> Iterator[Any]:
+    indices = np.arange(len(stream))
+    for packs in stream.read(np.array_split(indices, -(-len(indices) // size))):
+        yield collate(packs, stream.kind)
+
+
+def assert_joined(batch: Any) -> None:
+    ids = batch.example_ids.numpy()
+    found = batch.ref_logps.view(-1, 2).numpy()
+    np.testing.assert_array_equal(found, np.stack([logp(ids, 0), logp(ids, 1)], axis=1))
+    assert batch.columns["score"].dtype == torch.float64
+    assert batch.columns["score"].tolist() == (ids / 2).tolist()
+    assert batch.columns["name"].tolist() == [f"n{i}" for i in ids]
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("which", ["first", "again"])
+def test_joined_by_id_also_after_repacking(
+    packed: SimpleNamespace, which: str, mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_table, "MAPPED_BYTES", 0 if mapped else 1 << 20)
+    ds = getattr(packed, which)
+    stream = JoinedPacks(StoredPacks(ds, lanes=4), [packed.side])
+    assert (len(stream), stream.kind) == (len(ds), "dpo")
+    seen = []
+    for batch in batches(stream):
+        assert_joined(batch)
+        assert_carried(batch)
+        seen += batch.example_ids.tolist()
+    assert sorted(seen) == list(range(N))
+
+
+def test_a_side_of_what_was_packed_anew(packed: SimpleNamespace, tmp_path: Path) -> None:
+    side = derived(str(tmp_path / "side"), packed.again, score="float64", name="string")
+    for batch in batches(JoinedPacks(StoredPacks(packed.first), [open_side(side)])):
+        assert_joined(batch)
+
+
+def test_it_is_a_stream_like_the_one_below(packed: SimpleNamespace) -> None:
+    below = StoredPacks(packed.first, seed=5, lanes=4)
+    stream = JoinedPacks(StoredPacks(packed.first, seed=5, lanes=4), [packed.side])
+    stream.set_epoch(2)
+    below.set_epoch(2)
+    indices = np.arange(len(below))
+    assert stream.identity == below.identity
+    assert stream.totals == below.totals
+    assert [d.url for d in stream.datasets] == [packed.first.url]
+    np.testing.assert_array_equal(stream.sources(indices), below.sources(indices))
+    np.testing.assert_array_equal(stream.sizes(indices).squares, below.sizes(indices).squares)
+    (ours,), (theirs,) = stream.read([indices]), below.read([indices])
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(a.input_ids, b.input_ids)
+        assert a.row(0).ref_logps.tolist() == a.ref_logps.tolist()
+
+
+def test_sizes_of_positions(packed: SimpleNamespace) -> None:
+    """What a loader plans with is what the packs at these positions are."""
+    stream = StoredPacks(packed.again, seed=1, lanes=4)
+    indices = np.random.default_rng(0).permutation(len(stream))
+    sizes = stream.sizes(indices)
+    (packs,) = stream.read([indices])
+    for i, one in enumerate(packs):
+        squares = int((one.segment_lengths.astype(np.int64) ** 2).sum())
+        expected = (len(one.input_ids), len(one.example_ids), squares)
+        assert (sizes.tokens[i], sizes.examples[i], sizes.squares[i]) == expected
+
+
+def test_through_the_loader_and_its_workers(packed: SimpleNamespace) -> None:
+    stream = JoinedPacks(StoredPacks(packed.again, lanes=4), [packed.side])
+    for workers in (0, 1):
+        data = PackedDataset(pickle.loads(pickle.dumps(stream)), rank=0, world_size=1)
+        seen = []
+        for batch in PackedDataLoader(data, packs_per_batch=2, num_workers=workers, tail="pad"):
+            assert_joined(batch)
+            assert_carried(batch)
+            seen += batch.example_ids[batch.weights > 0].tolist()
+        assert sorted(seen) == list(range(N))
+
+
+def test_several_sides(packed: SimpleNamespace, tmp_path: Path) -> None:
+    columns = {"margin": "float32"}
+    with SideWriter(str(tmp_path / "more"), packed.first, columns) as writer:
+        writer.write(np.arange(N), {"margin": np.arange(N)})
+    for batch in batches(JoinedPacks(StoredPacks(packed.again), [packed.side, tmp_path / "more"])):
+        assert_joined(batch)
+        assert batch.columns["margin"].tolist() == batch.example_ids.tolist()
+
+
+def test_two_columns_of_one_name(packed: SimpleNamespace, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="two columns of the joined packs are named 'ref_logps'"):
+        JoinedPacks(StoredPacks(packed.first), [packed.side, packed.side])
+    with SideWriter(str(tmp_path / "side"), packed.first, {"turns": "int64"}) as writer:
+        writer.write(np.arange(N), {"turns": np.arange(N)})
+    with pytest.raises(ConfigError, match="'turns'"):
+        JoinedPacks(StoredPacks(packed.first), [str(tmp_path / "side")])
+
+
+def test_of_other_examples(packed: SimpleNamespace, tmp_path: Path) -> None:
+    """Other records, the same ids: refused before a pack is read."""
+    lines = tmp_path / "pairs.jsonl"
+    lines.write_text("".join(json.dumps(record(i + 1)) + "\n" for i in range(N)))
+    other = packstore.pack(str(lines), str(tmp_path / "other"), pack_size=48, carry=CARRY)
+    with pytest.raises(CompatibilityError, match="its lineage must be that of the dataset"):
+        JoinedPacks(StoredPacks(other), [packed.side])
+    same = packstore.pack(packed.lines, str(tmp_path / "same"), pack_size=64, append_eos=None)
+    for batch in batches(JoinedPacks(StoredPacks(same), [packed.side])):
+        assert_joined(batch)
+
+
+def test_of_fewer_examples(packed: SimpleNamespace, tmp_path: Path) -> None:
+    """Packing anew may drop examples: a side of all joins the rest, one of the rest not all."""
+    fewer = packstore.pack(packed.first.url, str(tmp_path / "fewer"), pack_size=15)
+    assert 0 < fewer.manifest.totals.examples < N
+    for batch in batches(JoinedPacks(StoredPacks(fewer), [packed.side])):
+        assert_joined(batch)
+    side = derived(str(tmp_path / "side"), fewer, score="float64")
+    with pytest.raises(CompatibilityError, match=f"values for each of {N} examples; found"):
+        JoinedPacks(StoredPacks(packed.first), [side])
+
+
+def test_an_example_without_values(packed: SimpleNamespace, tmp_path: Path) -> None:
+    """As many rows as examples, but other ids: refused when the first pack is read."""
+    with SideWriter(str(tmp_path / "side"), packed.first, {"x": "int64"}) as writer:
+        writer.write(np.arange(N) + 1, {"x": np.arange(N)})
+    stream = JoinedPacks(StoredPacks(packed.first, shuffle=False), [str(tmp_path / "side")])
+    with pytest.raises(CompatibilityError, match="the first of them 0"):
+        list(stream.read([np.arange(len(stream))]))
+
+
+def test_ref_logps_of_the_packs_and_of_the_caller(kit: SimpleNamespace) -> None:
+    packs = kit.packed(random_examples(4), [2, 2], "concat")
+    assert collate(packs, "dpo").ref_logps is None
+    given = np.arange(8, dtype=np.float32)
+    assert collate(packs, "dpo", ref_logps=given).ref_logps.tolist() == given.tolist()
+    with pytest.raises(ConfigError, match="one value for each of 8 sequences"):
+        collate(packs, "dpo", ref_logps=given[1:])
+
+
+def assert_carried(batch: Any) -> None:
+    """The carried columns of each example, by its line."""
+    records = [record(i) for i in batch.example_ids.tolist()]
+    types = {"turns": torch.int64, "weight": torch.float64, "checked": torch.bool}
+    assert {n: batch.columns[n].dtype for n in types} == types
+    assert isinstance(batch.columns["source"], np.ndarray)
+    for name in (*types, "source"):
+        assert batch.columns[name].tolist() == [r[name] for r in records]
+        assert len(batch.columns[name]) == batch.num_examples
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("packs_per_batch", [1, 3])
+def test_carried_columns_reach_the_batch(
+    packed: SimpleNamespace, packs_per_batch: int, workers: int
+) -> None:
+    data = PackedDataset(packed.first, rank=0, world_size=1)
+    loader = PackedDataLoader(
+        data, packs_per_batch=packs_per_batch, num_workers=workers, tail="pad"
+    )
+    for batch in loader:
+        assert_carried(batch)
+        moved = batch.to("meta")
+        assert moved.columns["turns"].is_meta
+        assert moved.columns["source"] is batch.columns["source"]
