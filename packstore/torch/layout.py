@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,6 +36,11 @@ class AttentionLayout:
     num_queries: int
     kv_index: Tensor | None = None
 
+    @cached_property
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Lengths of the query segments and of the key runs; waits for the device once a batch."""
+        return self.cu_seqlens_q.diff().tolist(), self.cu_seqlens_k.diff().tolist()
+
     def keys(self, rows_TKH: Tensor) -> Tensor:
         """K or V of the tokens `[T, K, H]` as K or V of the key runs."""
         return rows_TKH if self.kv_index is None else rows_TKH.index_select(0, self.kv_index)
@@ -43,8 +49,9 @@ class AttentionLayout:
         """Queries, keys and values of each segment in turn; `k` and `v` as :meth:`keys` gave them.
 
         Views from one split: its backward is one concatenation, where slices would each fill a
-        gradient as large as the row.
+        gradient as large as the row. Segments without queries, which fill up a fixed number of
+        segments, are passed over: they add nothing to the row.
         """
-        queries = self.cu_seqlens_q.diff().tolist()
-        keys = self.cu_seqlens_k.diff().tolist()
-        return zip(torch.split(q, queries), torch.split(k, keys), torch.split(v, keys), strict=True)
+        queries, keys = self.sizes
+        parts = torch.split(q, queries), torch.split(k, keys), torch.split(v, keys)
+        return (part for part in zip(*parts, strict=True) if len(part[0]))

@@ -2,29 +2,32 @@
 
 The logits of 8192 tokens over a vocabulary of 128k are 4 GiB in float32, and automatic
 differentiation keeps about three times that. :func:`segment_logps` with `hidden` projects only the
-tokens that predict a supervised one, a chunk at a time, and computes each chunk again in the
-backward pass: four head products instead of three, and memory bounded by the chunk. Recomputation
+tokens that predict a supervised one, a tile at a time, and computes each tile again in the
+backward pass: four head products instead of three, and memory bounded by the tile. Recomputation
 is needed because the gradient that reaches a token is known only when both sides of its pair are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from packstore.errors import ConfigError, sentence
-from packstore.torch.collate import PackedBatch
-
-CHUNK_SIZE = 1024
-"""Tokens whose logits exist at once: 0.5 GiB in float32 at a vocabulary of 128k."""
+from packstore.torch.fused_head import (
+    HeadLogProbs,
+    Projection,
+    ShardedLogProbs,
+    default_chunk,
+    exact_dtype,
+)
+from packstore.torch.metrics import wide_dtype
+from packstore.torch.targets import Targets, TokenRow
 
 
 def segment_logps(
-    batch: PackedBatch,
+    batch: TokenRow,
     *,
     logits: Tensor | None = None,
     hidden: Tensor | None = None,
@@ -32,7 +35,8 @@ def segment_logps(
     bias: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    chunk_size: int = CHUNK_SIZE,
+    chunk_size: int | None = None,
+    group: Any = None,
 ) -> Tensor:
     """Sum of the log-probs of the supervised tokens of each segment.
 
@@ -46,49 +50,51 @@ def segment_logps(
         bias: `[V]`, its bias, if it has one.
         logit_scale: factor on the head's output (Cohere; one over Granite's `logits_scaling`).
         softcap: then ``c * tanh(logits / c)`` (Gemma's `final_logit_softcapping`), or None.
-        chunk_size: with `hidden`, tokens whose logits exist at once.
+        chunk_size: with `hidden`, logits that exist at once; default: 2^21 (8 MiB) on a CPU, 2^26
+            (256 MiB) elsewhere.
+        group: process group over which the vocabulary is split evenly, in rank order; `logits`, or
+            `weight` and `bias`, are then this rank's columns. The gradient of `hidden` is summed
+            over the group.
 
     Returns:
-        `[S]`, float32 (float64 from float64 inputs). Computed and summed in at least float32.
+        `[S]`, float32 (float64 from float64 inputs). Computed and summed in at least float32; on a
+        GPU the products take half precision as it is, under autocast also from float32 weights.
 
     Raises:
         ConfigError: not exactly one of `logits` and `hidden` with `weight`; shapes that do not fit.
     """
     if (logits is None) == (hidden is None) or (hidden is None) != (weight is None):
         raise ConfigError("segment_logps takes either logits, or hidden and weight.")
-    targets = batch.labels[batch.target_index]
+    targets = batch.targets
     if hidden is not None:
-        head = _Head(logit_scale, softcap, max(1, chunk_size))
-        rows = _rows(batch, hidden, "hidden")
-        logps: Tensor = _HeadLogProbs.apply(rows, weight, bias, targets, head)  # type: ignore[no-untyped-call]
+        size = default_chunk(hidden.device) if chunk_size is None else max(1, chunk_size)
+        how = Projection(logit_scale, softcap, size, group)
+        rows = _rows(batch, targets, hidden, "hidden")
+        _check_head(rows, weight, bias)
+        logps: Tensor = HeadLogProbs.apply(rows, weight, bias, targets.ids, how)  # type: ignore[no-untyped-call]
+        return _sum_by_segment(logps, targets, batch.num_segments)
+    if bias is not None or softcap is not None or logit_scale != 1:
+        raise ConfigError("segment_logps: bias, logit_scale and softcap go with hidden only.")
+    rows = _rows(batch, targets, logits, "logits")
+    if group is not None:
+        logps = ShardedLogProbs.apply(rows, targets.ids, group)  # type: ignore[no-untyped-call]
     else:
-        if bias is not None or softcap is not None or logit_scale != 1:
-            raise ConfigError("segment_logps: bias, logit_scale and softcap go with hidden only.")
-        rows = _rows(batch, logits, "logits")
-        rows = rows.to(_exact_dtype(rows))
-        logps = rows.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
-    return _sum_by_segment(batch, logps)
+        exact = rows.to(exact_dtype(rows))
+        logps = exact.log_softmax(-1).gather(-1, targets.ids[:, None]).squeeze(-1)
+    return _sum_by_segment(logps, targets, batch.num_segments)
 
 
-def segment_token_counts(batch: PackedBatch) -> Tensor:
+def segment_token_counts(batch: TokenRow) -> Tensor:
     """Supervised tokens of each segment, int64 `[S]`: what averaged losses divide by."""
-    ones = torch.ones_like(batch.target_index)
-    zeros = ones.new_zeros(batch.num_segments)
-    return zeros.index_add(0, batch.segment_ids[batch.target_index], ones)
+    segments = batch.targets.segments
+    zeros = segments.new_zeros(batch.num_segments + 1)
+    return zeros.index_add(0, segments, torch.ones_like(segments))[:-1]
 
 
-def _rows(batch: PackedBatch, values: Tensor | None, name: str) -> Tensor:
+def _rows(batch: TokenRow, targets: Targets, values: Tensor | None, name: str) -> Tensor:
     """The rows that predict a supervised token, `[n, ...]`."""
-    shape = tuple(values.shape) if values is not None else ()
-    if (
-        values is None
-        or len(shape) not in (2, 3)
-        or shape[:-1]
-        not in (
-            (batch.num_tokens,),
-            (1, batch.num_tokens),
-        )
-    ):
+    shape = () if values is None else tuple(values.shape)
+    if values is None or shape[:-1] not in ((batch.num_tokens,), (1, batch.num_tokens)):
         raise ConfigError(
             sentence(
                 f"segment_logps({name}=…)",
@@ -97,96 +103,20 @@ def _rows(batch: PackedBatch, values: Tensor | None, name: str) -> Tensor:
                 "Padded outputs become flat with batch.unpad(…)",
             )
         )
-    return values.reshape(batch.num_tokens, shape[-1])[batch.target_index - 1]
+    return values.reshape(batch.num_tokens, shape[-1])[targets.rows]
 
 
-def _sum_by_segment(batch: PackedBatch, logps: Tensor) -> Tensor:
+def _check_head(hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    width = hidden.shape[-1]
+    shapes = [tuple(x.shape) for x in (weight, bias) if x is not None]
+    if len(shapes[0]) != 2 or shapes[0][1] != width or shapes[1:] not in ([], [shapes[0][:1]]):
+        must = f"weight must be [V, {width}], as hidden is [T, {width}], and bias [V]"
+        raise ConfigError(sentence("segment_logps", must, " and ".join(map(str, shapes))))
+
+
+def _sum_by_segment(logps: Tensor, targets: Targets, num_segments: int) -> Tensor:
     # In float32 the sum of 1024 tokens loses 2e-3; in float64 it costs nothing at this size.
-    wide = logps if logps.device.type == "mps" else logps.double()
-    sums = wide.new_zeros(batch.num_segments)
-    return sums.index_add(0, batch.segment_ids[batch.target_index], wide).to(logps.dtype)
-
-
-class _Head(NamedTuple):
-    scale: float
-    softcap: float | None
-    chunk_size: int
-
-
-class _HeadLogProbs(torch.autograd.Function):
-    """log softmax(cap(scale * (hidden @ weight.T + bias)))[target], one chunk of rows at a time."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: _Head
-    ) -> Tensor:
-        ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.head = head
-        logps = torch.empty(len(hidden), dtype=_exact_dtype(hidden), device=hidden.device)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for part in _chunks(len(hidden), head.chunk_size):
-                logits, _ = _project(hidden[part], weight, bias, head)
-                chosen = logits.gather(-1, targets[part, None]).squeeze(-1)
-                logps[part] = chosen - logits.logsumexp(-1)
-        return logps
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        exact = _exact_dtype(hidden)
-        d_hidden = torch.empty_like(hidden) if needs[0] else None
-        # Partial sums in bf16 would lose the small terms, and so bias the gradient of the head.
-        d_weight = torch.zeros_like(weight, dtype=exact) if needs[1] else None
-        d_bias = torch.zeros_like(bias, dtype=exact) if needs[2] else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            for part in _chunks(len(hidden), ctx.head.chunk_size):
-                logits, slope = _project(hidden[part], weight, bias, ctx.head)
-                delta = logits.softmax(-1).neg_()
-                delta.scatter_add_(-1, targets[part, None], torch.ones_like(delta[:, :1]))
-                delta.mul_(grad[part, None] * slope)
-                if d_hidden is not None:
-                    d_hidden[part] = _product(delta, weight, weight.dtype)
-                if d_weight is not None:
-                    d_weight += _product(delta.T, hidden[part], hidden.dtype)
-                if d_bias is not None:
-                    d_bias += delta.sum(0)
-        return (
-            d_hidden,
-            None if d_weight is None else d_weight.to(weight.dtype),
-            None if d_bias is None else d_bias.to(bias.dtype),
-            None,
-            None,
-        )
-
-
-def _project(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head
-) -> tuple[Tensor, Tensor | float]:
-    """Logits of some rows, and the derivative of each with respect to the plain product."""
-    logits = _product(hidden, weight.T, weight.dtype)
-    if bias is not None:
-        logits = logits.add_(bias)
-    if head.scale != 1:
-        logits = logits.mul_(head.scale)
-    if head.softcap is None:
-        return logits, head.scale
-    capped = torch.tanh(logits / head.softcap)
-    return capped * head.softcap, (1 - capped * capped) * head.scale
-
-
-def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right in float32 or better; a GPU multiplies half precision as `dtype`."""
-    exact = torch.promote_types(_exact_dtype(left), _exact_dtype(right))
-    if left.is_cuda and dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(left.to(dtype), right.to(dtype), out_dtype=torch.float32)
-    return left.to(exact) @ right.to(exact)
-
-
-def _chunks(n: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, n, size))
-
-
-def _exact_dtype(values: Tensor) -> torch.dtype:
-    return torch.promote_types(values.dtype, torch.float32)
+    wide = logps.to(wide_dtype(logps.device))
+    sums = wide.new_zeros(num_segments + 1)
+    sums = sums.index_add(0, targets.segments, wide)[:-1]
+    return sums.to(logps.dtype, copy=True)  # FSDP warns of views

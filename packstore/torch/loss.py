@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -11,16 +9,24 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from packstore.errors import CompatibilityError, ConfigError, UnknownNameError, quote, sentence
+from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.torch.collate import PackedBatch
+from packstore.torch.divisor import StepDivisor
 from packstore.torch.logprobs import segment_token_counts
-from packstore.torch.loss_variants import LOSSES
 from packstore.torch.loss_variants.sft import sft
-from packstore.torch.pairs import PairChoice, Pairs, index_best, index_pairs
+from packstore.torch.members import Names, is_number, make_members
+from packstore.torch.metrics import SumAndCount, wide_dtype
+from packstore.torch.pairs import (
+    PairChoice,
+    PairIndex,
+    Pairs,
+    SequenceSums,
+    index_best,
+    index_pairs,
+)
 
 SftAverage = Literal["token", "sequence_sum", "sequence_mean"]
 Reduction = Literal["sum", "pack_mean"]
-SumAndCount = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +40,8 @@ class LossOutput:
         count: number of pairs.
         sft_sum: the SFT term's own sum, or None.
         sft_count: what it is divided by, or None.
-        metrics: name -> (sum, count), without gradient; add both over batches and ranks.
+        metrics: name -> (sum, count), without gradient; :class:`~packstore.torch.Metrics` adds
+            them over batches and ranks.
     """
 
     loss: Tensor
@@ -46,54 +53,68 @@ class LossOutput:
 
 
 class PreferenceLoss:
-    """One of the losses of :data:`~packstore.torch.loss_variants.LOSSES`.
+    """One of the losses of :data:`~packstore.torch.loss_variants.LOSSES`, or a mix of them.
+
+    Every pair weighs the same, whatever pack, batch or rank it is in, if the batches of an
+    optimizer step share one divisor (:func:`~packstore.torch.count_step`).
 
     Args:
-        name: which one.
+        name: which one; or a mix, name -> weight, as in ``{"dpo": 0.8, "bco_pair": 0.2}``, or
+            name -> ``{"weight": 0.8, "beta": 0.1}`` with parameters for that member alone.
         sft_weight: weight of the added likelihood loss of the best response; 0: none.
         sft_average: what that is (and what the loss ``sft`` is): ``token``, the mean over all
             tokens; ``sequence_sum``, the sum over each sequence, averaged over sequences;
             ``sequence_mean``, the mean over each sequence, averaged over sequences.
+        average_logps: compare means over tokens where the loss compares sums.
         pairs: kind ``ranked`` only: the best response against each other one, ``all`` pairs, or
-            ``adjacent`` ranks. Responses of equal reward are never compared.
+            ``adjacent`` ranks. Responses of equal reward are never compared. Weights are per pair:
+            an example of more responses has more of them.
         reduction: ``sum``; or ``pack_mean``, the mean over the pairs of each pack, averaged over
             packs. That is biased: a pair weighs more, the fewer share its pack, which weights real
             pairs by 0.6 to 3 times. It exists only to reproduce NeMo-Aligner.
-        parameters: of the loss, such as `beta`.
+        parameters: of the loss, such as `beta`; in a mix, for every member that knows them.
 
     Raises:
         UnknownNameError: no such loss, or no such parameter of it.
-        ConfigError: a value out of range.
+        ConfigError: a value out of range, or two that contradict each other.
     """
 
     def __init__(
         self,
-        name: str = "dpo",
+        name: Names = "dpo",
         *,
         sft_weight: float = 0.0,
         sft_average: SftAverage = "token",
+        average_logps: bool = False,
         pairs: PairChoice = "best_vs_rest",
         reduction: Reduction = "sum",
         **parameters: float,
     ) -> None:
-        self.variant = LOSSES.load(name)
-        self.name, self.sft_weight = name, sft_weight
+        self.members = make_members(name, parameters, average_logps)
+        self.sft_weight = sft_weight
         self.sft_average = _choice("sft_average", sft_average, get_args(SftAverage))
         self.pairs: PairChoice = _choice("pairs", pairs, get_args(PairChoice))
         self.reduction = _choice("reduction", reduction, get_args(Reduction))
-        if not (math.isfinite(sft_weight) and sft_weight >= 0):
-            raise ConfigError(f"sft_weight must be at least 0; found {sft_weight}.")
-        if name == "sft" and (sft_weight or reduction != "sum"):
+        self.only_sft = self.members[0].name == "sft"
+        if not (is_number(sft_weight) and sft_weight >= 0):
+            raise ConfigError(f"sft_weight must be at least 0; found {quote(sft_weight)}.")
+        if not sft_weight + sum(m.weight for m in self.members):
+            raise ConfigError("the weights of a loss must not all be 0.")
+        if self.only_sft and (sft_weight or reduction != "sum"):
             raise ConfigError("loss 'sft' takes neither sft_weight nor a reduction.")
-        known = inspect.signature(self.variant.function).parameters
-        defaults = {n: p.default for n, p in known.items() if p.kind is p.KEYWORD_ONLY}
-        self.parameters = {**defaults, **_checked(name, parameters, tuple(defaults))}
-        nothing = torch.zeros(0)
-        self.variant(Pairs(*[nothing] * 8), **self.parameters)
+        if sft_weight and reduction == "pack_mean" and sft_average == "token":
+            raise ConfigError(
+                "reduction 'pack_mean' has no token mean over a batch: set sft_average to "
+                "'sequence_sum' or 'sequence_mean'."
+            )
 
     def __repr__(self) -> str:
-        values = "".join(f", {name}={value}" for name, value in self.parameters.items())
-        return f"PreferenceLoss({self.name!r}{values})"
+        return f"PreferenceLoss({' + '.join(map(str, self.members))})"
+
+    @property
+    def reference(self) -> bool:
+        """True if it compares with a reference model."""
+        return any(member.variant.reference for member in self.members)
 
     def __call__(
         self,
@@ -101,8 +122,7 @@ class PreferenceLoss:
         batch: PackedBatch,
         ref_logps: Tensor | None = None,
         *,
-        divisor: Tensor | float | None = None,
-        sft_divisor: Tensor | float | None = None,
+        divisor: StepDivisor | Tensor | float | None = None,
     ) -> LossOutput:
         """The loss of a batch.
 
@@ -110,56 +130,110 @@ class PreferenceLoss:
             logps: `[S]`, what :func:`segment_logps` gave for the policy.
             batch: the batch.
             ref_logps: `[S]`, the same of the reference model; default: those of the batch.
-            divisor: number of pairs of the whole optimizer step, over its batches and all ranks;
-                default: of this batch.
-            sft_divisor: the same for the SFT term, the sum of all `sft_count`.
+            divisor: of the whole optimizer step, over its batches and all ranks: what
+                :func:`count_step` gives, or the number of pairs alone if there is no SFT term;
+                default: that of this batch.
 
         Raises:
             ConfigError: a reference is needed and missing, or a tensor has another shape.
             CompatibilityError: the batch holds single sequences and the loss compares two.
         """
-        sums = _Sums.of(logps, batch, self._reference(batch, ref_logps))
-        if self.name == "sft":
+        sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
+        count, sft_count = self._divisors(divisor)
+        if self.only_sft:
             term, metrics = self._likelihood(sums, batch)
-            return _output(term, divisor, metrics)
+            loss = self.members[0].weight * _divide(term, count)
+            return _output(loss, term, None, {"loss": _detached(term), **metrics})
+        index, weights = self._weights(batch, logps)
+        pairs = sums.take(index.chosen, index.rejected)
+        losses = [member(pairs) for member in self.members]
+        parts = zip(self.members, losses, strict=True)
+        total = torch.stack([member.weight * values for member, values in parts]).sum(0)
+        term = self._reduce(total, weights, index.example, batch)
+        metrics = self._metrics(pairs, weights)
+        if len(losses) > 1:
+            for member, values in zip(self.members, losses, strict=True):
+                own = self._reduce(values, weights, index.example, batch)
+                metrics[f"loss/{member.name}"] = _detached(own)
+        loss, sft_term = _divide(term, count), None
+        if self.sft_weight:
+            sft_term, _ = self._likelihood(sums, batch)
+            loss = loss + self.sft_weight * _divide(sft_term, sft_count)
+            metrics |= {"preference_loss": _detached(term), "sft_loss": _detached(sft_term)}
+        # Added over the batches of a step and divided by its count, this is the loss of the step.
+        whole = loss * (term[1].clamp(min=1) if count is None else count)
+        return _output(loss, term, sft_term, {"loss": _detached((whole, term[1])), **metrics})
+
+    def count(self, batch: PackedBatch) -> StepDivisor:
+        """What a batch adds to the divisor of its optimizer step, without looking at log-probs."""
+        tokens = segment_token_counts(batch)[index_best(batch)]
+        by_token = self.sft_average == "token"
+        sft_count = float((batch.weights * tokens if by_token else batch.weights).sum())
+        if self.only_sft:
+            return StepDivisor(sft_count)
+        index, weights = self._weights(batch, batch.weights)
+        _, count = self._reduce(weights, weights, index.example, batch)
+        if self.reduction == "pack_mean":
+            sft_count = float(count)
+        return StepDivisor(float(count), sft_count if self.sft_weight else None)
+
+    def planned_count(self, batch: PackedBatch) -> StepDivisor | None:
+        """The divisor of the step of `batch`, if the loader knows it: one pair for each example."""
+        by_token = (self.sft_weight or self.only_sft) and self.sft_average == "token"
+        one_each = batch.kind == "dpo" or (self.only_sft and batch.kind == "sft")
+        if batch.step is None or not one_each or by_token or self.reduction != "sum":
+            return None
+        count = float(max(batch.step.examples, 1))
+        return StepDivisor(count, count if self.sft_weight else None)
+
+    def _divisors(
+        self, divisor: StepDivisor | Tensor | float | None
+    ) -> tuple[Tensor | float | None, float | None]:
+        """For the pairs, and for the SFT term."""
+        if isinstance(divisor, StepDivisor):
+            if self.sft_weight and divisor.sft_count is None:
+                raise ConfigError("divisor: the SFT term needs its own sft_count; found None.")
+            return divisor.count, divisor.sft_count
+        if self.sft_weight and divisor is not None:
+            must = "the SFT term has a count of its own"
+            do = "Pass what count_step(batches, loss_fn) gives, or a StepDivisor"
+            raise ConfigError(sentence("divisor", must, "one number", do))
+        return divisor, None
+
+    def _reference(self, batch: PackedBatch, ref_logps: Tensor | None) -> Tensor | None:
+        if not self.reference:
+            return None
+        ref_logps = batch.ref_logps if ref_logps is None else ref_logps
+        if ref_logps is None:
+            raise ConfigError(
+                f"loss {self.members[0].name!r} compares with a reference model: pass "
+                "ref_logps=…, the segment_logps of the reference model on the same batch."
+            )
+        return ref_logps.detach()
+
+    def _weights(self, batch: PackedBatch, like: Tensor) -> tuple[PairIndex, Tensor]:
+        """The pairs of the batch, and 1 or 0 for each, `[n]`."""
         if batch.kind == "sft":
             raise CompatibilityError(
                 sentence(
-                    f"loss {self.name!r}",
+                    f"loss {self.members[0].name!r}",
                     "an example must have responses to compare",
                     "a dataset of kind 'sft'",
                     "Use PreferenceLoss('sft')",
                 )
             )
         index = index_pairs(batch, self.pairs)
-        weights = batch.weights[index.example].to(logps.dtype)
-        pairs = sums.take(index.chosen, index.rejected)
-        losses = self.variant(pairs, **self.parameters)
-        if self.reduction == "sum":
-            term = (losses * weights).sum(), weights.sum()
-        else:
-            term = _pack_means(losses, weights, batch.pack_ids[index.example], batch.num_packs)
-        out = _output(term, divisor, self._metrics(pairs, weights))
-        if not self.sft_weight:
-            return out
-        sft_term, _ = self._likelihood(sums, batch)
-        loss = out.loss + self.sft_weight * _divide(sft_term, sft_divisor)
-        metrics = {**out.metrics, "sft_loss": _detached(sft_term)}
-        return LossOutput(loss, *term, *sft_term, metrics)
+        return index, batch.weights[index.example].to(like.dtype)
 
-    def _reference(self, batch: PackedBatch, ref_logps: Tensor | None) -> Tensor | None:
-        if not self.variant.reference:
-            return None
-        ref_logps = batch.ref_logps if ref_logps is None else ref_logps
-        if ref_logps is None:
-            raise ConfigError(
-                f"loss {self.name!r} compares with a reference model: pass ref_logps=…, the "
-                "segment_logps of the reference model on the same batch."
-            )
-        return ref_logps.detach()
+    def _reduce(
+        self, losses: Tensor, weights: Tensor, example: Tensor, batch: PackedBatch
+    ) -> SumAndCount:
+        if self.reduction == "sum":
+            return (losses * weights).sum(), weights.sum()
+        return _pack_means(losses, weights, batch.pack_ids[example], batch.num_packs)
 
     def _likelihood(
-        self, sums: _Sums, batch: PackedBatch
+        self, sums: SequenceSums, batch: PackedBatch
     ) -> tuple[SumAndCount, dict[str, SumAndCount]]:
         """The likelihood loss of the best responses, and its metrics."""
         best = index_best(batch)
@@ -168,58 +242,37 @@ class PreferenceLoss:
         losses = sft(pairs)
         if self.sft_average == "sequence_mean":
             losses = losses / pairs.chosen_tokens
-        counts = weights * pairs.chosen_tokens if self.sft_average == "token" else weights
         metrics = {"logps/chosen": _detached(((pairs.chosen * weights).sum(), weights.sum()))}
-        return ((losses * weights).sum(), counts.sum()), metrics
+        if self.sft_average == "token":
+            term = (losses * weights).sum(), (weights * pairs.chosen_tokens).sum()
+        else:
+            example = torch.arange(len(best), device=best.device)
+            term = self._reduce(losses, weights, example, batch)
+        return term, metrics
 
     def _metrics(self, pairs: Pairs, weights: Tensor) -> dict[str, SumAndCount]:
-        """Rewards are ``beta * (policy - reference)``, of means where the loss looks at those."""
-        seen = pairs.per_token() if self.variant.averaged else pairs
-        beta = self.parameters["beta"]
+        """Rewards are ``beta * (policy - reference)`` as the first member sees them."""
+        first = self.members[0]
+        seen = pairs.per_token() if first.averaged else pairs
+        beta = first.parameters["beta"]
         values = {
             "rewards/chosen": beta * seen.u,
             "rewards/rejected": beta * seen.v,
             "rewards/margins": beta * seen.d,
             "rewards/accuracies": (seen.d > 0).to(weights.dtype),
+            "rewards/squares": beta**2 * (seen.u**2 + seen.v**2) / 2,
             "logps/chosen": pairs.chosen,
             "logps/rejected": pairs.rejected,
         }
-        count = weights.sum()
-        return {name: _detached(((x * weights).sum(), count)) for name, x in values.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class _Sums:
-    """Per-sequence numbers of a batch, `[S]` each."""
-
-    logps: Tensor
-    ref_logps: Tensor
-    tokens: Tensor
-    rewards: Tensor
-
-    @classmethod
-    def of(cls, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None) -> _Sums:
-        for name, values in (("logps", logps), ("ref_logps", ref_logps)):
-            if values is not None and values.shape != (batch.num_segments,):
-                must = f"must be one number for each of the batch's {batch.num_segments} segments"
-                raise ConfigError(sentence(name, must, f"shape {tuple(values.shape)}"))
-        return cls(
-            logps,
-            torch.zeros_like(logps) if ref_logps is None else ref_logps.to(logps),
-            segment_token_counts(batch).to(logps),
-            batch.rewards.to(logps),
-        )
-
-    def take(self, chosen: Tensor, rejected: Tensor) -> Pairs:
-        both = (self.logps, self.ref_logps, self.tokens, self.rewards)
-        return Pairs(*(values[side] for values in both for side in (chosen, rejected)))
+        wide = weights.to(wide_dtype(weights.device))
+        return {n: _detached(((x.to(wide) * wide).sum(), wide.sum())) for n, x in values.items()}
 
 
 def _output(
-    term: SumAndCount, divisor: Tensor | float | None, metrics: Mapping[str, SumAndCount]
+    loss: Tensor, term: SumAndCount, sft: SumAndCount | None, metrics: Mapping[str, SumAndCount]
 ) -> LossOutput:
-    metrics = {"loss": _detached(term), **metrics}
-    return LossOutput(_divide(term, divisor), *term, None, None, metrics)
+    sft_sum, sft_count = sft or (None, None)
+    return LossOutput(loss, *term, sft_sum, sft_count, metrics)
 
 
 def _divide(term: SumAndCount, divisor: Tensor | float | None) -> Tensor:
@@ -244,18 +297,3 @@ def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     if value not in choices:
         raise ConfigError(f"{name} must be one of: {', '.join(choices)}; found {quote(value)}.")
     return value
-
-
-def _checked(name: str, given: Mapping[str, float], known: tuple[str, ...]) -> dict[str, float]:
-    """The given parameters, each known and a number; beta scales and so is above 0."""
-    for parameter, value in given.items():
-        if parameter not in known:
-            raise UnknownNameError(
-                f"loss {name!r} has no parameter {quote(parameter)}; "
-                f"it takes: {', '.join(known) or 'none'}."
-            )
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"loss {name!r}: {parameter} must be a number; found {quote(value)}.")
-        if parameter == "beta" and value <= 0:
-            raise ConfigError(f"loss {name!r}: beta must be above 0; found {value}.")
-    return dict(given)

@@ -1,26 +1,23 @@
 """Hugging Face causal LMs on packed rows: one attention function, registered with transformers.
 
 The function takes the layout of the row as a keyword of the model's forward call, which the model
-hands through to every layer. What would let segments see each other, and what the function could
-not honour, is refused: no layout, a mask, a cache with a past, attention sinks, dropout.
+hands through to every layer, also when a layer is computed again for its gradient. What would let
+segments see each other, and what the function could not honour, is refused: no layout, a mask, a
+cache with a past, several rows, attention sinks, dropout, a look ahead.
 """
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from packstore.errors import BackendError, CompatibilityError, sentence
-from packstore.io.dataset import Dataset
-from packstore.io.manifest import Manifest
+from packstore.errors import BackendError, sentence
 from packstore.registry import missing_extra
-from packstore.torch.attention import ATTENTION
+from packstore.torch.attention import ATTENTION, Attend
 from packstore.torch.layout import AttentionLayout
-
-logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -30,6 +27,8 @@ LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 NOT_SUPPORTED = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
 """Keywords by which models ask for more than softmax over the visible keys."""
 
+CALL = "Call the model with **batch.model_inputs()"
+
 
 def use_packed_attention(model: Model, backend: str = "auto") -> Model:
     """Makes `model` attend inside segments only; call it with ``**batch.model_inputs()``.
@@ -38,9 +37,10 @@ def use_packed_attention(model: Model, backend: str = "auto") -> Model:
     says of caches and masks. Weights and everything else stay.
 
     Args:
-        model: a Hugging Face causal LM, or a wrapper that hands attributes through (PEFT).
-        backend: a name of :data:`~packstore.torch.attention.ATTENTION`, or ``auto``: by what the
-            model needs; the choice is logged.
+        model: a Hugging Face causal LM, also inside PEFT, DistributedDataParallel, FSDP or
+            ``torch.compile``.
+        backend: a name of :data:`~packstore.torch.attention.ATTENTION`; or ``auto``, by device,
+            dtype and what the model needs (see ``attention/_auto.py``; the choice is logged).
 
     Returns:
         `model`.
@@ -48,61 +48,36 @@ def use_packed_attention(model: Model, backend: str = "auto") -> Model:
     Raises:
         UnknownNameError: no such backend.
         BackendError: the model mixes tokens other than by attention (recurrent layers,
-            convolutions), or does not take its attention from transformers' registry.
-        MissingExtraError: transformers is not installed.
+            convolutions), is not a decoder alone, or does not take its attention from
+            transformers' registry.
+        MissingExtraError: transformers, or the package of the backend, is not installed.
     """
-    config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(model, "set_attn_implementation"):
+    inner = unwrapped(model)
+    config = getattr(inner, "config", None)
+    if config is None or not hasattr(inner, "set_attn_implementation"):
         raise _unfit(model, "it must be a Hugging Face model", "none of its methods")
+    if getattr(config, "is_encoder_decoder", False):
+        raise _unfit(model, "it must be a decoder alone", "an encoder and a decoder")
     text = config.get_text_config()
     kinds = {*(getattr(text, "layer_types", None) or ())}
     kinds |= {*(getattr(text, "layers_block_type", None) or ())}
-    if getattr(model, "_is_stateful", False) or not kinds <= LAYER_TYPES:
+    if getattr(inner, "_is_stateful", False) or not kinds <= LAYER_TYPES:
         found = ", ".join(sorted(kinds - LAYER_TYPES)) or "recurrent layers"
-        raise _unfit(model, "tokens must meet in causal attention only", found)
-    name = _register(_auto(text) if backend == "auto" else backend)
-    model.set_attn_implementation(name)  # type: ignore[operator]
+        raise _unfit(inner, "tokens must meet in causal attention only", found)
+    name = _register(backend)
+    inner.set_attn_implementation(name)
     if text._attn_implementation != name:
         must = "its attention must come from transformers' attention registry"
-        raise _unfit(model, must, "an attention of its own")
+        raise _unfit(inner, must, "an attention of its own")
     return model
 
 
-def check_model(data: Dataset | Manifest, model: Any) -> None:
-    """Refuses a model whose vocabulary does not hold the dataset's token ids.
-
-    A larger vocabulary is fine: heads are often padded.
-
-    Args:
-        data: the dataset, or its manifest.
-        model: a Hugging Face model, or its config.
-
-    Raises:
-        CompatibilityError: the ids do not fit.
-    """
-    manifest = data.manifest if isinstance(data, Dataset) else data
-    config = getattr(model, "config", model).get_text_config()
-    if manifest.vocab_size is not None and manifest.vocab_size > config.vocab_size:
-        raise CompatibilityError(
-            sentence(
-                "dataset and model",
-                f"token ids must be below the model's vocab_size of {config.vocab_size}",
-                f"a tokenizer of {manifest.vocab_size} ids",
-                "Use the model that belongs to the tokenizer, or pack again with the model's own",
-            )
-        )
-
-
-def _auto(text_config: Any) -> str:
-    """The fastest backend that does what the model needs."""
-    capped = getattr(text_config, "attn_logit_softcapping", None) is not None
-    return _logged("reference" if capped else "sdpa")
-
-
-@cache
-def _logged(backend: str) -> str:
-    logger.info("packed attention: backend 'auto' is %r", backend)
-    return backend
+def unwrapped(model: nn.Module) -> Any:
+    """The Hugging Face model inside wrappers that do not hand attributes through."""
+    inner: Any = model
+    while not hasattr(inner, "set_attn_implementation") and hasattr(inner, "module"):
+        inner = inner.module
+    return inner
 
 
 @cache
@@ -112,7 +87,7 @@ def _register(backend: str) -> str:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise missing_extra("use_packed_attention", "train", error) from error
-    attend = ATTENTION.load(backend)
+    attend = _load(backend)
 
     def packed_attention(
         module: nn.Module,
@@ -130,22 +105,42 @@ def _register(backend: str) -> str:
         layout = _checked(query_1NTH, key_1KTH, packed_layout)
         _refuse_mask(attention_mask)
         _refuse_extras(module, others)
+        q, k, v = _autocast(query_1NTH, key_1KTH, value_1KTH)
         output = attend(
-            query_1NTH[0].transpose(0, 1),
-            key_1KTH[0].transpose(0, 1),
-            value_1KTH[0].transpose(0, 1),
+            q[0].transpose(0, 1),
+            k[0].transpose(0, 1),
+            v[0].transpose(0, 1),
             layout,
-            scale=query_1NTH.shape[-1] ** -0.5 if scaling is None else scaling,
+            scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
             sliding_window=sliding_window,
             softcap=softcap,
         )
         return output.unsqueeze(0), None
 
     # Not by the backend's own name: transformers reads meaning into "flash", "flex" and "sdpa".
-    name = f"packstore_{ATTENTION.names().index(backend)}"
+    number = ATTENTION.names().index(backend) if backend in ATTENTION else "auto"
+    name = f"packstore_{number}"
     AttentionInterface.register(name, packed_attention)
     AttentionMaskInterface.register(name, _no_mask)
     return name
+
+
+def _load(backend: str) -> Attend:
+    if backend != "auto":
+        return ATTENTION.load(backend)
+    # Here, as it brings in torch's compiler, which takes a second.
+    from packstore.torch.attention import _auto
+
+    return _auto.attend
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In the dtype of autocast where it is on, as torch's own attention would take them."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    lower = torch.get_autocast_dtype(kind)
+    return tuple(x if x.dtype == torch.float64 else x.to(lower) for x in tensors)
 
 
 def _no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
@@ -156,7 +151,8 @@ def _no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
 def _checked(query: Tensor, key: Tensor, layout: AttentionLayout | None) -> AttentionLayout:
     """The layout, if it is that of the tokens."""
     if layout is None:
-        raise _refusal("the call must name the segments", "no layout")
+        do = f"{CALL}; if you did, its layers keep keywords from attention: train it unpacked"
+        raise _refusal("the call must name the segments", "no layout", do)
     expected = layout.num_queries
     if query.shape[0] != 1 or query.shape[2] != expected:
         found = f"{query.shape[0]} rows of {query.shape[2]} tokens"
@@ -186,8 +182,7 @@ def _refuse_extras(module: nn.Module, extras: dict[str, Any]) -> None:
         raise _refusal("attention must be causal", "a model that looks ahead")
 
 
-def _refusal(must: str, found: str) -> BackendError:
-    do = "Call the model with **batch.model_inputs(), and nothing that changes attention"
+def _refusal(must: str, found: str, do: str = f"{CALL}, and nothing else") -> BackendError:
     return BackendError(sentence("packed attention", must, found, do))
 
 

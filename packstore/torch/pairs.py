@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from packstore.errors import ConfigError
+from packstore.errors import ConfigError, sentence
 from packstore.records import Int64, range_indices, to_offsets
 from packstore.torch.collate import PackedBatch
+from packstore.torch.logprobs import segment_token_counts
 
 PairChoice = Literal["best_vs_rest", "all", "adjacent"]
 
@@ -70,6 +71,40 @@ class Pairs:
             self.chosen_reward,
             self.rejected_reward,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceSums:
+    """Per-sequence numbers of a batch, `[S]` each; zeros where there is no reference."""
+
+    logps: Tensor
+    ref_logps: Tensor
+    tokens: Tensor
+    rewards: Tensor
+
+    @classmethod
+    def of(cls, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None) -> SequenceSums:
+        """Log-probs `[S]` of policy and reference beside what the batch says.
+
+        Raises:
+            ConfigError: a tensor has another shape.
+        """
+        for name, values in (("logps", logps), ("ref_logps", ref_logps)):
+            if values is not None and values.shape != (batch.num_segments,):
+                must = f"must be one number for each of the batch's {batch.num_segments} segments"
+                raise ConfigError(sentence(name, must, f"shape {tuple(values.shape)}"))
+        return cls(
+            logps,
+            torch.zeros_like(logps) if ref_logps is None else ref_logps.to(logps),
+            # Segments that only fill up have no tokens: 0 / 0 would outlive their weight of 0.
+            segment_token_counts(batch).clamp(min=1).to(logps),
+            batch.rewards.to(logps),
+        )
+
+    def take(self, chosen: Tensor, rejected: Tensor) -> Pairs:
+        """The pairs of segments `chosen` and `rejected`, int64 `[n]` each."""
+        both = (self.logps, self.ref_logps, self.tokens, self.rewards)
+        return Pairs(*(values[side] for values in both for side in (chosen, rejected)))
 
 
 @dataclass(frozen=True)
@@ -143,7 +178,8 @@ def index_pairs(batch: PackedBatch, choice: PairChoice) -> PairIndex:
 
     Kind ``dpo``: the two sequences of each example as they stand. Kind ``ranked``: by reward, the
     best against each other response, or all pairs, or neighbours in rank; responses of equal reward
-    are never compared.
+    are never compared. Every pair weighs the same, so an example of K responses weighs as much as
+    it has pairs: K - 1, or K (K - 1) / 2 with ``all``.
     """
     if batch.kind == "dpo":
         example = torch.arange(batch.num_examples, device=batch.lengths.device)

@@ -1,7 +1,9 @@
-"""Every backend against one dense mask over the row, in both layouts."""
+"""Every backend that runs on CPU against one dense mask over the row, in both layouts."""
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +13,18 @@ from torch import Tensor
 from packstore.errors import BackendError
 from packstore.testing import random_examples
 from packstore.torch import collate
-from packstore.torch.attention import ATTENTION
+from packstore.torch.attention import ATTENTION, flex
 from packstore.torch.layout import AttentionLayout
 
 EXAMPLES = random_examples(5, seed=5)
+WITH_GRADIENTS = ("reference", "sdpa")
+ON_CPU = (*WITH_GRADIENTS, "flex")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    """What FlexAttention compiled for the shapes of one test would count against the next."""
+    torch._dynamo.reset()
 
 
 def dense(
@@ -51,7 +61,7 @@ def inputs(tokens: int, heads: int = 2, dtype: torch.dtype = torch.float64) -> l
 @pytest.mark.parametrize("window", [None, 1, 3, 1000])
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-@pytest.mark.parametrize("backend", list(ATTENTION))
+@pytest.mark.parametrize("backend", WITH_GRADIENTS)
 def test_value_and_gradients(
     kit: SimpleNamespace,
     backend: str,
@@ -85,19 +95,117 @@ def test_value_and_gradients(
 
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-@pytest.mark.parametrize("backend", list(ATTENTION))
+def test_flex_value(kit: SimpleNamespace, layout: str) -> None:
+    for packs in ([2, 3], [5], [1, 1, 3]):
+        batch = collate(kit.packed(EXAMPLES, packs, layout), "dpo")
+        qkv = [x.detach() for x in inputs(batch.num_tokens)]
+        for window, softcap in ((None, None), (3, None), (1, 0.7), (1000, 0.7)):
+            found = flex.attend(
+                *qkv, batch.layout, scale=0.3, sliding_window=window, softcap=softcap
+            )
+            expected = dense(*qkv, batch.layout, window, softcap)
+            assert (found - expected).abs().max() < 1e-12
+
+
+def test_flex_on_cpu_refuses_gradients(kit: SimpleNamespace) -> None:
+    batch = collate(kit.packed(EXAMPLES, [5], "concat"), "dpo")
+    message = r"'flex': on CPU it has a forward pass only; found tensors that need gradients. Use"
+    with pytest.raises(BackendError, match=message):
+        flex.attend(*inputs(batch.num_tokens), batch.layout, scale=0.3)
+    with torch.no_grad():
+        flex.attend(*inputs(batch.num_tokens), batch.layout, scale=0.3)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+def test_flex_skips_only_what_no_query_sees(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, layout: str, window: int | None
+) -> None:
+    """The kernel of a GPU trusts the lists of blocks, which the CPU never looks at."""
+    monkeypatch.setattr(flex, "BLOCK", 16)
+    examples = random_examples(12, seed=2, max_prompt=60, max_response=60)
+    batch = collate(kit.packed(examples, [12], layout), "dpo")
+    mask = flex.block_mask(batch.layout, window)
+    assert flex.block_mask(batch.layout, window) is not mask  # a new layout object every time
+    one = batch.layout
+    assert flex.block_mask(one, window) is flex.block_mask(one, window)
+    queries, keys = flex.rounded(batch.num_tokens), flex.rounded(int(batch.cu_seqlens_k[-1]))
+    seen = mask.mask_mod(0, 0, torch.arange(queries)[:, None], torch.arange(keys))
+    assert seen.any(1).all()
+    blocks = seen.view(queries // 16, 16, keys // 16, 16).transpose(1, 2).flatten(2)
+    some = listed(mask.kv_num_blocks, mask.kv_indices)
+    whole = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+    assert not (some & whole).any()
+    assert torch.equal(whole, blocks.all(2))
+    assert (blocks.any(2) <= (some | whole)).all()
+    if window is None:
+        assert torch.equal(some | whole, blocks.any(2))
+        assert whole.any()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, in inductor
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+def test_flex_compiled_follows_the_blocks(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """The compiled CPU kernel, which skips blocks as that of a GPU does; forward pass only."""
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler, which torch.compile needs on CPU")
+    kernel = torch.compile(flex.flex_attention, fullgraph=True)
+    monkeypatch.setattr(flex, "_kernel", lambda _: kernel)
+    examples = random_examples(20, seed=2, max_prompt=60, max_response=60)
+    batch = collate(kit.packed(examples, [20], layout), "dpo")
+    qkv = [x.detach().float() for x in inputs(batch.num_tokens)]
+    for window in (None, 150):
+        found = flex.attend(*qkv, batch.layout, scale=0.3, sliding_window=window)
+        assert (found - dense(*qkv, batch.layout, window, None)).abs().max() < 1e-5
+
+
+def listed(counts: Tensor, indices: Tensor) -> Tensor:
+    """bool `[query blocks, key blocks]`: those that a block mask lists."""
+    found = torch.zeros(indices.shape[2:], dtype=torch.bool)
+    for row, count in enumerate(counts[0, 0].tolist()):
+        found[row, indices[0, 0, row, :count].long()] = True
+    return found
+
+
+def test_lengths_that_flex_compiles_for() -> None:
+    assert [flex.rounded(n) for n in (1, 128, 129, 4096, 4097, 8191, 8193)] == [
+        128, 128, 256, 4096, 5120, 8192, 10240,
+    ]  # fmt: skip
+    assert len({flex.rounded(n) for n in range(4097, 8193)}) == 4
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_empty_segments_change_nothing(kit: SimpleNamespace, backend: str, layout: str) -> None:
+    """As a fixed number of offsets has them at its end."""
+    one = collate(kit.packed(EXAMPLES, [2, 3], layout), "dpo").layout
+    repeated = dataclasses.replace(
+        one,
+        cu_seqlens_q=torch.cat([one.cu_seqlens_q, one.cu_seqlens_q[-1:].repeat(3)]),
+        cu_seqlens_k=torch.cat([one.cu_seqlens_k, one.cu_seqlens_k[-1:].repeat(3)]),
+    )
+    qkv = [x.detach() for x in inputs(one.num_queries)]
+    attend = ATTENTION.load(backend)
+    assert torch.equal(attend(*qkv, repeated, scale=0.3), attend(*qkv, one, scale=0.3))
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize("backend", ON_CPU)
 def test_every_window(kit: SimpleNamespace, backend: str, layout: str) -> None:
     batch = collate(kit.packed(EXAMPLES, [2, 3], layout), "dpo")
-    qkv = inputs(batch.num_tokens)
+    qkv = [x.detach() for x in inputs(batch.num_tokens)]
     for window in range(1, batch.max_seqlen_k + 2):
         found = ATTENTION.load(backend)(*qkv, batch.layout, scale=0.3, sliding_window=window)
         assert (found - dense(*qkv, batch.layout, window, None)).abs().max() < 1e-12, window
 
 
-@pytest.mark.parametrize("backend", list(ATTENTION))
+@pytest.mark.parametrize("backend", ON_CPU)
 def test_half_precision_stays_near_and_keeps_its_type(kit: SimpleNamespace, backend: str) -> None:
     batch = collate(kit.packed(EXAMPLES, [2, 3], "shared_prefix"), "dpo")
-    half = inputs(batch.num_tokens, dtype=torch.bfloat16)
+    half = [x.detach() for x in inputs(batch.num_tokens, dtype=torch.bfloat16)]
     found = ATTENTION.load(backend)(*half, batch.layout, scale=0.3)
     exact = ATTENTION.load("reference")(*(x.double() for x in half), batch.layout, scale=0.3)
     assert found.dtype == torch.bfloat16
@@ -105,7 +213,7 @@ def test_half_precision_stays_near_and_keeps_its_type(kit: SimpleNamespace, back
 
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-@pytest.mark.parametrize("backend", list(ATTENTION))
+@pytest.mark.parametrize("backend", WITH_GRADIENTS)  # flex: 0 * NaN, in blocks of 128
 def test_poison_in_one_segment_stays_there(kit: SimpleNamespace, backend: str, layout: str) -> None:
     batch = collate(kit.packed(EXAMPLES, [2, 3], layout), "dpo")
     q, k, v = (x.detach() for x in inputs(batch.num_tokens))

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import runpy
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from packstore.records import Examples
+from packstore.pack.fill import fill
+from packstore.records import Examples, to_offsets
 from packstore.testing import random_examples
 from packstore.torch import (
     PackedBatch,
@@ -21,6 +29,8 @@ from packstore.torch import (
     segment_logps,
     use_packed_attention,
 )
+from packstore.torch.divisor import count_step
+from packstore.torch.head import PackedPolicy
 
 BETA = 0.1
 EXAMPLES = random_examples(6, seed=3)
@@ -33,18 +43,30 @@ PACKINGS: dict[str, list[list[int]]] = {  # batches of packs, each with so many 
     "accumulated, one pair each": [[1], [1], [1], [1], [1], [1]],
 }
 
+FOUR: dict[str, list[int]] = {  # the packs of a step of four pairs
+    "unpacked": [1, 1, 1, 1],
+    "[4]": [4],
+    "[1, 3]": [1, 3],
+    "[2, 2]": [2, 2],
+    "[1, 1, 2]": [1, 1, 2],
+}
+CELLS = list(product(FOUR, (1, 2), ("concat", "shared_prefix"), ("reference", "sdpa")))
+SFT_WEIGHT = 0.3
 
-def unpacked(model: Any, examples: Examples, reference: Tensor) -> Tensor:
+
+def unpacked(model: Any, examples: Examples, reference: Tensor, sft_weight: float = 0.0) -> Tensor:
     """The DPO loss with each sequence fed alone, as the paper states it."""
-    logps = []
+    logps, tokens = [], 0
     for i in range(examples.num_sequences):
         own = slice(*examples.sequence_offsets[i : i + 2])
         ids = torch.from_numpy(examples.input_ids[own].astype(np.int64))
         supervised = torch.from_numpy(examples.supervised[own])
         scores = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
         logps.append(scores[torch.arange(len(ids) - 1), ids[1:]][supervised[1:]].sum())
+        tokens += int(supervised[1:].sum()) * (i % 2 == 0)
     gain = torch.stack(logps) - reference.to(logps[0].dtype)
-    return -torch.sigmoid(BETA * (gain[0::2] - gain[1::2])).log().mean()
+    loss = -torch.sigmoid(BETA * (gain[0::2] - gain[1::2])).log().mean()
+    return loss - sft_weight * torch.stack(logps[0::2]).sum() / tokens
 
 
 def gradients(model: Any, loss: Tensor | None = None) -> dict[str, Tensor]:
@@ -82,6 +104,62 @@ def model_logps(model: Any, batch: PackedBatch, chunk: int = 0) -> Tensor:
         return segment_logps(batch, logits=model(**batch.model_inputs()).logits)
     hidden = model.model(**batch.model_inputs()).last_hidden_state
     return segment_logps(batch, hidden=hidden, weight=model.lm_head.weight, chunk_size=chunk)
+
+
+def share(packing: str, layout: str, parts: int) -> Iterator[PackedBatch]:
+    """A step of four pairs as `parts` batches; where packs run out, one of weight 0 fills up."""
+    sizes = FOUR[packing]
+    starts = np.cumsum(sizes) - sizes
+    for part in range(parts):
+        mine = range(part, len(sizes), parts) or [0]
+        pairs = np.concatenate([starts[i] + np.arange(sizes[i]) for i in mine])
+        packs = fill(EXAMPLES.take(pairs), to_offsets(np.array([sizes[i] for i in mine])), layout)
+        ref = REFERENCE.view(-1, 2)[torch.from_numpy(pairs)].flatten()
+        batch = collate(packs, "dpo", fillers=int(part >= len(sizes)))
+        yield replace(batch, ref_logps=ref)
+
+
+def cell_gradients(
+    model: Any, policy: Any, cell: tuple[str, int, str, str], rank: int = 0, world: int = 1
+) -> dict[str, Tensor]:
+    """One optimizer step of one cell of the matrix, on one rank."""
+    packing, accumulation, layout, backend = cell
+    use_packed_attention(model, backend)
+    batches = list(share(packing, layout, accumulation * world))[rank::world]
+    loss_fn = PreferenceLoss("dpo", beta=BETA, sft_weight=SFT_WEIGHT)
+    divisor = count_step(batches, loss_fn).averaged(world)
+    for i, batch in enumerate(batches):
+        last = i == len(batches) - 1
+        with nullcontext() if last or world == 1 else policy.no_sync():
+            loss_fn(policy(batch), batch, divisor=divisor).loss.backward()
+    return gradients(model)
+
+
+def on_rank(model: Any) -> dict[tuple[str, int, str, str], dict[str, Tensor]]:
+    """All cells on one of several ranks, under DDP."""
+    policy = DistributedDataParallel(PackedPolicy(use_packed_attention(model)))
+    where = dist.get_rank(), dist.get_world_size()
+    return {cell: cell_gradients(model, policy, cell, *where) for cell in CELLS}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_matrix(kit: SimpleNamespace, tmp_path: Path, world: int) -> None:
+    model = kit.tiny_model()
+    if world == 1:
+        policy = PackedPolicy(use_packed_attention(model))
+        ranks = [{cell: cell_gradients(model, policy, cell) for cell in CELLS}]
+    else:
+        launch = runpy.run_path(str(Path(__file__).with_name("ranks.py")))["launch"]
+        ranks = launch(__file__, model, world, tmp_path)
+    model.set_attn_implementation("plain_for_tests")
+    four = EXAMPLES.take(np.arange(4))
+    expected = gradients(model, unpacked(model, four, REFERENCE[:8], SFT_WEIGHT))
+    assert len(CELLS) == 40
+    for cells in ranks:
+        for cell, found in cells.items():
+            for parameter, gradient in expected.items():
+                assert (gradient - found[parameter]).abs().max() < 1e-9, (cell, parameter)
+                assert gradient.abs().max() > 1e-6, parameter
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

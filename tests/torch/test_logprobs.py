@@ -11,7 +11,13 @@ from torch import Tensor
 
 from packstore.errors import ConfigError
 from packstore.testing import random_examples
-from packstore.torch import PackedBatch, collate, logprobs, segment_logps, segment_token_counts
+from packstore.torch import (
+    PackedBatch,
+    collate,
+    fused_head,
+    segment_logps,
+    segment_token_counts,
+)
 
 HIDDEN = 16
 
@@ -45,7 +51,7 @@ def test_from_logits(kit: SimpleNamespace, batch: PackedBatch) -> None:
     assert segment_logps(batch, logits=logits.bfloat16()).dtype == torch.float32
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 1000])
+@pytest.mark.parametrize("chunk_size", [1, 7, 90, 100_000])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("biased", [False, True])
 def test_from_hidden(
@@ -82,7 +88,7 @@ def test_gradcheck(kit: SimpleNamespace) -> None:
 
     def run(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return segment_logps(
-            batch, hidden=hidden, weight=weight, bias=bias, softcap=2.0, chunk_size=3
+            batch, hidden=hidden, weight=weight, bias=bias, softcap=2.0, chunk_size=30
         )
 
     assert torch.autograd.gradcheck(run, leaves)
@@ -99,7 +105,7 @@ def test_half_precision_is_summed_in_float32(kit: SimpleNamespace, batch: Packed
     hidden, weight = normal(batch.num_tokens, HIDDEN), normal(kit.VOCAB, HIDDEN, seed=1)
     half = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
     exact = [x.detach().double().requires_grad_() for x in half]
-    found = segment_logps(batch, hidden=half[0], weight=half[1], chunk_size=2)
+    found = segment_logps(batch, hidden=half[0], weight=half[1], chunk_size=100)
     expected = segment_logps(batch, hidden=exact[0], weight=exact[1])
     assert found.dtype == torch.float32
     assert (found - expected).abs().max() < 2e-5
@@ -119,21 +125,67 @@ def test_autocast_does_not_lower_the_precision(kit: SimpleNamespace, batch: Pack
         assert torch.equal(segment_logps(batch, hidden=hidden, weight=weight), plain)
 
 
-def test_never_more_logits_than_a_chunk_of_supervised_tokens(
+def test_no_more_logits_than_asked_for_and_each_twice(
     kit: SimpleNamespace, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows: list[int] = []
-    project = logprobs._project
+    tiles: list[int] = []
+    product = fused_head._product
 
-    def counting(hidden: Tensor, *others: Any) -> Any:
-        rows.append(len(hidden))
-        return project(hidden, *others)
+    def counting(left: Tensor, right: Tensor) -> Tensor:
+        tiles.append(len(left) * right.shape[1])
+        return product(left, right)
 
-    monkeypatch.setattr(logprobs, "_project", counting)
+    monkeypatch.setattr(fused_head, "_product", counting)
     hidden, weight = normal(batch.num_tokens, HIDDEN), normal(kit.VOCAB, HIDDEN, seed=1)
-    segment_logps(batch, hidden=hidden, weight=weight, chunk_size=5).sum().backward()
-    assert max(rows) == 5
-    assert sum(rows) == 2 * len(batch.target_index)  # forward and backward
+    segment_logps(batch, hidden=hidden, weight=weight, chunk_size=64).sum().backward()
+    assert max(tiles) == 64
+    assert sum(tiles) == 2 * len(batch.target_index) * kit.VOCAB  # forward and backward
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_is_frozen_costs_no_product(
+    kit: SimpleNamespace, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch, frozen: str
+) -> None:
+    rows: list[int] = []
+    monkeypatch.setattr(fused_head, "_add_product", lambda total, *_: rows.append(len(total)))
+    leaves = {"hidden": normal(batch.num_tokens, HIDDEN), "weight": normal(kit.VOCAB, HIDDEN)}
+    leaves[frozen] = leaves[frozen].detach()
+    segment_logps(batch, **leaves).sum().backward()
+    assert rows == [len(batch.target_index) if frozen == "weight" else kit.VOCAB]
+    assert leaves[frozen].grad is None
+
+
+def test_a_second_derivative_is_refused(kit: SimpleNamespace, batch: PackedBatch) -> None:
+    hidden, weight = normal(batch.num_tokens, HIDDEN), normal(kit.VOCAB, HIDDEN)
+    logps = segment_logps(batch, hidden=hidden, weight=weight).square().sum()
+    (slope,) = torch.autograd.grad(logps, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()
+
+
+def test_float32_hidden_states_and_a_half_precision_head(
+    kit: SimpleNamespace, batch: PackedBatch
+) -> None:
+    hidden = normal(batch.num_tokens, HIDDEN).detach().float().requires_grad_()
+    weight = normal(kit.VOCAB, HIDDEN, seed=1).detach().bfloat16().requires_grad_()
+    found = segment_logps(batch, hidden=hidden, weight=weight)
+    expected = segment_logps(batch, hidden=hidden.double(), weight=weight.double())
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().max() < 2e-5
+    found.sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert (hidden.grad.dtype, weight.grad.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_logits_far_apart_stay_finite(kit: SimpleNamespace, batch: PackedBatch) -> None:
+    hidden, weight = normal(batch.num_tokens, HIDDEN), normal(kit.VOCAB, HIDDEN, seed=1)
+    leaves = [x.detach().float().mul(1e3).requires_grad_() for x in (hidden, weight)]
+    found = segment_logps(batch, hidden=leaves[0], weight=leaves[1], chunk_size=20)
+    expected = segment_logps(batch, logits=leaves[0] @ leaves[1].T)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in leaves)
 
 
 def test_token_counts(batch: PackedBatch) -> None:
@@ -161,6 +213,7 @@ def test_a_pack_without_supervised_tokens_sums_to_zero(kit: SimpleNamespace) -> 
         (("hidden",), "either logits, or hidden and weight"),
         (("logits", "hidden", "weight"), "either logits, or hidden and weight"),
         (("logits", "softcap"), "go with hidden only"),
+        (("narrow", "weight"), r"weight must be \[V, 15\], as hidden is \[T, 15\]"),
         (("padded",), r"must be \[T, …\] or \[1, T, …\] with T = .*; found \(2, 3, 50\).*unpad"),
     ],
 )
@@ -173,7 +226,9 @@ def test_refusals(
         "weight": normal(kit.VOCAB, HIDDEN),
         "softcap": 3.0,
     }
-    given = {name: values[name] for name in names if name != "padded"}
+    given = {name: values[name] for name in names if name in values}
+    if "narrow" in names:
+        given = {"hidden": normal(batch.num_tokens, HIDDEN - 1), "weight": given["weight"]}
     if "padded" in names:
         given["logits"] = normal(2, 3, kit.VOCAB)
     with pytest.raises(ConfigError, match=message):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from mpmath import mp  # torch brings it, by way of sympy
 from torch import Tensor
 
 from packstore.errors import ConfigError
@@ -16,32 +17,34 @@ from packstore.torch import PreferenceLoss
 from packstore.torch.loss_variants import LOSSES
 from packstore.torch.pairs import Pairs, Variant
 
-
-def s(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
+mp.dps = 40
 
 
-def ls(x: float) -> float:
-    return math.log(s(x))
+def s(x: Any) -> Any:
+    return 1 / (1 + mp.exp(-x))
 
 
-def kl(p: float, q: float) -> float:
-    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+def ls(x: Any) -> Any:
+    return mp.log(s(x))
 
 
-def log_odds(x: float) -> float:
-    return x - math.log(1 - math.exp(x))
+def kl(p: Any, q: Any) -> Any:
+    return p * mp.log(p / q) + (1 - p) * mp.log((1 - p) / (1 - q))
 
 
-def discopop(x: float, tau: float) -> float:
+def log_odds(x: Any) -> Any:
+    return x - mp.log(1 - mp.exp(x))
+
+
+def discopop(x: Any, tau: float) -> Any:
     w = s(x / tau)
-    return -(1 - w) * ls(x) + w * math.exp(-x)
+    return -(1 - w) * ls(x) + w * mp.exp(-x)
 
 
 class One:
     """The numbers of one pair: w, l log-probs; n, m tokens; dr reward gap; u, v, d."""
 
-    def __init__(self, w: float, l: float, rw: float, rl: float, n: int, m: int, dr: float) -> None:  # noqa: E741
+    def __init__(self, w: Any, l: Any, rw: float, rl: float, n: int, m: int, dr: float) -> None:  # noqa: E741
         self.w, self.l, self.n, self.m, self.dr = w, l, n, m, dr
         self.rw, self.rl = rw, rl
         self.u, self.v = w - rw, l - rl
@@ -49,7 +52,7 @@ class One:
 
 
 B = 0.3
-FORMULAS: dict[str, tuple[dict[str, float], Callable[[One], float]]] = {
+FORMULAS: dict[str, tuple[dict[str, float], Callable[[One], Any]]] = {
     "dpo": ({}, lambda p: -ls(B * p.d)),
     "dpo_norm": ({}, lambda p: -ls(B * (p.u / p.n - p.v / p.m))),
     "cdpo": ({"label_smoothing": 0.2}, lambda p: -0.8 * ls(B * p.d) - 0.2 * ls(-B * p.d)),
@@ -75,13 +78,13 @@ FORMULAS: dict[str, tuple[dict[str, float], Callable[[One], float]]] = {
     "discopop": ({"tau": 0.5}, lambda p: discopop(B * p.d, 0.5)),
     "odpo": (
         {"alpha": 0.7},
-        lambda p: -ls(B * p.d - 0.7 * math.log(p.dr)) if p.dr > 0 else 0.0,
+        lambda p: -ls(B * p.d - 0.7 * mp.log(p.dr)) if p.dr > 0 else 0.0 * p.d,
     ),
-    "fdpo_forward_kl": ({}, lambda p: -ls(B * (math.exp(-p.v) - math.exp(-p.u)))),
+    "fdpo_forward_kl": ({}, lambda p: -ls(B * (mp.exp(-p.v) - mp.exp(-p.u)))),
     "fdpo_js": ({}, lambda p: -ls(B * (ls(p.u) - ls(p.v)))),
     "fdpo_alpha": (
         {"alpha": 0.3},
-        lambda p: -ls(B * (math.exp(-0.7 * p.u) - math.exp(-0.7 * p.v)) / -0.7),
+        lambda p: -ls(B * (mp.exp(-0.7 * p.u) - mp.exp(-0.7 * p.v)) / -0.7),
     ),
     "sft": ({}, lambda p: -p.w),
 }
@@ -110,20 +113,36 @@ def test_every_loss_has_a_formula() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_formula(name: str) -> None:
+def test_formula_and_its_derivatives(name: str) -> None:
     pairs = random_pairs()
+    leaves = [x.requires_grad_() for x in (pairs.chosen, pairs.rejected)]
     found = load(name)(pairs, **parameters(name))
+    slopes = torch.autograd.grad(found.sum(), leaves, materialize_grads=True)
     for i in range(len(found)):
-        p = One(
-            *(
-                float(x[i])
-                for x in (pairs.chosen, pairs.rejected, pairs.ref_chosen, pairs.ref_rejected)
-            ),
+        rest = (
+            float(pairs.ref_chosen[i]),
+            float(pairs.ref_rejected[i]),
             int(pairs.chosen_tokens[i]),
             int(pairs.rejected_tokens[i]),
             float(pairs.dr[i]),
         )
-        assert float(found[i]) == pytest.approx(FORMULAS[name][1](p), abs=1e-10)
+
+        def formula(w: Any, l: Any, rest: Any = rest) -> Any:  # noqa: E741
+            return FORMULAS[name][1](One(w, l, *rest))
+
+        at = tuple(mp.mpf(float(x[i].detach())) for x in leaves)
+        assert abs(float(found[i].detach()) - formula(*at)) < 1e-10
+        for side, slope in enumerate(slopes):
+            exact = mp.diff(formula, at, tuple(int(side == j) for j in (0, 1)))
+            assert abs(float(slope[i]) - exact) < 1e-10
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_order_of_pairs_does_not_matter(name: str) -> None:
+    pairs, order = random_pairs(), torch.randperm(12)
+    shuffled = Pairs(*(getattr(pairs, field)[order] for field in pairs.__dataclass_fields__))
+    both = [load(name)(x, **parameters(name)) for x in (pairs, shuffled)]
+    assert torch.equal(both[0][order], both[1])
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -173,7 +192,7 @@ def test_rpo_bwd_kl_has_the_gradient_of_cdpo_with_a_smoothing_of_its_own() -> No
         same = replace(pairs, chosen_reward=torch.full_like(pairs.chosen, gap))
         torch.testing.assert_close(
             gradient("rpo_bwd_kl", same, beta=B, eta=1.0),
-            gradient("cdpo", same, beta=B, label_smoothing=s(-gap)),
+            gradient("cdpo", same, beta=B, label_smoothing=float(s(-gap))),
             rtol=0,
             atol=1e-12,
         )
@@ -198,6 +217,28 @@ def test_identities() -> None:
 
 
 @pytest.mark.parametrize(
+    "name", [name for name in LOSSES if not load(name).averaged and name != "sft"]
+)
+def test_any_loss_on_sums_can_look_at_means(name: str) -> None:
+    pairs = random_pairs()
+    (member,) = PreferenceLoss(name, average_logps=True, **parameters(name)).members
+    found = member(pairs)
+    assert torch.equal(found, load(name)(pairs.per_token(), **parameters(name)))
+    assert not torch.equal(found, load(name)(pairs, **parameters(name)))
+
+
+def test_parameters_of_a_mix() -> None:
+    mix = {"dpo": 0.7, "cdpo": {"weight": 0.2, "beta": 0.5}, "hinge": {"beta": 0.9}}
+    members = PreferenceLoss(mix, beta=0.3, label_smoothing=0.05).members
+    assert [(m.name, m.weight, m.parameters) for m in members] == [
+        ("dpo", 0.7, {"beta": 0.3}),
+        ("cdpo", 0.2, {"beta": 0.5, "label_smoothing": 0.05}),
+        ("hinge", 1.0, {"beta": 0.9}),
+    ]
+    assert repr(PreferenceLoss(mix)).startswith("PreferenceLoss(0.7 dpo, beta=0.1 + 0.2 cdpo,")
+
+
+@pytest.mark.parametrize(
     ("name", "given", "message"),
     [
         ("dop", {}, r"unknown loss 'dop'; choose one of: dpo, .*Did you mean 'dpo'\?"),
@@ -211,12 +252,26 @@ def test_identities() -> None:
         ("exo_pair", {"label_smoothing": 0}, "label_smoothing must lie in"),
         ("discopop", {"tau": 2}, r"tau must lie in 0.001..1; found 2"),
         ("dpo", {"sft_weight": -1}, "sft_weight must be at least 0; found -1"),
+        ("dpo", {"sft_weight": "x"}, "sft_weight must be at least 0; found 'x'"),
         ("dpo", {"pairs": "some"}, "pairs must be one of: best_vs_rest, all, adjacent"),
         ("dpo", {"reduction": "mean"}, "reduction must be one of: sum, pack_mean; found 'mean'"),
         ("dpo", {"sft_average": "pack"}, "sft_average must be one of: token, sequence_sum"),
         ("sft", {"sft_weight": 1}, "loss 'sft' takes neither"),
+        ("dpo_norm", {"average_logps": True}, "loss 'dpo_norm': average_logps goes with losses on"),
+        ("sft", {"average_logps": True}, "Use sft_average for it"),
+        ({"dpo": 1, "simpo": 1}, {"average_logps": True}, "loss 'simpo': average_logps goes with"),
+        ({"dpo": 1, "dop": 1}, {}, r"unknown loss 'dop'; choose one of: dpo, .*Did you mean 'dpo'"),
+        ({"dpo": 1, "hinge": 1}, {"gamma": 1}, r"loss 'dpo \+ hinge' has no parameter 'gamma'"),
+        ({"dpo": {"tau": 1}}, {}, "loss 'dpo' has no parameter 'tau'; it takes: beta"),
+        ({"dpo": -1}, {}, "its weight in a mix must be at least 0; found -1"),
+        ({"dpo": {"weight": "x"}}, {}, "its weight in a mix must be at least 0; found 'x'"),
+        ({"dpo": True}, {}, "its weight in a mix must be at least 0; found True"),
+        ({"dpo": 0.0}, {}, "weights of a loss must not all be 0"),
+        ({}, {}, r"must be a name, or a mix \{name: weight\}; found \{\}"),
+        ({"dpo": 1, "sft": 1}, {}, "'sft' has a count of its own in a mix"),
+        ("dpo", {"sft_weight": 1, "reduction": "pack_mean"}, "'pack_mean' has no token mean"),
     ],
 )
-def test_refusals(name: str, given: dict[str, Any], message: str) -> None:
+def test_refusals(name: Any, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PreferenceLoss(name, **given)

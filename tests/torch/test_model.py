@@ -1,8 +1,9 @@
-"""What the attention function refuses, and the probe for one's own model."""
+"""What the attention function refuses, of models and of calls."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,22 +11,23 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     BloomConfig,
     BloomForCausalLM,
     DynamicCache,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from packstore.errors import BackendError, CompatibilityError, UnknownNameError
 from packstore.testing import random_examples
-from packstore.torch import check_isolation, check_model, collate, use_packed_attention
-from packstore.torch.attention import ATTENTION
-from packstore.torch.model import _logged
+from packstore.torch import check_model, collate, use_packed_attention
+from packstore.torch.attention import ATTENTION, _auto
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -85,8 +87,12 @@ def test_dropout_is_refused_in_training_only(kit: SimpleNamespace) -> None:
             "transformers' attention registry; found an attention of its own",
         ),
         (lambda: nn.Linear(2, 2), "must be a Hugging Face model"),
+        (
+            lambda: T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=32, d_ff=32)),
+            "must be a decoder alone; found an encoder and a decoder",
+        ),
     ],
-    ids=["recurrent", "own attention", "no model"],
+    ids=["recurrent", "own attention", "no model", "encoder and decoder"],
 )
 def test_refused_models(model: Any, message: str) -> None:
     with pytest.raises(BackendError, match=f"{message}.*Train it unpacked"):
@@ -105,58 +111,62 @@ def test_unknown_backend(kit: SimpleNamespace) -> None:
         use_packed_attention(kit.tiny_model(), "spda")
 
 
+def test_models_that_look_ahead_are_refused(kit: SimpleNamespace) -> None:
+    heads = {"num_attention_heads": 4, "intermediate_size": 32}
+    model = use_packed_attention(BertLMHeadModel(BertConfig(**SMALL, **heads)).eval())
+    with pytest.raises(BackendError, match="must be causal; found a model that looks ahead"):
+        model(**collate(kit.packed(random_examples(2), [2], "concat"), "dpo").model_inputs())
+
+
+@pytest.mark.parametrize("name", ["stablelm", "nemotron"])
+def test_models_that_keep_keywords_from_attention_are_refused(
+    kit: SimpleNamespace, name: str
+) -> None:
+    model = use_packed_attention(kit.tiny_family(name))
+    with pytest.raises(BackendError, match=r"found no layout.*its layers keep keywords"):
+        model(**collate(kit.packed(random_examples(2), [2], "concat"), "dpo").model_inputs())
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flash_attention_2", "flex_attention"])
+def test_the_config_does_not_matter(kit: SimpleNamespace, implementation: str) -> None:
+    batch = collate(kit.packed(random_examples(3), [3], "shared_prefix"), "dpo")
+    expected = use_packed_attention(kit.tiny_model("mistral"))(**batch.model_inputs()).logits
+    model = kit.tiny_model("mistral", use_cache=True)
+    model.config._attn_implementation_internal = implementation
+    found = use_packed_attention(model).train()(**{**batch.model_inputs(), "use_cache": None})
+    assert torch.equal(found.logits, expected)
+
+
 def test_auto_is_logged_once(kit: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
-    _logged.cache_clear()
+    _auto._log.cache_clear()
+    inputs = collate(kit.packed(random_examples(2), [2], "concat"), "dpo").model_inputs()
     with caplog.at_level(logging.INFO, "packstore"):
         for _ in range(2):
-            use_packed_attention(kit.tiny_model())
+            use_packed_attention(kit.tiny_model())(**inputs)
     assert [r.getMessage() for r in caplog.records] == [
         "packed attention: backend 'auto' is 'sdpa'"
     ]
 
 
-def test_auto_serves_soft_capped_models(kit: SimpleNamespace) -> None:
-    config = Gemma2Config(**SMALL, **HEADS, **IDS, intermediate_size=48, sliding_window=4)
-    model = Gemma2ForCausalLM(config)
-    assert check_isolation(model, "auto") < 1e-5
-    with pytest.raises(BackendError, match="soft-capped"):
-        check_isolation(model, "sdpa")
-
-
-@pytest.mark.parametrize("backend", list(ATTENTION))
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
-def test_probe_passes_and_leaves_the_model_as_it_was(
-    kit: SimpleNamespace, name: str, backend: str
+def test_autocast_reaches_the_backend(
+    kit: SimpleNamespace, new_backend: Callable[[Any], str]
 ) -> None:
-    model = kit.tiny_model(name, torch.float32).train()
-    before = model.config._attn_implementation
-    assert check_isolation(model, backend) < 1e-4
-    assert model.config._attn_implementation == before
-    assert model.training
+    """Rotary positions leave queries and keys in float32 beside values in bfloat16."""
+    taken = set()
 
+    def attend(q: Any, k: Any, v: Any, layout: Any, **settings: Any) -> Any:
+        taken.update((q.dtype, k.dtype, v.dtype))
+        return ATTENTION.load("reference")(q, k, v, layout, **settings)
 
-def test_probe_finds_a_leak(kit: SimpleNamespace) -> None:
-    model = kit.tiny_model(dtype=torch.float32)
-    model.set_attn_implementation("plain_for_tests")  # one sequence per row, whatever the layout
-    with pytest.raises(BackendError, match="layout concat: other tokens in one segment must not"):
-        check_isolation(model)
-
-
-def test_probe_finds_wrong_positions(kit: SimpleNamespace) -> None:
-    class Deaf(nn.Module):
-        """Drops the positions of the batch."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = use_packed_attention(kit.tiny_model(dtype=torch.float32))
-            self.config = self.inner.config
-
-        def forward(self, position_ids: torch.Tensor, **inputs: Any) -> Any:
-            return self.inner(**inputs, position_ids=torch.arange(position_ids.shape[1])[None])
-
-    # Rotary positions are relative, so only keys that a segment shares stand at wrong distances.
-    with pytest.raises(BackendError, match="layout shared_prefix: a segment must have the logits"):
-        check_isolation(Deaf())
+    model = use_packed_attention(kit.tiny_model("qwen3", torch.float32), new_backend(attend))
+    inputs = collate(kit.packed(random_examples(3), [3], "shared_prefix"), "dpo").model_inputs()
+    exact = model(**inputs).logits
+    assert taken == {torch.float32}
+    taken.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(**inputs).logits
+    assert taken == {torch.bfloat16}
+    assert (found.float() - exact).abs().max() < 0.05 * exact.abs().max()
 
 
 def test_vocabulary(kit: SimpleNamespace, tmp_path: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,10 @@ from torch import Tensor
 from packstore.errors import CompatibilityError, ConfigError
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, PreferenceLoss, collate, segment_token_counts
+from packstore.torch.divisor import StepDivisor
+from packstore.torch.guard import FirstStepGuard
+from packstore.torch.loss_variants import LOSSES
+from packstore.torch.metrics import Metrics
 
 
 def make(
@@ -56,7 +62,9 @@ def test_fillers_count_nowhere(kit: SimpleNamespace) -> None:
     )
     assert plain.num_segments == 12
     for reduction in ("sum", "pack_mean"):
-        loss_fn = PreferenceLoss("dpo", reduction=reduction, sft_weight=0.3)
+        loss_fn = PreferenceLoss(
+            "dpo", reduction=reduction, sft_weight=0.3, sft_average="sequence_mean"
+        )
         found = loss_fn(logps, batch, ref)
         expected = loss_fn(logps[:8], real, ref[:8])
         torch.testing.assert_close(found.loss, expected.loss)
@@ -73,6 +81,7 @@ def test_metrics(kit: SimpleNamespace) -> None:
         "rewards/rejected": 0.3 * v,
         "rewards/margins": 0.3 * (u - v),
         "rewards/accuracies": (u > v).double(),
+        "rewards/squares": 0.09 * (u**2 + v**2) / 2,
         "logps/chosen": logps[0::2],
         "logps/rejected": logps[1::2],
     }
@@ -87,6 +96,31 @@ def test_metrics(kit: SimpleNamespace) -> None:
     torch.testing.assert_close(
         averaged["rewards/margins"][0], (0.3 * (u / n[0::2] - v / n[1::2])).sum().detach()
     )
+
+
+def test_a_mix(kit: SimpleNamespace) -> None:
+    batch, logps, ref = make(kit, [1, 3])
+    mix = PreferenceLoss({"dpo": 0.8, "bco_pair": 0.2}, beta=0.3, sft_weight=1.0)
+    found = mix(logps, batch, ref)
+    parts = [PreferenceLoss(name, beta=0.3)(logps, batch, ref) for name in ("dpo", "bco_pair")]
+    sft = PreferenceLoss("sft")(logps, batch)
+    torch.testing.assert_close(found.loss, 0.8 * parts[0].loss + 0.2 * parts[1].loss + sft.loss)
+    assert found.count == 4
+    for name, part in zip(("dpo", "bco_pair"), parts, strict=True):
+        torch.testing.assert_close(found.metrics[f"loss/{name}"], (part.loss_sum, part.count))
+    torch.testing.assert_close(found.metrics["sft_loss"], (sft.loss_sum, sft.count))
+    torch.testing.assert_close(found.metrics["preference_loss"][0], found.loss_sum)
+    torch.testing.assert_close(found.metrics["loss"][0] / 4, found.loss)
+
+
+def test_a_pair_weighs_the_same_in_any_pack(kit: SimpleNamespace) -> None:
+    slopes = []
+    for sizes in ([1, 3], [4], [1, 1, 1, 1]):
+        batch, logps, ref = make(kit, sizes)
+        PreferenceLoss("dpo")(logps, batch, ref).loss.backward()
+        slopes.append(logps.grad)
+    assert torch.equal(slopes[0], slopes[1])
+    assert torch.equal(slopes[0], slopes[2])
 
 
 @pytest.mark.parametrize("average", ["token", "sequence_sum", "sequence_mean"])
@@ -109,7 +143,7 @@ def test_the_likelihood_term(kit: SimpleNamespace, kind: str, average: Any) -> N
         torch.testing.assert_close(out.loss_sum, plain.loss_sum)
         assert out.sft_count == (tokens.sum() if average == "token" else 5)
         halved = PreferenceLoss("dpo", sft_weight=0.2, sft_average=average)(
-            logps, batch, ref, divisor=10, sft_divisor=2 * out.sft_count
+            logps, batch, ref, divisor=StepDivisor(10, 2 * float(out.sft_count))
         )
         torch.testing.assert_close(halved.loss, out.loss / 2)
 
@@ -134,7 +168,8 @@ def test_ranked(kit: SimpleNamespace, choice: Any) -> None:
                 expected.append(-torch.sigmoid(0.1 * d).log())
     out = PreferenceLoss("dpo", pairs=choice)(logps, batch, ref)
     torch.testing.assert_close(out.loss_sum, torch.stack(expected).sum())
-    assert out.count == len(expected)
+    assert out.count == len(expected)  # per pair: an example weighs as much as it has pairs
+    torch.testing.assert_close(out.loss, torch.stack(expected).mean())
 
 
 def test_ranked_likelihood_is_of_the_best(kit: SimpleNamespace) -> None:
@@ -184,3 +219,64 @@ def test_refusals(kit: SimpleNamespace) -> None:
     single, logps, ref = make(kit, [2, 3], "sft")
     with pytest.raises(CompatibilityError, match=r"kind 'sft'. Use PreferenceLoss\('sft'\)"):
         PreferenceLoss("dpo")(logps, single, ref)
+
+
+def test_means_over_batches_are_those_of_one_batch(kit: SimpleNamespace) -> None:
+    loss_fn = PreferenceLoss("dpo", beta=0.3, sft_weight=0.5)
+    batch, logps, ref = make(kit, [1, 3])
+    whole = loss_fn(logps, batch, ref)
+    divisor = StepDivisor(4.0, float(whole.sft_count or 0))
+    metrics = Metrics()
+    examples = random_examples(4, seed=8)
+    for part in (np.arange(1), np.arange(1, 4)):
+        own = collate(kit.packed(examples.take(part), [len(part)], "concat"), "dpo")
+        where = slice(2 * part[0], 2 * part[-1] + 2)
+        metrics.add(loss_fn(logps[where], own, ref[where], divisor=divisor).metrics)
+    found = metrics.means()
+    assert found["loss"] == pytest.approx(float(whole.loss.detach()), abs=1e-12)
+    for name, (total, count) in whole.metrics.items():
+        assert found[name] == pytest.approx(float(total / count), abs=1e-12), name
+    assert metrics.means() == {}
+
+
+def test_a_mean_over_nothing_is_not_a_number() -> None:
+    metrics = Metrics()
+    metrics.add({"loss": (torch.zeros(()), torch.zeros(()))})
+    assert math.isnan(metrics.means()["loss"])
+
+
+REWARDS = ("rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "odpo")
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if LOSSES.load(name).reference])
+def test_the_first_step(kit: SimpleNamespace, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    batch, logps, ref = make(kit, [2, 3])
+    loss_fn = PreferenceLoss(name)
+    if name not in REWARDS:  # their value depends on the rewards
+        expected = {
+            **dict.fromkeys(("ipo", "ipo_sum"), 25.0),
+            **dict.fromkeys(("hinge", "apo_zero", "apo_down"), 1.0),
+            **dict.fromkeys(("nca_pair", "bco_pair"), 2 * math.log(2)),
+            "sppo_hard": 50.0,
+            "exo_pair": -math.log(2) - 0.5 * math.log(1e-3) - 0.5 * math.log1p(-1e-3),
+            "discopop": 0.5 * math.log(2) + 0.5,
+        }.get(name, math.log(2))
+        assert float(loss_fn(ref, batch, ref).loss) == pytest.approx(expected, abs=1e-12)
+    assert FirstStepGuard(loss_fn)(ref + 0.05, batch, ref) == pytest.approx(0.05)
+    assert not caplog.records
+    guard = FirstStepGuard(loss_fn)
+    assert guard(logps, batch, ref) == pytest.approx(float((logps - ref).abs().mean().detach()))
+    assert guard(logps, batch, ref) is None
+    (record,) = caplog.records
+    for words in ("dtype of the output head", "dropout", "template", "attention", "LoRA"):
+        assert words in record.getMessage()
+    number = float(re.findall(r"the loss be ([-\d.e]+);", record.getMessage())[0])
+    assert number == pytest.approx(float(loss_fn(ref, batch, ref).loss), rel=1e-3)
+
+
+def test_no_first_step_without_a_reference(kit: SimpleNamespace) -> None:
+    batch, logps, ref = make(kit, [2, 3])
+    assert FirstStepGuard(PreferenceLoss("simpo"))(logps, batch, ref) is None
+    guard = FirstStepGuard(PreferenceLoss("dpo"))
+    assert guard(logps, batch) is None  # nothing to compare with yet
+    assert guard(logps, batch, ref) is not None

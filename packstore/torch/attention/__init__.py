@@ -3,9 +3,11 @@
 ``attend(q_TNH, k_TKH, v_TKH, layout, *, scale, sliding_window=None, softcap=None) -> o_TNH``
 
 Legend: T tokens of the flat row, N query heads, K key/value heads (N is a multiple of K: grouped
-queries), H size of a head; values and output may have a head size of their own. A window of w lets
-a query see itself and the w - 1 tokens before it. A backend refuses what it cannot do
-(:class:`~packstore.errors.BackendError`), and never does something near it instead.
+queries), H size of a head; values and output may have a head size of their own, but for flash
+kernels. A window of w lets a query see itself and the w - 1 tokens before it. A backend refuses
+what it cannot do (:class:`~packstore.errors.BackendError`), and never does something near it.
+
+What each one can do, and what has been tested, is in ``docs/attention.md``.
 """
 
 from __future__ import annotations
@@ -40,5 +42,11 @@ ATTENTION: Registry[Attend] = Registry(
     {
         "reference": "packstore.torch.attention.reference:attend",
         "sdpa": "packstore.torch.attention.sdpa:attend",
+        "flex": "packstore.torch.attention.flex:attend",
+        "torch_varlen": "packstore.torch.attention.torch_varlen:attend",
+        "flash_attn": "packstore.torch.attention.flash_attn:attend",
+        "flash_attn_3": "packstore.torch.attention.flash_attn_3:attend",
+        "flash_attn_4": "packstore.torch.attention.flash_attn_4:attend",
     },
+    extras={"flash_attn": "flash", "flash_attn_4": "flash4"},
 )

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from packstore.torch.attention._causal import visible
+from packstore.torch.attention._opaque import opaque
 from packstore.torch.layout import AttentionLayout
 
 
+@opaque
 def attend(
     q_TNH: Tensor,
     k_TKH: Tensor,

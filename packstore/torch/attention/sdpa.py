@@ -12,9 +12,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from packstore.errors import BackendError, sentence
 from packstore.torch.attention._causal import visible
+from packstore.torch.attention._opaque import opaque
 from packstore.torch.layout import AttentionLayout
 
 
+@opaque
 def attend(
     q_TNH: Tensor,
     k_TKH: Tensor,
@@ -36,7 +38,7 @@ def attend(
                 "attention backend 'sdpa'",
                 "attention scores must not be soft-capped",
                 f"softcap {softcap}",
-                "Use backend='reference'",
+                "Use backend='reference', or 'flex' on a GPU",
             )
         )
     keys, values = layout.keys(k_TKH), layout.keys(v_TKH)

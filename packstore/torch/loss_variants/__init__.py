@@ -2,8 +2,8 @@
 
 In the formulas: u, v log-ratios of policy and reference on the chosen and the rejected response
 (sums over tokens), d = u - v, n_w and n_l their numbers of tokens, dr the gap between their
-ground-truth rewards, s the sigmoid, b beta. Losses that couple the pairs of a batch (aot, kto, bco
-with its running mean) are left out on purpose: they would depend on the packing.
+ground-truth rewards, s the sigmoid, b beta. Losses that couple the pairs of a batch are left out on
+purpose (:data:`LEFT_OUT`): they would depend on the packing. ``docs/losses.md`` has them all.
 """
 
 from __future__ import annotations
@@ -41,3 +41,32 @@ _NAMES = (
 )
 
 LOSSES: Registry[Variant] = Registry("loss", {name: f"{_HERE}.{name}:{name}" for name in _NAMES})
+
+_COUPLES = "it couples the pairs of a batch, so it would depend on which pairs share a pack"
+_TOKENS = "it needs more of each token than its log-prob summed over the sequence"
+
+LEFT_OUT: dict[str, str] = {
+    "aot": f"{_COUPLES} (it sorts their log-ratios)",
+    "aot_unpaired": f"{_COUPLES} (it sorts their log-ratios)",
+    "bco": f"{_COUPLES} (it subtracts a running mean of rewards); 'bco_pair' does not",
+    "kto": f"{_COUPLES} (its baseline is the KL of mismatched pairs)",
+    "beta_dpo": f"{_COUPLES} (its beta follows the margins of the batch)",
+    "ld_dpo": _TOKENS,
+    "wpo": _TOKENS,
+}
+"""Losses that are known and not here -> why."""
+
+OTHER_NAMES: dict[str, str] = {
+    "sigmoid": "'dpo' ('cdpo' with label smoothing)",
+    "sigmoid_norm": "'dpo_norm'",
+    "dpo_avg": "'dpo_norm'",
+    "rdpo": "'robust'",
+    "ipo_mean": "'ipo'",
+    "rebel": "'rpo_sq', which is it up to a factor",
+    "forward_kl": "'fdpo_forward_kl'",
+    "js_divergence": "'fdpo_js'",
+    "alpha_divergence": "'fdpo_alpha'",
+    "mpo": "a mix: {'dpo': 0.8, 'bco_pair': 0.2} with sft_weight=1",
+    "nll": "'sft', or sft_weight beside another loss",
+}
+"""What other libraries call a loss -> what it is here, for error messages."""

@@ -1,0 +1,136 @@
+"""torch's FlexAttention with the layout as its mask: soft-capped scores, any head size.
+
+Every query of a layout sees one run of keys, from a first to a last one, windows included. So the
+mask is two numbers a query, and the blocks that the kernel may skip follow from their least and
+greatest in each block, without ever evaluating queries times keys. Both are made once for a layout
+and a window, and serve all layers and the recomputation of checkpoints.
+
+On a GPU the kernel is compiled. Lengths are rounded up to a quarter of the power of two below them,
+so that most runs compile once; a second length compiles once more, then for any length. On CPU it
+runs uncompiled, and torch has the forward pass only: what needs gradients there is refused.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad
+
+from packstore.torch.attention import _flash
+from packstore.torch.attention._opaque import opaque
+from packstore.torch.layout import AttentionLayout
+
+BLOCK = 128
+"""Queries, and keys, that the kernel skips or computes together."""
+
+_masks: WeakKeyDictionary[AttentionLayout, dict[int | None, BlockMask]] = WeakKeyDictionary()
+
+
+@opaque
+def attend(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    layout: AttentionLayout,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """One call over all segments.
+
+    Raises:
+        BackendError: gradients on CPU.
+    """
+    rows = (q_TNH, layout.keys(k_TKH), layout.keys(v_TKH))
+    training = torch.is_grad_enabled() and any(x.requires_grad for x in rows)
+    if training and q_TNH.device.type == "cpu":
+        must, found = "on CPU it has a forward pass only", "tensors that need gradients"
+        raise _flash.refusal("flex", must, found, "Use backend='sdpa' or 'reference' on CPU")
+    mask = block_mask(layout, sliding_window)
+    output = _kernel(q_TNH.device.type)(
+        *(_heads_first(x, rounded(len(x))) for x in rows),
+        score_mod=None if softcap is None else _capped(softcap),
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q_TNH.shape[1] != k_TKH.shape[1],
+    )
+    return output[0].transpose(0, 1)[: len(q_TNH)]  # type: ignore[no-any-return]
+
+
+def rounded(tokens: int) -> int:
+    """`tokens`, rounded up to a quarter of the power of two below, and to whole blocks."""
+    step = max(BLOCK, 1 << max(0, tokens.bit_length() - 3))
+    return -(-tokens // step) * step
+
+
+def block_mask(layout: AttentionLayout, sliding_window: int | None) -> BlockMask:
+    """The mask of a layout, made when it is first asked for."""
+    masks = _masks.setdefault(layout, {})
+    if sliding_window not in masks:
+        masks[sliding_window] = _block_mask(layout, sliding_window)
+    return masks[sliding_window]
+
+
+def _block_mask(layout: AttentionLayout, window: int | None) -> BlockMask:
+    first, last, keys = _runs(layout, window)
+
+    def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= first[query]) & (key <= last[query])
+
+    starts = torch.arange(0, keys, BLOCK, device=first.device)
+    lowest, highest = first.view(-1, BLOCK).aminmax(dim=1)
+    least, greatest = last.view(-1, BLOCK).aminmax(dim=1)
+    some = (starts + BLOCK > lowest[:, None]) & (starts <= greatest[:, None])
+    whole = (starts >= highest[:, None]) & (starts + BLOCK <= least[:, None] + 1)
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible
+    )
+
+
+def _runs(layout: AttentionLayout, window: int | None) -> tuple[Tensor, Tensor, int]:
+    """First and last key of each query, `[rounded T]`, and the rounded number of keys."""
+    starts_q, starts_k = layout.cu_seqlens_q.long(), layout.cu_seqlens_k.long()
+    tokens = layout.num_queries
+    keys = tokens if layout.kv_index is None else len(layout.kv_index)
+    segments = torch.arange(len(starts_q) - 1, device=starts_q.device)
+    segment = segments.repeat_interleave(starts_q.diff(), output_size=tokens)
+    query = torch.arange(tokens, device=starts_q.device)
+    last = starts_k[segment + 1] - (starts_q[segment + 1] - query)
+    first = starts_k[segment]
+    if window is not None:
+        first = torch.maximum(first, last - window + 1)
+    # What fills up the row sees the last key, as a row without any would have no softmax.
+    extra = (0, rounded(tokens) - tokens)
+    return pad(first, extra, value=keys - 1), pad(last, extra, value=keys - 1), rounded(keys)
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks each row has, and which, those it has first; `[1, 1, rows(, columns)]`."""
+    order = blocks.int().argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(1).int()[None, None], order.int()[None, None].contiguous()
+
+
+@cache
+def _kernel(device: str) -> Any:
+    # fullgraph: an error in place of the uncompiled kernel, which makes all scores of the row.
+    return torch.compile(
+        flex_attention, fullgraph=True, backend="eager" if device == "cpu" else "inductor"
+    )
+
+
+@cache
+def _capped(softcap: float) -> Any:
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
+def _heads_first(rows_TNH: Tensor, length: int) -> Tensor:
+    return pad(rows_TNH, (0, 0, 0, 0, 0, length - len(rows_TNH))).transpose(0, 1).unsqueeze(0)

@@ -1,0 +1,258 @@
+"""Log-probs of chosen tokens from hidden states and the output head, a tile of logits at a time.
+
+A tile is some tokens times some columns of the vocabulary, so memory is bounded whatever the
+vocabulary is. The forward pass keeps one number a token, the log of the sum of exponentials; the
+backward pass computes the tiles again. The vocabulary is the outer loop: the gradient of a column
+is then summed over all tokens in float32 before it is rounded once to the dtype of the head, and
+no float32 copy of the head, nor of its gradient, ever exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CPU_CHUNK = 2**21
+"""Logits of a tile on a CPU, 8 MiB: larger ones leave its caches, and are no faster
+(``benchmarks/logprobs.py``)."""
+
+GPU_CHUNK = 2**26
+"""Logits of a tile elsewhere, 256 MiB: few large products."""
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class Projection(NamedTuple):
+    """How logits follow from the product of hidden states and head.
+
+    Attributes:
+        scale: factor on the product (and its bias).
+        softcap: then ``c * tanh(logits / c)``, or None.
+        chunk_size: logits that exist at once.
+        group: process group over which the vocabulary is split in rank order, or None.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+    chunk_size: int = CPU_CHUNK
+    group: Any = None
+
+
+class HeadLogProbs(torch.autograd.Function):
+    """``log softmax(cap(scale * (hidden @ weight.T + bias)))[target]``, `[n]`.
+
+    Arguments are hidden `[n, H]`, weight `[V, H]`, bias `[V]` or None, targets int64 `[n]` and a
+    :class:`Projection`. With a group, weight and bias are this rank's share of the vocabulary, and
+    the gradient of the hidden states is summed over the ranks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        how: Projection,
+    ) -> Tensor:
+        """The log-probs, at least in float32."""
+        ctx.how, ctx.operand = how, _operand_dtype(hidden, weight)
+        targets = targets - first_column(len(weight), how.group)
+        exact = exact_dtype(hidden, weight)
+        # One row each: highest logit so far, sum of exponentials below it, logit of the target.
+        state = torch.zeros((3, len(hidden)), dtype=exact, device=hidden.device)
+        state[0] = -math.inf
+        inputs = hidden.to(ctx.operand)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for columns, rows in _tiles(len(hidden), len(weight), how.chunk_size):
+                head = weight[columns].to(ctx.operand)
+                for part in rows:
+                    logits, _ = _project(inputs[part], head, _part(bias, columns), how)
+                    _fold(state[:, part], logits, targets[part] - columns.start)
+        log_total = merge(state, how.group)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_total)
+        return state[2] - log_total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of what needs one; nothing is computed for a frozen head or trunk."""
+        hidden, weight, bias, targets, log_total = ctx.saved_tensors
+        how, operand = ctx.how, ctx.operand
+        exact = log_total.dtype
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        d_hidden = torch.zeros_like(hidden, dtype=exact) if needs_hidden else None
+        d_weight = torch.empty_like(weight) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=exact) if needs_bias else None
+        inputs, grad = hidden.to(operand), grad * how.scale
+        with torch.autocast(hidden.device.type, enabled=False):
+            for columns, rows in _tiles(len(hidden), len(weight), how.chunk_size):
+                head = weight[columns].to(operand)
+                d_head = None if d_weight is None else _accumulator(d_weight[columns], exact)
+                for part in rows:
+                    logits, slope = _project(inputs[part], head, _part(bias, columns), how)
+                    delta = _softmax_gap(logits, log_total[part], targets[part] - columns.start)
+                    delta.mul_(grad[part, None])
+                    if slope is not None:
+                        delta.mul_(slope)
+                    if d_bias is not None:
+                        d_bias[columns] += delta.sum(0)
+                    delta = delta.to(operand)
+                    if d_hidden is not None:
+                        _add_product(d_hidden[part], delta, head)
+                    if d_head is not None:
+                        _add_product(d_head, delta.T, inputs[part])
+                if d_weight is not None and d_head is not None and d_weight.dtype != exact:
+                    d_weight[columns] = d_head
+        if d_hidden is not None:
+            reduce(d_hidden, how.group)
+            d_hidden = d_hidden.to(hidden.dtype)
+        return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), None, None
+
+
+class ShardedLogProbs(torch.autograd.Function):
+    """``log softmax(logits)[target]``, `[n]`, from this rank's columns of them, `[n, V / P]`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any) -> Tensor:
+        """The log-probs, at least in float32."""
+        targets = targets - first_column(logits.shape[-1], group)
+        values = logits.to(exact_dtype(logits), copy=True)
+        state = torch.zeros((3, len(logits)), dtype=values.dtype, device=values.device)
+        state[0] = -math.inf
+        _fold(state, values, targets)
+        log_total = merge(state, group)
+        ctx.save_for_backward(logits, targets, log_total)
+        return state[2] - log_total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of this rank's logits."""
+        logits, targets, log_total = ctx.saved_tensors
+        delta = _softmax_gap(logits.to(log_total.dtype, copy=True), log_total, targets)
+        return delta.mul_(grad[:, None]).to(logits.dtype), None, None
+
+
+def exact_dtype(*values: Tensor) -> torch.dtype:
+    """The widest dtype of the tensors, and at least float32."""
+    widest = torch.float32
+    for value in values:
+        widest = torch.promote_types(widest, value.dtype)
+    return widest
+
+
+def default_chunk(device: torch.device) -> int:
+    """Logits of a tile on `device`."""
+    return CPU_CHUNK if device.type == "cpu" else GPU_CHUNK
+
+
+def first_column(width: int, group: Any) -> int:
+    """Where this rank's share of the vocabulary begins; all shares are `width` wide."""
+    return 0 if group is None else width * dist.get_rank(group)
+
+
+def merge(state: Tensor, group: Any) -> Tensor:
+    """Log of the sum of exponentials over all ranks, `[n]`; the target logits become whole.
+
+    Args:
+        state: `[3, n]`: highest logit, sum of exponentials below it, logit of the target or 0.
+        group: where the other columns of the vocabulary are, or None.
+    """
+    if group is not None:
+        highest = state[0].clone()
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+        state[1] *= (state[0] - highest).exp()
+        state[0] = highest
+        reduce(state[1:], group)
+    return state[0] + state[1].log()
+
+
+def reduce(values: Tensor, group: Any) -> None:
+    """Sums `values` over the ranks of `group`, in place."""
+    if group is not None:
+        dist.all_reduce(values, group=group)
+
+
+def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """What is multiplied: a GPU takes half precision as it is and adds up in float32."""
+    device = hidden.device.type
+    if device == "cuda":
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        if weight.dtype in HALF:
+            return weight.dtype
+    return exact_dtype(hidden, weight)
+
+
+def _tiles(n: int, vocab: int, chunk_size: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Columns, and the runs of tokens that meet them: about square tiles of `chunk_size`."""
+    height = max(1, min(n, math.isqrt(chunk_size)))
+    width = max(1, chunk_size // height)
+    rows = [slice(i, min(i + height, n)) for i in range(0, n, height)]
+    return ((slice(i, min(i + width, vocab)), rows) for i in range(0, vocab, width))
+
+
+def _part(bias: Tensor | None, columns: slice) -> Tensor | None:
+    return None if bias is None else bias[columns]
+
+
+def _project(
+    hidden: Tensor, head: Tensor, bias: Tensor | None, how: Projection
+) -> tuple[Tensor, Tensor | None]:
+    """Logits of a tile, and the slope of the cap at each, if there is one."""
+    logits = _product(hidden, head.T)
+    if bias is not None:
+        logits.add_(bias)
+    if how.scale != 1:
+        logits.mul_(how.scale)
+    if how.softcap is None:
+        return logits, None
+    capped = logits.div_(how.softcap).tanh_()
+    return capped * how.softcap, 1 - capped * capped
+
+
+def _fold(state: Tensor, logits: Tensor, targets: Tensor) -> None:
+    """Takes a tile into `state`; `targets` are columns of the tile, or outside of it. Spends it."""
+    inside = (targets >= 0) & (targets < logits.shape[-1])
+    place = targets.clamp(0, logits.shape[-1] - 1)
+    state[2] += logits.gather(-1, place[:, None]).squeeze(-1).where(inside, 0)
+    highest = torch.maximum(state[0], logits.amax(-1))
+    state[1] *= (state[0] - highest).exp_()
+    state[1] += logits.sub_(highest[:, None]).exp_().sum(-1)
+    state[0] = highest
+
+
+def _softmax_gap(logits: Tensor, log_total: Tensor, targets: Tensor) -> Tensor:
+    """``[j is the target] - softmax_j`` of a tile, in place."""
+    inside = (targets >= 0) & (targets < logits.shape[-1])
+    place = targets.clamp(0, logits.shape[-1] - 1)
+    gap = logits.sub_(log_total[:, None]).exp_().neg_()
+    return gap.scatter_add_(-1, place[:, None], inside[:, None].to(gap.dtype))
+
+
+def _accumulator(gradient: Tensor, exact: torch.dtype) -> Tensor:
+    """Zeros to sum into: `gradient` itself, where its dtype is wide enough."""
+    if gradient.dtype == exact:
+        return gradient.zero_()
+    return torch.zeros_like(gradient, dtype=exact)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    if left.dtype in HALF:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, summed in the dtype of `total`, without a temporary."""
+    if left.dtype in HALF:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(left, right)

@@ -1,0 +1,248 @@
+"""The output head of a Hugging Face model, so that its logits need never be made.
+
+What stands between the last hidden states and the logits differs by family: a bias, a scale, a cap.
+It is read from the model's public interface, and then proved on the model itself, once: a head that
+does anything else is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from packstore.errors import CompatibilityError, sentence
+from packstore.torch.collate import PackedBatch
+from packstore.torch.layout import AttentionLayout
+from packstore.torch.logprobs import segment_logps
+
+PROBE_TOKENS = 6
+PROBE_LOGIT = 20.0
+"""The largest logit of the probe: hidden states are scaled to it, so that a cap would show."""
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """What makes logits of hidden states: ``cap(logit_scale * (hidden @ weight.T + bias))``.
+
+    Attributes:
+        backbone: the model without its head; called with ``**batch.model_inputs()`` it gives
+            `last_hidden_state`.
+        output: the module that holds the weight.
+        logit_scale: factor on the product.
+        softcap: then ``c * tanh(logits / c)``, or None.
+    """
+
+    backbone: nn.Module
+    output: nn.Module
+    logit_scale: float
+    softcap: float | None
+
+    @property
+    def weight(self) -> Tensor:
+        """`[V, H]`; with PEFT, that of the adapter that is active now."""
+        weight: Tensor = self.output.weight  # type: ignore[assignment]
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """`[V]`, or None."""
+        bias: Tensor | None = getattr(self.output, "bias", None)
+        return bias
+
+    def logps(self, batch: PackedBatch, *, chunk_size: int | None = None) -> Tensor:
+        """:func:`segment_logps` of the batch, `[S]`, without the logits."""
+        hidden = self.backbone(**batch.model_inputs()).last_hidden_state
+        return segment_logps(
+            batch,
+            hidden=hidden,
+            weight=self.weight,
+            bias=self.bias,
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            chunk_size=chunk_size,
+        )
+
+
+_PROVED: WeakKeyDictionary[nn.Module, Head] = WeakKeyDictionary()
+
+
+def find_head(model: nn.Module) -> Head:
+    """The head of a causal LM, proved on the model the first time.
+
+    Handles tied weights, biases (Phi), `final_logit_softcapping` (Gemma), `logits_scaling`
+    (Granite), `logit_scale` (Cohere), and the wrappers of DDP, torch.compile and PEFT, also with
+    the head among its `modules_to_save`.
+
+    Args:
+        model: a Hugging Face causal LM, or a wrapper of one.
+
+    Raises:
+        CompatibilityError: no head, one that is not a plain matrix of its own (adapted by LoRA,
+            quantized, sharded), or one that does something that its config does not say.
+    """
+    base = _unwrapped(model)
+    proved = _PROVED.get(base)
+    # An adapter or a new vocabulary puts another module in its place.
+    if proved is None or proved.output is not base.get_output_embeddings():
+        proved = _read_head(base)
+        _prove(base, proved)
+        _PROVED[base] = proved
+    return proved
+
+
+def packed_logps(model: nn.Module, batch: PackedBatch, *, chunk_size: int | None = None) -> Tensor:
+    """Log-probs of the segments of a batch under a model, `[S]`, without ever making the logits.
+
+    Args:
+        model: a Hugging Face causal LM, as :func:`use_packed_attention` left it.
+        batch: the batch, on the model's device.
+        chunk_size: see :func:`segment_logps`.
+
+    Raises:
+        CompatibilityError: the head is not a plain one, see :func:`find_head`; or gradients are on
+            and the model is inside a wrapper that would not see this call, and so not reduce them.
+    """
+    if torch.is_grad_enabled() and _synchronises(model):
+        raise CompatibilityError(
+            sentence(
+                f"packed_logps({type(model).__name__})",
+                "gradients must be reduced by the wrapper, which does not see this call",
+                "a wrapped model",
+                "Wrap the other way round: DDP(PackedPolicy(model)), and call that with the batch",
+            )
+        )
+    return find_head(model).logps(batch, chunk_size=chunk_size)
+
+
+class PackedPolicy(nn.Module):
+    """A causal LM whose forward call takes a batch and gives the log-probs of its segments, `[S]`.
+
+    The module to wrap in DDP or FSDP, and to hand to Accelerate: the head is then used inside of
+    the forward call that the wrapper sees, and gradients are reduced as for any other module.
+
+    Args:
+        model: a Hugging Face causal LM, as :func:`use_packed_attention` left it.
+        chunk_size: see :func:`segment_logps`.
+
+    Raises:
+        CompatibilityError: the head is not a plain one, see :func:`find_head`.
+    """
+
+    def __init__(self, model: nn.Module, *, chunk_size: int | None = None) -> None:
+        super().__init__()
+        self.model, self.chunk_size = model, chunk_size
+        find_head(model)
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """The log-probs `[S]`, from the batch on any device."""
+        batch = batch.to(next(self.model.parameters()).device)
+        return find_head(self.model).logps(batch, chunk_size=self.chunk_size)
+
+
+def _unwrapped(model: Any) -> Any:
+    """The Hugging Face model inside of wrappers."""
+    while True:
+        if _synchronises(model):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            if any(config.is_prompt_learning for config in model.peft_config.values()):
+                raise _unfit(model, "adapters must not add tokens", "prompt learning")
+            model = model.get_base_model()
+        else:
+            return model
+
+
+def _synchronises(model: nn.Module) -> bool:
+    """True for a wrapper of data-parallel training (DDP, FSDP)."""
+    return isinstance(getattr(model, "module", None), nn.Module) and any(
+        kind.__module__.startswith(("torch.nn.parallel", "torch.distributed"))
+        for kind in type(model).__mro__
+    )
+
+
+def _read_head(model: Any) -> Head:
+    find = getattr(model, "get_output_embeddings", None)
+    output = find() if find is not None else None
+    backbone = getattr(model, "base_model", model)
+    if output is None or backbone is model or not hasattr(model, "config"):
+        must = "it must be a causal LM with get_output_embeddings() and a base model"
+        raise _unfit(model, must, "none")
+    inner = getattr(output, "original_module", output)  # PEFT's copy for modules_to_save
+    weight = getattr(inner, "weight", None)
+    plain = isinstance(inner, nn.Linear) and type(weight) is nn.Parameter
+    if weight is None or not plain or not weight.is_floating_point():
+        must = "its head must be a matrix of its own, which LoRA, quantization and shards are not"
+        raise _unfit(model, must, f"{type(inner).__name__} of {type(weight).__name__}")
+    config = model.config.get_text_config()
+    scale = 1.0
+    if getattr(model, "logit_scale", None) is not None:
+        scale = float(model.logit_scale)
+    elif getattr(config, "logits_scaling", None) is not None:
+        scale = 1 / float(config.logits_scaling)
+    return Head(backbone, output, scale, getattr(config, "final_logit_softcapping", None))
+
+
+@torch.no_grad()
+def _prove(model: Any, head: Head) -> None:
+    """Compares the model's own logits of a few tokens with those that the head says.
+
+    The hidden states on the way are scaled up, for both; and autocast is off, which would round the
+    one and not the other.
+    """
+    with torch.autocast(head.weight.device.type, enabled=False):
+        gap = _gap(model, head)
+    half = torch.finfo(head.weight.dtype).bits < 32
+    if not gap <= PROBE_LOGIT * (2e-2 if half else 1e-4):
+        must = (
+            "its logits must be its hidden states times its head, scaled and capped by its config"
+        )
+        raise _unfit(model, must, f"logits off by {gap:.2g}")
+
+
+def _gap(model: Any, head: Head) -> float:
+    """The largest difference of the two."""
+    seen: list[Tensor] = []
+
+    def enlarge(_: nn.Module, __: Any, output: Any) -> Any:
+        hidden = output.last_hidden_state
+        plain = linear(hidden, head.weight, head.bias).abs().max() * abs(head.logit_scale)
+        output.last_hidden_state = hidden * (PROBE_LOGIT / plain.clamp(min=1e-9))
+        seen.append(output.last_hidden_state)
+        return output
+
+    training, handle = model.training, head.backbone.register_forward_hook(enlarge)
+    try:
+        model.eval()
+        found = model(**_probe_inputs(head.weight)).logits.double()
+    finally:
+        handle.remove()
+        model.train(training)
+    bias = None if head.bias is None else head.bias.double()
+    logits = head.logit_scale * linear(seen[0].double(), head.weight.double(), bias)
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    return float((found - logits).abs().max()) if found.shape == logits.shape else float("inf")
+
+
+def _probe_inputs(weight: Tensor) -> dict[str, Any]:
+    """A few tokens as one segment, for models with and without packed attention."""
+    n = PROBE_TOKENS
+    ids = torch.arange(1, n + 1, device=weight.device)
+    ends = torch.tensor([0, n], dtype=torch.int32, device=weight.device)
+    layout = AttentionLayout(ends, ends, n, n, n)
+    positions = torch.arange(n, device=weight.device)
+    inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
+    return {**inputs, "packed_layout": layout}
+
+
+def _unfit(model: Any, must: str, found: str) -> CompatibilityError:
+    where = f"head of {type(model).__name__}"
+    do = "Use logits: segment_logps(batch, logits=model(**batch.model_inputs()).logits)"
+    return CompatibilityError(sentence(where, must, found, do))

@@ -1,0 +1,78 @@
+"""Metrics as sums and counts: exact over batches and ranks, whatever their sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SumAndCount = tuple[Tensor, Tensor]
+
+
+class Metrics:
+    """Adds up the metrics of batches, and gives their means over all of them and all ranks.
+
+    ::
+
+        metrics = Metrics()
+        for batch in step:
+            metrics.add(out.metrics)        # does not wait for the device
+        logged = metrics.means()            # one all-reduce; the next batch starts anew
+
+    Every mean is the sum over all pairs (for `sft_loss`: over what it counts) divided by their
+    number. So `loss` is the loss of the optimizer step, or of several, weighted by their pairs.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, metrics: Mapping[str, SumAndCount]) -> None:
+        """Adds the metrics of one batch: name -> (sum, count)."""
+        for name, both in metrics.items():
+            new = torch.stack([x.detach().to(wide_dtype(x.device)) for x in both])
+            self._sums[name] = self._sums[name] + new if name in self._sums else new
+
+    def means(self, group: Any = None) -> dict[str, float]:
+        """Mean of each metric over what was added on all ranks since the last call.
+
+        A collective call where torch.distributed runs: every rank must have added batches.
+
+        Args:
+            group: process group; default: all ranks.
+        """
+        names, flat = list(self._sums), [x for both in self._sums.values() for x in both]
+        self._sums = {}
+        totals = all_reduce_sums(flat, group)
+        means = (s / n if n else math.nan for s, n in zip(totals[::2], totals[1::2], strict=True))
+        return dict(zip(names, means, strict=True))
+
+
+def all_reduce_sums(
+    values: Sequence[Tensor | float], group: Any = None, device: torch.device | None = None
+) -> list[float]:
+    """Sums of scalars over the ranks, in one call and in float64.
+
+    Args:
+        values: as many on every rank.
+        group: process group; default: all ranks, where torch.distributed runs.
+        device: what the group communicates from; default: that of the first tensor, or the CPU.
+    """
+    if not values:
+        return []
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    device = device or (tensors[0].device if tensors else torch.device("cpu"))
+    dtype = wide_dtype(device)
+    flat = torch.stack([torch.as_tensor(x, dtype=dtype, device=device) for x in values])
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(flat, group=group)
+    sums: list[float] = flat.tolist()
+    return sums
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """float64, where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64

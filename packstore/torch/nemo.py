@@ -1,0 +1,129 @@
+"""NeMo-Aligner's names, known here alone: its settings of the loss in, its metrics out.
+
+Source: NVIDIA/NeMo-Aligner, ``nemo_aligner/models/nlp/gpt/megatron_gpt_dpo_model.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from packstore.errors import ConfigError, UnknownNameError, quote, sentence
+from packstore.torch.loss import PreferenceLoss
+
+LOSS_NAMES: dict[str, tuple[str, str | None]] = {
+    "dpo": ("dpo", "dpo_norm"),
+    "ipo": ("ipo_sum", "ipo"),
+    "rpo_sq": ("rpo_sq", None),
+    "rpo_bwd_kl": ("rpo_bwd_kl", None),
+    "rpo_fwd_kl": ("rpo_fwd_kl", None),
+}
+"""Its `preference_loss` -> our loss on sums, and our name of the same on means, if it has one."""
+
+SETTINGS: dict[str, Any] = {
+    "preference_loss": "dpo",
+    "ref_policy_kl_penalty": None,
+    "gt_reward_scale": 1.0,
+    "preference_average_log_probs": False,
+    "sft_average_log_probs": None,
+    "preference_loss_weight": 1.0,
+    "sft_loss_weight": 0.0,
+}
+"""Its settings under ``model.dpo`` -> its defaults; None: given, or that of the preference."""
+
+OF_MEMORY = ("log_prob_forward_micro_batch_size",)
+"""Settings that stand beside them and say nothing of the loss."""
+
+
+def loss_from_nemo(settings: Mapping[str, Any], *, pack_mean: bool = False) -> PreferenceLoss:
+    """The loss that NeMo-Aligner's settings mean, each pair weighing the same.
+
+    Args:
+        settings: what stands under ``model.dpo`` in its configuration: `preference_loss` (``dpo``,
+            ``ipo``, ``rpo_sq``, ``rpo_bwd_kl``, ``rpo_fwd_kl``), `ref_policy_kl_penalty` (our
+            `beta`), `gt_reward_scale` (our `eta`), `preference_average_log_probs` (means over
+            tokens, for any of the losses), `sft_average_log_probs` (default: the same as the
+            former), `preference_loss_weight`, `sft_loss_weight`.
+        pack_mean: weight pairs as NeMo-Aligner does, by mean over the pairs of each pack; biased.
+
+    Raises:
+        UnknownNameError: a setting, or a loss, that it does not have.
+        ConfigError: a value out of range; no penalty (its default of 0 leaves nothing to learn
+            from preferences).
+    """
+    for name in settings:
+        if name not in (*SETTINGS, *OF_MEMORY):
+            raise UnknownNameError(
+                f"NeMo-Aligner has no loss setting {quote(name)}; "
+                f"it takes: {', '.join((*SETTINGS, *OF_MEMORY))}."
+            )
+    given = {**SETTINGS, **settings}
+    loss, beta = given["preference_loss"], given["ref_policy_kl_penalty"]
+    if loss not in LOSS_NAMES:
+        raise UnknownNameError(
+            f"NeMo-Aligner has no preference_loss {quote(loss)}; "
+            f"choose one of: {', '.join(LOSS_NAMES)}."
+        )
+    if not beta:
+        must = "ref_policy_kl_penalty must be above 0"
+        do = "NeMo-Aligner's own configuration sets 0.2"
+        raise ConfigError(sentence("NeMo-Aligner's settings", must, quote(beta), do))
+    averaged = _flag(given, "preference_average_log_probs")
+    sft_averaged = averaged
+    if given["sft_average_log_probs"] is not None:
+        sft_averaged = _flag(given, "sft_average_log_probs")
+    on_sums, on_means = LOSS_NAMES[loss]
+    name = on_means if averaged and on_means else on_sums
+    eta = {"eta": given["gt_reward_scale"]} if loss.startswith("rpo") else {}
+    return PreferenceLoss(
+        {name: given["preference_loss_weight"]},
+        sft_weight=given["sft_loss_weight"],
+        sft_average="sequence_mean" if sft_averaged else "sequence_sum",
+        average_logps=averaged and on_means is None,
+        reduction="pack_mean" if pack_mean else "sum",
+        beta=beta,
+        **eta,
+    )
+
+
+def nemo_metrics(
+    means: Mapping[str, float], loss_fn: PreferenceLoss, pairs: float | None = None
+) -> dict[str, float]:
+    """Metrics under the names and in the units of NeMo-Aligner, whose rewards omit beta.
+
+    Args:
+        means: what :meth:`Metrics.means` gave.
+        loss_fn: the loss.
+        pairs: how many pairs they are of; then `rewards_all_std` is that of a sample, as it
+            computes it; default: of the whole.
+
+    Returns:
+        ``loss``, ``preference_loss``, ``sft_loss``, ``acc``, ``rewards_chosen_mean``,
+        ``rewards_rejected_mean``, ``rewards_all_mean``, ``rewards_all_std``. Its own are means of
+        means over micro-batches; these are over all pairs.
+    """
+    beta = loss_fn.members[0].parameters["beta"]
+    chosen, rejected = means["rewards/chosen"] / beta, means["rewards/rejected"] / beta
+    every = (chosen + rejected) / 2
+    variance = max(means["rewards/squares"] / beta**2 - every**2, 0.0)
+    if pairs is not None:
+        variance *= 2 * pairs / max(2 * pairs - 1, 1)
+    preference = means.get("preference_loss", means["loss"])
+    return {
+        "loss": means["loss"],
+        "preference_loss": preference / (loss_fn.members[0].weight or 1.0),
+        "sft_loss": means.get("sft_loss", 0.0),
+        "acc": means["rewards/accuracies"],
+        "rewards_chosen_mean": chosen,
+        "rewards_rejected_mean": rejected,
+        "rewards_all_mean": every,
+        "rewards_all_std": math.sqrt(variance),
+    }
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value = given[name]
+    if not isinstance(value, bool):
+        raise ConfigError(f"NeMo-Aligner's {name} must be true or false; found {quote(value)}.")
+    return value

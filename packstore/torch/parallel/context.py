@@ -1,0 +1,249 @@
+"""Context parallelism: the tokens of a row shared by several ranks.
+
+Each rank computes its own tokens, and gathers keys and values of the others in every attention
+layer. To the attention backends that is an ordinary layout: each run of tokens that a rank holds
+is a query segment, whose keys are the beginning of its sequence, up to its last token. So any
+backend and both layouts work unchanged; what a rank copies are the keys that its queries see, about
+one row of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Self, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from packstore.errors import ConfigError, quote, sentence
+from packstore.torch.collate import PackedBatch
+from packstore.torch.layout import AttentionLayout
+from packstore.torch.parallel._ranges import offsets, ranges
+from packstore.torch.parallel.collectives import gather_rows
+from packstore.torch.targets import Targets
+
+How = Literal["zigzag", "contiguous"]
+
+PARTS = ("layout", "targets")
+"""What a share holds besides tensors."""
+
+
+@dataclass(frozen=True, eq=False)
+class ContextSplit:
+    """Which of C ranks holds which tokens of a row of T.
+
+    Attributes:
+        starts: int64 `[C, n]`, where each run of tokens of each rank begins; a run lies in one
+            segment, and may be empty.
+        lengths: int64 `[C, n]`, of the runs.
+        segments: int64 `[n]`, the segment of each run, for every rank.
+        index: int64 `[C, T / C]`, the tokens of each rank, in its order.
+        inverse: int64 `[T]`, where each token is in the ranks' tokens laid end to end.
+        cuts: a run is no longer than the longest segment over this.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    segments: Tensor
+    index: Tensor
+    inverse: Tensor
+    cuts: int
+
+    @classmethod
+    def zigzag(cls, cu_seqlens: Tensor, size: int) -> Self:
+        """Each segment in ``2 * size`` equal chunks, of which rank r holds r and the r-th last.
+
+        So all ranks have the same number of tokens, and of causal scores, about. The order is that
+        of Transformer Engine.
+
+        Args:
+            cu_seqlens: int `[S + 1]`, offsets of the segments.
+            size: C.
+
+        Raises:
+            ConfigError: a segment is not a multiple of ``2 * size``.
+        """
+        before = cu_seqlens.long()
+        lengths = before.diff()
+        if (lengths % (2 * size)).any():
+            raise ConfigError(
+                sentence(
+                    f"zig-zag split over {size} ranks",
+                    f"every segment must be a multiple of {2 * size} tokens",
+                    f"one of {int(lengths[lengths % (2 * size) != 0][0])}",
+                    f"Use pad_segments(batch, {2 * size}) first",
+                )
+            )
+        ranks = torch.arange(size, device=before.device)
+        chunks = torch.stack([ranks, 2 * size - 1 - ranks], dim=1)
+        chunk = lengths // (2 * size)
+        starts = before[:-1, None] + chunks[:, None] * chunk[:, None]
+        segments = torch.arange(len(chunk), device=before.device).repeat_interleave(2)
+        return cls._of(starts.flatten(1), chunk[segments].expand(size, -1), segments, 2 * size)
+
+    @classmethod
+    def contiguous(cls, cu_seqlens: Tensor, size: int) -> Self:
+        """The row cut into `size` equal parts, wherever that falls.
+
+        Only the row must divide, not each segment; but of a long segment the last rank has the most
+        scores to compute.
+
+        Raises:
+            ConfigError: the row is not a multiple of `size` tokens.
+        """
+        before = cu_seqlens.long()
+        total = int(before[-1])
+        if total % size:
+            where, do = f"split over {size} ranks", "Use pad_batch(batch, num_tokens=…) first"
+            must = f"the row must be a multiple of {size} tokens"
+            raise ConfigError(sentence(where, must, str(total), do))
+        share = total // size
+        first = torch.arange(0, total, share, device=before.device)[:, None]
+        edges = before.clamp(first, first + share)
+        segments = torch.arange(len(before) - 1, device=before.device)
+        return cls._of(edges[:, :-1], edges.diff(), segments, 1)
+
+    @classmethod
+    def _of(cls, starts: Tensor, lengths: Tensor, segments: Tensor, cuts: int) -> Self:
+        index = ranges(starts.flatten(), lengths.flatten())
+        places = torch.arange(len(index), device=index.device)
+        inverse = torch.empty_like(index).index_copy_(0, index, places)
+        return cls(starts, lengths, segments, index.view(len(starts), -1), inverse, cuts)
+
+    def take(self, values: Tensor, rank: int) -> Tensor:
+        """The share of one rank `[T / C, ...]` of the values `[T, ...]` of the row."""
+        return values[self.index[rank]]
+
+    def join(self, shares: Sequence[Tensor]) -> Tensor:
+        """The values `[T, ...]` of the row, from the shares of all ranks in turn."""
+        return torch.cat(list(shares))[self.inverse]
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredLayout(AttentionLayout):
+    """The layout of one rank's tokens: `kv_index` names rows of the ranks' tokens end to end.
+
+    Attributes:
+        group: the process group whose ranks hold the other tokens; None: all ranks.
+    """
+
+    group: Any = None
+
+    def keys(self, rows_TKH: Tensor) -> Tensor:
+        """K or V of this rank's tokens as K or V of its key runs, out of those of all ranks."""
+        return super().keys(gather_rows(rows_TKH, self.group))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ContextShard:
+    """The share of a batch that one context-parallel rank computes: T / C of its tokens.
+
+    Its log-probs, from :func:`~packstore.torch.segment_logps`, are sums over its own tokens; those
+    of the batch come from :func:`reduce_segment_sums`. Losses take the whole batch.
+
+    Attributes:
+        index: int64 `[T / C]`, which tokens of the batch these are.
+        input_ids: int64 `[T / C]`.
+        position_ids: int64 `[T / C]`, each token's in its logical sequence.
+        segment_ids: int64 `[T / C]`.
+        layout: which keys, of all ranks, these tokens see.
+        targets: what they predict, though the target itself may lie on another rank.
+        num_segments: S, of the whole batch.
+    """
+
+    index: Tensor
+    input_ids: Tensor
+    position_ids: Tensor
+    segment_ids: Tensor
+    layout: GatheredLayout
+    targets: Targets
+    num_segments: int
+
+    @classmethod
+    def of(cls, batch: PackedBatch, split: ContextSplit, rank: int, group: Any = None) -> Self:
+        """The share of `rank`; see :func:`context_shard`."""
+        index = split.index[rank]
+        targets = batch.targets
+        places = split.inverse[targets.rows]
+        mine = places // len(index) == rank
+        rows = places[mine] % len(index)
+        return cls(
+            index=index,
+            input_ids=batch.input_ids[index],
+            position_ids=batch.position_ids[index],
+            segment_ids=batch.segment_ids[index],
+            layout=_layout(batch, split, rank, group),
+            targets=Targets(rows, targets.ids[mine], targets.segments[mine]),
+            num_segments=batch.num_segments,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T / C."""
+        return len(self.index)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
+        """The share with all tensors on `device`."""
+        parts = {name: _moved(getattr(self, name), device, non_blocking) for name in PARTS}
+        moved: Self = _moved(replace(self, **parts), device, non_blocking)
+        return moved
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Keyword arguments for a model that :func:`use_packed_attention` prepared."""
+        return {
+            "input_ids": self.input_ids[None],
+            "position_ids": self.position_ids[None],
+            "use_cache": False,
+            "packed_layout": self.layout,
+        }
+
+
+def context_shard(batch: PackedBatch, group: Any = None, how: How = "zigzag") -> ContextShard:
+    """This rank's share of a batch that all ranks of `group` hold whole.
+
+    Args:
+        batch: the same on all ranks of the group.
+        group: the context-parallel process group; None: all ranks.
+        how: ``zigzag``, see :meth:`ContextSplit.zigzag`, or :meth:`~ContextSplit.contiguous`.
+
+    Raises:
+        ConfigError: the batch does not divide, or there is no such way.
+    """
+    if how not in get_args(How):
+        ways = ", ".join(get_args(How))
+        raise ConfigError(f"context_shard: how must be one of: {ways}; found {quote(how)}.")
+    split = ContextSplit.zigzag if how == "zigzag" else ContextSplit.contiguous
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    return ContextShard.of(batch, split(batch.cu_seqlens, size), rank, group)
+
+
+def _layout(batch: PackedBatch, split: ContextSplit, rank: int, group: Any) -> GatheredLayout:
+    queries, segments = split.lengths[rank], split.segments
+    starts, key_starts = batch.cu_seqlens.long(), batch.cu_seqlens_k.long()
+    left_out = (key_starts.diff() - starts.diff())[segments]
+    seen = left_out + split.starts[rank] + queries - starts[segments]
+    keys = torch.where(queries > 0, seen, 0)
+    tokens = ranges(key_starts[segments], keys)
+    if batch.kv_index is not None:
+        tokens = batch.kv_index[tokens]
+    share = len(split.index[rank])
+    return GatheredLayout(
+        cu_seqlens_q=offsets(queries).int(),
+        cu_seqlens_k=offsets(keys).int(),
+        max_seqlen_q=min(-(-batch.max_seqlen // split.cuts), share),
+        max_seqlen_k=batch.max_seqlen_k,
+        num_queries=share,
+        kv_index=split.inverse[tokens],
+        group=group,
+    )
+
+
+def _moved(values: Any, device: Any, non_blocking: bool) -> Any:
+    """A dataclass with its tensors on `device`."""
+    own = {f.name: getattr(values, f.name) for f in fields(values)}
+    tensors = {name: x for name, x in own.items() if isinstance(x, Tensor)}
+    return replace(
+        values, **{n: x.to(device, non_blocking=non_blocking) for n, x in tensors.items()}
+    )

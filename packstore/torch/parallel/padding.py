@@ -1,0 +1,103 @@
+"""Segments padded to a multiple, so that each can be dealt out evenly over ranks.
+
+The padding is declared: a segment ends with tokens that no loss looks at, and as attention is
+causal no real token sees them. So nothing that is real moves, in either layout and with any
+backend; log-probs, lengths and counts stay those of the real tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from packstore.errors import ConfigError
+from packstore.records import IGNORE_INDEX
+from packstore.torch.collate import PackedBatch
+from packstore.torch.parallel._ranges import offsets, owners
+
+FP8_ROWS = 16
+"""Tokens of a matrix product in FP8 come in multiples of it (Transformer Engine)."""
+
+
+def padding_multiple(
+    *, context_parallel: int = 1, sequence_parallel: int = 1, fp8: bool = False
+) -> int:
+    """The smallest multiple that suits all; for :func:`pad_segments`.
+
+    With segments of this multiple, each of the ``2 * context_parallel`` chunks of a segment is
+    whole, and the tokens of each context-parallel rank divide by `sequence_parallel`, and by 16 for
+    FP8.
+
+    Args:
+        context_parallel: ranks that share a row of tokens.
+        sequence_parallel: the tensor-parallel ranks that share its norms; 1 if they do not.
+        fp8: whether products are computed in FP8.
+    """
+    if min(context_parallel, sequence_parallel) < 1:
+        raise ConfigError(
+            "context_parallel and sequence_parallel must be at least 1; "
+            f"found {context_parallel} and {sequence_parallel}."
+        )
+    chunks = 2 * context_parallel if context_parallel > 1 else 1
+    share = math.lcm(sequence_parallel, FP8_ROWS if fp8 else 1)
+    return math.lcm(chunks, context_parallel * share)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
+    """The batch with every segment padded at its end to a multiple of `multiple` tokens.
+
+    Padding tokens have id 0, label -100, and the positions that follow. `cu_seqlens` (and the keys
+    of shared prefixes) then name the padded segments, `cu_seqlens_unpadded` the real ones; all that
+    is not of tokens stays.
+
+    Raises:
+        ConfigError: `multiple` below 1.
+    """
+    if multiple < 1:
+        raise ConfigError(f"the multiple of pad_segments must be at least 1; found {multiple}.")
+    if multiple == 1:
+        return batch
+    before, keys_before = batch.cu_seqlens.long(), batch.cu_seqlens_k.long()
+    lengths = before.diff()
+    left_out = keys_before.diff() - lengths
+    padded = (lengths + multiple - 1) // multiple * multiple
+    starts, keys = offsets(padded), offsets(left_out + padded)
+    segment = owners(padded)
+    tokens = torch.arange(len(segment), device=segment.device)
+    moved = torch.arange(batch.num_tokens, device=segment.device)
+    moved += (starts - before)[:-1][batch.segment_ids]
+    kv_index = None
+    if batch.kv_index is not None:
+        run = owners(left_out + padded)
+        place = torch.arange(len(run), device=run.device) - keys[run]
+        own = place - left_out[run]
+        shared = moved[batch.kv_index[(keys_before[run] + place).clamp(max=keys_before[-1] - 1)]]
+        kv_index = torch.where(own < 0, shared, starts[run] + own)
+    unpadded = batch.cu_seqlens_unpadded
+    return replace(
+        batch,
+        input_ids=_spread(batch.input_ids, moved, len(segment), 0),
+        labels=_spread(batch.labels, moved, len(segment), IGNORE_INDEX),
+        position_ids=tokens - starts[segment] + left_out[segment],
+        segment_ids=segment,
+        target_index=moved[batch.target_index],
+        cu_seqlens=starts.int(),
+        cu_seqlens_k=keys.int(),
+        kv_index=kv_index,
+        max_seqlen=round_up(batch.max_seqlen, multiple),
+        max_seqlen_k=int((left_out + padded).max()),
+        cu_seqlens_unpadded=batch.cu_seqlens if unpadded is None else unpadded,
+    )
+
+
+def _spread(values: Tensor, places: Tensor, size: int, fill: int) -> Tensor:
+    """`values` at `places` of `size` elements that are `fill` elsewhere."""
+    return values.new_full((size,), fill).index_copy(0, places, values)

@@ -1,0 +1,174 @@
+"""Batches of fixed shape: CUDA graphs, torch.compile without recompiling, pipeline stages.
+
+What fills a batch up is declared: tail tokens are segments of their own, further segments are
+empty, and both belong to examples of weight 0. No real segment grows, so nothing that is real
+moves; and the log-prob of what fills up is 0 without a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from packstore.errors import ConfigError, sentence
+from packstore.io.manifest import Manifest
+from packstore.records import IGNORE_INDEX, Column
+from packstore.schema import KINDS
+from packstore.torch.collate import PackedBatch
+from packstore.torch.parallel.padding import round_up
+
+
+class StaticSizes(TypedDict):
+    """Sizes that every batch of a dataset fits into; keywords of :func:`pad_batch`."""
+
+    num_tokens: int
+    num_segments: int
+    max_seqlen: int
+
+
+def static_sizes(manifest: Manifest, packs_per_batch: int, *, multiple: int = 1) -> StaticSizes:
+    """The sizes for batches of `packs_per_batch` packs, from the manifest's statistics.
+
+    Args:
+        manifest: of the dataset.
+        packs_per_batch: packs of one batch.
+        multiple: what :func:`pad_segments` pads segments to before.
+
+    Raises:
+        ConfigError: no packs, in the dataset or in a batch.
+    """
+    known = manifest.statistics
+    if packs_per_batch < 1 or not known.most_segments:
+        raise ConfigError(
+            "static_sizes needs at least one pack in the dataset and in a batch; "
+            f"found {manifest.totals.packs} and {packs_per_batch}."
+        )
+    padding = known.most_segments * (multiple - 1)
+    num_tokens = round_up(packs_per_batch * (manifest.pack_size + padding), multiple)
+    # A key run is a shared prefix, of any length, and then a padded segment.
+    prefixes = multiple - 1 if manifest.layout == "shared_prefix" else 0
+    max_seqlen = round_up(known.longest_sequence + prefixes, multiple)
+    tail = math.ceil((num_tokens - packs_per_batch * known.shortest_pack) / max_seqlen)
+    return StaticSizes(
+        num_tokens=num_tokens,
+        num_segments=packs_per_batch * known.most_segments + round_up(tail, _responses(manifest)),
+        max_seqlen=max_seqlen,
+    )
+
+
+def pad_batch(
+    batch: PackedBatch,
+    *,
+    num_tokens: int,
+    num_segments: int | None = None,
+    max_seqlen: int | None = None,
+    num_targets: int | None = None,
+) -> PackedBatch:
+    """The batch filled up to fixed sizes, with losses, log-probs and metrics as they were.
+
+    With all four sizes every tensor has a fixed shape, except that a shared prefix makes the number
+    of keys (`kv_index`) vary, and examples of kind ``ranked`` vary in number.
+
+    Args:
+        batch: the batch; after :func:`pad_segments`, if its segments are padded.
+        num_tokens: T.
+        num_segments: S; default: as many as the tail needs.
+        max_seqlen: what the batch states as longest segment and sequence, whatever its own; the
+            tail is cut at it. Default: as they are.
+        num_targets: length of `target_index`; default: as it is.
+
+    Raises:
+        ConfigError: the batch does not fit.
+    """
+    longest = batch.max_seqlen if max_seqlen is None else max_seqlen
+    if max_seqlen is not None:
+        _check_room("max_seqlen", max_seqlen, max(batch.max_seqlen, batch.max_seqlen_k))
+    _check_room("num_tokens", num_tokens, batch.num_tokens)
+    tail = num_tokens - batch.num_tokens
+    pieces = math.ceil(tail / longest)
+    responses = _responses(batch)
+    extra = round_up(pieces, responses)
+    if num_segments is not None:
+        _check_room("num_segments", num_segments, batch.num_segments + extra)
+        extra = num_segments - batch.num_segments
+        if extra % responses:
+            must = f"num_segments must be a multiple of {responses}, as examples are whole"
+            raise ConfigError(sentence("pad_batch", must, str(num_segments)))
+    lengths = [min(longest, tail - i * longest) for i in range(pieces)] + [0] * (extra - pieces)
+    batch = _add_segments(batch, torch.tensor(lengths, dtype=torch.int32), tail)
+    if max_seqlen is not None:
+        batch = replace(batch, max_seqlen=max_seqlen, max_seqlen_k=max_seqlen)
+    if num_targets is not None:
+        _check_room("num_targets", num_targets, len(batch.target_index))
+        # The first token of a row is never supervised: as a target it counts nowhere.
+        batch = replace(batch, target_index=_filled(batch.target_index, num_targets, 0))
+    return batch
+
+
+def _add_segments(batch: PackedBatch, lengths: Tensor, tail: int) -> PackedBatch:
+    """The batch with segments of `lengths` at its end, `tail` tokens in all."""
+    lengths = lengths.to(batch.lengths.device)
+    if not len(lengths):
+        return batch
+    T, S = batch.num_tokens + tail, batch.num_segments + len(lengths)
+    segment = torch.arange(len(lengths), device=lengths.device)
+    segment = segment.repeat_interleave(lengths, output_size=tail)
+    ends = lengths.cumsum(0)
+    place = torch.arange(tail, device=lengths.device) - (ends - lengths)[segment]
+    tokens = torch.arange(batch.num_tokens, T, device=lengths.device)
+    k = _responses(batch) if batch.kind != "ranked" else len(lengths)
+    E = batch.num_examples + len(lengths) // k
+
+    def ended(offsets: Tensor) -> Tensor:
+        return torch.cat([offsets, (offsets[-1] + ends).int()])
+
+    unpadded = batch.cu_seqlens_unpadded
+    return replace(
+        batch,
+        input_ids=_filled(batch.input_ids, T, 0),
+        labels=_filled(batch.labels, T, IGNORE_INDEX),
+        position_ids=torch.cat([batch.position_ids, place]),
+        segment_ids=torch.cat([batch.segment_ids, segment + batch.num_segments]),
+        cu_seqlens=ended(batch.cu_seqlens),
+        cu_seqlens_k=ended(batch.cu_seqlens_k),
+        cu_seqlens_unpadded=None if unpadded is None else ended(unpadded),
+        kv_index=None if batch.kv_index is None else torch.cat([batch.kv_index, tokens]),
+        lengths=torch.cat([batch.lengths, lengths]),
+        rewards=_filled(batch.rewards, S, 0),
+        ref_logps=None if batch.ref_logps is None else _filled(batch.ref_logps, S, 0),
+        example_ids=_filled(batch.example_ids, E, -1),
+        num_responses=_filled(batch.num_responses, E, k),
+        weights=_filled(batch.weights, E, 0),
+        pack_ids=_filled(batch.pack_ids, E, batch.num_packs - 1),
+        sources=_filled(batch.sources, E, 0),
+        columns={name: _filled_column(x, E) for name, x in batch.columns.items()},
+    )
+
+
+def _responses(source: PackedBatch | Manifest) -> int:
+    """K where it is fixed, else 1."""
+    return KINDS[source.kind] or 1
+
+
+def _filled(values: Tensor, size: int, fill: float) -> Tensor:
+    return pad(values, (0, size - len(values)), value=fill)
+
+
+def _filled_column(values: Tensor | Column, size: int) -> Tensor | Column:
+    if isinstance(values, Tensor):
+        return _filled(values, size, 0)
+    fill: Any = np.full(size - len(values), "", values.dtype)
+    return np.concatenate([values, fill])
+
+
+def _check_room(name: str, allowed: int, found: int) -> None:
+    if found > allowed:
+        do = "Allow more, for example by static_sizes(manifest, packs_per_batch)"
+        where = f"pad_batch({name}={allowed})"
+        raise ConfigError(sentence(where, "the batch must fit", str(found), do))

@@ -1,0 +1,223 @@
+"""Heads of model families: found by their public interface, proved, and used without logits."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from packstore.errors import CompatibilityError
+from packstore.testing import random_examples
+from packstore.torch import PackedBatch, collate, segment_logps, use_packed_attention
+from packstore.torch.head import PackedPolicy, find_head, packed_logps
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {},
+    "gemma": {},
+    "gemma2": {"final_logit_softcapping": 3.0, "attn_logit_softcapping": None},
+    "gemma3_text": {"final_logit_softcapping": 3.0},
+    "phi": {},
+    "phi3": {},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 4.0},
+    "olmo2": {},
+    "gpt_neox": {},
+}
+
+
+@pytest.fixture(scope="module")
+def batch(kit: SimpleNamespace) -> PackedBatch:
+    examples = random_examples(4, seed=2)
+    return collate(kit.packed(examples, [2, 2], "shared_prefix"), "dpo")
+
+
+def gradients(model: nn.Module, logps: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    (logps * torch.arange(1, len(logps) + 1)).sum().backward()
+    named = model.named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(kit: SimpleNamespace, batch: PackedBatch, exact: None, name: str) -> None:
+    model = use_packed_attention(kit.tiny_family(name, **FAMILIES[name])).train()
+    if (bias := getattr(model.get_output_embeddings(), "bias", None)) is not None:
+        nn.init.normal_(bias)
+    expected = segment_logps(batch, logits=model(**batch.model_inputs()).logits)
+    found = packed_logps(model, batch)
+    assert model.training
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    wanted, given = gradients(model, expected), gradients(model, found)
+    assert wanted.keys() == given.keys()
+    for parameter, gradient in given.items():
+        torch.testing.assert_close(gradient, wanted[parameter], rtol=0, atol=1e-8)
+
+
+def test_what_the_config_says(kit: SimpleNamespace) -> None:
+    heads = {name: find_head(kit.tiny_family(name, **FAMILIES[name])) for name in FAMILIES}
+    assert heads["cohere"].logit_scale == heads["granite"].logit_scale == 0.25
+    assert heads["gemma2"].softcap == heads["gemma3_text"].softcap == 3.0
+    assert heads["llama"].softcap is None
+    assert heads["phi"].bias is not None
+    assert heads["llama"].bias is None
+
+
+def test_tied_weights(kit: SimpleNamespace, batch: PackedBatch) -> None:
+    model = use_packed_attention(kit.tiny_model(tie_word_embeddings=True))
+    assert find_head(model).weight is model.get_input_embeddings().weight
+    logits = segment_logps(batch, logits=model(**batch.model_inputs()).logits)
+    wanted, given = gradients(model, logits), gradients(model, packed_logps(model, batch))
+    for parameter, gradient in given.items():
+        torch.testing.assert_close(gradient, wanted[parameter], rtol=0, atol=1e-9)
+
+
+def test_the_proof_is_run_once_and_leaves_the_model_alone(kit: SimpleNamespace) -> None:
+    model = kit.tiny_model().train()
+    before = copy.deepcopy(model.state_dict())
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    assert find_head(model) is find_head(model)
+    assert calls == [1]
+    assert model.training
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert not model.model._forward_hooks
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Doubled(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 2 * super().forward(hidden)
+
+
+class Curved(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = super().forward(hidden)
+        return 30 * torch.tanh(logits / 30)
+
+
+@pytest.mark.parametrize("kind", [Doubled, Curved])
+def test_an_unknown_head_is_found_out(kit: SimpleNamespace, kind: type[nn.Linear]) -> None:
+    model = kit.tiny_model()
+    head = kind(32, kit.VOCAB, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        head.weight.copy_(
+            1e-4 * model.lm_head.weight
+        )  # so small that a cap does not show by itself
+    model.lm_head = head
+    with pytest.raises(CompatibilityError, match=r"times its head.*logits off by"):
+        find_head(model)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda m: m.model, "a causal LM with get_output_embeddings"),
+        (lambda m: nn.Linear(2, 2), "a causal LM with get_output_embeddings"),
+        (lambda m: setattr(m, "lm_head", nn.Identity()) or m, "a matrix of its own.*Identity"),
+    ],
+)
+def test_refusals(kit: SimpleNamespace, break_it: Any, message: str) -> None:
+    with pytest.raises(CompatibilityError, match=message + r".*Use logits: segment_logps\(batch"):
+        find_head(break_it(kit.tiny_model()))
+
+
+of_peft = pytest.mark.filterwarnings("ignore::FutureWarning")  # from its calls of transformers
+
+
+def lora(model: nn.Module, **settings: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="adapters")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+    return peft.get_peft_model(model, config).double()
+
+
+@of_peft
+def test_adapters(kit: SimpleNamespace, batch: PackedBatch) -> None:
+    base = use_packed_attention(kit.tiny_model())
+    plain = packed_logps(base, batch).detach()
+    model = lora(base, target_modules=["q_proj", "v_proj"])
+    logits = segment_logps(batch, logits=model(**batch.model_inputs()).logits)
+    found = packed_logps(model, batch)
+    torch.testing.assert_close(found, logits, rtol=0, atol=1e-9)
+    assert (found - plain).abs().max() > 1e-3
+    wanted, given = gradients(model, logits), gradients(model, found)
+    assert wanted.keys() == given.keys()
+    assert all("lora" in name for name in given)
+    for parameter, gradient in given.items():
+        torch.testing.assert_close(gradient, wanted[parameter], rtol=0, atol=1e-9)
+    with model.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(packed_logps(model, batch), plain, rtol=0, atol=1e-12)
+
+
+@of_peft
+def test_a_head_among_the_modules_to_save(kit: SimpleNamespace, batch: PackedBatch) -> None:
+    base = use_packed_attention(kit.tiny_model())
+    plain = packed_logps(base, batch).detach()
+    model = lora(base, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with torch.no_grad():
+        find_head(model).weight.mul_(2)
+    logits = segment_logps(batch, logits=model(**batch.model_inputs()).logits)
+    found = packed_logps(model, batch)
+    torch.testing.assert_close(found, logits, rtol=0, atol=1e-9)
+    wanted, given = gradients(model, logits), gradients(model, found)
+    assert any("modules_to_save" in name for name in given)
+    for parameter, gradient in wanted.items():
+        torch.testing.assert_close(gradient, given[parameter], rtol=0, atol=1e-9)
+    with model.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(packed_logps(model, batch), plain, rtol=0, atol=1e-12)
+
+
+@of_peft
+def test_adapters_that_it_would_miss_are_refused(kit: SimpleNamespace, batch: PackedBatch) -> None:
+    model = use_packed_attention(kit.tiny_model())
+    find_head(model)  # proved before the adapter takes the place of the head
+    with pytest.raises(CompatibilityError, match="LoRA, quantization and shards are not"):
+        packed_logps(lora(model, target_modules=["lm_head"]), batch)
+    peft = pytest.importorskip("peft", reason="adapters")
+    config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    with pytest.raises(CompatibilityError, match="adapters must not add tokens"):
+        find_head(peft.get_peft_model(kit.tiny_model(), config))
+
+
+def test_wrappers(kit: SimpleNamespace, batch: PackedBatch, tmp_path: Any) -> None:
+    model = use_packed_attention(kit.tiny_model())
+    expected = packed_logps(model, batch)
+    assert find_head(torch.compile(model, backend="eager")) is find_head(model)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        assert find_head(wrapped) is find_head(model)
+        with torch.no_grad():
+            assert torch.equal(packed_logps(wrapped, batch), expected)
+        with pytest.raises(CompatibilityError, match=r"DDP\(PackedPolicy\(model\)\)"):
+            packed_logps(wrapped, batch)
+        policy = nn.parallel.DistributedDataParallel(PackedPolicy(model))
+        assert torch.equal(policy(batch), expected)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_vocabulary_that_grew_and_half_precision(kit: SimpleNamespace) -> None:
+    model = kit.tiny_model(dtype=torch.bfloat16)
+    assert find_head(model).weight.shape == (kit.VOCAB, 32)
+    model.resize_token_embeddings(kit.VOCAB + 3, mean_resizing=False)
+    assert find_head(model).weight.shape == (kit.VOCAB + 3, 32)
+
+
+def test_the_proof_knows_no_autocast(kit: SimpleNamespace, batch: PackedBatch) -> None:
+    plain, mixed = (
+        use_packed_attention(kit.tiny_model("llama", dtype=torch.float32)) for _ in range(2)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        found = packed_logps(mixed, batch)
+    assert (found - packed_logps(plain, batch)).abs().max() < 1

@@ -1,0 +1,168 @@
+"""Names of other libraries: those of NeMo-Aligner mean what it computes, others say what to use."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from packstore.errors import ConfigError, UnknownNameError
+from packstore.testing import random_examples
+from packstore.torch import PackedBatch, PreferenceLoss, collate
+from packstore.torch import segment_token_counts as token_counts
+from packstore.torch.loss_variants import LEFT_OUT, LOSSES, OTHER_NAMES
+from packstore.torch.metrics import Metrics
+from packstore.torch.nemo import LOSS_NAMES, loss_from_nemo, nemo_metrics
+
+SIZES = [1, 3, 2]
+
+
+def made(kit: SimpleNamespace) -> tuple[PackedBatch, Tensor, Tensor]:
+    batch = collate(kit.packed(random_examples(6, seed=8), SIZES, "concat"), "dpo")
+    generator = torch.Generator().manual_seed(0)
+    logps, ref = -5 - torch.randn(2, batch.num_segments, generator=generator, dtype=torch.float64)
+    return batch, logps, ref
+
+
+def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Between distributions of two outcomes, `[2, n]` each."""
+    return (log_p.exp() * (log_p - log_q)).sum(0)
+
+
+def nemo(settings: dict[str, Any], batch: PackedBatch, logps: Tensor, ref: Tensor) -> Tensor:
+    """Its loss of each pair, `[n]`, restated from what its model file computes."""
+    averaged = settings.get("preference_average_log_probs", False)
+    counts = token_counts(batch)
+    seen = (logps - ref) / (counts if averaged else 1)
+    delta = seen[0::2] - seen[1::2]
+    beta, eta = settings["ref_policy_kl_penalty"], settings.get("gt_reward_scale", 1.0)
+    rewards = batch.rewards.double()
+    gap = eta * (rewards[0::2] - rewards[1::2])
+    policy = torch.stack([logsigmoid(beta * delta), logsigmoid(-beta * delta)])
+    truth = torch.stack([logsigmoid(gap), logsigmoid(-gap)])
+    loss = {
+        "dpo": -policy[0],
+        "ipo": (delta - 1 / (2 * beta)) ** 2,
+        "rpo_sq": (beta * delta - gap) ** 2,
+        "rpo_bwd_kl": kl(truth, policy),
+        "rpo_fwd_kl": kl(policy, truth),
+    }[settings.get("preference_loss", "dpo")]
+    sft_averaged = settings.get("sft_average_log_probs", averaged)
+    sft = -(logps / (counts if sft_averaged else 1))[0::2]
+    weights = settings.get("preference_loss_weight", 1), settings.get("sft_loss_weight", 0)
+    return weights[0] * loss + weights[1] * sft
+
+
+@pytest.mark.parametrize("loss", LOSS_NAMES)
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"preference_average_log_probs": True},
+        {"preference_average_log_probs": True, "sft_loss_weight": 0.3},
+        {"sft_average_log_probs": True, "sft_loss_weight": 0.3, "preference_loss_weight": 0.5},
+        {"gt_reward_scale": 2.5, "sft_loss_weight": 1, "preference_loss_weight": 0},
+        {"log_prob_forward_micro_batch_size": 4, "gt_reward_scale": 0.3},
+    ],
+)
+def test_settings(kit: SimpleNamespace, loss: str, others: dict[str, Any]) -> None:
+    batch, logps, ref = made(kit)
+    settings = {"preference_loss": loss, "ref_policy_kl_penalty": 0.2, **others}
+    one_by_one = nemo(settings, batch, logps, ref)
+    fair = loss_from_nemo(settings)(logps, batch, ref).loss
+    torch.testing.assert_close(fair, one_by_one.mean(), rtol=0, atol=1e-10)
+    packs = torch.stack([pack.mean() for pack in one_by_one.split(SIZES)])
+    parity = loss_from_nemo(settings, pack_mean=True)(logps, batch, ref).loss
+    torch.testing.assert_close(parity, packs.mean(), rtol=0, atol=1e-10)
+    assert abs(parity - fair) > 1e-4
+
+
+def test_one_name_inside() -> None:
+    averaged = {"ref_policy_kl_penalty": 0.2, "preference_average_log_probs": True}
+    names = {loss: loss_from_nemo({"preference_loss": loss, **averaged}) for loss in LOSS_NAMES}
+    assert names["dpo"].members[0].name == "dpo_norm"
+    assert names["ipo"].members[0].name == "ipo"
+    assert names["rpo_sq"].members[0].name == "rpo_sq"
+    assert all(loss.members[0].averaged for loss in names.values())
+    assert loss_from_nemo({"ref_policy_kl_penalty": 0.2}).members[0].parameters == {"beta": 0.2}
+
+
+def test_metrics(kit: SimpleNamespace) -> None:
+    batch, logps, ref = made(kit)
+    settings = {"ref_policy_kl_penalty": 0.2, "preference_loss_weight": 0.5}
+    loss_fn = loss_from_nemo({**settings, "sft_loss_weight": 0.3})
+    metrics = Metrics()
+    metrics.add(loss_fn(logps, batch, ref).metrics)
+    found = nemo_metrics(metrics.means(), loss_fn, pairs=6)
+    rewards = logps - ref
+    chosen, rejected = rewards[0::2], rewards[1::2]
+    preference = -logsigmoid(0.2 * (chosen - rejected)).mean()
+    sft = -logps[0::2].mean()
+    expected = {
+        "loss": 0.5 * preference + 0.3 * sft,
+        "preference_loss": preference,
+        "sft_loss": sft,
+        "acc": (chosen > rejected).double().mean(),
+        "rewards_chosen_mean": chosen.mean(),
+        "rewards_rejected_mean": rejected.mean(),
+        "rewards_all_mean": rewards.mean(),
+        "rewards_all_std": rewards.std(),
+    }
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(float(value), abs=1e-12), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"beta": 0.1}, "no loss setting 'beta'; it takes: preference_loss, ref_policy_kl_penalty"),
+        ({"preference_loss": "simpo"}, "no preference_loss 'simpo'; choose one of: dpo, ipo,"),
+        ({}, "ref_policy_kl_penalty must be above 0; found None"),
+        ({"ref_policy_kl_penalty": 0.0}, "ref_policy_kl_penalty must be above 0; found 0.0"),
+        ({"ref_policy_kl_penalty": -1}, "beta must be above 0"),
+        (
+            {"ref_policy_kl_penalty": 1, "preference_average_log_probs": "yes"},
+            "preference_average_log_probs must be true or false; found 'yes'",
+        ),
+        ({"ref_policy_kl_penalty": 1, "preference_loss_weight": 0}, "must not all be 0"),
+    ],
+)
+def test_refusals(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        loss_from_nemo(settings)
+    assert isinstance(caught.value, UnknownNameError) == (
+        "NeMo-Aligner has no" in str(caught.value)
+    )
+
+
+def test_no_name_is_both_here_and_elsewhere() -> None:
+    assert not set(LOSSES) & (set(LEFT_OUT) | set(OTHER_NAMES))
+    for name in LEFT_OUT:
+        with pytest.raises(UnknownNameError, match=f"loss '{name}' is left out on purpose: it "):
+            PreferenceLoss(name)
+    for name, here in OTHER_NAMES.items():
+        with pytest.raises(UnknownNameError, match=f"unknown loss '{name}'; here it is "):
+            PreferenceLoss(name)
+        for known in re.findall(r"'([a-z_]+)'", here):
+            assert known in LOSSES
+
+
+def test_the_page_of_losses_has_every_loss() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "losses.md").read_text(encoding="utf-8")
+    rows = [re.split(r" *\| *", line)[1:-1] for line in page.splitlines()]
+    table = {row[0].strip("`"): row[1:] for row in rows if len(row) == 5 and "`" in row[0]}
+    assert list(table) == list(LOSSES)
+    for name in LOSSES:
+        (member,) = PreferenceLoss(name).members
+        for parameter, default in member.parameters.items():
+            assert f"{parameter} {default:g}" in table[name][1], (name, parameter)
+        assert ("ref" in table[name][2]) == member.variant.reference, name
+    for name in (*LEFT_OUT, *OTHER_NAMES):
+        assert f"`{name}`" in page

@@ -1,0 +1,350 @@
+"""Padding, splits and fixed shapes against counts by hand: nothing that is real may move."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from packstore.errors import ConfigError
+from packstore.testing import random_examples
+from packstore.torch import (
+    PackedBatch,
+    PreferenceLoss,
+    collate,
+    segment_logps,
+    segment_token_counts,
+    use_packed_attention,
+)
+from packstore.torch.attention.reference import attend
+from packstore.torch.layout import AttentionLayout
+from packstore.torch.loss_variants import LOSSES
+from packstore.torch.parallel import (
+    ContextShard,
+    ContextSplit,
+    context_shard,
+    pad_batch,
+    pad_segments,
+    padding_multiple,
+    static_sizes,
+)
+from packstore.torch.targets import Targets
+
+KINDS = st.sampled_from(["dpo", "sft", "ranked"])
+LAYOUTS = st.sampled_from(["concat", "shared_prefix"])
+SEEDS = st.integers(0, 1000)
+
+
+def make(kit: SimpleNamespace, seed: int, kind: str = "dpo", layout: str = "concat") -> PackedBatch:
+    batch = collate(kit.packed(random_examples(5, seed=seed, kind=kind), [2, 3], layout), kind)
+    reference = torch.linspace(-20, -10, batch.num_segments)
+    strings = batch.example_ids.numpy().astype("U5")
+    return replace(batch, ref_logps=reference, columns={"w": batch.weights.clone(), "s": strings})
+
+
+def real_tokens(batch: PackedBatch, padded: PackedBatch) -> list[int]:
+    """Where the tokens of the batch are in the padded one."""
+    starts, before = padded.cu_seqlens.tolist(), batch.cu_seqlens.tolist()
+    sizes = [b - a for a, b in pairwise(before)]
+    return [t for start, n in zip(starts, sizes, strict=False) for t in range(start, start + n)]
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.booleans())
+def test_the_multiple_suits_all(context: int, sequence: int, fp8: bool) -> None:
+    multiple = padding_multiple(context_parallel=context, sequence_parallel=sequence, fp8=fp8)
+    suits = [
+        m
+        for m in range(1, multiple + 1)
+        if m % (2 * context if context > 1 else 1) == 0
+        and m // context % sequence == 0
+        and m // context % (16 if fp8 else 1) == 0
+        and m % context == 0
+    ]
+    assert suits == [multiple]
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, KINDS, LAYOUTS, st.sampled_from([1, 2, 3, 8]), st.booleans())
+def test_padded_segments(
+    kit: SimpleNamespace, seed: int, kind: str, layout: str, multiple: int, twice: bool
+) -> None:
+    batch = make(kit, seed, kind, layout)
+    padded = pad_segments(pad_segments(batch, 2) if twice else batch, multiple)
+    where = real_tokens(batch, padded)
+    for name in ("input_ids", "labels", "position_ids", "segment_ids"):
+        assert torch.equal(getattr(padded, name)[where], getattr(batch, name)), name
+    assert [where[t] for t in batch.target_index] == padded.target_index.tolist()
+    filled = torch.ones(padded.num_tokens, dtype=torch.bool)
+    filled[where] = False
+    assert (padded.labels[filled] == -100).all()
+    assert (padded.input_ids[filled] == 0).all()
+    sizes, before = padded.cu_seqlens.diff(), batch.cu_seqlens.diff()
+    assert (sizes % multiple == 0).all()
+    assert (sizes - before < (2 if twice else 1) * multiple + twice).all()
+    if padded is not batch:
+        assert padded.cu_seqlens_unpadded is not None
+        assert torch.equal(padded.cu_seqlens_unpadded, batch.cu_seqlens)
+    left_out = batch.cu_seqlens_k.diff() - before
+    assert torch.equal(padded.cu_seqlens_k.diff() - left_out, sizes)
+    for s in range(batch.num_segments):
+        mine = slice(*padded.cu_seqlens[s : s + 2])
+        first = int(left_out[s])
+        assert padded.position_ids[mine].tolist() == list(range(first, first + int(sizes[s])))
+        if batch.kv_index is not None and padded.kv_index is not None:
+            keys = padded.kv_index[slice(*padded.cu_seqlens_k[s : s + 2])]
+            shared = batch.kv_index[int(batch.cu_seqlens_k[s]) :][:first]
+            own = range(*padded.cu_seqlens[s : s + 2])
+            assert keys.tolist() == [*(where[t] for t in shared), *own]
+    assert padded.max_seqlen == sizes.max()
+    assert padded.max_seqlen_k == padded.cu_seqlens_k.diff().max()
+    for name in ("lengths", "rewards", "num_responses", "weights", "pack_ids"):
+        assert torch.equal(getattr(padded, name), getattr(batch, name)), name
+
+
+@settings(max_examples=30, deadline=None)
+@given(SEEDS, LAYOUTS, st.integers(2, 4), st.sampled_from(["zigzag", "contiguous"]), st.booleans())
+def test_shares_of_a_row(
+    kit: SimpleNamespace, seed: int, layout: str, size: int, how: str, static: bool
+) -> None:
+    """Tokens, targets and attention of all ranks together are those of the row."""
+    batch = pad_segments(make(kit, seed, "dpo", layout), 2 * size)
+    if static:
+        batch = pad_batch(batch, num_tokens=(batch.num_tokens // 120 + 2) * 120, num_segments=60)
+    split = getattr(ContextSplit, how)(batch.cu_seqlens, size)
+    shards = [ContextShard.of(batch, split, rank) for rank in range(size)]
+    if how == "zigzag":
+        for rank in range(size):
+            chunks = [
+                range(a + c * ((b - a) // (2 * size)), a + (c + 1) * ((b - a) // (2 * size)))
+                for a, b in pairwise(batch.cu_seqlens)
+                for c in (rank, 2 * size - 1 - rank)
+            ]
+            assert split.index[rank].tolist() == [int(t) for chunk in chunks for t in chunk]
+    for name in ("input_ids", "position_ids", "segment_ids"):
+        values = getattr(batch, name)
+        assert torch.equal(split.join([getattr(s, name) for s in shards]), values), name
+        assert torch.equal(split.take(values, 1), getattr(shards[1], name))
+    found = sorted(
+        (int(shard.index[row]), int(token), int(segment))
+        for shard in shards
+        for row, token, segment in zip(
+            shard.targets.rows, shard.targets.ids, shard.targets.segments, strict=True
+        )
+    )
+    wanted = batch.target_index
+    columns = (wanted - 1, batch.input_ids[wanted], batch.segment_ids[wanted])
+    assert found == list(zip(*(c.tolist() for c in columns), strict=True))
+    q, k, v = torch.randn(3, batch.num_tokens, 2, 4, dtype=torch.float64)
+    outputs = []
+    for shard in shards:
+        names = AttentionLayout.__dataclass_fields__
+        gathered = AttentionLayout(**{name: getattr(shard.layout, name) for name in names})
+        rows = (q[shard.index], *(torch.cat([x[s.index] for s in shards]) for x in (k, v)))
+        outputs.append(attend(*rows, gathered, scale=0.5, sliding_window=None if static else 4))
+        sizes = shard.layout.sizes
+        assert max(sizes[0]) <= shard.layout.max_seqlen_q
+        assert max(sizes[1]) <= shard.layout.max_seqlen_k
+    whole = attend(q, k, v, batch.layout, scale=0.5, sliding_window=None if static else 4)
+    assert (split.join(outputs) - whole).abs().max() < 1e-12
+
+
+def test_splits_refuse_what_does_not_divide(kit: SimpleNamespace) -> None:
+    batch = pad_segments(make(kit, 0), 2)
+    advice = r"multiple of 4 tokens; found one of .*pad_segments\(batch, 4\)"
+    with pytest.raises(ConfigError, match=advice):
+        ContextSplit.zigzag(batch.cu_seqlens, 2)
+    odd = pad_batch(batch, num_tokens=batch.num_tokens + 1)
+    with pytest.raises(ConfigError, match="the row must be a multiple of 2 tokens"):
+        ContextSplit.contiguous(odd.cu_seqlens, 2)
+    with pytest.raises(ConfigError, match="one of: zigzag, contiguous; found 'ring'"):
+        context_shard(batch, how="ring")  # type: ignore[arg-type]
+    for call in (lambda: pad_segments(batch, 0), lambda: padding_multiple(context_parallel=0)):
+        with pytest.raises(ConfigError, match="at least 1; found"):
+            call()
+
+
+def test_fixed_shapes(kit: SimpleNamespace) -> None:
+    shapes = set()
+    for seed in range(5):
+        batch = make(kit, seed)
+        padded = pad_batch(batch, num_tokens=300, num_segments=30, max_seqlen=40, num_targets=150)
+        for name in ("input_ids", "labels", "position_ids", "segment_ids", "target_index"):
+            n = len(getattr(batch, name))
+            assert torch.equal(getattr(padded, name)[:n], getattr(batch, name)), name
+        assert torch.equal(padded.cu_seqlens[:11], batch.cu_seqlens)
+        tail = 300 - batch.num_tokens
+        added = [min(40, tail - i) for i in range(0, tail, 40)]
+        assert padded.lengths[10:].tolist() == added + [0] * (20 - len(added))
+        assert padded.cu_seqlens.diff()[10:].tolist() == padded.lengths[10:].tolist()
+        assert (padded.max_seqlen, padded.max_seqlen_k) == (40, 40)
+        assert padded.weights.tolist() == [1] * 5 + [0] * 10
+        assert padded.example_ids.tolist() == [*range(5), *[-1] * 10]
+        assert padded.columns["s"].tolist() == ["0", "1", "2", "3", "4"] + [""] * 10
+        tensors = {n: getattr(padded, n) for n in PackedBatch.__dataclass_fields__}
+        shapes.add(tuple((n, x.shape) for n, x in tensors.items() if isinstance(x, Tensor)))
+        padded_segments = pad_batch(pad_segments(batch, 4), num_tokens=400, num_segments=30)
+        assert padded_segments.cu_seqlens_unpadded is not None
+        assert len(padded_segments.cu_seqlens_unpadded) == 31
+        rows = torch.zeros(3, 300, 1, 1)
+        assert len(list(padded.layout.split(*rows))) == 10 + len(added)  # no work for empty ones
+    assert len(shapes) == 1
+    whole = pad_batch(batch, num_tokens=batch.num_tokens)
+    assert torch.equal(whole.cu_seqlens, batch.cu_seqlens)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_tokens": 50}, r"pad_batch\(num_tokens=50\): the batch must fit; found \d+"),
+        ({"num_tokens": 400, "num_segments": 10}, r"num_segments=10\): the batch must fit; found"),
+        ({"num_tokens": 400, "num_segments": 31}, r"multiple of 2, as examples.*found 31"),
+        ({"num_tokens": 400, "max_seqlen": 3}, r"max_seqlen=3\): the batch must fit; found"),
+        ({"num_tokens": 400, "num_targets": 3}, r"num_targets=3\): the batch must fit; found"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    kit: SimpleNamespace, sizes: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        pad_batch(make(kit, 0), **sizes)
+
+
+SIZES = {"num_tokens": 500, "num_segments": 40, "max_seqlen": 60, "num_targets": 200}
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize("kind", ["dpo", "sft", "ranked"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_losses_do_not_see_what_fills_up(
+    kit: SimpleNamespace, kind: str, layout: str, fused: bool
+) -> None:
+    batch = make(kit, 1, kind, layout)
+    padded = pad_batch(pad_segments(batch, 4), **SIZES)
+    where = torch.tensor(real_tokens(batch, padded))
+    torch.manual_seed(0)
+    outputs = torch.randn(batch.num_tokens, 12, dtype=torch.float64)
+    weight = torch.randn(kit.VOCAB, 12, dtype=torch.float64)
+    spread = torch.randn(padded.num_tokens, 12, dtype=torch.float64).index_copy(0, where, outputs)
+    losses = [("sft", {"sft_average": a}) for a in ("token", "sequence_sum", "sequence_mean")]
+    if kind != "sft":
+        losses = [(n, {"sft_weight": 0.5}) for n in LOSSES.names() if n != "sft"]
+        losses += [("dpo", {"reduction": "pack_mean"})]
+    for name, given_settings in losses:
+        loss_fn = PreferenceLoss(name, **given_settings)  # type: ignore[arg-type]
+        seen = []
+        for one, rows in ((batch, outputs), (padded, spread)):
+            rows = rows.clone().requires_grad_()
+            head = weight.clone().requires_grad_()
+            given_rows: dict[str, Any] = {"logits": rows @ head.T}
+            if fused:
+                given_rows = {"hidden": rows, "weight": head}
+            logps = segment_logps(one, **given_rows)
+            out = loss_fn(logps, one)
+            out.loss.backward()
+            seen.append((logps, out, rows.grad, head.grad))
+        (logps, out, d_rows, d_head), (p_logps, p_out, p_rows, p_head) = seen
+        real = batch.num_segments
+        assert (p_logps[:real] - logps).abs().max() < 1e-12
+        assert (p_logps[real:] == 0).all()
+        assert (p_out.loss - out.loss).abs() < 1e-12, name
+        assert p_out.metrics.keys() == out.metrics.keys()
+        for metric, (total, count) in out.metrics.items():
+            assert abs(p_out.metrics[metric][0] - total) < 1e-10, (name, metric)
+            assert p_out.metrics[metric][1] == count, (name, metric)
+        assert (p_rows[where] - d_rows).abs().max() < 1e-12, name
+        assert torch.equal(p_rows.count_nonzero(), p_rows[where].count_nonzero()), name
+        assert (p_head - d_head).abs().max() < 1e-12, name
+    counts = segment_token_counts(padded)
+    assert torch.equal(counts[:real], segment_token_counts(batch))
+    assert not counts[real:].any()
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+def test_models_do_not_see_what_fills_up(kit: SimpleNamespace, backend: str, layout: str) -> None:
+    batch = make(kit, 2, "dpo", layout)
+    padded = pad_batch(pad_segments(batch, 4), **SIZES)
+    model = use_packed_attention(kit.tiny_model(), backend)
+    seen = []
+    for one in (batch, padded):
+        logits = model(**one.model_inputs()).logits
+        assert logits.isfinite().all()
+        out = PreferenceLoss("orpo")(segment_logps(one, logits=logits), one)
+        out.loss.backward()
+        seen.append((out.loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
+        model.zero_grad()
+    (loss, gradients), (p_loss, p_gradients) = seen
+    assert abs(loss - p_loss) < 1e-12
+    for name, gradient in gradients.items():
+        assert (p_gradients[name] - gradient).abs().max() < 1e-10, name
+
+
+@pytest.mark.parametrize("kind", ["dpo", "sft", "ranked"])
+@pytest.mark.parametrize(("multiple", "layout"), [(1, "concat"), (8, "shared_prefix")])
+def test_sizes_from_the_manifest(
+    kit: SimpleNamespace, tmp_path: Path, kind: str, multiple: int, layout: str
+) -> None:
+    packs = kit.packed(random_examples(24, seed=3, kind=kind), [1, 3, 5, 2, 4, 3, 2, 4], layout)
+    manifest = kit.write(str(tmp_path / "data"), packs, kind, layout).manifest
+    shapes = set()
+    sizes = static_sizes(manifest, 2, multiple=multiple)
+    assert sizes["num_tokens"] % multiple == sizes["max_seqlen"] % multiple == 0
+    for i in range(0, 8, 2):
+        for pair in ((i, i + 1), (i, i), (0, i)):
+            batch = pad_segments(collate([packs.row(p) for p in pair], kind), multiple)
+            batch = pad_batch(batch, **sizes)
+            assert (batch.cu_seqlens.diff() % multiple == 0).all()
+            shapes.add((batch.num_tokens, batch.num_segments, batch.max_seqlen, batch.max_seqlen_k))
+    assert shapes == {(*sizes.values(), sizes["max_seqlen"])}
+    with pytest.raises(ConfigError, match="at least one pack"):
+        static_sizes(manifest, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, in dynamo
+def test_compiled_once(kit: SimpleNamespace) -> None:
+    """Batches of fixed shape need no second compilation."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    model = use_packed_attention(kit.tiny_model(), "sdpa")
+    compiled = torch.compile(model, backend=counter, dynamic=False)
+    frames = []
+    for seed in range(3):
+        inputs = pad_batch(make(kit, seed), **SIZES).model_inputs()
+        difference = compiled(**inputs).logits - model(**inputs).logits
+        assert difference.abs().max() < 1e-9
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[1] == frames[2] > 0
+
+
+def test_a_share_travels(kit: SimpleNamespace) -> None:
+    batch = pad_segments(make(kit, 0, "dpo", "shared_prefix"), 4)
+    shard = ContextShard.of(batch, ContextSplit.zigzag(batch.cu_seqlens, 2), 1).to("meta")
+    for part in (shard, shard.layout, shard.targets):
+        tensors = [x for x in vars(part).values() if isinstance(x, Tensor)]
+        assert tensors
+        assert {x.device.type for x in tensors} == {"meta"}
+    assert shard.num_segments == batch.num_segments
+
+
+def test_a_share_without_targets(kit: SimpleNamespace) -> None:
+    """A rank whose tokens predict nothing adds zeros, and has gradients to reduce."""
+    batch = pad_segments(make(kit, 0), 4)
+    shard = ContextShard.of(batch, ContextSplit.zigzag(batch.cu_seqlens, 2), 0)
+    shard = replace(shard, targets=Targets(*[shard.index[:0]] * 3))
+    hidden = torch.ones(shard.num_tokens, 4, requires_grad=True)
+    weight = torch.ones(kit.VOCAB, 4, requires_grad=True)
+    for given_rows in ({"hidden": hidden, "weight": weight}, {"logits": hidden @ weight.T}):
+        logps = segment_logps(shard, **given_rows)
+        assert logps.tolist() == [0] * batch.num_segments
+        for gradient in torch.autograd.grad(logps.sum(), (hidden, weight)):
+            assert not gradient.any()

@@ -1,0 +1,297 @@
+"""One divisor for a whole optimizer step: under DDP, FSDP, Accelerate and HF's Trainer."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from packstore.pack.fill import fill
+from packstore.records import to_offsets
+from packstore.testing import random_examples
+from packstore.torch import PackedBatch, PreferenceLoss, collate, segment_logps
+from packstore.torch import use_packed_attention as prepare
+from packstore.torch.divisor import count_step
+from packstore.torch.head import PackedPolicy
+from packstore.torch.hf_trainer import TrainerBatches, TrainerPolicy
+from packstore.torch.metrics import Metrics, all_reduce_sums
+
+PACKS = (3, 1, 2, 1, 1, 2, 1, 1)  # pairs of each: uneven over ranks, accumulation and steps
+EXAMPLES = random_examples(sum(PACKS), seed=5)
+REFERENCE = torch.from_numpy(np.random.default_rng(0).normal(-20, 3, 2 * sum(PACKS))).float()
+ACCUMULATION = 2
+STEP_PACKS = 4
+
+
+def batches(rank: int = 0, world: int = 1) -> list[PackedBatch]:
+    """Batches of one pack, dealt out in turn."""
+    ends = np.cumsum(PACKS)
+    made = []
+    for size, end in list(zip(PACKS, ends, strict=True))[rank::world]:
+        pairs = np.arange(end - size, end)
+        packs = fill(EXAMPLES.take(pairs), to_offsets(np.array([size])), "shared_prefix")
+        ref = REFERENCE.view(-1, 2)[pairs].flatten()
+        made.append(replace(collate(packs, "dpo"), ref_logps=ref))
+    return made
+
+
+def loss_of(**settings: Any) -> PreferenceLoss:
+    return PreferenceLoss("dpo", beta=0.3, **settings)
+
+
+def whole_step(model: Any, loss_fn: PreferenceLoss, count: int) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the first `count` packs as one batch."""
+    model.zero_grad()
+    pairs = np.arange(sum(PACKS[:count]))
+    packs = fill(EXAMPLES.take(pairs), to_offsets(np.array([len(pairs)])), "concat")
+    batch = collate(packs, "dpo")
+    out = loss_fn(PackedPolicy(model)(batch), batch, REFERENCE[: 2 * len(pairs)])
+    out.loss.backward()
+    return float(out.loss.detach()), take_gradients(model)
+
+
+def take_gradients(model: Any) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, gradient in expected.items():
+        assert (gradient - found[name]).abs().max() < 1e-9, name
+        assert gradient.abs().max() > 1e-6, name
+
+
+def under_ddp(model: Any, loss_fn: PreferenceLoss) -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    policy, metrics = DistributedDataParallel(PackedPolicy(model)), Metrics()
+    step = batches(rank, world)[: STEP_PACKS // world]
+    divisor = count_step(step, loss_fn).averaged(world)
+    for i, batch in enumerate(step):
+        policy.require_backward_grad_sync = i == len(step) - 1
+        out = loss_fn(policy(batch), batch, divisor=divisor)
+        out.loss.backward()
+        metrics.add(out.metrics)
+    return {"gradients": take_gradients(model), "metrics": metrics.means()}
+
+
+def under_fsdp(model: Any, loss_fn: PreferenceLoss) -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    policy = PackedPolicy(model)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(policy, mesh=mesh)
+    step = batches(rank, world)[: STEP_PACKS // world]
+    divisor = count_step(step, loss_fn).averaged(world)
+    for batch in step:
+        loss_fn(policy(batch), batch, divisor=divisor).loss.backward()
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return {"gradients": found}
+
+
+def under_accelerate(model: Any, loss_fn: PreferenceLoss) -> dict[str, Any]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
+    policy = accelerator.prepare(PackedPolicy(model))
+    world = accelerator.num_processes
+    step = batches(accelerator.process_index, world)[:ACCUMULATION]
+    divisor = count_step(step, loss_fn).averaged(world * ACCUMULATION)
+    for batch in step:
+        with accelerator.accumulate(policy):
+            accelerator.backward(loss_fn(policy(batch), batch, divisor=divisor).loss)
+    return {"gradients": take_gradients(model), "synced": accelerator.sync_gradients}
+
+
+class Loader(list[PackedBatch]):
+    """The batches of a rank as a loader gives them."""
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
+def under_trainer(model: Any, loss_fn: PreferenceLoss, folder: str) -> dict[str, Any]:
+    """The gradient as what one step of plain descent at rate 1 takes away, and the logged loss."""
+    from transformers import Trainer, TrainingArguments
+
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    accumulation = STEP_PACKS // world
+
+    class PackedTrainer(Trainer):
+        def get_train_dataloader(self) -> Any:
+            loader = Loader(batches(rank, world)[:accumulation])
+            return TrainerBatches(loader, loss_fn)
+
+    arguments = TrainingArguments(
+        output_dir=folder,
+        optim="sgd",
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        max_steps=1,
+        gradient_accumulation_steps=accumulation,
+        use_cpu=True,
+        save_strategy="no",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    policy = TrainerPolicy(model, loss_fn)
+    trainer = PackedTrainer(policy, arguments, train_dataset=batches())
+    trainer.train()
+    found = {name: before[name] - p.detach() for name, p in model.named_parameters()}
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"gradients": found, "loss": logged, "metrics": policy.metrics.means()}
+
+
+def vocabulary_shares(task: dict[str, Tensor], batch: PackedBatch) -> dict[str, Any]:
+    """Log-probs and gradients with the vocabulary split over the ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    hidden = task["hidden"].clone().requires_grad_()
+    weight = task["weight"].chunk(world)[rank].clone().requires_grad_()
+    bias = task["bias"].chunk(world)[rank].clone().requires_grad_()
+    group = dist.group.WORLD
+    fused = segment_logps(
+        batch, hidden=hidden, weight=weight, bias=bias, softcap=4.0, chunk_size=40, group=group
+    )
+    fused.backward(task["upstream"])
+    logits = task["logits"].chunk(world, -1)[rank].clone().requires_grad_()
+    plain = segment_logps(batch, logits=logits, group=group)
+    plain.backward(task["upstream"])
+    return {
+        "fused": fused.detach(),
+        "plain": plain.detach(),
+        "gradients": [x.grad for x in (hidden, weight, bias, logits)],
+    }
+
+
+def on_rank(task: dict[str, Any]) -> dict[str, Any]:
+    """Everything that two processes have to show, in one start of them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "1"}
+    with_sft = loss_of(sft_weight=0.3)
+    found = {
+        "sums": all_reduce_sums([1.0 + rank, torch.tensor(0.1)]),
+        "ddp": under_ddp(prepare(task["model"]), with_sft),
+        "fsdp": under_fsdp(prepare(deepcopy(task["model"])), with_sft),
+        "vocabulary": vocabulary_shares(task["vocabulary"], batches()[0]),
+    }
+    if task["accelerate"]:
+        found["accelerate"] = under_accelerate(prepare(task["model"]), with_sft)
+        found["trainer"] = under_trainer(prepare(task["model"]), loss_of(), task["folder"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    batch = batches()[0]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return {
+        "hidden": normal(batch.num_tokens, 8),
+        "weight": normal(50, 8),
+        "bias": normal(50),
+        "logits": normal(batch.num_tokens, 50),
+        "upstream": normal(batch.num_segments),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(
+    kit: SimpleNamespace, vocabulary: dict[str, Tensor], tmp_path_factory: Any
+) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    have = all(_has(name) for name in ("accelerate", "transformers"))
+    task = {"model": kit.tiny_model(), "vocabulary": vocabulary, "accelerate": have}
+    task["folder"] = str(folder / "trainer")
+    launch = runpy.run_path(str(Path(__file__).with_name("ranks.py")))["launch"]
+    results: list[dict[str, Any]] = launch(__file__, task, 2, folder)
+    return results
+
+
+def _has(package: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(package) is not None
+
+
+def test_two_processes_under_ddp(kit: SimpleNamespace, ranks: list[dict[str, Any]]) -> None:
+    model = prepare(kit.tiny_model())
+    loss, expected = whole_step(model, loss_of(sft_weight=0.3), STEP_PACKS)
+    for found in ranks:
+        assert_equal(found["ddp"]["gradients"], expected)
+        assert found["ddp"]["metrics"]["loss"] == pytest.approx(loss, abs=1e-12)
+        assert found["sums"] == pytest.approx([3.0, 0.2])
+
+
+def test_two_processes_under_fsdp(kit: SimpleNamespace, ranks: list[dict[str, Any]]) -> None:
+    _, expected = whole_step(prepare(kit.tiny_model()), loss_of(sft_weight=0.3), STEP_PACKS)
+    for found in ranks:
+        assert_equal(found["fsdp"]["gradients"], expected)
+
+
+def test_two_processes_under_accelerate(kit: SimpleNamespace, ranks: list[dict[str, Any]]) -> None:
+    pytest.importorskip("accelerate", reason="one of the trainers")
+    _, expected = whole_step(prepare(kit.tiny_model()), loss_of(sft_weight=0.3), STEP_PACKS)
+    for found in ranks:
+        assert found["accelerate"]["synced"]
+        assert_equal(found["accelerate"]["gradients"], expected)
+
+
+def test_two_processes_under_the_trainer(kit: SimpleNamespace, ranks: list[dict[str, Any]]) -> None:
+    pytest.importorskip("accelerate", reason="the Trainer needs it")
+    loss, expected = whole_step(prepare(kit.tiny_model()), loss_of(), STEP_PACKS)
+    for found in ranks:
+        assert_equal(found["trainer"]["gradients"], expected)
+        assert found["trainer"]["metrics"]["loss"] == pytest.approx(loss, abs=1e-6)
+    assert ranks[0]["trainer"]["loss"] == [pytest.approx(loss, abs=1e-4)]
+
+
+def test_one_process_under_the_trainer(kit: SimpleNamespace, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the Trainer needs it")
+    loss_fn = loss_of(sft_weight=0.3, sft_average="sequence_mean")
+    model = prepare(kit.tiny_model())
+    loss, expected = whole_step(model, loss_fn, STEP_PACKS)
+    found = under_trainer(model, loss_fn, str(tmp_path))
+    assert_equal(found["gradients"], expected)
+    assert found["loss"] == [pytest.approx(loss, abs=1e-4)]
+
+
+def test_a_split_vocabulary(vocabulary: dict[str, Tensor], ranks: list[dict[str, Any]]) -> None:
+    batch = batches()[0]
+    leaves = {n: x.clone().requires_grad_() for n, x in vocabulary.items() if n != "upstream"}
+    hidden, weight, bias = leaves["hidden"], leaves["weight"], leaves["bias"]
+    fused = segment_logps(batch, hidden=hidden, weight=weight, bias=bias, softcap=4.0)
+    plain = segment_logps(batch, logits=leaves["logits"])
+    upstream = vocabulary["upstream"]
+    expected = torch.autograd.grad(
+        [fused, plain], [hidden, weight, bias, leaves["logits"]], [upstream, upstream]
+    )
+    for rank, result in enumerate(ranks):
+        found = result["vocabulary"]
+        torch.testing.assert_close(found["fused"], fused, rtol=0, atol=1e-12)
+        torch.testing.assert_close(found["plain"], plain, rtol=0, atol=1e-12)
+        whole = [expected[0], *(x.chunk(2)[rank] for x in expected[1:3])]
+        whole.append(expected[3].chunk(2, -1)[rank])
+        for a, b in zip(found["gradients"], whole, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-11)

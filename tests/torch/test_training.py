@@ -1,0 +1,198 @@
+"""Training on packs with what people train with: checkpoints, compilation, wrappers, padding."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from packstore.testing import random_examples
+from packstore.torch import PackedBatch, check_isolation, collate, use_packed_attention
+from packstore.torch.attention import reference
+
+LAYOUTS = ("concat", "shared_prefix")
+# transformers 5.23 calls it activation checkpointing; 5.17 does not know that name.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+
+
+def batch_of(kit: SimpleNamespace, layout: str, seed: int = 4, examples: int = 4) -> PackedBatch:
+    return collate(kit.packed(random_examples(examples, seed=seed), [examples], layout), "dpo")
+
+
+def step(model: Any, batch: PackedBatch) -> tuple[Tensor, list[Tensor]]:
+    """Logits, and gradients of a fixed random function of the supervised ones."""
+    model.zero_grad()
+    logits = model(**batch.model_inputs()).logits[0]
+    rows = logits[batch.target_index - 1]
+    generator = torch.Generator().manual_seed(0)
+    (rows * torch.randn(rows.shape, generator=generator, dtype=rows.dtype)).sum().backward()
+    return logits.detach(), [p.grad for p in model.parameters() if p.requires_grad]
+
+
+def assert_same(found: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[Tensor]]) -> None:
+    assert (found[0] - expected[0]).abs().max() < 1e-11
+    for a, b in zip(found[1], expected[1], strict=True):
+        assert (a - b).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_gradient_checkpointing(
+    kit: SimpleNamespace, name: str, reentrant: bool, backend: str, layout: str
+) -> None:
+    model = use_packed_attention(kit.tiny_model(name), backend).train()
+    batch = batch_of(kit, layout)
+    expected = step(model, batch)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    attended = []
+    model.model.layers[0].self_attn.register_forward_hook(lambda *_: attended.append(1))
+    assert_same(step(model, batch), expected)
+    assert len(attended) == 2  # forward, and again in backward
+
+
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor.*:UserWarning")  # torch's own, in dynamo
+def test_a_compiled_model_serves_every_batch(kit: SimpleNamespace) -> None:
+    """And compiles no more after the first few: no graph holds the segments of one batch."""
+    torch._dynamo.reset()
+    model = use_packed_attention(kit.tiny_family("llama", num_hidden_layers=1)).train()
+    compiled = torch.compile(model, backend="aot_eager")
+    for seed in range(4):
+        for layout in LAYOUTS:
+            batch = batch_of(kit, layout, seed, 2 + seed)
+            expected = step(model, batch)
+            with torch._dynamo.config.patch(error_on_recompile=seed >= 2):
+                found = step(compiled, batch)
+            assert_same(found, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_fresh_memory_does_not_matter(
+    kit: SimpleNamespace, request: pytest.FixtureRequest, name: str, backend: str, layout: str
+) -> None:
+    model = use_packed_attention(kit.tiny_model(name), backend).train()
+    batch = batch_of(kit, layout)
+    expected = step(model, batch)
+    request.getfixturevalue("poisoned_memory")
+    assert_same(step(model, batch), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+def test_padding_as_a_segment_of_its_own(
+    kit: SimpleNamespace, poisoned_memory: None, backend: str, layout: str
+) -> None:
+    """A row filled up to a fixed length: same logits, same gradients, no NaN."""
+    model = use_packed_attention(kit.tiny_model(), backend).train()
+    batch = batch_of(kit, layout)
+    rows = slice(0, batch.num_tokens)
+    inputs = padded(batch, extra=7)
+
+    def run(inputs: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+        model.zero_grad()
+        logits = model(**inputs).logits[0, rows]
+        generator = torch.Generator().manual_seed(0)
+        (
+            logits * torch.randn(logits.shape, generator=generator, dtype=logits.dtype)
+        ).sum().backward()
+        return logits.detach(), [p.grad for p in model.parameters()]
+
+    assert_same(run(inputs), run(batch.model_inputs()))
+
+
+def padded(batch: PackedBatch, extra: int) -> dict[str, Any]:
+    """The inputs of the batch with a last segment of `extra` tokens that nobody reads."""
+    inputs = batch.model_inputs()
+    layout = inputs["packed_layout"]
+    tokens, keys = batch.num_tokens, int(layout.cu_seqlens_k[-1])
+    kv_index = layout.kv_index
+    if kv_index is not None:
+        kv_index = torch.cat([kv_index, torch.arange(tokens, tokens + extra)])
+    ends = (torch.tensor([n + extra], dtype=torch.int32) for n in (tokens, keys))
+    cu_q, cu_k = (
+        torch.cat([cu, end])
+        for cu, end in zip((layout.cu_seqlens_q, layout.cu_seqlens_k), ends, strict=True)
+    )
+    longest = (max(layout.max_seqlen_q, extra), max(layout.max_seqlen_k, extra))
+    return {
+        **inputs,
+        "input_ids": nn.functional.pad(inputs["input_ids"], (0, extra)),
+        "position_ids": torch.cat([inputs["position_ids"], torch.arange(extra)[None]], dim=1),
+        "packed_layout": type(layout)(cu_q, cu_k, *longest, tokens + extra, kv_index),
+    }
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_inside_distributed_data_parallel(kit: SimpleNamespace, process_group: None) -> None:
+    model = kit.tiny_model()
+    batch = batch_of(kit, "shared_prefix")
+    expected = step(use_packed_attention(model, "reference"), batch)
+    expected = (expected[0], [g.clone() for g in expected[1]])
+    model.set_attn_implementation("sdpa")
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    assert use_packed_attention(wrapped, "sdpa") is wrapped
+    assert_same(step(wrapped, batch), expected)
+    assert check_isolation(wrapped) < 1e-9
+    assert check_isolation(wrapped, "reference") < 1e-9
+
+
+def test_inside_peft(kit: SimpleNamespace) -> None:
+    peft = pytest.importorskip("peft", reason="the package peft is optional")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(kit.tiny_model(), config)
+    batch = batch_of(kit, "shared_prefix")
+    assert use_packed_attention(model) is model
+    logits, found = step(model, batch)
+    assert len(found) == 8
+    assert all(g.abs().max() > 0 for g in found)
+    assert check_isolation(model) < 1e-4
+    assert check_isolation(model, "reference") < 1e-4
+    with model.disable_adapter():
+        base = model(**batch.model_inputs()).logits[0]
+    assert (base - logits).abs().max() > 1e-3
+    plain = use_packed_attention(kit.tiny_model(), "reference")
+    assert (plain(**batch.model_inputs()).logits[0] - base).abs().max() < 1e-4
+
+
+def test_backend_by_hand(kit: SimpleNamespace) -> None:
+    """The reference itself holds no memory of what another segment was."""
+    batch = batch_of(kit, "shared_prefix")
+    q = torch.randn(batch.num_tokens, 4, 8, dtype=torch.float64)
+    one = reference.attend(q, q, q, batch.layout, scale=0.3)
+    changed = q.clone()
+    changed[batch.segment_ids == batch.num_segments - 1] *= -1
+    two = reference.attend(changed, changed, changed, batch.layout, scale=0.3)
+    others = batch.segment_ids != batch.num_segments - 1
+    assert torch.equal(one[others], two[others])
+
+
+def test_inside_fully_sharded(kit: SimpleNamespace, process_group: None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    batch = batch_of(kit, "shared_prefix")
+    logits, expected = step(use_packed_attention(kit.tiny_model(), "reference"), batch)
+    model = use_packed_attention(kit.tiny_model(), "sdpa")
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    found = step(model, batch)
+    assert_same((found[0], [g.full_tensor() for g in found[1]]), (logits, expected))
+    assert check_isolation(model) < 1e-9

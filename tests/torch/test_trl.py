@@ -1,0 +1,270 @@
+"""Each loss against TRL's and Liger's own functions, and the traps between their names and ours."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from packstore.testing import random_examples
+from packstore.torch import PackedBatch, PreferenceLoss, collate, segment_logps
+from packstore.torch import segment_token_counts as token_counts
+
+pytestmark = pytest.mark.slow
+BETA = 0.3
+FP32 = 3e-6
+SAME: dict[str, tuple[Any, dict[str, Any], dict[str, Any], float]] = {
+    # TRL's loss types: our loss, our parameters, its settings, tolerance
+    "sigmoid": ("dpo", {}, {}, 1e-10),
+    "sigmoid_norm": ("dpo_norm", {}, {}, 1e-10),
+    "hinge": ("hinge", {}, {}, 1e-10),
+    "ipo": ("ipo", {}, {}, 1e-10),
+    "exo_pair": ("exo_pair", {"label_smoothing": 0.01}, {"label_smoothing": 0.01}, 1e-7),
+    "nca_pair": ("nca_pair", {}, {}, 1e-10),
+    "robust": ("robust", {"label_smoothing": 0.2}, {"label_smoothing": 0.2}, 1e-10),
+    "bco_pair": ("bco_pair", {}, {}, 1e-10),
+    "sppo_hard": ("sppo_hard", {}, {}, 1e-10),
+    "apo_zero": ("apo_zero", {}, {}, 1e-10),
+    "apo_down": ("apo_down", {}, {}, 1e-10),
+    "discopop": ("discopop", {"tau": 0.2}, {"args": SimpleNamespace(discopop_tau=0.2)}, 1e-10),
+    "forward_kl": ("fdpo_forward_kl", {}, {"f_divergence_type": "forward_kl"}, 1e-10),
+    "js_divergence": ("fdpo_js", {}, {"f_divergence_type": "js_divergence"}, 1e-10),
+    "alpha_divergence": (
+        "fdpo_alpha",
+        {"alpha": 0.3},
+        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3},
+        FP32,  # its table of dtypes has no float64
+    ),
+    "sft": ("sft", {}, {}, 1e-10),
+    "mpo": (
+        {"dpo": 0.8, "bco_pair": 0.2},
+        {"sft_weight": 1.0},
+        {"loss_types": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+        1e-10,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def batch(kit: SimpleNamespace) -> PackedBatch:
+    return collate(kit.packed(random_examples(6, seed=2), [4, 2], "concat"), "dpo")
+
+
+@pytest.fixture(scope="module")
+def trl() -> Any:
+    module = pytest.importorskip("trl.trainer.dpo_trainer", reason="TRL's own losses")
+    return module.DPOTrainer
+
+
+def rows(batch: PackedBatch, seed: int) -> Tensor:
+    """Log-probs of each token `[S, longest]`, 0 behind the end."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = token_counts(batch)
+    values = -torch.rand(len(counts), int(counts.max()), generator=generator, dtype=torch.float64)
+    return values * (torch.arange(values.shape[1]) < counts[:, None])
+
+
+def theirs(
+    trl: Any, batch: PackedBatch, policy: Tensor, ref: Tensor, kind: str, settings: dict[str, Any]
+) -> Tensor:
+    """The loss as TRL's trainer computes it, on a model that answers with given log-probs."""
+    apart = torch.cat([torch.arange(0, len(policy), 2), torch.arange(1, len(policy), 2)])
+    counts = token_counts(batch)[apart, None]
+    mask = (torch.arange(policy.shape[1] + 1) >= 1) & (torch.arange(policy.shape[1] + 1) <= counts)
+    zeros = torch.zeros_like(policy)
+    answer = SimpleNamespace(
+        log_probs=policy[apart], entropy=zeros, mean_logits=zeros, is_top1=zeros.bool()
+    )
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(
+            device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x
+        ),
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=[kind if kind in LOSS_TYPES else "sigmoid"],
+        loss_weights=[1.0],
+        beta=BETA,
+        label_smoothing=0.0,
+        use_weighting=False,
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    vars(trainer).update(settings)
+    sums = ref.sum(1)
+    inputs = {
+        "input_ids": torch.zeros(mask.shape, dtype=torch.long),
+        "attention_mask": torch.ones_like(mask),
+        "completion_mask": mask,
+        "ref_chosen_logps": sums[0::2],
+        "ref_rejected_logps": sums[1::2],
+    }
+    loss: Tensor = trl._compute_loss(trainer, lambda **_: answer, inputs, False)
+    return loss
+
+
+LOSS_TYPES = set(SAME) - {"forward_kl", "js_divergence", "alpha_divergence", "mpo"}
+
+
+def ours(batch: PackedBatch, policy: Tensor, ref: Tensor, name: Any, **parameters: Any) -> Tensor:
+    beta = {} if name == "sft" else {"beta": BETA}
+    loss_fn = PreferenceLoss(name, **beta, **parameters)
+    return loss_fn(policy.sum(1), batch, ref.sum(1)).loss
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_trl(trl: Any, batch: PackedBatch, kind: str) -> None:
+    name, parameters, settings, tolerance = SAME[kind]
+    dtype = torch.float32 if tolerance == FP32 else torch.float64
+    policy, ref = rows(batch, 0).to(dtype).requires_grad_(), rows(batch, 1).to(dtype)
+    expected = theirs(trl, batch, policy, ref, kind, settings)
+    found = ours(batch, policy, ref, name, **parameters)
+    assert abs(float((found - expected).detach())) < tolerance
+    (a,), (b,) = (torch.autograd.grad(x, policy) for x in (found, expected))
+    real = policy.detach() != 0
+    assert ((a - b) * real).abs().max() < tolerance
+    assert b.abs().max() > 1e-4
+
+
+def test_trl_ignores_label_smoothing_for_the_sigmoid_loss(trl: Any, batch: PackedBatch) -> None:
+    policy, ref = rows(batch, 0), rows(batch, 1)
+    expected = theirs(trl, batch, policy, ref, "sigmoid", {"label_smoothing": 0.2})
+    assert abs(ours(batch, policy, ref, "dpo") - expected) < 1e-10
+    assert abs(ours(batch, policy, ref, "cdpo", label_smoothing=0.2) - expected) > 1e-2
+
+
+def test_trl_has_no_alpha_divergence_in_float64(trl: Any, batch: PackedBatch) -> None:
+    settings = SAME["alpha_divergence"][2]
+    with pytest.raises(KeyError):
+        theirs(trl, batch, rows(batch, 0), rows(batch, 1), "sigmoid", settings)
+
+
+@pytest.mark.parametrize("kind", ["cpo", "simpo", "orpo"])
+def test_trl_without_a_reference(batch: PackedBatch, kind: str) -> None:
+    pytest.importorskip("trl", reason="TRL's own losses")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that trl.experimental is experimental
+        from trl.experimental.cpo.cpo_trainer import CPOTrainer
+        from trl.experimental.orpo.orpo_trainer import ORPOTrainer
+    policy = rows(batch, 0)
+    sums, means = policy.sum(1), policy.sum(1) / token_counts(batch)
+    trainer = SimpleNamespace(
+        alpha=0.0,
+        beta=BETA,
+        simpo_gamma=0.4,
+        label_smoothing=0.0,
+        loss_type="simpo" if kind == "simpo" else "sigmoid",
+        accelerator=SimpleNamespace(device="cpu"),
+    )
+    if kind == "orpo":
+        ratio = ORPOTrainer.odds_ratio_loss(trainer, means[0::2], means[1::2])[0]
+        expected = (-means[0::2] - ratio).mean()  # it adds the likelihood itself, a token mean
+        assert abs(ours(batch, policy, policy, "orpo") - expected) < FP32  # it goes to float32
+        return
+    seen = means if kind == "simpo" else sums
+    expected = CPOTrainer.cpo_loss(trainer, seen[0::2], seen[1::2])[0].mean()
+    gamma = {"gamma": 0.4} if kind == "simpo" else {}
+    assert abs(ours(batch, policy, policy, kind, **gamma) - expected) < 1e-10
+
+
+def test_trl_chunked_log_probs(batch: PackedBatch) -> None:
+    kernels = pytest.importorskip("trl.kernels", reason="TRL's log-probs without logits")
+    hidden, weight, _ = head(batch)
+    targets = batch.targets
+    apply = kernels.ChunkedLogProbFunction.apply
+    logps = apply(hidden[targets.rows], weight, None, targets.ids, 1.0, 16, 5.0, 0.5, ())[0]
+    expected = torch.zeros(batch.num_segments).index_add(0, targets.segments, logps)
+    found = segment_logps(
+        batch, hidden=hidden, weight=weight, logit_scale=0.5, softcap=5.0, chunk_size=99
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    a, b = (torch.autograd.grad(x.square().sum(), [hidden, weight]) for x in (found, expected))
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def head(batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden `[T, H]`, weight `[V, H]`, and the row of each padded place `[S, longest]`, or -1."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(batch.num_tokens, 8, generator=generator).requires_grad_()
+    weight = (0.3 * torch.randn(50, 8, generator=generator)).requires_grad_()
+    starts, lengths = batch.cu_seqlens[:-1, None], batch.lengths[:, None]
+    place = torch.arange(int(lengths.max()))
+    return hidden, weight, (starts + place).where(place < lengths, -1)
+
+
+LIGER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    # our loss: Liger's class, our parameters, its settings
+    "dpo": ("DPO", {}, {"loss_type": "sigmoid"}),
+    "hinge": ("DPO", {}, {"loss_type": "hinge"}),
+    "exo_pair": ("DPO", {"label_smoothing": 0.01}, {"loss_type": "exo_pair"}),
+    "nca_pair": ("DPO", {}, {"loss_type": "nca_pair"}),
+    "robust": ("DPO", {"label_smoothing": 0.2}, {"loss_type": "robust"}),
+    "bco_pair": ("DPO", {}, {"loss_type": "bco_pair"}),
+    "sppo_hard": ("DPO", {}, {"loss_type": "sppo_hard"}),
+    "apo_zero": ("DPO", {}, {"loss_type": "apo_zero"}),
+    "apo_down": ("DPO", {}, {"loss_type": "apo_down"}),
+    "discopop": ("DPO", {"tau": 0.2}, {"loss_type": "discopop", "discopop_tau": 0.2}),
+    "simpo": ("SimPO", {"gamma": 0.4}, {"gamma": 0.4, "compute_nll_loss": False}),
+    "cpo": ("CPO", {}, {"compute_nll_loss": False}),
+}
+
+
+def liger(batch: PackedBatch, kind: str, **settings: Any) -> tuple[Tensor, list[Tensor]]:
+    """Loss and gradients of Liger's fused loss, on padded rows, chosen ones first."""
+    losses = pytest.importorskip("liger_kernel.chunked_loss", reason="Liger's own losses")
+    hidden, weight, places = head(batch)
+    places = torch.cat([places[0::2], places[1::2]])
+    labels = batch.labels[places.clamp(min=0)].masked_fill(places < 0, -100)
+    chosen = getattr(losses, f"LigerFusedLinear{kind}Loss")
+    reference = {"use_ref_model": False} if kind == "DPO" else {}
+    loss_fn = chosen(beta=BETA, compiled=False, **reference, **settings)
+    rows = hidden[places.clamp(min=0)]
+    loss = loss_fn(weight, rows[:, :-1].contiguous(), labels[:, 1:].contiguous())[0]
+    return loss, list(torch.autograd.grad(loss, [hidden, weight]))
+
+
+def fused(batch: PackedBatch, name: str, **parameters: Any) -> tuple[Tensor, list[Tensor]]:
+    hidden, weight, _ = head(batch)
+    logps = segment_logps(batch, hidden=hidden, weight=weight, chunk_size=99)
+    loss_fn = PreferenceLoss(name, beta=BETA, **parameters)
+    loss = loss_fn(logps, batch, torch.zeros_like(logps)).loss
+    return loss, list(torch.autograd.grad(loss, [hidden, weight]))
+
+
+@pytest.mark.parametrize("name", LIGER)
+def test_liger(batch: PackedBatch, name: str) -> None:
+    kind, parameters, settings = LIGER[name]
+    smoothing = {k: v for k, v in parameters.items() if k == "label_smoothing"}
+    expected, wanted = liger(batch, kind, **settings, **smoothing)
+    found, given = fused(batch, name, **parameters)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for a, b in zip(given, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["simpo", "cpo"])
+def test_liger_adds_a_likelihood_by_default(batch: PackedBatch, name: str) -> None:
+    kind, parameters, settings = LIGER[name]
+    settings = {k: v for k, v in settings.items() if k != "compute_nll_loss"}
+    expected, _ = liger(batch, kind, **settings)
+    plain, _ = fused(batch, name, **parameters)
+    with_sft, _ = fused(batch, name, **parameters, sft_weight=1.0)
+    assert expected - plain > 1
+    torch.testing.assert_close(with_sft, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_liger_odds_ratio(batch: PackedBatch) -> None:
+    expected, _ = liger(batch, "ORPO", compute_nll_loss=False)
+    hidden, weight, _ = head(batch)
+    logps = segment_logps(batch, hidden=hidden, weight=weight)
+    found, _ = fused(batch, "orpo")
+    likelihood = (logps / token_counts(batch))[0::2].mean()
+    torch.testing.assert_close(found + likelihood, expected, rtol=1e-5, atol=1e-5)
