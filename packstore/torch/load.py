@@ -1,0 +1,143 @@
+"""Hugging Face causal LMs for packed data: loaded, prepared for packed attention, with LoRA."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from packstore.errors import ConfigError, quote, sentence
+from packstore.registry import missing_extra
+from packstore.torch.model import use_packed_attention
+
+DType = Literal["float32", "bfloat16", "float64"]
+ADAPTER_FILE = "adapter_config.json"
+
+
+def load_model(
+    path: str | PathLike[str],
+    *,
+    dtype: DType = "float32",
+    attention: str = "auto",
+    trainable: bool = False,
+) -> Any:
+    """A causal LM that takes packed batches, in evaluation mode, on the CPU.
+
+    Args:
+        path: its folder or hub name; or the folder of a LoRA adapter, which names its base.
+        dtype: of the weights.
+        attention: backend of packed attention, see :func:`use_packed_attention`.
+        trainable: False freezes all weights; of an adapter, True frees its own alone.
+
+    Raises:
+        ConfigError: no model is there, or it does not load.
+        MissingExtraError: transformers, or peft for an adapter, is not installed.
+        BackendError: the model cannot take packed batches.
+    """
+    name = os.fspath(path)
+    if is_adapter(name):
+        base = load_model(adapter_base(name), dtype=dtype, attention=attention)
+        return _add_adapter(base, name, trainable)
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise missing_extra("load_model", "train", error) from error
+    _check_folder(name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+    except Exception as error:  # the library raises whatever comes
+        where = f"model {name}"
+        must = "it must be a folder or hub name of a causal LM that transformers loads"
+        raise ConfigError(sentence(where, must, quote(str(error), 200))) from error
+    use_packed_attention(model, attention)
+    return model.requires_grad_(trainable).eval()
+
+
+def add_lora(
+    model: Any, rank: int, *, alpha: float = 16.0, dropout: float = 0.0, targets: Sequence[str] = ()
+) -> Any:
+    """A new LoRA adapter over a frozen model (Hu et al., 2021), untrained: it changes nothing yet.
+
+    Args:
+        model: as :func:`load_model` gave it.
+        rank: of the adapter.
+        alpha: the adapter's output is scaled by ``alpha / rank``.
+        dropout: of its input.
+        targets: names of the modules that are adapted; none: all linear layers but the head.
+
+    Raises:
+        ConfigError: the model has no such modules.
+        MissingExtraError: peft is not installed.
+    """
+    peft = _peft()
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=list(targets) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return peft.get_peft_model(model, config)
+    except ValueError as error:
+        must = f"the model must have modules named {', '.join(targets) or 'anything linear'}"
+        raise ConfigError(sentence("lora_targets", must, quote(str(error), 200))) from error
+
+
+def checkpoint_gradients(model: Any) -> None:
+    """Makes a model compute each layer again in the backward pass, in place of keeping it."""
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.20
+        model.activation_checkpointing_enable(options)
+    else:
+        model.gradient_checkpointing_enable(options)
+
+
+def is_adapter(path: str | PathLike[str]) -> bool:
+    """True for the folder of an adapter."""
+    return Path(path, ADAPTER_FILE).is_file()
+
+
+def adapter_base(path: str | PathLike[str]) -> str:
+    """Where the model lies that an adapter was trained on.
+
+    Raises:
+        ConfigError: the adapter does not name one.
+    """
+    file = Path(path, ADAPTER_FILE)
+    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ConfigError(sentence(str(file), "it must name base_model_name_or_path", "none"))
+    return base
+
+
+def _add_adapter(model: Any, path: str, trainable: bool) -> Any:
+    try:
+        return _peft().PeftModel.from_pretrained(model, path, is_trainable=trainable)
+    except (OSError, ValueError, RuntimeError) as error:
+        must = f"it must be an adapter of {adapter_base(path)}"
+        raise ConfigError(sentence(f"adapter {path}", must, quote(str(error), 200))) from error
+
+
+def _check_folder(name: str) -> None:
+    """A folder that is meant as one must be there: hubs are not asked for ``./tpyo``."""
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        must = "the folder must hold a config.json of a causal LM, or an adapter_config.json"
+        raise ConfigError(sentence(f"model {name}", must, "neither"))
+    local = folder.is_absolute() or name.startswith(".") or name.count("/") > 1
+    if local and not folder.exists():
+        raise ConfigError(sentence(f"model {name}", "the folder must exist", "nothing there"))
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise missing_extra("LoRA", "train", error) from error
+    return peft

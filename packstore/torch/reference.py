@@ -1,0 +1,218 @@
+"""Log-probs of the reference model, computed once and stored beside the dataset.
+
+::
+
+    model = load_model("my-sft-model", dtype="bfloat16").to("cuda")
+    write_ref_logps(model, packstore.open("prefs-8k"), "prefs-8k-ref")
+    data = PackedDataset("prefs-8k", side=["prefs-8k-ref"])     # batch.ref_logps
+
+They are computed as training would compute them: packed attention, the head without logits, the
+same precision. Batches are cut as ``PackedDataLoader(…, mode="eval")`` cuts file order on one rank,
+whatever the number of ranks; so the values do not depend on ranks, nor on a run that was resumed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from packstore.config import BatchConfig, fingerprint
+from packstore.errors import FormatError, PackstoreError, sentence
+from packstore.io.commit import refuse_existing
+from packstore.io.dataset import Dataset
+from packstore.io.side import Side, SideWriter, open_side
+from packstore.io.side_manifest import REF_LOGPS, SIDE
+from packstore.io.storage import Location
+from packstore.records import Float32, Int64
+from packstore.torch.collate import PackedBatch, collate
+from packstore.torch.compatibility import check_model
+from packstore.torch.dealing import deal
+from packstore.torch.head import PackedPolicy
+from packstore.torch.made_with import MadeWith, describe_reference
+from packstore.torch.position import Position, Unseen
+from packstore.torch.ref_parts import PARTS, Parts, Values
+from packstore.torch.steps import Step, StepCutter
+from packstore.torch.stream import StoredPacks
+
+T = TypeVar("T")
+Progress = Callable[[str, int, int | None, str], None]
+"""Called with stage, what is done, of how many, and of what."""
+
+
+def write_ref_logps(
+    model: nn.Module,
+    dataset: Dataset,
+    url: str,
+    *,
+    overwrite: bool = False,
+    storage_options: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+    **batching: int | None,
+) -> Side:
+    """Runs a model over every pack once and writes the log-prob of each sequence, float32.
+
+    On all ranks of torch.distributed at once, where it runs: they share the packs, and the first
+    one commits. What a run that was killed had finished lies in the side dataset's folder and is
+    verified and taken over by the next run with the same model, data and settings.
+
+    Args:
+        model: whole on every rank, as :func:`~packstore.torch.load.load_model` gives it.
+        dataset: of any kind and layout.
+        url: where the side dataset goes: a local folder or an fsspec URL that all ranks reach.
+        overwrite: replace a side dataset that is already there.
+        storage_options: of `url`.
+        progress: told about finished packs, on this rank.
+        batching: `packs_per_batch` (default 1) or `tokens_per_batch`.
+
+    Returns:
+        The side dataset; join it with ``PackedDataset(…, side=[…])``.
+
+    Raises:
+        DatasetExistsError: one is there, and `overwrite` is False.
+        CompatibilityError: the model's vocabulary does not hold the token ids.
+        FormatError: the model gives log-probs that are not finite.
+        StorageError: no space, no permission, or the store refuses.
+    """
+    check_model(dataset, model)
+    config = BatchConfig.of(mode="eval", **batching)
+    location = Location(url, storage_options or {})
+
+    def begin() -> tuple[MadeWith, list[int]]:
+        refuse_existing(location, overwrite, SIDE)
+        made_with = describe_reference(model, dataset)
+        for name in ("packs_per_batch", "tokens_per_batch"):
+            made_with[name] = getattr(config, name)
+        numbers = {number for number, _ in _parts(dataset, _cutter(dataset, config))}
+        return made_with, parts_of(made_with).missing(numbers)
+
+    def parts_of(made_with: MadeWith) -> Parts:
+        return Parts(location, fingerprint([dataset.manifest.fingerprint, made_with])[:16])
+
+    def finish() -> None:
+        with SideWriter(
+            url,
+            dataset,
+            {REF_LOGPS: "list<float32>"},
+            made_with=made_with,
+            overwrite=overwrite,
+            storage_options=storage_options,
+        ) as writer:
+            for ids, counts, logps in parts.read():
+                writer.write(ids, {REF_LOGPS: logps}, counts)
+        parts.remove()
+
+    made_with, missing = _on_first(begin)
+    parts = parts_of(made_with)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1)
+    mine = missing[rank::ranks]
+    for number, values in _computed(model, dataset, config, set(mine), progress):
+        parts.put(number, values)
+    if _distributed():
+        dist.barrier()
+    _on_first(finish)
+    return open_side(url, storage_options)
+
+
+@torch.no_grad()
+def _computed(
+    model: nn.Module,
+    dataset: Dataset,
+    config: BatchConfig,
+    mine: set[int],
+    progress: Progress | None,
+) -> Iterator[tuple[int, Values]]:
+    """The values of each part of `mine`."""
+    policy, training = PackedPolicy(model), model.training
+    device, total = next(iter(model.parameters())).device, len(dataset)
+    pending: tuple[int, list[Values]] | None = None
+    model.eval()
+    try:
+        for number, place, batch in _batches(dataset, config, mine):
+            values = _values(batch, policy(batch.to(device)))
+            if pending is not None and pending[0] != number:
+                yield pending[0], _joined(pending[1])
+                pending = None
+            pending = pending or (number, [])
+            pending[1].append(values)
+            if progress is not None:
+                progress("reference", place, total, "packs")
+        if pending is not None:
+            yield pending[0], _joined(pending[1])
+    finally:
+        model.train(training)
+
+
+def _batches(
+    dataset: Dataset, config: BatchConfig, mine: set[int]
+) -> Iterator[tuple[int, int, PackedBatch]]:
+    """Number of the part, packs up to here, and the batch, in file order."""
+    cutter = _cutter(dataset, config)
+    ahead: deque[tuple[int, int, int]] = deque()
+
+    def wanted() -> Iterator[Int64]:
+        for number, step in _parts(dataset, cutter):
+            if number not in mine:
+                continue
+            for places, fillers in deal(step, 0, 1, config):
+                ahead.append((number, step.stop, fillers))
+                yield cutter.unseen[places]
+
+    for packs in cutter.stream.read(wanted()):
+        number, place, fillers = ahead.popleft()
+        yield number, place, collate(packs, cutter.stream.kind, fillers=fillers)
+
+
+def _cutter(dataset: Dataset, config: BatchConfig) -> StepCutter:
+    """Cuts file order as one rank would, so that batches are the same for any number of ranks."""
+    stream = StoredPacks(dataset, shuffle=False)
+    return StepCutter(stream, Unseen(len(stream), Position()), config, 1)
+
+
+def _parts(dataset: Dataset, cutter: StepCutter) -> Iterator[tuple[int, Step]]:
+    """Each step, which is one batch, and the number of the part that it is in."""
+    parts = min(PARTS, len(dataset))
+    return ((step.start * parts // len(dataset), step) for step in cutter)
+
+
+def _values(batch: PackedBatch, logps: Tensor) -> Values:
+    """What is to be stored of a batch, without its fillers."""
+    counts, ids = batch.num_responses.numpy(), batch.example_ids.numpy()
+    real = batch.weights.numpy() > 0
+    wide: Float32 = logps.float().cpu().numpy()
+    if not np.isfinite(wide).all():
+        must = "the model must give finite log-probs"
+        example = np.repeat(ids, counts)[~np.isfinite(wide)][0]
+        raise FormatError(sentence(f"example {example}", must, "NaN or infinity"))
+    return ids[real], counts[real], wide[np.repeat(real, counts)]
+
+
+def _joined(values: list[Values]) -> Values:
+    ids, counts, logps = (np.concatenate(x) for x in zip(*values, strict=True))
+    return ids, counts, logps
+
+
+def _on_first(make: Callable[[], T]) -> T:
+    """What the first rank makes, on all ranks; or its error."""
+    if not _distributed():
+        return make()
+    made: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            made[0] = make()
+        except PackstoreError as error:
+            made[1] = error
+    dist.broadcast_object_list(made)
+    if made[1] is not None:
+        raise made[1]
+    found: T = made[0]
+    return found
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()

@@ -1,0 +1,102 @@
+"""Training from packed datasets: preference losses and SFT, on torch, Accelerate and PEFT.
+
+::
+
+    from packstore.torch.train import train
+
+    train(model="my-sft-model", dataset="prefs-8k", validation="held-out-8k", output="run",
+          loss="dpo", loss_parameters={"beta": 0.1}, pairs_per_step=64, learning_rate=1e-6)
+
+On several ranks, start the script with ``accelerate launch`` or ``torchrun``: DDP, or FSDP2 if
+Accelerate's config says so. ``docs/training.md`` has the settings, ``training/`` the rooms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packstore.torch.training.export import export_model, model_card
+from packstore.torch.training.loop import Loop
+from packstore.torch.training.setup import Run, prepare
+from packstore.torch.training.sinks import JsonLines, Sink, Trackers, console_sink
+from packstore.train_config import TrainConfig
+
+__all__ = ["TrainConfig", "TrainResult", "train"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What a run came to.
+
+    Attributes:
+        step: optimizer steps of the whole run.
+        examples: that it trained on.
+        metrics: of the last record of training.
+        evaluation: of the last validation, under names ``eval/…``; empty without.
+        model: folder of the final model, or of its adapter.
+    """
+
+    step: int
+    examples: int
+    metrics: dict[str, float]
+    evaluation: dict[str, float]
+    model: Path
+
+
+def train(config: TrainConfig | None = None, /, **settings: Any) -> TrainResult:
+    """Trains a model, from its beginning or from its newest checkpoint, to its end.
+
+    Every pair weighs the same, whatever pack, batch or rank it is in. Writes ``metrics.jsonl``,
+    ``checkpoints`` and the final ``model`` in the output folder. On all ranks at once.
+
+    Args:
+        config: the settings; default: their defaults.
+        settings: fields of :class:`~packstore.train_config.TrainConfig`, over `config`.
+
+    Raises:
+        ConfigError: settings that are missing, unknown, out of range or exclude each other.
+        CompatibilityError: model, data, loss, tokenizer or checkpoint do not belong together.
+        MissingExtraError: transformers, accelerate or peft is not installed.
+        PackstoreError: what is wrong with model, dataset or checkpoint, in a sentence.
+    """
+    config = TrainConfig.of(config, **settings)
+    run = prepare(config)
+    accelerator = run.accelerator
+    sinks, example_log = _sinks(run)
+    try:
+        loop = Loop(run, sinks, example_log)
+        loop()
+        results = {**loop.metrics, **loop.evaluation}
+        card = model_card(config, run.dataset.manifest, loop.step, results)
+        model = export_model(accelerator, run.policy, config, card)
+    finally:
+        for sink in sinks:
+            sink.close()
+        if example_log is not None:
+            example_log.close()
+    accelerator.end_training()
+    return TrainResult(
+        step=loop.step,
+        examples=loop.examples,
+        metrics=loop.metrics,
+        evaluation=loop.evaluation,
+        model=model,
+    )
+
+
+def _sinks(run: Run) -> tuple[list[Sink], JsonLines | None]:
+    """Where this rank writes metrics, and example ids."""
+    accelerator, config = run.accelerator, run.config
+    if accelerator.log_with:
+        flat = {n: str(v) for n, v in config.recorded().items()}
+        accelerator.init_trackers(config.wandb or "tensorboard", flat)
+    if not accelerator.is_main_process:
+        return [], None
+    step, output = run.start.step if run.start else 0, Path(config.output)
+    sinks: list[Sink] = [JsonLines(output / "metrics.jsonl", step), console_sink(run.total_steps)]
+    if accelerator.log_with:
+        sinks.append(Trackers(accelerator))
+    examples = JsonLines(output / "examples.jsonl", step) if config.log_examples else None
+    return sinks, examples

@@ -1,0 +1,201 @@
+"""Checkpoints: all that a run needs to go on as if it had never stopped, on any number of ranks.
+
+A checkpoint is a folder that appears whole, by a rename: killed inside, the run leaves the earlier
+ones as they were. It holds the model in Hugging Face format (or the adapter), the optimizer's state
+by parameter name, and one JSON file with the rest; nothing in it is pickled. The full state goes
+through torch's distributed checkpoint functions, so that it does not know how it was sharded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from packstore.errors import FormatError, sentence
+from packstore.torch.training.random_state import random_state
+
+FORMAT = 1
+MODEL, OPTIMIZER, STATE = "model", "optimizer.safetensors", "state.json"
+_NAME = re.compile(r"step-(\d{8})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Where a run stands, as JSON values.
+
+    Attributes:
+        step: optimizer steps that are done.
+        total_steps: that the schedule counts on.
+        examples: that were trained on.
+        loader: position of the loader.
+        schedule: state of the learning rate's schedule.
+        optimizer: its groups of parameters.
+        random: state of the random generators of each rank.
+        evaluation: metrics of the validation at this step, or None.
+        config: the settings.
+    """
+
+    step: int
+    total_steps: int
+    examples: int
+    loader: Mapping[str, Any]
+    schedule: Mapping[str, Any]
+    optimizer: list[dict[str, Any]]
+    random: list[Mapping[str, Any]]
+    evaluation: Mapping[str, float] | None
+    config: Mapping[str, Any]
+
+    @property
+    def score(self) -> float:
+        """Loss on the validation set; infinite without."""
+        return (self.evaluation or {}).get("eval/loss", float("inf"))
+
+
+def save_model(accelerator: Any, policy: torch.nn.Module, folder: Path) -> None:
+    """Writes the model, or its adapter, in Hugging Face format; a collective call."""
+    model = accelerator.unwrap_model(policy).model
+    adapted = hasattr(model, "peft_config")
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapted)
+    state = get_model_state_dict(policy, options=options)
+    if accelerator.is_main_process:
+        tensors = {name.removeprefix("model."): tensor for name, tensor in state.items()}
+        only = {"selected_adapters": ["default"]} if adapted else {}
+        model.save_pretrained(folder, state_dict=tensors, **only)
+
+
+def optimizer_state(
+    policy: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """The optimizer's tensors by name of parameter and state, and its groups; a collective call."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, Any] = dict(get_optimizer_state_dict(policy, optimizer, options=options))
+    of_parameter = state.get("state", {}).items()
+    tensors = {f"{p}.{n}": v.contiguous() for p, values in of_parameter for n, v in values.items()}
+    return tensors, state.get("param_groups", [])
+
+
+def save_checkpoint(
+    accelerator: Any,
+    policy: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    folder: Path,
+    state: dict[str, Any],
+) -> None:
+    """Writes a checkpoint; a collective call.
+
+    Args:
+        accelerator: Accelerate's.
+        policy: as it prepared it.
+        optimizer: the torch optimizer, unwrapped.
+        folder: of the checkpoints.
+        state: fields of :class:`RunState` but `optimizer` and `random`.
+    """
+    from accelerate.utils import gather_object
+
+    final = folder / f"step-{state['step']:08d}"
+    partial = folder / f".{final.name}.partial"
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    try:
+        save_model(accelerator, policy, partial / MODEL)
+        tensors, groups = optimizer_state(policy, optimizer)
+        generators = gather_object([random_state()])
+        if accelerator.is_main_process:
+            save_file(tensors, partial / OPTIMIZER)
+            whole = RunState(optimizer=groups, random=generators, **state)
+            text = json.dumps({"format": FORMAT, **asdict(whole)})
+            (partial / STATE).write_text(text, encoding="utf-8")
+            commit(partial, final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    accelerator.wait_for_everyone()
+
+
+def commit(partial: Path, final: Path) -> None:
+    """Makes a finished folder appear under its name, in place of one that is there."""
+    for file in partial.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+
+
+def read_state(checkpoint: Path) -> RunState:
+    """The JSON part of a checkpoint.
+
+    Raises:
+        FormatError: it is not one of this version.
+    """
+    try:
+        values = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        if values.pop("format") != FORMAT:
+            raise ValueError("another format")
+        return RunState(**values)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        must = f"it must be a checkpoint of format {FORMAT}"
+        raise FormatError(sentence(f"checkpoint {checkpoint}", must, str(error))) from error
+
+
+def load_optimizer(
+    policy: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    checkpoint: Path,
+    state: RunState,
+) -> None:
+    """Puts the optimizer's state back; a collective call."""
+    of_parameter: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in load_file(checkpoint / OPTIMIZER).items():
+        parameter, _, entry = name.rpartition(".")
+        of_parameter[parameter][entry] = tensor
+    whole: dict[str, Any] = {"state": dict(of_parameter), "param_groups": state.optimizer}
+    options = StateDictOptions(full_state_dict=True)
+    set_optimizer_state_dict(policy, optimizer, whole, options=options)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a run, by step."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's name tells."""
+    found = _NAME.fullmatch(checkpoint.name)
+    return int(found[1]) if found else 0
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """The one of the lowest validation loss, the earliest of equals; None without validation."""
+    scores = [(read_state(path).score, path) for path in checkpoints(folder)]
+    scored = [pair for pair in scores if pair[0] < float("inf")]
+    return min(scored)[1] if scored else None
+
+
+def prune(folder: Path, keep_last: int, keep_every: int | None) -> None:
+    """Removes all checkpoints but the newest, the best, and those of every n-th step."""
+    every = checkpoints(folder)
+    kept = {*every[-keep_last:], best_checkpoint(folder)}
+    for path in every:
+        if path not in kept and not (keep_every and step_of(path) % keep_every == 0):
+            shutil.rmtree(path)

@@ -1,0 +1,131 @@
+"""The model at the end of a run: Hugging Face format, tokenizer files, and a card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from packstore.io.manifest import Manifest
+from packstore.torch.load import load_model
+from packstore.torch.training.checkpoint import commit, save_model
+from packstore.train_config import TrainConfig
+from packstore.version import VERSION
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "*.model",
+)
+
+
+def export_model(accelerator: Any, policy: nn.Module, config: TrainConfig, card: str) -> Path:
+    """Writes ``model``, and ``model-merged`` if asked for, in the output folder; collective.
+
+    Args:
+        accelerator: Accelerate's.
+        policy: as it prepared it.
+        config: of the run.
+        card: text of the ``README.md``.
+    """
+    final = Path(config.output, "model")
+    partial = final.with_name(".model.partial")
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+    try:
+        save_model(accelerator, policy, partial)
+        if accelerator.is_main_process:
+            _finish(partial, final, config, card)
+            adapted = hasattr(accelerator.unwrap_model(policy).model, "peft_config")
+            if config.merge and adapted:
+                partial = final.with_name(".model-merged.partial")
+                shutil.rmtree(partial, ignore_errors=True)
+                model = load_model(final, dtype=config.dtype).merge_and_unload()
+                model.save_pretrained(partial)
+                _finish(partial, final.with_name("model-merged"), config, card)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    accelerator.wait_for_everyone()
+    return final
+
+
+def model_card(
+    config: TrainConfig, manifest: Manifest, step: int, results: Mapping[str, float]
+) -> str:
+    """Says what the model was made from, and how: dataset, loss, settings, results.
+
+    Args:
+        config: of the run.
+        manifest: of the dataset.
+        step: optimizer steps that were done.
+        results: last metrics of training and of the validation.
+    """
+    front = {"base_model": config.model, "library_name": "transformers", "tags": ["packstore"]}
+    told = manifest.provenance.get("tokenizer") or {}
+    facts = {
+        "starting model": config.model,
+        "dataset": config.dataset,
+        "dataset fingerprint": manifest.fingerprint,
+        "examples of the dataset": f"{manifest.totals.examples:,} of kind {manifest.kind}",
+        "tokenizer sha256": told.get("sha256", "not recorded"),
+        "loss": str(config.loss),
+        "loss parameters": _as_text(config.loss_parameters),
+        "optimizer steps": f"{step:,} of {config.pairs_per_step:,} examples at most",
+        "packstore": VERSION,
+    }
+    settings = "\n".join(f"{n}: {_as_text(v)}" for n, v in config.recorded().items())
+    return "\n".join(
+        [
+            "---",
+            *(f"{name}: {_as_text(value)}" for name, value in front.items()),
+            "---",
+            f"# {Path(config.output).name}",
+            "",
+            "Trained with `packstore train` on packed data.",
+            "",
+            _table(("what", "value"), facts),
+            "",
+            "## Results",
+            "",
+            _table(("metric", "value"), {n: f"{v:.6g}" for n, v in results.items()}),
+            "",
+            "## Settings",
+            "",
+            "```yaml",
+            settings,
+            "```",
+            "",
+        ]
+    )
+
+
+def _finish(partial: Path, final: Path, config: TrainConfig, card: str) -> None:
+    """Tokenizer files and card into a written model, which then gets its name."""
+    if config.tokenizer is not None:
+        source = Path(config.tokenizer)
+        files = [source]
+        if source.is_dir():
+            files = [file for pattern in TOKENIZER_FILES for file in source.glob(pattern)]
+        for file in files:
+            shutil.copy(file, partial / file.name)
+    (partial / "README.md").write_text(card, encoding="utf-8")
+    commit(partial, final)
+
+
+def _table(head: tuple[str, str], rows: Mapping[str, object]) -> str:
+    lines = [f"| {head[0]} | {head[1]} |", "|---|---|"]
+    return "\n".join(lines + [f"| {name} | {value} |" for name, value in rows.items()])
+
+
+def _as_text(value: object) -> str:
+    """JSON, which YAML includes."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,205 @@
+"""The loop: optimizer steps, and after each what is due: metrics, validation, checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+from packstore.torch.collate import PackedBatch
+from packstore.torch.divisor import count_step
+from packstore.torch.guard import FirstStepGuard
+from packstore.torch.loader import PackedDataLoader
+from packstore.torch.metrics import Metrics, all_reduce_sums
+from packstore.torch.training.checkpoint import best_checkpoint, prune, read_state, save_checkpoint
+from packstore.torch.training.evaluation import evaluate_batches
+from packstore.torch.training.setup import Run
+from packstore.torch.training.sinks import JsonLines, Sink
+
+
+class Loop:
+    """Drives a run to its end.
+
+    Args:
+        run: its parts.
+        sinks: of metrics; none on ranks that do not write.
+        example_log: of the example ids of each step, on the rank that writes; or None.
+    """
+
+    def __init__(self, run: Run, sinks: list[Sink], example_log: JsonLines | None) -> None:
+        self.run, self.sinks, self.example_log = run, sinks, example_log
+        start = run.start
+        self.step = start.step if start else 0
+        self.examples = start.examples if start else 0
+        self.metrics: dict[str, float] = {}
+        self.evaluation: dict[str, float] = dict((start and start.evaluation) or {})
+        best = best_checkpoint(run.folder)
+        self._best = read_state(best).score if best else float("inf")
+        self._guard = None if start else FirstStepGuard(run.loss_fn)
+        self._window = _Window(run)
+
+    def __call__(self) -> None:
+        """All steps that are left."""
+        run = self.run
+        run.policy.train()
+        for epoch in range(run.loader.data.epoch, run.config.epochs):
+            run.loader.set_epoch(epoch)
+            steps = _steps(run.loader, self._window)
+            while self.step < run.total_steps and (batches := next(steps, None)) is not None:
+                self._train(batches)
+                self._after_step(epoch, last=self.step == run.total_steps)
+        if self.step < run.total_steps:  # other ranks than planned for have cut fewer steps
+            self._after_step(run.config.epochs - 1, last=True)
+
+    def _train(self, batches: list[PackedBatch]) -> None:
+        """One optimizer step over its batches."""
+        run, accelerator = self.run, self.run.accelerator
+        batches = [batch.to(accelerator.device, non_blocking=True) for batch in batches]
+        divisor = count_step(batches, run.loss_fn).averaged(accelerator.num_processes)
+        for number, batch in enumerate(batches, start=1):
+            last = number == len(batches)
+            with nullcontext() if last else accelerator.no_sync(run.policy):
+                ref_logps = run.reference(batch)
+                logps = run.policy(batch)
+                if self._guard is not None:
+                    self._guard(logps.detach(), batch, ref_logps)
+                    self._guard = None
+                out = run.loss_fn(logps, batch, ref_logps, divisor=divisor)
+                accelerator.backward(out.loss)
+            self._window.add(batch, out.metrics)
+        self._window.norm = None
+        if run.config.max_grad_norm:
+            norm = accelerator.clip_grad_norm_(run.policy.parameters(), run.config.max_grad_norm)
+            self._window.norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self._window.rate = float(run.schedule.get_last_lr()[0])
+        run.optimizer.step()
+        run.schedule.step()
+        run.optimizer.zero_grad()
+        self.step += 1
+        info = batches[0].step
+        assert info is not None
+        self.examples += info.examples
+        self._window.examples += info.examples
+        if run.config.log_examples:
+            self._log_examples(batches)
+
+    def _after_step(self, epoch: int, *, last: bool) -> None:
+        run, config = self.run, self.run.config
+        evaluates = run.validation is not None and _due(self.step, config.eval_every, last)
+        saves = _due(self.step, config.save_every, last)
+        logs = evaluates or saves or self.step % config.log_every == 0
+        if logs and self._window.packs:
+            self.metrics = self._window.close()
+            self._write({"step": self.step, "epoch": epoch, **self.metrics})
+        evaluation = self.evaluate() if evaluates else None
+        improved = evaluation is not None and evaluation["eval/loss"] < self._best
+        if improved and evaluation is not None:
+            self._best = evaluation["eval/loss"]
+        if saves or improved:
+            self._save(evaluation)
+        if evaluates or saves:
+            self._window.restart()
+
+    def evaluate(self) -> dict[str, float]:
+        """The metrics on the validation set, under names ``eval/…``; a collective call."""
+        run = self.run
+        assert run.validation is not None
+        run.validation.set_epoch(0)
+        reference, device = run.validation_reference, run.accelerator.device
+        found = evaluate_batches(run.policy, run.validation, run.loss_fn, reference, device)
+        self.evaluation = {f"eval/{name}": value for name, value in found.items()}
+        self._write({"step": self.step, **self.evaluation})
+        return self.evaluation
+
+    def _save(self, evaluation: dict[str, float] | None) -> None:
+        run = self.run
+        state: dict[str, Any] = {
+            "step": self.step,
+            "total_steps": run.total_steps,
+            "examples": self.examples,
+            "loader": run.loader.state_dict(),
+            "schedule": run.schedule.state_dict(),
+            "evaluation": evaluation,
+            "config": run.config.recorded(),
+        }
+        save_checkpoint(run.accelerator, run.policy, run.optimizer.optimizer, run.folder, state)
+        if run.accelerator.is_main_process:
+            prune(run.folder, run.config.keep_last, run.config.keep_every)
+
+    def _write(self, record: dict[str, float]) -> None:
+        for sink in self.sinks:
+            sink.write(record)
+
+    def _log_examples(self, batches: list[PackedBatch]) -> None:
+        from accelerate.utils import gather_object
+
+        own = [i for b in batches for i in b.example_ids[b.weights > 0].tolist()]
+        every = sorted(gather_object(own))
+        if self.example_log is not None:
+            self.example_log.write({"step": self.step, "example_ids": every})
+
+
+class _Window:
+    """What is summed up between two records."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.metrics = Metrics()
+        self.norm: Any = None
+        self.rate = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins a new window now: what came before it is not in its times."""
+        self.examples = self.tokens = self.packs = 0
+        self.waited, self._since = 0.0, time.perf_counter()
+
+    def add(self, batch: PackedBatch, metrics: Any) -> None:
+        """Adds a batch of this rank."""
+        self.metrics.add(metrics)
+        self.tokens += batch.num_tokens
+        self.packs += batch.num_packs
+
+    def close(self) -> dict[str, float]:
+        """Its means and rates over all ranks; a collective call. Begins the next one."""
+        means = self.metrics.means()
+        seconds = max(time.perf_counter() - self._since, 1e-9)
+        own = [self.tokens, self.packs, self.waited / seconds]
+        device = self.run.accelerator.device
+        tokens, packs, waited = all_reduce_sums(own, device=device)
+        size = self.run.dataset.manifest.pack_size
+        record = {
+            **means,
+            "learning_rate": self.rate,
+            "pairs": self.examples,
+            "tokens": tokens,
+            "pairs_per_second": self.examples / seconds,
+            "tokens_per_second": tokens / seconds,
+            "fill": tokens / (packs * size),
+            "data_wait": waited / self.run.accelerator.num_processes,
+        }
+        if self.norm is not None:
+            record["grad_norm"] = float(self.norm)
+        self.restart()
+        return record
+
+
+def _steps(loader: PackedDataLoader, window: _Window) -> Iterator[list[PackedBatch]]:
+    """The batches of this rank, by optimizer step; the time that they took goes to `window`."""
+    batches: list[PackedBatch] = []
+    source = iter(loader)
+    while True:
+        before = time.perf_counter()
+        batch = next(source, None)
+        window.waited += time.perf_counter() - before
+        if batch is None:
+            return
+        batches.append(batch)
+        if batch.step is not None and batch.step.last:
+            yield batches
+            batches = []
+
+
+def _due(step: int, every: int | None, last: bool) -> bool:
+    return last or (every is not None and step % every == 0)

@@ -1,0 +1,44 @@
+"""AdamW over the weights that are trained, and the learning rate step by step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LRScheduler
+
+from packstore.train_config import TrainOptimizerConfig
+
+
+def make_optimizer(policy: nn.Module, config: TrainOptimizerConfig) -> AdamW:
+    """AdamW (Loshchilov & Hutter, 2019); only matrices decay."""
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim > 1]
+    others = [p for p in trained if p.ndim <= 1]
+    groups = [(matrices, config.weight_decay), (others, 0.0)]
+    return AdamW(
+        [{"params": params, "weight_decay": decay} for params, decay in groups if params],
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+    )
+
+
+def warmup_steps(config: TrainOptimizerConfig, total_steps: int) -> int:
+    """Steps of the warm-up: as many as `warmup` says, or that share of all."""
+    return int(config.warmup if config.warmup >= 1 else config.warmup * total_steps)
+
+
+def make_schedule(
+    optimizer: torch.optim.Optimizer, config: TrainOptimizerConfig, total_steps: int
+) -> LRScheduler:
+    """Linear warm-up, then a cosine to 0 at `total_steps`, or constant."""
+    from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+
+    warmup = warmup_steps(config, total_steps)
+    schedule: LRScheduler
+    if config.schedule == "cosine":
+        schedule = get_cosine_schedule_with_warmup(optimizer, warmup, total_steps)
+    else:
+        schedule = get_constant_schedule_with_warmup(optimizer, warmup)
+    return schedule

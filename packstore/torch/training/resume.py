@@ -1,0 +1,72 @@
+"""Where a run goes on, and whether it still is the same run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from packstore.errors import ConfigError, quote, sentence
+from packstore.torch.loader import PackedDataLoader
+from packstore.torch.training.checkpoint import RunState, checkpoints, step_of
+from packstore.train_config import TrainConfig
+
+logger = logging.getLogger("packstore")
+
+FIXED = (
+    *("model", "reference_model", "dtype", "loss", "loss_parameters", "sft_weight"),
+    *("sft_average", "average_logps", "pairs", "lora_rank", "lora_alpha", "lora_targets"),
+)
+"""Settings that a run that goes on must share with its checkpoint."""
+
+PLANNED = ("epochs", "max_steps", "pairs_per_step")
+"""Settings that decide how many steps the schedule counts on."""
+
+
+def find_checkpoint(config: TrainConfig) -> Path | None:
+    """The checkpoint to go on from, or None to begin.
+
+    Raises:
+        ConfigError: there is none where one must be, or one where none must be.
+    """
+    found = checkpoints(Path(config.output, "checkpoints"))
+    if config.resume not in ("auto", "never"):
+        chosen = Path(config.resume)
+        later = [path.name for path in found if step_of(path) > step_of(chosen)]
+        if later:
+            must = "its output must have no later checkpoints"
+            do = "Remove them, or choose another output"
+            raise ConfigError(sentence(f"resume {chosen}", must, ", ".join(later), do))
+        return chosen
+    if found and config.resume == "never":
+        do = "Choose another output, or resume: auto"
+        raise ConfigError(sentence(f"output {config.output}", "it must be new", found[-1].name, do))
+    return found[-1] if found else None
+
+
+def check_unchanged(config: TrainConfig, before: Mapping[str, Any]) -> None:
+    """Refuses to go on with another model or loss; tells of other changes."""
+    now = config.recorded()
+    changed = [n for n in now if now[n] != before.get(n) and n not in ("resume", "output")]
+    for name in changed:
+        text = f"{name} was {quote(before.get(name))} and is {quote(now[name])}"
+        if name in FIXED:
+            must = "a run that goes on must keep its model and loss"
+            do = "Choose another output to begin a new run"
+            raise ConfigError(sentence(f"checkpoint in {config.output}", must, text, do))
+        logger.warning("since the checkpoint, %s", text)
+
+
+def count_steps(config: TrainConfig, loader: PackedDataLoader, state: RunState | None) -> int:
+    """Optimizer steps of the whole run: as at its beginning, unless it was made longer since."""
+    settings = config.recorded()
+    if state is not None and all(settings[n] == state.config.get(n) for n in PLANNED):
+        return state.total_steps
+    plan = loader.plan(config.epochs)
+    if not plan.steps:
+        must = f"it must hold one step of pairs_per_step={config.pairs_per_step} at least"
+        found = f"{plan.dropped_examples} examples an epoch"
+        do = "Lower pairs_per_step"
+        raise ConfigError(sentence(f"dataset {config.dataset}", must, found, do))
+    return min(plan.steps, config.max_steps or plan.steps)

@@ -1,0 +1,279 @@
+"""Assembles a run from its settings: model, reference, data, optimizer, and where it goes on."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from packstore.errors import CompatibilityError, ConfigError, quote, sentence
+from packstore.io.dataset import Dataset
+from packstore.io.dataset import open as open_dataset
+from packstore.registry import missing_extra
+from packstore.torch.compatibility import check_model, check_same_tokenizer, check_tokenizer
+from packstore.torch.dataset import PackedDataset
+from packstore.torch.head import PackedPolicy
+from packstore.torch.load import add_lora, checkpoint_gradients, is_adapter, load_model
+from packstore.torch.loader import PackedDataLoader
+from packstore.torch.loss import PreferenceLoss
+from packstore.torch.training.checkpoint import (
+    MODEL,
+    RunState,
+    load_optimizer,
+    read_state,
+)
+from packstore.torch.training.optimizer import make_optimizer, make_schedule
+from packstore.torch.training.random_state import set_random_state
+from packstore.torch.training.reference import (
+    REF_ADAPTER,
+    OwnAdapter,
+    Reference,
+    SecondModel,
+    of_the_batch,
+)
+from packstore.torch.training.resume import check_unchanged, count_steps, find_checkpoint
+from packstore.torch.training.sinks import tracker_names
+from packstore.train_config import TrainConfig
+
+logger = logging.getLogger("packstore")
+
+
+@dataclass(eq=False, kw_only=True)
+class Run:
+    """All parts of a run.
+
+    Attributes:
+        accelerator: Accelerate's.
+        dataset: that is trained on.
+        policy: the :class:`PackedPolicy`, as Accelerate prepared it.
+        optimizer: as Accelerate prepared it.
+        reference, validation_reference: of the log-probs of the reference model.
+        start: the state of the checkpoint that it goes on from, or None.
+    """
+
+    config: TrainConfig
+    accelerator: Any
+    loss_fn: PreferenceLoss
+    dataset: Dataset
+    loader: PackedDataLoader
+    validation: PackedDataLoader | None
+    policy: nn.Module
+    optimizer: Any
+    schedule: LRScheduler
+    reference: Reference
+    validation_reference: Reference
+    total_steps: int
+    start: RunState | None
+
+    @property
+    def folder(self) -> Path:
+        """Of the checkpoints."""
+        return Path(self.config.output, "checkpoints")
+
+
+def make_loss(config: TrainConfig) -> PreferenceLoss:
+    """The loss that the settings name.
+
+    Raises:
+        ConfigError: no such loss, or no such parameter of it.
+    """
+    parameters: dict[str, Any] = dict(config.loss_parameters)
+    return PreferenceLoss(
+        config.loss,
+        sft_weight=config.sft_weight,
+        sft_average=config.sft_average,
+        average_logps=config.average_logps,
+        pairs=config.pairs,
+        **parameters,
+    )
+
+
+def prepare(config: TrainConfig) -> Run:
+    """All parts of a run, at its beginning or where its checkpoint stands; a collective call.
+
+    Raises:
+        PackstoreError: settings, model, data or checkpoint that do not exist or fit together.
+    """
+    loss_fn = make_loss(config)
+    checkpoint = find_checkpoint(config)
+    state = None if checkpoint is None else read_state(checkpoint)
+    if state is not None:
+        check_unchanged(config, state.config)
+    dataset, validation = _open(config, config.dataset), None
+    if config.validation is not None:
+        validation = _open(config, config.validation)
+    _check_data(config, loss_fn, dataset, validation)
+    accelerator = _make_accelerator(config)
+    _seed(config.seed)
+    model = _make_model(config, checkpoint, loss_fn)
+    check_model(dataset, model)
+    loader = _make_loader(config, loss_fn, dataset, config.ref_logps, None)
+    policy = PackedPolicy(model)
+    policy._no_split_modules = model._no_split_modules  # by which Accelerate shards layer by layer
+    policy.train()
+    policy, optimizer = accelerator.prepare(policy, make_optimizer(policy, config))
+    total = count_steps(config, loader, state)
+    schedule = make_schedule(optimizer.optimizer, config, total)
+    online = _Online(config, accelerator, policy)
+    run = Run(
+        config=config,
+        accelerator=accelerator,
+        loss_fn=loss_fn,
+        dataset=dataset,
+        loader=loader,
+        validation=None
+        if validation is None
+        else _make_loader(config, loss_fn, validation, config.validation_ref_logps, "eval"),
+        policy=policy,
+        optimizer=optimizer,
+        schedule=schedule,
+        reference=online.unless(config.ref_logps or not loss_fn.reference),
+        validation_reference=online.unless(
+            config.validation_ref_logps or not (loss_fn.reference and validation)
+        ),
+        total_steps=total,
+        start=state,
+    )
+    if state is None or checkpoint is None:
+        _seed(config.seed, accelerator.process_index)
+    else:
+        _restore(run, checkpoint, state)
+    return run
+
+
+class _Online:
+    """The reference that is computed while training; made once, and only if wanted."""
+
+    def __init__(self, config: TrainConfig, accelerator: Any, policy: nn.Module) -> None:
+        self.config, self.accelerator, self.policy = config, accelerator, policy
+        self._made: Reference | None = None
+
+    def unless(self, needless: object) -> Reference:
+        """The reference, or nothing to compute."""
+        if needless:
+            return of_the_batch
+        self._made = self._made or self._make()
+        return self._made
+
+    def _make(self) -> Reference:
+        config = self.config
+        inner = self.accelerator.unwrap_model(self.policy).model
+        if config.reference_model is None and hasattr(inner, "peft_config"):
+            return OwnAdapter(self.policy, inner)
+        path = config.reference_model or config.model
+        model = load_model(path, dtype=config.dtype, attention=config.attention)
+        return SecondModel(model.to(self.accelerator.device), self.accelerator.autocast)
+
+
+def _make_accelerator(config: TrainConfig) -> Any:
+    try:
+        from accelerate import Accelerator
+    except ImportError as error:
+        raise missing_extra("packstore train", "train", error) from error
+    try:
+        accelerator = Accelerator(
+            cpu=config.cpu,
+            mixed_precision="no" if config.mixed_precision == "none" else config.mixed_precision,
+            log_with=tracker_names(config) or None,
+            project_dir=config.output,
+        )
+    except ValueError as error:  # Accelerate's state lives as long as the process
+        must = "Accelerate must take the settings of device and precision"
+        do = "Start a new process for a run with others"
+        raise ConfigError(sentence("training", must, quote(str(error), 200), do)) from error
+    if accelerator.is_main_process:
+        Path(config.output).mkdir(parents=True, exist_ok=True)
+    else:
+        logger.setLevel(logging.WARNING)
+    return accelerator
+
+
+def _seed(seed: int, rank: int = 0) -> None:
+    from accelerate.utils import set_seed
+
+    set_seed(seed + rank)
+
+
+def _open(config: TrainConfig, url: str) -> Dataset:
+    return open_dataset(url, dict(config.storage_options) or None)
+
+
+def _check_data(
+    config: TrainConfig, loss_fn: PreferenceLoss, dataset: Dataset, validation: Dataset | None
+) -> None:
+    """Refuses data that the loss cannot use, before anything is loaded."""
+    both = [dataset] if validation is None else [dataset, validation]
+    for one in both:
+        if one.manifest.kind == "sft" and not loss_fn.only_sft:
+            must = f"loss {config.loss!r} compares responses, so the dataset must hold several"
+            do = "Use loss: sft, or a dataset of preferences"
+            raise CompatibilityError(sentence(f"dataset {one.url}", must, "kind 'sft'", do))
+    check_same_tokenizer(both)
+    if config.tokenizer is not None:
+        check_tokenizer(dataset, config.tokenizer, chat_template=False)
+
+
+def _make_model(config: TrainConfig, checkpoint: Path | None, loss_fn: PreferenceLoss) -> Any:
+    """The model with what is trained of it unfrozen, as it was at first or at the checkpoint."""
+    goes_on = is_adapter(config.model)
+    if goes_on and config.lora_rank is not None:
+        do = "Leave lora_rank out to train it further, or merge it first"
+        raise ConfigError(sentence("lora_rank", "the model must have no adapter", config.model, do))
+    path = config.model if checkpoint is None else checkpoint / MODEL
+    model = load_model(path, dtype=config.dtype, attention=config.attention, trainable=True)
+    if config.lora_rank is not None and checkpoint is None:
+        model = add_lora(
+            model,
+            config.lora_rank,
+            alpha=config.lora_alpha,
+            dropout=config.lora_dropout,
+            targets=config.lora_targets,
+        )
+    if goes_on and loss_fn.reference and config.reference_model is None:
+        model.load_adapter(config.model, REF_ADAPTER, is_trainable=False)
+    if config.gradient_checkpointing:
+        checkpoint_gradients(model)
+    return model
+
+
+def _make_loader(
+    config: TrainConfig,
+    loss_fn: PreferenceLoss,
+    dataset: Dataset,
+    ref_logps: str | None,
+    mode: str | None,
+) -> PackedDataLoader:
+    side = [ref_logps] if ref_logps is not None and loss_fn.reference else []
+    data = PackedDataset(dataset, seed=config.seed, side=side)
+    batching: dict[str, Any] = {
+        "packs_per_batch": config.packs_per_batch,
+        "tokens_per_batch": config.tokens_per_batch,
+    }
+    if mode is None:
+        batching["pairs_per_step"] = config.pairs_per_step
+    else:
+        batching["mode"] = mode
+    return PackedDataLoader(
+        data,
+        num_workers=config.num_workers,
+        pin_memory=torch.cuda.is_available() and not config.cpu,
+        **batching,
+    )
+
+
+def _restore(run: Run, checkpoint: Path, state: RunState) -> None:
+    """Optimizer, schedule, position and random generators as they were."""
+    load_optimizer(run.policy, run.optimizer.optimizer, checkpoint, state)
+    run.schedule.load_state_dict(dict(state.schedule))
+    run.loader.load_state_dict(state.loader)
+    rank = run.accelerator.process_index
+    if rank < len(state.random):
+        set_random_state(state.random[rank])
+    else:
+        _seed(run.config.seed + state.step, rank)
+    logger.info("goes on from %s", checkpoint)

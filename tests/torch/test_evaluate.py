@@ -1,0 +1,181 @@
+"""Evaluation against a plain loop over unpacked sequences, in float64."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import runpy
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+import packstore
+from packstore.errors import CompatibilityError, ConfigError
+from packstore.io.dataset import Dataset
+from packstore.io.dataset import open as open_dataset
+from packstore.testing import random_examples
+from packstore.torch import PreferenceLoss, use_packed_attention
+from packstore.torch.evaluate import evaluate
+from packstore.torch.reference import write_ref_logps
+
+launch = runpy.run_path(str(Path(__file__).with_name("ranks.py")))["launch"]
+
+N, BETA = 41, 0.3
+SOURCES = ("forum", "wiki", "rare")
+
+
+def record(i: int) -> dict[str, Any]:
+    prompt, source = [1, 2, i % 9, i % 5], SOURCES[2 if i == 7 else i % 2]
+    chosen, rejected = [3 + i % 7] * (1 + i % 7), [4, i % 50]
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "source": source}
+
+
+def pack(folder: Path, rows: list[dict[str, Any]], layout: str = "concat") -> Dataset:
+    lines = folder / "rows.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    how: dict[str, Any] = {
+        "row_group_tokens": 200,
+        "shard_bytes": 4000,
+        "carry": ("source:string",),
+    }
+    return packstore.pack(str(lines), str(folder / layout), pack_size=60, layout=layout, **how)
+
+
+@pytest.fixture(scope="module", params=["concat", "shared_prefix"])
+def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    folder = tmp_path_factory.mktemp("pairs")
+    return pack(folder, [record(i) for i in range(N)], request.param)
+
+
+def models(kit: SimpleNamespace) -> tuple[Any, Any]:
+    policy = kit.tiny_model()
+    reference = copy.deepcopy(policy)
+    with torch.no_grad():
+        for i, weight in enumerate(policy.parameters()):
+            weight += 0.05 * torch.sin(torch.arange(weight.numel()) + i).view_as(weight)
+    return policy, reference
+
+
+@torch.no_grad()
+def plain_logp(model: Any, prompt: list[int], response: list[int]) -> float:
+    """One sequence alone, by the model's own logits and attention."""
+    plain = copy.deepcopy(model)
+    plain.set_attn_implementation("plain_for_tests")
+    logps = plain(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
+    rows = range(len(prompt) - 1, len(prompt) + len(response) - 1)
+    return sum(float(logps[r, t]) for r, t in zip(rows, response, strict=True))
+
+
+def plain_figures(policy: Any, reference: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Metric -> its mean, by source and over all (``None``)."""
+    sums: dict[Any, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for row in rows:
+        logps = [
+            [plain_logp(m, row["prompt"], row[side]) for side in ("chosen", "rejected")]
+            for m in (policy, reference)
+        ]
+        u, v = (BETA * (logps[0][k] - logps[1][k]) for k in (0, 1))
+        figures = {
+            "loss": -float(logsigmoid(torch.tensor(u - v, dtype=torch.float64))),
+            "rewards/chosen": u,
+            "rewards/rejected": v,
+            "rewards/margins": u - v,
+            "rewards/accuracies": float(u > v),
+            "logps/chosen": logps[0][0],
+            "logps/rejected": logps[0][1],
+        }
+        for group in (None, row["source"]):
+            sums[group]["examples"] += 1
+            for name, value in figures.items():
+                sums[group][name] += value
+    return {
+        group: {n: x if n == "examples" else x / own["examples"] for n, x in own.items()}
+        for group, own in sums.items()
+    }
+
+
+def assert_equal(found: Any, expected: dict[Any, dict[str, float]], atol: float = 1e-9) -> None:
+    assert found["by"].keys() == expected.keys() - {None}
+    for group, own in expected.items():
+        place = found["metrics"] if group is None else found["by"][group]
+        for name, value in own.items():
+            assert place[name] == pytest.approx(value, abs=atol, rel=0), (group, name)
+
+
+@pytest.mark.parametrize(
+    "batching", [{}, {"packs_per_batch": 4}, {"tokens_per_batch": 130}], ids=str
+)
+def test_it_equals_a_plain_loop(
+    kit: SimpleNamespace, pairs: Dataset, batching: dict[str, int]
+) -> None:
+    policy, reference = models(kit)
+    expected = plain_figures(policy, reference, [record(i) for i in range(N)])
+    loss = PreferenceLoss("dpo", beta=BETA)
+    for model in (policy, reference):
+        use_packed_attention(model)
+    policy.train()
+    found = evaluate(policy, pairs, loss=loss, reference=reference, by="source", **batching)
+    assert_equal(found, expected)
+    assert policy.training
+
+
+def test_precomputed_reference(kit: SimpleNamespace, pairs: Dataset, tmp_path: Path) -> None:
+    policy, reference = (use_packed_attention(m) for m in models(kit))
+    side = write_ref_logps(reference, pairs, str(tmp_path / "ref"))
+    found = evaluate(policy, pairs, side=[side], by="source")
+    online = evaluate(policy, pairs, reference=reference, by="source")
+    expected = {None: online["metrics"], **online["by"]}
+    assert_equal(found, expected, atol=1e-4)  # stored in float32
+
+
+def test_sft_gives_perplexity(kit: SimpleNamespace, pairs: Dataset) -> None:
+    policy, _ = models(kit)
+    rows = [record(i) for i in range(N)]
+    logps = [plain_logp(policy, row["prompt"], row["chosen"]) for row in rows]
+    tokens = sum(len(row["chosen"]) for row in rows)
+    found = evaluate(use_packed_attention(policy), pairs, loss="sft")["metrics"]
+    assert found["loss"] == pytest.approx(-sum(logps) / tokens, abs=1e-9, rel=0)
+    assert found["perplexity"] == pytest.approx(math.exp(-sum(logps) / tokens), rel=1e-9)
+    assert found["logps/chosen"] == pytest.approx(sum(logps) / N, abs=1e-9, rel=0)
+
+
+def on_rank(task: dict[str, Any]) -> Any:
+    """One of the ranks."""
+    from transformers import AutoModelForCausalLM
+
+    policy, reference = (
+        use_packed_attention(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64))
+        for path in task["models"]
+    )
+    return evaluate(policy, open_dataset(task["data"]), reference=reference, by="source")
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one(kit: SimpleNamespace, pairs: Dataset, tmp_path: Path) -> None:
+    """The rare source lies on one of them alone, and their number of packs may be odd."""
+    for name, model in zip(("policy", "reference"), models(kit), strict=True):
+        model.save_pretrained(tmp_path / name)
+    paths = [str(tmp_path / name) for name in ("policy", "reference")]
+    task = {"models": paths, "data": pairs.url}
+    one, (first, second) = on_rank(task), launch(__file__, task, 2, tmp_path)
+    assert first == second
+    assert one["by"].keys() == {*SOURCES}
+    assert_equal(first, {None: one["metrics"], **one["by"]})
+
+
+def test_what_does_not_fit_is_refused(kit: SimpleNamespace, pairs: Dataset, tmp_path: Path) -> None:
+    policy, _ = (use_packed_attention(m) for m in models(kit))
+    with pytest.raises(ConfigError, match="compares with a reference model"):
+        evaluate(policy, pairs)
+    with pytest.raises(ConfigError, match="by must be a carried"):
+        evaluate(policy, pairs, loss="sft", by="color")
+    other = kit.write(str(tmp_path), kit.packed(random_examples(4), [4], "concat"))
+    policy.resize_token_embeddings(49)
+    with pytest.raises(CompatibilityError, match="vocab_size"):
+        evaluate(policy, other, loss="sft")

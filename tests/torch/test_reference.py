@@ -1,0 +1,264 @@
+"""Precomputed reference log-probs: those of the model, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import packstore
+from packstore.errors import CompatibilityError, DatasetExistsError, FormatError
+from packstore.io.dataset import Dataset
+from packstore.io.dataset import open as open_dataset
+from packstore.io.side import open_side
+from packstore.testing import random_examples
+from packstore.torch import PackedDataLoader, PackedDataset, packed_logps, use_packed_attention
+from packstore.torch import reference as module
+from packstore.torch.made_with import check_reference, weights_sha256
+from packstore.torch.reference import write_ref_logps
+
+launch = runpy.run_path(str(Path(__file__).with_name("ranks.py")))["launch"]
+
+N = 60
+
+pytestmark = [  # PEFT's, with transformers 5.23
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
+
+
+def record(i: int) -> dict[str, Any]:
+    prompt = [1, 2, i % 9, i % 5]
+    return {"prompt": prompt, "chosen": [3 + i % 7] * (1 + i % 7), "rejected": [4, i % 50]}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    folder = tmp_path_factory.mktemp("pairs")
+    lines = folder / "pairs.jsonl"
+    lines.write_text("".join(json.dumps(record(i)) + "\n" for i in range(N)))
+    how = {"row_group_tokens": 200, "shard_bytes": 4000}
+    return packstore.pack(str(lines), str(folder / "packed"), pack_size=48, **how)
+
+
+def model_of(kit: SimpleNamespace, dtype: torch.dtype = torch.float32) -> Any:
+    return use_packed_attention(kit.tiny_model(dtype=dtype))
+
+
+def values(url: str) -> dict[int, list[float]]:
+    found = {}
+    for batch in open_side(url).iter_batches():
+        found |= dict(zip(*(c.to_pylist() for c in batch.columns), strict=True))
+    return found
+
+
+def same_files(a: str, b: str) -> bool:
+    names = [sorted(p.relative_to(f) for p in Path(f).rglob("*") if p.is_file()) for f in (a, b)]
+    return names[0] == names[1] and all(
+        Path(a, n).read_bytes() == Path(b, n).read_bytes() for n in names[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "batching", [{}, {"packs_per_batch": 3}, {"tokens_per_batch": 100}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_precomputed_is_online_to_the_last_bit(
+    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path, batching: dict[str, int], dtype: Any
+) -> None:
+    model = model_of(kit, dtype)
+    side = write_ref_logps(model, pairs, str(tmp_path / "ref"), **batching)
+    data = PackedDataset(pairs, shuffle=not batching, side=[side])  # one pack is one in any order
+    seen = 0
+    for batch in PackedDataLoader(data, mode="eval", **batching):
+        with torch.no_grad():
+            online = packed_logps(model, batch)
+        assert torch.equal(online, batch.ref_logps)
+        seen += int(batch.weights.sum())
+    assert seen == N
+    assert not list((tmp_path / "ref").glob("parts-*"))
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+def test_it_survives_repacking(
+    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path, layout: str
+) -> None:
+    """In float64 both packings agree to 1e-9; what is stored is that, rounded to float32."""
+    model = model_of(kit, torch.float64)
+    again = packstore.pack(pairs.url, str(tmp_path / "b"), pack_size=110, layout=layout, seed=3)
+    side = write_ref_logps(model, pairs, str(tmp_path / "ref"))
+    exact = {}
+    for batch in PackedDataLoader(PackedDataset(pairs), mode="eval"):
+        with torch.no_grad():
+            logps = packed_logps(model, batch).view(-1, 2)
+        exact |= dict(zip(batch.example_ids.tolist(), logps, strict=True))
+    for batch in PackedDataLoader(PackedDataset(again, side=[side]), mode="eval"):
+        with torch.no_grad():
+            online = packed_logps(model, batch)
+        stored = torch.cat([exact[i] for i in batch.example_ids.tolist()])
+        torch.testing.assert_close(online, stored, rtol=0, atol=1e-9)
+        assert torch.equal(stored.float(), batch.ref_logps)
+
+
+@pytest.mark.parametrize("kind", ["sft", "ranked"])
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+def test_every_kind(kit: SimpleNamespace, tmp_path: Path, kind: str, layout: str) -> None:
+    examples = random_examples(20, kind=kind, seed=1)
+    if kind == "sft" and layout == "shared_prefix":
+        pytest.skip("one sequence shares nothing")
+    packs = kit.packed(examples, [3, 1, 4, 2] * 2, layout)
+    dataset = kit.write(str(tmp_path / "d"), packs, kind, layout)
+    model = model_of(kit)
+    side = write_ref_logps(model, dataset, str(tmp_path / "ref"))
+    for batch in PackedDataLoader(PackedDataset(dataset, side=[side]), mode="eval"):
+        with torch.no_grad():
+            assert torch.equal(packed_logps(model, batch), batch.ref_logps)
+
+
+class Killed(BaseException):
+    """What no code catches."""
+
+
+def kill_after(monkeypatch: pytest.MonkeyPatch, batches: int) -> list[int]:
+    """Computing ends after so many batches; the list counts them."""
+    count: list[int] = []
+    real = module._values
+
+    def values(batch: Any, logps: Any) -> Any:
+        if len(count) == batches:
+            raise Killed
+        count.append(1)
+        return real(batch, logps)
+
+    monkeypatch.setattr(module, "_values", values)
+    return count
+
+
+@pytest.mark.parametrize("parts", [1024, 5])
+def test_a_killed_run_goes_on(
+    kit: SimpleNamespace,
+    pairs: Dataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    parts: int,
+) -> None:
+    model, out = model_of(kit), str(tmp_path / "ref")
+    monkeypatch.setattr(module, "PARTS", parts)
+    write_ref_logps(model, pairs, str(tmp_path / "whole"))
+    half = len(pairs) // 2
+    with monkeypatch.context() as patch:
+        kill_after(patch, half)
+        with pytest.raises(Killed):
+            write_ref_logps(model, pairs, out)
+    kept = sorted(Path(out).glob("parts-*/*.bin"))
+    assert 0 < len(kept) < min(parts, len(pairs))
+    kept[0].write_bytes(kept[0].read_bytes()[:-1])  # damaged: computed again
+    with monkeypatch.context() as patch:
+        count = kill_after(patch, 10**9)
+        write_ref_logps(model, pairs, out)
+    assert 0 < len(count) < len(pairs)
+    assert same_files(out, str(tmp_path / "whole"))
+
+
+def test_another_model_takes_over_nothing(
+    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = model_of(kit), str(tmp_path / "ref")
+    with monkeypatch.context() as patch:
+        kill_after(patch, 5)
+        with pytest.raises(Killed):
+            write_ref_logps(model, pairs, out)
+    with torch.no_grad():
+        model.lm_head.weight += 0.1
+    write_ref_logps(model, pairs, out)
+    write_ref_logps(model, pairs, str(tmp_path / "whole"))
+    assert values(out) == values(str(tmp_path / "whole"))
+
+
+def on_rank(task: dict[str, Any]) -> int:
+    """One of the ranks."""
+    from transformers import AutoModelForCausalLM
+
+    model = use_packed_attention(AutoModelForCausalLM.from_pretrained(task["model"]))
+    return len(write_ref_logps(model, open_dataset(task["data"]), task["out"], packs_per_batch=2))
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_bytes_of_one(
+    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path
+) -> None:
+    model = model_of(kit)
+    model.save_pretrained(tmp_path / "model")
+    task = {"model": str(tmp_path / "model"), "data": pairs.url, "out": str(tmp_path / "two")}
+    assert launch(__file__, task, 2, tmp_path) == [N, N]
+    on_rank({**task, "out": str(tmp_path / "one")})
+    assert same_files(str(tmp_path / "two"), str(tmp_path / "one"))
+
+
+def test_what_it_was_made_with(kit: SimpleNamespace, pairs: Dataset, tmp_path: Path) -> None:
+    model = model_of(kit)
+    made = write_ref_logps(model, pairs, str(tmp_path / "ref")).manifest.made_with
+    assert made["model_sha256"] == weights_sha256(model)
+    assert (made["dtype"], made["attention"], made["head_dtype"]) == ("float32", "auto", "float32")
+    assert (made["adapter"], made["device"], made["packs_per_batch"]) == (False, "cpu", None)
+    with pytest.raises(DatasetExistsError):
+        write_ref_logps(model, pairs, str(tmp_path / "ref"))
+    assert write_ref_logps(model, pairs, str(tmp_path / "ref"), overwrite=True).version == 2
+
+
+def test_the_hash_is_of_the_model_alone(kit: SimpleNamespace, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    model = kit.tiny_model(dtype=torch.float32)
+    expected = weights_sha256(model)
+    model.save_pretrained(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+        assert weights_sha256(use_packed_attention(again)) == expected
+    adapted = peft.get_peft_model(again, peft.LoraConfig(target_modules="all-linear"))
+    assert weights_sha256(adapted, adapter=False) == expected != weights_sha256(adapted)
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 5.0}
+    assert weights_sha256(model) != expected
+
+
+def test_what_does_not_fit_is_refused(
+    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of(kit)
+    side = write_ref_logps(model, pairs, str(tmp_path / "ref"))
+    with caplog.at_level(logging.WARNING):
+        check_reference(side, model, pairs)
+        assert not caplog.records
+        check_reference(side.url, model, pairs, dtype="bfloat16")
+    assert "dtype float32, the training computes with bfloat16" in caplog.text
+    with pytest.raises(CompatibilityError, match="head_dtype"):
+        check_reference(side, model_of(kit, torch.float64), pairs)
+    with torch.no_grad():
+        model.lm_head.weight += 0.1
+    with pytest.raises(CompatibilityError, match="model_sha256"):
+        check_reference(side, model, pairs)
+    packs = kit.packed(random_examples(8), [4, 4], "concat")
+    other = kit.write(str(tmp_path / "other"), packs)
+    with pytest.raises(CompatibilityError, match="lineage"):
+        PackedDataset(other, side=[side])
+    model.resize_token_embeddings(49)
+    with pytest.raises(CompatibilityError, match="vocab_size"):
+        write_ref_logps(model, other, "never")
+
+
+def test_values_that_are_not_finite_are_refused(
+    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def values(self: Any, batch: Any) -> Any:
+        return torch.full((batch.num_segments,), np.nan)
+
+    monkeypatch.setattr(module.PackedPolicy, "forward", values)
+    with pytest.raises(FormatError, match="finite log-probs"):
+        write_ref_logps(model_of(kit), pairs, str(tmp_path / "ref"))

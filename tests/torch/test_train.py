@@ -1,0 +1,420 @@
+"""`packstore.torch.train` against a plain loop without packs, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+pytest.importorskip("accelerate", reason="training needs accelerate")
+pytest.importorskip("peft", reason="LoRA needs peft")
+
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from packstore.cli import main
+from packstore.errors import (
+    CompatibilityError,
+    ConfigError,
+    DatasetNotFoundError,
+    FormatError,
+    MissingExtraError,
+    PackstoreError,
+)
+from packstore.io.side import SideWriter
+from packstore.records import Examples
+from packstore.testing import random_examples
+from packstore.torch.load import load_model
+from packstore.torch.loss_variants import LOSSES
+from packstore.torch.train import train
+from packstore.torch.training import setup as run_setup
+from packstore.torch.training.checkpoint import checkpoints, read_state
+
+N, BETA, RATE = 40, 0.1, 1e-3
+PACKS = {"single": [1] * N, "mixed": [1, 4, 2, 3] * 4, "large": [8] * 5}
+
+
+pytestmark = [  # PEFT's, with transformers 5.23 and with GPT-2's Conv1D
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning"),
+]
+
+
+def save_tiny(folder: Path, seed: int = 0) -> str:
+    """A GPT-2 of two layers in float64, which computes in float64 throughout."""
+    torch.manual_seed(seed)
+    off = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    size = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    ids = {"bos_token_id": None, "eos_token_id": None}
+    config = GPT2Config(**size, **off, **ids, initializer_range=0.3)
+    GPT2LMHeadModel(config).double().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A model, and the same examples in several packs."""
+    folder = tmp_path_factory.mktemp("train")
+    examples = random_examples(N, seed=3)
+    urls = {}
+    for name, sizes in PACKS.items():
+        for layout in ("concat", "shared_prefix"):
+            url = str(folder / f"{name}-{layout}")
+            kit.write(url, kit.packed(examples, sizes, layout), layout=layout)
+            urls[name, layout] = url
+    sft = random_examples(N, seed=4, kind="sft")
+    urls["sft"] = str(folder / "sft")
+    kit.write(urls["sft"], kit.packed(sft, PACKS["mixed"], "concat"), kind="sft")
+    ranked = random_examples(N, seed=5, kind="ranked")
+    urls["ranked"] = str(folder / "ranked")
+    kit.write(urls["ranked"], kit.packed(ranked, PACKS["mixed"], "concat"), kind="ranked")
+    model = save_tiny(folder / "model")
+    return SimpleNamespace(
+        folder=folder, model=model, examples=examples, sft=sft, urls=urls, write=kit.write
+    )
+
+
+def settings(made: SimpleNamespace, output: Path, **others: Any) -> dict[str, Any]:
+    base = {
+        "model": made.model,
+        "dataset": made.urls["mixed", "concat"],
+        "output": str(output),
+        "dtype": "float64",
+        "pairs_per_step": 8,
+        "learning_rate": RATE,
+        "log_every": 1,
+        "log_examples": True,
+        "cpu": True,
+    }
+    return {**base, **others}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def training(output: Path) -> list[dict[str, Any]]:
+    return [line for line in lines(output / "metrics.jsonl") if "loss" in line]
+
+
+def sequence_logps(model: Any, examples: Examples, example: int) -> list[Tensor]:
+    """Log-probs of the sequences of an example, each alone through transformers' own attention."""
+    first, last = examples.example_offsets[example : example + 2]
+    found = []
+    for s in range(first, last):
+        part = slice(*examples.sequence_offsets[s : s + 2])
+        ids = torch.from_numpy(examples.input_ids[part].astype(np.int64))
+        on = torch.from_numpy(examples.supervised[part].copy())[1:]
+        logps = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        found.append(logps.gather(1, ids[1:, None])[:, 0][on].sum())
+    return found
+
+
+def plain_loop(
+    made: SimpleNamespace,
+    steps: list[list[int]],
+    *,
+    ref: dict[int, list[float]] | None = None,
+    warmup: int = 0,
+    clip: float = 1.0,
+) -> Iterator[float]:
+    """DPO (Rafailov et al., 2023, equation 7) on the examples of each step, one sequence at a time.
+
+    Args:
+        made: model and examples.
+        steps: example ids of each step.
+        ref: reference log-probs; default: of the starting model.
+        warmup: steps.
+        clip: largest norm of the gradient.
+    """
+    model = AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager")
+    model = model.double().train()
+    if ref is None:
+        ref = plain_reference(made)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    for number, ids in enumerate(steps):
+        losses = []
+        for example in ids:
+            chosen, rejected = sequence_logps(model, made.examples, example)
+            margin = chosen - rejected - (ref[example][0] - ref[example][1])
+            losses.append(-logsigmoid(BETA * margin))
+        loss = torch.stack(losses).mean()
+        yield float(loss.detach())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        through = (number - warmup) / (len(steps) - warmup)
+        rising = number / max(warmup, 1)
+        share = rising if number < warmup else (1 + math.cos(math.pi * through)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * share
+        optimizer.step()
+
+
+@torch.no_grad()
+def plain_reference(made: SimpleNamespace) -> dict[int, list[float]]:
+    model = AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager").double()
+    model.eval()
+    every = range(made.examples.num_examples)
+    return {i: [float(x) for x in sequence_logps(model, made.examples, i)] for i in every}
+
+
+@pytest.mark.parametrize(
+    ("packs", "layout", "others"),
+    [
+        ("single", "concat", {"packs_per_batch": 3}),
+        ("mixed", "concat", {}),
+        ("mixed", "shared_prefix", {"packs_per_batch": 2, "epochs": 2}),
+        ("large", "shared_prefix", {"schedule": "cosine", "warmup": 2}),
+        ("mixed", "concat", {"tokens_per_batch": 120, "gradient_checkpointing": True}),
+    ],
+)
+def test_losses_are_those_of_a_plain_loop(
+    made: SimpleNamespace, tmp_path: Path, packs: str, layout: str, others: dict[str, Any]
+) -> None:
+    given = {"warmup": 0, "epochs": 1, **others}
+    train(**settings(made, tmp_path, dataset=made.urls[packs, layout], **given))
+    steps = [line["example_ids"] for line in lines(tmp_path / "examples.jsonl")]
+    expected = list(plain_loop(made, steps, warmup=given["warmup"]))
+    found = [line["loss"] for line in training(tmp_path)]
+    assert len(found) >= 4
+    assert expected[0] == pytest.approx(math.log(2), abs=1e-12)
+    assert np.abs(np.subtract(found, expected)).max() < 1e-9
+    assert np.ptp(found) > 1e-3
+
+
+def test_precomputed_reference(made: SimpleNamespace, tmp_path: Path) -> None:
+    """Also of another model than the starting one: side values in float32, used as they are."""
+    rng = np.random.default_rng(0)
+    plain = {i: np.float32(v) + rng.normal(size=2) for i, v in plain_reference(made).items()}
+    ref = {i: v.astype(np.float32) for i, v in plain.items()}
+    url = str(tmp_path / "side")
+    dataset = made.write(str(tmp_path / "copy"), _packs_of(made))
+    with SideWriter(url, dataset, {"ref_logps": "list<float32>"}) as writer:
+        for packs in dataset.iter_packs():
+            values = np.concatenate([ref[i] for i in packs.example_ids.tolist()])
+            writer.write(packs.example_ids, {"ref_logps": values})
+    output = tmp_path / "out"
+    train(**settings(made, output, dataset=str(tmp_path / "copy"), ref_logps=url, warmup=0))
+    steps = [line["example_ids"] for line in lines(output / "examples.jsonl")]
+    floats = {i: v.tolist() for i, v in ref.items()}
+    expected = list(plain_loop(made, steps, ref=floats))
+    found = [line["loss"] for line in training(output)]
+    assert np.abs(np.subtract(found, expected)).max() < 1e-9
+
+
+def _packs_of(made: SimpleNamespace) -> Any:
+    from packstore.pack.fill import fill
+    from packstore.records import to_offsets
+
+    return fill(made.examples, to_offsets(np.array(PACKS["mixed"])), "concat")
+
+
+def test_sft_of_a_step_is_a_mean_over_its_tokens(made: SimpleNamespace, tmp_path: Path) -> None:
+    """Over all batches of the step, which hold unequal numbers of them."""
+    given = {"loss": "sft", "dataset": made.urls["sft"], "schedule": "constant", "warmup": 0}
+    train(**settings(made, tmp_path, **given))
+    model = AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager").double()
+    optimizer = torch.optim.AdamW(model.parameters(), RATE, (0.9, 0.95), weight_decay=0.0)
+    examples, found = made.sft, training(tmp_path)
+    for line, record in zip(lines(tmp_path / "examples.jsonl"), found, strict=True):
+        logps = torch.stack([sequence_logps(model, examples, i)[0] for i in line["example_ids"]])
+        offsets = examples.sequence_offsets
+        tokens = sum(
+            int(examples.supervised[offsets[i] + 1 : offsets[i + 1]].sum())
+            for i in line["example_ids"]
+        )
+        loss = -logps.sum() / tokens
+        assert abs(float(loss.detach()) - record["loss"]) < 1e-9
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def test_validation_is_of_every_pair_once(made: SimpleNamespace, tmp_path: Path) -> None:
+    """In other packs than the training; equal to the plain mean over all pairs."""
+    given = {"validation": made.urls["large", "shared_prefix"], "warmup": 0, "eval_every": 2}
+    result = train(**settings(made, tmp_path, **given))
+    trained = AutoModelForCausalLM.from_pretrained(result.model, attn_implementation="eager")
+    trained, ref = trained.double().eval(), plain_reference(made)
+    margins = []
+    with torch.no_grad():
+        for i in range(N):
+            chosen, rejected = sequence_logps(trained, made.examples, i)
+            margins.append(float(chosen - rejected) - (ref[i][0] - ref[i][1]))
+    losses = -logsigmoid(BETA * torch.tensor(margins, dtype=torch.float64))
+    assert result.evaluation["eval/loss"] == pytest.approx(float(losses.mean()), abs=1e-10)
+    share = sum(m > 0 for m in margins) / N
+    assert result.evaluation["eval/rewards/accuracies"] == pytest.approx(share)
+    at = [line["step"] for line in lines(tmp_path / "metrics.jsonl") if "eval/loss" in line]
+    assert at == [*range(2, result.step, 2), result.step]
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name.startswith("rpo_")])
+def test_every_rpo_loss_lowers_itself(made: SimpleNamespace, tmp_path: Path, name: str) -> None:
+    given = {"loss": name, "epochs": 3, "warmup": 0, "schedule": "constant"}
+    train(**settings(made, tmp_path, **given))
+    found = [line["loss"] for line in training(tmp_path)]
+    assert np.isfinite(found).all()
+    assert np.mean(found[-4:]) < np.mean(found[:4])
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"loss": {"dpo": 0.8, "bco_pair": {"weight": 0.2, "beta": 0.3}}, "sft_weight": 0.5},
+        {"loss": "simpo"},
+        {"dataset": "ranked", "pairs": "all"},
+    ],
+    ids=["mix", "no reference", "ranked"],
+)
+def test_other_losses_run(made: SimpleNamespace, tmp_path: Path, others: dict[str, Any]) -> None:
+    if others.get("dataset") == "ranked":
+        others = {**others, "dataset": made.urls["ranked"]}
+    result = train(**settings(made, tmp_path, max_steps=3, **others))
+    assert result.step == 3
+    assert math.isfinite(result.metrics["loss"])
+
+
+def test_lora_starts_at_its_reference_and_merges(made: SimpleNamespace, tmp_path: Path) -> None:
+    """The adapter switched off is the reference; merged or not, the model gives the same."""
+    given = {"lora_rank": 4, "merge": True, "learning_rate": 1e-2, "warmup": 0}
+    given |= {"gradient_checkpointing": True}
+    result = train(**settings(made, tmp_path, **given))
+    found = [line["loss"] for line in training(tmp_path)]
+    assert found[0] == pytest.approx(math.log(2), abs=1e-12)
+    assert found[-1] < 0.69
+    assert (result.model / "adapter_config.json").is_file()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model-merged").double().eval()
+    adapted = load_model(result.model, dtype="float64")
+    before = AutoModelForCausalLM.from_pretrained(made.model).double().eval()
+    adapted.set_attn_implementation("eager")
+    ids = torch.arange(12)[None]
+    a, b, c = (m(ids).logits for m in (merged, adapted, before))
+    assert (a - b).abs().max() < 1e-10
+    assert (a - c).abs().max() > 1e-3
+
+
+def test_an_adapter_is_trained_further_against_itself(
+    made: SimpleNamespace, tmp_path: Path
+) -> None:
+    """As it was is the reference, under the name `ref`; and it goes on after a checkpoint."""
+    given = {"dataset": made.urls["sft"], "loss": "sft", "lora_rank": 4, "learning_rate": 1e-2}
+    first = train(**settings(made, tmp_path / "sft", **given, max_steps=3))
+    dpo = settings(made, tmp_path / "dpo", model=str(first.model), learning_rate=1e-2, warmup=0)
+    train(**dpo, save_every=2, keep_last=9)
+    found = [line["loss"] for line in training(tmp_path / "dpo")]
+    assert found[0] == pytest.approx(math.log(2), abs=1e-12)
+    folder = tmp_path / "dpo" / "checkpoints"
+    again = train(**{**dpo, "output": str(tmp_path / "re")}, resume=str(checkpoints(folder)[0]))
+    assert [line["loss"] for line in training(tmp_path / "re")] == found[2:]
+    assert again.step == len(found)
+
+
+def test_what_a_run_leaves(made: SimpleNamespace, tmp_path: Path) -> None:
+    given = {"validation": made.urls["large", "concat"], "save_every": 1, "eval_every": 1}
+    result = train(**settings(made, tmp_path, keep_last=1, keep_every=2, **given))
+    kept = checkpoints(tmp_path / "checkpoints")
+    evals = {
+        x["step"]: x["eval/loss"] for x in lines(tmp_path / "metrics.jsonl") if "eval/loss" in x
+    }
+    best = min(evals, key=lambda step: evals[step])
+    expected = {best, result.step, *range(2, result.step + 1, 2)}
+    assert {read_state(path).step for path in kept} == expected
+    card = (result.model / "README.md").read_text()
+    from packstore.io.dataset import open
+
+    fingerprint = open(made.urls["mixed", "concat"]).manifest.fingerprint
+    for said in (fingerprint, 'loss: "dpo"', "eval/rewards/accuracies", "learning_rate: 0.001"):
+        assert said in card
+    config = json.loads((result.model / "config.json").read_text())
+    assert "packstore" not in json.dumps(config)
+    names = {"pairs_per_second", "tokens_per_second", "fill", "data_wait", "learning_rate"}
+    assert names <= set(training(tmp_path)[0])
+    assert not [p for p in tmp_path.rglob("*") if "partial" in p.name]
+    assert train(**settings(made, tmp_path, keep_last=1, keep_every=2, **given)).step == result.step
+    with pytest.raises(ConfigError, match=r"output .*: it must be new; found step-"):
+        train(**settings(made, tmp_path, resume="never", **given))
+    with pytest.raises(ConfigError, match=r"must keep its model and loss; found loss was 'dpo'"):
+        train(**settings(made, tmp_path, loss="ipo", **given))
+    with pytest.raises(ConfigError, match=r"must have no later checkpoints; found step-"):
+        train(**settings(made, tmp_path, resume=str(kept[0]), **given))
+    assert train(**settings(made, tmp_path, epochs=2, **given)).step == 2 * result.step
+
+
+def test_an_end_before_the_planned_one(
+    made: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer steps than the schedule counts on, as other ranks may cut: it ends all the same."""
+    count = run_setup.count_steps
+    monkeypatch.setattr(run_setup, "count_steps", lambda *args: count(*args) + 9)
+    result = train(**settings(made, tmp_path, validation=made.urls["large", "concat"]))
+    last = read_state(checkpoints(tmp_path / "checkpoints")[-1])
+    assert last.step == result.step == len(training(tmp_path))
+    assert last.evaluation == result.evaluation
+
+
+@pytest.mark.parametrize(
+    ("others", "kind", "message"),
+    [
+        ({"model": "./nowhere"}, ConfigError, r"model ./nowhere: the folder must exist"),
+        ({"loss": "dpoo"}, ConfigError, r"unknown loss 'dpoo'.*Did you mean 'dpo'"),
+        ({"loss_parameters": {"bta": 1.0}}, ConfigError, r"no parameter 'bta'; it takes: beta"),
+        ({"dataset": "./nowhere"}, DatasetNotFoundError, r"nowhere"),
+        ({"dataset": "sft"}, CompatibilityError, r"compares responses.*found kind 'sft'"),
+        ({"pairs_per_step": 999}, ConfigError, r"one step of pairs_per_step=999.*40 examples"),
+        ({"eval_every": 3}, ConfigError, r"eval_every: it needs a validation set"),
+        ({"resume": "./nowhere"}, FormatError, r"checkpoint nowhere: it must be a checkpoint"),
+        ({"lora_rank": 2, "lora_targets": ("nope",)}, ConfigError, r"modules named nope"),
+        ({"tokenizer": "./nowhere"}, PackstoreError, r"tokenizer"),
+        pytest.param(
+            {"wandb": "project"},
+            MissingExtraError,
+            r"needs the package 'wandb'.*pip install wandb",
+            marks=pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is there"),
+        ),
+    ],
+)
+def test_errors_are_sentences(
+    made: SimpleNamespace, tmp_path: Path, others: dict[str, Any], kind: type, message: str
+) -> None:
+    if others.get("dataset") == "sft":
+        others = {"dataset": made.urls["sft"]}
+    with pytest.raises(kind, match=message):
+        train(**settings(made, tmp_path, **others))
+
+
+def test_a_vocabulary_that_is_too_small(made: SimpleNamespace, tmp_path: Path) -> None:
+    off = {"bos_token_id": None, "eos_token_id": None}
+    config = GPT2Config(vocab_size=49, n_embd=8, n_layer=1, n_head=1, n_positions=64, **off)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "small")
+    with pytest.raises(CompatibilityError, match="49"):
+        train(**settings(made, tmp_path / "out", model=str(tmp_path / "small")))
+
+
+def test_command_line(
+    made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "dpo.yaml"
+    file.write_text(
+        f"model: {made.model}\ndataset: {made.urls['mixed', 'concat']}\nlearning_rate: 1e-4\n"
+        f"output: {tmp_path / 'run'}\npairs_per_step: 8\nmax_steps: 2\nloss: ipo\ncpu: true\n"
+    )
+    assert main(["train", str(file), "--loss", "dpo", "--loss-parameter", "beta=0.3"]) == 0
+    assert "rewards/accuracies" in capsys.readouterr().out
+    state = read_state(checkpoints(tmp_path / "run" / "checkpoints")[-1])
+    assert state.config["loss"] == "dpo"
+    assert state.config["loss_parameters"] == {"beta": 0.3}
+    assert state.config["learning_rate"] == 1e-4
+    assert main(["train", str(file), "--model", "./nowhere", "--output", str(tmp_path / "x")]) == 1
+    assert "packstore: error: model ./nowhere: the folder must exist" in capsys.readouterr().err

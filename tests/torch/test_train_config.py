@@ -1,0 +1,151 @@
+"""Settings of a training run: keywords, YAML and flags are one thing."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packstore.cli import train as command
+from packstore.cli.settings import read_settings as read_flags
+from packstore.errors import ConfigError, UnknownNameError
+from packstore.torch.training.optimizer import warmup_steps
+from packstore.torch.training.sinks import ConsoleTable, JsonLines
+from packstore.train_config import TrainConfig, read_settings
+
+yaml = pytest.importorskip("yaml", reason="config files need PyYAML")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MUST = {"model": "m", "dataset": "d", "output": "o"}
+OTHER: dict[str, Any] = {
+    "loss": {"dpo": 0.8, "bco_pair": {"weight": 0.2, "beta": 0.3}},
+    "loss_parameters": {"label_smoothing": 0.1},
+    "lora_targets": ("q_proj", "v_proj"),
+    "storage_options": {"endpoint_url": "http://localhost"},
+    "validation": "v",
+    "learning_rate": 3e-7,
+    "max_steps": 7,
+    "gradient_checkpointing": True,
+}
+
+
+def test_round_trip_through_json_and_yaml(tmp_path: Path) -> None:
+    config = TrainConfig.of(**MUST, **OTHER)
+    for dump in (json.dumps, yaml.safe_dump):
+        file = tmp_path / "config.yaml"
+        file.write_text(dump(config.recorded()))
+        assert TrainConfig.of(**read_settings(file)) == config
+    assert TrainConfig.of(config, seed=1) == dataclasses.replace(config, seed=1)
+
+
+@pytest.mark.parametrize("name", ["dpo.yaml", "sft.yaml"])
+def test_examples_are_valid(name: str) -> None:
+    config = TrainConfig.of(**read_settings(EXAMPLES / name))
+    assert isinstance(config.learning_rate, float)
+
+
+def test_every_setting_has_a_flag() -> None:
+    parser = argparse.ArgumentParser()
+    command._configure(parser)
+    flags = ["--model", "m", "--dataset", "d", "--output", "o", "--learning-rate", "3e-7"]
+    flags += ["--lora-target", "q", "--lora-target", "v", "--loss-parameter", "beta=0.3", "--merge"]
+    given = read_flags(parser.parse_args(flags), TrainConfig)
+    assert given == {
+        **MUST,
+        "learning_rate": 3e-7,
+        "lora_targets": ("q", "v"),
+        "loss_parameters": {"beta": "0.3"},
+        "merge": True,
+    }
+    known = {action.dest for action in parser._actions}
+    assert {field.name for field in dataclasses.fields(TrainConfig)} <= known
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "m"}, "setting dataset must be given: folder or URL of the packed"),
+        ({**MUST, "pairs_per_step": 0}, "pairs_per_step must be at least 1; found 0"),
+        ({**MUST, "epochs": 1.5}, "setting epochs must be a whole number; found 1.5"),
+        ({**MUST, "dtype": "fp8"}, "setting dtype must be one of: float32, bfloat16, float64"),
+        ({**MUST, "adam_beta2": 1.0}, "adam_beta2 must be at least 0 and below 1"),
+        ({**MUST, "loss": {"dpo": "x"}}, "setting loss must be a string or a mapping"),
+        ({**MUST, "packs_per_batch": 1, "tokens_per_batch": 9}, "not both"),
+        ({**MUST, "eval_every": 5}, "setting eval_every: it needs a validation set"),
+    ],
+)
+def test_wrong_values(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig.of(**settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("modle: x", UnknownNameError, "unknown setting 'modle'; choose from: .*mean 'model'"),
+        ("- a", ConfigError, "it must hold settings, name: value"),
+        ("a: [", ConfigError, "it must be YAML"),
+        (None, ConfigError, "it must be a readable file"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, text: str | None, kind: type, message: str) -> None:
+    file = tmp_path / "config.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(kind, match=message):
+        read_settings(file)
+
+
+def test_the_command_line_is_read_without_torch() -> None:
+    code = (
+        "import sys, packstore.cli\n"
+        "try: packstore.cli.main(['train', '--help'])\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--pairs-per-step N" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_warmup_is_steps_or_a_share() -> None:
+    config = TrainConfig.of(**MUST)
+    counts = {0.0: 0, 0.1: 20, 0.999: 199, 1: 1, 30.0: 30}
+    for warmup, steps in counts.items():
+        assert warmup_steps(dataclasses.replace(config, warmup=warmup), 200) == steps
+
+
+def test_json_lines_forget_what_comes_after_the_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    sink = JsonLines(file, 0)
+    for step in range(1, 6):
+        sink.write({"step": step, "loss": float("nan") if step == 2 else 0.5})
+    sink.close()
+    file.write_text(file.read_text() + '{"step": 6, "lo')
+    JsonLines(file, 3).close()
+    assert file.read_text() == "".join(
+        f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in ((1, 0.5), (2, "null"), (3, 0.5))
+    )
+
+
+def test_table_on_a_terminal() -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    text = StringIO()
+    table = ConsoleTable(40, Console(file=text, force_terminal=True, width=120))
+    for step in range(1, 31):
+        table.write({"step": step, "loss": step / 7, "fill": 0.5, "rewards/accuracies": 0.75})
+    table.write({"step": 30, "eval/loss": 0.25, "eval/rewards/accuracies": 0.875})
+    table.close()
+    last = text.getvalue().rsplit("40 steps", 1)[1]
+    assert "4.2857" in last
+    assert "75.0%" in last
+    assert "validation after step 30: loss 0.2500, accuracy 0.8750" in last
+    assert "2.1429" not in last  # step 15 has moved out
