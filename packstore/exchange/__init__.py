@@ -1,0 +1,92 @@
+"""The doors to other trainers: their files in, our datasets out.
+
+    their file -> importers/<format>.py -> dataset
+    dataset -> exporters/<format>.py -> their file
+
+One small file and one line in a registry per format. Nothing that a foreign file says is ever run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from packstore.exchange.exporters import Exported
+    from packstore.io.dataset import Dataset
+    from packstore.pipeline import Progress
+
+
+def import_dataset(
+    format: str,
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Dataset:
+    """Makes a dataset of a file that another trainer wrote.
+
+    Args:
+        format: a name in :data:`packstore.exchange.importers.IMPORTERS`.
+        source: path or URL of the file.
+        out: folder or URL of the dataset.
+        storage_options: passed to the fsspec filesystems of `source` and `out`.
+        progress: told how far it is.
+        options: of the format.
+
+    Raises:
+        InputError: the file is not what it must be.
+        PackstoreError: see :mod:`packstore.errors`; `out` is then as it was before.
+    """
+    from packstore.exchange.importers import IMPORTERS
+    from packstore.io.storage import Location
+
+    importer = IMPORTERS.load(format)
+    given = Location(os.fspath(source), storage_options or {})
+    place = Location(os.fspath(out), storage_options or {})
+    return importer.run(given, place, importer.options(**options), progress or _nobody)
+
+
+def export_dataset(
+    format: str,
+    dataset: Dataset | str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Exported:
+    """Writes a dataset as another trainer reads it.
+
+    Args:
+        format: a name in :data:`packstore.exchange.exporters.EXPORTERS`.
+        dataset: a dataset, or where it is.
+        out: path or URL of the file or folder to write.
+        storage_options: passed to the fsspec filesystems of `dataset` and `out`.
+        progress: told how far it is.
+        options: of the format.
+
+    Returns:
+        What was written, and what is worth knowing of it.
+
+    Raises:
+        CompatibilityError: the format cannot hold such a dataset.
+        PackstoreError: see :mod:`packstore.errors`; `out` is then as it was before.
+    """
+    from packstore.exchange.exporters import EXPORTERS
+    from packstore.io.dataset import Dataset
+    from packstore.io.dataset import open as open_dataset
+    from packstore.io.storage import Location
+
+    exporter = EXPORTERS.load(format)
+    if not isinstance(dataset, Dataset):
+        dataset = open_dataset(os.fspath(dataset), storage_options)
+    place = Location(os.fspath(out), storage_options or {})
+    return exporter.run(dataset, place, exporter.options(**options), progress or _nobody)
+
+
+def _nobody(stage: str, done: int, total: int | None, unit: str) -> None:
+    """Nobody is listening."""

@@ -1,0 +1,76 @@
+"""Formats that a dataset can be written in: one small file each, one line in :data:`EXPORTERS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from packstore.config import setting, validate
+from packstore.errors import CompatibilityError, sentence
+from packstore.io.storage import Location
+from packstore.registry import Registry
+
+if TYPE_CHECKING:
+    from packstore.io.dataset import Dataset
+    from packstore.pipeline import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What every export can be told."""
+
+    overwrite: bool = setting(False, "replace what is already there")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What an export wrote.
+
+    Attributes:
+        files: URLs, without secrets.
+        facts: what is worth knowing of them, by name.
+    """
+
+    files: list[str]
+    facts: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """How a dataset is written in one format.
+
+    Attributes:
+        help: one line for ``packstore export --help``.
+        out: what is written, for the command line: ``FILE`` or ``FOLDER``, and its help.
+        examples: command lines.
+        options: the class of its options, :class:`ExportOptions` or below it.
+        run: ``(dataset, place, options, progress)`` -> what was written.
+    """
+
+    help: str
+    out: tuple[str, str]
+    examples: str
+    options: type[ExportOptions]
+    run: Callable[[Dataset, Location, Any, Progress], Exported]
+
+
+def need_kind(dataset: Dataset, kinds: tuple[str, ...], format: str) -> None:
+    """Raises :class:`CompatibilityError` unless the dataset is of one of `kinds`."""
+    if (kind := dataset.manifest.kind) not in kinds:
+        must = f"{format} holds datasets of kind {' or '.join(kinds)} only"
+        do = "Export it as jsonl, which holds every kind"
+        raise CompatibilityError(sentence(dataset.url, must, f"kind {kind}", do))
+
+
+EXPORTERS: Registry[Exporter] = Registry(
+    "export format",
+    {
+        "nemo": "packstore.exchange.exporters.nemo:EXPORTER",
+        "megatron": "packstore.exchange.exporters.megatron:EXPORTER",
+        "jsonl": "packstore.exchange.exporters.jsonl:EXPORTER",
+    },
+)

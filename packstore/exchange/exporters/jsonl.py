@@ -1,0 +1,261 @@
+"""Plain records, one JSON object a line: what other trainers read, and ``packstore pack`` too.
+
+One line per example, in the order of the packs, a row group at a time:
+
+    dpo     prompt, chosen, rejected, chosen_reward, rejected_reward
+    sft     input_ids, labels                     as text: prompt, response
+    ranked  prompt, responses, scores
+
+and `example_id` and the carried columns. As ids the prompt is what all sequences of the example
+have in common before anything is supervised; where a response is not supervised throughout, its
+labels stand beside it (`chosen_labels`, `rejected_labels`, `response_labels`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+
+from packstore.config import setting
+from packstore.errors import CompatibilityError, ConfigError, TokenizerError, quote, sentence
+from packstore.exchange.exporters import Exported, Exporter, ExportOptions
+from packstore.exchange.output import OutputFile
+from packstore.io.formats import COMPRESSIONS
+from packstore.io.storage import Location
+from packstore.records import IGNORE_INDEX, Bool, Examples, Float32, Int32
+
+if TYPE_CHECKING:
+    from packstore.io.dataset import Dataset
+    from packstore.pipeline import Progress
+    from packstore.tokenizer import Tokenizer
+
+log = logging.getLogger("packstore")
+
+OWN = (
+    *("prompt", "chosen", "rejected", "chosen_reward", "rejected_reward", "chosen_labels"),
+    *("rejected_labels", "input_ids", "labels", "response", "responses", "scores"),
+    *("response_labels", "example_id"),
+)
+"""Names of fields, which a carried column must not have."""
+
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonlOptions(ExportOptions):
+    """Options of this format."""
+
+    text: bool = setting(False, "write text instead of token ids")
+    tokenizer: str | None = setting(
+        None, "with --text, the tokenizer; default: the one of the dataset, where it was then"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Example:
+    """One example.
+
+    Attributes:
+        ids: of each sequence.
+        supervised: of each sequence, its tokens that are.
+        rewards: float32 `[K]`.
+        others: its id and carried values.
+    """
+
+    ids: list[Int32]
+    supervised: list[Bool]
+    rewards: Float32
+    others: dict[str, Any]
+
+    @property
+    def cut(self) -> int:
+        """Leading tokens that all sequences have, none of them supervised."""
+        most = min(int(np.argmax(on)) for on in self.supervised)
+        heads = np.stack([ids[:most] for ids in self.ids])
+        same = (heads == heads[0]).all(axis=0)
+        return most if same.all() else int(np.argmin(same))
+
+    @property
+    def partly(self) -> bool:
+        """Whether something behind the prompt is not supervised."""
+        return not all(on[self.cut :].all() for on in self.supervised)
+
+    def labels(self, first: int) -> list[Int32]:
+        """The labels of each sequence from token `first` on."""
+        ignored = np.int32(IGNORE_INDEX)
+        pairs = zip(self.ids, self.supervised, strict=True)
+        return [np.where(on[first:], ids[first:], ignored) for ids, on in pairs]
+
+
+class _Text:
+    """Turns ids back into text, without what readers put there themselves: BOS and the last EOS."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, ids: Int32, cut: int) -> tuple[str, str]:
+        """The text before token `cut`, and that from there on."""
+        decode = self._tokenizer.decode
+        start = int(ids[0] == self._tokenizer.bos_id)
+        stop = len(ids) - int(ids[-1] == self._tokenizer.eos_id)
+        prompt, whole = decode(ids[start:cut].tolist()), decode(ids[start:stop].tolist())
+        # Decoders drop a space at the beginning of what they are given: not that of the response.
+        if whole.startswith(prompt):
+            return prompt, whole[len(prompt) :]
+        return prompt, decode(ids[cut:stop].tolist())
+
+
+class _Sink(io.RawIOBase):
+    """The file under a compressor, which does not close it."""
+
+    def __init__(self, out: OutputFile) -> None:
+        self._out = out
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._out.write(data)
+        return len(data)
+
+
+def _run(dataset: Dataset, place: Location, options: JsonlOptions, progress: Progress) -> Exported:
+    from packstore.pack.fill import unpack
+
+    compression = _compression(place)
+    taken = [name for name in dataset.manifest.carry if name in OWN]
+    if taken:
+        must = "a carried column must not have the name of a field of the record"
+        raise CompatibilityError(sentence(dataset.url, must, quote(taken[0])))
+    if options.tokenizer and not options.text:
+        raise ConfigError("a tokenizer is needed for text only: set text too, or leave it out.")
+    text = _Text(_tokenizer_of(dataset, options.tokenizer)) if options.text else None
+    kind, done, unlike = dataset.manifest.kind, 0, 0
+    with OutputFile(place, options.overwrite) as out, _compressed(out, compression) as write:
+        for packs in dataset.iter_packs():
+            examples = unpack(packs)
+            for example in _examples(examples):
+                record = _as_text(kind, example, text) if text else _as_ids(kind, example)
+                unlike += example.partly and (text is not None or kind != "sft")
+                write(orjson.dumps({**record, **example.others}, option=_OPTIONS))
+            done += examples.num_examples
+            progress("export", done, dataset.manifest.totals.examples, "examples")
+    facts: dict[str, object] = {"examples": done, "order": "of the packs"}
+    if unlike:
+        facts["supervised in part of a response"] = unlike
+        log.warning(
+            "%s examples are supervised in part of a response: readers of prompt and response "
+            "alone supervise all of it",
+            f"{unlike:,}",
+        )
+    return Exported(files=[place.display], facts=facts)
+
+
+def _examples(examples: Examples) -> Iterator[_Example]:
+    columns = {"example_id": examples.example_ids, **examples.columns}
+    rows = {name: column.tolist() for name, column in columns.items()}
+    starts = examples.sequence_offsets.tolist()
+    for i, (first, last) in enumerate(pairwise(examples.example_offsets.tolist())):
+        parts = [slice(*part) for part in pairwise(starts[first : last + 1])]
+        yield _Example(
+            ids=[examples.input_ids[part] for part in parts],
+            supervised=[examples.supervised[part] for part in parts],
+            rewards=examples.reward[first:last],
+            others={name: row[i] for name, row in rows.items()},
+        )
+
+
+def _as_ids(kind: str, example: _Example) -> dict[str, Any]:
+    if kind == "sft":
+        return {"input_ids": example.ids[0], "labels": example.labels(0)[0]}
+    cut = example.cut
+    record = _record(kind, example.ids[0][:cut], [ids[cut:] for ids in example.ids], example)
+    if not example.partly:
+        return record
+    labels = example.labels(cut)
+    if kind == "ranked":
+        return {**record, "response_labels": labels}
+    return {**record, "chosen_labels": labels[0], "rejected_labels": labels[1]}
+
+
+def _as_text(kind: str, example: _Example, text: _Text) -> dict[str, Any]:
+    parts = [text(ids, example.cut) for ids in example.ids]
+    return _record(kind, parts[0][0], [response for _, response in parts], example)
+
+
+def _record(kind: str, prompt: Any, responses: list[Any], example: _Example) -> dict[str, Any]:
+    rewards = example.rewards
+    if kind == "sft":
+        return {"prompt": prompt, "response": responses[0]}
+    if kind == "ranked":
+        return {"prompt": prompt, "responses": responses, "scores": rewards}
+    return {
+        "prompt": prompt,
+        "chosen": responses[0],
+        "rejected": responses[1],
+        "chosen_reward": rewards[0],
+        "rejected_reward": rewards[1],
+    }
+
+
+def _compression(place: Location) -> str | None:
+    """``gzip``, ``zstd`` or None, by the name of the file."""
+    name = place.display.lower()
+    for suffix, compression in {"": None, **COMPRESSIONS}.items():
+        if name.endswith(f".jsonl{suffix}"):
+            return compression
+    must = f"must end in .jsonl, or in .jsonl{' or .jsonl'.join(COMPRESSIONS)}"
+    raise ConfigError(sentence(place.display, must))
+
+
+@contextlib.contextmanager
+def _compressed(out: OutputFile, compression: str | None) -> Iterator[Callable[[bytes], object]]:
+    """What writes bytes to `out`, compressed."""
+    if compression is None:
+        yield out.write
+        return
+    import pyarrow as pa
+
+    with pa.CompressedOutputStream(pa.PythonFile(_Sink(out), mode="w"), compression) as stream:
+        yield stream.write
+
+
+def _tokenizer_of(dataset: Dataset, path: str | None) -> Tokenizer:
+    """The tokenizer at `path`, or where the manifest says that it was.
+
+    Raises:
+        TokenizerError: it does not load, or nothing says where it is.
+        CompatibilityError: the dataset was packed with another one.
+    """
+    from packstore.tokenizer import load_tokenizer
+
+    recorded = dataset.manifest.provenance.get("tokenizer") or {}
+    path = path or recorded.get("path")
+    if path is None:
+        must = "its tokenizer must be known to write text"
+        raise TokenizerError(sentence(dataset.url, must, do="Give a tokenizer (--tokenizer PATH)"))
+    tokenizer = load_tokenizer(path)
+    if recorded.get("sha256") not in (None, tokenizer.sha256):
+        must = f"must be the tokenizer that {dataset.url} was packed with"
+        found = f"sha256 {tokenizer.sha256[:12]}…, recorded {recorded['sha256'][:12]}…"
+        do = "Give that one (--tokenizer PATH)"
+        raise CompatibilityError(sentence(str(path), must, found, do))
+    return tokenizer
+
+
+EXPORTER = Exporter(
+    help="plain records, a JSON object a line (every kind)",
+    out=("FILE.jsonl", "the file to write; .jsonl.gz and .jsonl.zst are compressed"),
+    examples="  packstore export jsonl prefs-8k prefs.jsonl.zst\n"
+    "  packstore export jsonl prefs-8k prefs.jsonl --text --tokenizer tokenizer.json\n",
+    options=JsonlOptions,
+    run=_run,
+)

@@ -1,0 +1,167 @@
+"""Megatron-Bridge's packed Parquet: its options; the rules are in :mod:`.megatron_rows`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from packstore.config import WriteConfig, setting
+from packstore.errors import ConfigError, sentence
+from packstore.exchange.exporters import Exported, Exporter, ExportOptions, need_kind
+from packstore.exchange.output import OutputFolder
+from packstore.io.storage import Location
+
+if TYPE_CHECKING:
+    from packstore.exchange.megatron_rows import Figures
+    from packstore.io.dataset import Dataset
+    from packstore.pipeline import Progress
+
+log = logging.getLogger("packstore")
+
+METADATA = "metadata.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronOptions(ExportOptions):
+    """Options of this format; those with a name of Megatron-Bridge mean what it means by them."""
+
+    pack_size: int | None = setting(
+        None, "Bridge's packed_sequence_size: tokens of a row at most; default: the dataset's"
+    )
+    pad_seq_to_mult: int | None = setting(
+        None, "what each sequence takes up is a multiple of it; default: by the parallelism"
+    )
+    context_parallel: int = setting(1, "Bridge's context_parallel_size")
+    tensor_parallel: int = setting(1, "Bridge's tensor_model_parallel_size")
+    sequence_parallel: bool = setting(False, "Bridge's sequence_parallel")
+    pad_cu_seqlens: bool = setting(
+        False, "for CUDA graphs: static shapes, which need full rows and the metadata"
+    )
+    pad_id: int | None = setting(None, "the token to fill with; default: the tokenizer's EOS")
+
+    def __post_init__(self) -> None:
+        ExportOptions.__post_init__(self)
+        for name in ("pack_size", "pad_seq_to_mult", "context_parallel", "tensor_parallel"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"setting {name} must be at least 1; found {value}.")
+        if self.pad_id is not None and not 0 <= self.pad_id < 1 << 31:
+            raise ConfigError(f"setting pad_id must be a token id; found {self.pad_id}.")
+        if self.pad_seq_to_mult and self.pad_seq_to_mult % self.parallel_multiple:
+            raise ConfigError(
+                f"setting pad_seq_to_mult must be a multiple of {self.parallel_multiple} with this "
+                f"parallelism; found {self.pad_seq_to_mult}. Omit it to have that number."
+            )
+
+    @property
+    def parallel_multiple(self) -> int:
+        """The multiple that the parallelism needs.
+
+        ``lcm(2 CP if CP > 1 else 1, CP TP if sequence parallel and TP > 1 else 1)``
+        (Megatron-Bridge, ``docs/training/packed-sequences.md``).
+        """
+        cp, tp = self.context_parallel, self.tensor_parallel
+        by_context = 2 * cp if cp > 1 else 1
+        by_sequence = cp * tp if self.sequence_parallel and tp > 1 else 1
+        return math.lcm(by_context, by_sequence)
+
+    @property
+    def multiple(self) -> int:
+        """The multiple that holds."""
+        return self.pad_seq_to_mult or self.parallel_multiple
+
+
+def _run(
+    dataset: Dataset, place: Location, options: MegatronOptions, progress: Progress
+) -> Exported:
+    from packstore.exchange.megatron_rows import RowMaker, Shards
+
+    need_kind(dataset, ("sft",), "Megatron-Bridge's packed Parquet")
+    if not len(dataset):
+        raise ConfigError(sentence(dataset.url, "must hold at least one pack", "none"))
+    pack_size, pad_id = _pack_size(dataset, options), _pad_id(dataset, options)
+    rows = RowMaker(pack_size, options.multiple, pad_id)
+    earlier = ("packed_*-*.idx.parquet", METADATA)
+    with OutputFolder(place, earlier, options.overwrite) as folder:
+        shards = Shards(folder, f"packed_{pack_size}", WriteConfig().shard_bytes)
+        try:
+            for group, packs in enumerate(dataset.iter_packs(), 1):
+                shards.write(rows.add(packs))
+                progress("export", group, len(dataset.row_groups), "row groups")
+            if (last := rows.finish()) is not None:
+                shards.write(last)
+        finally:
+            shards.close()
+        figures = rows.figures
+        with open(folder.path(METADATA), "w") as file:
+            json.dump([figures.metadata(pack_size)], file)
+    if figures.hidden:
+        log.warning(
+            "%s supervised tokens follow nothing but EOS at the end of their sequence, which "
+            "Megatron-Bridge takes for filling: they are not supervised there",
+            f"{figures.hidden:,}",
+        )
+    return Exported(
+        files=[place.join(name).display for name in (*shards.names, METADATA)],
+        facts=_facts(place, figures, pack_size, options),
+    )
+
+
+def _facts(
+    place: Location, figures: Figures, pack_size: int, options: MegatronOptions
+) -> dict[str, object]:
+    """What was written, and the settings of Megatron-Bridge that fit."""
+    return {
+        "rows": figures.rows,
+        "sequences": figures.sequences,
+        "fill rate": figures.tokens / figures.rows / pack_size,
+        "not supervised any more": figures.hidden,
+        "tokens of filling": figures.filled,
+        "sequences moved to other rows": figures.moved,
+        "packed_sequence_size": pack_size,
+        "packed_train_data_path": place.join(f"packed_{pack_size}-*.idx.parquet").display,
+        "packed_metadata_path": place.join(METADATA).display,
+        "pad_seq_to_mult": options.multiple,
+        "pad_cu_seqlens": options.pad_cu_seqlens,
+        "dataset_kwargs.pad_to_max_length": options.pad_cu_seqlens,
+    }
+
+
+def _pack_size(dataset: Dataset, options: MegatronOptions) -> int:
+    """Tokens that a row takes up at most."""
+    size, m = options.pack_size or dataset.manifest.pack_size, options.multiple
+    if size % m:
+        up = -(-size // m) * m
+        must = f"must be a multiple of pad_seq_to_mult, {m}"
+        raise ConfigError(sentence("pack_size", must, str(size), f"Give pack_size {up}"))
+    longest = dataset.manifest.statistics.longest_sequence - 1
+    if -(-longest // m) * m > size:
+        must = f"must hold the longest sequence, which takes up {-(-longest // m) * m}"
+        raise ConfigError(sentence("pack_size", must, str(size), "Give a larger pack_size"))
+    return size
+
+
+def _pad_id(dataset: Dataset, options: MegatronOptions) -> int:
+    if options.pad_id is not None:
+        return options.pad_id
+    eos = (dataset.manifest.provenance.get("tokenizer") or {}).get("eos_id")
+    if isinstance(eos, int):
+        return eos
+    if options.multiple == 1:
+        return 0  # nothing is filled
+    must = "its EOS must be known to fill sequences up"
+    raise ConfigError(sentence(dataset.url, must, "none", "Give pad_id"))
+
+
+EXPORTER = Exporter(
+    help="Megatron-Bridge's packed Parquet and its metadata (kind sft)",
+    out=("FOLDER", "the folder to write"),
+    examples="  packstore export megatron chats-8k bridge-8k\n"
+    "  packstore export megatron chats-8k bridge-8k --context-parallel 2 --tensor-parallel 4 "
+    "--sequence-parallel\n"
+    "  packstore export megatron chats-8k bridge-8k --pad-seq-to-mult 16 --pad-cu-seqlens\n",
+    options=MegatronOptions,
+    run=_run,
+)

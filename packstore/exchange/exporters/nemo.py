@@ -1,0 +1,95 @@
+"""NeMo-Aligner's packed DPO file: ``numpy.save`` of an array of dicts of lists.
+
+What reads it is `DPOPackedDataset` (NVIDIA/NeMo-Aligner, ``nemo_aligner/data/nlp/datasets.py``)
+behind ``numpy.load``, with ``data.data_impl: packed_jsonl``. Row by row, so memory is bounded here;
+it is that program that loads all of it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from packstore.exchange.exporters import Exported, Exporter, ExportOptions, need_kind
+from packstore.exchange.output import OutputFile
+from packstore.io.storage import Location
+from packstore.records import Packs
+
+if TYPE_CHECKING:
+    from packstore.io.dataset import Dataset
+    from packstore.pipeline import Progress
+
+PROTOCOL = 3
+"""Of the pickle: what every numpy reads, and without frames, so that rows can be laid one after
+another."""
+
+BATCH = 1000
+"""Rows between two marks, as many as Python's own pickler puts there."""
+
+
+def _run(dataset: Dataset, place: Location, options: ExportOptions, progress: Progress) -> Exported:
+    from packstore.pack.fill import convert
+
+    need_kind(dataset, ("dpo",), "NeMo-Aligner's packed file")
+    longest = done = 0
+    before, after = _frame(len(dataset))
+    with OutputFile(place, options.overwrite) as out:
+        out.write(before)
+        for stored in dataset.iter_packs():
+            packs = convert(stored, "concat") if dataset.manifest.layout != "concat" else stored
+            for i in range(len(packs)):
+                if done % BATCH == 0:
+                    out.write(b"e(" if done else b"(")
+                out.write(pickle.dumps(_row(packs.row(i)), PROTOCOL)[2:-1])
+                done += 1
+            longest = max(longest, int(np.diff(packs.token_offsets).max()))
+            progress("export", done, len(dataset), "packs")
+        out.write(b"e" if done else b"")
+        out.write(after)
+    facts = {
+        "packs": done,
+        "pairs": dataset.manifest.pairs,
+        "longest pack": longest,
+        "left out": ", ".join(["example ids", *dataset.manifest.carry]),
+    }
+    return Exported(files=[place.display], facts=facts)
+
+
+def _row(pack: Packs) -> dict[str, list[Any]]:
+    return {
+        "input_ids": pack.input_ids.tolist(),
+        "labels": pack.labels.tolist(),
+        "reward": pack.reward.tolist(),
+        "lengths": pack.lengths.tolist(),
+        "seq_boundaries": pack.seq_boundaries.tolist(),
+    }
+
+
+def _frame(rows: int) -> tuple[bytes, bytes]:
+    """What stands before the rows and after them in the file of an array of `rows` objects.
+
+    As numpy 1 writes it: numpy 2 reads both, numpy 1 only this.
+    """
+    header = io.BytesIO()
+    shape = {"descr": "|O", "fortran_order": False, "shape": (rows,)}
+    np.lib.format.write_array_header_1_0(header, shape)
+    count = pickle.dumps((rows,), PROTOCOL)[2:-1]
+    before = (
+        b"\x80\x03cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R"
+        b"(K\x01" + count + b"cnumpy\ndtype\nX\x02\x00\x00\x00O8\x89\x88\x87R"
+        b"(K\x03X\x01\x00\x00\x00|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK?tb\x89]"
+    )
+    return header.getvalue() + before, b"tb."
+
+
+EXPORTER = Exporter(
+    help="NeMo-Aligner's packed DPO file (kind dpo)",
+    out=("FILE.npy", "the file to write"),
+    examples="  packstore export nemo prefs-8k packed_8192_seed0.npy\n"
+    "  packstore export nemo s3://bucket/prefs-8k packed.npy --overwrite\n",
+    options=ExportOptions,
+    run=_run,
+)

@@ -1,0 +1,225 @@
+"""Megatron-Bridge's packed Parquet for supervised fine-tuning, and its metadata.
+
+The rules were read in NVIDIA-NeMo/Megatron-Bridge at commit 067f987 (2026-08-22):
+``src/megatron/bridge/data/packing/`` (``parquet.py`` and ``gpt_sft.py``, which read the files,
+``offline.py`` and ``algorithms.py``, which write them) and ``docs/training/packed-sequences.md``.
+
+- A row holds whole sequences. The reader makes of each the inputs (all tokens but the last) and the
+  targets (all but the first), so a sequence of L tokens takes up L - 1.
+- `loss_mask` belongs to the inputs: it is 1 where the *next* token of the sequence is supervised.
+- `seq_start_id` holds where each sequence starts, without the end of the last.
+- With context or sequence parallelism, what each sequence takes up must be a multiple of
+  `pad_seq_to_mult`: sequences are filled with EOS, by which the reader finds where they end: all
+  EOS at the end of the inputs are taken for filling.
+- The metadata is a JSON list with one object. With `pad_cu_seqlens` (static shapes for CUDA graphs)
+  the reader takes the most sequences of a row, the longest one and the shortest row from there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from packstore.exchange.output import OutputFolder
+from packstore.io.faults import guarded
+from packstore.pack.fill import unpack
+from packstore.records import Bool, Examples, Int32, Int64, Packs, range_indices, to_offsets
+from packstore.schema import list_of
+
+SCHEMA = pa.schema(
+    [
+        ("input_ids", list_of(pa.int32())),
+        ("loss_mask", list_of(pa.int8())),
+        ("seq_start_id", list_of(pa.int32())),
+    ]
+)
+
+
+@dataclass
+class Figures:
+    """Sums over the rows that were written, in tokens that rows take up."""
+
+    rows: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    filled: int = 0
+    longest: int = 0
+    most: int = 0
+    shortest: int = 2**31
+    moved: int = 0
+    hidden: int = 0
+
+    def add(self, sizes: Int64, starts: Int64) -> None:
+        """Counts rows: `sizes` of the sequences, `starts` of the rows in them."""
+        rows = np.add.reduceat(sizes, starts[:-1])
+        self.rows += len(rows)
+        self.sequences += len(sizes)
+        self.tokens += int(sizes.sum())
+        self.longest = max(self.longest, int(sizes.max()))
+        self.most = max(self.most, int(np.diff(starts).max()))
+        self.shortest = min(self.shortest, int(rows.min()))
+
+    def metadata(self, pack_size: int) -> dict[str, Any]:
+        """What Megatron-Bridge writes of a packed split, rounded as it does."""
+        return {
+            "dataset_max_seqlen": self.longest,
+            "max_samples_per_bin": self.most,
+            "packing_factor": round(self.sequences / self.rows, 2),
+            "packing_efficiency": round(self.tokens / self.rows / pack_size * 100, 2),
+            "pack_size": pack_size,
+            "min_packed_seqlen": self.shortest,
+        }
+
+
+@dataclass
+class Shards:
+    """Writes row groups to one file after another."""
+
+    folder: OutputFolder
+    stem: str
+    limit: int
+    names: list[str] = field(default_factory=list)
+    writer: Any = None
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Adds a row group; a file that is large enough is finished."""
+        if self.writer is None:
+            self.names.append(f"{self.stem}-{len(self.names):05d}.idx.parquet")
+            self._path = self.folder.path(self.names[-1])
+            with guarded("write", self._path, {}):
+                self._file = pa.OSFile(self._path, "wb")
+                options = {"compression": "zstd", "use_dictionary": False}
+                self.writer = pq.ParquetWriter(
+                    self._file, SCHEMA, write_statistics=False, **options
+                )
+        with guarded("write", self._path, {}):
+            self.writer.write_table(pa.Table.from_batches([batch]), batch.num_rows)
+            full = self._file.tell() >= self.limit
+        if full:
+            self.close()
+
+    def close(self) -> None:
+        """Finishes the open file."""
+        if self.writer is not None:
+            with guarded("write", self._path, {}):
+                self.writer.close()
+                self._file.close()
+            self.writer = None
+
+
+class RowMaker:
+    """Makes rows of packs; what no longer fits, now that sequences are filled up, goes on.
+
+    Args:
+        pack_size: tokens that a row takes up at most; no sequence takes up more.
+        multiple: of what each sequence takes up.
+        pad_id: the token to fill with.
+
+    Attributes:
+        figures: of the rows that were made.
+    """
+
+    def __init__(self, pack_size: int, multiple: int, pad_id: int) -> None:
+        self.figures = Figures()
+        self._pack_size, self._multiple, self._pad_id = pack_size, multiple, pad_id
+        self._rest = Examples.empty()
+
+    def add(self, packs: Packs) -> pa.RecordBatch:
+        """The rows of some packs, a row for each, and of what went on if it fills rows."""
+        own = replace(unpack(packs), columns={})
+        waiting = self._rest.num_examples
+        examples = Examples.concat([self._rest, own])
+        sizes = self._sizes(examples)
+        rows: list[list[int]] = []
+        over = list(range(waiting))
+        for first, last in pairwise((packs.example_offsets + waiting).tolist()):
+            room, row = self._pack_size, []
+            for i in range(first, last):
+                if sizes[i] <= room:
+                    row.append(i)
+                    room -= int(sizes[i])
+                else:
+                    over.append(i)
+                    self.figures.moved += 1
+            rows.append(row)
+        *full, rest = self._next_fit(over, sizes)
+        self._rest = examples.take(np.array(rest, np.int64))
+        return self._batch(examples, sizes, rows + full)
+
+    def finish(self) -> pa.RecordBatch | None:
+        """The last row, if something is left."""
+        left = self._rest.num_examples
+        if not left:
+            return None
+        return self._batch(self._rest, self._sizes(self._rest), [list(range(left))])
+
+    def _next_fit(self, sequences: list[int], sizes: Int64) -> list[list[int]]:
+        """The sequences in rows, in order; the last row may be empty."""
+        rows: list[list[int]] = [[]]
+        room = self._pack_size
+        for i in sequences:
+            if sizes[i] > room:
+                rows.append([])
+                room = self._pack_size
+            rows[-1].append(i)
+            room -= int(sizes[i])
+        return rows
+
+    def _sizes(self, examples: Examples) -> Int64:
+        """int64 `[S]`: what each sequence takes up.
+
+        The reader takes all EOS at the end of the inputs for filling. A sequence that goes on
+        after such a one, as templates do that end a turn with EOS and a line break, keeps it if
+        its last token is among the inputs too: so it is filled up even where nothing is missing.
+        """
+        inputs, m = examples.lengths.astype(np.int64) - 1, self._multiple
+        sizes = -(-inputs // m) * m
+        if m > 1:
+            last = examples.sequence_offsets[1:] - 1
+            eos = examples.input_ids == self._pad_id
+            cut = (sizes == inputs) & eos[last - 1] & ~eos[last] & examples.supervised[last]
+            sizes += np.where(cut & (sizes + m <= self._pack_size), m, 0)
+        return sizes
+
+    def _batch(self, examples: Examples, sizes: Int64, rows: list[list[int]]) -> pa.RecordBatch:
+        order = np.array([i for row in rows for i in row], np.int64)
+        starts = to_offsets(np.array([len(row) for row in rows]))
+        examples, sizes = examples.take(order), sizes[order]
+        lengths = examples.lengths.astype(np.int64)
+        offsets = to_offsets(sizes + 1)
+        ids = np.full(offsets[-1], self._pad_id, np.int32)
+        mask = np.zeros(offsets[-1], np.int8)
+        at = range_indices(offsets[:-1], lengths)
+        ids[at] = examples.input_ids
+        # The first token of a sequence is never supervised, so nothing moves into the one before.
+        mask[at[:-1]] = examples.supervised[1:]
+        if self._multiple > 1:
+            hidden = _hidden(ids, offsets, self._pad_id) & (mask != 0)
+            mask[hidden] = 0
+            self.figures.hidden += int(np.count_nonzero(hidden))
+        self.figures.add(sizes, starts)
+        self.figures.filled += int((sizes + 1 - lengths).sum())
+        tokens = offsets[starts]
+        firsts = (offsets[:-1] - np.repeat(tokens[:-1], np.diff(starts))).astype(np.int32)
+        columns = [(ids, tokens), (mask, tokens), (firsts, starts)]
+        arrays = [
+            pa.ListArray.from_arrays(
+                pa.array(where.astype(np.int32)), pa.array(values), type=field.type
+            )
+            for (values, where), field in zip(columns, SCHEMA, strict=True)
+        ]
+        return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+
+
+def _hidden(ids: Int32, offsets: Int64, pad_id: int) -> Bool:
+    """bool `[N]`: behind the last input of its sequence that is not EOS."""
+    inputs = np.ones(len(ids), np.bool_)
+    inputs[offsets[1:] - 1] = False
+    real = np.where((ids != pad_id) & inputs, np.arange(len(ids)), -1)
+    last = np.maximum.reduceat(real, offsets[:-1])
+    return np.arange(len(ids)) > np.repeat(last, np.diff(offsets))
