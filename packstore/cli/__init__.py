@@ -38,6 +38,12 @@ COMMANDS: Registry[Command] = Registry(
         "verify": "packstore.cli.verify:COMMAND",
         "stats": "packstore.cli.stats:COMMAND",
         "doctor": "packstore.cli.doctor:COMMAND",
+        "plan": "packstore.cli.plan:COMMAND",
+        "export": "packstore.cli.export:COMMAND",
+        "import": "packstore.cli.import_:COMMAND",
+        "train": "packstore.cli.train:COMMAND",
+        "ref-logps": "packstore.cli.ref_logps:COMMAND",
+        "evaluate": "packstore.cli.evaluate:COMMAND",
     },
 )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.table import Table
 
-from packstore.cli import Command
+from packstore.cli import Command, _html
 from packstore.cli.common import add_dataset, number, open_dataset, progress_of, stdout_console
 from packstore.records import IGNORE_INDEX, Packs
 
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 PERCENTILES = (0, 1, 10, 50, 90, 99, 100)
 BARS = 40
+TITLES = {"p0": "min", "p50": "median", "p100": "max"}
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_dataset(parser)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with charts")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -32,6 +34,8 @@ def _run(args: argparse.Namespace) -> int:
     with progress_of("stats") as progress:
         figures = _collect(dataset, progress)
     summary = {name: _summary(values) for name, values in figures.items() if len(values)}
+    if args.html:
+        _html.write(args.html, _page(dataset, figures, summary))
     if args.json:
         json.dump(summary, sys.stdout, indent=1)
         sys.stdout.write("\n")
@@ -84,12 +88,37 @@ def _summary(values: Any) -> dict[str, float]:
 def _percentile_table(dataset: Dataset, summary: dict[str, dict[str, float]]) -> Table:
     table = Table(title=f"dataset {dataset.url}", title_justify="left", title_style="bold")
     table.add_column("")
-    titles = {"p0": "min", "p50": "median", "p100": "max"}
     for column in next(iter(summary.values()), {}):
-        table.add_column(titles.get(column, column), justify="right")
+        table.add_column(TITLES.get(column, column), justify="right")
     for name, values in summary.items():
         table.add_row(name, *(_short(v) for v in values.values()))
     return table
+
+
+def _page(dataset: Dataset, figures: dict[str, Any], summary: dict[str, dict[str, float]]) -> str:
+    m = dataset.manifest
+    rows = [(name, *(_short(v) for v in values.values())) for name, values in summary.items()]
+    columns = ("", *(TITLES.get(c, c) for c in next(iter(summary.values()), {})))
+    facts = {
+        "fill": f"{m.fill_rate:.2%}",
+        "packs": number(len(dataset)),
+        "examples": number(m.totals.examples),
+        "tokens": number(m.totals.tokens),
+        "pack size": number(m.pack_size),
+        "layout": m.layout,
+        "strategy": str(m.statistics.planning.get("strategy", "")),
+        "packs over the bound": number(m.statistics.planning.get("gap")),
+    }
+    drawn = [_html.histogram(n, v, "") for n, v in figures.items() if len(v) and v.min() < v.max()]
+    return _html.page(
+        "Packed dataset",
+        f"{dataset.url}: kind {m.kind}, fingerprint {m.fingerprint[:12]}",
+        [
+            _html.section("Figures", _html.table(tuple(facts), [tuple(facts.values())])),
+            _html.section("Distributions", _html.charts(*drawn)),
+            _html.section("Percentiles", _html.table(columns, rows)),
+        ],
+    )
 
 
 def _short(value: float) -> str:
@@ -114,7 +143,8 @@ def _histogram(name: str, values: Any) -> Table:
 
 COMMAND = Command(
     help="show distributions of lengths, supervision, examples per pack and rewards",
-    examples="  packstore stats prefs-8k\n  packstore stats prefs-8k --json\n",
+    examples="  packstore stats prefs-8k\n  packstore stats prefs-8k --json\n"
+    "  packstore stats prefs-8k --html stats.html\n",
     configure=_configure,
     run=_run,
 )

@@ -1,0 +1,180 @@
+"""Self-contained pages with tables and charts: no scripts, nothing loaded from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from packstore.errors import StorageError
+from packstore.version import VERSION
+
+WIDTH, HEIGHT = 680, 260
+LEFT, RIGHT, TOP, BOTTOM = 64, 30, 12, 40
+BARS = 48
+
+_STYLE = """
+:root{--ink:#1c2330;--soft:#667085;--line:#d5d9e0;--paper:#fff;--bar:#3b6fb6;
+--c0:#3b6fb6;--c1:#c2571a;--c2:#2f8f5b;--c3:#8a4fb0;--c4:#b08a00;--c5:#a83253}
+@media(prefers-color-scheme:dark){:root{--ink:#e6e9ef;--soft:#9aa4b5;--line:#3a4352;--paper:#161a21;
+--bar:#6d9fe0;--c0:#6d9fe0;--c1:#ea8a50;--c2:#5cc08b;--c3:#b98adb;--c4:#d8b43a;--c5:#e0708f}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);
+max-width:1080px;margin:2rem auto;padding:0 1.2rem}
+h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:2.2rem 0 .6rem}
+p{margin:.3rem 0}.soft,footer{color:var(--soft)}footer{margin:3rem 0 1rem;font-size:.85rem}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));gap:1.2rem}
+figure{margin:0;min-width:0}
+figcaption{font-weight:600;margin-bottom:.2rem}svg{width:100%;height:auto}
+.scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.92rem}
+th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
+th:first-child,td:first-child{text-align:left}th{color:var(--soft);font-weight:600}
+tr.best td{font-weight:700}text{fill:var(--soft);font:12px system-ui,sans-serif}
+.axis{stroke:var(--line)}.bar{fill:var(--bar)}.key{display:inline-block;width:.8em;height:.8em;
+border-radius:2px;margin:0 .35em 0 1em}
+"""
+
+
+def page(title: str, subtitle: str, sections: Iterable[str]) -> str:
+    """A whole page."""
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>\n"
+        f'<h1>{escape(title)}</h1>\n<p class="soft">{escape(subtitle)}</p>\n'
+        + "\n".join(sections)
+        + f"\n<footer>packstore {VERSION}</footer>\n</body></html>\n"
+    )
+
+
+def section(title: str, *content: str) -> str:
+    """A heading with what stands below it."""
+    return f"<section><h2>{escape(title)}</h2>\n" + "\n".join(content) + "</section>"
+
+
+def paragraph(text: str) -> str:
+    """A paragraph of plain text."""
+    return f"<p>{escape(text)}</p>"
+
+
+def charts(*figures: str) -> str:
+    """Figures side by side where there is room."""
+    return f'<div class="charts">{"".join(figures)}</div>'
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], best: int | None = None) -> str:
+    """A table; the row number `best` stands out."""
+    head = "".join(f"<th>{escape(c)}</th>" for c in columns)
+    lines = []
+    for i, row in enumerate(rows):
+        mark = ' class="best"' if i == best else ""
+        lines.append(f"<tr{mark}>{''.join(f'<td>{escape(c)}</td>' for c in row)}</tr>")
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def histogram(title: str, values: npt.NDArray[np.generic], unit: str) -> str:
+    """How often values occur: bars of equal width; the last holds the largest 1 % and above."""
+    numbers = np.asarray(values, np.float64)
+    low, high, top = float(numbers.min()), float(np.quantile(numbers, 0.99)), float(numbers.max())
+    whole = values.dtype.kind in "iub"
+    step = max((high - low) / BARS, 1.0 if whole else 1e-12)
+    step = float(np.ceil(step)) if whole else step
+    bars = max(1, min(BARS, int((high - low) // step) + 1))
+    place = np.minimum(((numbers - low) // step).astype(np.int64), bars - 1)
+    counts = np.bincount(place, minlength=bars)
+    width = (WIDTH - LEFT - RIGHT) / bars
+    largest = int(counts.max())
+    shapes = []
+    for i, count in enumerate(counts.tolist()):
+        height = (HEIGHT - TOP - BOTTOM) * count / largest
+        start, end = low + i * step, low + (i + 1) * step
+        if i == bars - 1:
+            end = max(end, top)
+        name = f"{_short(start)} to {_short(end)} {unit}: {count:,}"
+        shapes.append(
+            f'<rect class="bar" x="{LEFT + i * width:.1f}" y="{HEIGHT - BOTTOM - height:.1f}" '
+            f'width="{max(width - 1, 0.5):.1f}" height="{height:.1f}"><title>{escape(name)}</title>'
+            "</rect>"
+        )
+    share = np.linspace(0, 1, 5)
+    marks = [(float(s), _short(low + float(s) * bars * step)) for s in share]
+    heights = [(float(s), _short(round(float(s) * largest))) for s in share]
+    note = f"median {_short(float(np.median(numbers)))}, largest {_short(top)} {unit}"
+    return _figure(title, note, marks, heights, shapes)
+
+
+def lines(title: str, note: str, xs: Sequence[str], series: Mapping[str, Sequence[float]]) -> str:
+    """One line per series over the named places `xs`; values are shares, shown in percent."""
+    values = [v for ys in series.values() for v in ys]
+    low = min(0.98, np.floor(min(values) * 50) / 50)
+    places = [i / max(len(xs) - 1, 1) for i in range(len(xs))]
+    shapes, keys = [], []
+    for i, (name, ys) in enumerate(series.items()):
+        colour = f"var(--c{i % 6})"
+        points = [_point(x, (y - low) / (1 - low)) for x, y in zip(places, ys, strict=True)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        shapes.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        shapes += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}">'
+            f"<title>{escape(f'{name}, {at}: {value:.2%}')}</title></circle>"
+            for (x, y), at, value in zip(points, xs, ys, strict=True)
+        ]
+        keys.append(f'<span class="key" style="background:{colour}"></span>{escape(name)}')
+    heights = [(s, f"{low + s * (1 - low):.1%}") for s in np.linspace(0, 1, 5).tolist()]
+    legend = f'<p class="soft">{"".join(keys)}</p>'
+    return _figure(title, note, list(zip(places, xs, strict=True)), heights, shapes, legend)
+
+
+def write(path: str, text: str) -> None:
+    """Writes a page.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror}.") from error
+
+
+def _figure(
+    title: str,
+    note: str,
+    across: Iterable[tuple[float, str]],
+    up: Iterable[tuple[float, str]],
+    shapes: Iterable[str],
+    legend: str = "",
+) -> str:
+    """Shapes in a frame whose marks are (share of the axis, text)."""
+    frame = []
+    for share, text in up:
+        _, y = _point(0, share)
+        frame.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+        frame.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{escape(text)}</text>')
+    for share, text in across:
+        x, y = _point(share, 0)
+        frame.append(f'<text x="{x}" y="{y + 20}" text-anchor="middle">{escape(text)}</text>')
+    return (
+        f"<figure><figcaption>{escape(title)}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f"{''.join(frame)}{''.join(shapes)}</svg>"
+        f'{legend}<p class="soft">{escape(note)}</p></figure>'
+    )
+
+
+def _point(across: float, up: float) -> tuple[float, float]:
+    """Where a point of the unit square lies in the drawing."""
+    return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
+
+
+def _short(value: float) -> str:
+    """A number as an axis shows it."""
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (1e3 if letter == 'k' else limit):.3g}{letter}"
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,76 @@
+"""``packstore export``: a dataset as another trainer reads it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from packstore.cli import Command
+from packstore.cli.common import (
+    add_dataset,
+    number,
+    progress_of,
+    stdout_console,
+    storage_options,
+    two_columns,
+)
+from packstore.cli.settings import add_settings, read_settings
+from packstore.exchange import export_dataset
+from packstore.exchange.exporters import EXPORTERS
+
+
+def add_format(formats: Any, name: str, help: str, examples: str) -> argparse.ArgumentParser:
+    """A parser for one format of `export` or `import`, for its arguments to be added."""
+    parser: argparse.ArgumentParser = formats.add_parser(
+        name,
+        help=help,
+        description=help[0].upper() + help[1:] + ".",
+        epilog="examples:\n" + examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    hidden = argparse.SUPPRESS  # else it would take back what stands before the format
+    parser.add_argument("--debug", action="store_true", default=hidden, help=hidden)
+    return parser
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    formats = parser.add_subparsers(title="formats", metavar="FORMAT", dest="to", required=True)
+    for name in EXPORTERS:
+        exporter = EXPORTERS.load(name)
+        sub = add_format(formats, name, exporter.help, exporter.examples)
+        add_dataset(sub)
+        sub.add_argument("out", metavar=exporter.out[0], help=exporter.out[1])
+        add_settings(sub, "options", exporter.options)
+
+
+def _run(args: argparse.Namespace) -> int:
+    options = EXPORTERS.load(args.to).options
+    with progress_of("export") as progress:
+        exported = export_dataset(
+            args.to,
+            args.dataset,
+            args.out,
+            storage_options=storage_options(args),
+            progress=progress,
+            **read_settings(args, options),
+        )
+    rows = {name: _shown(value) for name, value in exported.facts.items()}
+    files = exported.files
+    rows["files"] = files[0] if len(files) == 1 else f"{number(len(files))}, first {files[0]}"
+    stdout_console().print(two_columns(f"exported {args.dataset} as {args.to}", rows))
+    return 0
+
+
+def _shown(value: object) -> object:
+    return f"{value:.2%}" if isinstance(value, float) else value
+
+
+COMMAND = Command(
+    help="write a dataset as another trainer reads it",
+    examples="  packstore export nemo prefs-8k packed_8192_seed0.npy\n"
+    "  packstore export megatron chats-8k bridge-8k --context-parallel 2\n"
+    "  packstore export jsonl prefs-8k prefs.jsonl.zst\n"
+    "  packstore export megatron --help\n",
+    configure=_configure,
+    run=_run,
+)

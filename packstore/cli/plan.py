@@ -1,0 +1,206 @@
+"""``packstore plan``: what packing would give, from a sample of the records."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from packstore.cli import Command, _html
+from packstore.cli.common import (
+    add_storage_options,
+    number,
+    progress_of,
+    stdout_console,
+    storage_options,
+)
+from packstore.cli.settings import add_settings, read_settings
+from packstore.config import PackConfig, RunConfig, TokenizeConfig
+
+if TYPE_CHECKING:
+    from packstore.forecast import Choice, Forecast, Options
+
+COLUMNS = (
+    "pack size",
+    "layout",
+    "strategy",
+    "fill",
+    "gap",
+    "saved",
+    "packs",
+    "per pack",
+    "too long",
+    "steps",
+    "per step",
+)
+NOTE = (
+    "gap: packs over the lower bound; saved: tokens that the layout leaves out; per pack, per "
+    "step: examples; too long: examples that do not fit; steps: optimizer steps of an epoch."
+)
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", nargs="+", metavar="SOURCE", help="as for packstore pack")
+    parser.add_argument("--tokenizer", metavar="PATH", help="as for packstore pack")
+    tried = parser.add_argument_group("what is tried (lists: comma-separated)")
+    tried.add_argument("--pack-sizes", metavar="N,N,…", help="default: 2048 to 32768")
+    tried.add_argument("--layouts", metavar="NAME,…", help="default: concat,shared_prefix")
+    tried.add_argument("--strategies", metavar="NAME,…", help="default: pool,best_fit_decreasing")
+    tried.add_argument("--sample", type=int, metavar="N", help="records to look at; default: 20000")
+    tried.add_argument(
+        "--records", type=int, metavar="N", help="records in all, if known: counts are scaled"
+    )
+    training = parser.add_argument_group("how an epoch is cut into steps")
+    for name, text in (
+        ("world_size", "ranks"),
+        ("packs_per_batch", "packs of a batch on one rank"),
+        ("accumulation", "batches of an optimizer step"),
+    ):
+        flag = "--" + name.replace("_", "-")
+        training.add_argument(flag, type=int, default=1, metavar="N", help=f"{text}; default: 1")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with charts")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_storage_options(parser)
+    add_settings(parser, "tokenization", TokenizeConfig)
+    add_settings(parser, "running", RunConfig)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from packstore.forecast import forecast
+
+    source = args.source[0] if len(args.source) == 1 else args.source
+    with progress_of("plan"):
+        found = forecast(
+            source,
+            args.tokenizer,
+            _options(args),
+            storage_options=storage_options(args),
+            **read_settings(args, PackConfig),
+        )
+    if args.html:
+        _html.write(args.html, _page(found, ", ".join(args.source)))
+    if args.json:
+        best = found.recommended and dataclasses.asdict(found.recommended)
+        choices = [dataclasses.asdict(c) for c in found.choices]
+        json.dump(
+            {"kind": found.kind, "recommended": best, "choices": choices}, sys.stdout, indent=1
+        )
+        sys.stdout.write("\n")
+        return 0
+    console = stdout_console()
+    console.print(_summary(found))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, justify="right", no_wrap=True)
+    for choice in found.choices:
+        table.add_row(*_row(choice), style="bold green" if choice is found.recommended else None)
+    console.print(table)
+    console.print(NOTE)
+    console.print(_advice(found))
+    return 0
+
+
+def _options(args: argparse.Namespace) -> Options:
+    from packstore.errors import ConfigError
+    from packstore.forecast import Options, Training
+
+    given: dict[str, object] = {
+        name: tuple(value.split(","))
+        for name in ("layouts", "strategies")
+        if (value := getattr(args, name))
+    }
+    if args.pack_sizes:
+        try:
+            given["pack_sizes"] = tuple(int(n) for n in args.pack_sizes.split(","))
+        except ValueError:
+            raise ConfigError(
+                f"--pack-sizes must be whole numbers, comma-separated; found {args.pack_sizes!r}."
+            ) from None
+    if args.sample is not None:
+        given["sample"] = args.sample
+    training = Training(
+        world_size=args.world_size,
+        packs_per_batch=args.packs_per_batch,
+        accumulation=args.accumulation,
+    )
+    return Options(**given, records=args.records, training=training)  # type: ignore[arg-type]
+
+
+def _summary(found: Forecast) -> str:
+    tally = found.tally
+    text = f"{number(tally.read)} records of kind {found.kind}, {number(tally.kept)} usable"
+    dropped = ", ".join(f"{reason} {number(n)}" for reason, n in tally.dropped.most_common())
+    text += f" (dropped: {dropped})" if dropped else ""
+    return text + (f"; counts scaled by {found.scale:.4g}" if found.scale > 1 else "")
+
+
+def _advice(found: Forecast) -> str:
+    best = found.recommended
+    if best is None:
+        return "no pack size that was tried fills to 99 %: try larger ones, or strategy auto."
+    return (
+        f"recommended: pack size {best.pack_size}, layout {best.layout}, strategy {best.strategy}: "
+        "the smallest that fills to 99 % and keeps 99.9 % of the records that the largest keeps."
+    )
+
+
+def _row(choice: Choice) -> tuple[str, ...]:
+    return (
+        number(choice.pack_size),
+        choice.layout,
+        choice.strategy if choice.strategy == choice.chosen else f"auto ({choice.chosen})",
+        f"{choice.fill_rate:.2%}",
+        f"+{choice.gap}",
+        f"{choice.tokens_saved:.1%}",
+        number(choice.packs),
+        f"{choice.examples_per_pack:.1f}",
+        number(choice.overlong),
+        number(choice.steps),
+        f"{choice.examples_per_step:.1f}",
+    )
+
+
+def _page(found: Forecast, source: str) -> str:
+    sizes = sorted({c.pack_size for c in found.choices})
+    fills = []
+    for layout in dict.fromkeys(c.layout for c in found.choices):
+        series: dict[str, list[float]] = {}
+        for choice in found.choices:
+            if choice.layout == layout:
+                series.setdefault(choice.strategy, []).append(choice.fill_rate)
+        names = [number(n) for n in sizes]
+        fills.append(_html.lines(f"Fill, layout {layout}", "by pack size", names, series))
+    best = None if found.recommended is None else found.choices.index(found.recommended)
+    lengths = [
+        _html.histogram(f"Tokens of an example, layout {layout}", values, "tokens")
+        for layout, values in found.example_tokens.items()
+    ]
+    lengths.append(_html.histogram("Tokens of a sequence", found.sequence_tokens, "tokens"))
+    return _html.page(
+        "Packing forecast",
+        f"{source}: {_summary(found)}",
+        [
+            _html.section("Recommendation", _html.paragraph(_advice(found))),
+            _html.section("Fill", _html.charts(*fills)),
+            _html.section(
+                "Choices",
+                _html.table(COLUMNS, map(_row, found.choices), best),
+                _html.paragraph(NOTE),
+            ),
+            _html.section("Lengths", _html.charts(*lengths)),
+        ],
+    )
+
+
+COMMAND = Command(
+    help="forecast fill, packs and steps for several pack sizes, from a sample; writes no dataset",
+    examples="  packstore plan prefs.jsonl --tokenizer tokenizer.json\n"
+    "  packstore plan prefs.jsonl --tokenizer Qwen3/ --world-size 8 --html forecast.html\n",
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,56 @@
+"""``packstore ref-logps``: log-probs of a reference model, once, as a side dataset."""
+
+from __future__ import annotations
+
+import argparse
+
+from packstore.cli import Command
+from packstore.cli._model import add_model, loaded, ranks, say
+from packstore.cli.common import (
+    add_dataset,
+    open_dataset,
+    progress_of,
+    stdout_console,
+    storage_options,
+    two_columns,
+)
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add_dataset(parser)
+    parser.add_argument("out", metavar="OUT", help="folder or URL of the side dataset")
+    add_model(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
+
+
+def _run(args: argparse.Namespace) -> int:
+    dataset = open_dataset(args)
+    with ranks(args.device) as device:
+        from packstore.torch.reference import write_ref_logps
+
+        model = loaded(args, args.model, args.adapter, device)
+        with progress_of("ref-logps") as progress:
+            side = write_ref_logps(
+                model,
+                dataset,
+                args.out,
+                overwrite=args.overwrite,
+                storage_options=storage_options(args),
+                progress=progress,
+                packs_per_batch=args.packs_per_batch,
+                tokens_per_batch=args.tokens_per_batch,
+            )
+    if say():
+        rows: dict[str, object] = {"examples": len(side), **side.manifest.made_with}
+        stdout_console().print(two_columns(f"side dataset {side.url}", rows))
+    return 0
+
+
+COMMAND = Command(
+    help="compute the log-probs of a reference model once, as a side dataset",
+    examples="  packstore ref-logps prefs-8k prefs-8k-ref --model my-sft-model --dtype bfloat16\n"
+    "  torchrun --nproc-per-node 8 -m packstore ref-logps prefs-8k ref-8k --model my-sft-model\n"
+    "The same command again continues a run that was killed.\n",
+    configure=_configure,
+    run=_run,
+)

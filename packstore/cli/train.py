@@ -1,0 +1,75 @@
+"""``packstore train``: a packed dataset and a model in, a trained model out."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from typing import Any
+
+from packstore.cli import Command
+from packstore.cli.common import stdout_console, two_columns
+from packstore.cli.settings import add_settings, read_settings
+from packstore.errors import ConfigError
+from packstore.train_config import (
+    TrainConfig,
+    TrainDataConfig,
+    TrainLossConfig,
+    TrainModelConfig,
+    TrainOptimizerConfig,
+    TrainRunConfig,
+)
+from packstore.train_config import read_settings as read_file
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", nargs="?", metavar="CONFIG", help="YAML file of settings; flags go over it"
+    )
+    add_settings(parser, "data", TrainDataConfig)
+    add_settings(parser, "model", TrainModelConfig)
+    add_settings(parser, "loss", TrainLossConfig)
+    add_settings(parser, "optimizer", TrainOptimizerConfig)
+    add_settings(parser, "running", TrainRunConfig)
+
+
+def _run(args: argparse.Namespace) -> int:
+    settings: dict[str, Any] = {} if args.config is None else read_file(args.config)
+    flags = read_settings(args, TrainConfig)
+    if "loss_parameters" in flags:
+        flags["loss_parameters"] = _numbers(flags["loss_parameters"])
+    config = TrainConfig.of(**{**settings, **flags})
+    from packstore.torch.train import train
+
+    with contextlib.suppress(ImportError):  # its bars for every checkpoint would break up ours
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+    result = train(config)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    rows: dict[str, object] = {"steps": result.step, "examples": result.examples}
+    for name, value in {**result.metrics, **result.evaluation}.items():
+        rows[name] = f"{value:.6g}"
+    rows["model"] = str(result.model)
+    stdout_console().print(two_columns(f"trained {config.output}", rows))
+    return 0
+
+
+def _numbers(texts: dict[str, str]) -> dict[str, float]:
+    """The values of ``--loss-parameter NAME=NUMBER``."""
+    try:
+        return {name: float(text) for name, text in texts.items()}
+    except ValueError as error:
+        raise ConfigError(f"--loss-parameter must have the form NAME=NUMBER; {error}.") from error
+
+
+COMMAND = Command(
+    help="train a causal LM on a packed dataset: DPO and its kin, or SFT",
+    examples="  packstore train examples/dpo.yaml\n"
+    "  packstore train examples/dpo.yaml --learning-rate 5e-7 --loss ipo --output run-2\n"
+    "  packstore train --model Qwen3-0.6B --dataset chats-8k --loss sft --output sft-run\n"
+    "  accelerate launch -m packstore train dpo.yaml        # several GPUs or nodes\n",
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,156 @@
+"""``packstore ref-logps`` and ``packstore evaluate``, from a saved model to printed figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import packstore
+from packstore.cli import main
+from packstore.io.side import open_side
+
+torch = pytest.importorskip("torch", reason="these commands run a model")
+transformers = pytest.importorskip("transformers", reason="these commands load a model")
+
+
+pytestmark = [  # PEFT's, with transformers 5.23
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
+
+
+def save_model(folder: Path, seed: int) -> str:
+    size = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    ids = {"bos_token_id": None, "eos_token_id": None}
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(**size, **heads, **ids)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Two models, and datasets of pairs and of single sequences."""
+    folder = tmp_path_factory.mktemp("made")
+    rows: list[dict[str, Any]] = [
+        {"prompt": [1, i % 9], "chosen": [3, 4, i % 40], "rejected": [i], "source": "ab"[i % 2]}
+        for i in range(20)
+    ]
+    lines = folder / "rows.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = packstore.pack(str(lines), str(folder / "p"), pack_size=40, carry=("source:string",))
+    return SimpleNamespace(
+        policy=save_model(folder / "policy", 0),
+        reference=save_model(folder / "reference", 1),
+        pairs=pairs.url,
+    )
+
+
+def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    capsys.readouterr()
+    assert main(["evaluate", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_from_end_to_end(
+    made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    side = str(tmp_path / "side")
+    assert main(["ref-logps", made.pairs, side, "--model", made.reference]) == 0
+    assert "model_sha256" in capsys.readouterr().out
+    assert len(open_side(side)) == 20
+    policy = ["--model", made.policy, "--beta", "0.2", "--by", "source"]
+    online = figures(capsys, made.pairs, *policy, "--ref-model", made.reference)
+    stored = figures(capsys, made.pairs, *policy, "--ref-logps", side)
+    assert stored == online  # float32 both, one pack a batch
+    assert online["metrics"]["examples"] == 20
+    assert online["by"].keys() == {"a", "b"}
+    same = figures(capsys, made.pairs, "--model", made.reference, "--ref-logps", side)
+    assert same["metrics"]["rewards/margins"] == 0
+    assert main(["evaluate", made.pairs, *policy, "--ref-logps", side]) == 0
+    out = capsys.readouterr().out
+    assert "rewards/accuracies" in out
+    assert "all" in out
+    sft = figures(capsys, made.pairs, "--model", made.policy, "--loss", "sft")
+    assert sft["metrics"]["perplexity"] > 1
+
+
+def test_an_adapter(
+    made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    base = transformers.AutoModelForCausalLM.from_pretrained(made.policy)
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path)
+    command = [made.pairs, "--loss", "sft", "--model"]
+    over = figures(capsys, *command, made.policy, "--adapter", str(tmp_path))
+    assert over == figures(capsys, *command, str(tmp_path))
+    assert over != figures(capsys, *command, made.policy)
+
+
+@pytest.mark.slow
+def test_two_ranks(made: SimpleNamespace, tmp_path: Path) -> None:
+    """As torchrun starts them; the first alone prints."""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    side = str(tmp_path / "side")
+    command = [sys.executable, "-m", "packstore", "ref-logps", made.pairs, side]
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [*command, "--model", made.reference],
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert "side dataset" in said[0][0]
+    assert said[1][0] == ""
+    assert len(open_side(side)) == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("ref-logps", "{pairs}", "{out}", "--model", "./nowhere"), "must exist"),
+        (("ref-logps", "./nowhere", "{out}", "--model", "{policy}"), "must be a dataset"),
+        (("ref-logps", "{pairs}", "{pairs}/x", "--model", "{policy}", "--attention", "no"), "'no'"),
+        (("ref-logps", "{pairs}", "{out}", "--model", "{policy}", "--device", "tpu9"), "--device"),
+        (("ref-logps", "{pairs}", "{out}", "--model", "{policy}", "--packs-per-batch=0"), "packs"),
+        (("ref-logps", "{pairs}", "{out}", "--model", "{policy}", "--adapter", "x"), "adapter x"),
+        (("evaluate", "{pairs}", "--model", "{policy}"), "--ref-model or --ref-logps"),
+        (("evaluate", "{pairs}", "--model", "{policy}", "--loss", "dpoo"), "unknown loss"),
+        (("evaluate", "{pairs}", "--model", "{policy}", "--by", "color"), "--by"),
+        (("evaluate", "{pairs}", "--model", "{policy}", "--ref-logps", "./no"), "a side dataset"),
+        (("evaluate", "{pairs}", "--model", "{policy}", "--loss-parameter", "beta=x"), "NUMBER"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_wrong_input_is_one_line(
+    made: SimpleNamespace,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    text: str,
+) -> None:
+    places = {**vars(made), "out": str(tmp_path / "out")}
+    assert main([argument.format(**places) for argument in arguments]) == 1
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if line.startswith("packstore: error:")]
+    assert len(lines) == 1
+    assert text in lines[0]
+    assert "internal" not in error

@@ -1,0 +1,129 @@
+"""``packstore plan``: its figures are those that packing then gives, and its page stands alone."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import packstore
+from packstore.cli import main
+from packstore.errors import InputError
+from packstore.forecast import Options, Training, forecast
+
+RNG = random.Random(0)
+RECORDS = [
+    {
+        "prompt": [RNG.randrange(100) for _ in range(RNG.randrange(5, 60))],
+        "chosen": [RNG.randrange(100) for _ in range(RNG.randrange(1, 30))],
+        "rejected": [RNG.randrange(100) for _ in range(RNG.randrange(1, 30))],
+    }
+    for _ in range(300)
+]
+RECORDS.append({"prompt": [1] * 90, "chosen": [2] * 20, "rejected": [3] * 25})  # 235 tokens
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "ids.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in RECORDS))
+    return path
+
+
+def test_the_figures_are_those_of_packing(source: Path, tmp_path: Path) -> None:
+    options = Options(pack_sizes=(200, 400), strategies=("pool", "first_fit_decreasing"))
+    found = forecast(source, None, options)
+    assert len(found.choices) == 8
+    for i, choice in enumerate(found.choices):
+        packed = packstore.pack(
+            source,
+            tmp_path / str(i),
+            pack_size=choice.pack_size,
+            layout=choice.layout,
+            strategy=choice.strategy,
+        )
+        assert (choice.packs, choice.examples) == (len(packed), packed.manifest.totals.examples)
+        assert choice.fill_rate == pytest.approx(packed.manifest.fill_rate)
+        assert choice.overlong == (choice.layout == "concat" and choice.pack_size == 200)
+
+
+def test_counts_are_scaled_and_cut_into_steps(source: Path) -> None:
+    options = Options(
+        pack_sizes=(400,),
+        layouts=("concat",),
+        strategies=("pool",),
+        sample=100,
+        records=3010,
+        training=Training(world_size=2, packs_per_batch=3, accumulation=2),
+    )
+    found = forecast(source, None, options)
+    assert found.scale == pytest.approx(3010 / found.tally.read)
+    (choice,) = found.choices
+    assert choice.steps == choice.packs // 12
+    assert choice.examples_per_step == pytest.approx(12 * choice.examples_per_pack)
+    assert choice.examples == pytest.approx(3010, rel=0.01)
+
+
+def test_the_smallest_pack_that_loses_little_is_recommended(source: Path) -> None:
+    layouts = {"layouts": ("concat",), "strategies": ("pool",)}
+    found = forecast(source, None, Options(pack_sizes=(100, 200, 400, 4000), **layouts))
+    assert found.recommended is not None
+    assert found.recommended.pack_size == 400  # 200 loses a record in 300
+    assert forecast(source, None, Options(pack_sizes=(40,), **layouts)).recommended is None
+
+
+def test_nothing_usable_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="doctor"):
+        forecast([{"prompt": [1], "chosen": [], "rejected": []}])
+
+
+def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    arguments = ["plan", str(source), "--pack-sizes", "200,400", "--html", str(page)]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "recommended: pack size" in out
+    assert "shared_prefix" in out
+    text = page.read_text()
+    assert "Tokens of a sequence" in text
+    assert not re.search(r"(src|href)=|https?:|<script", text)
+    for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(drawing)
+    assert main([*arguments, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["choices"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--pack-sizes", "many"], "whole numbers"),
+        (["--pack-sizes", "0"], "at least 1"),
+        (["--strategies", "best"], "best_fit_decreasing"),
+        (["--layouts", "wide"], "concat"),
+        (["--html", "/nowhere/page.html"], "cannot be written"),
+    ],
+)
+def test_wrong_arguments_get_a_sentence(
+    source: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert main(["plan", str(source), *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("packstore: error: ")
+    assert error.count("\n") == 1
+    assert says in error
+
+
+def test_the_page_of_a_dataset(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packstore.pack(source, tmp_path / "packed", pack_size=400)
+    page = tmp_path / "stats.html"
+    assert main(["stats", str(tmp_path / "packed"), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "examples per pack" in text
+    for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(drawing)
