@@ -1,0 +1,272 @@
+"""Loading packs into torch: ours beside every peer, the same packs, in one run.
+
+    python benchmarks/loading.py --quick           # 500 packs, and the peers that are installed
+
+All peers do not fit into one environment (mosaicml-streaming asks for numpy<2.2), and two of them
+bring a torchvision that replaces a torch without CUDA; so two environments, and --no-deps:
+
+    python -m venv a && a/bin/pip install torch==2.13.0
+    a/bin/pip install -e . datasets torchdata webdataset grain array_record pylance \\
+        boto3 filelock lightning-utilities obstore requests tifffile
+    a/bin/pip install --no-deps litdata
+    python -m venv b && b/bin/pip install torch==2.13.0 'numpy<2.2' 'transformers<5' 'xxhash<4' \\
+        'paramiko<4' azure-identity azure-storage-blob azure-storage-file-datalake boto3 Brotli \\
+        catalogue google-cloud-storage matplotlib oci python-snappy tqdm zstd
+    b/bin/pip install --no-deps mosaicml-streaming
+    a/bin/python benchmarks/loading.py --python a/bin/python --python b/bin/python --work DIR
+
+About 20,000 packs of 4096 tokens are made out of real texts (``peers_loading/texts.py``), packed by
+packstore, and written by every peer as its documentation advises. Every reader gives batches of
+8 packs in a shuffled order, in the training process; every figure comes from a fresh process:
+
+- packs/s, tokens/s: one epoch from the opened loader on, the best of `--passes` interleaved
+  passes (ours and LitData: of `--pairs`).
+- CPU us: of the process and its threads, a pack; the lowest.
+- first ms: from nothing but imports to the first batch; the lowest.
+- peak MB: memory that no file backs, above that of a process that imported torch.
+- resume: a fresh process loads the state that another one saved at 50 % and at 95 % of the epoch;
+  time to its first batch, and whether the rest is exactly the rest. Peers without a state replay.
+- MB and write CPU s: of the files, and of writing them. What the folder `--work` has already is
+  kept: remove a reader's folder and its .json to have it written again.
+- flipped bits: one bit of a small dataset at a time; what the training loop sees.
+- slow store (ours alone): behind 20 ms a request and 100 MB/s a stream (``slow_store.py``).
+
+Readers that map their files vary twofold from run to run with the cost of page faults. So ours and
+LitData are also read in turn, `--pairs` times, and compared pass by pass. ``packstore`` is
+`PackedDataLoader`, whose batches hold positions, segments and targets too; ``packstore padded`` the
+same packs in torch's DataLoader with the peers' collation: the same work as theirs. ``compact`` has
+labels as spans and level 9 of zstd, ``arrow`` uncompressed Arrow files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from peers_loading import READERS
+from peers_loading.goals import REMOTE, goals
+from peers_loading.report import show
+from peers_loading.runner import ChildError, Interpreter, Runner
+from peers_loading.texts import write_examples
+from rich.console import Console
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "loading.json"
+DATA = HERE.parents[1] / "shared" / "data"
+MAIN, SMALL = "main", "small"
+SMALL_PACKS = 200
+QUICK_RESUME = 0.5
+"""Seconds below which resuming is timed once more, for the lower figure."""
+OURS = [name for name in READERS if name.startswith("packstore")]
+PAIRED = ("litdata", *OURS)
+
+
+class Benchmark:
+    """One run; collects what it finds in `rows` and `passes`."""
+
+    def __init__(self, runner: Runner, readers: list[str], console: Console) -> None:
+        self.run, self.readers, self.console = runner, readers, console
+        self.rows: dict[str, dict[str, Any]] = {name: {} for name in readers}
+        self.passes: list[dict[str, float]] = []
+        self.packs: dict[str, Any] = {}
+
+    def attempt(self, mode: str, reader: str, packs: str = MAIN, **options: Any) -> dict[str, Any]:
+        """A child's result; one that fails is reported and gives nothing."""
+        self.console.print(f"[dim]{mode} {reader}")
+        try:
+            return self.run(mode, reader, packs, **options)
+        except ChildError as error:
+            self.console.print(f"[yellow]{mode} {reader}: {error}")
+            self.rows.get(reader, {}).setdefault("errors", {})[mode] = str(error)
+            return {}
+
+    def prepare(self, name: str, packs: int, data: Path) -> None:
+        """Writes the packs of a set for every reader; what is already there is kept."""
+        root = self.run.work / name
+        done = root / "source.json"
+        if not done.exists():
+            (root / "source").mkdir(parents=True, exist_ok=True)
+            figures = write_examples(data, root / "source", packs)
+            self.write("packstore", name)
+            figures |= self.run("source", "packstore", name)
+            done.write_text(json.dumps(figures))
+        self.packs[name] = json.loads(done.read_text())
+        for reader in self.readers:
+            if name == MAIN:
+                self.rows[reader] |= self.write(reader, name)
+            elif READERS[reader].states:
+                self.write(reader, name)
+
+    def write(self, reader: str, packs: str) -> dict[str, Any]:
+        """Writes a reader's files unless they are there; CPU seconds and bytes."""
+        marker = self.run.work / packs / f"{READERS[reader].files}.json"
+        if not marker.exists():
+            result = self.attempt("write", reader, packs)
+            if not result:
+                return {}
+            keys = ("write_cpu_seconds", "bytes")
+            marker.write_text(json.dumps({key: result[key] for key in keys}))
+        return dict(json.loads(marker.read_text()))
+
+    def read(self, reader: str) -> float | None:
+        """Reads one epoch; keeps the best figures, and returns packs a second."""
+        row, found = self.rows[reader], self.attempt("read", reader)
+        if not found:
+            return None
+        tokens = self.packs[MAIN]["tokens"] / self.packs[MAIN]["packs"]
+        found["tokens_per_second"] = tokens * found["samples_per_second"]
+        found["memory"] = found["peak_memory"] - found["torch_memory"]
+        for key in ("samples_per_second", "tokens_per_second"):
+            row[key] = max(found[key], row.get(key, 0))
+        for key in ("cpu_us", "first_seconds", "memory"):
+            row[key] = min(found[key], row.get(key, found[key]))
+        row.setdefault("all_samples_per_second", []).append(round(found["samples_per_second"]))
+        return float(found["samples_per_second"])
+
+    def pair(self) -> None:
+        """LitData and ours, one right after the other."""
+        rates = {name: self.read(name) for name in PAIRED if name in self.readers}
+        self.passes.append({name: rate for name, rate in rates.items() if rate})
+
+    def resume(self, reader: str) -> None:
+        """Saves in one process and continues in another."""
+        row, plan = self.rows[reader], self.attempt("plan", reader)
+        if not plan:
+            return
+        row |= {key: plan[key] for key in ("complete", "state_bytes")}
+        if not plan["complete"]:
+            self.console.print(f"[yellow]{reader}: an epoch is not every pack once")
+        found = [self.attempt("resume", reader, position=i) for i in range(2)]
+        if not all(found):
+            return
+        for key in ("seconds", "exact", "lost", "repeated"):
+            row[f"resume_{key}"] = [result[key] for result in found]
+        for i, seconds in enumerate(row["resume_seconds"]):
+            if seconds < QUICK_RESUME:
+                again = self.attempt("resume", reader, position=i, whole=False)
+                row["resume_seconds"][i] = min(seconds, again.get("seconds", seconds))
+
+    def slow(self, reader: str, batches: int) -> None:
+        """Reads from behind a slow store."""
+        result = self.attempt("slow", reader, batches=batches)
+        if result:
+            keys = ("local", "slow", "share_of_local_rate")
+            self.rows[reader]["slow"] = {key: result[key] for key in keys}
+
+    def damage(self, reader: str, trials: int) -> None:
+        """Flips bits."""
+        result = self.attempt("damage", reader, SMALL, trials=trials)
+        if result:
+            keys = ("trials", "outcomes", "examples")
+            self.rows[reader]["damage"] = {key: result[key] for key in keys}
+
+
+def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Everything; the result as it is stored."""
+    runner = Runner([Interpreter.at(path) for path in args.python], args.work, args.limit)
+    readers = [name for name in READERS if not args.only or name in args.only]
+    for name in readers:
+        if not runner.interpreter(name):
+            needed = ", ".join(READERS[name].packages)
+            console.print(f"[yellow]{name} left out: no interpreter has torch, {needed}")
+    readers = [name for name in readers if runner.interpreter(name)]
+    benchmark = Benchmark(runner, readers, console)
+    before = environment(runner)
+    benchmark.prepare(MAIN, args.packs, args.data)
+    benchmark.prepare(SMALL, min(SMALL_PACKS, args.packs), args.data)
+    for i in range(max(args.passes, args.pairs)):
+        if i < args.pairs:
+            benchmark.pair()
+        for name in readers:
+            if i < args.passes and name not in PAIRED:
+                benchmark.read(name)
+    for name in readers:
+        if READERS[name].states:
+            benchmark.resume(name)
+            benchmark.damage(name, args.trials * (10 if name in OURS else 1))
+    for name in REMOTE:
+        if name in readers:
+            benchmark.slow(name, min(600, args.packs // 20))
+    found = goals(benchmark.rows, benchmark.passes)
+    show(benchmark.rows, benchmark.passes, found, console)
+    return {
+        "environment": before,
+        "settings": {key: getattr(args, key) for key in ("passes", "pairs", "trials", "only")},
+        "packs": benchmark.packs,
+        "rows": benchmark.rows,
+        "pairs": benchmark.passes,
+        "goals": [dataclasses.asdict(goal) for goal in found],
+    }
+
+
+def environment(runner: Runner) -> dict[str, Any]:
+    """Machine, versions, commit and command."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = [line for line in lines if line.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
+    return {
+        "machine": model[0].partition(":")[2].strip() if model else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory": memory,
+        "system": platform.platform(),
+        "load_average": os.getloadavg(),
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+        "command": ["python", "benchmarks/loading.py", *sys.argv[1:]],
+        "versions": [python.versions for python in runner.interpreters],
+    }
+
+
+def arguments() -> argparse.Namespace:
+    """The command line; ``--quick`` changes the defaults of the sizes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="500 packs, one pass")
+    quick = parser.parse_known_args()[0].quick if "-h" not in sys.argv else False
+    parser.add_argument("--work", type=Path, help="folder of the files, kept; default: temporary")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of real texts")
+    parser.add_argument(
+        "--python", action="append", help="an interpreter with peers (repeatable); default: this"
+    )
+    parser.add_argument(
+        "--only", type=lambda x: x.split(","), help=f"of {','.join(READERS)}", metavar="A,B"
+    )
+    parser.add_argument("--packs", type=int, default=500 if quick else 20_000)
+    parser.add_argument("--passes", type=int, default=1 if quick else 3)
+    parser.add_argument("--pairs", type=int, default=1 if quick else 5)
+    parser.add_argument("--trials", type=int, default=2 if quick else 10, help="ours: ten times")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one process at most")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/loading.json")
+    args = parser.parse_args()
+    args.python = args.python or [sys.executable]
+    if args.out is None and not (quick or args.only):
+        args.out = RESULTS
+    return args
+
+
+def main() -> None:
+    """The script."""
+    args, console = arguments(), Console(width=160)
+    with tempfile.TemporaryDirectory(prefix="packstore-loading-") as temporary:
+        args.work = args.work or Path(temporary)
+        try:
+            result = run(args, console)
+        except ChildError as error:
+            raise SystemExit(f"the packs could not be made: {error}") from error
+    if args.out is not None:
+        args.out.parent.mkdir(exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        console.print(f"written: {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Log-probs of the supervised tokens and all gradients, by each route, in one run on a CPU.
+
+    pip install trl; pip install --no-deps liger-kernel      # the peers
+    python benchmarks/logprobs.py                            # --quick: small, to see that it runs
+
+Peak memory above the inputs, and CPU seconds of forward and backward, of 4096 tokens (half of
+them supervised) over a vocabulary of 32768 from 512 features, in float32 and bfloat16. Each route
+runs in a fresh process with one thread, the routes in turn, several rounds; the least time and the
+largest memory count. Every route gets the same upstream gradient for each token, except Liger's,
+which has the DPO loss inside. `error` is the largest difference of a log-prob from float64,
+`error_dW` that of the head's gradient as a share of its largest entry. With bfloat16 inputs, plain
+routes round the logits to it; the one "in float32" does not, as ours. A peer that is absent is
+reported as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "logprobs.json"
+BASE = "log_softmax, supervised rows"
+OURS = "packstore"
+
+
+def inputs(sizes: dict[str, int], dtype: str) -> tuple[Any, ...]:
+    """hidden [T, H], weight [V, H], labels [T] (each run begins with -100), upstream [T]."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    tokens, vocab, width = sizes["tokens"], sizes["vocab"], sizes["width"]
+    kind = getattr(torch, dtype)
+    hidden = torch.randn(tokens, width, generator=generator).to(kind).requires_grad_()
+    weight = (0.05 * torch.randn(vocab, width, generator=generator)).to(kind).requires_grad_()
+    labels = torch.randint(vocab, (tokens,), generator=generator)
+    run = tokens // 4
+    labels[torch.arange(tokens) % run < run // 2] = -100
+    upstream = torch.rand(tokens, generator=generator) / tokens
+    return hidden, weight, labels, upstream
+
+
+def log_softmax(hidden: Any, weight: Any, labels: Any) -> Any:
+    rows = (hidden @ weight.T).float().log_softmax(-1)
+    return rows.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
+
+
+def in_float32(hidden: Any, weight: Any, labels: Any) -> Any:
+    return log_softmax(hidden.float(), weight.float(), labels)
+
+
+def logsumexp(hidden: Any, weight: Any, labels: Any) -> Any:
+    logits = (hidden @ weight.T).float()
+    return logits.gather(-1, labels[:, None]).squeeze(-1) - logits.logsumexp(-1)
+
+
+def checkpointed(hidden: Any, weight: Any, labels: Any) -> Any:
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    parts = [
+        checkpoint(
+            log_softmax, hidden[i : i + 512], weight, labels[i : i + 512], use_reentrant=False
+        )
+        for i in range(0, len(hidden), 512)
+    ]
+    return torch.cat(parts)
+
+
+def packstore(chunk_size: int) -> Callable[..., Any]:
+    def route(hidden: Any, weight: Any, labels: Any) -> Any:
+        from packstore.torch.fused_head import HeadLogProbs, Projection
+
+        how = Projection(chunk_size=chunk_size)
+        return HeadLogProbs.apply(hidden, weight, None, labels, how)
+
+    return route
+
+
+def trl(hidden: Any, weight: Any, labels: Any) -> Any:
+    from trl.kernels import ChunkedLogProbFunction
+
+    return ChunkedLogProbFunction.apply(
+        hidden, weight, None, labels, 1.0, weight.shape[0], None, 1.0, ()
+    )[0]
+
+
+def torch_linear_cross_entropy(hidden: Any, weight: Any, labels: Any) -> Any:
+    import torch
+    import torch.nn.functional as F
+
+    options = torch.nn.LinearCrossEntropyOptions()
+    return -F.linear_cross_entropy(hidden, weight, labels, reduction="none", options=options)
+
+
+def liger(hidden: Any, weight: Any, labels: Any) -> Any:
+    """Two pairs, chosen first; its own loss, whose gradients it makes in the forward pass."""
+    from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
+
+    loss = LigerFusedLinearDPOLoss(use_ref_model=False, compiled=False)
+    return loss(weight, hidden.view(4, -1, hidden.shape[-1]), labels.view(4, -1))[0]
+
+
+ROUTES: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether it sees supervised rows only
+    "log_softmax, all rows": (log_softmax, False),
+    BASE: (log_softmax, True),
+    "the same, in float32": (in_float32, True),
+    "gather - logsumexp": (logsumexp, True),
+    "torch checkpoint, 512 tokens": (checkpointed, True),
+    "packstore 2^19": (packstore(2**19), True),
+    "packstore 2^20": (packstore(2**20), True),
+    OURS: (packstore(2**21), True),
+    "packstore 2^22": (packstore(2**22), True),
+    "packstore 2^24": (packstore(2**24), True),
+    "TRL ChunkedLogProbFunction": (trl, True),
+    "torch linear_cross_entropy": (torch_linear_cross_entropy, True),
+    "Liger fused DPO": (liger, False),
+}
+
+
+def memory(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise SystemExit(f"no {field} in /proc/self/status; run it on Linux")
+
+
+def work(route: str, sizes: dict[str, int], dtype: str, repeat: int) -> dict[str, Any]:
+    """What one process measures."""
+    import torch
+
+    torch.set_num_threads(1)
+    function, supervised_only = ROUTES[route]
+
+    def step(given: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, weight, labels, upstream = given
+        rows = labels != -100
+        seen = hidden[rows] if supervised_only else hidden
+        out = function(seen, weight, labels[rows] if supervised_only else labels)
+        if out.ndim == 0:
+            out.backward()
+        elif supervised_only:
+            (out * upstream[rows]).sum().backward()
+        else:
+            (out * upstream * rows).sum().backward()
+        return out.detach(), weight.grad, rows
+
+    step(
+        inputs({"tokens": 32, "vocab": 64, "width": sizes["width"]}, dtype)
+    )  # libraries are loaded
+    given = inputs(sizes, dtype)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = memory("VmRSS")
+    out, d_weight, rows = step(given)
+    extra = memory("VmHWM") - before
+    result: dict[str, Any] = {"extra_mib": extra / 2**20}
+    if out.ndim:
+        result |= errors(given, out if supervised_only else out[rows], d_weight, rows)
+    del out, d_weight
+    seconds = []
+    for _ in range(repeat):
+        given[0].grad = given[1].grad = None
+        start = time.process_time()
+        step(given)
+        seconds.append(time.process_time() - start)
+    return {**result, "seconds": min(seconds)}
+
+
+def errors(given: tuple[Any, ...], out: Any, d_weight: Any, rows: Any) -> dict[str, float]:
+    """Against float64, from the same (rounded) inputs; the head's gradient on its first columns."""
+    import torch
+
+    hidden, weight, labels, upstream = given
+    some = 256
+    with torch.no_grad():
+        x, w = hidden[rows].double(), weight.double()
+        logits = x @ w.T
+        total = logits.logsumexp(-1)
+        exact = logits.gather(-1, labels[rows, None]).squeeze(-1) - total
+        delta = -(logits[:, :some] - total[:, None]).exp()
+        hit = labels[rows, None] == torch.arange(some)
+        d_exact = ((delta + hit) * upstream[rows, None].double()).T @ x
+        gap = (d_weight[:some].double() - d_exact).abs().max() / d_exact.abs().max()
+        return {"error": float((out - exact).abs().max()), "error_dW": float(gap)}
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    sizes = {name: getattr(args, name) for name in ("tokens", "vocab", "width")}
+    for _ in range(args.rounds):
+        for dtype in args.dtypes:
+            for route in args.routes:
+                order = json.dumps([route, sizes, dtype, args.repeat])
+                command = [sys.executable, __file__, "--worker", order]
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                key = {"dtype": dtype, "route": route}
+                if done.returncode:
+                    last = done.stderr.strip().splitlines()[-1:]
+                    rows.setdefault((dtype, route), {**key, "absent": "".join(last)})
+                    continue
+                new = json.loads(done.stdout)
+                old = rows.get((dtype, route), new)
+                new["extra_mib"] = max(old["extra_mib"], new["extra_mib"])
+                new["seconds"] = min(old["seconds"], new["seconds"])
+                rows[dtype, route] = {**key, **new}
+    for (dtype, _), row in rows.items():
+        base = rows.get((dtype, BASE), {})
+        if "seconds" in row and "seconds" in base:
+            row["memory_of_base"] = row["extra_mib"] / base["extra_mib"]
+            row["time_of_base"] = row["seconds"] / base["seconds"]
+    return list(rows.values())
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print(f"{'':10}{'route':32}{'MiB':>7}{'of base':>9}{'CPU s':>8}{'of base':>9}  error, of dW")
+    for row in rows:
+        name = f"{row['dtype']:10}{row['route']:32}"
+        if "absent" in row:
+            print(f"{name}did not run: {row['absent'][:80]}")
+            continue
+        parts = f"{row['extra_mib']:7.0f}{row.get('memory_of_base', 0):9.3f}{row['seconds']:8.2f}"
+        off = f"{row['error']:.1e}, {row['error_dW']:.1e}" if "error" in row else "-"
+        print(f"{name}{parts}{row.get('time_of_base', 0):9.2f}  {off}")
+
+
+def environment() -> dict[str, Any]:
+    def version(package: str) -> str | None:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    packages = ("packstore", "torch", "transformers", "trl", "liger-kernel")
+    return {
+        "machine": platform.machine(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "python": platform.python_version(),
+        "versions": {p: version(p) for p in packages},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=32_768)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--routes", nargs="+", default=list(ROUTES), choices=list(ROUTES))
+    parser.add_argument("--repeat", type=int, default=3, help="timed repeats in a process")
+    parser.add_argument("--rounds", type=int, default=3, help="processes of each route")
+    parser.add_argument("--quick", action="store_true", help="small, one round, nothing written")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        print(json.dumps(work(*json.loads(args.worker))))
+        return
+    if args.quick:
+        args.tokens, args.vocab, args.width, args.repeat, args.rounds = 512, 4096, 128, 1, 1
+    os.environ["OMP_NUM_THREADS"] = "1"
+    before = environment()
+    rows = measure(args)
+    show(rows)
+    if not args.quick:
+        settings = {k: v for k, v in vars(args).items() if k not in ("out", "worker", "quick")}
+        found = {"environment": before, "settings": settings, "rows": rows}
+        args.out.parent.mkdir(exist_ok=True)
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"written: {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Readers of packed data, ours and those of others, behind one small interface.
+
+A reader is a class in a module of this package, which is the only place that imports its library.
+It runs in a process of its own, with an interpreter in which that library is installed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from peers_loading.base import Reader
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Where a reader is.
+
+    Attributes:
+        target: module of this package and class, ``module:Class``.
+        packages: distributions that it needs; the first is the one that is measured.
+        files: name of the folder of its files; readers of the same files share them.
+        options: arguments of the class.
+        limit: packs that it reads at most, if reading all would take too long.
+        states: whether its position is saved and loaded, and its files are damaged, in the run.
+    """
+
+    target: str
+    packages: tuple[str, ...]
+    files: str
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    limit: int | None = None
+    states: bool = True
+
+    def load(self) -> Reader:
+        """Imports the reader's library and makes the reader."""
+        module, name = self.target.split(":")
+        reader: Reader = getattr(importlib.import_module(f"{__name__}.{module}"), name)(
+            **self.options
+        )
+        return reader
+
+
+def _ours(profile: str, *, padded: bool = False) -> Entry:
+    name = "Padded" if padded else "Packed"
+    return Entry(
+        f"ours:{name}",
+        ("packstore",),
+        f"packstore-{profile}",
+        {"profile": profile},
+        states=not padded,
+    )
+
+
+def _hf(name: str, files: str, **options: Any) -> Entry:
+    return Entry(f"hf:{name}", ("datasets", "torchdata"), files, options)
+
+
+READERS: dict[str, Entry] = {
+    "packstore": _ours("parquet"),
+    "packstore-compact": _ours("compact"),
+    "packstore-arrow": _ours("arrow"),
+    "packstore padded": _ours("parquet", padded=True),
+    "packstore-compact padded": _ours("compact", padded=True),
+    "packstore-arrow padded": _ours("arrow", padded=True),
+    "litdata": Entry("lit:LitData", ("litdata",), "litdata"),
+    "mds": Entry("mosaic:Mds", ("mosaicml-streaming",), "mds"),
+    "mds-zstd": Entry("mosaic:Mds", ("mosaicml-streaming",), "mds-zstd", {"compression": "zstd:3"}),
+    "hf-streaming": _hf("Streaming", "hf-parquet", style="numpy"),
+    "hf-streaming-arrow": _hf("Streaming", "hf-parquet", style="arrow"),
+    "hf-map": _hf("Mapped", "hf-arrow"),
+    "webdataset": Entry("wds:WebDataset", ("webdataset",), "webdataset"),
+    "grain": Entry("grains:Grain", ("grain", "array_record"), "array-record"),
+    "lance": Entry("lances:Scanned", ("pylance",), "lance"),
+    "lance-shuffled": Entry("lances:Taken", ("pylance",), "lance"),
+    "nemo-npy": Entry("nemo:AlignerNpy", ("torch",), "nemo-npy"),
+    "bridge-parquet": Entry("nemo:BridgeParquet", ("pyarrow",), "bridge-parquet", limit=200),
+    "pyarrow-parquet": Entry("plain:PlainParquet", ("pyarrow",), "pyarrow-parquet"),
+    "pyarrow-ipc": Entry("plain:MappedIpc", ("pyarrow",), "pyarrow-ipc"),
+    "memmap": Entry("plain:Memmap", ("numpy",), "memmap"),
+}
+"""In the order of the table. Ours come twice: as :class:`PackedBatch`, and padded as the others."""

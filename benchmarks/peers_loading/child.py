@@ -1,0 +1,194 @@
+"""One measurement of one reader, in a fresh process: ``python -m peers_loading.child TASK``.
+
+TASK is a JSON object; the result is written to the file that it names, as peers print. torch and
+the reader's library are imported before any clock starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from peers_loading import READERS
+from peers_loading.base import PACKS_PER_BATCH, Loader, Reader, Source
+
+POSITIONS = (0.5, 0.95)
+
+
+@dataclasses.dataclass
+class Task:
+    """What a child is asked for.
+
+    Attributes:
+        mode: a name of `MODES`.
+        reader: a name of ``READERS``.
+        root: folder of one set of packs: ``source`` and the files of every reader.
+        scratch: an empty folder.
+        out: file of the result.
+        position: in mode ``resume``, the place in ``POSITIONS``.
+        whole: in mode ``resume``, whether to read on to the end of the epoch.
+        trials: in mode ``damage``, how many bits are flipped.
+        batches: in mode ``slow``, how many are read.
+    """
+
+    mode: str
+    reader: str
+    root: str
+    scratch: str
+    out: str
+    position: int = 0
+    whole: bool = True
+    trials: int = 0
+    batches: int = 0
+
+    @property
+    def folder(self) -> Path:
+        """Where the reader's files are."""
+        return Path(self.root, READERS[self.reader].files)
+
+    @property
+    def source(self) -> Source:
+        """The packs."""
+        return Source(Path(self.root, "source"))
+
+    def plan_file(self, suffix: str) -> Path:
+        """Where mode ``plan`` leaves what mode ``resume`` needs."""
+        return Path(self.root, f"plan-{self.reader.replace(' ', '-')}{suffix}")
+
+
+def private_memory() -> int:
+    """Bytes of this process that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = {key: value for key, _, value in (line.partition(":") for line in lines)}
+    return 1024 * sum(int(sizes[key].split()[0]) for key in ("RssAnon", "RssShmem"))
+
+
+def batches(reader: Reader, loader: Loader, limit: int | None) -> Iterator[Any]:
+    """The batches, of at most `limit` packs in all."""
+    seen = 0
+    for batch in loader:
+        yield batch
+        seen += reader.count(batch)
+        if limit is not None and seen >= limit:
+            return
+
+
+def write(reader: Reader, task: Task) -> dict[str, Any]:
+    """Writes the reader's files."""
+    reader.write(task.source, task.folder)
+    times = os.times()  # those of workers too
+    seconds = times.user + times.system + times.children_user + times.children_system
+    size = sum(path.stat().st_size for path in task.folder.rglob("*") if path.is_file())
+    return {"write_cpu_seconds": seconds, "bytes": size}
+
+
+def source(reader: Any, task: Task) -> dict[str, Any]:
+    """Makes the flat files of the packs out of the reader's own, which must be ours."""
+    return dict(reader.export(task.folder, task.source.folder))
+
+
+def read(reader: Reader, task: Task) -> dict[str, Any]:
+    """One epoch: time to the first batch from nothing, then the whole epoch with it."""
+    opened = time.perf_counter()
+    loader = reader.open(task.folder, Path(task.scratch))
+    start, start_cpu = time.perf_counter(), time.process_time()
+    first = samples = 0.0
+    for batch in batches(reader, loader, READERS[task.reader].limit):
+        first = first or time.perf_counter() - opened
+        samples += reader.count(batch)
+    wall, cpu = time.perf_counter() - start, time.process_time() - start_cpu
+    return {
+        "samples": int(samples),
+        "samples_per_second": samples / wall,
+        "cpu_us": 1e6 * cpu / samples,
+        "first_seconds": first,
+    }
+
+
+def plan(reader: Reader, task: Task) -> dict[str, Any]:
+    """The order of an undisturbed epoch, and the states at all positions on the way."""
+    truth = {reader.identify(sample) for sample in task.source}
+    limit = READERS[task.reader].limit
+    count = min(len(truth), limit or len(truth))
+    stops = [int(p * count) // PACKS_PER_BATCH * PACKS_PER_BATCH for p in POSITIONS]
+    loader = reader.open(task.folder, Path(task.scratch))
+    order: list[int] = []
+    states: list[tuple[int, Any]] = []
+    for batch in batches(reader, loader, limit):
+        order += reader.fingerprints(batch)
+        if len(states) < len(stops) and len(order) >= stops[len(states)]:
+            states.append((len(order), pickle.dumps(loader.state_dict())))
+    task.plan_file(".pickle").write_bytes(pickle.dumps(states))
+    np.save(task.plan_file(".npy"), np.array(order))
+    return {
+        "complete": len(order) == count and len(set(order)) == count and set(order) <= truth,
+        "state_bytes": [len(state) for _, state in states],
+    }
+
+
+def resume(reader: Reader, task: Task) -> dict[str, Any]:
+    """Continues at one position: seconds to the first batch, and what was lost or repeated."""
+    order = np.load(task.plan_file(".npy")).tolist()
+    place, state = pickle.loads(task.plan_file(".pickle").read_bytes())[task.position]
+    start = time.perf_counter()
+    loader = reader.open(task.folder, Path(task.scratch))
+    loader.load_state_dict(pickle.loads(state))
+    found: list[int] = []
+    seconds = 0.0
+    limit = READERS[task.reader].limit
+    for batch in batches(reader, loader, limit and limit - place):
+        seconds = seconds or time.perf_counter() - start
+        if not task.whole:
+            return {"seconds": seconds}
+        found += reader.fingerprints(batch)
+    expected = order[place:]
+    return {
+        "seconds": seconds,
+        "exact": found == expected,
+        "lost": len(set(expected) - set(found)),
+        "repeated": len(found) - len(set(found) - set(order[:place])),
+    }
+
+
+def damage(reader: Reader, task: Task) -> dict[str, Any]:
+    """What becomes of flipped bits."""
+    from peers_loading.damage import trials
+
+    return trials(reader, task.folder, task.source, Path(task.scratch), task.trials)
+
+
+def slow(reader: Reader, task: Task) -> dict[str, Any]:
+    """Our dataset behind a store of 20 ms a request and 100 MB/s a stream."""
+    from slow_store import compare
+
+    return compare(str(task.folder), task.batches, runs=3)
+
+
+MODES: dict[str, Callable[[Any, Task], dict[str, Any]]] = {
+    function.__name__: function for function in (write, source, read, plan, resume, damage, slow)
+}
+
+
+def main() -> None:
+    """Runs the task of the command line."""
+    task = Task(**json.loads(sys.argv[1]))
+    torch.set_num_threads(1)
+    torch_memory = private_memory()
+    result = MODES[task.mode](READERS[task.reader].load(), task)
+    Path(task.out).write_text(json.dumps({**result, "torch_memory": torch_memory}))
+    sys.stdout.flush()
+    os._exit(0)  # some peers' threads keep an interpreter from ending
+
+
+if __name__ == "__main__":
+    main()

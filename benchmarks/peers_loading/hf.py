@@ -1,0 +1,77 @@
+"""Hugging Face datasets: streaming Parquet and mapped Arrow, in torchdata's stateful loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from peers_loading.arrows import Rows, table
+from peers_loading.base import PACKS_PER_BATCH, SEED, Loader, Reader, Source, collate
+
+# It sleeps five seconds where its threads end, once an epoch: half of an epoch as short as this.
+datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
+SHARDS = 8
+BUFFER = 1000
+
+
+class Streaming(Reader):
+    """Eight Parquet files of ``to_parquet``, streamed through a shuffle buffer of 1000.
+
+    Args:
+        style: format of the samples, ``numpy`` or ``arrow``.
+    """
+
+    def __init__(self, style: str) -> None:
+        self.style = style
+
+    def write(self, source: Source, folder: Path) -> None:
+        """See :class:`Reader`."""
+        folder.mkdir()
+        data = datasets.Dataset(table(source))
+        for i in range(SHARDS):
+            shard = data.shard(SHARDS, i, contiguous=True)
+            shard.to_parquet(str(folder / f"{i:05d}.parquet"))
+
+    def open(self, folder: Path, scratch: Path) -> Loader:
+        """See :class:`Reader`."""
+        files = [str(path) for path in sorted(folder.glob("*.parquet"))]
+        data = datasets.load_dataset(
+            "parquet",
+            data_files=files,
+            split="train",
+            streaming=True,
+            cache_dir=str(scratch),
+        )
+        data = data.shuffle(seed=SEED, buffer_size=BUFFER).with_format(self.style)
+        together = collate if self.style == "numpy" else _from_tables
+        loader: Any = StatefulDataLoader(data, batch_size=PACKS_PER_BATCH, collate_fn=together)
+        return loader
+
+
+class Mapped(Reader):
+    """``save_to_disk``, mapped, and shuffled by the loader."""
+
+    def write(self, source: Source, folder: Path) -> None:
+        """See :class:`Reader`."""
+        datasets.Dataset(table(source)).save_to_disk(str(folder))
+
+    def open(self, folder: Path, scratch: Path) -> Loader:
+        """See :class:`Reader`."""
+        data = datasets.load_from_disk(str(folder)).with_format("numpy")
+        loader: Any = StatefulDataLoader(
+            data,
+            batch_size=PACKS_PER_BATCH,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(SEED),
+            collate_fn=collate,
+        )
+        return loader
+
+
+def _from_tables(samples: list[Any]) -> dict[str, Any]:
+    """A batch from tables of one row each."""
+    return collate([Rows(sample.combine_chunks().to_batches()[0])[0] for sample in samples])

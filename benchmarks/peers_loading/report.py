@@ -1,0 +1,82 @@
+"""The tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from peers_loading.goals import Goal, Passes, Rows
+
+COLUMNS = (
+    "reader",
+    "packs/s",
+    "M tok/s",
+    "CPU us",
+    "first ms",
+    "peak MB",
+    "resume 50 % ms",
+    "95 % ms",
+    "exact",
+    "MB",
+    "write CPU s",
+    "flipped bits",
+)
+
+
+def show(rows: Rows, passes: Passes, found: Sequence[Goal], console: Console) -> None:
+    """Prints all of it."""
+    table = Table(title="packs of 4096 tokens, shuffled, in batches of 8")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "reader" else "right")
+    for name, row in rows.items():
+        table.add_row(name, *_cells(row))
+    console.print(table)
+    _show_pairs(passes, console)
+    _show_goals(found, console)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    def text(key: str, digits: int = 0, scale: float = 1) -> str:
+        return f"{row[key] * scale:,.{digits}f}" if row.get(key) is not None else "-"
+
+    seconds = [f"{1000 * x:,.0f}" for x in row.get("resume_seconds", [])]
+    exact = ["yes" if x else "no" for x in row.get("resume_exact", [])]
+    outcomes = row.get("damage", {}).get("outcomes", {})
+    return [
+        text("samples_per_second"),
+        text("tokens_per_second", 1, 1e-6),
+        text("cpu_us", 1),
+        text("first_seconds", 0, 1000),
+        text("memory", 0, 1e-6),
+        *(seconds or ["-", "-"]),
+        " ".join(exact) or "-",
+        text("bytes", 0, 1e-6),
+        text("write_cpu_seconds", 1),
+        ", ".join(f"{count} {name}" for name, count in outcomes.items()) or "-",
+    ]
+
+
+def _show_pairs(passes: Passes, console: Console) -> None:
+    table = Table(title="packs/s over that of litdata, read right before: one column a pass")
+    names = [name for name in (passes[0] if passes else {}) if name != "litdata"]
+    table.add_column("reader")
+    for _ in passes:
+        table.add_column(justify="right")
+    for name in names:
+        ratios = [p[name] / p["litdata"] if {name, "litdata"} <= p.keys() else None for p in passes]
+        table.add_row(name, *("-" if r is None else f"{r:.2f}" for r in ratios))
+    if names:
+        console.print(table)
+
+
+def _show_goals(found: Sequence[Goal], console: Console) -> None:
+    table = Table(title="goals")
+    for column in ("goal", "bound", "figure", ""):
+        table.add_column(column, justify="right" if column in ("bound", "figure") else "left")
+    for goal in found:
+        verdict = {True: "[green]met", False: "[red]missed", None: "[dim]not measured"}[goal.met]
+        table.add_row(goal.what, goal.bound, goal.figure, verdict)
+    console.print(table)

@@ -1,0 +1,134 @@
+"""Starts children, watches their memory, and brings back what they found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from peers_loading import READERS, Entry
+
+PERIOD = 0.02
+"""Seconds between looks at a child's memory."""
+
+_VERSIONS = """
+import importlib.metadata as m, json, platform, sys
+def version(name):
+    try:
+        return m.version(name)
+    except m.PackageNotFoundError:
+        return None
+print(json.dumps({"python": platform.python_version(), **{n: version(n) for n in sys.argv[1:]}}))
+"""
+
+
+class ChildError(Exception):
+    """A child that failed; the last line that it wrote."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpreter:
+    """A Python and the versions of the packages in it (None: not installed)."""
+
+    path: str
+    versions: dict[str, str | None]
+
+    @classmethod
+    def at(cls, path: str) -> Interpreter:
+        """Asks the interpreter at `path` what it has."""
+        packages = {"torch", "pyarrow", "numpy"}.union(*(e.packages for e in READERS.values()))
+        command = [path, "-c", _VERSIONS, *sorted(packages)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return cls(path, json.loads(text))
+
+    def has(self, entry: Entry) -> bool:
+        """Whether a reader can run with it."""
+        return all(self.versions[package] for package in ("torch", *entry.packages))
+
+
+class Runner:
+    """Runs tasks of ``peers_loading.child``.
+
+    Args:
+        interpreters: the first that has a reader's packages runs it.
+        work: folder of the sets of packs.
+        limit: seconds until a child is ended.
+    """
+
+    def __init__(self, interpreters: list[Interpreter], work: Path, limit: float) -> None:
+        self.interpreters, self.work, self.limit = interpreters, work, limit
+
+    def interpreter(self, reader: str) -> Interpreter | None:
+        """The interpreter that runs `reader`, if one can."""
+        entry = READERS[reader]
+        return next((python for python in self.interpreters if python.has(entry)), None)
+
+    def __call__(self, mode: str, reader: str, packs: str, **options: Any) -> dict[str, Any]:
+        """The result of one task on the set `packs`, and the peak of its memory in bytes.
+
+        Raises:
+            ChildError: it failed or took too long.
+        """
+        python = self.interpreter(reader)
+        if python is None:
+            raise ChildError("not installed")
+        with tempfile.TemporaryDirectory(dir=self.work, prefix="scratch-") as scratch:
+            out = Path(scratch, "result.json")
+            inner = Path(scratch, "scratch")
+            inner.mkdir()
+            task = {
+                "mode": mode,
+                "reader": reader,
+                "root": str(self.work / packs),
+                "scratch": str(inner),
+                "out": str(out),
+                **options,
+            }
+            command = [python.path, "-m", "peers_loading.child", json.dumps(task)]
+            with Path(scratch, "log").open("w+") as log:
+                peak, ended = _watch(command, log, inner, self.limit)
+                log.seek(0)
+                lines = log.read().strip().splitlines()
+            if not out.exists():
+                last = lines[-1] if lines else "it ended without a word"
+                raise ChildError(last if ended else f"not done after {self.limit:.0f} s")
+            return {**json.loads(out.read_text()), "peak_memory": peak}
+
+
+def _watch(command: list[str], log: Any, home: Path, limit: float) -> tuple[int, bool]:
+    """Runs a command; the most memory that no file backs, and whether it ended by itself."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *_python_path()]),
+        "HF_HOME": str(home),
+        "HF_DATASETS_OFFLINE": "1",
+        "DISABLE_VERSION_CHECK": "1",
+    }
+    child = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    peak, end = 0, time.monotonic() + limit
+    while child.poll() is None:
+        if time.monotonic() > end:
+            child.kill()
+            child.wait()
+            return peak, False
+        peak = max(peak, _private_memory(child.pid))
+        time.sleep(PERIOD)
+    return peak, True
+
+
+def _python_path() -> list[str]:
+    return list(filter(None, [os.environ.get("PYTHONPATH")]))
+
+
+def _private_memory(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:  # it ended just now
+        return 0
+    sizes = [line.split()[1] for line in lines if line.startswith(("RssAnon", "RssShmem"))]
+    return 1024 * sum(map(int, sizes))
