@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import packstore
+from packstore.errors import MissingExtraError
 from packstore.registry import Registry
 
 ROOT = Path(__file__).parents[1]
@@ -53,9 +55,9 @@ def test_importing_packstore_is_cheap() -> None:
 
 
 @pytest.mark.parametrize("module", ["packstore.torch", "packstore.io.dataset"])
-def test_training_needs_neither_numba_nor_a_tokenizer(module: str) -> None:
-    code = f"import sys, {module}; print({{'numba', 'tokenizers', 'polars'}} & set(sys.modules))"
-    assert python(code) == "set()"
+def test_training_begins_without_what_it_does_not_need(module: str) -> None:
+    heavy = "{'numba', 'pandas', 'polars', 'tokenizers', 'torch._dynamo', 'transformers'}"
+    assert python(f"import sys, {module}; print({heavy} & set(sys.modules))") == "set()"
 
 
 CALL = "print(callable(packstore.pack), packstore.pack.plan.plan([3], pack_size=4).num_packs)"
@@ -142,12 +144,16 @@ def test_every_file_of_a_plugin_folder_is_registered_and_loads(folder: Path) -> 
     helpers = {f"{package}.{name}" for name in ("settings", "common")}  # of the command line
     assert modules == files - helpers
     for name in registry:
-        assert registry.load(name) is not None
+        with suppress(MissingExtraError):  # what only a machine with a GPU has
+            assert registry.load(name) is not None
 
 
 def test_no_file_is_a_hall() -> None:
     """A file over 300 lines is a question to answer; the answers stand here."""
-    answered: dict[str, str] = {}
+    answered = {
+        "packstore/records.py": "all types that cross borders, and their index arithmetic",
+        "packstore/schema.py": "columns and types, and both ways between Arrow and numpy",
+    }
     long = {
         str(path.relative_to(ROOT)): lines
         for path in (ROOT / "packstore").rglob("*.py")

@@ -1,0 +1,209 @@
+"""Draws the pictures of the documentation, as SVG that is the same on every run.
+
+python docs/pictures.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+
+HERE = Path(__file__).parent / "pictures"
+COLOURS = {"prompt": "#b7c4d1", "chosen": "#5aa88f", "rejected": "#dd8d6c", "free": "#f0f2f4"}
+INK, QUIET = "#22303c", "#66737f"
+CELL = 46
+
+
+def picture(width: int, height: int, title: str, *parts: str) -> str:
+    """An SVG page, white, so that it reads on any background."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        f'font-family="system-ui, sans-serif" font-size="14" fill="{INK}">'
+    )
+    ground = f'<rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>'
+    return "\n".join([head, f"<title>{escape(title)}</title>", ground, *parts, "</svg>", ""])
+
+
+def text(x: float, y: float, words: str, anchor: str = "start", **style: object) -> str:
+    """Words at a place; `anchor` is ``start``, ``middle`` or ``end``."""
+    given = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in style.items())
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{given}>{escape(words)}</text>'
+
+
+def box(x: float, y: float, width: float, height: float, fill: str, line: str = "#ffffff") -> str:
+    """A rectangle."""
+    return (
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" '
+        f'fill="{fill}" stroke="{line}"/>'
+    )
+
+
+def bracket(x: float, width: float, y: float, words: str) -> str:
+    """A line above a part of a row, with its name."""
+    line = f'<path d="M{x + 3:g} {y + 6:g}v-6h{width - 6:g}v6" fill="none" stroke="{QUIET}"/>'
+    return line + text(x + width / 2, y - 6, words, "middle", fill=QUIET)
+
+
+TOKENS = [(n, "prompt") for n in (11, 12, 13)]
+CHOSEN = [*TOKENS, (21, "chosen"), (22, "chosen")]
+REJECTED = [*TOKENS, (31, "rejected")]
+SHARED = [TOKENS[-1], REJECTED[-1]]
+
+
+def layouts() -> str:
+    """One pair in both layouts: the worked example of the format."""
+    parts: list[str] = []
+    for top, name, second, offset in (
+        (60, "concat", REJECTED, 0),
+        (296, "shared_prefix", SHARED, 2),
+    ):
+        row = CHOSEN + second
+        left, first = 150, len(CHOSEN)
+        parts.append(text(20, top - 30, name, font_weight="bold", font_size=16))
+        parts.append(bracket(left, first * CELL, top - 4, "segment 0: chosen"))
+        parts.append(bracket(left + first * CELL, len(second) * CELL, top - 4, "1: rejected"))
+        for i, (number, side) in enumerate(row):
+            x = left + i * CELL
+            parts += [
+                box(x, top + 8, CELL, 34, COLOURS[side]),
+                text(x + CELL / 2, top + 30, str(number), "middle"),
+                text(x + CELL / 2, top + 66, "·" if side == "prompt" else str(number), "middle"),
+            ]
+            place = i if i < first else i - first + offset
+            parts.append(text(x + CELL / 2, top + 92, str(place), "middle", fill=QUIET))
+        for y, label in (
+            (30, "input_ids"),
+            (66, "labels"),
+            (92, "position_ids"),
+            (122, "seq_boundaries"),
+        ):
+            parts.append(text(20, top + y, label, fill=INK if y in (30, 66, 122) else QUIET))
+        for edge in (0, first, len(row)):
+            x = left + edge * CELL
+            parts.append(f'<path d="M{x} {top + 44}v62" stroke="{INK}" stroke-dasharray="3 3"/>')
+            parts.append(text(x, top + 122, str(edge), "middle", font_weight="bold"))
+        told = f"lengths 5, 4 · tokens stored: {len(row)}"
+        if offset:
+            told += " · the rejected segment leaves out 11 12, which are above"
+        parts.append(text(20, top + 152, told, fill=QUIET))
+    parts.append(_legend(20, 478, {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}))
+    return picture(680, 500, "One pair in the layouts concat and shared_prefix", *parts)
+
+
+def masks() -> str:
+    """Who sees whom, in both layouts."""
+    parts: list[str] = []
+    for left, name, second in ((70, "concat", REJECTED), (440, "shared_prefix", SHARED)):
+        row, size, first = CHOSEN + second, 28, len(CHOSEN)
+        parts.append(text(left, 34, name, font_weight="bold", font_size=16))
+        for i, (number, _) in enumerate(row):
+            y = 76 + i * size
+            parts.append(text(left - 8, y + 19, str(number), "end"))
+            parts.append(text(left + i * size + size / 2, 66, str(number), "middle"))
+            for j in range(len(row)):
+                own = j <= i and (i < first or j >= first)
+                gathered = name == "shared_prefix" and i >= first and j < 2
+                fill = COLOURS[row[j][1]] if own else "#8fa3b5" if gathered else COLOURS["free"]
+                parts.append(box(left + j * size, y, size, size, fill))
+    parts.append(text(70, 352, "rows: queries; columns: keys; empty: not seen", fill=QUIET))
+    parts.append(text(440, 352, "dark: shared keys, gathered once more", fill=QUIET))
+    return picture(760, 370, "Attention masks of one pair in both layouts", *parts)
+
+
+def words() -> str:
+    """Record, example, sequence, segment, pack, shard, dataset: what lies in what."""
+    parts = [
+        text(20, 36, "record", font_weight="bold"),
+        text(130, 36, "prompt + chosen + rejected", fill=QUIET),
+        text(20, 86, "example", font_weight="bold"),
+        text(20, 104, "2 sequences", fill=QUIET),
+        *_row(130, 70, [("prompt", 70), ("chosen", 60), ("prompt", 70), ("rejected", 40)]),
+        f'<path d="M130 112h130v5m0 -5h110v5" fill="none" stroke="{QUIET}"/>',
+        text(195, 132, "sequence", "middle", fill=QUIET),
+        text(315, 132, "sequence", "middle", fill=QUIET),
+        text(20, 186, "pack", font_weight="bold"),
+        text(20, 204, "≤ pack_size tokens", fill=QUIET, font_size=11),
+        *_pack(130, 170, (240, 150, 190), 620),
+        text(20, 272, "shard", font_weight="bold"),
+        text(20, 290, "one file", fill=QUIET),
+    ]
+    for i, sizes in enumerate(((240, 150, 190), (120, 300, 170), (200, 210, 206))):
+        parts += _pack(130, 250 + 26 * i, sizes, 620, height=20)
+    parts += [
+        text(20, 364, "dataset", font_weight="bold"),
+        text(130, 364, "shards, and a manifest that is written last: it makes them a dataset"),
+    ]
+    return picture(780, 390, "Records, examples, sequences, packs, shards", *parts)
+
+
+def weights() -> str:
+    """Five pairs in two packs: what a mean per pack does to the weight of each."""
+    parts: list[str] = []
+    rows = (
+        ("mean of each pack, then of packs", (0.5, *[0.125] * 4)),
+        ("sum of all, by the count", [0.2] * 5),
+    )
+    parts.append(text(20, 40, "packs", font_weight="bold"))
+    x = 250.0
+    for pairs, width in ((1, 200), (4, 50)):
+        for _ in range(pairs):
+            parts += _row(x, 22, [("chosen", width / 2), ("rejected", width / 2)], 26)
+            x += width
+        x += 24
+    for i, (name, shares) in enumerate(rows):
+        top = 84 + i * 92
+        parts.append(text(20, top + 36, name, font_weight="bold"))
+        x = 250.0
+        for pair, share in enumerate(shares):
+            width = 200 if pair == 0 else 50
+            height = 100 * share
+            parts.append(box(x + width / 2 - 18, top + 56 - height, 36, height, "#3d6f8e"))
+            told = {0.5: "1/2", 0.125: "1/8", 0.2: "1/5"}[share]
+            parts.append(text(x + width / 2, top + 74, told, "middle"))
+            x += width + (24 if pair == 0 else 0)
+    return picture(
+        720, 270, "The weight of five pairs, by a mean per pack and by sum and count", *parts
+    )
+
+
+def _row(x: float, y: float, parts: Sequence[tuple[str, float]], height: float = 34) -> list[str]:
+    drawn = []
+    for side, width in parts:
+        drawn.append(box(x, y, width, height, COLOURS[side]))
+        x += width
+    return drawn
+
+
+def _pack(x: float, y: float, sizes: Sequence[int], width: int, height: float = 34) -> list[str]:
+    """Examples of so many tokens side by side, and what is left free."""
+    drawn, ends = [box(x, y, width, height, COLOURS["free"])], []
+    for size in sizes:
+        shares = zip(
+            ("prompt", "chosen", "prompt", "rejected"), (0.3, 0.25, 0.3, 0.15), strict=True
+        )
+        drawn += _row(x, y, [(side, size * share) for side, share in shares], height)
+        x += size
+        ends.append(f'<path d="M{x:g} {y:g}v{height:g}" stroke="{INK}" stroke-width="2"/>')
+    return drawn + ends
+
+
+def _legend(x: float, y: float, names: dict[str, str]) -> str:
+    drawn = []
+    for name, words in names.items():
+        drawn += [box(x, y - 12, 16, 16, COLOURS[name]), text(x + 22, y + 1, words, fill=QUIET)]
+        x += 100
+    return "\n".join(drawn)
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "layouts": layouts,
+    "masks": masks,
+    "words": words,
+    "weights": weights,
+}
+"""Name of the file -> what draws it."""
+
+if __name__ == "__main__":
+    for name, draw in PICTURES.items():
+        (HERE / f"{name}.svg").write_text(draw(), encoding="utf-8")

@@ -1,0 +1,225 @@
+"""The documentation site: it builds, its pictures are current, and its code does what it says.
+
+Python and console blocks of a page run in order, in a folder of its own that begins as the
+quickstart left it, with its variables. What follows a command in a console block must be its
+output, and so must a ``text`` block after Python, where an error is its class and message; ``…``
+stands for anything, and white space does not count. A block under ``<!-- not run: why -->`` is not
+run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packstore.cli import main
+from packstore.errors import PackstoreError
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+QUICKSTART = DOCS / "quickstart.md"
+ELSEWHERE = {
+    "architecture.md": "tests/test_house.py",
+    "attention.md": "tests/torch/test_isolation.py",
+    "exchange.md": "tests/exchange",
+    "losses.md": "tests/torch/test_divisor.py",
+    "parallel.md": "tests/torch/test_parallel.py",
+    "training.md": "tests/torch/test_train.py",
+}
+"""Pages whose blocks are fragments, and the tests that run what they show."""
+
+PAGES = sorted(p for p in DOCS.glob("*.md") if p.name not in ELSEWHERE and p != QUICKSTART)
+FENCE = re.compile(
+    r"(?P<skip><!-- not run: [^>]+ -->\n+)?^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$",
+    re.M | re.S,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block, the line it begins at, and the output that the page shows for it."""
+
+    language: str
+    code: str
+    line: int
+    output: str | None
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder and the variables that the quickstart leaves behind."""
+    pytest.importorskip("transformers", reason="transformers is in the extra train")
+    folder, names = tmp_path_factory.mktemp("quickstart"), {}
+    with inside(folder):
+        run_page(QUICKSTART, names)
+    return folder, names
+
+
+def test_the_quickstart_does_what_it_says(quickstart: tuple[Path, dict[str, Any]]) -> None:
+    assert (quickstart[0] / "prefs-packed").is_dir()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_does_what_the_page_says(
+    page: Path, quickstart: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, names = quickstart
+    shutil.copytree(folder, tmp_path / "here")
+    with inside(tmp_path / "here"):
+        run_page(page, dict(names))
+
+
+def test_a_wrong_output_is_found() -> None:
+    assert matches("a … c", "a  b\nc\n")
+    assert not matches("a … d", "a b c")
+
+
+@pytest.mark.parametrize("page", ELSEWHERE)
+def test_fragments_are_tested_elsewhere(page: str) -> None:
+    assert (ROOT / ELSEWHERE[page]).exists()
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = set(re.findall(r": ([\w/-]+\.md)$", text, re.M))
+    assert {page.name for page in DOCS.glob("*.md")} <= listed
+    made = {*runpy.run_path(str(DOCS / "hooks.py"))["PAGES"].values()}
+    assert listed <= {page.name for page in DOCS.glob("*.md")} | made
+
+
+def test_pictures_are_those_of_the_script() -> None:
+    pictures = runpy.run_path(str(DOCS / "pictures.py"))["PICTURES"]
+    assert {f"{name}.svg" for name in pictures} == {p.name for p in (DOCS / "pictures").iterdir()}
+    for name, draw in pictures.items():
+        stored = (DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
+        assert stored == draw(), f"run docs/pictures.py: {name}.svg is not current"
+
+
+def test_fill_rates_are_those_of_the_benchmark() -> None:
+    stored = json.loads((ROOT / "benchmarks" / "results" / "packing.json").read_text())["rows"]
+    measured = {
+        (row["packer"], row["set"]): f"{100 * row['fill']:.2f}"
+        for row in stored
+        if (row["capacity"], row["n"]) == (4096, 1_000_000) and row.get("fill")
+    }
+    text = (DOCS / "packing.md").read_text(encoding="utf-8")
+    ((header, rows),) = re.findall(
+        r"^\| strategy \|((?: `\w+` \|)+)\n.+\n((?:\|.+\n)+)", text, re.M
+    )
+    sets = re.findall(r"`(\w+)`", header)
+    for row in rows.splitlines():
+        name, *figures = re.findall(r"[\w.]+", row)
+        assert figures == [measured[name, one] for one in sets], name
+
+
+def test_every_benchmark_is_on_its_page() -> None:
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    for script in (ROOT / "benchmarks").glob("*.py"):
+        if "__main__" in script.read_text(encoding="utf-8"):
+            assert f"`{script.name}`" in page, script.name
+
+
+def test_it_builds(tmp_path: Path) -> None:
+    if find_spec("mkdocs") is None or find_spec("material") is None:
+        pytest.skip("mkdocs-material is in the extra docs")
+    # Not --quiet, with which --strict sees no warning.
+    command = [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict"]
+    done = subprocess.run(
+        [*command, "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "seq_boundaries" in (tmp_path / "site" / "format" / "index.html").read_text()
+
+
+def run_page(page: Path, names: dict[str, Any]) -> None:
+    """Runs the blocks of a page here, with the variables `names`, and compares what they print."""
+    for block in blocks(page.read_text(encoding="utf-8")):
+        where = f"{page.relative_to(ROOT)}, line {block.line}"
+        if block.language == "python":
+            printed = run_python(block, where, names)
+            if block.output is not None:
+                assert matches(block.output, printed), f"{where} prints:\n{printed}"
+        else:
+            run_console(block.code, where)
+
+
+def run_python(block: Block, where: str, names: dict[str, Any]) -> str:
+    """What the block prints; with output to compare, an error of ours is part of it."""
+    code = compile("\n" * block.line + block.code, where, "exec")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            exec(code, names)
+        except PackstoreError as error:
+            if block.output is None:
+                raise
+            print(f"{type(error).__name__}: {error}")
+    return out.getvalue()
+
+
+def run_console(text: str, where: str) -> None:
+    """Runs the commands, and compares what each writes: its output, or its error."""
+    for part in re.split(r"^\$ ", text, flags=re.M)[1:]:
+        command, _, expected = part.replace("\\\n", " ").partition("\n")
+        program, *arguments = shlex.split(command)
+        assert program == "packstore", f"{where}: only packstore runs in the tests, not {program}"
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(arguments)
+        _, error, message = err.getvalue().partition("packstore: error: ")
+        printed = error + message if code else out.getvalue()
+        assert code == int("packstore: error: " in expected), f"{where}: {command}: {printed}"
+        if expected.strip():
+            assert matches(expected, printed), f"{where}: {command} prints:\n{printed}"
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """The blocks to run, each with its shown output."""
+    fences = list(FENCE.finditer(text))
+    for i, fence in enumerate(fences):
+        if fence["skip"] or fence["language"] not in ("python", "console"):
+            continue
+        after = fences[i + 1] if i + 1 < len(fences) else None
+        output = None
+        if after and after["language"] == "text" and not text[fence.end() : after.start()].strip():
+            output = after["code"]
+        line = text.count("\n", 0, fence.start("code"))
+        yield Block(fence["language"], fence["code"], line, output)
+
+
+def matches(expected: str, printed: str) -> bool:
+    """Whether `printed` is `expected`, in which ``…`` stands for anything."""
+    parts = [re.escape("".join(part.split())) for part in expected.split("…")]
+    return re.fullmatch(".*".join(parts), "".join(printed.split()), re.S) is not None
+
+
+@contextlib.contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """A context in `folder`, with a console of a hundred columns and without colours."""
+    before = {name: os.environ.get(name) for name in ("COLUMNS", "NO_COLOR")}
+    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}
+    try:
+        with contextlib.chdir(folder):
+            yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
