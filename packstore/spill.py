@@ -15,6 +15,7 @@ from typing import BinaryIO, Self
 import numpy as np
 
 from packstore.errors import StorageError, sentence
+from packstore.io.owned import SPILL, OwnedFolder
 from packstore.records import Column, Examples
 
 _DTYPES = {
@@ -38,7 +39,7 @@ class Spill:
 
     def __init__(self, folder: str | None) -> None:
         try:
-            self._folder = tempfile.TemporaryDirectory(prefix="packstore-spill-", dir=folder)
+            self._folder = OwnedFolder(SPILL, folder)
         except OSError as error:
             raise self._error(error, folder) from error
         self._files: dict[str, BinaryIO] = {}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 
 from packstore.io.faults import guarded
+from packstore.io.owned import OwnedFolder
 from packstore.io.storage import Location
+
+IN_DATASET, ELSEWHERE = ".staging-", "packstore-staging-"
+"""Begin the names of staging folders, inside a local dataset and in the folder for spills."""
 
 
 class Staging:
@@ -24,7 +27,7 @@ class Staging:
 
     def __init__(self, location: Location, folders: tuple[str, ...], spill_dir: str | None) -> None:
         self._root, self._spill_dir, self._folders = location.local_path, spill_dir, folders
-        self._folder: str | None = None
+        self._folder: OwnedFolder | None = None
         self._made: list[str] = []
         self._count = 0
 
@@ -36,21 +39,21 @@ class Staging:
     def path(self) -> str:
         """A fresh path in the folder."""
         if self._folder is None:
-            parent = self._spill_dir
+            parent, prefix = self._spill_dir, ELSEWHERE
             with guarded("write", self._root or parent or tempfile.gettempdir(), {}):
                 if self._root is not None:
                     places = [self._root, *(os.path.join(self._root, f) for f in self._folders)]
                     self._made = [p for p in places if not os.path.exists(p)]
-                    parent = places[1]
+                    parent, prefix = places[1], IN_DATASET
                     os.makedirs(parent, exist_ok=True)
-                self._folder = tempfile.mkdtemp(prefix=".staging-", dir=parent)
+                self._folder = OwnedFolder(prefix, parent)
         self._count += 1
-        return os.path.join(self._folder, str(self._count))
+        return os.path.join(self._folder.name, str(self._count))
 
     def remove(self) -> None:
         """Removes the folder and what is left in it."""
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.cleanup()
             self._folder = None
 
     def prune(self) -> None:

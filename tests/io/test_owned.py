@@ -1,0 +1,49 @@
+"""Temporary folders of dead jobs go, those of living ones stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from packstore.io import owned
+
+HOLDER = """
+import sys, time
+from packstore.io.owned import OwnedFolder
+folder = OwnedFolder("some-", sys.argv[1])
+open(folder.name + "/data", "wb").write(b"12345")
+print(folder.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_only_what_a_dead_owner_left_is_removed(tmp_path: Path) -> None:
+    here = str(tmp_path)
+    command = [sys.executable, "-c", HOLDER, here]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        name = job.stdout.readline().strip()
+        assert owned.abandoned(here, "some-") == []
+        mine = owned.OwnedFolder("some-", here)
+        assert Path(name, "data").read_bytes() == b"12345"
+        job.send_signal(signal.SIGKILL)
+    assert owned.abandoned(here, "some-") == [owned.Abandoned(name, 5)]
+    other = owned.OwnedFolder("some-", here)
+    assert sorted(os.listdir(here)) == sorted(map(os.path.basename, (mine.name, other.name)))
+    for folder in (mine, other):
+        folder.cleanup()
+    assert os.listdir(here) == []
+
+
+def test_a_folder_without_its_lock_is_spared_for_an_hour(tmp_path: Path) -> None:
+    for name in ("some-1", ".new-1"):
+        (tmp_path / name).mkdir()
+        assert owned.abandoned(str(tmp_path), "some-") == []
+    os.utime(tmp_path / ".new-1", (0, 0))
+    assert [Path(a.path).name for a in owned.abandoned(str(tmp_path), "some-")] == [".new-1"]
+    (tmp_path / "link").symlink_to(tmp_path / "some-1")
+    owned.sweep(str(tmp_path), "link")
+    assert (tmp_path / "some-1").is_dir()
