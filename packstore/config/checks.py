@@ -42,6 +42,7 @@ _MINIMUM = {
     "backoff": 0,
     "requests": 1,
     "read_ahead_bytes": 0,
+    "cache_bytes": 1,
 }
 
 

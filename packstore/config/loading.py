@@ -89,6 +89,12 @@ class ReadConfig:
         "decoded bytes of row groups that are fetched before they are wanted, about; default: 4 MB "
         "from a local disk, 16 MB from a store",
     )
+    cache_dir: str | None = setting(
+        None, "local folder that keeps what is read of shards; default: nothing is kept"
+    )
+    cache_bytes: int = setting(
+        64 << 30, "bytes that it may take at most; what was not used longest goes first"
+    )
 
     def ahead(self, local: bool) -> int:
         """Bytes to read ahead, on a local disk or from a store."""

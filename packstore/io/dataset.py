@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from packstore.errors import DatasetNotFoundError
+from packstore.config import ReadConfig
+from packstore.errors import ConfigError, DatasetNotFoundError
+from packstore.io.cache import Cache
 from packstore.io.compact import CompactPacks
 from packstore.io.manifest import Manifest, read_manifest
 from packstore.io.pack_index import SizeTable
@@ -53,13 +55,17 @@ class Dataset:
         location: where it is.
         manifest: what it is.
         version: number of the manifest.
+        cache: keeps what is read of shards.
     """
 
-    def __init__(self, location: Location, manifest: Manifest, version: int) -> None:
+    def __init__(
+        self, location: Location, manifest: Manifest, version: int, cache: Cache | None = None
+    ) -> None:
         self.location, self.manifest, self.version = location, manifest, version
+        self.cache = cache
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Dataset, (self.location, self.manifest, self.version)
+        return Dataset, (self.location, self.manifest, self.version, self.cache)
 
     def __len__(self) -> int:
         return self.manifest.num_packs
@@ -89,6 +95,23 @@ class Dataset:
     def schema(self) -> pa.Schema:
         """The Arrow schema of :meth:`iter_batches`."""
         return self.manifest.schema
+
+    def cached(self, reading: ReadConfig) -> Dataset:
+        """This dataset, read through the local cache that the settings name, if they name one.
+
+        Raises:
+            ConfigError: the cache is smaller than a shard.
+            StorageError: its folder cannot be made, or is not the user's own.
+        """
+        if reading.cache_dir is None:
+            return self
+        largest = max((shard.bytes for shard in self.manifest.shards), default=0)
+        if reading.cache_bytes < largest:
+            must = f"setting cache_bytes must be at least the largest shard of {self.url}"
+            raise ConfigError(f"{must}, {largest}; found {reading.cache_bytes}.")
+        cache = Cache(os.path.abspath(reading.cache_dir), reading.cache_bytes)
+        cache.home()
+        return Dataset(self.location, self.manifest, self.version, cache)
 
     @cached_property
     def row_groups(self) -> RowGroupTable:
@@ -194,11 +217,14 @@ class Dataset:
 
     @cached_property
     def _readers(self) -> ShardReaders:
-        return ShardReaders(self.location, self.manifest)
+        return ShardReaders(self.location, self.manifest, self.cache)
 
 
 def open(
-    url: str, storage_options: Mapping[str, Any] | None = None, version: int | None = None
+    url: str,
+    storage_options: Mapping[str, Any] | None = None,
+    version: int | None = None,
+    reading: ReadConfig | None = None,
 ) -> Dataset:
     """The dataset at `url`, its current version by default.
 
@@ -206,14 +232,16 @@ def open(
         url: a local folder or an fsspec URL.
         storage_options: what fsspec's filesystem takes.
         version: number of an older version.
+        reading: of it, the local cache.
 
     Raises:
         DatasetNotFoundError: no dataset, or no such version, was committed there.
         FormatError: its manifest is not valid.
         StorageError: the store refuses.
+        ConfigError: the cache is smaller than a shard.
     """
     location = Location(url, storage_options or {})
-    return Dataset(location, *read_manifest(location, version))
+    return Dataset(location, *read_manifest(location, version)).cached(reading or ReadConfig())
 
 
 def find_dataset(

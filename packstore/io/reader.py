@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import os
 import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,11 +26,13 @@ from packstore.errors import (
     StorageError,
     sentence,
 )
+from packstore.io.cache import Cache, Key
 from packstore.io.checksums import batch_crc32, byte_range
 from packstore.io.compact import CompactPacks
 from packstore.io.manifest import Manifest
 from packstore.io.shard import ShardInfo
 from packstore.io.storage import Location
+from packstore.io.window import Window
 from packstore.records import Packs
 from packstore.schema import from_arrow, from_arrow_unlabelled
 
@@ -40,6 +41,9 @@ Fetched: TypeAlias = Any
 
 OPEN_SHARDS = 64
 """Shards whose footers are kept."""
+
+COPIED_BYTES = 8 << 20
+"""Bytes of a shard that are copied to the cache at once."""
 
 _REMEDY = "The file was damaged or replaced: copy the dataset again, or run `packstore verify`"
 
@@ -52,13 +56,20 @@ class ShardReader:
         manifest: of the dataset.
         shard: one of the manifest's shards.
         data: the whole file, if the caller has it in memory.
+        cache: keeps what is read.
     """
 
     def __init__(
-        self, location: Location, manifest: Manifest, shard: ShardInfo, data: bytes | None = None
+        self,
+        location: Location,
+        manifest: Manifest,
+        shard: ShardInfo,
+        data: bytes | None = None,
+        cache: Cache | None = None,
     ) -> None:
         self.shard = shard
         self._location, self._manifest, self._data = location, manifest, data
+        self._cache = cache
         self.where = location.join(shard.path).display
         self._lock = threading.Lock()
         self._parsed: pq.FileMetaData | None = None
@@ -92,7 +103,8 @@ class ShardReader:
             start, end = byte_range(self._metadata.row_group(group))
             if not 0 <= start < end <= self.shard.bytes:
                 raise IntegrityError(f"its bytes {start} to {end} must lie in the file")
-            return self._read(start, end)
+            crc32 = int(self.shard.row_groups.crc32[group])
+            return self._cached(start, end, lambda data: zlib.crc32(data) == crc32)
 
     def decode(self, group: int, fetched: Fetched) -> CompactPacks:
         """Row group `group` out of its bytes.
@@ -133,7 +145,7 @@ class ShardReader:
         metadata = self._metadata
         start, _ = byte_range(metadata.row_group(group))
         # Pages have checksums too, but that of the row group covers them, and their headers.
-        file = pq.ParquetFile(_Window(data, start, self.shard.bytes), metadata=metadata)
+        file = pq.ParquetFile(Window(data, start, self.shard.bytes), metadata=metadata)
         batches = file.read_row_group(group, use_threads=False).combine_chunks().to_batches()
         if not batches:
             raise IntegrityError("must have rows; found none")
@@ -156,8 +168,12 @@ class ShardReader:
     def _read_footer(self) -> bytes:
         """The end of the file. Its hash is checked first: a damaged one can crash the parser."""
         size, length = self.shard.bytes, self.shard.footer_bytes
-        footer = self._read(size - length, size)
-        if hashlib.sha256(footer).hexdigest() != self.shard.footer_sha256:
+
+        def good(data: bytes) -> bool:
+            return hashlib.sha256(data).hexdigest() == self.shard.footer_sha256
+
+        footer = self._cached(size - length, size, good)
+        if not good(footer):
             raise IntegrityError("its footer must have the sha256 that the manifest tells")
         return footer
 
@@ -170,6 +186,8 @@ class ShardReader:
         path = self._location.join(self.shard.path).local_path
         if self._data is not None:
             source: Any = pa.BufferReader(self._data)
+        elif self._cache is not None and (mapped := self._cache.map(self._whole, self._copy)):
+            source = pa.BufferReader(pa.py_buffer(mapped))
         elif path is not None:
             source = pa.memory_map(path)
         else:
@@ -177,6 +195,21 @@ class ShardReader:
         file = pa.ipc.open_file(source)
         self._check(file.schema, file.num_record_batches)
         return file
+
+    @property
+    def _whole(self) -> Key:
+        return Key(self.shard.sha256, 0, self.shard.bytes)
+
+    def _copy(self, file: BinaryIO) -> None:
+        """The whole shard, a part at a time, into a file of the cache."""
+        for start in range(0, self.shard.bytes, COPIED_BYTES):
+            file.write(self._read(start, min(start + COPIED_BYTES, self.shard.bytes)))
+
+    def _cached(self, start: int, end: int, good: Callable[[bytes], bool]) -> bytes:
+        if self._cache is None:
+            return self._read(start, end)
+        key = Key(self.shard.sha256, start, end)
+        return self._cache.read(key, good, lambda: self._read(start, end))
 
     def _read(self, start: int, end: int) -> bytes:
         if self._data is not None:
@@ -190,6 +223,8 @@ class ShardReader:
 
     def _check_crc32(self, group: int, found: int) -> None:
         if found != self.shard.row_groups.crc32[group]:
+            if self._cache is not None:
+                self._cache.drop(self._whole)  # of an Arrow shard; what is read again is fetched
             raise IntegrityError("must have the crc32 that the manifest tells")
 
     def _check(self, schema: pa.Schema, groups: int) -> None:
@@ -231,10 +266,11 @@ class ShardReaders:
     Args:
         location: the dataset.
         manifest: of the dataset.
+        cache: keeps what is read.
     """
 
-    def __init__(self, location: Location, manifest: Manifest) -> None:
-        self._location, self._manifest = location, manifest
+    def __init__(self, location: Location, manifest: Manifest, cache: Cache | None = None) -> None:
+        self._location, self._manifest, self._cache = location, manifest, cache
         self._begin()
 
     def __getitem__(self, number: int) -> ShardReader:
@@ -244,7 +280,7 @@ class ShardReaders:
             reader = self._recent.pop(number, None)
             if reader is None:
                 shard = self._manifest.shards[number]
-                reader = ShardReader(self._location, self._manifest, shard)
+                reader = ShardReader(self._location, self._manifest, shard, cache=self._cache)
             self._recent[number] = reader
             while len(self._recent) > OPEN_SHARDS:
                 self._recent.popitem(last=False)
@@ -256,37 +292,3 @@ class ShardReaders:
 
 
 _DECODER_ERRORS = (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError, EOFError)
-
-
-class _Window(io.RawIOBase):
-    """A part of a file, at its place: what the Parquet reader sees as the whole file."""
-
-    def __init__(self, data: bytes, start: int, size: int) -> None:
-        self._data, self._start, self._size = memoryview(data), start, size
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base: Callable[[], int] = {
-            os.SEEK_SET: lambda: 0,
-            os.SEEK_CUR: self.tell,
-            os.SEEK_END: lambda: self._size,
-        }[whence]
-        self._position = base() + offset
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        start = self._position - self._start
-        stop = len(self._data) if size < 0 else start + size
-        if start < 0 or stop > len(self._data):
-            raise IntegrityError("a column must lie in the bytes of its row group")
-        self._position += stop - start
-        return bytes(self._data[start:stop])

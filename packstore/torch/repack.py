@@ -62,8 +62,9 @@ class RepackedPacks:
     ) -> None:
         from packstore.repacking import measure  # here, as it brings numba
 
-        self.dataset, self.config, self.seed, self.shuffle = dataset, config, seed, shuffle
         self.reading = reading or ReadConfig()
+        dataset = dataset.cached(self.reading)
+        self.dataset, self.config, self.seed, self.shuffle = dataset, config, seed, shuffle
         self._sizes = measure(dataset, config)
         self.left_out = self._sizes.left_out
         self._plan, self._epoch = self._planned(0), 0

@@ -102,8 +102,9 @@ class StoredPacks:
         if shuffle not in (True, False, "stratified"):
             must = "True, False or 'stratified'"
             raise ConfigError(f"shuffle must be {must}; found {quote(shuffle)}.")
-        self.dataset, self.seed, self.shuffle, self.lanes = dataset, seed, shuffle, lanes
         self.reading = reading or ReadConfig()
+        self.dataset = dataset.cached(self.reading)
+        self.seed, self.shuffle, self.lanes = seed, shuffle, lanes
         self.quarantined: set[int] = set()
         self._epoch = 0
         self._made: PackOrder | None = None

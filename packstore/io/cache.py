@@ -1,0 +1,253 @@
+"""A local cache of what is read of shards: small files, for many processes at once.
+
+What is kept is what a reader asks for: a Parquet shard's row groups and footer, one file each, so
+that the first batch waits for no whole shard, and a rank keeps its own row groups alone. An Arrow
+shard is kept whole, as its batches are views of a mapped file. A file is named by the sha256 of its
+shard and its place there, and is compared with the manifest's checksum whenever it is used: the
+bytes of another dataset, or damaged ones, are never given out.
+
+A file appears in one step, complete. Only making room takes a lock, which the system gives back if
+its holder is killed; so does the unfinished file of a killed writer show that nobody writes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import logging
+import mmap
+import os
+import stat
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO, NamedTuple
+
+from packstore.errors import StorageError, sentence
+from packstore.io.faults import guarded
+
+log = logging.getLogger("packstore")
+
+_ACCOUNT = "account"
+_UNFINISHED = "unfinished-"
+_CREATE = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Key(NamedTuple):
+    """Bytes `start` to `end`, exclusive, of the shard with this hash."""
+
+    sha256: str
+    start: int
+    end: int
+
+
+class _File(NamedTuple):
+    """A file of the cache; ordered by when it was used last."""
+
+    used: int
+    size: int
+    path: str
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Files in a folder that is the user's own. Picklable; keeps nothing open.
+
+    Args:
+        folder: holds the folders of all users, each open to its owner alone.
+        limit: bytes that the files may take together; what was used last is kept.
+    """
+
+    folder: str
+    limit: int
+
+    def read(self, key: Key, good: Callable[[bytes], bool], fetch: Callable[[], bytes]) -> bytes:
+        """What is kept under `key`, else what `fetch` gives, which is then kept.
+
+        Args:
+            key: what to read.
+            good: whether bytes are those that were written; others are dropped, or not kept.
+            fetch: reads them from the store; its errors are passed on.
+
+        Raises:
+            StorageError: the folder cannot be made, or is not the user's own.
+        """
+        home = self.home()
+        with contextlib.suppress(OSError):
+            data = _contents(_path(home, key), key.end - key.start)
+            if data is not None and good(data):
+                return data
+            self.drop(key)
+        data = fetch()
+        if good(data):
+            self._keep(home, key, lambda file: file.write(data))
+        return data
+
+    def map(self, key: Key, fill: Callable[[BinaryIO], object]) -> mmap.mmap | None:
+        """What is kept under `key`, mapped; None if there is no room for it on the disk.
+
+        Args:
+            key: what to read.
+            fill: writes it, a part at a time; its errors are passed on.
+
+        Raises:
+            StorageError: the folder cannot be made, or is not the user's own.
+        """
+        home = self.home()
+        mapped = _mapped(_path(home, key), key.end - key.start)
+        if mapped is None:
+            self._keep(home, key, fill)
+            mapped = _mapped(_path(home, key), key.end - key.start)
+        return mapped
+
+    def drop(self, key: Key) -> None:
+        """Removes what is kept under `key`."""
+        with contextlib.suppress(OSError):
+            os.unlink(_path(self.home(), key))
+
+    def home(self) -> str:
+        """The user's folder in the cache, made if need be.
+
+        Raises:
+            StorageError: it cannot be made, or others may write to it.
+        """
+        home = os.path.join(self.folder, f"packstore-{os.getuid()}")
+        with guarded("write", home, {}):
+            with contextlib.suppress(FileExistsError):
+                os.makedirs(self.folder, exist_ok=True)
+                os.mkdir(home, 0o700)
+            found = os.lstat(home)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            must = "a cache folder must be the user's own, and closed to others (mode 700)"
+            what = f"owner {found.st_uid}, mode {stat.filemode(found.st_mode)}"
+            raise StorageError(sentence(home, must, what, "Name another cache_dir"))
+        return home
+
+    def _keep(self, home: str, key: Key, write: Callable[[BinaryIO], object]) -> None:
+        """Makes a file appear; if the disk refuses, nothing is kept."""
+        path, size = _path(home, key), key.end - key.start
+        unfinished = os.path.join(home, f"{_UNFINISHED}{size}-{uuid.uuid4().hex}")
+        try:
+            os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+            with _open(unfinished, _CREATE | os.O_EXCL | os.O_WRONLY) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # says that it is being written
+                if self._make_room(home, unfinished, size):
+                    write(file)
+                    file.flush()
+                    os.replace(unfinished, path)
+        except StorageError:
+            raise
+        except OSError as error:
+            _tell(home, error.strerror or str(error))
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+
+    def _make_room(self, home: str, unfinished: str, size: int) -> bool:
+        """Adds `size` to the account; if that is beyond the limit, drops what was not used longest.
+
+        A tenth more than needed goes, so that the files are not listed each time. False: the room
+        is taken by what others are writing.
+        """
+        with _open(os.path.join(home, _ACCOUNT), _CREATE | os.O_RDWR) as account:
+            fcntl.flock(account, fcntl.LOCK_EX)
+            try:
+                text = account.read()
+                total = int(text) if text.isdigit() else self.limit
+                if total + size > self.limit:
+                    room = self.limit - size
+                    total = _evict(home, min(room, self.limit * 9 // 10), unfinished)
+                    if total > room:
+                        size = 0
+                account.seek(0)
+                account.write(b"%020d" % (total + size))
+                account.flush()
+            finally:
+                fcntl.flock(account, fcntl.LOCK_UN)  # a fork meanwhile has the lock as well
+        return size > 0
+
+
+def _open(path: str, flags: int) -> BinaryIO:
+    mode = {os.O_WRONLY: "wb", os.O_RDWR: "r+b"}.get(flags & os.O_ACCMODE, "rb")
+    return open(path, mode, opener=lambda p, _: os.open(p, flags, 0o600))  # type: ignore[return-value]
+
+
+@functools.cache
+def _tell(home: str, reason: str) -> None:
+    """Once for each reason, and not for each file."""
+    log.warning("not kept in the cache %s: %s", home, reason)
+
+
+def _evict(home: str, limit: int, own: str) -> int:
+    """Removes files until `limit` bytes are left, if it can; returns how many are."""
+    files = sorted(_finished(home))
+    total = sum(file.size for file in files) + _being_written(home, own)
+    for file in files:
+        if total <= limit:
+            break
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(file.path)
+        total -= file.size
+    return total
+
+
+def _finished(home: str) -> Iterator[_File]:
+    for bucket in os.scandir(home):
+        if bucket.is_dir(follow_symlinks=False):
+            for entry in os.scandir(bucket.path):
+                with contextlib.suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
+                    yield _File(found.st_mtime_ns, found.st_size, entry.path)
+
+
+def _being_written(home: str, own: str) -> int:
+    """Bytes that others are going to write; what a killed one left is removed."""
+    total = 0
+    for entry in os.scandir(home):
+        if entry.name.startswith(_UNFINISHED) and entry.path != own:
+            if _is_being_written(entry.path):
+                total += int(entry.name.removeprefix(_UNFINISHED).partition("-")[0])
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(entry.path)
+    return total
+
+
+def _is_being_written(path: str) -> bool:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _path(home: str, key: Key) -> str:
+    return os.path.join(home, key.sha256[:2], f"{key.sha256}-{key.start}-{key.end}")
+
+
+def _used(path: str) -> BinaryIO | None:
+    """A file, which is now the one used last."""
+    try:
+        file = _open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    os.utime(file.fileno())
+    return file
+
+
+def _contents(path: str, size: int) -> bytes | None:
+    if (file := _used(path)) is None:
+        return None
+    with file:
+        return file.read(size + 1)
+
+
+def _mapped(path: str, size: int) -> mmap.mmap | None:
+    if (file := _used(path)) is None:
+        return None
+    with file:
+        if os.fstat(file.fileno()).st_size != size:
+            return None
+        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
