@@ -5,11 +5,23 @@
    window by window, and what does not fill a pack waits for the next window (:mod:`.plan`).
 3. While reading: a window's row groups are read, once, and its packs filled (:mod:`.read`).
 
+Records that are token ids already and were never packed are planned the same way
+(:mod:`.tokenized`, :mod:`.records`).
+
 No torch here; needs numba, as packing does.
 """
 
 from packstore.repacking.plan import EpochPlan, plan_epoch
 from packstore.repacking.read import read_packs
+from packstore.repacking.records import RecordReader, StepPacker
 from packstore.repacking.sizes import ExampleSizes, measure
 
-__all__ = ["EpochPlan", "ExampleSizes", "measure", "plan_epoch", "read_packs"]
+__all__ = [
+    "EpochPlan",
+    "ExampleSizes",
+    "RecordReader",
+    "StepPacker",
+    "measure",
+    "plan_epoch",
+    "read_packs",
+]

@@ -77,24 +77,53 @@ def measure(dataset: Dataset, config: PackConfig) -> ExampleSizes:
     if len(tokens) != manifest.totals.examples:
         must = f"must hold {manifest.totals.examples} examples, as the manifest says"
         raise IntegrityError(sentence(dataset.url, must, str(len(tokens))))
+    groups = to_offsets(dataset.row_groups.examples)
+    return fitting((tokens, squares, longest), groups, config, dataset.url)
+
+
+def fitting(
+    measured: Measured, group_offsets: Int64, config: PackConfig, where: str
+) -> ExampleSizes:
+    """Sizes of examples, of which those that do not fit a pack are left out.
+
+    Args:
+        measured: what :func:`sum_up` gives, of all examples.
+        group_offsets: int64 `[G + 1]`, the first example of each row group.
+        config: what fits, and what becomes of the rest.
+        where: the data, as error texts name it.
+
+    Raises:
+        RecordError: an example does not fit, and `overlong` is ``error``.
+        DropRateError: too many, or all, do not fit.
+    """
+    tokens, squares, longest = measured
     fits = (tokens <= config.pack_size) & (longest <= config.sequence_limit)
     left_out = int((~fits).sum())
     if left_out:
-        _refuse(dataset, config, int(tokens[~fits].max()), left_out, len(tokens))
+        _refuse(where, config, int(tokens[~fits].max()), left_out, len(tokens))
     return ExampleSizes(
         tokens=np.where(fits, tokens, 0).astype(np.int32),
         squares=squares,
-        group_offsets=to_offsets(dataset.row_groups.examples),
+        group_offsets=group_offsets,
         left_out=left_out,
     )
 
 
-def _check(dataset: Dataset, config: PackConfig) -> None:
+def check_overlong(config: PackConfig) -> None:
+    """Refuses to truncate, which needs texts.
+
+    Raises:
+        ConfigError: `overlong` would truncate.
+    """
     if config.overlong.startswith("truncate"):
         raise ConfigError(
-            f"overlong={config.overlong!r} needs the records: a packed dataset no longer knows "
-            "its texts. Set overlong to drop or error."
+            f"overlong={config.overlong!r} needs the records: token ids no longer know their "
+            "texts. Set overlong to drop or error."
         )
+
+
+def _check(dataset: Dataset, config: PackConfig) -> None:
+    check_overlong(config)
     if config.kind not in ("auto", dataset.manifest.kind):
         raise ConfigError(
             f"kind must be auto or that of the dataset, {dataset.manifest.kind}; "
@@ -102,7 +131,7 @@ def _check(dataset: Dataset, config: PackConfig) -> None:
         )
 
 
-def _refuse(dataset: Dataset, config: PackConfig, longest: int, bad: int, number: int) -> None:
+def _refuse(where: str, config: PackConfig, longest: int, bad: int, number: int) -> None:
     """Raises, or counts in the log, what does not fit."""
     must = f"an example must fit pack_size {config.pack_size}"
     if config.max_length is not None:
@@ -110,11 +139,11 @@ def _refuse(dataset: Dataset, config: PackConfig, longest: int, bad: int, number
     found = f"{bad:,} of {number:,} examples that do not, the longest of {longest:,} tokens"
     if config.overlong == "error":
         do = "Raise pack_size or max_length, or set overlong to drop"
-        raise RecordError(sentence(dataset.url, must, found, do))
+        raise RecordError(sentence(where, must, found, do))
     if bad == number or bad > config.max_drop_rate * number:
         do = "Raise pack_size or max_length, or allow more with max_drop_rate"
-        raise DropRateError(sentence(dataset.url, must, found, do))
-    log.warning("%s", sentence(dataset.url, must, found, "They are left out"))
+        raise DropRateError(sentence(where, must, found, do))
+    log.warning("%s", sentence(where, must, found, "They are left out"))
 
 
 def _needs_tokens(dataset: Dataset, config: PackConfig) -> bool:
@@ -127,7 +156,7 @@ def _from_tokens(dataset: Dataset, config: PackConfig) -> Iterator[Measured]:
     def of_group(group: int) -> Measured:
         examples = unpack(dataset.read_packs(group))
         physical = examples.lengths - segment_offsets(examples, config.layout)
-        return _sums(examples.lengths, physical, examples.example_offsets)
+        return sum_up(examples.lengths, physical, examples.example_offsets)
 
     with ThreadPoolExecutor(THREADS) as pool:
         groups = range(len(dataset.row_groups))
@@ -153,7 +182,7 @@ def _from_lengths(dataset: Dataset, config: PackConfig) -> Iterator[Measured]:
             counts = flat_numbers(batch.column("num_responses"))
         else:
             counts = np.full(len(lengths) // fixed, fixed, np.int64)
-        return _sums(lengths, physical, to_offsets(counts))
+        return sum_up(lengths, physical, to_offsets(counts))
 
     def of_shard(shard: ShardInfo) -> Measured:
         batches = read_columns(dataset.location, manifest, shard, names)
@@ -165,8 +194,14 @@ def _from_lengths(dataset: Dataset, config: PackConfig) -> Iterator[Measured]:
         yield from pool.map(of_shard, manifest.shards)
 
 
-def _sums(lengths: Any, physical: Any, example_offsets: Int64) -> Measured:
-    """Sums over the sequences of each example."""
+def sum_up(lengths: Any, physical: Any, example_offsets: Int64) -> Measured:
+    """Sums over the sequences of each example.
+
+    Args:
+        lengths: `[S]`, logical.
+        physical: `[S]`, tokens of each segment.
+        example_offsets: int64 `[E + 1]`.
+    """
     first, physical = example_offsets[:-1], physical.astype(np.int64)
     return (
         np.add.reduceat(physical, first),

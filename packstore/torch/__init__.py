@@ -29,7 +29,8 @@ from packstore.torch.parallel import (
     reduce_segment_sums,
     static_sizes,
 )
-from packstore.torch.repack import RepackedPacks
+from packstore.torch.repack import RepackedPacks, TokenizedPacks
+from packstore.torch.unpacked import TokenizedBatches
 
 __all__ = [
     "ContextShard",
@@ -47,6 +48,8 @@ __all__ = [
     "RepackedPacks",
     "Source",
     "StepDivisor",
+    "TokenizedBatches",
+    "TokenizedPacks",
     "TrainerBatches",
     "TrainerPolicy",
     "check_isolation",

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from packstore.config import BatchConfig, PackConfig, ReadConfig
-from packstore.errors import ConfigError, quote
+from packstore.errors import ConfigError, quote, sentence
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
 from packstore.io.order import LANES
@@ -20,7 +20,7 @@ from packstore.io.side import Side
 from packstore.records import Packs
 from packstore.torch.dealing import settled
 from packstore.torch.position import Position, SharedStart, Unseen, stale
-from packstore.torch.repack import RepackedPacks
+from packstore.torch.repack import RepackedPacks, TokenizedPacks
 from packstore.torch.side import JoinedPacks
 from packstore.torch.step_plan import StepPlan, plan_steps
 from packstore.torch.stream import Identity, PackStream, Shuffle, StoredPacks
@@ -40,7 +40,8 @@ class PackedDataset(IterableDataset[Packs]):
 
     Args:
         source: a dataset's URL or local folder, what ``packstore.open`` returned, or a stream,
-            which has an order of its own.
+            which has an order of its own. With `repack` also tokenized records that were never
+            packed: a list of dicts, a Hugging Face ``Dataset``, or the like.
         seed: of the order.
         shuffle: False gives file order; ``stratified`` evens out the examples of every stretch.
         lanes: row groups that are open at once over all ranks.
@@ -60,7 +61,7 @@ class PackedDataset(IterableDataset[Packs]):
 
     def __init__(
         self,
-        source: str | PathLike[str] | Dataset | PackStream,
+        source: str | PathLike[str] | Dataset | PackStream | Any,
         *,
         seed: int = 0,
         shuffle: Shuffle = True,
@@ -75,9 +76,7 @@ class PackedDataset(IterableDataset[Packs]):
         if isinstance(source, str | os.PathLike):
             source = open_dataset(os.fspath(source), storage_options)
         if not isinstance(source, Dataset):
-            if repack is not None:
-                raise ConfigError("repack needs a dataset or its URL; found a stream of packs.")
-            stream: PackStream = source
+            stream = _unstored(source, repack, seed, shuffle)
         elif repack is not None:
             if not isinstance(shuffle, bool):
                 raise ConfigError(f"repack takes shuffle True or False; found {quote(shuffle)}.")
@@ -86,7 +85,7 @@ class PackedDataset(IterableDataset[Packs]):
             stream = StoredPacks(source, seed=seed, shuffle=shuffle, lanes=lanes, reading=reading)
         self.stream: PackStream = JoinedPacks(stream, side) if side else stream
         self.stream.set_epoch(0)
-        self.rank, self.world_size = _placement(rank, world_size)
+        self.rank, self.world_size = placement(rank, world_size)
         self.epoch = 0
         self.position = Position()
         self._start = SharedStart()
@@ -207,7 +206,26 @@ class PackedDataset(IterableDataset[Packs]):
         return {"version": STATE_VERSION, **self.stream.identity}
 
 
-def _placement(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def _unstored(source: Any, repack: PackConfig | None, seed: int, shuffle: Shuffle) -> PackStream:
+    """A stream as it is, or one of records that were never packed."""
+    if hasattr(source, "read") and hasattr(source, "sizes"):
+        if repack is not None:
+            raise ConfigError(
+                "repack needs a dataset, its URL or records; found a stream of packs."
+            )
+        stream: PackStream = source
+        return stream
+    if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
+        must = "it must be a dataset, a stream of packs, or records of a known length"
+        do = "Of records without a length, make packstore.torch.TokenizedBatches"
+        raise ConfigError(sentence("PackedDataset", must, type(source).__name__, do))
+    if repack is None or not isinstance(shuffle, bool):
+        must = "records need repack=PackConfig(…), and shuffle True or False"
+        raise ConfigError(sentence("PackedDataset", must))
+    return TokenizedPacks(source, repack, seed=seed, shuffle=shuffle)
+
+
+def placement(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Rank and world size as given, or as the launcher says."""
     if (rank is None) != (world_size is None):
         raise ConfigError("rank and world_size go together; give both or neither.")

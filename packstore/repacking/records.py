@@ -1,0 +1,145 @@
+"""Tokenized records in packs: of data of a known length, or of a stretch of an endless one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from packstore.config import PackConfig
+from packstore.errors import ConfigError
+from packstore.pack.fill import fill
+from packstore.pack.plan import plan
+from packstore.records import Examples, Int64, Packs, range_indices, to_offsets
+from packstore.repacking.plan import EpochPlan
+from packstore.repacking.sizes import ExampleSizes, Measured, check_overlong, fitting
+from packstore.repacking.tokenized import Record, Tokenized, examples_of, kind_of
+
+CHUNK = 1024
+"""Records that are measured at a time."""
+
+
+class Records(Protocol):
+    """Data of a known length, any of whose records can be had at any time."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class RecordReader:
+    """Measures records once, and fills the packs of a plan with them.
+
+    Pickles as records and settings.
+
+    Args:
+        records: a list, a Hugging Face ``Dataset``, or the like.
+        config: `pack_size`, `layout` and what does not fit; see :func:`fitting`.
+
+    Attributes:
+        kind: ``dpo``, ``sft`` or ``ranked``.
+        sizes: of all records; each is a row group of its own, so that all of them mix.
+        digest: hash of all token ids and of what is supervised.
+
+    Raises:
+        RecordError: a record is not of the kind, or does not fit and `overlong` is ``error``.
+        DropRateError: too many, or all, do not fit.
+        ConfigError: no records, or a setting that needs texts.
+    """
+
+    def __init__(self, records: Records, config: PackConfig) -> None:
+        check_overlong(config)
+        if not len(records):
+            raise ConfigError("records to pack must be one at least; found none.")
+        self.records, self.config = records, config
+        self.kind = kind_of(records[0]) if config.kind == "auto" else config.kind
+        digest = hashlib.sha256()
+        parts: list[Measured] = []
+        for start in range(0, len(records), CHUNK):
+            some = self._take(np.arange(start, min(start + CHUNK, len(records))))
+            parts.append(some.measured(config.layout))
+            for column in (some.examples.input_ids, some.examples.supervised):
+                digest.update(column.tobytes())
+        tokens, squares, longest = (np.concatenate(column) for column in zip(*parts, strict=True))
+        self.digest = digest.hexdigest()
+        groups = np.arange(len(records) + 1)
+        self.sizes: ExampleSizes = fitting((tokens, squares, longest), groups, config, "records")
+
+    def read(self, batches: Iterable[Int64], plan: EpochPlan) -> Iterator[list[Packs]]:
+        """The packs at each array of positions in the epoch, each as :class:`Packs` of one row.
+
+        Raises:
+            RecordError: a record is no longer what it was.
+        """
+        for indices in batches:
+            chosen = plan.locate(indices)
+            number = plan.offsets[chosen + 1] - plan.offsets[chosen]
+            places = range_indices(plan.offsets[chosen], number)
+            some = self._take(plan.order[places].astype(np.int64))
+            packs = _filled(some, to_offsets(number), self.config.layout)
+            yield [packs.row(i) for i in range(len(packs))]
+
+    def _take(self, numbers: Int64) -> Tokenized:
+        wanted = numbers.tolist()
+        several = getattr(self.records, "__getitems__", None)  # torch's name; datasets has it too
+        found = several(wanted) if several else [self.records[i] for i in wanted]
+        return examples_of(found, wanted, self.kind, self.config)
+
+
+class StepPacker:
+    """Packs a stretch of records at a time: those of one optimizer step.
+
+    Args:
+        config: `pack_size`, `layout`, `strategy` and what does not fit.
+    """
+
+    def __init__(self, config: PackConfig) -> None:
+        check_overlong(config)
+        self.config = config
+        self.kind: str | None = None if config.kind == "auto" else config.kind
+
+    def fits(self, record: Record, number: int) -> Tokenized | None:
+        """The record as an example; None if it does not fit and is to be left out.
+
+        Raises:
+            RecordError: it is not of the kind, or does not fit and `overlong` is ``error``.
+        """
+        self.kind = self.kind or kind_of(record)
+        one = examples_of([record], [number], self.kind, self.config)
+        tokens, _, longest = one.measured(self.config.layout)
+        if tokens[0] <= self.config.pack_size and longest[0] <= self.config.sequence_limit:
+            return one
+        if self.config.overlong == "error":
+            fitting(one.measured(self.config.layout), np.arange(2), self.config, f"record {number}")
+        return None
+
+    def pack(self, parts: Sequence[Tokenized]) -> Packs:
+        """The examples in packs, fullest first as the strategy gives them."""
+        whole = _joined(parts)
+        tokens, _, _ = whole.measured(self.config.layout)
+        made = plan(
+            tokens,
+            pack_size=self.config.pack_size,
+            strategy=self.config.strategy,
+            seed=self.config.seed,
+            pack_order="plain",
+        )
+        examples = whole.examples.take(made.order)
+        logps = whole.ref_logps
+        if logps is not None:
+            logps = logps.reshape(-1, 2)[made.order].reshape(-1)
+        return _filled(Tokenized(examples, logps), made.offsets, self.config.layout)
+
+
+def _filled(some: Tokenized, offsets: Int64, layout: str) -> Packs:
+    packs = fill(some.examples, offsets, layout)
+    return packs if some.ref_logps is None else replace(packs, ref_logps=some.ref_logps)
+
+
+def _joined(parts: Sequence[Tokenized]) -> Tokenized:
+    logps = [part.ref_logps for part in parts if part.ref_logps is not None]
+    whole = np.concatenate(logps) if len(logps) == len(parts) else None
+    return Tokenized(Examples.concat([part.examples for part in parts]), whole)

@@ -1,0 +1,223 @@
+"""Batches of records that were never packed and have no known length: a step's worth at a time.
+
+::
+
+    loader = TokenizedBatches(records, PackConfig(pack_size=8192), pairs_per_step=64)
+    for batch in loader:
+        out = loss_fn(packed_logps(model, batch), batch, divisor=count_step([batch], loss_fn))
+
+An optimizer step is the next `pairs_per_step` records that fit; they are packed into batches of at
+most `pack_size` tokens, which are dealt to the ranks in turn, as many to each. So the divisor of a
+step is exact, every pair comes once, and steps do not depend on the number of ranks. Every rank
+goes through all records, in their order: shuffle them before. Of data of a known length give
+:class:`~packstore.torch.PackedDataset` the records themselves: it shuffles, knows its length, and
+resumes without going through what is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
+
+from packstore.config import PackConfig, fingerprint
+from packstore.errors import ConfigError, DropRateError, quote, sentence
+from packstore.torch.collate import PackedBatch, collate
+from packstore.torch.dataset import placement
+from packstore.torch.position import stale
+from packstore.torch.steps import StepInfo
+
+if TYPE_CHECKING:
+    from packstore.repacking import StepPacker
+    from packstore.repacking.tokenized import Tokenized
+
+STATE_VERSION = 1
+
+SEEN = 1000
+"""Records after which too many that do not fit are an error, before the end of the data is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What is done: whole steps, and of the step that begins here the packs that are out.
+
+    Attributes:
+        records: that were taken, also those that do not fit.
+        left_out: of them, that do not fit.
+        step: steps.
+        packs: of the step that begins here, over all ranks.
+    """
+
+    records: int = 0
+    left_out: int = 0
+    step: int = 0
+    packs: int = 0
+
+
+class TokenizedBatches:
+    """The batches of one rank: packs of at most `pack_size` tokens, one to a batch.
+
+    Args:
+        records: dicts of token ids, with the fields told in :mod:`packstore.repacking.tokenized`.
+            Gone through once an epoch. If it has ``set_epoch``, that is called; if it has ``skip``
+            (as Hugging Face's ``IterableDataset``), resuming uses it.
+        config: its `pack_size` (the token budget of a batch), `layout`, `strategy`, `seed`,
+            `kind`, `carry`, and, for what does not fit, `max_length`, `overlong` and
+            `max_drop_rate`.
+        pairs_per_step: examples of one optimizer step, over all its batches and all ranks.
+        tail: what becomes of the last records, if they are fewer: ``drop`` or ``pad``, a smaller
+            step.
+        rank, world_size: default: as for :class:`~packstore.torch.PackedDataset`.
+
+    Attributes:
+        left_out: records of this epoch that did not fit.
+
+    Raises:
+        ConfigError: a setting out of range, or one that needs texts.
+    """
+
+    def __init__(
+        self,
+        records: Iterable[Mapping[str, Any]],
+        config: PackConfig | None = None,
+        *,
+        pairs_per_step: int,
+        tail: Literal["drop", "pad"] = "drop",
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        if pairs_per_step < 1 or tail not in ("drop", "pad"):
+            must = "pairs_per_step must be at least 1, and tail drop or pad"
+            raise ConfigError(f"{must}; found {pairs_per_step} and {quote(tail)}.")
+        self.records, self.config = records, config or PackConfig()
+        self.pairs_per_step, self.tail = pairs_per_step, tail
+        self.rank, self.world_size = placement(rank, world_size)
+        self.epoch = self.left_out = 0
+        self._packer = self._new_packer()
+        self._at = _Place()
+        self._start: _Place | None = None
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        """The batches from the loaded position, or from the beginning of the epoch.
+
+        Raises:
+            RecordError: a record is not of the kind, or does not fit and `overlong` is ``error``.
+            DropRateError: too many do not fit.
+        """
+        self._at, self._start = self._start or _Place(), None
+        return self._give()
+
+    def _give(self) -> Iterator[PackedBatch]:
+        if self._start is not None:  # frameworks make their iterator first
+            self._at, self._start = self._start, None
+        self.left_out = self._at.left_out
+        if hasattr(self.records, "set_epoch"):
+            self.records.set_epoch(self.epoch)
+        source = self._from(self._at.records)
+        while (step := self._next_step(source)) is not None:
+            parts, end = step
+            yield from self._batches(parts, end)
+            self._at = end
+
+    def set_epoch(self, epoch: int) -> None:
+        """Moves to the beginning of `epoch`; within the current epoch it changes nothing."""
+        if epoch != self.epoch:
+            self.epoch, self._at, self._start = epoch, _Place(), None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the batches that were given out; equal on all ranks."""
+        at = self._start or self._at
+        return {
+            "version": STATE_VERSION,
+            "epoch": self.epoch,
+            "records": at.records,
+            "left_out": at.left_out,
+            "step": at.step,
+            "packs": at.packs,
+            "cut": self._cut(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where `state` was taken, with any number of ranks.
+
+        The records themselves are not compared: they must be the same, in the same order.
+
+        Raises:
+            CompatibilityError: it was taken inside a step of other settings, or is none of this.
+        """
+        names = ("epoch", "records", "left_out", "step", "packs")
+        values = [state.get(name) for name in names]
+        if state.get("version") != STATE_VERSION or not all(
+            isinstance(value, int) and value >= 0 for value in values
+        ):
+            must = f"it must hold {', '.join(names)} of version {STATE_VERSION}"
+            raise stale(must, quote(dict(state), 200))
+        if state["packs"] and state.get("cut") != self._cut():
+            raise stale("inside a step, pairs_per_step and config must stay", quote(state["cut"]))
+        self.epoch = state["epoch"]
+        self._start = _Place(*(state[name] for name in names[1:]))
+
+    def _cut(self) -> str:
+        names = ("pack_size", "layout", "strategy", "seed", "max_length", "overlong", "kind")
+        settings = [getattr(self.config, name) for name in names]
+        return fingerprint([self.pairs_per_step, *settings])[:16]
+
+    def _new_packer(self) -> StepPacker:
+        from packstore.repacking import StepPacker  # here, as it brings numba
+
+        return StepPacker(self.config)
+
+    def _from(self, place: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """The records from `place` on, with their numbers."""
+        if place and hasattr(self.records, "skip"):
+            return enumerate(iter(self.records.skip(place)), place)
+        return islice(enumerate(self.records), place, None)
+
+    def _next_step(
+        self, source: Iterator[tuple[int, Mapping[str, Any]]]
+    ) -> tuple[list[Tokenized], _Place] | None:
+        """The examples of the next step, and where it ends; None after the last one."""
+        parts: list[Tokenized] = []
+        seen = self._at.records
+        for number, record in source:
+            seen = number + 1
+            one = self._packer.fits(record, number)
+            if one is None:
+                self.left_out += 1
+                self._check_drops(seen, SEEN)
+            else:
+                parts.append(one)
+            if len(parts) == self.pairs_per_step:
+                break
+        else:
+            self._check_drops(seen, 1)
+            if not parts or self.tail == "drop":
+                return None
+        return parts, _Place(seen, self.left_out, self._at.step + 1)
+
+    def _batches(self, parts: list[Tokenized], end: _Place) -> Iterator[PackedBatch]:
+        """This rank's batches of a step, from the packs on that are not out yet."""
+        packs = self._packer.pack(parts)
+        begin, ranks = self._at, self.world_size
+        out, done = begin.packs, -(-begin.packs // ranks)
+        if out >= len(packs):
+            raise stale(f"packs must be below {len(packs)}, those of its step", str(out))
+        batches = -(-(len(packs) - out) // ranks)
+        kind = self._packer.kind
+        assert kind is not None
+        for batch in range(batches):
+            place = out + batch * ranks + self.rank
+            real = place < len(packs)
+            pack = packs.row(place if real else place % len(packs))
+            info = StepInfo(begin.step, done + batch, done + batches, len(parts))
+            given = out + (batch + 1) * ranks
+            self._at = end if info.last else replace(begin, packs=given)
+            yield collate(pack, kind, step=info, fillers=0 if real else 1)
+
+    def _check_drops(self, seen: int, least: int) -> None:
+        if seen >= least and self.left_out > self.config.max_drop_rate * seen:
+            must = f"a record must fit pack_size {self.config.pack_size}"
+            found = f"{self.left_out:,} of {seen:,} that do not"
+            do = "Raise pack_size or max_length, or allow more with max_drop_rate"
+            raise DropRateError(sentence("records", must, found, do))
