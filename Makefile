@@ -11,6 +11,7 @@ demo: $(VENV)/installed
 
 # A few tests at a time: more workers would each load torch.
 test: $(VENV)/installed
+	@$(BIN)/python tests/support/server_kinds.py
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 check: $(VENV)/installed

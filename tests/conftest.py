@@ -5,6 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from stores import (  # noqa: F401  fixtures
+    azure,
+    azure_server,
+    gcs,
+    gcs_server,
+    moto,
+    moto_server,
+    s3,
+    s3_server,
+    store,
+)
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ _EXTRAS = {
     **dict.fromkeys(("s3", "s3a"), "s3"),
     **dict.fromkeys(("gs", "gcs"), "gcs"),
     **dict.fromkeys(("az", "abfs", "abfss", "adl"), "azure"),
+    **dict.fromkeys(("http", "https"), "http"),
 }
 _SECRET = re.compile(r"key|secret|token|pass|cred|sas|auth|connection|headers|cookie", re.I)
 _CAUSES: tuple[tuple[type[Exception] | int, str, str], ...] = (

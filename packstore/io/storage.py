@@ -100,8 +100,9 @@ class Location:
                 found = fs.ls(full, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        names = ((e["name"].rstrip("/").rsplit("/", 1)[-1], e) for e in found)
-        return sorted(Entry(n, int(e["size"] or 0)) for n, e in names if e["type"] == "file")
+        # Some stores list the folder itself, which they keep as an empty object.
+        inside = [e for e in found if e["type"] == "file" and not _same(e["name"], full)]
+        return sorted(Entry(e["name"].rsplit("/", 1)[-1], int(e["size"] or 0)) for e in inside)
 
     def glob(self) -> list[Location]:
         """The files that match the URL as a pattern (``*``, ``**``, ``?``, ``[...]``), by name."""
@@ -128,7 +129,7 @@ class Location:
         """Bytes `start` to `end`, exclusive, of the file; fewer if it is shorter."""
         fs, full = self._at(path)
         with self.guard("read", path):
-            return bytes(fs.cat_file(full, start, end))
+            return bytes(fs.cat_file(full, start=start, end=end))
 
     def put_file(self, local_path: str, path: str) -> None:
         """Makes a finished local file appear at `path`, whole or not at all.
@@ -244,6 +245,10 @@ def check_relative(path: str, where: str) -> str:
             sentence(where, "a path must be relative and stay inside the dataset", quote(path))
         )
     return path
+
+
+def _same(path: str, other: str) -> bool:
+    return path.strip("/") == other.strip("/")
 
 
 def _is_local(fs: Any) -> bool:
