@@ -8,13 +8,13 @@ from packstore.pack.kernels import jit
 from packstore.records import Int32, Int64
 
 
-def first_fit(lengths: Int32, capacity: int, queue: Int64) -> tuple[Int64, Int64]:
+def first_fit(lengths: Int32, capacity: int, queue: Int32) -> tuple[Int32, Int64]:
     """First fit of the examples in the order of `queue`; O(n log P).
 
     Args:
         lengths: int32 `[n]`, tokens of each example.
         capacity: tokens of a pack at most.
-        queue: int64 `[n]`, a permutation of the examples.
+        queue: int32 `[n]`, a permutation of the examples.
 
     Returns:
         The order and offsets of a strategy; packs in the order in which they were opened.
@@ -27,7 +27,7 @@ def first_fit(lengths: Int32, capacity: int, queue: Int64) -> tuple[Int64, Int64
 
 
 @jit
-def _assign(lengths: Int32, capacity: int, queue: Int64, most: int) -> Int32:
+def _assign(lengths: Int32, capacity: int, queue: Int32, most: int) -> Int32:
     """The pack of each example of the queue: int32 `[n]`.
 
     Node i of the tree holds the most room that a pack below it has; its children are 2i and
@@ -57,9 +57,9 @@ def _assign(lengths: Int32, capacity: int, queue: Int64, most: int) -> Int32:
 
 
 @jit
-def _by_pack(pack_of: Int32, queue: Int64) -> tuple[Int64, Int64]:
+def _by_pack(pack_of: Int32, queue: Int32) -> tuple[Int32, Int64]:
     packs = pack_of.max() + 1 if len(pack_of) else 0
-    order, ends = np.empty(len(queue), np.int64), np.zeros(packs + 2, np.int64)
+    order, ends = np.empty(len(queue), np.int32), np.zeros(packs + 2, np.int64)
     # First ends[i + 2] counts pack i, then ends[i + 1] is where it starts, and at last ends.
     for pack in pack_of:
         ends[pack + 2] += 1

@@ -26,7 +26,7 @@ def count_lengths(lengths: Int32, capacity: int) -> Int64:
     """int64 `[capacity + 1]`: how many examples have each length."""
     counts = np.zeros(capacity + 1, np.int64)
     for length in lengths:
-        counts[length] += 1
+        counts[np.uint32(length)] += 1
     return counts
 
 
@@ -45,33 +45,42 @@ def group_by_length(lengths: Int32, counts: Int64, seed: int) -> Int32:
     return grouped
 
 
+# Indices of the loops over all examples are unsigned: numba would look at each signed one whether
+# it counts from the end, which takes as long as the work (measured: 1.8 against 0.8 ns).
+
+
 @jit
 def _sort(lengths: Int32, counts: Int64, grouped: Int32) -> None:
-    ends = np.cumsum(counts) - counts
+    # 32 bits: the table then stays in the first cache.
+    ends = (np.cumsum(counts) - counts).astype(np.uint32)
     for i in range(len(lengths)):
-        grouped[ends[lengths[i]]] = i
-        ends[lengths[i]] += 1
+        size = np.uint32(lengths[i])
+        end = ends[size]
+        grouped[end] = i
+        ends[size] = end + np.uint32(1)
 
 
 @jit
 def _mix(grouped: Int32, counts: Int64, keys: Bits) -> None:
     copy = np.empty(counts.max(), np.int32)
-    start = key = 0
+    start, key = np.uint64(0), 0
     for count in counts:
         if count == 0:
             continue
-        at = np.int64((keys[key] & np.uint64(0xFFFFFFFF)) % np.uint64(count))
-        step = np.int64((keys[key] >> np.uint64(32)) % np.uint64(count))
-        while gcd(step, count) != 1:
-            step += 1
-        copy[:count] = grouped[start : start + count]
-        for i in range(start, start + count):
-            grouped[i] = copy[at]
+        number = np.uint64(count)
+        at = (keys[key] & np.uint64(0xFFFFFFFF)) % number
+        step = (keys[key] >> np.uint64(32)) % number
+        while gcd(np.int64(step), count) != 1:
+            step += np.uint64(1)
+        for i in range(number):
+            copy[i] = grouped[start + i]
+        for i in range(number):
+            grouped[start + i] = copy[at]
             at += step
-            if at >= count:
-                at -= count
+            if at >= number:
+                at -= number
         key += 1
-        start += count
+        start += number
 
 
 @jit
@@ -138,41 +147,76 @@ def best_fit(
     return steps, used, packs
 
 
-def place(steps: Int64, packs: int, grouped: Int32, counts: Int64) -> tuple[Int64, Int64]:
+def place(steps: Int64, packs: int, grouped: Int32, counts: Int64) -> tuple[Int32, Int64]:
     """The order and offsets that the steps mean.
 
     Args:
-        steps: int64 `[steps, 6]`, all of them in use.
+        steps: int64 `[steps, 6]`, all of them in use; its last two columns are used up.
         packs: the number of packs.
         grouped: int32 `[n]` of :func:`group_by_length`.
         counts: int64 `[capacity + 1]`, examples of each length.
     """
-    order, ends = np.empty(len(grouped), np.int64), np.zeros(packs + 2, np.int64)
-    _scatter(steps, grouped, counts, order, ends)
-    return order, ends[:-1]
+    order, offsets = np.empty(len(grouped), np.int32), np.empty(packs + 1, np.int64)
+    _source(steps, counts, offsets)
+    _scatter(steps, len(counts), grouped, order, offsets)
+    return order, offsets
 
 
 @jit
-def _scatter(steps: Int64, grouped: Int32, counts: Int64, order: Int64, ends: Int64) -> None:
-    """Writes `order`, and the offsets into all but the last of the zeros in `ends` `[P + 2]`.
+def _source(steps: Int64, counts: Int64, offsets: Int64) -> None:
+    """Where in `grouped` each step begins (`OPEN`), and which begin at each pack.
 
-    First ``ends[i + 2]`` counts pack i, then ``ends[i + 1]`` is where it starts, and when all its
-    examples are written there, where it ends.
+    Pack i then has its first step in ``offsets[i]``, or -1, and each step the one after it that
+    begins at the same pack in `NEXT`.
     """
-    for s in range(len(steps)):
-        first = steps[s, FIRST] + 2
-        for pack in range(first, first + steps[s, PACKS]):
-            ends[pack] += steps[s, EACH]
-    for pack in range(2, len(ends)):
-        ends[pack] += ends[pack - 1]
     taken = np.cumsum(counts) - counts
     for s in range(len(steps)):
-        first, each = steps[s, FIRST] + 1, steps[s, EACH]
-        source = taken[steps[s, SIZE]]
-        for pack in range(first, first + steps[s, PACKS]):
-            to = ends[pack]
+        size = steps[s, SIZE]
+        steps[s, OPEN] = taken[size]
+        taken[size] += steps[s, PACKS] * steps[s, EACH]
+    offsets[:] = -1
+    for s in range(len(steps) - 1, -1, -1):
+        first = steps[s, FIRST]
+        steps[s, NEXT] = offsets[first]
+        offsets[first] = s
+
+
+@jit
+def _scatter(steps: Int64, depth: int, grouped: Int32, order: Int32, offsets: Int64) -> None:
+    """Writes `order` and `offsets`, run by run of packs that the same steps fill.
+
+    The packs of a step lie within those of the step whose room it took, or apart from them: so the
+    steps that fill a pack are a stack, at most `depth` of them. That writes the order in one pass.
+    """
+    stack, ends = np.empty(depth, np.int64), np.empty(depth, np.int64)
+    depth = pack = 0
+    to = each_pack = np.uint64(0)
+    while pack < len(offsets) - 1:
+        while depth > 0 and ends[depth - 1] <= pack:
+            depth -= 1
+            each_pack -= np.uint64(steps[stack[depth], EACH])
+        s = offsets[pack]
+        while s >= 0:
+            stack[depth], ends[depth] = s, pack + steps[s, PACKS]
+            depth += 1
+            each_pack += np.uint64(steps[s, EACH])
+            s = steps[s, NEXT]
+        stop = pack + 1
+        while stop < ends[depth - 1] and offsets[stop] < 0:
+            stop += 1
+        column = to
+        for s in stack[:depth]:
+            each, source = np.uint64(steps[s, EACH]), np.uint64(steps[s, OPEN])
+            steps[s, OPEN] += steps[s, EACH] * (stop - pack)
             for i in range(each):
-                order[to + i] = grouped[source + i]
-            source += each
-            ends[pack] = to + each
-        taken[steps[s, SIZE]] = source
+                row, taken = column + i, source + i
+                for _ in range(stop - pack):
+                    order[row] = grouped[taken]
+                    row += each_pack
+                    taken += each
+            column += each
+        for i in range(pack, stop):
+            offsets[i] = np.int64(to)
+            to += each_pack
+        pack = stop
+    offsets[-1] = np.int64(to)

@@ -218,7 +218,7 @@ def _checked(lengths: npt.ArrayLike, capacity: int) -> Int32:
 
 
 @jit
-def _sum_of_squares(lengths: Int32, order: Int64, offsets: Int64) -> Int64:
+def _sum_of_squares(lengths: Int32, order: Int32, offsets: Int64) -> Int64:
     """int64 `[P]`: the sum of the squared lengths of each pack, which its attention costs."""
     squares = np.zeros(len(offsets) - 1, np.int64)
     for pack in range(len(squares)):
@@ -228,9 +228,9 @@ def _sum_of_squares(lengths: Int32, order: Int64, offsets: Int64) -> Int64:
 
 
 @jit
-def _reordered(order: Int64, offsets: Int64, delivery: Int64) -> tuple[Int64, Int64]:
+def _reordered(order: Int32, offsets: Int64, delivery: Int64) -> tuple[Int64, Int64]:
     """Order and offsets with the packs in the order of `delivery`."""
-    new_order, new_offsets = np.empty_like(order), np.empty_like(offsets)
+    new_order, new_offsets = np.empty(len(order), np.int64), np.empty_like(offsets)
     to = 0
     for pack in range(len(delivery)):
         new_offsets[pack] = to

@@ -21,14 +21,14 @@ from packstore.records import Int32, Int64
 ALL = pytest.mark.parametrize("name", STRATEGIES.names())
 
 
-def run(name: str, lengths: list[int] | Int32, capacity: int, seed: int = 0) -> tuple[Int64, Int64]:
+def run(name: str, lengths: list[int] | Int32, capacity: int, seed: int = 0) -> tuple[Int32, Int64]:
     return STRATEGIES.load(name)(np.asarray(lengths, np.int32), capacity, seed)
 
 
-def check(lengths: list[int] | Int32, capacity: int, order: Int64, offsets: Int64) -> None:
+def check(lengths: list[int] | Int32, capacity: int, order: Int32, offsets: Int64) -> None:
     """A partition into packs that are neither empty nor too full."""
     lengths = np.asarray(lengths, np.int64)
-    assert order.dtype == offsets.dtype == np.int64
+    assert (order.dtype, offsets.dtype) == (np.int32, np.int64)
     np.testing.assert_array_equal(np.sort(order), np.arange(len(lengths)))
     assert offsets[0] == 0
     assert offsets[-1] == len(lengths)

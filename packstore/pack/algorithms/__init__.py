@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Strategy(Protocol):
     """The type of a strategy."""
 
-    def __call__(self, lengths: Int32, capacity: int, seed: int) -> tuple[Int64, Int64]:
+    def __call__(self, lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
         """Assigns every example to a pack.
 
         Args:
@@ -27,7 +27,7 @@ class Strategy(Protocol):
             seed: source of every random choice.
 
         Returns:
-            order: int64 `[n]`, the examples, pack by pack.
+            order: int32 `[n]`, the examples, pack by pack.
             offsets: int64 `[P + 1]`; pack i holds ``order[offsets[i]:offsets[i + 1]]``.
         """
 

@@ -24,19 +24,19 @@ LONG_SHARE = 0.4
 partners that a fill in arrival order has used up, and looking for them is slow."""
 
 
-def auto(lengths: Int32, capacity: int, seed: int) -> tuple[Int64, Int64]:
+def auto(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
     """The first of pool, exact_fill and column_generation near the bound, else the tightest."""
     return choose(lengths, capacity, seed)[1]
 
 
-def choose(lengths: Int32, capacity: int, seed: int) -> tuple[str, tuple[Int64, Int64]]:
+def choose(lengths: Int32, capacity: int, seed: int) -> tuple[str, tuple[Int32, Int64]]:
     """The name of the strategy that `auto` is for these lengths, and its order and offsets.
 
     Without `highspy`, column_generation is left out, and that is logged where it might have helped.
     """
     near = lower_bound(lengths, capacity)
     near += max(1, int(NEAR * near))
-    plans: dict[str, tuple[Int64, Int64]] = {}
+    plans: dict[str, tuple[Int32, Int64]] = {}
     if _long_share(lengths, capacity) <= LONG_SHARE:
         plans["pool"] = pool(lengths, capacity, seed)
     for strategy in (exact_fill, column_generation):

@@ -6,7 +6,7 @@ from packstore.pack.histogram import best_fit, count_lengths, group_by_length, n
 from packstore.records import Int32, Int64
 
 
-def best_fit_decreasing(lengths: Int32, capacity: int, seed: int) -> tuple[Int64, Int64]:
+def best_fit_decreasing(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
     """The longest example first, each into the fullest pack that has room for it.
 
     As many packs as the plain algorithm on the sorted lengths makes. Examples of like lengths meet

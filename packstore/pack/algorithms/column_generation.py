@@ -37,7 +37,7 @@ BATCH = 64
 """New patterns of one round at most."""
 
 
-def column_generation(lengths: Int32, capacity: int, seed: int) -> tuple[Int64, Int64]:
+def column_generation(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
     """As few packs as a linear program promises, and a few; never more than exact_fill makes.
 
     Raises:

@@ -23,7 +23,7 @@ PROBES = 64
 """Lengths that are tried as the last but one of a pattern."""
 
 
-def exact_fill(lengths: Int32, capacity: int, seed: int) -> tuple[Int64, Int64]:
+def exact_fill(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
     """The longest example first, with others that fill its pack exactly; the rest by best fit.
 
     Never more packs than best-fit decreasing makes, whose plan is made as well and taken if it is
@@ -63,8 +63,8 @@ def _plan(
     while size > 0:
         number = _find(counts, sizes, parts, size, capacity)
         if number > 0:
-            pattern = np.sort(parts[:number])
-            steps, used, packs = _repeat(pattern, counts, sizes, steps, used, packs)
+            _sort(parts, number)
+            steps, used, packs = _repeat(parts[:number], counts, sizes, steps, used, packs)
         else:
             rest[size] = counts[size]
             counts[size] = 0
@@ -112,24 +112,36 @@ def _next_part(counts: Int64, sizes: Bits, room: int) -> int:
     return third if third > 0 else at_most(sizes, room)
 
 
+@inlined
+def _sort(parts: Int64, number: int) -> None:
+    """Sorts the first `number` parts, which are few: np.sort takes longer than the whole search."""
+    for i in range(1, number):
+        part = parts[i]
+        to = i
+        while to > 0 and parts[to - 1] > part:
+            parts[to] = parts[to - 1]
+            to -= 1
+        parts[to] = part
+
+
 @jit
 def _repeat(
     pattern: Int64, counts: Int64, sizes: Bits, steps: Int64, used: int, packs: int
 ) -> tuple[Int64, int, int]:
     """Fills as many packs as there are examples for with the (sorted) pattern."""
-    ends = np.searchsorted(pattern, pattern, "right")
-    number = counts.max()
-    part = 0
-    while part < len(pattern):
-        number = min(number, counts[pattern[part]] // (ends[part] - part))
-        part = ends[part]
-    part = 0
-    while part < len(pattern):
-        size, each = pattern[part], ends[part] - part
+    number = counts[pattern[0]]
+    each = 0
+    for i in range(len(pattern)):
+        each = each + 1 if i > 0 and pattern[i] == pattern[i - 1] else 1
+        number = min(number, counts[pattern[i]] // each)
+    for i in range(len(pattern)):
+        each = each + 1 if i > 0 and pattern[i] == pattern[i - 1] else 1
+        size = pattern[i]
+        if i + 1 < len(pattern) and pattern[i + 1] == size:
+            continue
         steps = add_step(steps, used, packs, number, size, each)
         used += 1
         counts[size] -= number * each
         if counts[size] == 0:
             remove(sizes, size)
-        part = ends[part]
     return steps, used, packs + number

@@ -9,11 +9,11 @@ from packstore.pack.histogram import count_lengths, group_by_length
 from packstore.records import Int32, Int64
 
 
-def first_fit_decreasing(lengths: Int32, capacity: int, seed: int) -> tuple[Int64, Int64]:
+def first_fit_decreasing(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
     """The longest example first, each into the first pack that has room for it.
 
     As many packs as the like-named choice of NeMo-Aligner and Megatron-Bridge makes
     (``create_packing_strategy``). Short examples end up together: use pack order ``stratified``.
     """
     grouped = group_by_length(lengths, count_lengths(lengths, capacity), seed)
-    return first_fit(lengths, capacity, grouped[::-1].astype(np.int64))
+    return first_fit(lengths, capacity, np.ascontiguousarray(grouped[::-1]))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from packstore import seeds
 from packstore.pack.first_fit import first_fit
 from packstore.records import Int32, Int64
 
 
-def first_fit_shuffle(lengths: Int32, capacity: int, seed: int) -> tuple[Int64, Int64]:
+def first_fit_shuffle(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
     """The examples in random order, each into the first pack that has room for it.
 
     The like-named choice of NeMo-Aligner and Megatron-Bridge draws its order from numpy; ours is
     drawn from the seed, so the same order gives the same packs, and another one about as many.
     """
-    return first_fit(lengths, capacity, seeds.permutation(len(lengths), seed, "first_fit_shuffle"))
+    queue = seeds.permutation(len(lengths), seed, "first_fit_shuffle").astype(np.int32)
+    return first_fit(lengths, capacity, queue)

@@ -7,6 +7,6 @@ import numpy as np
 from packstore.records import Int32, Int64
 
 
-def none(lengths: Int32, capacity: int, seed: int) -> tuple[Int64, Int64]:
+def none(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
     """One example per pack."""
-    return np.arange(len(lengths)), np.arange(len(lengths) + 1)
+    return np.arange(len(lengths), dtype=np.int32), np.arange(len(lengths) + 1)

@@ -33,9 +33,9 @@ ENDGAME = 1024
 """When the input has ended and so few are left, the longest goes first: they are hard to place."""
 
 
-def pool(lengths: Int32, capacity: int, seed: int) -> tuple[Int64, Int64]:
+def pool(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
     """Nearly full packs in nearly input order; makes no random choice of its own."""
-    order, offsets = np.empty(len(lengths), np.int64), np.empty(len(lengths) + 1, np.int64)
+    order, offsets = np.empty(len(lengths), np.int32), np.empty(len(lengths) + 1, np.int64)
     packs = _fill(lengths, capacity, order, offsets)
     return order, offsets[: packs + 1].copy()
 
@@ -136,7 +136,7 @@ def _closing(lengths: Int32, alive: Bits, sizes: Bits, state: Int64, room: int) 
 
 
 @jit
-def _fill(lengths: Int32, capacity: int, order: Int64, offsets: Int64) -> int:
+def _fill(lengths: Int32, capacity: int, order: Int32, offsets: Int64) -> int:
     """Writes the plan into `order` `[n]` and `offsets` `[n + 1]`; returns the number of packs."""
     alive, sizes, state = new_set(SPAN - 1), new_set(capacity), np.zeros(4, np.int64)
     ends, behind = np.full((capacity + 1, 2), -1, np.int64), np.empty(SPAN, np.int64)

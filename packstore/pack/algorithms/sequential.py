@@ -8,9 +8,9 @@ from packstore.pack.kernels import jit
 from packstore.records import Int32, Int64
 
 
-def sequential(lengths: Int32, capacity: int, seed: int) -> tuple[Int64, Int64]:
+def sequential(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
     """Packs neighbours, in order: the loosest strategy, for data whose order matters."""
-    return np.arange(len(lengths)), _cut(lengths, capacity)
+    return np.arange(len(lengths), dtype=np.int32), _cut(lengths, capacity)
 
 
 @jit
