@@ -15,6 +15,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
 
+NONE, ONE = np.uint64(0), np.uint64(1)
+SHIFT, SHIFT2, LOW = np.uint64(6), np.uint64(12), np.uint64(63)
 F = TypeVar("F", bound=Callable[..., Any])
 Bits = npt.NDArray[np.uint64]
 
@@ -77,52 +79,55 @@ def new_set(limit: int) -> Bits:
 @inlined
 def add(bits: Bits, i: int) -> None:
     """Puts `i` into the set."""
-    bits[i >> 6] |= np.uint64(1) << np.uint64(i & 63)
-    bits[np.int64(bits[-1]) + (i >> 12)] |= np.uint64(1) << np.uint64((i >> 6) & 63)
+    at = np.uint64(i)
+    bits[at >> SHIFT] |= ONE << (at & LOW)
+    bits[bits[-1] + (at >> SHIFT2)] |= ONE << ((at >> SHIFT) & LOW)
 
 
 @inlined
 def remove(bits: Bits, i: int) -> None:
     """Takes `i` out of the set."""
-    bits[i >> 6] &= ~(np.uint64(1) << np.uint64(i & 63))
-    if bits[i >> 6] == np.uint64(0):
-        bits[np.int64(bits[-1]) + (i >> 12)] &= ~(np.uint64(1) << np.uint64((i >> 6) & 63))
+    at = np.uint64(i)
+    left = bits[at >> SHIFT] & ~(ONE << (at & LOW))
+    bits[at >> SHIFT] = left
+    if left == NONE:
+        bits[bits[-1] + (at >> SHIFT2)] &= ~(ONE << ((at >> SHIFT) & LOW))
 
 
 @inlined
 def at_least(bits: Bits, i: int) -> int:
     """The smallest member >= `i` (which lies in 0..limit), or -1."""
-    word, words = i >> 6, np.int64(bits[-1])
-    rest = bits[word] >> np.uint64(i & 63)
-    if rest != np.uint64(0):
+    word, words, end = np.uint64(i) >> SHIFT, bits[-1], np.uint64(len(bits) - 1)
+    rest = bits[word] >> (np.uint64(i) & LOW)
+    if rest != NONE:
         return i + lowest_bit(rest)
-    word += 1
-    top = words + (word >> 6)
-    if top == len(bits) - 1:
+    word += ONE
+    top = words + (word >> SHIFT)
+    if top == end:
         return -1
-    rest = bits[top] & (~np.uint64(0) << np.uint64(word & 63))
-    while rest == np.uint64(0):
-        top += 1
-        if top == len(bits) - 1:
+    rest = bits[top] & (~NONE << (word & LOW))
+    while rest == NONE:
+        top += ONE
+        if top == end:
             return -1
         rest = bits[top]
-    full = int((top - words) << 6) + lowest_bit(rest)
-    return (full << 6) + lowest_bit(bits[full])
+    full = np.uint64(np.int64((top - words) << SHIFT) + lowest_bit(rest))
+    return np.int64(full << SHIFT) + lowest_bit(bits[full])
 
 
 @inlined
 def at_most(bits: Bits, i: int) -> int:
     """The largest member <= `i` (which lies in 0..limit), or -1."""
-    word, words = i >> 6, np.int64(bits[-1])
-    rest = bits[word] << np.uint64(63 - (i & 63))
-    if rest != np.uint64(0):
+    word, words = np.uint64(i) >> SHIFT, bits[-1]
+    rest = bits[word] << (LOW - (np.uint64(i) & LOW))
+    if rest != NONE:
         return i - 63 + highest_bit(rest)
-    top = words + (word >> 6)
-    rest = bits[top] & ((np.uint64(1) << np.uint64(word & 63)) - np.uint64(1))
-    while rest == np.uint64(0):
-        top -= 1
-        if top < words:
+    top = words + (word >> SHIFT)
+    rest = bits[top] & ((ONE << (word & LOW)) - ONE)
+    while rest == NONE:
+        if top == words:
             return -1
+        top -= ONE
         rest = bits[top]
-    full = int((top - words) << 6) + highest_bit(rest)
-    return (full << 6) + highest_bit(bits[full])
+    full = np.uint64(np.int64((top - words) << SHIFT) + highest_bit(rest))
+    return np.int64(full << SHIFT) + highest_bit(bits[full])
