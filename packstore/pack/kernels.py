@@ -112,7 +112,7 @@ def at_least(bits: Bits, i: int) -> int:
             return -1
         rest = bits[top]
     full = np.uint64(np.int64((top - words) << SHIFT) + lowest_bit(rest))
-    return np.int64(full << SHIFT) + lowest_bit(bits[full])
+    return int(np.int64(full << SHIFT)) + lowest_bit(bits[full])
 
 
 @inlined
@@ -130,4 +130,4 @@ def at_most(bits: Bits, i: int) -> int:
         top -= ONE
         rest = bits[top]
     full = np.uint64(np.int64((top - words) << SHIFT) + highest_bit(rest))
-    return np.int64(full << SHIFT) + highest_bit(bits[full])
+    return int(np.int64(full << SHIFT)) + highest_bit(bits[full])
