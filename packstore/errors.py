@@ -11,6 +11,7 @@
     ├── DropRateError (ValueError)          more records were dropped than `max_drop_rate` allows
     ├── TokenizerError (ValueError)         a tokenizer or chat template does not load or misbehaves
     ├── StorageError (OSError)              a store refuses to read, write or list
+    │   ├── DatasetBusyError (BlockingIOError)     another job writes there
     │   ├── DatasetExistsError (FileExistsError)
     │   └── DatasetNotFoundError (FileNotFoundError)
     ├── FormatError (ValueError)            stored bytes are not what the format says
@@ -85,6 +86,10 @@ class TokenizerError(PackstoreError, ValueError):
 
 class StorageError(PackstoreError, OSError):
     """A store refuses to read, write or list."""
+
+
+class DatasetBusyError(StorageError, BlockingIOError):
+    """Another job is writing to the place."""
 
 
 class DatasetExistsError(StorageError, FileExistsError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,9 +20,9 @@ from packstore.config import PackConfig, fingerprint
 from packstore.engines import ENGINES
 from packstore.errors import DropRateError, sentence
 from packstore.intake import Intake, open_intake
-from packstore.io.commit import refuse_existing
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
+from packstore.io.job import WriteJob, writing
 from packstore.io.manifest import build_manifest, commit_manifest
 from packstore.io.shard import PackShape
 from packstore.io.storage import Location
@@ -32,6 +33,7 @@ from packstore.pack.layout import sizes
 from packstore.pack.plan import Plan, plan
 from packstore.records import Examples, Int32, Packs, Tally
 from packstore.spill import Spill
+from packstore.version import VERSION
 
 log = logging.getLogger("packstore")
 
@@ -97,13 +99,14 @@ def pack(
     ENGINES.check(config.engine)
     report = progress or _no_progress
     location = Location(out, storage_options or {})
-    refuse_existing(location, config.overwrite)
-    intake = open_intake(source, tokenizer, config, dict(storage_options or {}))
-    with Spill(config.spill_dir) as spill:
-        tally, lengths = _read(intake, spill, config, report)
-        _check_drops(tally, config)
-        packing = plan(lengths, config=config)
-        _write(intake, spill.examples(), packing, tally, location, config, report)
+    with writing(location, config.overwrite, config.fresh) as job:
+        job.compare(_begun_with(config))
+        intake = open_intake(source, tokenizer, config, dict(storage_options or {}))
+        with Spill(config.spill_dir) as spill:
+            tally, lengths = _read(intake, spill, config, report)
+            _check_drops(tally, config)
+            packing = plan(lengths, config=config)
+            _write(intake, spill.examples(), packing, tally, job, config, report)
     dataset = open_dataset(out, storage_options=storage_options)
     _log_result(dataset)
     return dataset
@@ -152,11 +155,11 @@ def _write(
     examples: Examples,
     packing: Plan,
     tally: Tally,
-    location: Location,
+    job: WriteJob,
     config: PackConfig,
     report: Progress,
 ) -> None:
-    """Fills the packs, writes the shards, and commits."""
+    """Fills the packs that no interrupted run had finished, writes the shards, and commits."""
     provenance = _with_lineage(intake.provenance(), intake.kind, config)
     shape = PackShape(
         kind=intake.kind,
@@ -165,10 +168,12 @@ def _write(
         carry=intake.carry,
         vocab_size=intake.vocab_size,
     )
-    run = fingerprint(_without_paths(provenance))[:12]
-    with ShardWriter(location, shape, config, run, config.spill_dir) as writer:
-        done = 0
-        for packs in _fill(examples, packing, config):
+    about = _without_paths(provenance)
+    run = fingerprint(about)[:12]
+    job.begin(run, {**about, **_begun_with(config), "plan": packing.sha256})
+    with ShardWriter(job.location, shape, config, run, config.spill_dir, job) as writer:
+        done = writer.resumed
+        for packs in _fill(examples, packing, config, done):
             writer.write(packs)
             done += len(packs)
             report("write", done, packing.num_packs, "packs")
@@ -177,7 +182,15 @@ def _write(
             shape, config, shards, writer.counter, tally, packing.statistics(), provenance
         )
         manifest = replace(manifest, pack_index=writer.pack_index)
-        commit_manifest(location, manifest, overwrite=config.overwrite)
+        job.confirm(shards)
+        commit_manifest(job.location, manifest, version=job.version)
+        job.done()
+
+
+def _begun_with(config: PackConfig) -> dict[str, Any]:
+    """What an interrupted run must have been begun with, as far as it is known beforehand."""
+    libraries = {"packstore": VERSION, "pyarrow": version("pyarrow"), "numpy": version("numpy")}
+    return {"call": "pack", "settings": config.recorded(), "libraries": libraries}
 
 
 def _with_lineage(provenance: Mapping[str, Any], kind: str, config: PackConfig) -> dict[str, Any]:
@@ -207,10 +220,10 @@ def _without_paths(value: Any) -> Any:
     return [_without_paths(v) for v in value] if isinstance(value, list) else value
 
 
-def _fill(examples: Examples, packing: Plan, config: PackConfig) -> Iterator[Packs]:
-    """The packs in plan order, about a row group at a time."""
+def _fill(examples: Examples, packing: Plan, config: PackConfig, start: int) -> Iterator[Packs]:
+    """The packs in plan order from `start` on, about a row group at a time."""
     step = max(1, config.row_group_tokens // config.pack_size)
-    for first in range(0, packing.num_packs, step):
+    for first in range(start, packing.num_packs, step):
         offsets = packing.offsets[first : first + step + 1]
         part = examples.take(packing.order[offsets[0] : offsets[-1]])
         yield fill(part, offsets - offsets[0], config.layout)

@@ -33,6 +33,7 @@ COMMANDS: Registry[Command] = Registry(
     "command",
     {
         "pack": "packstore.cli.pack:COMMAND",
+        "clean": "packstore.cli.clean:COMMAND",
         "inspect": "packstore.cli.inspect:COMMAND",
         "show": "packstore.cli.show:COMMAND",
         "verify": "packstore.cli.verify:COMMAND",

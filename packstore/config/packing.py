@@ -163,6 +163,9 @@ class RunConfig:
     )
     max_drop_rate: float = setting(0.5, "fail if a larger share of the records is dropped (0 to 1)")
     spill_dir: str | None = setting(None, "local folder for temporary files; default: the system's")
+    fresh: bool = setting(
+        False, "give up an unfinished run at the same place instead of going on with it"
+    )
 
     def __post_init__(self) -> None:
         validate(self)

@@ -66,23 +66,25 @@ def refuse_existing(location: Location, overwrite: bool, name: str = DATASET) ->
     return current + 1
 
 
-def commit(location: Location, data: bytes, overwrite: bool, name: str = DATASET) -> int:
+def commit(
+    location: Location,
+    data: bytes,
+    overwrite: bool,
+    name: str = DATASET,
+    version: int | None = None,
+) -> int:
     """Puts the text of the next manifest, if its number is still free; see `commit_manifest`."""
-    version = refuse_existing(location, overwrite, name)
+    following = refuse_existing(location, overwrite or version is not None, name)
+    version = following if version is None else version
     path = manifest_path(version, name)
     if len(data) > MAX_MANIFEST_BYTES:
         raise _too_large(location, path, len(data))
+    if version != following:
+        raise _too_late(location)
     try:
         location.create_bytes(path, data)
     except DatasetExistsError as error:
-        raise DatasetExistsError(
-            sentence(
-                location.display,
-                "only one writer may commit at a time",
-                "that another one just did",
-                "Look at its dataset, then run again if it is not yours",
-            )
-        ) from error
+        raise _too_late(location) from error
     return version
 
 
@@ -103,6 +105,17 @@ def _not_found(
     hint = "Check the path" if missing else "Name the folder that `packstore pack` wrote"
     what = "a dataset" if name == DATASET else f"a {name} dataset"
     return DatasetNotFoundError(sentence(location.display, f"must be {what}", found, hint))
+
+
+def _too_late(location: Location) -> DatasetExistsError:
+    return DatasetExistsError(
+        sentence(
+            location.display,
+            "only one writer may commit at a time",
+            "that another one just did",
+            "Look at its dataset, then run again if it is not yours",
+        )
+    )
 
 
 def _too_large(location: Location, path: str, size: int) -> FormatError:

@@ -195,12 +195,20 @@ def read_manifest(location: Location, version: int | None = None) -> tuple[Manif
     return Manifest.from_json(data, where), number
 
 
-def commit_manifest(location: Location, manifest: Manifest, overwrite: bool = False) -> int:
+def commit_manifest(
+    location: Location, manifest: Manifest, overwrite: bool = False, version: int | None = None
+) -> int:
     """Makes the dataset visible, in one step; returns its version.
+
+    Args:
+        location: the dataset.
+        manifest: what it is.
+        overwrite: replace a dataset that is there.
+        version: the number it must get, as the job saw it when it began; None: the next one.
 
     Raises:
         DatasetExistsError: a dataset is there and `overwrite` is False, or another writer was
             faster.
         FormatError: the manifest is too large.
     """
-    return commit(location, manifest.to_json(), overwrite)
+    return commit(location, manifest.to_json(), overwrite, version=version)

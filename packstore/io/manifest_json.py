@@ -38,7 +38,7 @@ _SUMS = ("examples", "sequences", "tokens", "supervised_tokens", "bytes")
 def dump(manifest: Manifest) -> bytes:
     """Canonical JSON: fields as declared, one line for each, and one for each shard."""
     fields = {f.name: getattr(manifest, f.name) for f in dataclasses.fields(manifest)}
-    shards = [_compact(_shard(s)) for s in fields.pop("shards")]
+    shards = [_compact(dump_shard(s)) for s in fields.pop("shards")]
     head = {"format_version": FORMAT_VERSION, "features": fields.pop("features")}
     head |= {"kind": fields.pop("kind"), "num_responses": manifest.num_responses} | fields
     if manifest.pack_index is None:
@@ -87,7 +87,7 @@ def _parse(value: object, shards: Iterable[object] | None, where: str) -> Manife
         records=_records(top.child("records")),
         provenance=top.mapping("provenance"),
         pack_index=_pack_index(top),
-        shards=tuple(_parse_shard(s, where) for s in shards or top.items("shards")),
+        shards=tuple(parse_shard(s, where) for s in shards or top.items("shards")),
     )
     check_manifest(manifest, where)
     return manifest
@@ -182,14 +182,16 @@ def _compact(value: Any) -> bytes:
         ) from error
 
 
-def _shard(shard: ShardInfo) -> dict[str, Any]:
+def dump_shard(shard: ShardInfo) -> dict[str, Any]:
+    """What a manifest says of a shard, as JSON values and arrays."""
     fields = {f.name: getattr(shard, f.name) for f in dataclasses.fields(shard)}
     groups = {name: getattr(shard.row_groups, name) for name in _GROUP_COLUMNS}
     groups["crc32"] = shard.row_groups.crc32.astype(">u4").tobytes().hex()
     return {**fields, "row_groups": groups}
 
 
-def _parse_shard(value: object, where: str) -> ShardInfo:
+def parse_shard(value: object, where: str) -> ShardInfo:
+    """What a manifest says of a shard; raises :class:`FormatError` as :func:`parse` does."""
     top = Fields(value, f"{where}, a shard")
     path = check_relative(top.text("path"), where)
     top.where = f"{where}, shard {path}"

@@ -9,6 +9,7 @@ import tempfile
 from packstore.io.faults import guarded
 from packstore.io.owned import OwnedFolder
 from packstore.io.storage import Location
+from packstore.io.upkeep import make_folder
 
 IN_DATASET, ELSEWHERE = ".staging-", "packstore-staging-"
 """Begin the names of staging folders, inside a local dataset and in the folder for spills."""
@@ -42,10 +43,9 @@ class Staging:
             parent, prefix = self._spill_dir, ELSEWHERE
             with guarded("write", self._root or parent or tempfile.gettempdir(), {}):
                 if self._root is not None:
-                    places = [self._root, *(os.path.join(self._root, f) for f in self._folders)]
-                    self._made = [p for p in places if not os.path.exists(p)]
-                    parent, prefix = places[1], IN_DATASET
-                    os.makedirs(parent, exist_ok=True)
+                    for folder in self._folders:
+                        self._made += make_folder(os.path.join(self._root, folder))
+                    parent, prefix = os.path.join(self._root, self._folders[0]), IN_DATASET
                 self._folder = OwnedFolder(prefix, parent)
         self._count += 1
         return os.path.join(self._folder.name, str(self._count))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from packstore.records import IGNORE_INDEX, Int64, Packs, PackSizes
 
@@ -109,24 +110,31 @@ class PackCounter:
 
     def add(self, packs: Packs) -> None:
         """Counts some packs."""
-        if not len(packs):
-            return
-        examples, tokens = np.diff(packs.example_offsets), np.diff(packs.token_offsets)
-        self.merge(
-            PackCounter(
-                packs=len(packs),
-                examples=len(packs.example_ids),
-                sequences=len(packs.lengths),
-                tokens=len(packs.input_ids),
-                supervised_tokens=int(np.count_nonzero(packs.labels != IGNORE_INDEX)),
-                logical_tokens=int(packs.lengths.sum(dtype=np.int64)),
-                histogram=np.bincount(np.frexp(packs.lengths)[1] - 1, minlength=32),
-                most_examples=int(examples.max()),
-                most_segments=int(np.diff(packs.sequence_offsets).max()),
-                longest_sequence=int(packs.lengths.max()),
-                fewest_examples=int(examples.min()),
-                shortest_pack=int(tokens.min()),
-            )
+        if len(packs):
+            self.merge(PackCounter.of(pack_figures(packs), packs.lengths))
+
+    @classmethod
+    def of(cls, figures: Int64, lengths: npt.NDArray[np.integer]) -> PackCounter:
+        """That of some packs, at least one.
+
+        Args:
+            figures: of each pack, from :func:`pack_figures`.
+            lengths: `[S]`, logical, of all their sequences.
+        """
+        examples, sequences, tokens, supervised = figures[:, :4].T
+        return cls(
+            packs=len(figures),
+            examples=int(examples.sum()),
+            sequences=len(lengths),
+            tokens=int(tokens.sum()),
+            supervised_tokens=int(supervised.sum()),
+            logical_tokens=int(lengths.sum(dtype=np.int64)),
+            histogram=np.bincount(np.frexp(lengths)[1] - 1, minlength=32),
+            most_examples=int(examples.max()),
+            most_segments=int(sequences.max()),
+            longest_sequence=int(lengths.max()),
+            fewest_examples=int(examples.min()),
+            shortest_pack=int(tokens.min()),
         )
 
     def merge(self, other: PackCounter) -> None:

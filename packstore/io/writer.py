@@ -11,6 +11,7 @@ Nothing of it is part of a dataset until a manifest names it (:mod:`packstore.io
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from types import TracebackType
 from typing import Any, Self
@@ -23,9 +24,12 @@ from packstore.config import WriteConfig
 from packstore.errors import PackstoreError
 from packstore.invariants import check_packs
 from packstore.io.checksums import file_crc32
-from packstore.io.commit import FOLDER, versions
+from packstore.io.columns import flat_numbers
+from packstore.io.commit import FOLDER
 from packstore.io.faults import guarded
-from packstore.io.manifest import read_manifest
+from packstore.io.job import DATA, WriteJob
+from packstore.io.journal import Finished
+from packstore.io.named import named_paths
 from packstore.io.pack_index import PackIndexWriter
 from packstore.io.shard import FileHashes, PackShape, ShardInfo, describe_shard
 from packstore.io.staging import Staging
@@ -35,7 +39,8 @@ from packstore.io.stored_file import StoredFile
 from packstore.records import Int64, Packs
 from packstore.schema import pack_schema, to_arrow
 
-DATA = "data"
+log = logging.getLogger("packstore")
+
 PAGE_BYTES = 1 << 20
 
 
@@ -51,6 +56,8 @@ class ShardWriter:
         run: begins the name of every shard; the same for a rerun of the same job.
         spill_dir: local folder for unfinished shards of a remote dataset; None: the system's.
             (Those of a local dataset lie hidden inside it, so that they can be moved in one step.)
+        job: notes what is finished, and knows what an interrupted run had finished; its
+            :attr:`resumed` packs are not to be written again.
 
     Attributes:
         counter: totals and statistics of the packs so far.
@@ -64,6 +71,7 @@ class ShardWriter:
         config: WriteConfig,
         run: str,
         spill_dir: str | None = None,
+        job: WriteJob | None = None,
     ) -> None:
         self.counter = PackCounter()
         self.pack_index: StoredFile | None = None
@@ -75,10 +83,21 @@ class ShardWriter:
         self._staging = Staging(location, (FOLDER, DATA), spill_dir)
         self._shard: _OpenShard | None = None
         self._index: PackIndexWriter | None = None
+        self._job = job
         self._pending: list[tuple[pa.RecordBatch, Int64]] = []
         self._pending_tokens = self._rows = 0
         self._shards: list[ShardInfo] = []
         self._created: list[str] = []
+        for part in job.resumed if job else ():
+            self.counter.merge(part.counter)
+            self._created.append(part.shard.path)
+            self._rows += part.shard.rows
+            self._add(part)
+
+    @property
+    def resumed(self) -> int:
+        """Packs that an interrupted run had written, the first of the dataset."""
+        return sum(part.shard.rows for part in self._job.resumed) if self._job else 0
 
     def __enter__(self) -> Self:
         return self
@@ -91,6 +110,9 @@ class ShardWriter:
     ) -> None:
         if error is None:
             self.close()
+        elif self._job is not None and self._job.keeps(error):
+            self._discard()
+            log.warning("the finished shards stay: run it again to go on, or `packstore clean` it")
         else:
             self.abort()
 
@@ -112,8 +134,8 @@ class ShardWriter:
             first_row=self._rows,
         )
         self._rows += len(packs)
-        self.counter.add(packs)
         batch, figures = to_arrow(packs, self._schema), pack_figures(packs)
+        self.counter.merge(PackCounter.of(figures, packs.lengths))
         start = 0
         for row, tokens in enumerate(np.diff(packs.token_offsets).tolist()):
             full = self._pending_tokens + tokens > self._config.row_group_tokens
@@ -139,6 +161,17 @@ class ShardWriter:
 
     def abort(self) -> None:
         """Removes what was written, except shards that a committed manifest names."""
+        self._discard()
+        with contextlib.suppress(PackstoreError):
+            named = named_paths(self._location) if self._created else set()
+            for path in set(self._created) - named:
+                self._location.remove(path)
+        if self._job is not None:
+            self._job.done()
+        self._staging.prune()
+
+    def _discard(self) -> None:
+        """Removes what is unfinished."""
         if self._shard is not None:
             self._shard.discard()
             self._shard = None
@@ -146,10 +179,6 @@ class ShardWriter:
             self._index.discard()
             self._index = None
         self._staging.remove()
-        with contextlib.suppress(PackstoreError):
-            for path in set(self._created) - _committed_paths(self._location, self._created):
-                self._location.remove(path)
-        self._staging.prune()
 
     def _hold(self, batch: pa.RecordBatch, figures: Int64, start: int, stop: int) -> None:
         if stop > start:
@@ -163,6 +192,7 @@ class ShardWriter:
         if self._shard is None:
             self._shard = _OpenShard(self._staging.path(), self._schema, self._config)
         self._shard.append(batch, figures)
+        self._shard.counter.merge(PackCounter.of(figures, flat_numbers(batch.column("lengths"))))
         if self._shard.size >= self._config.shard_bytes:
             self._finish_shard()
 
@@ -177,14 +207,23 @@ class ShardWriter:
         info = describe_shard(f"{DATA}/{name}", groups, hashes, checksums)
         self._put(shard.path, info.path)
         self._shard = None
-        self._shards.append(info)
+        part = Finished(info, shard.counter, pack_sizes(np.concatenate(shard.figures)))
+        if self._job is not None:
+            self._job.finished(len(self._shards), part)
+        self._add(part)
+
+    def _add(self, part: Finished) -> None:
+        """Takes in a shard that is in its place."""
+        self._shards.append(part.shard)
         if self._index is None:
             self._index = PackIndexWriter(self._staging.path())
-        self._index.append(pack_sizes(np.concatenate(shard.figures)))
+        self._index.append(part.sizes)
 
     def _finish_index(self) -> None:
         if self._index is not None:
             info = self._index.finish(durable=self._staging.in_dataset)
+            if self._job is not None:
+                self._job.intends(info.path)
             self._put(self._index.path, info.path)
             self.pack_index, self._index = info, None
 
@@ -201,7 +240,7 @@ class _OpenShard:
     """A shard file that is being written on the local disk."""
 
     def __init__(self, path: str, schema: pa.Schema, config: WriteConfig) -> None:
-        self.path, self.size = path, 0
+        self.path, self.size, self.counter = path, 0, PackCounter()
         self.figures: list[Int64] = []
         with guarded("write", path, {}):
             self._file = open(path, "xb")  # noqa: SIM115
@@ -248,12 +287,3 @@ def _format_writer(file: Any, schema: pa.Schema, config: WriteConfig) -> Any:
         data_page_size=PAGE_BYTES,
         store_schema=True,
     )
-
-
-def _committed_paths(location: Location, candidates: list[str]) -> set[str]:
-    """Files that a committed version names (an equal job may have run beside this one)."""
-    if not candidates:
-        return set()
-    manifests = [read_manifest(location, version)[0] for version in versions(location)]
-    indexes = {m.pack_index.path for m in manifests if m.pack_index}
-    return indexes | {shard.path for manifest in manifests for shard in manifest.shards}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -56,6 +57,14 @@ class Plan:
     def num_examples(self) -> int:
         """n."""
         return len(self.order)
+
+    @property
+    def sha256(self) -> str:
+        """Hash (hex) of which example goes where: what decides the packs, their tokens apart."""
+        digest = hashlib.sha256()
+        for array in (self.lengths, self.order, self.offsets):
+            digest.update(np.ascontiguousarray(array, "<i8").data)
+        return digest.hexdigest()
 
     @cached_property
     def tokens(self) -> int:

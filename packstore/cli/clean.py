@@ -1,0 +1,85 @@
+"""``packstore clean``: what no version of a dataset refers to."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter
+
+from packstore.cli import Command
+from packstore.cli.common import add_dataset, number, stdout_console, storage_options
+from packstore.errors import ConfigError
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_SHOWN = 40
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add_dataset(parser)
+    parser.add_argument("--delete", action="store_true", help="remove it; default: only list it")
+    parser.add_argument(
+        "--keep-versions",
+        type=int,
+        metavar="N",
+        help="keep the N newest versions only (default: all)",
+    )
+    parser.add_argument(
+        "--older-than",
+        default="1d",
+        metavar="AGE",
+        help="spare files that no journal explains for so long, e.g. 30m, 12h, 7d (default: 1d)",
+    )
+    parser.add_argument("--spill-dir", metavar="DIR", help="where jobs put temporary files")
+    parser.add_argument("--all", action="store_true", help="list every file")
+
+
+def _run(args: argparse.Namespace) -> int:
+    from packstore.io.clean import clean
+
+    report = clean(
+        args.dataset,
+        delete=args.delete,
+        keep_versions=args.keep_versions,
+        older_than=_seconds(args.older_than),
+        spill_dir=args.spill_dir,
+        storage_options=storage_options(args),
+    )
+    console = stdout_console()
+    shown = report.leftovers if args.all else report.leftovers[:_SHOWN]
+    for item in shown:
+        spared = f" (spared: {item.spared})" if item.spared else ""
+        console.print(f"{item.path}  {number(item.bytes)} bytes  {item.why}{spared}", markup=False)
+    if len(shown) < len(report.leftovers):
+        rest = Counter(item.why for item in report.leftovers[len(shown) :])
+        for why, count in rest.items():
+            console.print(f"… and {number(count)} more: {why}", markup=False)
+    going = report.removable
+    amount = f"{number(len(going))} files, {number(sum(item.bytes for item in going))} bytes"
+    if not report.lists_uploads and "://" in report.url:
+        console.print("unfinished uploads: this store does not list them", style="dim")
+    if report.writer:
+        console.print(f"{report.writer} is writing here: nothing can be removed until it ends")
+    elif not going:
+        console.print("nothing to remove", style="green")
+    elif report.deleted:
+        console.print(f"removed {amount}", style="green")
+    else:
+        console.print(f"would remove {amount}; --delete does")
+    return 0
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if match is None:
+        raise ConfigError(f"--older-than must be a number and s, m, h or d; found {text!r}.")
+    return float(match[1]) * _UNITS[match[2] or "s"]
+
+
+COMMAND = Command(
+    help="list or remove what killed jobs left, and old versions",
+    examples="  packstore clean prefs-8k\n"
+    "  packstore clean s3://bucket/prefs-8k --delete\n"
+    "  packstore clean prefs-8k --keep-versions 2 --delete\n",
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,173 @@
+"""A job that writes to a place: alone there, and able to go on where a killed one stopped.
+
+1. Look whether a dataset may be put there, and take the lease.
+2. Remove the staging folders of dead jobs.
+3. Refuse to go on with an unfinished run of other settings or inputs.
+4. Take over the finished shards of the same run, by hash.
+5. Before the commit: the lease is still held, and every shard is there.
+6. After it: the journal goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from packstore.errors import (
+    DatasetBusyError,
+    DatasetExistsError,
+    DatasetNotFoundError,
+    PackstoreError,
+    StorageError,
+    sentence,
+)
+from packstore.io.commit import FOLDER, refuse_existing
+from packstore.io.journal import Finished, Journal, refuse_other
+from packstore.io.lease import Lease
+from packstore.io.named import named_paths
+from packstore.io.owned import sweep
+from packstore.io.shard import ShardInfo
+from packstore.io.staging import IN_DATASET
+from packstore.io.storage import Location
+from packstore.io.upkeep import list_folder, pruned
+
+log = logging.getLogger("packstore")
+
+DATA = "data"
+
+
+class WriteJob:
+    """What :func:`writing` gives: the lease and the journal of a place.
+
+    Attributes:
+        version: the number that the next manifest will have.
+        resumed: the shards of an interrupted run that :meth:`begin` took over.
+    """
+
+    def __init__(self, location: Location, lease: Lease, version: int, fresh: bool) -> None:
+        self.location, self.version = location, version
+        self._lease, self._fresh = lease, fresh
+        self._journal = Journal(location)
+        self.resumed: list[Finished] = []
+        self._shards = 0
+
+    def compare(self, about: Mapping[str, Any]) -> None:
+        """Refuses an unfinished run of another job, by as much as is known of this one.
+
+        With `fresh`, unfinished runs are given up instead: what they wrote is removed.
+
+        Raises:
+            CompatibilityError: says what differs.
+        """
+        unfinished = self._journal.runs()
+        if not unfinished:
+            return
+        named = named_paths(self.location)
+        for run in list(unfinished):
+            committed = any(path.startswith(f"{DATA}/{run}-") for path in named)
+            if self._fresh or (committed and run != self._journal.run):
+                self.discard(run, named)
+                del unfinished[run]
+        refuse_other(self.location, unfinished, about)
+
+    def begin(self, run: str, about: Mapping[str, Any]) -> list[Finished]:
+        """The finished shards of this very run, if it was begun before; else begins it.
+
+        Args:
+            run: begins the names of its shards.
+            about: everything that decides the bytes of the result.
+
+        Raises:
+            CompatibilityError: another unfinished run lies there.
+        """
+        self._journal.run = run
+        self.compare(about)
+        self._fresh = False
+        self.resumed = self._journal.begin(run, about)
+        self._shards = len(self.resumed)
+        if self.resumed:
+            shards, packs = len(self.resumed), sum(p.shard.rows for p in self.resumed)
+            log.info("going on with an interrupted run: %d shards, %d packs", shards, packs)
+        return self.resumed
+
+    def finished(self, number: int, part: Finished) -> None:
+        """Notes a shard that was put."""
+        self._journal.finished(number, part)
+        self._shards += 1
+
+    def intends(self, path: str) -> None:
+        """Notes a file that is going to be put, and whose name does not tell the run."""
+        self._journal.intends(path)
+
+    def keeps(self, error: BaseException) -> bool:
+        """Whether what is finished stays for a rerun, which may well end better."""
+        final = isinstance(error, DatasetExistsError | DatasetNotFoundError | DatasetBusyError)
+        passing = isinstance(error, StorageError | KeyboardInterrupt | SystemExit)
+        return passing and not final and self._shards > 0
+
+    def confirm(self, shards: Iterable[ShardInfo]) -> None:
+        """What must hold in the moment of the commit.
+
+        Raises:
+            DatasetBusyError: another job took this one for dead.
+            StorageError: a shard was removed.
+        """
+        self._lease.confirm()
+        there = {f.path: f.bytes for f in list_folder(self.location, DATA)}
+        for shard in shards:
+            if there.get(shard.path) != shard.bytes:
+                found = f"{shard.path} removed or changed"
+                must = "its shards must stay while a job writes there"
+                raise StorageError(sentence(self.location.display, must, found, "Run it again"))
+
+    def done(self) -> None:
+        """Removes the journal: the dataset is committed, or nothing of it is left; never fails."""
+        with contextlib.suppress(PackstoreError):
+            if self._journal.run:
+                self._journal.remove(self._journal.run)
+
+    def discard(self, run: str, named: set[str]) -> None:
+        """Removes what a run wrote, but for the files in `named`, and its journal."""
+        for path in leftovers(self.location, self._journal, run, named):
+            self.location.remove(path)
+        self._journal.remove(run)
+
+
+def leftovers(location: Location, journal: Journal, run: str, named: set[str]) -> list[str]:
+    """The files of a run, journal apart, that are not in `named`."""
+    shards = [f.path for f in list_folder(location, DATA) if f.path.startswith(f"{DATA}/{run}-")]
+    there = {f.path for f in list_folder(location, FOLDER)}
+    others = [path for path in journal.files_of(run) if path in there]
+    return [path for path in (*shards, *others) if path not in named]
+
+
+@contextlib.contextmanager
+def writing(location: Location, overwrite: bool, fresh: bool = False) -> Iterator[WriteJob]:
+    """A context in which nobody else writes to `location`.
+
+    Args:
+        location: the dataset.
+        overwrite: a dataset that is there is going to be replaced.
+        fresh: give up unfinished runs there, rather than go on with them.
+
+    Raises:
+        DatasetExistsError: a dataset is there, and `overwrite` is False.
+        DatasetBusyError: another job writes there.
+        StorageError: the store refuses.
+    """
+    refuse_existing(location, overwrite)
+    with pruned(location):
+        lease = Lease.acquire(location)
+        try:
+            version = refuse_existing(location, overwrite)  # one may just have been committed
+            if location.local_path is not None:
+                sweep(os.path.join(location.local_path, FOLDER), IN_DATASET)
+            yield WriteJob(location, lease, version, fresh)
+        finally:
+            if location.local_path is not None:
+                with contextlib.suppress(OSError):
+                    os.rmdir(os.path.join(location.local_path, FOLDER, "runs"))
+            lease.release()

@@ -1,0 +1,35 @@
+"""What the committed versions at a place are made of: the files that nobody may remove."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from packstore.io.commit import DATASET, versions
+from packstore.io.manifest import read_manifest
+from packstore.io.side import open_side_at
+from packstore.io.side_manifest import SIDE
+from packstore.io.storage import Location
+
+
+def paths_of(location: Location, numbers: Iterable[int], name: str = DATASET) -> set[str]:
+    """Shards and pack indexes that these versions name.
+
+    Raises:
+        FormatError: a manifest is not valid.
+        StorageError: the store refuses.
+    """
+    found: set[str] = set()
+    for number in numbers:
+        if name == SIDE:
+            found |= {shard.path for shard in open_side_at(location, number).manifest.shards}
+            continue
+        manifest, _ = read_manifest(location, number)
+        found |= {shard.path for shard in manifest.shards}
+        found |= {manifest.pack_index.path} if manifest.pack_index else set()
+    return found
+
+
+def named_paths(location: Location) -> set[str]:
+    """Those of all versions, of a dataset and of a side dataset; raises as :func:`paths_of`."""
+    parts = (paths_of(location, versions(location, name), name) for name in (DATASET, SIDE))
+    return set().union(*parts)

@@ -1,0 +1,176 @@
+"""What keeping a dataset in order needs of a store, beside reading and writing whole files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from packstore.io.storage import Location
+
+
+class Found(NamedTuple):
+    """A file of a listing: its path in the dataset, its bytes, and its age in seconds if told."""
+
+    path: str
+    bytes: int
+    age: float | None
+
+
+class Upload(NamedTuple):
+    """An unfinished multipart upload: the path it was for, its age in seconds, and its id."""
+
+    path: str
+    age: float | None
+    id: str
+
+
+def list_folder(location: Location, folder: str) -> list[Found]:
+    """The files directly in a folder of a dataset, also hidden ones, by name."""
+    fs, full = location._at(folder)
+    with location.guard("list", folder):
+        fs.invalidate_cache()
+        try:
+            entries = fs.ls(full, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+    files = [e for e in entries if e["type"] != "directory"]
+    names = [e["name"].rstrip("/").rsplit("/", 1)[-1] for e in files]
+    found = (
+        Found(f"{folder}/{n}", int(e["size"] or 0), _age(e))
+        for n, e in zip(names, files, strict=True)
+    )
+    return sorted(found)
+
+
+def replace_bytes(location: Location, path: str, data: bytes) -> None:
+    """Puts a small file, over what is there; readers see the old bytes or the new ones."""
+    root = location.local_path
+    if root is None:
+        fs, full = location._at(path)
+        with location.guard("write", path):
+            fs.pipe_file(full, data)
+        return
+    full = os.path.join(root, path)
+    with location.guard("write", path):
+        temporary = f"{full}.{os.getpid()}"
+        with open(temporary, "wb") as file:
+            file.write(data)
+        os.replace(temporary, full)
+
+
+def make_folder(path: str) -> list[str]:
+    """Makes a local folder and those above it, durably; returns the new ones, outermost first."""
+    if os.path.isdir(path):
+        return []
+    parent = os.path.dirname(os.path.abspath(path))
+    made = make_folder(parent)
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise NotADirectoryError(path) from None
+        return made
+    handle = os.open(parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return [*made, path]
+
+
+def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
+    """Copies a file inside one store, without its bytes passing through here, where that can be.
+
+    A local copy is a hard link if the disk has them. Returns False, with nothing done, if the two
+    places are not of one store; what is at `to` is replaced.
+    """
+    fs, full = source._at(path)
+    other, there = target._at(to)
+    if source.local_path is not None and target.local_path is not None:
+        with target.guard("write", to):
+            _link(full, there)
+        return True
+    if type(fs) is not type(other) or source.storage_options != target.storage_options:
+        return False
+    with target.guard("write", to):
+        fs.cp_file(full, there)
+    return True
+
+
+def uploads(location: Location) -> list[Upload] | None:
+    """Unfinished multipart uploads below a location; None if its store does not list them."""
+    fs, root = location._open()
+    if not hasattr(fs, "list_multipart_uploads") or not hasattr(fs, "call_s3"):
+        return None
+    bucket, _, prefix = root.strip("/").partition("/")
+    with location.guard("list"):
+        answer = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+    return [
+        Upload(u["Key"][len(prefix) + 1 :], _since(u.get("Initiated")), u["UploadId"])
+        for u in answer.get("Uploads", ())
+        if u["Key"].startswith(f"{prefix}/")
+    ]
+
+
+def abort_upload(location: Location, upload: Upload) -> None:
+    """Ends an unfinished upload, and frees what it takes."""
+    fs, full = location._at(upload.path)
+    bucket, _, key = full.strip("/").partition("/")
+    with location.guard("remove", upload.path):
+        fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload.id)
+
+
+@contextlib.contextmanager
+def pruned(location: Location) -> Iterator[None]:
+    """A context after which local folders of the dataset that did not exist and are empty go."""
+    root = location.local_path
+    made: list[str] = []
+    if root is not None:
+        with location.guard("write"):
+            made = make_folder(root)
+            for name in ("_packstore", "data"):
+                made += make_folder(os.path.join(root, name))
+    try:
+        yield
+    finally:
+        for folder in reversed(made):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+
+
+def _link(source: str, target: str) -> None:
+    make_folder(os.path.dirname(target))
+    temporary = f"{target}.{os.getpid()}"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)
+    try:
+        os.link(source, temporary)
+    except OSError:
+        shutil.copyfile(source, temporary)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+    os.replace(temporary, target)
+    with contextlib.suppress(FileNotFoundError):  # two links to one file are not replaced
+        os.unlink(temporary)
+
+
+def _age(entry: dict[str, Any]) -> float | None:
+    names = ("LastModified", "mtime", "last_modified", "updated", "created")
+    ages = (_since(entry.get(name)) for name in names)
+    return next((age for age in ages if age is not None), None)
+
+
+def _since(when: Any) -> float | None:
+    """Seconds since a time as some filesystem tells it."""
+    if isinstance(when, str):
+        with contextlib.suppress(ValueError):
+            when = datetime.fromisoformat(when)
+    if isinstance(when, datetime):
+        when = when if when.tzinfo else when.replace(tzinfo=UTC)
+        when = when.timestamp()
+    return max(0.0, time.time() - float(when)) if isinstance(when, int | float) else None

@@ -1,0 +1,79 @@
+"""An interrupted job, its rerun, and what is left behind, on real servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stores import Store
+
+import packstore
+from packstore.errors import DatasetBusyError
+from packstore.io.clean import clean
+from packstore.io.job import writing
+from packstore.io.storage import Location
+
+RECORDS = [
+    {"prompt": [5, 6, 7], "chosen": [8, 10 + i, 11 + i], "rejected": [9] * (1 + i % 7)}
+    for i in range(120)
+]
+SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_bytes": 1}
+
+
+def files(place: Location) -> dict[str, int]:
+    fs, root = place._open()
+    fs.invalidate_cache()
+    return {p[len(root) + 1 :]: i["size"] for p, i in fs.find(root, detail=True).items()}
+
+
+def test_a_rerun_goes_on_and_nothing_is_left(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = packstore.pack(RECORDS, str(tmp_path / "ds"), **SETTINGS)
+    place = Location(store.url, store.options)
+
+    def pack() -> Any:
+        return packstore.pack(RECORDS, store.url, storage_options=store.options, **SETTINGS)
+
+    real, puts = Location.put_file, []
+
+    def put(self: Location, local_path: str, path: str) -> None:
+        puts.append(path)
+        if len(puts) == 5:
+            raise KeyboardInterrupt
+        real(self, local_path, path)
+
+    monkeypatch.setattr(Location, "put_file", put)
+    with pytest.raises(KeyboardInterrupt):
+        pack()
+    report = clean(store.url, storage_options=store.options)
+    assert {x.path for x in report.removable} == files(place).keys()
+    with writing(place, overwrite=False), pytest.raises(DatasetBusyError):
+        pack()
+    dataset = pack()
+    assert len(puts) == len(whole.manifest.shards) + 2
+    assert dataset.manifest.to_json() == whole.manifest.to_json()
+    assert dataset.verify().ok
+    local = Location(str(tmp_path / "ds"))
+    assert files(place) == files(local)
+    assert clean(store.url, storage_options=store.options).removable == []
+
+
+def test_unfinished_uploads_are_ended(s3: Store) -> None:
+    store = s3  # moto tells no true age
+    dataset = packstore.pack(RECORDS, store.url, storage_options=store.options, **SETTINGS)
+    client, key = store.client(), f"{store.path}/data/0123456789ab-00007-0.parquet"
+    ids = [
+        client.create_multipart_upload(Bucket=store.bucket, Key=name)["UploadId"]
+        for name in (key, key, f"{store.path}-other/data/x.parquet")
+    ]
+    report = clean(store.url, storage_options=store.options, delete=True)
+    assert [(x.path, bool(x.spared)) for x in report.leftovers] == [
+        ("data/0123456789ab-00007-0.parquet", True)
+    ]
+    report = clean(store.url, storage_options=store.options, delete=True, older_than=0)
+    assert [x.why for x in report.removable] == ["unfinished upload"]
+    left = client.list_multipart_uploads(Bucket=store.bucket, Prefix=store.path)
+    assert [u["UploadId"] for u in left.get("Uploads", ())] == ids[2:]
+    assert dataset.verify().ok
