@@ -34,13 +34,16 @@ def read_columns(
     with decoding(where), location.open_read(shard.path, cache_type="none") as file:
         if manifest.file_format == "arrow":
             schema = pa.ipc.open_file(file).schema
-            options = pa.ipc.IpcReadOptions(included_fields=[schema.names.index(n) for n in names])
+            fields = [schema.names.index(n) for n in names]
+            options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
             reader = pa.ipc.open_file(file, options=options)
             for i in range(reader.num_record_batches):
                 yield reader.get_batch(i).select(list(names))
             return
         metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
-        parquet = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True)
+        parquet = pq.ParquetFile(
+            file, metadata=metadata, page_checksum_verification=True, pre_buffer=False
+        )
         for i in range(parquet.num_row_groups):
             table = parquet.read_row_group(i, columns=list(names), use_threads=False)
             (batch,) = table.combine_chunks().to_batches()

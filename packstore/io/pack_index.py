@@ -128,6 +128,7 @@ class PackIndex:
                 pa.BufferReader(self._data),
                 metadata=self._metadata,
                 page_checksum_verification=True,
+                pre_buffer=False,
             )
             batch = _only_batch(file.read_row_group(number, use_threads=False))
             sizes = PackSizes(*(_numbers(batch.column(name)) for name in SCHEMA.names))

@@ -144,8 +144,11 @@ class ShardReader:
     def _decode_parquet(self, group: int, data: bytes) -> pa.RecordBatch:
         metadata = self._metadata
         start, _ = byte_range(metadata.row_group(group))
+        # No buffers ahead: a thread of Arrow's that lets go of a Python file while the interpreter
+        # ends brings the process down.
         # Pages have checksums too, but that of the row group covers them, and their headers.
-        file = pq.ParquetFile(Window(data, start, self.shard.bytes), metadata=metadata)
+        window = Window(data, start, self.shard.bytes)
+        file = pq.ParquetFile(window, metadata=metadata, pre_buffer=False)
         batches = file.read_row_group(group, use_threads=False).combine_chunks().to_batches()
         if not batches:
             raise IntegrityError("must have rows; found none")
@@ -192,7 +195,7 @@ class ShardReader:
             source = pa.memory_map(path)
         else:
             source = self._location.open_read(self.shard.path, cache_type="none")
-        file = pa.ipc.open_file(source)
+        file = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(use_threads=False))
         self._check(file.schema, file.num_record_batches)
         return file
 

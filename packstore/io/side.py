@@ -247,14 +247,15 @@ class Side:
             where = self.location.join(shard.path).display
             data = read_stored(self.location, shard)
             with decoding(where):
-                file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+                source = pa.BufferReader(data)
+                file = pq.ParquetFile(source, page_checksum_verification=True, pre_buffer=False)
                 schema = file.schema_arrow
                 found = (file.metadata.num_rows, schema.names)
                 fits = schema.equals(self.manifest.schema) and found[0] == shard.rows
                 if not fits or schema.metadata != self.manifest.schema.metadata:
                     must = f"it must have {shard.rows} rows of the columns that the manifest tells"
                     raise IntegrityError(sentence(where, must, str(found)))
-                (batch,) = file.read().combine_chunks().to_batches()
+                (batch,) = file.read(use_threads=False).combine_chunks().to_batches()
                 batch.validate(full=True)
             yield batch
 

@@ -25,6 +25,7 @@ from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
 from packstore.io.order import PackOrder
 from packstore.io.read_ahead import ReadAhead
+from packstore.io.side import SideWriter
 
 LANES = 4
 
@@ -213,6 +214,7 @@ from packstore.config import ReadConfig
 from packstore.io.dataset import Dataset, open
 from packstore.io.order import PackOrder
 from packstore.io.read_ahead import ReadAhead
+from packstore.io.side import SideWriter
 
 data = open(sys.argv[1])
 fetch = Dataset.fetch
@@ -344,3 +346,36 @@ class TestCrew:
 def test_refusals(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ReadConfig(**setting)
+
+
+_READ_EVERYTHING = """
+import os, sys
+from packstore.io.dataset import open as open_dataset
+from packstore.io.side import open_side
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+dataset = open_dataset(sys.argv[1])
+before = threads()
+for packs in dataset.iter_packs():
+    pass
+dataset.pack_index
+for batch in open_side(sys.argv[2]).iter_batches():
+    pass
+assert threads() == before, "Arrow started threads of its own"
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_arrow_reads_in_our_threads_alone(kit: Any, tmp_path: Any) -> None:
+    """A thread of Arrow's that still holds a Python file kills a process that ends just then.
+
+    It asks for the interpreter's lock, which ends the thread inside a destructor of C++.
+    """
+    data = kit.Written(str(tmp_path / "ds")).dataset([kit.some_packs()])
+    with SideWriter(str(tmp_path / "side"), data, {"score": "int64"}, made_with={}) as writer:
+        for packs in data.iter_packs():
+            writer.write(packs.example_ids, {"score": packs.example_ids})
+    command = [sys.executable, "-c", _READ_EVERYTHING, data.url, str(tmp_path / "side")]
+    subprocess.run(command, check=True, timeout=120)

@@ -25,18 +25,20 @@ from packstore.torch import PackedDataLoader, PackedDataset
 pytest.importorskip("aiohttp", reason="fsspec reads http with it")
 
 N = 96
-Fault = Callable[[str, int], bytes | int | None]
+Fault = Callable[[str, int, int], bytes | int | None]
 
 
 class Server:
-    """A folder over HTTP with ranges. `fault(path, n)` sees the n-th GET of a range of each file.
+    """A folder over HTTP with ranges.
 
+    `fault(path, n, m)` sees the n-th GET of ranges of each file, which is the m-th of that range.
     It returns a status to answer with, bytes to put in place of the right ones, or None.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.fault: Fault = lambda path, n: None
+        self.fault: Fault = lambda path, n, m: None
         self.ranges: Counter[str] = Counter()
+        again: Counter[tuple[str, int]] = Counter()
         lock = threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
@@ -66,7 +68,8 @@ class Server:
                 start, end = int(found[1]), min(int(found[2]) + 1, len(data))
                 with lock:
                     self.ranges[path.name] += 1
-                    fault = self.fault(path.name, self.ranges[path.name])
+                    again[path.name, start] += 1
+                    fault = self.fault(path.name, self.ranges[path.name], again[path.name, start])
                 if isinstance(fault, int):
                     handler.answer(fault, b"")
                     return
@@ -144,7 +147,7 @@ def test_a_store_reads_as_the_disk_does(stored: Dataset, server: Server) -> None
 def test_a_store_that_refuses_now_and_then_is_asked_again(
     stored: Dataset, server: Server, status: int
 ) -> None:
-    server.fault = lambda path, n: status if n % 3 == 0 else None
+    server.fault = lambda path, n, m: status if m == 1 else None
     assert ids(server.url) == ids(stored.url)
 
 
@@ -153,7 +156,7 @@ def test_a_403_in_the_middle_ends_with_a_named_error(
     stored: Dataset, server: Server, on_error: str, tries: str
 ) -> None:
     bad = a_shard(stored).name
-    server.fault = lambda path, n: 403 if path == bad and n > 2 else None
+    server.fault = lambda path, n, m: 403 if path == bad and n > 2 else None
     expected = rf"{re.escape(server.url)}/data/{bad}, row group \d+: cannot read; .*Tried {tries}\."
     with pytest.raises(StorageError, match=expected):
         ids(server.url, on_error=on_error, attempts=3)
@@ -178,7 +181,7 @@ def test_a_truncated_shard(stored: Dataset) -> None:
 def test_one_wrong_checksum_is_fetched_once_more(stored: Dataset, server: Server) -> None:
     damaged = []
 
-    def flip_once(path: str, n: int) -> bytes | None:
+    def flip_once(path: str, n: int, m: int) -> bytes | None:
         if n == 3 and not damaged:
             damaged.append(path)
             return b"\xff\xfe"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import BinaryIO
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ from packstore.io.formats import Format, Piece, ReadOptions
 from packstore.io.tabular import as_input_error, parse, pieces
 
 _MAGIC = b"ARROW1"
+_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)  # our own threads read; see io/reader.py
 
 
 def read(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
@@ -19,12 +21,12 @@ def read(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
     stream.seek(0)
     with as_input_error(path, "must be a readable Arrow IPC file or stream"):
         if begin:
-            batches = _of_file(stream) if begin == _MAGIC else pa.ipc.open_stream(stream)
-            yield from pieces(batches, path, options.block_bytes)
+            opened = _of_file if begin == _MAGIC else partial(pa.ipc.open_stream, options=_OPTIONS)
+            yield from pieces(opened(stream), path, options.block_bytes)
 
 
 def _of_file(stream: BinaryIO) -> Iterator[pa.RecordBatch]:
-    reader = pa.ipc.open_file(stream)
+    reader = pa.ipc.open_file(stream, options=_OPTIONS)
     return map(reader.get_batch, range(reader.num_record_batches))
 
 
