@@ -7,12 +7,12 @@ from lengths alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from packstore.config import PackConfig
+from packstore.config import PackConfig, PlanConfig
 from packstore.errors import ConfigError, InputError
 from packstore.intake import open_intake
 from packstore.pack.layout import sizes
@@ -62,6 +62,7 @@ class Choice:
         packs, examples: of the dataset.
         overlong: examples that do not fit.
         fill_rate: tokens / (packs * pack_size).
+        aligned_fill_rate: the same with sequences padded to `pad_to_multiple`.
         gap: packs over the lower bound, of the sample.
         examples_per_pack: mean.
         tokens_saved: share of the tokens of layout ``concat`` that this layout leaves out.
@@ -77,6 +78,7 @@ class Choice:
     examples: int
     overlong: int
     fill_rate: float
+    aligned_fill_rate: float
     gap: int
     examples_per_pack: float
     tokens_saved: float
@@ -161,19 +163,22 @@ def forecast(
     intake = open_intake(source, tokenizer, base, dict(storage_options or {}))
     tally = Tally()
     tokens: dict[str, list[Int32]] = {"concat": [], **{layout: [] for layout in options.layouts}}
+    padded: dict[str, list[Int32]] = {layout: [] for layout in tokens}
     sequences: list[Int32] = []
     for examples, part in intake:
         tally.add(part)
         sequences.append(examples.lengths)
         for layout, parts in tokens.items():
             parts.append(sizes(examples, layout))
+            padded[layout].append(sizes(examples, layout, base.pad_to_multiple))
         if tally.read >= options.sample:
             break
     if not tally.kept:
         raise InputError("no record of the sample could be used: run `packstore doctor` on it.")
     lengths = {layout: np.concatenate(parts) for layout, parts in tokens.items()}
     scale = max(1.0, (options.records or 0) / tally.read)
-    choices = tuple(_choices(lengths, options, base.seed, scale))
+    aligned = {layout: np.concatenate(parts) for layout, parts in padded.items()}
+    choices = tuple(_choices((lengths, aligned), options, base, scale))
     return Forecast(
         kind=intake.kind,
         tally=tally,
@@ -186,16 +191,22 @@ def forecast(
 
 
 def _choices(
-    lengths: Mapping[str, Int32], options: Options, seed: int, scale: float
+    measured: tuple[Mapping[str, Int32], ...], options: Options, config: PackConfig, scale: float
 ) -> Iterator[Choice]:
+    lengths, aligned = measured
     for pack_size in sorted(set(options.pack_sizes)):
         for layout in options.layouts:
-            fits = lengths[layout] <= pack_size
+            fits = aligned[layout] <= pack_size
             saved = 1 - lengths[layout].sum() / lengths["concat"].sum()
             for strategy in options.strategies:
-                found = plan(
-                    lengths[layout][fits], pack_size=pack_size, strategy=strategy, seed=seed
+                settings = PlanConfig(
+                    pack_size=pack_size,
+                    pad_to_multiple=config.pad_to_multiple,
+                    strategy=strategy,
+                    seed=config.seed,
                 )
+                found = plan(aligned[layout][fits], config=settings)
+                found = replace(found, tokens=int(lengths[layout][fits].sum()))
                 yield _choice(found, layout, int((~fits).sum()), float(saved), options, scale)
 
 
@@ -213,6 +224,7 @@ def _choice(
         examples=round(found.num_examples * scale),
         overlong=round(overlong * scale),
         fill_rate=found.fill_rate,
+        aligned_fill_rate=found.aligned_fill_rate,
         gap=found.gap,
         examples_per_pack=found.examples_per_pack[1],
         tokens_saved=saved,

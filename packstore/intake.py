@@ -155,7 +155,7 @@ class DatasetIntake:
         """The examples that are not overlong; the others are counted."""
         config = self._config
         longest = np.maximum.reduceat(examples.lengths, examples.example_offsets[:-1])
-        tokens = sizes(examples, config.layout)
+        tokens = sizes(examples, config.layout, config.pad_to_multiple)
         fits = (longest <= config.sequence_limit) & (tokens <= config.pack_size)
         for i in np.flatnonzero(~fits):
             detail = f"{tokens[i]} tokens, longest sequence {longest[i]}"

@@ -125,7 +125,7 @@ def _read(
     for examples, part in intake:
         tally.add(part)
         spill.append(examples)
-        lengths.append(sizes(examples, config.layout))
+        lengths.append(sizes(examples, config.layout, config.pad_to_multiple))
         report("read", tally.read, None, "records")
     report("read", tally.read, tally.read, "records")
     return tally, np.concatenate(lengths) if lengths else np.empty(0, np.int32)
@@ -178,8 +178,10 @@ def _write(
             done += len(packs)
             report("write", done, packing.num_packs, "packs")
         shards = writer.close()
+        # The plan knows lengths as they will be padded; the writer has seen the tokens.
+        planning = replace(packing, tokens=writer.counter.tokens).statistics()
         manifest = build_manifest(
-            shape, config, shards, writer.counter, tally, packing.statistics(), provenance
+            shape, config, shards, writer.counter, tally, planning, provenance
         )
         manifest = replace(manifest, pack_index=writer.pack_index)
         job.confirm(shards)

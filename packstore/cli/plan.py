@@ -30,6 +30,7 @@ COLUMNS = (
     "layout",
     "strategy",
     "fill",
+    "padded",
     "gap",
     "saved",
     "packs",
@@ -39,6 +40,7 @@ COLUMNS = (
     "per step",
 )
 NOTE = (
+    "padded: fill once sequences are padded (pad_to_multiple); "
     "gap: packs over the lower bound; saved: tokens that the layout leaves out; per pack, per "
     "step: examples; too long: examples that do not fit; steps: optimizer steps of an epoch."
 )
@@ -155,6 +157,7 @@ def _row(choice: Choice) -> tuple[str, ...]:
         choice.layout,
         choice.strategy if choice.strategy == choice.chosen else f"auto ({choice.chosen})",
         f"{choice.fill_rate:.2%}",
+        f"{choice.aligned_fill_rate:.2%}",
         f"+{choice.gap}",
         f"{choice.tokens_saved:.1%}",
         number(choice.packs),

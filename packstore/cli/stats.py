@@ -42,6 +42,7 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     console = stdout_console()
     console.print(_percentile_table(dataset, summary))
+    console.print(f"fill: {_fill(dataset)}")
     for name in ("examples per pack", "sequence length"):
         console.print(_histogram(name, figures[name]))
     return 0
@@ -95,12 +96,23 @@ def _percentile_table(dataset: Dataset, summary: dict[str, dict[str, float]]) ->
     return table
 
 
+def _fill(dataset: Dataset) -> str:
+    """The share of the packs that is filled, and with padding, where room was left for it."""
+    m = dataset.manifest
+    multiple = m.statistics.planning.get("pad_to_multiple", 1)
+    text = f"{m.fill_rate:.2%}"
+    if multiple > 1:
+        padded = m.statistics.planning["aligned_fill_rate"]
+        text += f", {padded:.2%} once sequences are padded to multiples of {multiple}"
+    return text
+
+
 def _page(dataset: Dataset, figures: dict[str, Any], summary: dict[str, dict[str, float]]) -> str:
     m = dataset.manifest
     rows = [(name, *(_short(v) for v in values.values())) for name, values in summary.items()]
     columns = ("", *(TITLES.get(c, c) for c in next(iter(summary.values()), {})))
     facts = {
-        "fill": f"{m.fill_rate:.2%}",
+        "fill": _fill(dataset),
         "packs": number(len(dataset)),
         "examples": number(m.totals.examples),
         "tokens": number(m.totals.tokens),

@@ -40,6 +40,11 @@ class SizeConfig:
     layout: Literal["concat", "shared_prefix"] = setting(
         "concat", "how an example's sequences lie in a pack: each whole, or the prompt stored once"
     )
+    pad_to_multiple: int = setting(
+        1,
+        "leave room for each sequence to be padded to a multiple of so many tokens at load, as "
+        "context parallelism does; nothing is padded on disk",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,15 +38,25 @@ def shared_prefix_offsets(examples: Examples) -> Int32:
     )
 
 
-def sizes(examples: Examples, layout: str) -> Int32:
+def sizes(examples: Examples, layout: str, multiple: int = 1) -> Int32:
     """int32 `[E]`: tokens that each example takes up in a pack.
+
+    Args:
+        examples: the examples.
+        layout: how their sequences lie in a pack.
+        multiple: what each sequence is padded to at load.
 
     Raises:
         UnknownNameError: there is no such layout.
     """
-    physical = examples.lengths - segment_offsets(examples, layout)
+    physical = round_up(examples.lengths - segment_offsets(examples, layout), multiple)
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(physical, dtype=np.int64)])
     return np.diff(ends[examples.example_offsets]).astype(np.int32)
+
+
+def round_up(lengths: Int32, multiple: int) -> Int32:
+    """The least multiples that are not below the lengths."""
+    return lengths if multiple == 1 else -(-lengths // multiple) * multiple
 
 
 @jit

@@ -13,9 +13,10 @@ import numpy.typing as npt
 from packstore.config import PlanConfig
 from packstore.errors import ConfigError, InputError, sentence
 from packstore.pack import statistics
-from packstore.pack.algorithms import STRATEGIES, auto
+from packstore.pack.algorithms import STRATEGIES, VERSIONS, auto
 from packstore.pack.bounds import lower_bound
 from packstore.pack.kernels import jit
+from packstore.pack.layout import round_up
 from packstore.pack.order import ORDERS, STEP
 from packstore.records import Int32, Int64
 
@@ -30,8 +31,10 @@ class Plan:
     Attributes:
         order: int64 `[n]`, the examples (positions in `lengths`), pack by pack.
         offsets: int64 `[P + 1]`; pack i holds ``order[offsets[i]:offsets[i + 1]]``.
-        lengths: int32 `[n]`, tokens of each example.
+        lengths: int32 `[n]`, tokens of each example, padding included.
+        tokens: of all examples, without padding.
         pack_size: tokens of a pack at most.
+        pad_to_multiple: what sequences are padded to at load.
         strategy: name of the strategy that was asked for.
         chosen: name of the strategy that chose the examples of each pack: `strategy`, or what
             ``auto`` came to.
@@ -42,7 +45,9 @@ class Plan:
     order: Int64
     offsets: Int64
     lengths: Int32
+    tokens: int
     pack_size: int
+    pad_to_multiple: int
     strategy: str
     chosen: str
     seed: int
@@ -67,13 +72,13 @@ class Plan:
         return digest.hexdigest()
 
     @cached_property
-    def tokens(self) -> int:
-        """Tokens of all examples."""
+    def aligned_tokens(self) -> int:
+        """Tokens of all examples, padding included."""
         return int(self.lengths.sum(dtype=np.int64))
 
     @cached_property
     def pack_tokens(self) -> Int64:
-        """int64 `[P]`, tokens of each pack."""
+        """int64 `[P]`, tokens of each pack, padding included."""
         return np.diff(
             np.append(0, np.cumsum(self.lengths[self.order], dtype=np.int64))[self.offsets]
         )
@@ -82,6 +87,12 @@ class Plan:
     def fill_rate(self) -> float:
         """Share of the packs that is filled with tokens, 0..1."""
         return self.tokens / (self.num_packs * self.pack_size) if self.num_packs else 0.0
+
+    @property
+    def aligned_fill_rate(self) -> float:
+        """Share of the packs that is filled with tokens and their padding, 0..1."""
+        room = self.num_packs * self.pack_size
+        return self.aligned_tokens / room if self.num_packs else 0.0
 
     @cached_property
     def lower_bound(self) -> int:
@@ -104,9 +115,11 @@ class Plan:
     def statistics(self) -> dict[str, Any]:
         """Everything worth knowing about the plan, as JSON values.
 
-        Besides the figures above: `randomness` (of log lengths inside packs, and over steps of 64
-        packs in the order of delivery; null where not defined) and `megatron_bridge`, the names
-        that Megatron-Bridge and NeMo read (efficiency in percent).
+        Besides the figures above: `algorithm`, the name and version of what chose the examples of
+        each pack (it makes the same plan of the same lengths and seed); `randomness` (of log
+        lengths inside packs, and over steps of 64 packs in the order of delivery; null where not
+        defined) and `megatron_bridge`, the names that Megatron-Bridge and NeMo read (efficiency in
+        percent, of padded lengths).
         """
         fewest, mean, most = self.examples_per_pack
         by_pack = self.lengths[self.order]
@@ -114,13 +127,17 @@ class Plan:
         return {
             "strategy": self.strategy,
             "chosen": self.chosen,
+            "algorithm": f"{self.chosen}-{VERSIONS.get(self.chosen, 1)}",
             "seed": self.seed,
             "pack_order": self.pack_order,
             "pack_size": self.pack_size,
+            "pad_to_multiple": self.pad_to_multiple,
             "num_packs": self.num_packs,
             "num_examples": self.num_examples,
             "tokens": self.tokens,
+            "aligned_tokens": self.aligned_tokens,
             "fill_rate": self.fill_rate,
+            "aligned_fill_rate": self.aligned_fill_rate,
             "lower_bound": self.lower_bound,
             "gap": self.gap,
             "examples_per_pack": {"min": fewest, "mean": mean, "max": most},
@@ -133,7 +150,7 @@ class Plan:
                 "max_samples_per_bin": most,
                 "dataset_max_seqlen": int(self.lengths.max(initial=0)),
                 "packing_factor": round(mean, 2),
-                "packing_efficiency": round(100 * self.fill_rate, 2),
+                "packing_efficiency": round(100 * self.aligned_fill_rate, 2),
                 "pack_size": self.pack_size,
                 "min_packed_seqlen": int(self.pack_tokens.min()) if self.num_packs else 0,
             },
@@ -153,6 +170,8 @@ def plan(
 
     Args:
         lengths: whole numbers `[n]`, tokens of each example in input order, each 1..pack_size.
+            With `pad_to_multiple` in `config`, each is rounded up to it (which is that of the
+            example's sequences together if each was already).
         pack_size: tokens of a pack at most.
         strategy: a name of ``packstore.pack.algorithms.STRATEGIES``.
         seed: source of every random choice.
@@ -170,6 +189,7 @@ def plan(
     settings = PlanConfig(
         pack_size=base.pack_size if pack_size is None else pack_size,
         layout=base.layout,
+        pad_to_multiple=base.pad_to_multiple,
         strategy=base.strategy if strategy is None else strategy,
         pack_order=base.pack_order if pack_order is None else pack_order,
         seed=base.seed if seed is None else seed,
@@ -178,7 +198,10 @@ def plan(
     if capacity > MAX_PACK_SIZE:
         raise ConfigError(f"setting pack_size must be at most {MAX_PACK_SIZE}; found {capacity}.")
     pack_by = STRATEGIES.load(settings.strategy)
-    checked = _checked(lengths, capacity)
+    given = _checked(lengths, capacity)
+    checked = given
+    if settings.pad_to_multiple > 1:
+        checked = _checked(round_up(given, settings.pad_to_multiple), capacity)
     if settings.strategy == "auto":
         chosen, (order, offsets) = auto.choose(checked, capacity, settings.seed)
     else:
@@ -190,7 +213,9 @@ def plan(
     return Plan(
         *_reordered(order, offsets, delivery),
         lengths=checked,
+        tokens=int(given.sum(dtype=np.int64)),
         pack_size=capacity,
+        pad_to_multiple=settings.pad_to_multiple,
         strategy=settings.strategy,
         chosen=chosen,
         seed=settings.seed,

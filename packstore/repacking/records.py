@@ -15,7 +15,7 @@ from packstore.pack.fill import fill
 from packstore.pack.plan import plan
 from packstore.records import Examples, Int64, Packs, range_indices, to_offsets
 from packstore.repacking.plan import EpochPlan
-from packstore.repacking.sizes import ExampleSizes, Measured, check_overlong, fitting
+from packstore.repacking.sizes import ExampleSizes, Measured, check_settings, fitting
 from packstore.repacking.tokenized import Record, Tokenized, examples_of, kind_of
 
 CHUNK = 1024
@@ -51,7 +51,7 @@ class RecordReader:
     """
 
     def __init__(self, records: Records, config: PackConfig) -> None:
-        check_overlong(config)
+        check_settings(config)
         if not len(records):
             raise ConfigError("records to pack must be one at least; found none.")
         self.records, self.config = records, config
@@ -97,7 +97,7 @@ class StepPacker:
     """
 
     def __init__(self, config: PackConfig) -> None:
-        check_overlong(config)
+        check_settings(config)
         self.config = config
         self.kind: str | None = None if config.kind == "auto" else config.kind
 

@@ -109,12 +109,18 @@ def fitting(
     )
 
 
-def check_overlong(config: PackConfig) -> None:
-    """Refuses to truncate, which needs texts.
+def check_settings(config: PackConfig) -> None:
+    """Refuses to truncate, which needs texts, and to leave room for padding.
 
     Raises:
-        ConfigError: `overlong` would truncate.
+        ConfigError: `overlong` would truncate, or `pad_to_multiple` is above 1.
     """
+    if config.pad_to_multiple > 1:
+        raise ConfigError(
+            f"pad_to_multiple={config.pad_to_multiple} is for packs that are written: what is "
+            "packed while it is read leaves no room for padding. Leave it out, and set a smaller "
+            "pack_size."
+        )
     if config.overlong.startswith("truncate"):
         raise ConfigError(
             f"overlong={config.overlong!r} needs the records: token ids no longer know their "
@@ -123,7 +129,7 @@ def check_overlong(config: PackConfig) -> None:
 
 
 def _check(dataset: Dataset, config: PackConfig) -> None:
-    check_overlong(config)
+    check_settings(config)
     if config.kind not in ("auto", dataset.manifest.kind):
         raise ConfigError(
             f"kind must be auto or that of the dataset, {dataset.manifest.kind}; "

@@ -15,7 +15,8 @@ def fit(sequences: list[Tokens], config: TokenizeConfig, specials: frozenset[int
     """The sequences of one example, cut where they do not fit and a policy allows it.
 
     Every sequence must fit ``config.sequence_limit``, the example ``config.pack_size``, where
-    layout ``shared_prefix`` counts the prompt once.
+    layout ``shared_prefix`` counts the prompt once, each sequence padded to
+    ``config.pad_to_multiple``.
 
     Args:
         sequences: the example.
@@ -31,19 +32,28 @@ def fit(sequences: list[Tokens], config: TokenizeConfig, specials: frozenset[int
         for s, p in zip(sequences, prompts, strict=True)
     ]
     lengths = np.array([len(s.ids) for s in sequences], np.int64)
-    saved = sum(max(n - 1, 0) for n in shared[1:]) if config.layout == "shared_prefix" else 0
-    longest, total = int(lengths.max()), int(lengths.sum()) - saved
-    if longest <= config.sequence_limit and total <= config.pack_size:
+    left_out = np.zeros(len(lengths), np.int64)
+    if config.layout == "shared_prefix":
+        left_out[1:] = [max(n - 1, 0) for n in shared[1:]]
+    size, multiple = config.pack_size, config.pad_to_multiple
+    longest, total = int(lengths.max()), _padded(lengths - left_out, multiple)
+    if longest <= config.sequence_limit and total <= size:
         return sequences
     if config.overlong == "truncate_prompt":
         # Stored once, a prompt token is also saved only once.
-        times = 1 if config.layout == "shared_prefix" else len(sequences)
-        cut = max(longest - config.sequence_limit, -(-(total - config.pack_size) // times))
+        stored = (np.arange(len(lengths)) == 0) | (config.layout == "concat")
+        over = int(lengths.sum() - left_out.sum()) - size
+        cut = max(longest - config.sequence_limit, -(-over // int(stored.sum())), 1)
         head = min(sequences[0].head, min(shared))
-        if cut <= min(shared) - max(head, 1):
+        most = min(shared) - max(head, 1)
+        while cut <= most and _padded(lengths - left_out - cut * stored, multiple) > size:
+            cut += 1
+        if cut <= most:
             return [_cut_prompt(s, head, cut) for s in sequences]
     if config.overlong == "truncate_response":
-        limit = _common_limit(lengths, config.sequence_limit, config.pack_size + saved)
+        limit = _common_limit(lengths, config.sequence_limit, size + int(left_out.sum()))
+        while limit > 0 and _padded(np.minimum(lengths, limit) - left_out, multiple) > size:
+            limit -= 1
         fitted = [_cut_response(s, limit, specials) for s in sequences]
         if all(tokens is not None for tokens in fitted):
             return [tokens for tokens in fitted if tokens is not None]
@@ -52,6 +62,11 @@ def fit(sequences: list[Tokens], config: TokenizeConfig, specials: frozenset[int
         f"longest sequence {longest} of at most {config.sequence_limit} tokens, "
         f"example {total} of at most {config.pack_size}",
     )
+
+
+def _padded(lengths: np.ndarray, multiple: int) -> int:
+    """Tokens of segments of these lengths, each padded to a multiple."""
+    return int((-(-lengths // multiple) * multiple).sum())
 
 
 def _prompt_length(tokens: Tokens) -> int:

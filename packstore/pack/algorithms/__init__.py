@@ -48,3 +48,6 @@ STRATEGIES: Registry[Strategy] = Registry(
         "none": "packstore.pack.algorithms.none:none",
     },
 )
+
+VERSIONS: dict[str, int] = {}
+"""Name -> version of a strategy whose plans have changed since its first release, which was 1."""
