@@ -13,7 +13,7 @@ No torch here; needs numba, as packing does.
 
 from packstore.repacking.plan import EpochPlan, plan_epoch
 from packstore.repacking.read import read_packs
-from packstore.repacking.records import RecordReader, StepPacker
+from packstore.repacking.records import RecordReader, StepPacker, in_one_pack
 from packstore.repacking.sizes import ExampleSizes, measure
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "ExampleSizes",
     "RecordReader",
     "StepPacker",
+    "in_one_pack",
     "measure",
     "plan_epoch",
     "read_packs",

@@ -134,6 +134,16 @@ class StepPacker:
         return _filled(Tokenized(examples, logps), made.offsets, self.config.layout)
 
 
+def in_one_pack(records: Sequence[Record], kind: str, config: PackConfig) -> Packs:
+    """All records in one pack, in their order, however long it is.
+
+    Raises:
+        RecordError: a record is not of the kind.
+    """
+    some = examples_of(records, range(len(records)), kind, config)
+    return _filled(some, np.array([0, len(records)]), config.layout)
+
+
 def _filled(some: Tokenized, offsets: Int64, layout: str) -> Packs:
     packs = fill(some.examples, offsets, layout)
     return packs if some.ref_logps is None else replace(packs, ref_logps=some.ref_logps)

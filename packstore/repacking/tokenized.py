@@ -31,13 +31,13 @@ from packstore.schema import KINDS
 Record = Mapping[str, Any]
 
 SPELLINGS: dict[str, tuple[str, ...]] = {
-    "prompt": ("prompt", "prompt_ids", "prompt_input_ids"),
-    "chosen": ("chosen", "chosen_ids", "chosen_input_ids"),
-    "rejected": ("rejected", "rejected_ids", "rejected_input_ids"),
-    "response": ("response", "response_ids", "completion", "completion_ids"),
+    "prompt": ("prompt_ids", "prompt_input_ids", "prompt"),
+    "chosen": ("chosen_ids", "chosen_input_ids", "chosen"),
+    "rejected": ("rejected_ids", "rejected_input_ids", "rejected"),
+    "response": ("response_ids", "completion_ids", "response", "completion"),
     "mask": ("loss_mask", "completion_mask", "assistant_masks"),
 }
-"""Names of fields that have more than one."""
+"""Names of fields that have more than one; those of ids first, as text may stand beside them."""
 
 _LIMIT = 1 << 31
 

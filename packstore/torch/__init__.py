@@ -9,6 +9,7 @@ from packstore.torch.dataset import PackedDataset
 from packstore.torch.divisor import StepDivisor, count_step
 from packstore.torch.guard import FirstStepGuard
 from packstore.torch.head import Head, PackedPolicy, find_head, packed_logps
+from packstore.torch.hf_collator import InputBatches, PackCollator, PackedLoss
 from packstore.torch.hf_trainer import TrainerBatches, TrainerPolicy
 from packstore.torch.inputs import packed_seq_params
 from packstore.torch.isolation import check_isolation
@@ -37,12 +38,15 @@ __all__ = [
     "ContextSplit",
     "FirstStepGuard",
     "Head",
+    "InputBatches",
     "LossOutput",
     "Metrics",
     "MixedPacks",
+    "PackCollator",
     "PackedBatch",
     "PackedDataLoader",
     "PackedDataset",
+    "PackedLoss",
     "PackedPolicy",
     "PreferenceLoss",
     "RepackedPacks",

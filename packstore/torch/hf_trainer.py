@@ -52,7 +52,7 @@ class TrainerBatches:
     """
 
     def __init__(self, loader: BatchLoader, loss_fn: PreferenceLoss) -> None:
-        _check(loss_fn)
+        check_counts(loss_fn)
         self.loader, self.loss_fn = loader, loss_fn
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class TrainerPolicy(nn.Module):
         self, model: nn.Module, loss_fn: PreferenceLoss, *, chunk_size: int | None = None
     ) -> None:
         super().__init__()
-        _check(loss_fn)
+        check_counts(loss_fn)
         self.policy = PackedPolicy(model, chunk_size=chunk_size)
         self.loss_fn, self.metrics = loss_fn, Metrics()
 
@@ -112,7 +112,12 @@ class TrainerPolicy(nn.Module):
         return {"loss": out.loss}
 
 
-def _check(loss_fn: PreferenceLoss) -> None:
+def check_counts(loss_fn: PreferenceLoss) -> None:
+    """Refuses a loss that divides by more than the one count that the Trainer gives.
+
+    Raises:
+        ConfigError: it does.
+    """
     if loss_fn.sft_weight and loss_fn.sft_average == "token":
         must = "the SFT term must be divided by the number of pairs, which is all that it counts"
         do = "Use sft_average='sequence_mean' or 'sequence_sum', or a loop with count_step"

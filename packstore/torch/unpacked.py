@@ -16,13 +16,14 @@ resumes without going through what is done.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from packstore.config import PackConfig, fingerprint
 from packstore.errors import ConfigError, DropRateError, quote, sentence
+from packstore.records import Packs
 from packstore.torch.collate import PackedBatch, collate
 from packstore.torch.dataset import placement
 from packstore.torch.position import stale
@@ -221,3 +222,14 @@ class TokenizedBatches:
             found = f"{self.left_out:,} of {seen:,} that do not"
             do = "Raise pack_size or max_length, or allow more with max_drop_rate"
             raise DropRateError(sentence("records", must, found, do))
+
+
+def lay_end_to_end(records: Sequence[Any], kind: str, config: PackConfig) -> Packs:
+    """Records of token ids as one pack, in their order, however long it is.
+
+    Raises:
+        RecordError: a record is not of the kind.
+    """
+    from packstore.repacking import in_one_pack
+
+    return in_one_pack(records, kind, config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +19,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset
 
 from packstore.pack.fill import fill
-from packstore.records import to_offsets
+from packstore.records import Packs, to_offsets
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, PreferenceLoss, collate, segment_logps
 from packstore.torch import use_packed_attention as prepare
 from packstore.torch.divisor import count_step
 from packstore.torch.head import PackedPolicy
+from packstore.torch.hf_collator import PackCollator, PackedLoss
 from packstore.torch.hf_trainer import TrainerBatches, TrainerPolicy
 from packstore.torch.metrics import Metrics, all_reduce_sums
 
@@ -126,7 +129,7 @@ class Loader(list[PackedBatch]):
 
 def under_trainer(model: Any, loss_fn: PreferenceLoss, folder: str) -> dict[str, Any]:
     """The gradient as what one step of plain descent at rate 1 takes away, and the logged loss."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -137,7 +140,49 @@ def under_trainer(model: Any, loss_fn: PreferenceLoss, folder: str) -> dict[str,
             loader = Loader(batches(rank, world)[:accumulation])
             return TrainerBatches(loader, loss_fn)
 
-    arguments = TrainingArguments(
+    policy = TrainerPolicy(model, loss_fn)
+    trainer = PackedTrainer(policy, one_step(folder, accumulation), train_dataset=batches())
+    return {**descended(trainer, model), "metrics": policy.metrics.means()}
+
+
+class Dealt(IterableDataset[Packs]):
+    """All packs, as a dataset that knows no ranks: Accelerate deals them."""
+
+    def __iter__(self) -> Iterator[Packs]:
+        ends = np.cumsum(PACKS)
+        for size, end in zip(PACKS, ends, strict=True):
+            pairs = np.arange(end - size, end)
+            packs = fill(EXAMPLES.take(pairs), to_offsets(np.array([size])), "shared_prefix")
+            yield replace(packs, ref_logps=REFERENCE.view(-1, 2)[pairs].flatten().numpy())
+
+
+def under_collator(model: Any, loss_fn: PreferenceLoss, folder: str) -> dict[str, Any]:
+    """The same with our collator and loss function, and the Trainer's own loader."""
+    from transformers import Trainer
+
+    seen: list[int] = []
+
+    def collator(packs: Any) -> Any:
+        inputs = PackCollator("dpo")(packs)
+        seen.extend(inputs["labels"].batch.example_ids.tolist())
+        return inputs
+
+    compute = PackedLoss(loss_fn)
+    trainer = Trainer(
+        model,
+        one_step(folder, STEP_PACKS // dist.get_world_size()),
+        train_dataset=Dealt(),
+        data_collator=collator,
+        compute_loss_func=compute,
+    )
+    return {**descended(trainer, model), "metrics": compute.metrics.means(), "seen": seen}
+
+
+def one_step(folder: str, accumulation: int) -> Any:
+    """The arguments of one step of plain descent at rate 1."""
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
         output_dir=folder,
         optim="sgd",
         learning_rate=1.0,
@@ -150,14 +195,21 @@ def under_trainer(model: Any, loss_fn: PreferenceLoss, folder: str) -> dict[str,
         logging_steps=1,
         report_to=[],
         disable_tqdm=True,
+        per_device_train_batch_size=1,
+        remove_unused_columns=False,
+        dataloader_drop_last=True,
+        dataloader_pin_memory=False,
+        accelerator_config={"dispatch_batches": False},
     )
+
+
+def descended(trainer: Any, model: Any) -> dict[str, Any]:
+    """What training takes away, and the losses that it logs."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    policy = TrainerPolicy(model, loss_fn)
-    trainer = PackedTrainer(policy, arguments, train_dataset=batches())
     trainer.train()
     found = {name: before[name] - p.detach() for name, p in model.named_parameters()}
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"gradients": found, "loss": logged, "metrics": policy.metrics.means()}
+    return {"gradients": found, "loss": logged}
 
 
 def vocabulary_shares(task: dict[str, Tensor], batch: PackedBatch) -> dict[str, Any]:
@@ -195,7 +247,10 @@ def on_rank(task: dict[str, Any]) -> dict[str, Any]:
     }
     if task["accelerate"]:
         found["accelerate"] = under_accelerate(prepare(task["model"]), with_sft)
-        found["trainer"] = under_trainer(prepare(task["model"]), loss_of(), task["folder"])
+        found["trainer"] = under_trainer(
+            prepare(deepcopy(task["model"])), loss_of(), task["folder"]
+        )
+        found["collator"] = under_collator(prepare(task["model"]), loss_of(), task["folder"])
     return found
 
 
@@ -265,6 +320,20 @@ def test_two_processes_under_the_trainer(kit: SimpleNamespace, ranks: list[dict[
         assert_equal(found["trainer"]["gradients"], expected)
         assert found["trainer"]["metrics"]["loss"] == pytest.approx(loss, abs=1e-6)
     assert ranks[0]["trainer"]["loss"] == [pytest.approx(loss, abs=1e-4)]
+
+
+def test_two_processes_with_the_collator(kit: SimpleNamespace, ranks: list[dict[str, Any]]) -> None:
+    """dispatch_batches=False: each rank gets its own packs, none twice."""
+    pytest.importorskip("accelerate", reason="the Trainer needs it")
+    loss, expected = whole_step(prepare(kit.tiny_model()), loss_of(), STEP_PACKS)
+    for found in ranks:
+        assert_equal(found["collator"]["gradients"], expected)
+        assert found["collator"]["metrics"]["loss"] == pytest.approx(loss, abs=1e-6)
+    assert ranks[0]["collator"]["loss"] == [pytest.approx(loss, abs=1e-4)]
+    first = [found["collator"]["seen"] for found in ranks]
+    pairs = sum(PACKS[:STEP_PACKS])
+    assert not set(first[0]) & set(first[1])
+    assert set(range(pairs)) <= {*first[0], *first[1]}
 
 
 def test_one_process_under_the_trainer(kit: SimpleNamespace, tmp_path: Path) -> None:
