@@ -34,6 +34,14 @@ class TrainDataConfig:
         None, "side dataset of reference log-probs; then no reference model runs"
     )
     validation_ref_logps: str | None = setting(None, "the same for the validation set")
+    validation_by: str | None = setting(
+        None, "validate also by value of a carried column, or by input file: file"
+    )
+    ref_logps_check: Literal["exact", "model"] = setting(
+        "exact",
+        "side datasets made with another dtype or attention: refuse them, or look at model, "
+        "tokenizer and template only",
+    )
     storage_options: Mapping[str, str] = setting(
         dict,
         "passed to the fsspec filesystem, e.g. endpoint_url=… (repeatable)",
@@ -159,7 +167,7 @@ class TrainConfig(
         if self.packs_per_batch is not None and self.tokens_per_batch is not None:
             raise ConfigError("give packs_per_batch or tokens_per_batch, not both.")
         if self.validation is None:
-            for name in ("eval_every", "validation_ref_logps"):
+            for name in ("eval_every", "validation_ref_logps", "validation_by"):
                 if getattr(self, name) is not None:
                     must = "it needs a validation set"
                     do = "Give validation, or leave it out"

@@ -42,15 +42,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def loaded(args: argparse.Namespace, path: str, adapter: str | None, device: torch.device) -> Any:
     """The model at `path` in the dtype and with the attention that were asked for, on `device`."""
-    # Private until load_model takes an adapter over a named model.
-    from packstore.torch.load import _add_adapter, is_adapter, load_model
+    from packstore.torch.load import add_adapter, is_adapter, load_model
 
     model = load_model(path, dtype=DTYPES[args.dtype], attention=args.attention)  # type: ignore[arg-type]
     if adapter is not None:
         if not is_adapter(adapter):
             must = "the folder must hold an adapter_config.json"
             raise ConfigError(sentence(f"adapter {adapter}", must, "none"))
-        model = _add_adapter(model, adapter, False)
+        model = add_adapter(model, adapter, False)
     return model.to(device)
 
 

@@ -31,15 +31,17 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=NUMBER",
         help="another parameter of the loss (repeatable)",
     )
-    parser.add_argument("--by", metavar="COLUMN", help="also by value of a carried column")
+    parser.add_argument(
+        "--by", metavar="COLUMN", help="also by value of a carried column, or by input file: file"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def _run(args: argparse.Namespace) -> int:
     dataset = open_dataset(args)
     kind, carried = dataset.manifest.kind, dataset.manifest.carry
-    if args.by is not None and args.by not in carried:
-        known = ", ".join(carried) or "none"
+    if args.by not in (None, "file", *carried):
+        known = ", ".join(["file", *carried])
         raise ConfigError(f"--by must be a carried column, of {known}; found {args.by!r}.")
     name = args.loss or ("sft" if kind == "sft" else "dpo")
     with ranks(args.device) as device:
@@ -103,6 +105,7 @@ COMMAND = Command(
     help="compute accuracy, margins, rewards and loss of a model on a packed dataset",
     examples="  packstore evaluate held-out-8k --model run/model --ref-model my-sft-model\n"
     "  packstore evaluate held-out-8k --model run/model --ref-logps held-out-ref --by source\n"
+    "  packstore evaluate held-out-8k --model run/model --ref-model my-sft-model --by file\n"
     "  packstore evaluate chats-8k --model my-sft-model --json\n"
     "  torchrun --nproc-per-node 8 -m packstore evaluate held-out-8k --model run/model "
     "--ref-logps held-out-ref\n",

@@ -42,7 +42,7 @@ def load_model(
     name = os.fspath(path)
     if is_adapter(name):
         base = load_model(adapter_base(name), dtype=dtype, attention=attention)
-        return _add_adapter(base, name, trainable)
+        return add_adapter(base, name, trainable)
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
@@ -116,7 +116,18 @@ def adapter_base(path: str | PathLike[str]) -> str:
     return base
 
 
-def _add_adapter(model: Any, path: str, trainable: bool) -> Any:
+def add_adapter(model: Any, path: str, trainable: bool) -> Any:
+    """The adapter in a folder over its model.
+
+    Args:
+        model: as :func:`load_model` gave it.
+        path: folder of the adapter.
+        trainable: False freezes it.
+
+    Raises:
+        ConfigError: it is not one of this model.
+        MissingExtraError: peft is not installed.
+    """
     try:
         return _peft().PeftModel.from_pretrained(model, path, is_trainable=trainable)
     except (OSError, ValueError, RuntimeError) as error:

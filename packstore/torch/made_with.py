@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 MadeWith = dict[str, str | int | float | bool | None]
 
+MODEL_NAMES = ("model_sha256", "tokenizer_sha256", "chat_template_sha256", "head_dtype")
+COMPUTE_NAMES = ("dtype", "attention")
+"""What must agree; the second in the last digits only."""
+
 _VOLATILE = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
 
@@ -57,7 +61,8 @@ def weights_sha256(model: nn.Module, *, adapter: bool = True) -> str:
 
     Args:
         model: a Hugging Face model, also inside wrappers.
-        adapter: False leaves out what PEFT added: that of the base model.
+        adapter: False leaves out what PEFT added: that of the base model. True: with the active
+            adapter alone.
     """
     inner = unwrapped(model)
     base: Any = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
@@ -65,8 +70,10 @@ def weights_sha256(model: nn.Module, *, adapter: bool = True) -> str:
     public = {n: v for n, v in settings.items() if not n.startswith("_")}
     digest = hashlib.sha256(json.dumps(public, sort_keys=True, default=str).encode())
     tensors = {_plain_name(n): (n, t) for n, t in base.state_dict().items()}
+    active = getattr(inner, "active_adapter", None)
+    idle = {f".{name}." for name in getattr(inner, "peft_config", {}) if name != active}
     for name, (full, tensor) in sorted(tensors.items()):
-        if _is_added(full) and not adapter:
+        if _is_added(full) and (not adapter or any(other in full for other in idle)):
             continue
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(_rounded(tensor))
@@ -74,37 +81,46 @@ def weights_sha256(model: nn.Module, *, adapter: bool = True) -> str:
 
 
 def check_reference(
-    side: Side | str, model: nn.Module, data: Dataset | Manifest, *, dtype: str | None = None
+    side: Side | str,
+    model: nn.Module,
+    data: Dataset | Manifest,
+    *,
+    adapter: bool = False,
+    dtype: str | None = None,
+    exact: bool = True,
 ) -> None:
-    """Refuses precomputed log-probs that are not those of this model.
-
-    Another dtype or attention backend is logged: values then differ in the last digits, and the
-    first step's margins are not exactly 0.
+    """Refuses precomputed log-probs that are not those that the training would compute itself.
 
     Args:
         side: what :func:`~packstore.torch.reference.write_ref_logps` wrote, or its URL.
         model: the reference of the training: of a policy before its first step, the policy itself.
-            Its adapter is left out where the log-probs were made without one.
         data: the dataset that is trained on.
+        adapter: whether the reference is the model with its adapter, not without.
         dtype: that the training computes in; default: that of the model's weights.
+        exact: False only logs another dtype or attention backend: values then differ in the last
+            digits, and the first step's margins are not exactly 0.
 
     Raises:
-        CompatibilityError: another model, tokenizer, template, or precision of the head.
+        CompatibilityError: another model, tokenizer, template, precision of the head, dtype or
+            attention backend.
     """
     side = side if isinstance(side, Side) else open_side(side)
     told, own = side.manifest.made_with, describe_reference(model, data)
     own["dtype"] = dtype or own["dtype"]
-    if not told.get("adapter"):
+    if not adapter:
         own["model_sha256"] = weights_sha256(model, adapter=False)
-    for name in ("model_sha256", "tokenizer_sha256", "chat_template_sha256", "head_dtype"):
-        if name in told and told[name] != own[name]:
-            must = f"its {name} must be that of the training, {quote(own[name], 20)}"
-            do = "Make it anew with the reference model of this training"
-            raise CompatibilityError(sentence(side.url, must, quote(told[name], 20), do))
-    for name in ("dtype", "attention"):
-        if name in told and told[name] != own[name]:
+    if MODEL_NAMES[0] not in told:
+        logger.warning("%s does not say which model made it", side.url)
+    for name in (*MODEL_NAMES, *COMPUTE_NAMES):
+        if name not in told or told[name] == own[name]:
+            continue
+        if name in COMPUTE_NAMES and not exact:
             text = "%s was made with %s %s, the training computes with %s"
             logger.warning(text, side.url, name, told[name], own[name])
+            continue
+        must = f"its {name} must be that of the training, {quote(own[name], 20)}"
+        do = "Make it anew with the reference model and the settings of this training"
+        raise CompatibilityError(sentence(side.url, must, quote(told[name], 20), do))
 
 
 def _attention(config: Any) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from packstore.config import BatchConfig, fingerprint
-from packstore.errors import FormatError, PackstoreError, sentence
+from packstore.errors import FormatError, sentence
 from packstore.io.commit import refuse_existing
 from packstore.io.dataset import Dataset
 from packstore.io.side import Side, SideWriter, open_side
@@ -35,12 +35,12 @@ from packstore.torch.compatibility import check_model
 from packstore.torch.dealing import deal
 from packstore.torch.head import PackedPolicy
 from packstore.torch.made_with import MadeWith, describe_reference
+from packstore.torch.on_first import distributed, on_first
 from packstore.torch.position import Position, Unseen
 from packstore.torch.ref_parts import PARTS, Parts, Values
 from packstore.torch.steps import Step, StepCutter
 from packstore.torch.stream import StoredPacks
 
-T = TypeVar("T")
 Progress = Callable[[str, int, int | None, str], None]
 """Called with stage, what is done, of how many, and of what."""
 
@@ -107,15 +107,15 @@ def write_ref_logps(
                 writer.write(ids, {REF_LOGPS: logps}, counts)
         parts.remove()
 
-    made_with, missing = _on_first(begin)
+    made_with, missing = on_first(begin)
     parts = parts_of(made_with)
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
     mine = missing[rank::ranks]
     for number, values in _computed(model, dataset, config, set(mine), progress):
         parts.put(number, values)
-    if _distributed():
+    if distributed():
         dist.barrier()
-    _on_first(finish)
+    on_first(finish)
     return open_side(url, storage_options)
 
 
@@ -195,24 +195,3 @@ def _values(batch: PackedBatch, logps: Tensor) -> Values:
 def _joined(values: list[Values]) -> Values:
     ids, counts, logps = (np.concatenate(x) for x in zip(*values, strict=True))
     return ids, counts, logps
-
-
-def _on_first(make: Callable[[], T]) -> T:
-    """What the first rank makes, on all ranks; or its error."""
-    if not _distributed():
-        return make()
-    made: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            made[0] = make()
-        except PackstoreError as error:
-            made[1] = error
-    dist.broadcast_object_list(made)
-    if made[1] is not None:
-        raise made[1]
-    found: T = made[0]
-    return found
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()

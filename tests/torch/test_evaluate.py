@@ -20,9 +20,18 @@ from packstore.errors import CompatibilityError, ConfigError
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
 from packstore.testing import random_examples
-from packstore.torch import PreferenceLoss, use_packed_attention
+from packstore.torch import (
+    PackedDataLoader,
+    PackedDataset,
+    PackedPolicy,
+    PreferenceLoss,
+    use_packed_attention,
+)
 from packstore.torch.evaluate import evaluate
+from packstore.torch.grouped import GroupedMetrics
 from packstore.torch.reference import write_ref_logps
+from packstore.torch.training.evaluation import evaluate_batches
+from packstore.torch.training.reference import SecondModel
 
 launch = runpy.run_path(str(Path(__file__).with_name("ranks.py")))["launch"]
 
@@ -123,6 +132,35 @@ def test_it_equals_a_plain_loop(
     found = evaluate(policy, pairs, loss=loss, reference=reference, by="source", **batching)
     assert_equal(found, expected)
     assert policy.training
+
+
+def test_by_input_file(kit: SimpleNamespace, tmp_path: Path) -> None:
+    """Told apart by the example ids; also during training, where few metrics are recorded."""
+    rows = [record(i) for i in range(N)]
+    parts = {name: [r for r in rows if r["source"] == name] for name in SOURCES}
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    paths = {"forum": "a/x.jsonl", "wiki": "b/x.jsonl", "rare": "b/y.jsonl"}
+    for name, path in paths.items():
+        text = "".join(json.dumps(row) + "\n" for row in parts[name])
+        (tmp_path / path).write_text(text)
+    files = [str(tmp_path / path) for path in paths.values()]
+    dataset = packstore.pack(files, str(tmp_path / "packed"), pack_size=60)
+    policy, reference = models(kit)
+    plain = plain_figures(policy, reference, rows)
+    policy, reference = (use_packed_attention(m) for m in (policy, reference))
+    loss = PreferenceLoss("dpo", beta=BETA)
+    found = evaluate(policy, dataset, loss=loss, reference=reference, by="file")
+    names = {"forum": files[0], "wiki": files[1], "rare": "y.jsonl", None: None}
+    assert_equal(found, {names[group]: own for group, own in plain.items()})
+    loader = PackedDataLoader(PackedDataset(dataset), mode="eval")
+    grouped = GroupedMetrics(loss, dataset, "file")
+    online = SecondModel(reference)
+    recorded = evaluate_batches(PackedPolicy(policy), loader, grouped, online, torch.device("cpu"))
+    assert recorded["loss"] == pytest.approx(plain[None]["loss"], abs=1e-9)
+    for name in ("examples", "loss", "rewards/accuracies", "rewards/margins"):
+        value = recorded[f"file=y.jsonl/{name}"]
+        assert value == pytest.approx(plain["rare"][name], abs=1e-9)
 
 
 def test_precomputed_reference(kit: SimpleNamespace, pairs: Dataset, tmp_path: Path) -> None:

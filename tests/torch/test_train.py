@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -352,6 +355,84 @@ def test_what_a_run_leaves(made: SimpleNamespace, tmp_path: Path) -> None:
     assert train(**settings(made, tmp_path, epochs=2, **given)).step == 2 * result.step
 
 
+STAND_INS = {
+    "wandb": """
+import json, os
+def say(*what):
+    with open(os.environ["SAID"], "a") as file:
+        file.write(json.dumps(["wandb", *what]) + "\\n")
+class Config:
+    def update(self, values, **_):
+        say("config", values)
+class Run:
+    def log(self, values, step):
+        say(step, values)
+    def finish(self):
+        say("finish")
+config = Config()
+def init(project, **_):
+    say("init", project)
+    return Run()
+""",
+    "tensorboardX": """
+import json, os
+class SummaryWriter:
+    def __init__(self, folder):
+        self.folder = str(folder)
+    def add_hparams(self, values, **_):
+        pass
+    def add_scalar(self, name, value, global_step):
+        with open(os.environ["SAID"], "a") as file:
+            file.write(json.dumps(["tensorboard", global_step, name, value]) + "\\n")
+    def flush(self):
+        pass
+    close = flush
+""",
+}
+"""Packages that only write down how they are called."""
+
+
+@pytest.mark.slow
+def test_trackers_are_told_every_record(made: SimpleNamespace, tmp_path: Path) -> None:
+    """Weights & Biases and TensorBoard, as Accelerate calls them."""
+    if find_spec("tensorboard") is not None:
+        pytest.skip("Accelerate would take the real TensorBoard")
+    for name, code in STAND_INS.items():
+        (tmp_path / "fake" / name).mkdir(parents=True)
+        (tmp_path / "fake" / name / "__init__.py").write_text(code)
+        info = tmp_path / "fake" / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    given = settings(made, tmp_path / "out", max_steps=2, wandb="some-project")
+    given |= {"validation": made.urls["large", "concat"], "validation_by": "file"}
+    code = (
+        "import json, sys; from packstore.torch.train import train; train(**json.load(sys.stdin))"
+    )
+    paths = [str(tmp_path / "fake"), str(Path(__file__).parents[2])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SAID": str(tmp_path / "said")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(given),
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = lines(tmp_path / "said")
+    written = lines(tmp_path / "out" / "metrics.jsonl")
+    expected = [[r.pop("step"), r] for r in written]
+    by_wandb = [line[1:] for line in said if line[0] == "wandb"]
+    assert by_wandb[0] == ["init", "some-project"]
+    assert by_wandb[1][0] == "config"
+    assert by_wandb[1][1]["learning_rate"] == "0.001"
+    assert by_wandb[2:] == [*expected, ["finish"]]
+    scalars = [line[1:] for line in said if line[0] == "tensorboard"]
+    assert scalars == [[step, name, value] for step, r in expected for name, value in r.items()]
+    assert any(name.startswith("eval/file=") for _, name, _ in scalars)
+
+
 def test_an_end_before_the_planned_one(
     made: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,6 +455,11 @@ def test_an_end_before_the_planned_one(
         ({"dataset": "sft"}, CompatibilityError, r"compares responses.*found kind 'sft'"),
         ({"pairs_per_step": 999}, ConfigError, r"one step of pairs_per_step=999.*40 examples"),
         ({"eval_every": 3}, ConfigError, r"eval_every: it needs a validation set"),
+        (
+            {"validation": "mixed", "validation_by": "color"},
+            ConfigError,
+            r"validation_by: it must be a carried column of the validation set, of file; found 'c",
+        ),
         ({"resume": "./nowhere"}, FormatError, r"checkpoint nowhere: it must be a checkpoint"),
         ({"lora_rank": 2, "lora_targets": ("nope",)}, ConfigError, r"modules named nope"),
         ({"tokenizer": "./nowhere"}, PackstoreError, r"tokenizer"),
@@ -390,6 +476,8 @@ def test_errors_are_sentences(
 ) -> None:
     if others.get("dataset") == "sft":
         others = {"dataset": made.urls["sft"]}
+    if "validation" in others:
+        others = {**others, "validation": made.urls["mixed", "concat"]}
     with pytest.raises(kind, match=message):
         train(**settings(made, tmp_path, **others))
 

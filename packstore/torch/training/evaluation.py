@@ -8,36 +8,43 @@ import torch
 from torch import nn
 
 from packstore.torch.collate import PackedBatch
-from packstore.torch.loss import PreferenceLoss
-from packstore.torch.metrics import Metrics
+from packstore.torch.grouped import GroupedMetrics
 from packstore.torch.training.reference import Reference
+
+OF_A_GROUP = ("examples", "loss", "rewards/accuracies", "rewards/margins", "perplexity")
+"""Metrics that are recorded of each group."""
 
 
 @torch.no_grad()
 def evaluate_batches(
     policy: nn.Module,
     batches: Iterable[PackedBatch],
-    loss_fn: PreferenceLoss,
+    grouped: GroupedMetrics,
     reference: Reference,
     device: torch.device,
 ) -> dict[str, float]:
     """The mean of each metric of the loss over all batches on all ranks.
 
-    A collective call; every rank needs a batch at least, as a loader with ``mode="eval"`` gives.
+    Those of a group stand under ``column=value/…``. A collective call; every rank needs a batch at
+    least, as a loader with ``mode="eval"`` gives.
 
     Args:
         policy: gives the log-probs `[S]` of a batch; its mode is put back as it was.
         batches: of this rank.
-        loss_fn: the loss.
+        grouped: what adds them up.
         reference: of the log-probs of the reference model.
         device: of the policy.
     """
-    metrics, training = Metrics(), policy.training
+    training = policy.training
     policy.eval()
     try:
         for batch in batches:
             here = batch.to(device)
-            metrics.add(loss_fn(policy(here), here, reference(here)).metrics)
+            grouped.add(policy(here), here, reference(here))
     finally:
         policy.train(training)
-    return metrics.means()
+    figures = grouped.figures(device)
+    found = {n: v for n, v in figures["metrics"].items() if n not in ("examples", "perplexity")}
+    for group, own in figures["by"].items():
+        found |= {f"{grouped.by}={group}/{n}": own[n] for n in OF_A_GROUP if n in own}
+    return found

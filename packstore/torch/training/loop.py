@@ -9,6 +9,7 @@ from typing import Any
 
 from packstore.torch.collate import PackedBatch
 from packstore.torch.divisor import count_step
+from packstore.torch.grouped import GroupedMetrics
 from packstore.torch.guard import FirstStepGuard
 from packstore.torch.loader import PackedDataLoader
 from packstore.torch.metrics import Metrics, all_reduce_sums
@@ -107,7 +108,9 @@ class Loop:
         assert run.validation is not None
         run.validation.set_epoch(0)
         reference, device = run.validation_reference, run.accelerator.device
-        found = evaluate_batches(run.policy, run.validation, run.loss_fn, reference, device)
+        dataset = run.validation.data.stream.datasets[0]
+        grouped = GroupedMetrics(run.loss_fn, dataset, run.config.validation_by)
+        found = evaluate_batches(run.policy, run.validation, grouped, reference, device)
         self.evaluation = {f"eval/{name}": value for name, value in found.items()}
         self._write({"step": self.step, **self.evaluation})
         return self.evaluation

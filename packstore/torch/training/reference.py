@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from packstore.io.dataset import Dataset
+from packstore.io.side import open_side
 from packstore.torch.collate import PackedBatch
 from packstore.torch.head import PackedPolicy
+from packstore.torch.load import is_adapter, load_model
+from packstore.torch.made_with import check_reference
+from packstore.torch.on_first import on_first
+from packstore.train_config import TrainConfig
 
 Reference = Callable[[PackedBatch], Tensor | None]
 """Gives `[S]`, or None: those that the batch carries hold, or the loss needs none."""
@@ -83,3 +89,47 @@ def _active(adapted: Any, name: str) -> Iterator[None]:
         yield
     finally:
         adapted.set_adapter(before)
+
+
+def check_precomputed(
+    config: TrainConfig,
+    policy: Any,
+    before: Mapping[str, Any] | None,
+    sides: Sequence[tuple[str | None, Dataset | None]],
+) -> None:
+    """Refuses precomputed log-probs that are not those of the reference; a collective call.
+
+    Looks once, when a run begins, and again only where the settings name others since.
+
+    Args:
+        config: of the run.
+        policy: the model, as it is loaded; at the beginning it is the reference, unless the
+            settings name one.
+        before: the settings of the checkpoint that the run goes on from, or None.
+        sides: URLs of side datasets, and the datasets that they belong to.
+
+    Raises:
+        CompatibilityError: see :func:`~packstore.torch.made_with.check_reference`.
+    """
+    names = ("ref_logps", "validation_ref_logps")
+    if before is not None and all(before.get(n) == getattr(config, n) for n in names):
+        return
+
+    def check() -> None:
+        reference, path = policy, config.reference_model or config.model
+        if config.reference_model is not None or before is not None:
+            reference = load_model(path, dtype=config.dtype, attention=config.attention)
+        for url, dataset in sides:
+            if url is not None and dataset is not None:
+                side = open_side(url, dict(config.storage_options) or None)
+                check_reference(
+                    side,
+                    reference,
+                    dataset,
+                    adapter=is_adapter(path),
+                    dtype="bfloat16" if config.mixed_precision == "bf16" else config.dtype,
+                    exact=config.ref_logps_check == "exact",
+                )
+
+    if any(url is not None for url, _ in sides):
+        on_first(check)

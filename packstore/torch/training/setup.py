@@ -14,9 +14,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
+from packstore.io.side import open_side
 from packstore.registry import missing_extra
 from packstore.torch.compatibility import check_model, check_same_tokenizer, check_tokenizer
 from packstore.torch.dataset import PackedDataset
+from packstore.torch.grouped import FILE
 from packstore.torch.head import PackedPolicy
 from packstore.torch.load import add_lora, checkpoint_gradients, is_adapter, load_model
 from packstore.torch.loader import PackedDataLoader
@@ -34,6 +36,7 @@ from packstore.torch.training.reference import (
     OwnAdapter,
     Reference,
     SecondModel,
+    check_precomputed,
     of_the_batch,
 )
 from packstore.torch.training.resume import check_unchanged, count_steps, find_checkpoint
@@ -112,6 +115,10 @@ def prepare(config: TrainConfig) -> Run:
     _seed(config.seed)
     model = _make_model(config, checkpoint, loss_fn)
     check_model(dataset, model)
+    if loss_fn.reference:
+        sides = [(config.ref_logps, dataset), (config.validation_ref_logps, validation)]
+        before = None if state is None else state.config
+        check_precomputed(config, model, before, sides)
     loader = _make_loader(config, loss_fn, dataset, config.ref_logps, None)
     policy = PackedPolicy(model)
     policy._no_split_modules = model._no_split_modules  # by which Accelerate shards layer by layer
@@ -213,6 +220,10 @@ def _check_data(
             must = f"loss {config.loss!r} compares responses, so the dataset must hold several"
             do = "Use loss: sft, or a dataset of preferences"
             raise CompatibilityError(sentence(f"dataset {one.url}", must, "kind 'sft'", do))
+    carried = () if validation is None else (FILE, *validation.manifest.carry)
+    if validation is not None and config.validation_by not in (None, *carried):
+        must = f"it must be a carried column of the validation set, of {', '.join(carried)}"
+        raise ConfigError(sentence("setting validation_by", must, quote(config.validation_by)))
     check_same_tokenizer(both)
     if config.tokenizer is not None:
         check_tokenizer(dataset, config.tokenizer, chat_template=False)
@@ -248,7 +259,9 @@ def _make_loader(
     ref_logps: str | None,
     mode: str | None,
 ) -> PackedDataLoader:
-    side = [ref_logps] if ref_logps is not None and loss_fn.reference else []
+    side = []
+    if ref_logps is not None and loss_fn.reference:
+        side.append(open_side(ref_logps, dict(config.storage_options) or None))
     data = PackedDataset(dataset, seed=config.seed, side=side)
     batching: dict[str, Any] = {
         "packs_per_batch": config.packs_per_batch,

@@ -1,0 +1,157 @@
+"""Metrics of all examples, and of those of each source: exact over batches and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import PurePosixPath
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from packstore.errors import ConfigError, quote
+from packstore.io.dataset import Dataset
+from packstore.records import SOURCE_SHIFT
+from packstore.torch.collate import PackedBatch
+from packstore.torch.loss import PreferenceLoss
+from packstore.torch.metrics import SumAndCount, all_reduce_sums, wide_dtype
+
+FILE = "file"
+"""What tells the input files apart, unless a column has that name."""
+
+Key = tuple[str | None, str]
+"""Group, None for all examples, and metric."""
+
+
+class Figures(TypedDict):
+    """What an evaluation gives.
+
+    Members:
+        metrics: the metrics of the loss, each its mean over all pairs (or tokens); ``examples``;
+            of the loss ``sft`` also ``perplexity``, the exponential of the mean over tokens.
+        by: the same of each value of the column, by name; empty without a column.
+    """
+
+    metrics: dict[str, float]
+    by: dict[str, dict[str, float]]
+
+
+class GroupedMetrics:
+    """Adds up the metrics of batches, of all examples and of each group.
+
+    Args:
+        loss_fn: the loss, whose metrics they are.
+        dataset: that the batches are of.
+        by: a carried or joined column of texts, integers or booleans, or ``file``; None: no groups.
+    """
+
+    def __init__(self, loss_fn: PreferenceLoss, dataset: Dataset, by: str | None = None) -> None:
+        self.loss_fn, self.by = loss_fn, by
+        self._files = _names(dataset.manifest.provenance.get("sources") or [])
+        self._sums: dict[Key, Tensor] = {}
+
+    def add(self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None) -> None:
+        """Adds a batch of this rank.
+
+        Args:
+            logps: `[S]`, of the policy.
+            batch: the batch, on the same device.
+            ref_logps: `[S]`, of the reference; None: those of the batch, or none are needed.
+
+        Raises:
+            ConfigError: there is no such column.
+        """
+        for group, part in self._groups(batch):
+            _add(self._sums, group, part, self.loss_fn(logps, part, ref_logps).metrics)
+
+    def figures(self, device: torch.device) -> Figures:
+        """Means over all ranks; a collective call, from `device`."""
+        return _figures(self._sums, self.loss_fn, device)
+
+    def _groups(self, batch: PackedBatch) -> Iterator[tuple[str | None, PackedBatch]]:
+        """The batch, and the batch with weight 0 but for the examples of each group."""
+        yield None, batch
+        if self.by is None:
+            return
+        names = np.array(self._values(batch, self.by), object)
+        for name in sorted(set(names)):
+            own = torch.from_numpy(names == name).to(batch.weights)
+            yield name, replace(batch, weights=batch.weights * own)
+
+    def _values(self, batch: PackedBatch, by: str) -> list[str]:
+        """The group of each example."""
+        if by not in batch.columns:
+            if by == FILE:
+                return [self._file(i >> SOURCE_SHIFT) for i in batch.example_ids.tolist()]
+            known = ", ".join([FILE, *batch.columns])
+            must = f"by must be a carried or joined column, of {known}"
+            raise ConfigError(f"{must}; found {quote(by)}.")
+        column = batch.columns[by]
+        if isinstance(column, Tensor):
+            if column.is_floating_point():
+                must = "by must be a column of texts, integers or booleans"
+                raise ConfigError(f"{must}; {by} is not.")
+            column = column.cpu().numpy()
+        return [str(value) for value in column.tolist()]
+
+    def _file(self, number: int) -> str:
+        return self._files[number] if number < len(self._files) else f"source {number}"
+
+
+def _names(sources: list[Mapping[str, Any]]) -> list[str]:
+    """The last part of each file's path where it tells them apart, else all of it."""
+    paths = [str(source.get("path")) for source in sources]
+    last = [PurePosixPath(path).name for path in paths]
+    often = Counter(last)
+    return [n if often[n] == 1 else p for n, p in zip(last, paths, strict=True)]
+
+
+def _add(
+    sums: dict[Key, Tensor],
+    group: str | None,
+    batch: PackedBatch,
+    metrics: Mapping[str, SumAndCount],
+) -> None:
+    """Adds the metrics of one batch, as sums and counts."""
+    examples = batch.weights.sum()
+    every = {**metrics, "examples": (examples, torch.zeros_like(examples))}
+    for name, both in every.items():
+        new = torch.stack([x.to(wide_dtype(x.device)) for x in both])
+        sums[group, name] = sums[group, name] + new if (group, name) in sums else new
+
+
+def _figures(sums: dict[Key, Tensor], loss_fn: PreferenceLoss, device: torch.device) -> Figures:
+    """Means over all ranks, of which each saw other groups."""
+    keys = _all_keys(sums)
+    zero = torch.zeros(2, dtype=wide_dtype(device), device=device)
+    totals = all_reduce_sums([x for key in keys for x in sums.get(key, zero)], device=device)
+    figures: Figures = {"metrics": {}, "by": {}}
+    for (group, name), total, count in zip(keys, totals[::2], totals[1::2], strict=True):
+        place = figures["metrics"] if group is None else figures["by"].setdefault(group, {})
+        if name == "examples":
+            place[name] = total
+        else:
+            place[name] = total / count if count else math.nan
+    # A group that only fillers belong to has no examples.
+    figures["by"] = {name: own for name, own in figures["by"].items() if own["examples"]}
+    if loss_fn.only_sft and loss_fn.sft_average == "token":
+        for place in (figures["metrics"], *figures["by"].values()):
+            place["perplexity"] = math.exp(min(place["loss"], 700.0))
+    return figures
+
+
+def _all_keys(sums: dict[Key, Tensor]) -> list[Key]:
+    """The keys of all ranks, in one order on each."""
+    keys = list(sums)
+    if dist.is_available() and dist.is_initialized():
+        found: list[list[Key]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, keys)
+        keys = list(dict.fromkeys(key for own in found for key in own))
+    groups = sorted({group for group, _ in keys if group is not None})
+    order: dict[str | None, int] = {None: -1, **{g: i for i, g in enumerate(groups)}}
+    return sorted(keys, key=lambda key: order[key[0]])

@@ -1,0 +1,34 @@
+"""What one rank does for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from packstore.errors import PackstoreError
+
+T = TypeVar("T")
+
+
+def on_first(make: Callable[[], T]) -> T:
+    """What the first rank makes, on all ranks; or its error. A collective call."""
+    if not distributed():
+        return make()
+    made: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            made[0] = make()
+        except PackstoreError as error:
+            made[1] = error
+    dist.broadcast_object_list(made)
+    if made[1] is not None:
+        raise made[1]
+    found: T = made[0]
+    return found
+
+
+def distributed() -> bool:
+    """Whether torch.distributed runs."""
+    return dist.is_available() and dist.is_initialized()

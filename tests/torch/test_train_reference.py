@@ -1,0 +1,162 @@
+"""Training on precomputed log-probs: those of its own reference, to the last bit, or refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="training needs accelerate")
+pytest.importorskip("peft", reason="LoRA needs peft")
+
+from packstore.errors import CompatibilityError
+from packstore.io.dataset import open as open_dataset
+from packstore.io.side import SideWriter, open_side
+from packstore.testing import random_examples
+from packstore.torch import packed_logps
+from packstore.torch.load import load_model
+from packstore.torch.reference import write_ref_logps
+from packstore.torch.train import train
+
+pytestmark = [  # PEFT's, with transformers 5.23
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of a short run in float32, with the log-probs of its own starting model."""
+    folder = tmp_path_factory.mktemp("reference")
+    kit.tiny_model(dtype=torch.float32).save_pretrained(folder / "model")
+    packs = kit.packed(random_examples(24, seed=3), [1, 4, 2, 3, 2] * 2, "shared_prefix")
+    dataset = kit.write(str(folder / "data"), packs, layout="shared_prefix")
+    model = load_model(folder / "model")
+    write_ref_logps(model, dataset, str(folder / "ref"))
+    return {
+        "model": str(folder / "model"),
+        "dataset": str(folder / "data"),
+        "validation": str(folder / "data"),
+        "ref_logps": str(folder / "ref"),
+        "validation_ref_logps": str(folder / "ref"),
+        "pairs_per_step": 8,
+        "learning_rate": 1e-2,
+        "log_every": 1,
+        "cpu": True,
+    }
+
+
+def losses(output: Path) -> list[float]:
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [r.get("loss", r.get("eval/loss")) for r in records]
+
+
+def another_side(made: dict[str, Any], url: Path, **changes: Any) -> str:
+    """The same values, said to be made with something else."""
+    side = open_side(made["ref_logps"])
+    dataset = open_dataset(made["dataset"])
+    told = {**side.manifest.made_with, **changes}
+    columns = {"ref_logps": "list<float32>"}
+    with SideWriter(str(url), dataset, columns, made_with=told) as writer:
+        for batch in side.iter_batches():
+            ids, values = (column.to_pylist() for column in batch.columns)
+            logps = np.concatenate([np.float32(v) for v in values])
+            writer.write(np.array(ids), {"ref_logps": logps}, np.full(len(ids), 2, np.int32))
+    return str(url)
+
+
+def test_precomputed_equals_online_to_the_last_bit(made: dict[str, Any], tmp_path: Path) -> None:
+    train(**made, output=str(tmp_path / "precomputed"))
+    without = {k: v for k, v in made.items() if "ref_logps" not in k}
+    train(**without, output=str(tmp_path / "online"))
+    found, expected = (losses(tmp_path / name) for name in ("precomputed", "online"))
+    assert found == expected
+    assert len(found) >= 3
+    assert np.ptp(found) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model_sha256", "0" * 64),
+        ("tokenizer_sha256", "f" * 64),
+        ("chat_template_sha256", "0" * 64),
+        ("head_dtype", "float64"),
+        ("dtype", "bfloat16"),
+        ("attention", "reference"),
+    ],
+    ids=lambda x: x[:16],
+)
+def test_what_was_made_with_something_else_is_refused(
+    made: dict[str, Any], tmp_path: Path, name: str, value: str
+) -> None:
+    url = another_side(made, tmp_path / "side", **{name: value})
+    for which in ("ref_logps", "validation_ref_logps"):
+        settings = {**made, which: url, "output": str(tmp_path / "out")}
+        with pytest.raises(CompatibilityError, match=f"its {name} must be that of the training"):
+            train(**settings)
+
+
+def test_last_digits_may_differ_if_the_settings_say_so(
+    made: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = another_side(made, tmp_path / "side", dtype="bfloat16", attention="sdpa")
+    with caplog.at_level(logging.WARNING, logger="packstore"):
+        given = {"ref_logps": url, "ref_logps_check": "model", "max_steps": 1}
+        train(**{**made, **given, "output": str(tmp_path / "out")})
+    assert "dtype bfloat16, the training computes with float32" in caplog.text
+    assert "attention sdpa, the training computes with auto" in caplog.text
+
+
+def test_the_reference_is_the_one_that_the_settings_name(
+    made: dict[str, Any], kit: SimpleNamespace, tmp_path: Path
+) -> None:
+    """Another starting model needs `reference_model`, a new adapter does not."""
+    other = kit.tiny_model(dtype=torch.float32)
+    with torch.no_grad():
+        other.lm_head.weight += 0.1
+    other.save_pretrained(tmp_path / "other")
+    started = {**made, "model": str(tmp_path / "other"), "max_steps": 1}
+    with pytest.raises(CompatibilityError, match="model_sha256"):
+        train(**started, output=str(tmp_path / "a"))
+    train(**started, reference_model=made["model"], output=str(tmp_path / "b"))
+    lora = {"lora_rank": 4, "max_steps": 1}
+    train(**{**made, **lora}, output=str(tmp_path / "c"))
+    adapter = str(tmp_path / "c" / "model")
+    further = {**made, "model": adapter, "max_steps": 1}
+    with pytest.raises(CompatibilityError, match="model_sha256"):
+        train(**further, output=str(tmp_path / "d"))
+    dataset = open_dataset(made["dataset"])
+    write_ref_logps(load_model(adapter), dataset, str(tmp_path / "adapted"))
+    own = dict.fromkeys(("ref_logps", "validation_ref_logps"), str(tmp_path / "adapted"))
+    train(**{**further, **own}, output=str(tmp_path / "e"))
+
+
+def test_a_run_that_goes_on_looks_again_only_at_what_is_new(
+    made: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its model has moved away from the reference by then."""
+    settings = {**made, "epochs": 2, "save_every": 1, "output": str(tmp_path / "out")}
+    first = train(**{**settings, "max_steps": 1})
+    assert first.step == 1
+    url = another_side(made, tmp_path / "side", model_sha256="0" * 64)
+    with pytest.raises(CompatibilityError, match="model_sha256"):
+        train(**{**settings, "ref_logps": url})
+    again = another_side(made, tmp_path / "again")
+    assert train(**{**settings, "ref_logps": again, "max_steps": 2}).step == 2
+    assert train(**{**settings, "ref_logps": again, "max_steps": 3}).step == 3
+
+
+def test_values_are_those_of_the_model(made: dict[str, Any]) -> None:
+    from packstore.torch import PackedDataLoader, PackedDataset
+
+    model = load_model(made["model"])
+    data = PackedDataset(made["dataset"], side=[made["ref_logps"]])
+    for batch in PackedDataLoader(data, mode="eval"):
+        with torch.no_grad():
+            assert torch.equal(packed_logps(model, batch), batch.ref_logps)
