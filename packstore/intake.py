@@ -15,10 +15,12 @@ from packstore.engines import ENGINES
 from packstore.errors import ConfigError, RecordError, sentence
 from packstore.io.dataset import Dataset, find_dataset
 from packstore.io.inputs import Block, InputReader
+from packstore.overlap import no_garbage_collection
 from packstore.pack.fill import unpack
 from packstore.pack.layout import sizes
 from packstore.records import Examples, Tally
 from packstore.tokenizer import (
+    FASTER,
     RecordTokenizer,
     Tokenizer,
     agreeing,
@@ -98,7 +100,8 @@ class RecordIntake:
         self.vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
 
     def __iter__(self) -> Iterator[Part]:
-        work = _Tokenize(RecordTokenizer(self.tokenizer, self._config, self.kind))
+        fast = self.tokenizer is None or self.tokenizer.engine_name in FASTER
+        work = _Tokenize(RecordTokenizer(self.tokenizer, self._config, self.kind), fast)
         run = ENGINES.load(self._config.engine)
         return run(work, self._blocks, self._config.num_workers)
 
@@ -116,11 +119,13 @@ class RecordIntake:
 class _Tokenize:
     """What a worker does with a block."""
 
-    def __init__(self, tokenizer: RecordTokenizer) -> None:
+    def __init__(self, tokenizer: RecordTokenizer, suits_threads: bool) -> None:
         self._tokenizer = tokenizer
+        self.suits_threads = suits_threads
 
     def __call__(self, block: Block) -> Part:
-        return self._tokenizer(block.parse())
+        with no_garbage_collection():
+            return self._tokenizer(block.parse())
 
 
 class DatasetIntake:

@@ -8,6 +8,7 @@ step, and nothing stays behind of a job that fails.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -27,6 +28,7 @@ from packstore.io.manifest import build_manifest, commit_manifest
 from packstore.io.shard import PackShape
 from packstore.io.storage import Location
 from packstore.io.writer import ShardWriter
+from packstore.overlap import ahead
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.fill import fill
 from packstore.pack.layout import sizes
@@ -122,11 +124,12 @@ def _read(
     """All examples to the spill; returns what became of the records, and tokens per example."""
     tally, lengths = Tally(), []
     report("read", 0, None, "records")
-    for examples, part in intake:
-        tally.add(part)
-        spill.append(examples)
-        lengths.append(sizes(examples, config.layout, config.pad_to_multiple))
-        report("read", tally.read, None, "records")
+    with contextlib.closing(ahead(intake)) as parts:
+        for examples, part in parts:
+            tally.add(part)
+            spill.append(examples)
+            lengths.append(sizes(examples, config.layout, config.pad_to_multiple))
+            report("read", tally.read, None, "records")
     report("read", tally.read, tally.read, "records")
     return tally, np.concatenate(lengths) if lengths else np.empty(0, np.int32)
 
@@ -173,10 +176,11 @@ def _write(
     job.begin(run, {**about, **_begun_with(config), "plan": packing.sha256})
     with ShardWriter(job.location, shape, config, run, config.spill_dir, job) as writer:
         done = writer.resumed
-        for packs in _fill(examples, packing, config, done):
-            writer.write(packs)
-            done += len(packs)
-            report("write", done, packing.num_packs, "packs")
+        with contextlib.closing(ahead(_fill(examples, packing, config, done), 2)) as filled:
+            for packs in filled:
+                writer.write(packs)
+                done += len(packs)
+                report("write", done, packing.num_packs, "packs")
         shards = writer.close()
         # The plan knows lengths as they will be padded; the writer has seen the tokens.
         planning = replace(packing, tokens=writer.counter.tokens).statistics()

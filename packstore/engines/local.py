@@ -10,7 +10,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
@@ -23,19 +23,27 @@ SERIAL_ITEMS = 4
 """With `num_workers` unset, so many items are worked on before processes are worth their start."""
 
 
+MAX_THREADS = 4
+"""More threads of one process would only wait for Python's lock."""
+
+
 def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> Iterator[R]:
     """Yields ``work(item)`` for every item, in order.
 
     Args:
         work: picklable; sent to each worker once.
         items: picklable; at most two per worker are held at a time.
-        num_workers: processes; 0 or 1: work in this process; None: in this process for the first
-            items, in one process per core if there are more.
+        num_workers: processes; 0 or 1: work in this process; None: in threads where `work` says
+            that they suit it (``work.suits_threads``), else in this process for the first items,
+            and in one process per core if there are more.
 
     Raises:
         PackstoreError: a worker died (killed for memory, most likely); errors of `work` unchanged.
     """
     stream = iter(items)
+    if num_workers is None and getattr(work, "suits_threads", False):
+        yield from _in_threads(work, stream)
+        return
     if num_workers is None:
         yield from map(work, itertools.islice(stream, SERIAL_ITEMS))
         num_workers = os.cpu_count() or 1
@@ -43,6 +51,22 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
         yield from map(work, stream)
         return
     yield from _in_processes(work, stream, num_workers)
+
+
+def _in_threads(work: Callable[[T], R], stream: Iterator[T]) -> Iterator[R]:
+    number = min(os.cpu_count() or 1, MAX_THREADS)
+    pending: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(number, "packstore-work") as pool:
+        try:
+            for item in stream:
+                pending.append(pool.submit(work, item))
+                if len(pending) > number:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
 
 
 def _in_processes(work: Callable[[T], R], stream: Iterator[T], num_workers: int) -> Iterator[R]:

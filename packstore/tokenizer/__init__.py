@@ -1,12 +1,14 @@
 """From parsed records to examples: token ids, and which of them are supervised."""
 
 from packstore.tokenizer.carry import parse_carry
+from packstore.tokenizer.fastest import FASTER
 from packstore.tokenizer.record_tokenizer import RecordTokenizer, agreeing
 from packstore.tokenizer.shapes import detect_kind
 from packstore.tokenizer.source import load_tokenizer
 from packstore.tokenizer.tokenizer import Tokenizer
 
 __all__ = [
+    "FASTER",
     "RecordTokenizer",
     "Tokenizer",
     "agreeing",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -24,8 +25,7 @@ Mode = Literal["control", "literal", "guarded"]
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """One sequence before it is encoded.
 
     Attributes:
@@ -139,8 +139,14 @@ def _handle_specials(
     """Applies the policy to control strings that stand in the record itself."""
     value: list[Any] = [parsed.prompt, parsed.responses, parsed.tools]
     try:
-        text = isinstance(parsed.prompt, str)
-        written = "\n".join([value[0], *value[1]]) if text else as_json(value)
+        if isinstance(parsed.prompt, str):
+            written = "\n".join([parsed.prompt, *value[1]])
+            if tokenizer.control_hint not in written:
+                return parsed, "", []
+        elif _harmless(parsed, tokenizer.control_hint):
+            return parsed, "", []
+        else:
+            written = as_json(value)
     except TypeError as error:  # records made in Python can hold anything
         raise Refused("wrong_type", f"tools and tool calls must be JSON values: {error}") from error
     found = tokenizer.controls.search(written)
@@ -162,6 +168,20 @@ def _handle_specials(
     return parsed, guard, ["special_tokens_literal"]
 
 
+def _harmless(parsed: Parsed, hint: str) -> bool:
+    """Whether messages that are text throughout can be told to hold no control string.
+
+    The brackets of what could stand around them as JSON are not those of a control string.
+    """
+    if parsed.tools or not hint.startswith("<"):
+        return False
+    for message in itertools.chain(parsed.prompt, *parsed.responses):
+        for value in message.values():
+            if not isinstance(value, str) or hint in value:
+                return False
+    return True
+
+
 def _system_end(template: ChatTemplate, messages: list[Message], tools: Tools, text: str) -> int:
     if messages[0]["role"] not in ("system", "developer"):
         return 0
@@ -173,6 +193,8 @@ def _system_end(template: ChatTemplate, messages: list[Message], tools: Tools, t
 
 
 def _check_unicode(draft: Draft, config: TokenizeConfig, events: list[str]) -> Draft:
+    if draft.text.isascii():
+        return draft
     try:
         draft.text.encode()
     except UnicodeEncodeError as error:
@@ -182,7 +204,7 @@ def _check_unicode(draft: Draft, config: TokenizeConfig, events: list[str]) -> D
             ) from None
         if "unicode_replaced" not in events:
             events.append("unicode_replaced")
-        return replace(draft, text=_SURROGATES.sub("�", draft.text))
+        return draft._replace(text=_SURROGATES.sub("�", draft.text))
     return draft
 
 
@@ -202,7 +224,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def _is_empty(response: Any) -> bool:
     if isinstance(response, str):
-        return not response.strip()
+        return not response or response.isspace()
     if _is_ids(response):
         return len(response) == 0
     said = [m for m in response if m["role"] == "assistant"]

@@ -1,21 +1,25 @@
-"""From texts to token ids and what of them is supervised."""
+"""From texts to token ids and what of them is supervised: all sequences of a block at once.
+
+Texts are encoded in one batch, each different one once. What follows is numpy over flat ids and
+offsets; only sequences about which there is something to say are looked at one by one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from packstore.config import TokenizeConfig
-from packstore.records import Bool, Int32
+from packstore.records import Bool, Int32, Int64, concat_offsets, range_indices, to_offsets
 from packstore.tokenizer.control import encode_around_controls
 from packstore.tokenizer.drafts import Draft, Mode
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.tokenizer import Tokenizer
 
-Key = tuple[str, Mode, str]
-Encoded = Mapping[Key, Int32]
+_NO_IDS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,67 +39,99 @@ class Tokens:
     events: list[str] = field(default_factory=list)
 
 
-def encode_drafts(tokenizer: Tokenizer, drafts: Iterable[Draft]) -> Encoded:
-    """Ids of all texts of the drafts and of all their beginnings that end at a boundary.
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequences:
+    """The sequences of some drafts, in order.
 
-    Each different text is encoded once, all of them in one batch for each mode.
+    Attributes:
+        ids: int32 `[N]`.
+        supervised: bool `[N]`.
+        offsets: int64 `[S + 1]`, where each sequence starts.
+        heads: int64 `[S]`, leading tokens (BOS, system turn) that truncation keeps.
+        events: what there is to note of a sequence.
+        refused: why a sequence cannot be used.
     """
-    wanted = dict.fromkeys(key for draft in drafts for key in _keys(draft))
-    encoded: dict[Key, Int32] = {}
-    for mode in ("control", "literal"):
-        keys = [key for key in wanted if key[1] == mode]
-        if keys:
-            texts = [text for text, _, _ in keys]
-            ids, offsets = tokenizer.engine.encode_batch(texts, control=mode == "control")
-            encoded |= zip(keys, np.split(ids, offsets[1:-1]), strict=True)
-    keys = [key for key in wanted if key[1] == "guarded"]
-    if keys:
-        rows = encode_around_controls(
-            [text for text, _, _ in keys],
-            tokenizer.specials,
-            lambda texts: tokenizer.engine.encode_batch(texts, control=False),
-            [guard for _, _, guard in keys],
+
+    ids: Int32
+    supervised: Bool
+    offsets: Int64
+    heads: Int64
+    events: dict[int, list[str]]
+    refused: dict[int, Refused]
+
+    def row(self, i: int) -> Tokens:
+        """Sequence `i` alone."""
+        start, end = self.offsets[i : i + 2]
+        events = self.events.get(i, [])
+        return Tokens(self.ids[start:end], self.supervised[start:end], int(self.heads[i]), events)
+
+    @classmethod
+    def of(cls, rows: Sequence[Tokens]) -> Sequences:
+        """Some sequences side by side."""
+        return cls(
+            ids=np.concatenate([_NO_IDS, *(t.ids for t in rows)]).astype(np.int32, copy=False),
+            supervised=np.concatenate([_NO_IDS.astype(np.bool_), *(t.supervised for t in rows)]),
+            offsets=to_offsets(np.array([len(t.ids) for t in rows], np.int64)),
+            heads=np.array([t.head for t in rows], np.int64),
+            events={i: t.events for i, t in enumerate(rows) if t.events},
+            refused={},
         )
-        encoded |= zip(keys, rows, strict=True)
-    return encoded
+
+    def with_rows(self, rows: Mapping[int, Tokens], *, insert: bool = False) -> Sequences:
+        """With `rows` at their places, instead of what is there or in between."""
+        if not rows:
+            return self
+        own = map(self.row, range(len(self.heads)))
+        number = len(self.heads) + insert * len(rows)
+        out: list[Tokens] = []
+        moved: list[int] = []
+        for i in range(number):
+            if i not in rows or not insert:
+                moved.append(i)
+                mine = next(own)
+            out.append(rows.get(i, mine))
+        refused = {moved[i]: why for i, why in self.refused.items()}
+        return replace(Sequences.of(out), refused=refused)
+
+    def kept(self, keep: Bool) -> tuple[Int32, Bool, Int64]:
+        """Ids, supervised and lengths of the sequences for which `keep` (bool `[S]`) is true."""
+        lengths = np.diff(self.offsets)
+        if keep.all():
+            return self.ids, self.supervised, lengths
+        tokens = np.repeat(keep, lengths)
+        return self.ids[tokens], self.supervised[tokens], lengths[keep]
 
 
-def assemble(
-    draft: Draft, encoded: Encoded, tokenizer: Tokenizer, config: TokenizeConfig
-) -> Tokens:
-    """The sequence of a draft: BOS and EOS by the settings, boundaries found among the ids.
+def assemble(tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig) -> Sequences:
+    """The sequences of the drafts: BOS and EOS by the settings, boundaries found among the ids.
 
     A character boundary lies where the ids of the text up to it stop to agree with the ids of the
     whole text, so a token that merges both sides of a boundary lies behind it.
-
-    Raises:
-        Refused: ``boundary_merged`` or ``special_tokens``.
     """
-    ids = encoded[draft.text, draft.mode, draft.guard]
-    events = []
-    cuts = {0: 0, len(draft.text): len(ids)}
-    for at in _boundaries(draft):
-        before = encoded[draft.text[:at], draft.mode, draft.guard]
-        cuts[at] = common_prefix(before, ids)
-        merged = cuts[at] < len(before) and any(at in span for span in draft.spans)
-        if merged and "boundary_merged" not in events:
-            events.append("boundary_merged")
-    if events and config.boundary != "longest_common_prefix":
-        raise Refused("boundary_merged", "a token joins prompt and response")
-    _check_literal(draft, ids, tokenizer)
+    places = _Places(drafts)
+    ids, offsets, before, before_offsets = _encode(tokenizer, drafts, places)
+    lengths = np.diff(offsets)
+    events: defaultdict[int, list[str]] = defaultdict(list)
+    refused: dict[int, Refused] = {}
+    owner = np.array(places.draft, np.int64)
+    cuts = _common_prefixes(before, before_offsets, ids, offsets[:-1][owner], lengths[owner])
+    merged = (cuts < np.diff(before_offsets)) & np.array(places.of_span, np.bool_)
+    for i in dict.fromkeys(owner[merged].tolist()):
+        events[i].append("boundary_merged")
+        if config.boundary != "longest_common_prefix":
+            refused[i] = Refused("boundary_merged", "a token joins prompt and response")
+    _check_literal(tokenizer, drafts, ids, offsets, refused)
     supervised = np.zeros(len(ids), np.bool_)
-    for start, end in draft.spans:
-        supervised[cuts[start] : cuts[end]] = True
-    head = cuts[draft.system_end]
-    if _wants_bos(draft, ids, tokenizer, config, events):
-        ids = np.append(np.int32(tokenizer.bos_id or 0), ids)
-        supervised = np.append(np.False_, supervised)
-        head += 1
-    if _wants_eos(draft, ids, tokenizer, config, events):
-        ids = np.append(ids, np.int32(tokenizer.eos_id or 0))
-        supervised = np.append(supervised, draft.spans[-1][1] == len(draft.text))
-    supervised[:1] = False  # nothing predicts the first token
-    return Tokens(ids, supervised, max(head, starts_with(ids, tokenizer.bos_id)), events)
+    heads = np.zeros(len(drafts), np.int64)
+    if drafts:
+        table = _Cuts(lengths, cuts)
+        first = offsets[:-1][np.array(places.span_draft, np.int64)]
+        starts, ends = table.at(places.span_start), table.at(places.span_end)
+        supervised = _ranges(first + starts, first + ends, len(ids))
+        heads = table.at(places.head)
+    return _wrapped(
+        tokenizer, drafts, config, Sequences(ids, supervised, offsets, heads, events, refused)
+    )
 
 
 def common_prefix(a: Int32, b: Int32) -> int:
@@ -110,50 +146,212 @@ def starts_with(ids: Int32, token: int | None) -> bool:
     return len(ids) > 0 and int(ids[0]) == token
 
 
-def _boundaries(draft: Draft) -> list[int]:
-    """Characters where spans and the system turn begin or end, the ends of the text apart."""
-    places = {place for span in draft.spans for place in span} | {draft.system_end}
-    return sorted(places - {0, len(draft.text)})
+class _Places:
+    """Where spans and system turns begin and end, in characters, for all drafts.
+
+    A place is written as a number: ``2 * draft`` is the beginning of a text, one more its end, and
+    ``~b`` the boundary `b`, whose text before it has to be encoded.
+
+    Attributes:
+        draft: of each boundary, the draft.
+        at: of each boundary, its character.
+        of_span: of each boundary, whether a span begins or ends there, or it lies in one.
+        span_draft: of each span, the draft.
+        span_start: of each span, its place.
+        span_end: likewise.
+        head: of each draft, the place where its system turn ends.
+    """
+
+    def __init__(self, drafts: Sequence[Draft]) -> None:
+        self.draft: list[int] = []
+        self.at: list[int] = []
+        self.of_span: list[bool] = []
+        self.span_draft: list[int] = []
+        self.span_start: list[int] = []
+        self.span_end: list[int] = []
+        self.head: list[int] = []
+        for i, draft in enumerate(drafts):
+            self._add(i, draft, len(draft.text))
+
+    def _add(self, i: int, draft: Draft, end: int) -> None:
+        spans, head = draft.spans, draft.system_end
+        known = {0: 2 * i, end: 2 * i + 1}
+        if len(spans) == 1 and not head and spans[0][1] == end:  # by far the most
+            wanted = [spans[0][0]]
+        else:
+            wanted = sorted({place for span in spans for place in span} | {head})
+        for at in wanted:
+            if at not in known:
+                known[at] = ~len(self.at)
+                self.draft.append(i)
+                self.at.append(at)
+                self.of_span.append(any(at in span for span in spans))
+        for a, b in spans:
+            self.span_draft.append(i)
+            self.span_start.append(known[a])
+            self.span_end.append(known[b])
+        self.head.append(known[head])
 
 
-def _keys(draft: Draft) -> list[Key]:
-    texts = [draft.text, *(draft.text[:at] for at in _boundaries(draft))]
-    return [(text, draft.mode, draft.guard) for text in texts]
+class _Cuts:
+    """Places as numbers of tokens from the beginning of their sequence."""
+
+    def __init__(self, lengths: Int64, cuts: Int64) -> None:
+        known = np.zeros(2 * len(lengths), np.int64)
+        known[1::2] = lengths
+        # A boundary is ~b: counted from the end of the table.
+        self._table = np.concatenate([known, cuts[::-1]])
+
+    def at(self, places: list[int]) -> Int64:
+        """int64, of each place."""
+        return self._table[np.array(places, np.int64)]
 
 
-def _check_literal(draft: Draft, ids: Int32, tokenizer: Tokenizer) -> None:
+def _encode(
+    tokenizer: Tokenizer, drafts: Sequence[Draft], places: _Places
+) -> tuple[Int32, Int64, Int32, Int64]:
+    """Ids and offsets of all texts, and of the beginnings that end at a boundary."""
+    whole = np.empty(len(drafts), np.int64)
+    before = np.empty(len(places.at), np.int64)
+    parts: list[tuple[Int32, Int64]] = []
+    first = 0
+    for mode in dict.fromkeys(draft.mode for draft in drafts):
+        own = [i for i, draft in enumerate(drafts) if draft.mode == mode]
+        cut = [b for b, i in enumerate(places.draft) if drafts[i].mode == mode]
+        known: dict[str, int] = {}
+        # The guard, where there is one, is part of what a text means.
+        for b in cut:
+            draft = drafts[places.draft[b]]
+            text = draft.guard + draft.text[: places.at[b]]
+            before[b] = first + known.setdefault(text, len(known))
+        for i in own:
+            whole[i] = first + known.setdefault(drafts[i].guard + drafts[i].text, len(known))
+        parts.append(_encode_texts(tokenizer, list(known), mode))
+        first += len(known)
+    if not parts:
+        return _NO_IDS, np.zeros(1, np.int64), _NO_IDS, np.zeros(1, np.int64)
+    ids = np.concatenate([p for p, _ in parts]) if len(parts) > 1 else parts[0][0]
+    offsets = concat_offsets([o for _, o in parts]) if len(parts) > 1 else parts[0][1]
+    return *_rows(ids, offsets, whole), *_rows(ids, offsets, before)
+
+
+def _encode_texts(tokenizer: Tokenizer, texts: list[str], mode: Mode) -> tuple[Int32, Int64]:
+    if mode != "guarded":
+        return tokenizer.engine.encode_batch(texts, control=mode == "control")
+    rows = encode_around_controls(
+        [text[1:] for text in texts],
+        tokenizer.specials,
+        lambda stretches: tokenizer.engine.encode_batch(stretches, control=False),
+        [text[0] for text in texts],
+    )
+    return np.concatenate(rows), to_offsets(np.array([len(row) for row in rows], np.int64))
+
+
+def _rows(ids: Int32, offsets: Int64, rows: Int64) -> tuple[Int32, Int64]:
+    """Some rows of a ragged array; neighbours are not copied."""
+    if not len(rows):
+        return _NO_IDS, np.zeros(1, np.int64)
+    first = int(rows[0])
+    if rows[-1] - first == len(rows) - 1 and bool(np.all(np.diff(rows) == 1)):
+        cut = offsets[first : first + len(rows) + 1]
+        return ids[cut[0] : cut[-1]], cut - cut[0]
+    lengths = np.diff(offsets)[rows]
+    return ids[range_indices(offsets[rows], lengths)], to_offsets(lengths)
+
+
+def _common_prefixes(
+    a: Int32, a_offsets: Int64, b: Int32, b_starts: Int64, b_lengths: Int64
+) -> Int64:
+    """int64 `[n]`: leading ids that row i of `a` has in common with row i of `b`."""
+    lengths = np.minimum(np.diff(a_offsets), b_lengths)
+    at = to_offsets(lengths)
+    left = a if at[-1] == len(a) else a[range_indices(a_offsets[:-1], lengths)]
+    differ = np.flatnonzero(left != b[range_indices(b_starts, lengths)])
+    found = lengths.copy()
+    rows, first = np.unique(np.searchsorted(at, differ, "right") - 1, return_index=True)
+    found[rows] = differ[first] - at[rows]
+    return found
+
+
+def _ranges(starts: Int64, ends: Int64, size: int) -> Bool:
+    """bool `[size]`: what lies in one of the ranges; those that end before they start are empty."""
+    some = starts < ends
+    steps = np.zeros(size + 1, np.int8)
+    np.add.at(steps, starts[some], 1)
+    np.subtract.at(steps, ends[some], 1)
+    inside: Bool = np.cumsum(steps[:-1], dtype=np.int8) > 0
+    return inside
+
+
+def _check_literal(
+    tokenizer: Tokenizer,
+    drafts: Sequence[Draft],
+    ids: Int32,
+    offsets: Int64,
+    refused: dict[int, Refused],
+) -> None:
     """Refuses plain text that became control ids all the same (Unigram vocabularies do that)."""
-    bare = draft.text.replace(draft.guard, "") if draft.guard else draft.text
-    if draft.mode == "control" or not tokenizer.controls.search(bare):
-        return
-    control = np.array(sorted(tokenizer.special_ids), np.int32)
-    expected = 0
-    if draft.mode == "guarded":
-        expected = len(tokenizer.controls.findall(draft.text))
-    if int(np.isin(ids, control).sum()) != expected:
-        raise Refused("special_tokens", "this tokenizer has no plain form of a control string")
+    hint = tokenizer.control_hint
+    for i, draft in enumerate(drafts):
+        if draft.mode == "control" or hint not in draft.text or i in refused:
+            continue
+        bare = draft.text.replace(draft.guard, "") if draft.guard else draft.text
+        if not tokenizer.controls.search(bare):
+            continue
+        control = np.array(sorted(tokenizer.special_ids), np.int32)
+        expected = 0
+        if draft.mode == "guarded":
+            expected = len(tokenizer.controls.findall(draft.text))
+        if int(np.isin(ids[offsets[i] : offsets[i + 1]], control).sum()) != expected:
+            detail = "this tokenizer has no plain form of a control string"
+            refused[i] = Refused("special_tokens", detail)
 
 
-def _wants_bos(
-    draft: Draft, ids: Int32, tokenizer: Tokenizer, config: TokenizeConfig, events: list[str]
-) -> bool:
-    default = tokenizer.adds_bos and not draft.from_template
-    if tokenizer.bos_id is None or not (default if config.add_bos is None else config.add_bos):
-        return False
-    if starts_with(ids, tokenizer.bos_id):
-        events.append("bos_deduplicated")
-        return False
-    return True
-
-
-def _wants_eos(
-    draft: Draft, ids: Int32, tokenizer: Tokenizer, config: TokenizeConfig, events: list[str]
-) -> bool:
-    wanted = not draft.from_template if config.append_eos is None else config.append_eos
-    if not wanted:
-        return False
-    if tokenizer.eos_id is None:
-        events.append("no_eos")
-        return False
-    ended = draft.from_template and draft.text.rstrip().endswith(str(tokenizer.eos_token))
-    return not ended and not (len(ids) and ids[-1] == tokenizer.eos_id)
+def _wrapped(
+    tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig, bare: Sequences
+) -> Sequences:
+    """The sequences with BOS and EOS where they are wanted."""
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    lengths = np.diff(bare.offsets)
+    templated = np.array([draft.from_template for draft in drafts], np.bool_)
+    first = np.full(len(drafts), -1, np.int64)
+    last = first.copy()
+    some = lengths > 0
+    first[some] = bare.ids[bare.offsets[:-1][some]]
+    last[some] = bare.ids[bare.offsets[1:][some] - 1]
+    add_bos = np.zeros(len(drafts), np.bool_)
+    if bos is not None:
+        add_bos[:] = tokenizer.adds_bos & ~templated if config.add_bos is None else config.add_bos
+        for i in np.flatnonzero(add_bos & (first == bos)).tolist():
+            bare.events.setdefault(i, []).append("bos_deduplicated")
+        add_bos &= first != bos
+        last[add_bos & ~some] = bos
+    add_eos = ~templated if config.append_eos is None else np.full(len(drafts), config.append_eos)
+    if eos is None:
+        for i in np.flatnonzero(add_eos).tolist():
+            bare.events.setdefault(i, []).append("no_eos")
+        add_eos = np.zeros(len(drafts), np.bool_)
+    else:
+        for i in np.flatnonzero(add_eos & templated).tolist():
+            if drafts[i].text.rstrip().endswith(str(tokenizer.eos_token)):
+                add_eos[i] = False
+        add_eos &= last != eos
+    heads = bare.heads + add_bos
+    if bos is not None:
+        heads = np.maximum(heads, (first == bos) | add_bos)
+    supervised = bare.supervised
+    supervised[bare.offsets[:-1][some & ~add_bos]] = False  # nothing predicts the first token
+    if not (add_bos.any() or add_eos.any()):
+        return replace(bare, heads=heads)
+    offsets = to_offsets(lengths + add_bos + add_eos)
+    begins, ends = offsets[:-1][add_bos], offsets[1:][add_eos] - 1
+    body = np.ones(offsets[-1], np.bool_)
+    body[begins] = body[ends] = False
+    ids, supervised = np.empty(len(body), np.int32), np.zeros(len(body), np.bool_)
+    ids[body], supervised[body] = bare.ids, bare.supervised
+    ids[begins], ids[ends] = bos or 0, eos or 0
+    to_end = [
+        drafts[i].spans[-1][1] == len(drafts[i].text) for i in np.flatnonzero(add_eos).tolist()
+    ]
+    supervised[ends] = (some | add_bos)[add_eos] & np.array(to_end, np.bool_)
+    return Sequences(ids, supervised, offsets, heads, bare.events, bare.refused)

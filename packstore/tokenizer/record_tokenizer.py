@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from packstore.config import TokenizeConfig
 from packstore.errors import TokenizerError, sentence
-from packstore.records import Examples, Rows, Tally, example_id, to_offsets
+from packstore.records import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.carry import carried_values, parse_carry, to_columns
 from packstore.tokenizer.drafts import Draft, check_responses, draft_record
-from packstore.tokenizer.encode import Encoded, Tokens, assemble, encode_drafts, starts_with
+from packstore.tokenizer.encode import Sequences, Tokens, assemble, starts_with
 from packstore.tokenizer.fastest import FASTER
 from packstore.tokenizer.overlong import fit
 from packstore.tokenizer.refusals import Refused, raise_if_error
@@ -26,16 +26,29 @@ FIRST_RECORDS = 64
 """Records on which a faster engine must agree with the reference before it is used."""
 
 
-@dataclass(slots=True)
-class _Work:
-    """One record on its way through the stage."""
+class _Block:
+    """The records of a block on their way through the stage, their sequences one after another.
 
-    drafts: list[Draft] = field(default_factory=list)
-    sequences: list[Tokens] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    carried: list[Any] = field(default_factory=list)
-    events: list[str] = field(default_factory=list)
-    refused: Refused | None = None
+    Attributes:
+        records: place in the block of each record that came through so far.
+        counts: its number of sequences.
+        rewards: of all sequences.
+        carried: carried values of each record.
+        drafts: the sequences that are text.
+        ids: the sequences that are ids already, by their place among all sequences.
+        refused: why records are refused, by place in the block.
+        events: what there is to note of records, likewise.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[int] = []
+        self.counts: list[int] = []
+        self.rewards: list[float] = []
+        self.carried: list[list[Any]] = []
+        self.drafts: list[Draft] = []
+        self.ids: dict[int, Tokens] = {}
+        self.refused: dict[int, Refused] = {}
+        self.events: dict[int, list[str]] = {}
 
 
 class RecordTokenizer:
@@ -68,41 +81,45 @@ class RecordTokenizer:
             RecordError: a record breaks a rule whose policy is ``error``.
             TokenizerError: text without a tokenizer, or messages without a chat template.
         """
-        works = [self._prepare(value) for value in rows.values]
-        encoded: Encoded = {}
-        if self.tokenizer is not None:
-            drafts = [draft for work in works if not work.refused for draft in work.drafts]
-            encoded = encode_drafts(self.tokenizer, drafts)
-        tally = Tally(read=len(works))
-        kept: list[tuple[int, _Work]] = []
-        for i, work in enumerate(works):
+        block = _Block()
+        for i, value in enumerate(rows.values):
             try:
-                if work.refused:
-                    raise work.refused
-                self._finish(work, encoded)
-            except Refused as refused:
+                self._prepare(block, i, value)
+            except Refused as error:
+                block.refused[i] = error
+        sequences = self._encode(block)
+        firsts = to_offsets(np.array(block.counts, np.int64))
+        sequences = self._judge(block, sequences, firsts)
+        tally = Tally(read=len(rows.values))
+        for i in sorted({*block.refused, *block.events}):
+            if refused := block.refused.get(i):
                 raise_if_error(refused, rows.where(i), self.config)
                 tally.drop(refused.reason, rows.where(i), refused.detail)
                 continue
-            for event in dict.fromkeys(work.events):
+            for event in dict.fromkeys(block.events[i]):
                 tally.note(event, rows.where(i))
-            kept.append((rows.ordinals[i], work))
-        return self._examples(rows.source, kept), tally
+        return self._examples(rows, block, sequences, firsts), tally
 
-    def _prepare(self, value: object) -> _Work:
-        work = _Work()
-        try:
-            parsed = check_responses(parse_record(value, self.kind, self.config), self.config)
-            work.rewards = parsed.rewards
-            if self.carry and isinstance(value, dict):
-                work.carried = carried_values(value, self.carry)
-            if isinstance(parsed.prompt, np.ndarray):
-                work.sequences = self._from_ids(parsed)
-            else:
-                work.drafts, work.events = draft_record(parsed, self._needed(), self.config)
-        except Refused as refused:
-            work.refused = refused
-        return work
+    def _prepare(self, block: _Block, i: int, value: object) -> None:
+        """Adds record `i` to the block.
+
+        Raises:
+            Refused: it cannot become an example.
+        """
+        parsed = check_responses(parse_record(value, self.kind, self.config), self.config)
+        carried = carried_values(value, self.carry) if isinstance(value, dict) else []
+        if isinstance(parsed.prompt, np.ndarray):
+            for place, tokens in enumerate(self._from_ids(parsed), len(block.rewards)):
+                block.ids[place] = tokens
+        else:
+            drafts, events = draft_record(parsed, self._needed(), self.config)
+            block.drafts += drafts
+            if events:
+                block.events[i] = events
+        block.records.append(i)
+        block.counts.append(len(parsed.responses))
+        block.rewards += parsed.rewards
+        block.carried.append(carried)
 
     def _needed(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -129,31 +146,70 @@ class RecordTokenizer:
             sequences.append(Tokens(ids, supervised, head))
         return sequences
 
-    def _finish(self, work: _Work, encoded: Encoded) -> None:
-        """Ids of the record's texts, cut to size."""
-        if self.tokenizer is not None:
-            work.sequences += [
-                assemble(draft, encoded, self.tokenizer, self.config) for draft in work.drafts
-            ]
-        specials = self.tokenizer.special_ids if self.tokenizer else frozenset()
-        for i, tokens in enumerate(work.sequences):
-            if not tokens.supervised.any():
-                raise Refused("unsupervised", f"response {i + 1} has no supervised token")
-        work.sequences = fit(work.sequences, self.config, specials)
-        work.events += [event for tokens in work.sequences for event in tokens.events]
+    def _encode(self, block: _Block) -> Sequences:
+        """The sequences of all records, in order."""
+        found = Sequences.of([])
+        if self.tokenizer is not None and block.drafts:
+            found = assemble(self.tokenizer, block.drafts, self.config)
+        return found.with_rows(block.ids, insert=True)
 
-    def _examples(self, source: int, kept: list[tuple[int, _Work]]) -> Examples:
-        columns = to_columns([work.carried for _, work in kept], self.carry)
+    def _judge(self, block: _Block, sequences: Sequences, firsts: Int64) -> Sequences:
+        """Refuses records that cannot stay, and cuts those that settings want cut."""
+        if not block.records:
+            return sequences
+        record = np.repeat(block.records, block.counts)
+        for i, refused in sorted(sequences.refused.items()):
+            block.refused.setdefault(int(record[i]), refused)
+        lengths = np.diff(sequences.offsets)
+        learned = np.diff(np.append(0, np.cumsum(sequences.supervised))[sequences.offsets])
+        for i in np.flatnonzero(learned == 0).tolist():
+            response = i - int(firsts[np.searchsorted(firsts, i, "right") - 1]) + 1
+            detail = f"response {response} has no supervised token"
+            block.refused.setdefault(int(record[i]), Refused("unsupervised", detail))
+        # Shared prefixes only make an example shorter: what fits without them needs no look.
+        total = np.add.reduceat(lengths, firsts[:-1])
+        longest = np.maximum.reduceat(lengths, firsts[:-1])
+        large = (total > self.config.pack_size) | (longest > self.config.sequence_limit)
+        specials = self.tokenizer.special_ids if self.tokenizer else frozenset()
+        changed: dict[int, Tokens] = {}
+        for j in np.flatnonzero(large).tolist():
+            i, (first, last) = block.records[j], firsts[j : j + 2].tolist()
+            if i in block.refused:
+                continue
+            try:
+                tokens = fit([sequences.row(k) for k in range(first, last)], self.config, specials)
+            except Refused as refused:
+                block.refused[i] = refused
+                continue
+            rows = dict(zip(range(first, last), tokens, strict=True))
+            changed |= {k: t for k, t in rows.items() if len(t.ids) != lengths[k]}
+        sequences = sequences.with_rows(changed)
+        for k, events in sorted(sequences.events.items()):
+            noted = block.events.setdefault(int(record[k]), [])
+            block.events[int(record[k])] = [*noted, *events]
+        return sequences
+
+    def _examples(self, rows: Rows, block: _Block, sequences: Sequences, firsts: Int64) -> Examples:
+        """The records that are not refused."""
+        records = np.array(block.records, np.int64)
+        keep = np.ones(len(records), np.bool_)
+        if block.refused:
+            keep = ~np.isin(records, list(block.refused))
+        kept = np.flatnonzero(keep).tolist()
+        columns = to_columns([block.carried[j] for j in kept], self.carry)
         if not kept:
             return Examples.empty(columns)
-        sequences = [tokens for _, work in kept for tokens in work.sequences]
+        counts = np.array(block.counts, np.int64)
+        of_kept = np.repeat(keep, counts)
+        ids, supervised, lengths = sequences.kept(of_kept)
+        ordinals = np.array(rows.ordinals, np.int64)[records[keep]]
         return Examples(
-            input_ids=np.concatenate([tokens.ids for tokens in sequences]).astype(np.int32),
-            supervised=np.concatenate([tokens.supervised for tokens in sequences]),
-            sequence_offsets=to_offsets(np.array([len(t.ids) for t in sequences], np.int64)),
-            example_offsets=to_offsets(np.array([len(w.sequences) for _, w in kept], np.int64)),
-            reward=np.array([r for _, work in kept for r in work.rewards], np.float32),
-            example_ids=np.array([example_id(source, n) for n, _ in kept], np.int64),
+            input_ids=ids,
+            supervised=supervised,
+            sequence_offsets=to_offsets(lengths),
+            example_offsets=to_offsets(counts[keep]),
+            reward=np.array(block.rewards, np.float32)[of_kept],
+            example_ids=example_id(rows.source, 0) + ordinals,
             columns=columns,
         )
 
@@ -169,7 +225,7 @@ def agreeing(tokenizer: Tokenizer, rows: Rows, config: TokenizeConfig, kind: str
     """
     if tokenizer.engine_name not in FASTER:
         return tokenizer
-    reference = replace(tokenizer, engine_name="tokenizers")
+    reference = tokenizer.with_engine("tokenizers")
     n = min(len(rows.values), FIRST_RECORDS)
     few = replace(rows, ordinals=rows.ordinals[:n], values=rows.values[:n])
     fast, slow = (RecordTokenizer(t, config, kind)(few)[0] for t in (tokenizer, reference))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -108,14 +108,14 @@ def load_tokenizer(
         files=found.hashes,
         **_roles(loaded, found.settings),
     )
+    loaded.register(tokenizer.marks)
+    tokenizer = tokenizer.with_engine(found.engine, loaded)
     _ = tokenizer.template  # a syntax error shows here, not in a worker
     if found.engine != "tokenizers" or engine == "tokenizers":
         return tokenizer
     if engine == "auto":
         return fastest(tokenizer)
-    tokenizer = replace(tokenizer, engine_name=engine)
-    _ = tokenizer.engine  # so does a tokenizer that the engine does not know
-    return tokenizer
+    return tokenizer.with_engine(engine)  # so does a tokenizer that the engine does not know
 
 
 def _from_path(path: Path, engine: str) -> _Found:

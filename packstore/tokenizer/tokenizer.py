@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -51,9 +52,24 @@ class Tokenizer:
     def engine(self) -> Engine:
         """The loaded library."""
         engine = ENGINES.load(self.engine_name)(self.payload, f"tokenizer {self.name}")
-        tokens = (self.bos_token, self.eos_token, self.pad_token)
-        engine.register([token for token in tokens if token])
+        engine.register(self.marks)
         return engine
+
+    @property
+    def marks(self) -> list[str]:
+        """The strings of BOS, EOS and padding that are known."""
+        return [token for token in (self.bos_token, self.eos_token, self.pad_token) if token]
+
+    def with_engine(self, name: str, engine: Engine | None = None) -> Self:
+        """The same with another engine, that is loaded already, or that of `name`.
+
+        Raises:
+            TokenizerError: the engine does not know this kind of tokenizer.
+            MissingExtraError: its package is not installed.
+        """
+        other = replace(self, engine_name=name)
+        other.__dict__["engine"] = engine or ENGINES.load(name).beside(self.engine)  # type: ignore[attr-defined]
+        return other
 
     @cached_property
     def sha256(self) -> str:
@@ -130,6 +146,12 @@ class Tokenizer:
         """Matches the string of any control token."""
         return control_pattern(frozenset(self.specials))
 
+    @cached_property
+    def control_hint(self) -> str:
+        """What every control string begins with: a text without it holds none; maybe empty."""
+        hint = os.path.commonprefix(list(self.specials))  # noqa: RUF071  (of characters)
+        return "" if "\n" in hint else hint
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, control tokens included."""
         return self.engine.decode([int(i) for i in ids])
@@ -173,5 +195,5 @@ class Tokenizer:
         return None if token is None else self.engine.token_to_id(token)
 
     def __getstate__(self) -> dict[str, Any]:
-        rebuilt = {"engine", "template", "controls"}
+        rebuilt = {"engine", "template", "controls", "control_hint"}
         return {name: value for name, value in self.__dict__.items() if name not in rebuilt}

@@ -20,15 +20,6 @@ class GigatokenEngine(TokenizersEngine):
 
     version = version("gigatoken")
 
-    def __init__(self, payload: bytes, where: str) -> None:
-        super().__init__(payload, where)
-        self._load()
-
-    def register(self, tokens: Sequence[str]) -> None:
-        """Makes `tokens` control tokens, where they are in the vocabulary."""
-        super().register(tokens)
-        self._load()
-
     def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
         """Ids of all texts, flat, and their offsets."""
         try:

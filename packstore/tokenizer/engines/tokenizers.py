@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import tokenizers
 
@@ -27,12 +28,24 @@ class TokenizersEngine:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._find_specials()
+        self._load()
+
+    @classmethod
+    def beside(cls, other: TokenizersEngine) -> Self:
+        """The engine of this class for the file of `other`, which is not read again."""
+        engine = cls.__new__(cls)
+        engine._where, engine._tokenizer = other._where, other._tokenizer
+        engine.specials = dict(other.specials)
+        engine._load()
+        return engine
 
     def register(self, tokens: Sequence[str]) -> None:
         """Makes `tokens` control tokens, where they are in the vocabulary."""
         known = [t for t in tokens if self._tokenizer.token_to_id(t) is not None]
-        self._tokenizer.add_special_tokens([t for t in known if t not in self.specials])
-        self._find_specials()
+        if new := [t for t in known if t not in self.specials]:
+            self._tokenizer.add_special_tokens(new)
+            self._find_specials()
+            self._load()
 
     def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
         """Ids of all texts, flat, and their offsets."""
@@ -51,6 +64,9 @@ class TokenizersEngine:
 
     def vocab_size(self) -> int:
         """Highest id + 1."""
+        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        if None not in map(self._tokenizer.id_to_token, range(size)):
+            return size  # no gaps: the vocabulary need not be copied
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def id_to_token(self, token_id: int) -> str | None:
@@ -68,6 +84,9 @@ class TokenizersEngine:
         if not inner:
             return [], []
         return whole.ids[: inner[0]], whole.ids[inner[-1] + 1 :]
+
+    def _load(self) -> None:
+        """Makes ready what a faster engine needs; again when control tokens were added."""
 
     def _find_specials(self) -> None:
         added = self._tokenizer.get_added_tokens_decoder()

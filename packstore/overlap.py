@@ -1,0 +1,86 @@
+"""Stages side by side in threads: numpy, numba, zstd and the tokenizers let go of Python's lock."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import queue
+import threading
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_END: Any = object()
+
+
+class _Failed:
+    """An error on its way from one thread to the other."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def ahead(items: Iterable[T], depth: int = 1) -> Generator[T, None, None]:
+    """The same items, made in a thread of their own, which is at most `depth` items in front.
+
+    Closing the generator ends the thread: it stops before the next item.
+
+    Raises:
+        whatever `items` raises, in its place.
+    """
+    made: queue.Queue[Any] = queue.Queue(depth)
+    stop = threading.Event()
+
+    def put(item: Any) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(queue.Full):
+                made.put(item, timeout=0.1)
+                return
+
+    def make() -> None:
+        try:
+            for item in items:
+                put(item)
+                if stop.is_set():
+                    return
+            put(_END)
+        except BaseException as error:
+            put(_Failed(error))
+
+    thread = threading.Thread(target=make, name="packstore-ahead", daemon=True)
+    thread.start()
+    try:
+        while (item := made.get()) is not _END:
+            if isinstance(item, _Failed):
+                raise item.error
+            yield item
+    finally:
+        stop.set()
+        thread.join()
+
+
+_pauses = 0
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Pauses the collector of reference cycles: it would look at every record again and again.
+
+    Pauses may overlap; the last one ends them, if the collector was on before.
+    """
+    global _pauses
+    with _lock:
+        on = gc.isenabled()
+        if on or _pauses:
+            _pauses += 1
+            gc.disable()
+    try:
+        yield
+    finally:
+        with _lock:
+            if _pauses:
+                _pauses -= 1
+                if not _pauses:
+                    gc.enable()
