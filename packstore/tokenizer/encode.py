@@ -86,10 +86,11 @@ class Sequences:
         out: list[Tokens] = []
         moved: list[int] = []
         for i in range(number):
-            if i not in rows or not insert:
+            row = rows.get(i)
+            if row is None or not insert:
                 moved.append(i)
                 mine = next(own)
-            out.append(rows.get(i, mine))
+            out.append(mine if row is None else row)
         refused = {moved[i]: why for i, why in self.refused.items()}
         return replace(Sequences.of(out), refused=refused)
 
