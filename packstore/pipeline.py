@@ -15,8 +15,6 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Protocol
 
-import numpy as np
-
 from packstore.config import PackConfig, fingerprint
 from packstore.engines import ENGINES
 from packstore.errors import DropRateError, sentence
@@ -33,7 +31,7 @@ from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.fill import fill
 from packstore.pack.layout import sizes
 from packstore.pack.plan import Plan, plan
-from packstore.records import Examples, Int32, Packs, Tally
+from packstore.records import Packs, Tally
 from packstore.spill import Spill
 from packstore.version import VERSION
 
@@ -105,10 +103,10 @@ def pack(
         job.compare(_begun_with(config))
         intake = open_intake(source, tokenizer, config, dict(storage_options or {}))
         with Spill(config.spill_dir) as spill:
-            tally, lengths = _read(intake, spill, config, report)
+            tally = _read(intake, spill, config, report)
             _check_drops(tally, config)
-            packing = plan(lengths, config=config)
-            _write(intake, spill.examples(), packing, tally, job, config, report)
+            packing = plan(spill.lengths(), config=config)
+            _write(intake, spill, packing, tally, job, config, report)
     dataset = open_dataset(out, storage_options=storage_options)
     _log_result(dataset)
     return dataset
@@ -118,20 +116,17 @@ def _no_progress(stage: str, done: int, total: int | None, unit: str) -> None:
     """Nobody is listening."""
 
 
-def _read(
-    intake: Intake, spill: Spill, config: PackConfig, report: Progress
-) -> tuple[Tally, Int32]:
-    """All examples to the spill; returns what became of the records, and tokens per example."""
-    tally, lengths = Tally(), []
+def _read(intake: Intake, spill: Spill, config: PackConfig, report: Progress) -> Tally:
+    """All examples to the spill; returns what became of the records."""
+    tally = Tally()
     report("read", 0, None, "records")
     with contextlib.closing(ahead(intake)) as parts:
         for examples, part in parts:
             tally.add(part)
-            spill.append(examples)
-            lengths.append(sizes(examples, config.layout, config.pad_to_multiple))
+            spill.append(examples, sizes(examples, config.layout, config.pad_to_multiple))
             report("read", tally.read, None, "records")
     report("read", tally.read, tally.read, "records")
-    return tally, np.concatenate(lengths) if lengths else np.empty(0, np.int32)
+    return tally
 
 
 def _check_drops(tally: Tally, config: PackConfig) -> None:
@@ -155,7 +150,7 @@ def _check_drops(tally: Tally, config: PackConfig) -> None:
 
 def _write(
     intake: Intake,
-    examples: Examples,
+    spill: Spill,
     packing: Plan,
     tally: Tally,
     job: WriteJob,
@@ -176,7 +171,7 @@ def _write(
     job.begin(run, {**about, **_begun_with(config), "plan": packing.sha256})
     with ShardWriter(job.location, shape, config, run, config.spill_dir, job) as writer:
         done = writer.resumed
-        with contextlib.closing(ahead(_fill(examples, packing, config, done), 2)) as filled:
+        with contextlib.closing(ahead(_fill(spill, packing, config, done), 2)) as filled:
             for packs in filled:
                 writer.write(packs)
                 done += len(packs)
@@ -226,13 +221,14 @@ def _without_paths(value: Any) -> Any:
     return [_without_paths(v) for v in value] if isinstance(value, list) else value
 
 
-def _fill(examples: Examples, packing: Plan, config: PackConfig, start: int) -> Iterator[Packs]:
+def _fill(spill: Spill, packing: Plan, config: PackConfig, start: int) -> Iterator[Packs]:
     """The packs in plan order from `start` on, about a row group at a time."""
     step = max(1, config.row_group_tokens // config.pack_size)
-    for first in range(start, packing.num_packs, step):
-        offsets = packing.offsets[first : first + step + 1]
-        part = examples.take(packing.order[offsets[0] : offsets[-1]])
-        yield fill(part, offsets - offsets[0], config.layout)
+    for examples, order, offsets in spill.parts(packing.order, packing.offsets, start):
+        for first in range(0, len(offsets) - 1, step):
+            cut = offsets[first : first + step + 1]
+            part = examples.take(order[cut[0] : cut[-1]])
+            yield fill(part, cut - cut[0], config.layout)
 
 
 def _log_result(dataset: Dataset) -> None:

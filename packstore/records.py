@@ -137,8 +137,8 @@ class Examples:
         return Examples(
             input_ids=self.input_ids[tokens],
             supervised=self.supervised[tokens],
-            sequence_offsets=to_offsets(np.diff(self.sequence_offsets)[sequences]),
-            example_offsets=to_offsets(np.diff(self.example_offsets)[order]),
+            sequence_offsets=to_offsets(_row_lengths(self.sequence_offsets, sequences)),
+            example_offsets=to_offsets(_row_lengths(self.example_offsets, order)),
             reward=self.reward[sequences],
             example_ids=self.example_ids[order],
             columns={name: column[order] for name, column in self.columns.items()},
@@ -323,7 +323,11 @@ def concat_offsets(parts: Sequence[Int64]) -> Int64:
 
 def ragged_indices(offsets: Int64, rows: Int64) -> Int64:
     """Positions of all elements of `rows` of a ragged array, row by row: int64."""
-    return range_indices(offsets[rows], offsets[rows + 1] - offsets[rows])
+    return range_indices(offsets[rows], _row_lengths(offsets, rows))
+
+
+def _row_lengths(offsets: Int64, rows: Int64) -> Int64:
+    return offsets[rows + 1] - offsets[rows]
 
 
 def range_indices(starts: Int64, lengths: npt.NDArray[np.integer]) -> Int64:

@@ -1,37 +1,51 @@
 """Tokenized examples on local disk between tokenizing and packing.
 
-A plan needs the lengths of all examples before the first pack can be filled. Only those lengths
-stay in memory; the tokens go to flat files and are read back through memory maps, in plan order.
+A plan needs the lengths of all examples before the first pack can be filled, and then wants them in
+an order of its own. Tokens go to flat files in segments. One segment is read back through a memory
+map, in the order of the plan. Several are shuffled on disk first: each is read once, from its
+beginning to its end, and dealt into bucket files that hold neighbouring packs; so the disk never
+seeks, and neither memory nor, by more than a segment, the disk holds anything twice.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 from packstore.errors import StorageError, sentence
 from packstore.io.owned import SPILL, OwnedFolder
-from packstore.records import Column, Examples
+from packstore.records import Column, Examples, Int32, Int64
 
-_DTYPES = {
-    "input_ids": np.dtype(np.int32),
-    "supervised": np.dtype(np.bool_),
-    "sequence_offsets": np.dtype(np.int64),
-    "example_offsets": np.dtype(np.int64),
-    "reward": np.dtype(np.float32),
-    "example_ids": np.dtype(np.int64),
+_DTYPES: dict[str, npt.DTypeLike] = {
+    "input_ids": np.int32,
+    "supervised": np.bool_,
+    "sequence_offsets": np.int64,
+    "example_offsets": np.int64,
+    "reward": np.float32,
+    "example_ids": np.int64,
 }
+
+SEGMENT_BYTES = 64 << 20
+"""Bytes of ids in a segment, about: more is shuffled on disk, in buckets of about this size."""
+
+MAX_BUCKETS = 256
+"""Buckets at most: each gets a piece of every segment, and small pieces are slow to write."""
+
+_AT_ONCE = 2048
+"""Examples that are copied from a segment to a bucket at once."""
+
+Part = tuple[Examples, Int64, Int64]
 
 
 class Spill:
     """Collects :class:`Examples` on disk; a context manager that removes its files at the end.
-
-    Carried columns stay in memory: they are few and of any type.
 
     Args:
         folder: where to put the files; None: the system's folder for temporary files.
@@ -41,14 +55,12 @@ class Spill:
         try:
             self._folder = OwnedFolder(SPILL, folder)
         except OSError as error:
-            raise self._error(error, folder) from error
-        self._files: dict[str, BinaryIO] = {}
-        self._columns: list[Mapping[str, Column]] = []
-        self._tokens = self._sequences = self.num_examples = 0
+            raise _full(error, folder) from error
+        self._segments: list[_Store] = []
+        self._lengths = Path(self._folder.name, "lengths")
+        self.num_examples = 0
 
     def __enter__(self) -> Self:
-        for name in _DTYPES:
-            self._files[name] = open(Path(self._folder.name, name), "wb")
         return self
 
     def __exit__(
@@ -57,67 +69,171 @@ class Spill:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for file in self._files.values():
-            try:
-                file.close()
-            except OSError:  # a full disk was already reported by append
-                continue
         self._folder.cleanup()
 
-    def append(self, examples: Examples) -> None:
+    def append(self, examples: Examples, lengths: Int32) -> None:
         """Adds `examples` behind those that are already here.
+
+        Args:
+            examples: E examples.
+            lengths: int32 `[E]`, tokens that each takes up in a pack.
 
         Raises:
             StorageError: the disk is full or unwritable.
         """
-        arrays = {
-            "input_ids": examples.input_ids,
-            "supervised": examples.supervised,
-            "sequence_offsets": examples.sequence_offsets[:-1] + self._tokens,
-            "example_offsets": examples.example_offsets[:-1] + self._sequences,
-            "reward": examples.reward,
-            "example_ids": examples.example_ids,
+        if not examples.num_examples:
+            return
+        if not self._segments or self._segments[-1].id_bytes >= SEGMENT_BYTES:
+            self._segments.append(self._store("segment", len(self._segments)))
+        self._segments[-1].append(examples)
+        _append(self._lengths, np.ascontiguousarray(lengths, np.int32))
+        self.num_examples += examples.num_examples
+
+    def lengths(self) -> Int32:
+        """int32 `[E]`, as they were handed in."""
+        return np.fromfile(self._lengths, np.int32) if self.num_examples else np.empty(0, np.int32)
+
+    def parts(self, order: Int64, offsets: Int64, start: int = 0) -> Iterator[Part]:
+        """All packs from pack `start` on, some at a time. Can be called once.
+
+        Args:
+            order: int64 `[E]`, the examples, pack by pack.
+            offsets: int64 `[P + 1]`; pack i holds ``order[offsets[i]:offsets[i + 1]]``.
+            start: the first pack that is wanted.
+
+        Returns:
+            For each part some examples, the order in which its packs take them, and its offsets.
+        """
+        if not self.num_examples or start >= len(offsets) - 1:
+            return
+        if len(self._segments) == 1:
+            yield self._segments[0].examples(), order[offsets[start] :], _from_zero(offsets[start:])
+            return
+        size = sum(segment.id_bytes for segment in self._segments)
+        number = min(-(-size // SEGMENT_BYTES), MAX_BUCKETS, len(offsets) - 1 - start)
+        cuts = np.linspace(start, len(offsets) - 1, number + 1).astype(np.int64)
+        buckets = [self._store("bucket", b) for b in range(number)]
+        self._deal(order, offsets[cuts], buckets)
+        for bucket, first, last in zip(buckets, cuts[:-1], cuts[1:], strict=True):
+            own = order[offsets[first] : offsets[last]]
+            # A bucket holds its examples in input order.
+            yield bucket.examples(), own.argsort().argsort(), _from_zero(offsets[first : last + 1])
+            bucket.remove()
+
+    def _deal(self, order: Int64, cuts: Int64, buckets: list[_Store]) -> None:
+        """Moves all segments into the buckets; bucket b gets ``order[cuts[b]:cuts[b + 1]]``."""
+        bucket_of = np.full(self.num_examples, MAX_BUCKETS, np.uint16)
+        for b in range(len(buckets)):
+            bucket_of[order[cuts[b] : cuts[b + 1]]] = b
+        first = 0
+        for segment in self._segments:
+            examples = segment.examples()
+            last = first + examples.num_examples
+            for b, bucket in enumerate(buckets):
+                chosen = np.flatnonzero(bucket_of[first:last] == b)
+                for i in range(0, len(chosen), _AT_ONCE):
+                    bucket.append(examples.take(chosen[i : i + _AT_ONCE]))
+            first = last
+            del examples
+            segment.remove()
+        self._segments = []
+
+    def _store(self, kind: str, number: int) -> _Store:
+        return _Store(Path(self._folder.name), f"{kind}-{number:05d}")
+
+
+class _Store:
+    """Files that hold some examples, in the order in which they were added."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._columns: dict[str, np.dtype] = {}
+        self._tokens = self._sequences = 0
+
+    @property
+    def id_bytes(self) -> int:
+        """Bytes of the token ids."""
+        return 4 * self._tokens
+
+    def append(self, examples: Examples) -> None:
+        """Adds some examples.
+
+        Raises:
+            StorageError: the disk is full or unwritable.
+        """
+        offsets = {
+            "sequence_offsets": examples.sequence_offsets + self._tokens,
+            "example_offsets": examples.example_offsets + self._sequences,
         }
-        try:
-            for name, array in arrays.items():
-                self._write(name, array)
-        except OSError as error:
-            raise self._error(error, self._folder.name) from error
-        self._columns.append(examples.columns)
+        for name, dtype in _DTYPES.items():
+            array = offsets[name] if name in offsets else getattr(examples, name)
+            if name in offsets and self._sequences:
+                array = array[1:]  # it begins with the last one before
+            _append(self._path(name), np.ascontiguousarray(array, dtype))
+        if examples.columns:
+            self._columns = {name: column.dtype for name, column in examples.columns.items()}
+            _append(self._path("columns"), _stream(examples))
         self._tokens += examples.num_tokens
         self._sequences += examples.num_sequences
-        self.num_examples += examples.num_examples
 
     def examples(self) -> Examples:
         """All examples, their arrays mapped from disk: only what is touched is read."""
-        for name, last in (
-            ("sequence_offsets", self._tokens),
-            ("example_offsets", self._sequences),
-        ):
-            self._write(name, np.array([last], np.int64))
-        for file in self._files.values():
-            file.flush()
-        if not self.num_examples:
-            return Examples.empty()
         arrays = {
-            name: np.memmap(Path(self._folder.name, name), dtype, mode="r").view(np.ndarray)
+            name: np.memmap(self._path(name), dtype, mode="r").view(np.ndarray)
             for name, dtype in _DTYPES.items()
         }
-        names = self._columns[0]
-        columns = {name: np.concatenate([c[name] for c in self._columns]) for name in names}
-        return Examples(**arrays, columns=columns)
+        return Examples(**arrays, columns=self._read_columns())
 
-    def _write(self, name: str, array: Column) -> None:
-        # Not tofile: it tells of a full disk without its errno.
-        self._files[name].write(np.ascontiguousarray(array, _DTYPES[name]).data)
+    def remove(self) -> None:
+        """Deletes the files."""
+        for name in (*_DTYPES, "columns"):
+            self._path(name).unlink(missing_ok=True)
 
-    @staticmethod
-    def _error(error: OSError, folder: str | None) -> StorageError:
-        return StorageError(
-            sentence(
-                f"spill folder {folder or tempfile.gettempdir()}",
-                "temporary files must be writable there",
-                error.strerror or str(error),
-                "Free some space or name another folder with --spill-dir",
-            )
+    def _read_columns(self) -> dict[str, Column]:
+        if not self._columns:
+            return {}
+        batches: list[pa.RecordBatch] = []
+        with pa.OSFile(str(self._path("columns"))) as file:
+            while file.tell() < file.size():
+                batches += pa.ipc.open_stream(file)
+        table = pa.Table.from_batches(batches)
+        return {
+            name: np.array(table[name].to_pylist(), dtype) for name, dtype in self._columns.items()
+        }
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{self._name}-{name}"
+
+
+def _stream(examples: Examples) -> pa.Buffer:
+    """The carried columns as Arrow IPC."""
+    batch = pa.RecordBatch.from_pydict({n: pa.array(c) for n, c in examples.columns.items()})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue()
+
+
+def _from_zero(offsets: Int64) -> Int64:
+    begun: Int64 = offsets - offsets[0]
+    return begun
+
+
+def _append(path: Path, data: Column | pa.Buffer) -> None:
+    try:
+        with open(path, "ab") as file:
+            # Not tofile: it tells of a full disk without its errno.
+            file.write(data.data if isinstance(data, np.ndarray) else data)
+    except OSError as error:
+        raise _full(error, str(path.parent)) from error
+
+
+def _full(error: OSError, folder: str | None) -> StorageError:
+    return StorageError(
+        sentence(
+            f"spill folder {folder or tempfile.gettempdir()}",
+            "temporary files must be writable there",
+            error.strerror or str(error),
+            "Free some space or name another folder with --spill-dir",
         )
+    )

@@ -19,7 +19,7 @@ from packstore.errors import PackstoreError
 T = TypeVar("T")
 R = TypeVar("R")
 
-SERIAL_ITEMS = 4
+SERIAL_ITEMS = 16
 """With `num_workers` unset, so many items are worked on before processes are worth their start."""
 
 
