@@ -7,8 +7,8 @@ offsets; only sequences about which there is something to say are looked at one 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,90 +17,8 @@ from packstore.records import Bool, Int32, Int64, concat_offsets, range_indices,
 from packstore.tokenizer.control import encode_around_controls
 from packstore.tokenizer.drafts import Draft, Mode
 from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.sequences import NO_IDS, Sequences
 from packstore.tokenizer.tokenizer import Tokenizer
-
-_NO_IDS = np.empty(0, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """One sequence as ids.
-
-    Attributes:
-        ids: int32 `[n]`.
-        supervised: bool `[n]`.
-        head: leading tokens (BOS, system turn) that truncation keeps.
-        events: what there is to note.
-    """
-
-    ids: Int32
-    supervised: Bool
-    head: int = 0
-    events: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sequences:
-    """The sequences of some drafts, in order.
-
-    Attributes:
-        ids: int32 `[N]`.
-        supervised: bool `[N]`.
-        offsets: int64 `[S + 1]`, where each sequence starts.
-        heads: int64 `[S]`, leading tokens (BOS, system turn) that truncation keeps.
-        events: what there is to note of a sequence.
-        refused: why a sequence cannot be used.
-    """
-
-    ids: Int32
-    supervised: Bool
-    offsets: Int64
-    heads: Int64
-    events: dict[int, list[str]]
-    refused: dict[int, Refused]
-
-    def row(self, i: int) -> Tokens:
-        """Sequence `i` alone."""
-        start, end = self.offsets[i : i + 2]
-        events = self.events.get(i, [])
-        return Tokens(self.ids[start:end], self.supervised[start:end], int(self.heads[i]), events)
-
-    @classmethod
-    def of(cls, rows: Sequence[Tokens]) -> Sequences:
-        """Some sequences side by side."""
-        return cls(
-            ids=np.concatenate([_NO_IDS, *(t.ids for t in rows)]).astype(np.int32, copy=False),
-            supervised=np.concatenate([_NO_IDS.astype(np.bool_), *(t.supervised for t in rows)]),
-            offsets=to_offsets(np.array([len(t.ids) for t in rows], np.int64)),
-            heads=np.array([t.head for t in rows], np.int64),
-            events={i: t.events for i, t in enumerate(rows) if t.events},
-            refused={},
-        )
-
-    def with_rows(self, rows: Mapping[int, Tokens], *, insert: bool = False) -> Sequences:
-        """With `rows` at their places, instead of what is there or in between."""
-        if not rows:
-            return self
-        own = map(self.row, range(len(self.heads)))
-        number = len(self.heads) + insert * len(rows)
-        out: list[Tokens] = []
-        moved: list[int] = []
-        for i in range(number):
-            row = rows.get(i)
-            if row is None or not insert:
-                moved.append(i)
-                mine = next(own)
-            out.append(mine if row is None else row)
-        refused = {moved[i]: why for i, why in self.refused.items()}
-        return replace(Sequences.of(out), refused=refused)
-
-    def kept(self, keep: Bool) -> tuple[Int32, Bool, Int64]:
-        """Ids, supervised and lengths of the sequences for which `keep` (bool `[S]`) is true."""
-        lengths = np.diff(self.offsets)
-        if keep.all():
-            return self.ids, self.supervised, lengths
-        tokens = np.repeat(keep, lengths)
-        return self.ids[tokens], self.supervised[tokens], lengths[keep]
 
 
 def assemble(tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig) -> Sequences:
@@ -133,18 +51,6 @@ def assemble(tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConf
     return _wrapped(
         tokenizer, drafts, config, Sequences(ids, supervised, offsets, heads, events, refused)
     )
-
-
-def common_prefix(a: Int32, b: Int32) -> int:
-    """Number of leading ids that agree."""
-    n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
-    return int(np.argmax(differ)) if differ.any() else n
-
-
-def starts_with(ids: Int32, token: int | None) -> bool:
-    """Whether the first id is `token`."""
-    return len(ids) > 0 and int(ids[0]) == token
 
 
 class _Places:
@@ -230,7 +136,7 @@ def _encode(
         parts.append(_encode_texts(tokenizer, list(known), mode))
         first += len(known)
     if not parts:
-        return _NO_IDS, np.zeros(1, np.int64), _NO_IDS, np.zeros(1, np.int64)
+        return NO_IDS, np.zeros(1, np.int64), NO_IDS, np.zeros(1, np.int64)
     ids = np.concatenate([p for p, _ in parts]) if len(parts) > 1 else parts[0][0]
     offsets = concat_offsets([o for _, o in parts]) if len(parts) > 1 else parts[0][1]
     return *_rows(ids, offsets, whole), *_rows(ids, offsets, before)
@@ -251,7 +157,7 @@ def _encode_texts(tokenizer: Tokenizer, texts: list[str], mode: Mode) -> tuple[I
 def _rows(ids: Int32, offsets: Int64, rows: Int64) -> tuple[Int32, Int64]:
     """Some rows of a ragged array; neighbours are not copied."""
     if not len(rows):
-        return _NO_IDS, np.zeros(1, np.int64)
+        return NO_IDS, np.zeros(1, np.int64)
     first = int(rows[0])
     if rows[-1] - first == len(rows) - 1 and bool(np.all(np.diff(rows) == 1)):
         cut = offsets[first : first + len(rows) + 1]

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from packstore.config import TokenizeConfig
-from packstore.tokenizer.encode import Tokens, common_prefix
 from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.sequences import Tokens, common_prefix
 
 
 def fit(sequences: list[Tokens], config: TokenizeConfig, specials: frozenset[int]) -> list[Tokens]:

@@ -13,10 +13,11 @@ from packstore.errors import TokenizerError, sentence
 from packstore.records import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.carry import carried_values, parse_carry, to_columns
 from packstore.tokenizer.drafts import Draft, check_responses, draft_record
-from packstore.tokenizer.encode import Sequences, Tokens, assemble, starts_with
+from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.fastest import FASTER
 from packstore.tokenizer.overlong import fit
 from packstore.tokenizer.refusals import Refused, raise_if_error
+from packstore.tokenizer.sequences import Sequences, Tokens, starts_with
 from packstore.tokenizer.shapes import Parsed, parse_record
 from packstore.tokenizer.tokenizer import Tokenizer
 
