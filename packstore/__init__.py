@@ -18,9 +18,21 @@ from typing import TYPE_CHECKING, Any
 import packstore.pack as _pack_package
 from packstore.version import VERSION as __version__
 
-__all__ = ["Dataset", "PackConfig", "PackstoreError", "Plan", "__version__", "open", "pack", "plan"]
+__all__ = [
+    "Dataset",
+    "PackConfig",
+    "PackstoreError",
+    "Plan",
+    "__version__",
+    "append",
+    "concat",
+    "open",
+    "pack",
+    "plan",
+]
 
 if TYPE_CHECKING:
+    from packstore.combine import append, concat
     from packstore.config import PackConfig
     from packstore.errors import PackstoreError
     from packstore.io.dataset import Dataset, open
@@ -43,6 +55,8 @@ _LAZY = {
     "PackConfig": "packstore.config",
     "PackstoreError": "packstore.errors",
     "Plan": "packstore.pack.plan",
+    "append": "packstore.combine",
+    "concat": "packstore.combine",
     "open": "packstore.io.dataset",
     "plan": "packstore.pack.plan",
 }

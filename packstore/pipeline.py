@@ -97,19 +97,27 @@ def pack(
     config = PackConfig.of(config, **settings)
     STRATEGIES.check(config.strategy)
     ENGINES.check(config.engine)
-    report = progress or _no_progress
     location = Location(out, storage_options or {})
     with writing(location, config.overwrite, config.fresh) as job:
-        job.compare(_begun_with(config))
-        intake = open_intake(source, tokenizer, config, dict(storage_options or {}))
-        with Spill(config.spill_dir) as spill:
-            tally = _read(intake, spill, config, report)
-            _check_drops(tally, config)
-            packing = plan(spill.lengths(), config=config)
-            _write(intake, spill, packing, tally, job, config, report)
+        pack_into(job, source, tokenizer, config, progress)
     dataset = open_dataset(out, storage_options=storage_options)
     _log_result(dataset)
     return dataset
+
+
+def pack_into(
+    job: WriteJob, source: Any, tokenizer: Any, config: PackConfig, progress: Progress | None = None
+) -> None:
+    """What :func:`pack` does at a place that is its own for now; see :mod:`packstore.io.job`."""
+    report = progress or _no_progress
+    job.compare(_begun_with(config, job))
+    intake = open_intake(source, tokenizer, config, dict(job.location.storage_options))
+    job.check_fits(intake.kind, intake.carry, intake.provenance)
+    with Spill(config.spill_dir) as spill:
+        tally = _read(intake, spill, config, report)
+        _check_drops(tally, config)
+        packing = plan(spill.lengths(), config=config)
+        _write(intake, spill, packing, tally, job, config, report)
 
 
 def _no_progress(stage: str, done: int, total: int | None, unit: str) -> None:
@@ -168,7 +176,7 @@ def _write(
     )
     about = _without_paths(provenance)
     run = fingerprint(about)[:12]
-    job.begin(run, {**about, **_begun_with(config), "plan": packing.sha256})
+    job.begin(run, {**about, **_begun_with(config, job), "plan": packing.sha256})
     with ShardWriter(job.location, shape, config, run, config.spill_dir, job) as writer:
         done = writer.resumed
         with contextlib.closing(ahead(_fill(spill, packing, config, done), 2)) as filled:
@@ -184,14 +192,15 @@ def _write(
         )
         manifest = replace(manifest, pack_index=writer.pack_index)
         job.confirm(shards)
-        commit_manifest(job.location, manifest, version=job.version)
+        commit_manifest(job.location, job.whole(manifest), version=job.version)
         job.done()
 
 
-def _begun_with(config: PackConfig) -> dict[str, Any]:
+def _begun_with(config: PackConfig, job: WriteJob) -> dict[str, Any]:
     """What an interrupted run must have been begun with, as far as it is known beforehand."""
     libraries = {"packstore": VERSION, "pyarrow": version("pyarrow"), "numpy": version("numpy")}
-    return {"call": "pack", "settings": config.recorded(), "libraries": libraries}
+    call = "pack" if job.extends is None else "append"
+    return {"call": call, "settings": config.recorded(), "libraries": libraries}
 
 
 def _with_lineage(provenance: Mapping[str, Any], kind: str, config: PackConfig) -> dict[str, Any]:

@@ -115,6 +115,8 @@ def test_public_names() -> None:
         "PackstoreError",
         "Plan",
         "__version__",
+        "append",
+        "concat",
         "open",
         "pack",
         "plan",

@@ -33,6 +33,8 @@ COMMANDS: Registry[Command] = Registry(
     "command",
     {
         "pack": "packstore.cli.pack:COMMAND",
+        "append": "packstore.cli.append:COMMAND",
+        "concat": "packstore.cli.concat:COMMAND",
         "clean": "packstore.cli.clean:COMMAND",
         "inspect": "packstore.cli.inspect:COMMAND",
         "show": "packstore.cli.show:COMMAND",

@@ -47,9 +47,13 @@ def storage_options(args: argparse.Namespace) -> dict[str, str]:
     return key_values(args.storage_option, "--storage-option")
 
 
-def add_dataset(parser: argparse.ArgumentParser) -> None:
-    """Adds the positional DATASET and its storage options."""
+def add_dataset(parser: argparse.ArgumentParser, versions: bool = False) -> None:
+    """Adds the positional DATASET and its storage options; with `versions` also ``--version``."""
     parser.add_argument("dataset", metavar="DATASET", help="folder or URL of a packed dataset")
+    if versions:
+        parser.add_argument(
+            "--version", type=int, metavar="N", help="an older version (default: the newest)"
+        )
     add_storage_options(parser)
 
 
@@ -57,7 +61,8 @@ def open_dataset(args: argparse.Namespace) -> Dataset:
     """Opens the dataset that :func:`add_dataset` asked for."""
     from packstore.io.dataset import open as open_
 
-    return open_(args.dataset, storage_options=storage_options(args))
+    version = getattr(args, "version", None)
+    return open_(args.dataset, storage_options=storage_options(args), version=version)
 
 
 def decoder_of(dataset: Dataset, path: str | None) -> Callable[[list[int]], str]:

@@ -17,7 +17,7 @@ from packstore.errors import CompatibilityError, ConfigError, sentence
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    add_dataset(parser)
+    add_dataset(parser, versions=True)
     add_model(parser)
     reference = parser.add_mutually_exclusive_group()
     reference.add_argument("--ref-model", metavar="PATH", help="reference model, or an adapter")

@@ -13,7 +13,7 @@ from packstore.cli.common import add_dataset, number, open_dataset, stdout_conso
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    add_dataset(parser)
+    add_dataset(parser, versions=True)
     parser.add_argument("--json", action="store_true", help="print the manifest itself")
 
 

@@ -17,7 +17,7 @@ from packstore.cli.common import (
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    add_dataset(parser)
+    add_dataset(parser, versions=True)
     parser.add_argument("out", metavar="OUT", help="folder or URL of the side dataset")
     add_model(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace what is at OUT")

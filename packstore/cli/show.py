@@ -28,7 +28,7 @@ Decode = Callable[[list[int]], str] | None
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    add_dataset(parser)
+    add_dataset(parser, versions=True)
     parser.add_argument("--pack", type=int, default=0, metavar="N", help="first pack to show")
     parser.add_argument("--count", type=int, default=1, metavar="N", help="packs to show")
     parser.add_argument("--tokenizer", metavar="PATH", help="default: the one it was packed with")

@@ -24,7 +24,7 @@ TITLES = {"p0": "min", "p50": "median", "p100": "max"}
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    add_dataset(parser)
+    add_dataset(parser, versions=True)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts")
 

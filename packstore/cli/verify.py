@@ -9,7 +9,7 @@ from packstore.cli.common import add_dataset, number, open_dataset, progress_of,
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    add_dataset(parser)
+    add_dataset(parser, versions=True)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -74,7 +74,8 @@ def commit(
     version: int | None = None,
 ) -> int:
     """Puts the text of the next manifest, if its number is still free; see `commit_manifest`."""
-    following = refuse_existing(location, overwrite or version is not None, name)
+    promised = version is not None
+    following = refuse_existing(location, overwrite or promised, name)
     version = following if version is None else version
     path = manifest_path(version, name)
     if len(data) > MAX_MANIFEST_BYTES:
@@ -84,7 +85,9 @@ def commit(
     try:
         location.create_bytes(path, data)
     except DatasetExistsError as error:
-        raise _too_late(location) from error
+        # A put that was sent twice is refused the second time; who was promised a number is alone.
+        if not promised or location.read_bytes(path) != data:
+            raise _too_late(location) from error
     return version
 
 

@@ -164,6 +164,10 @@ class Dataset:
         """
         return self._sizes.take(packs)
 
+    def shard_sizes(self, shard: int) -> PackSizes:
+        """Sizes of the packs of a shard; raises as :attr:`pack_index`."""
+        return self._sizes.shard(shard)
+
     def read_packs(self, group: int) -> Packs:
         """Row group `group` of the dataset, checksums verified; safe to call from many threads.
 

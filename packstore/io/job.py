@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from packstore.errors import (
@@ -25,14 +26,18 @@ from packstore.errors import (
     sentence,
 )
 from packstore.io.commit import FOLDER, refuse_existing
+from packstore.io.dataset import Dataset
 from packstore.io.journal import Finished, Journal, refuse_other
 from packstore.io.lease import Lease
+from packstore.io.manifest import Manifest
+from packstore.io.merge import Part, check_alike, merge
 from packstore.io.named import named_paths
 from packstore.io.owned import sweep
 from packstore.io.shard import ShardInfo
 from packstore.io.staging import IN_DATASET
 from packstore.io.storage import Location
 from packstore.io.upkeep import list_folder, pruned
+from packstore.records import PackSizes
 
 log = logging.getLogger("packstore")
 
@@ -45,14 +50,60 @@ class WriteJob:
     Attributes:
         version: the number that the next manifest will have.
         resumed: the shards of an interrupted run that :meth:`begin` took over.
+        extends: the dataset whose packs come first in the next version; None: there are none.
     """
+
+    extends: Dataset | None = None
 
     def __init__(self, location: Location, lease: Lease, version: int, fresh: bool) -> None:
         self.location, self.version = location, version
         self._lease, self._fresh = lease, fresh
         self._journal = Journal(location)
         self.resumed: list[Finished] = []
-        self._shards = 0
+
+    def check_fits(
+        self, kind: str, carry: Mapping[str, str], provenance: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Refuses what cannot stand behind the dataset that this job extends.
+
+        Raises:
+            CompatibilityError: says what differs.
+        """
+        if self.extends is not None:
+            manifest = replace(self.extends.manifest, kind=kind, carry=carry)
+            told = {"tokenizer": provenance().get("tokenizer")}
+            added = Part("what is appended", replace(manifest, provenance=told))
+            check_alike(Part(self.extends.url, self.extends.manifest), added)
+
+    def earlier(self) -> Iterator[PackSizes]:
+        """Sizes of the packs of each shard that comes before those of this job."""
+        if self.extends is not None:
+            for number in range(len(self.extends.manifest.shards)):
+                yield self.extends.shard_sizes(number)
+
+    def whole(self, manifest: Manifest) -> Manifest:
+        """The manifest to commit: of what this job wrote, behind what it extends."""
+        if self.extends is None:
+            return manifest
+        url = self.extends.url
+        merged = merge([Part(url, self.extends.manifest), Part(url, manifest)])
+        return replace(merged, pack_index=manifest.pack_index)
+
+    def _refuse_again(self, about: Mapping[str, Any]) -> None:
+        """Most likely a call that was repeated though it had ended well."""
+        old, new = (
+            {s.get("sha256") for s in told.get("sources", ())} - {None}
+            for told in (self.extends.manifest.provenance if self.extends else {}, about)
+        )
+        if not new & old:
+            return
+        if not new <= old:
+            log.warning("%d of %d inputs are in the dataset already", len(new & old), len(new))
+            return
+        must = "records that are appended must not be in it yet"
+        do = "To have them twice, pack them elsewhere and use concat"
+        found = "these very ones, by the hash of the input"
+        raise DatasetExistsError(sentence(self.location.display, must, found, do))
 
     def compare(self, about: Mapping[str, Any]) -> None:
         """Refuses an unfinished run of another job, by as much as is known of this one.
@@ -82,12 +133,13 @@ class WriteJob:
 
         Raises:
             CompatibilityError: another unfinished run lies there.
+            DatasetExistsError: the dataset that it extends holds these very records.
         """
+        self._refuse_again(about)
         self._journal.run = run
         self.compare(about)
         self._fresh = False
         self.resumed = self._journal.begin(run, about)
-        self._shards = len(self.resumed)
         if self.resumed:
             shards, packs = len(self.resumed), sum(p.shard.rows for p in self.resumed)
             log.info("going on with an interrupted run: %d shards, %d packs", shards, packs)
@@ -96,7 +148,6 @@ class WriteJob:
     def finished(self, number: int, part: Finished) -> None:
         """Notes a shard that was put."""
         self._journal.finished(number, part)
-        self._shards += 1
 
     def intends(self, path: str) -> None:
         """Notes a file that is going to be put, and whose name does not tell the run."""
@@ -106,7 +157,7 @@ class WriteJob:
         """Whether what is finished stays for a rerun, which may well end better."""
         final = isinstance(error, DatasetExistsError | DatasetNotFoundError | DatasetBusyError)
         passing = isinstance(error, StorageError | KeyboardInterrupt | SystemExit)
-        return passing and not final and self._shards > 0
+        return passing and not final
 
     def confirm(self, shards: Iterable[ShardInfo]) -> None:
         """What must hold in the moment of the commit.

@@ -166,7 +166,7 @@ class SizeTable:
         distinct, firsts = np.unique(shards[order], return_index=True)
         members = np.split(order, firsts[1:])
         for shard, own in zip(distinct.tolist(), members, strict=False):
-            sizes = self._shard(shard)
+            sizes = self.shard(shard)
             rows = packs[own] - self._starts[shard]
             for name in SCHEMA.names:
                 getattr(out, name)[own] = getattr(sizes, name)[rows]
@@ -184,7 +184,8 @@ class SizeTable:
             *(np.concatenate([_NONE, *(getattr(p, n) for p in parts)]) for n in SCHEMA.names)
         )
 
-    def _shard(self, number: int) -> PackSizes:
+    def shard(self, number: int) -> PackSizes:
+        """Sizes of the packs of a shard; raises as :meth:`take`."""
         with self._lock:
             sizes = self._kept.pop(number, None) or self._load(number)
             self._kept[number] = sizes

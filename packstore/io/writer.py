@@ -110,7 +110,7 @@ class ShardWriter:
     ) -> None:
         if error is None:
             self.close()
-        elif self._job is not None and self._job.keeps(error):
+        elif self._shards and self._job is not None and self._job.keeps(error):
             self._discard()
             log.warning("the finished shards stay: run it again to go on, or `packstore clean` it")
         else:
@@ -217,6 +217,8 @@ class ShardWriter:
         self._shards.append(part.shard)
         if self._index is None:
             self._index = PackIndexWriter(self._staging.path())
+            for sizes in self._job.earlier() if self._job else ():
+                self._index.append(sizes)
         self._index.append(part.sizes)
 
     def _finish_index(self) -> None:

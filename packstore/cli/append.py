@@ -1,0 +1,64 @@
+"""``packstore append``: further records behind a dataset."""
+
+from __future__ import annotations
+
+import argparse
+
+from packstore.cli import Command
+from packstore.cli.common import add_storage_options, number, progress_of, storage_options
+from packstore.cli.common import stdout_console as console
+from packstore.cli.settings import add_settings, key_values, read_settings
+from packstore.config import RunConfig
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dataset", metavar="DATASET", help="folder or URL of a packed dataset")
+    parser.add_argument(
+        "source", nargs="+", metavar="SOURCE", help="files, globs, folders or URLs of records"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="default: the path that the manifest tells"
+    )
+    parser.add_argument(
+        "--field",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="field names of the input (repeatable); default: those of the dataset",
+    )
+    add_storage_options(parser)
+    add_settings(parser, "running", RunConfig)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from packstore.combine import append
+
+    settings = read_settings(args, RunConfig)
+    if args.field:
+        settings["fields"] = key_values(args.field, "--field")
+    source = args.source[0] if len(args.source) == 1 else args.source
+    with progress_of("append") as progress:
+        dataset = append(
+            args.dataset,
+            source,
+            args.tokenizer,
+            storage_options=storage_options(args),
+            progress=progress,
+            **settings,
+        )
+    m = dataset.manifest
+    console().print(
+        f"{dataset.url}, version {dataset.version}: {number(m.totals.examples)} examples in "
+        f"{number(m.num_packs)} packs",
+        markup=False,
+    )
+    return 0
+
+
+COMMAND = Command(
+    help="pack further records behind a dataset, as its next version",
+    examples="  packstore append prefs-8k more.jsonl\n"
+    "  packstore append s3://bucket/prefs-8k 'new/*.jsonl.gz' --tokenizer Qwen3/\n",
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,41 @@
+"""``packstore concat``: several datasets as one."""
+
+from __future__ import annotations
+
+import argparse
+
+from packstore.cli import Command
+from packstore.cli.common import add_storage_options, number, stdout_console, storage_options
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "datasets", nargs="+", metavar="DATASET", help="folders or URLs of packed datasets"
+    )
+    parser.add_argument("out", metavar="OUT", help="folder or URL of the new dataset")
+    parser.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
+    add_storage_options(parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from packstore.combine import concat
+
+    dataset = concat(
+        args.datasets, args.out, overwrite=args.overwrite, storage_options=storage_options(args)
+    )
+    m = dataset.manifest
+    stdout_console().print(
+        f"{dataset.url}, version {dataset.version}: {number(m.totals.examples)} examples in "
+        f"{number(m.num_packs)} packs, {number(len(m.shards))} shards",
+        markup=False,
+    )
+    return 0
+
+
+COMMAND = Command(
+    help="make one dataset of the shards of several, without writing them anew",
+    examples="  packstore concat prefs-a prefs-b prefs-all\n"
+    "  packstore concat s3://bucket/jan s3://bucket/feb s3://bucket/year\n",
+    configure=_configure,
+    run=_run,
+)

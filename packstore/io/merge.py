@@ -1,0 +1,205 @@
+"""One dataset over the shards of several, none of which is written anew.
+
+Ids stay distinct, and still lead to the record: those of a part are moved behind the sources of the
+parts before it, and ``provenance.sources`` lists all sources in that order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from packstore.config import fingerprint
+from packstore.errors import CompatibilityError, ConfigError, quote, sentence
+from packstore.io.manifest import Manifest, Records
+from packstore.io.manifest_json import check_manifest
+from packstore.io.shard import ShardInfo
+from packstore.io.statistics import Spread, Statistics, Totals
+from packstore.records import SOURCE_SHIFT
+from packstore.version import VERSION
+
+MAX_SOURCES = 1 << (63 - SOURCE_SHIFT)
+"""Ids have 63 bits, and the lower ones count the records of a source."""
+
+_SHAPE = ("kind", "layout", "pack_size", "file_format", "features", "carry")
+_TOKENIZER = ("bos_id", "eos_id", "chat_template_sha256", "chat_template_date")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the datasets.
+
+    Attributes:
+        url: where it is, for error texts and provenance; without secrets.
+        manifest: what it is; the paths of its shards are those in the new dataset.
+    """
+
+    url: str
+    manifest: Manifest
+
+
+def merge(parts: Sequence[Part]) -> Manifest:
+    """The manifest of the packs of `parts`, one after another; it names no pack index.
+
+    Raises:
+        CompatibilityError: they were not made alike.
+        ConfigError: no parts, or more sources than ids can tell apart.
+    """
+    check_parts(parts)
+    first = parts[0].manifest
+    manifests = [part.manifest for part in parts]
+    sources = [source for m in manifests for source in m.provenance["sources"]]
+    origins = [origin for part in parts for origin in _origins(part)]
+    provenance = {k: v for k, v in first.provenance.items() if k != "repacked_from"}
+    merged = replace(
+        first,
+        totals=_totals(manifests),
+        statistics=_statistics(manifests),
+        records=_records([m.records for m in manifests]),
+        provenance={
+            **provenance,
+            "lineage": _lineage(origins),
+            "sources": sources,
+            "package_version": VERSION,
+            "combined_from": origins,
+        },
+        shards=_moved(manifests),
+        pack_index=None,
+    )
+    check_manifest(merged, "manifest")
+    return merged
+
+
+def check_parts(parts: Sequence[Part]) -> None:
+    """Refuses datasets that cannot be combined; raises as :func:`merge`."""
+    if not parts:
+        raise ConfigError("there must be at least one dataset to combine; found none.")
+    for part in parts[1:]:
+        check_alike(parts[0], part)
+    sources = sum(len(part.manifest.provenance["sources"]) for part in parts)
+    if sources > MAX_SOURCES:
+        raise ConfigError(f"there must be at most {MAX_SOURCES} sources; found {sources}.")
+
+
+def check_alike(first: Part, other: Part) -> None:
+    """Refuses datasets that cannot stand in one manifest, or must not be trained on as one.
+
+    Raises:
+        CompatibilityError: says what differs.
+    """
+    differences = [
+        f"{name} {quote(a, 40)} and {quote(b, 40)}"
+        for name in _SHAPE
+        if (a := _value(first.manifest, name)) != (b := _value(other.manifest, name))
+    ]
+    tokenizers = [p.manifest.provenance.get("tokenizer") or {} for p in (first, other)]
+    differences += _tokenizer_differences(*tokenizers)
+    if differences:
+        raise CompatibilityError(
+            sentence(
+                f"{first.url} and {other.url}",
+                "datasets that are combined must have been made alike",
+                "; ".join(differences),
+                "Pack one of them anew like the other",
+            )
+        )
+
+
+def _value(manifest: Manifest, name: str) -> Any:
+    value = getattr(manifest, name)
+    return list(value.items()) if isinstance(value, Mapping) else value
+
+
+def _tokenizer_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """As far as both say: records of token ids know no tokenizer."""
+    if not a or not b:
+        return [] if a == b else ["a tokenizer that is known and one that is not"]
+    names: tuple[str, ...] = ("vocab_sha256", "probe_sha256")
+    if not all(t.get(name) for t in (a, b) for name in names):
+        names = ("sha256",)
+    return [
+        f"tokenizer {name} {quote(a.get(name), 20)} and {quote(b.get(name), 20)}"
+        for name in (*names, *_TOKENIZER)
+        if a.get(name) != b.get(name)
+    ]
+
+
+def _moved(manifests: Sequence[Manifest]) -> tuple[ShardInfo, ...]:
+    """All shards, the ids of each manifest behind the sources of those before it."""
+    shards, before = list[ShardInfo](), 0
+    for manifest in manifests:
+        base = before << SOURCE_SHIFT
+        shards += [replace(s, example_id_base=s.example_id_base + base) for s in manifest.shards]
+        before += len(manifest.provenance["sources"])
+    return tuple(shards)
+
+
+def _origins(part: Part) -> list[dict[str, Any]]:
+    """What the dataset was combined from, or itself."""
+    manifest = part.manifest
+    if "combined_from" in manifest.provenance:
+        return list(manifest.provenance["combined_from"])
+    return [
+        {
+            "path": part.url,
+            "fingerprint": manifest.fingerprint,
+            "lineage": manifest.lineage,
+            "sources": len(manifest.provenance["sources"]),
+            "shards": len(manifest.shards),
+        }
+    ]
+
+
+def _lineage(origins: Sequence[Mapping[str, Any]]) -> str:
+    """The same however often it was combined, as ids and tokens are then the same."""
+    return fingerprint({"parts": [[o["lineage"], o["sources"]] for o in origins]})
+
+
+def _totals(manifests: Sequence[Manifest]) -> Totals:
+    names = [f.name for f in fields(Totals)]
+    return Totals(**{n: sum(getattr(m.totals, n) for m in manifests) for n in names})
+
+
+def _statistics(manifests: Sequence[Manifest]) -> Statistics:
+    planning = {"parts": [plan for m in manifests for plan in _plannings(m.statistics)]}
+    full = [m for m in manifests if m.totals.packs]
+    if not full:
+        return Statistics(planning=planning)
+    totals, parts = _totals(full), [m.statistics for m in full]
+    histogram: Counter[str] = Counter()
+    for part in parts:
+        histogram.update(part.length_histogram)
+    return Statistics(
+        fill_rate=totals.tokens / (totals.packs * full[0].pack_size),
+        examples_per_pack=Spread(
+            min=min(p.examples_per_pack.min for p in parts),
+            mean=totals.examples / totals.packs,
+            max=max(p.examples_per_pack.max for p in parts),
+        ),
+        longest_sequence=max(p.longest_sequence for p in parts),
+        most_segments=max(p.most_segments for p in parts),
+        shortest_pack=min(p.shortest_pack for p in parts),
+        length_histogram={key: histogram[key] for key in sorted(histogram, key=int)},
+        planning=planning,
+    )
+
+
+def _plannings(statistics: Statistics) -> list[Any]:
+    parts = statistics.planning.get("parts")
+    return list(parts) if isinstance(parts, list) else [dict(statistics.planning)]
+
+
+def _records(parts: Sequence[Records]) -> Records:
+    dropped: Counter[str] = Counter()
+    noted: Counter[str] = Counter()
+    for part in parts:
+        dropped.update(part.dropped)
+        noted.update(part.noted)
+    return Records(
+        read=sum(p.read for p in parts),
+        packed=sum(p.packed for p in parts),
+        dropped=dict(sorted(dropped.items())),
+        noted=dict(sorted(noted.items())),
+    )

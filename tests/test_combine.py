@@ -1,0 +1,261 @@
+"""Datasets that grow: what is appended, and several as one."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import packstore
+from packstore.cli import main
+from packstore.errors import (
+    CompatibilityError,
+    ConfigError,
+    DatasetExistsError,
+    DatasetNotFoundError,
+    TokenizerError,
+)
+from packstore.io.clean import clean
+from packstore.io.dataset import Dataset
+from packstore.io.side import SideWriter
+from packstore.io.storage import Location
+
+SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_bytes": 1}
+
+
+def pairs(n: int, first: int = 0) -> list[dict[str, list[int]]]:
+    return [
+        {"prompt": [5, 6, 7], "chosen": [8, 10 + i, 11 + i], "rejected": [9] * (1 + i % 7)}
+        for i in range(first, first + n)
+    ]
+
+
+def pack(out: Path | str, records: Any, **settings: Any) -> Dataset:
+    return packstore.pack(records, str(out), **{**SETTINGS, **settings})
+
+
+def examples(dataset: Dataset) -> list[tuple[int, str]]:
+    """Id and tokens of every example, in the order of the dataset."""
+    found = []
+    for batch in dataset.iter_batches():
+        for row in batch.to_pylist():
+            bounds = row["seq_boundaries"]
+            for k, example in enumerate(row["example_ids"]):
+                parts = [row["input_ids"][bounds[i] : bounds[i + 1]] for i in (2 * k, 2 * k + 1)]
+                found.append((example, str(parts)))
+    return found
+
+
+def test_append_adds_a_version(tmp_path: Path) -> None:
+    place = tmp_path / "ds"
+    first = pack(place, pairs(60))
+    before = {p: p.stat().st_ino for p in place.rglob("*") if p.is_file()}
+    second = packstore.append(first, pairs(40, 60))
+    third = packstore.append(str(place), pairs(25, 100))
+    assert (second.version, third.version) == (2, 3)
+    assert {p: p.stat().st_ino for p in before} == before
+    for i, shard in enumerate(first.manifest.shards):
+        assert third.manifest.shards[i].path == shard.path
+    for dataset in (first, second, third):
+        assert dataset.verify().ok
+    assert packstore.open(place, version=1).manifest.to_json() == first.manifest.to_json()
+    assert examples(third)[: len(examples(first))] == examples(first)
+    tokens = {text for _, text in examples(pack(tmp_path / "all", pairs(125)))}
+    assert {text for _, text in examples(third)} == tokens
+    ids = [example for example, _ in examples(third)]
+    assert sorted(ids) == [
+        *range(60),
+        *((1 << 40) + i for i in range(40)),
+        *((2 << 40) + i for i in range(25)),
+    ]
+    assert [s["records"] for s in third.manifest.provenance["sources"]] == [60, 40, 25]
+    assert third.manifest.records.packed == third.manifest.records.read == 125
+    assert clean(str(place)).removable == []
+
+
+def test_statistics_and_index_are_those_of_the_packs(tmp_path: Path) -> None:
+    """`verify` counts anew; the index must be that of one dataset of the same shards."""
+    grown = packstore.append(pack(tmp_path / "a", pairs(60)), pairs(40, 60))
+    assert grown.manifest.pack_index is not None
+    sizes = grown.pack_index
+    bare = Dataset(grown.location, _without_index(grown), grown.version)
+    for name in ("tokens", "examples", "squares"):
+        np.testing.assert_array_equal(getattr(sizes, name), getattr(bare.pack_index, name))
+    as_one = packstore.concat([grown], str(tmp_path / "b"))
+    assert as_one.manifest.pack_index == grown.manifest.pack_index
+    assert as_one.manifest.statistics == grown.manifest.statistics
+    assert as_one.manifest.lineage == grown.manifest.lineage
+
+
+def _without_index(dataset: Dataset) -> Any:
+    import dataclasses
+
+    return dataclasses.replace(dataset.manifest, pack_index=None)
+
+
+@pytest.mark.parametrize("where", ["local", "memory", "from_memory"])
+def test_concat_copies_shards_as_they_are(tmp_path: Path, where: str) -> None:
+    memory = f"memory://{uuid.uuid4().hex}"
+    a = pack(f"{memory}/a" if where == "from_memory" else tmp_path / "a", pairs(60))
+    b = pack(f"{memory}/b" if where == "from_memory" else tmp_path / "b", pairs(40, 60))
+    out = f"{memory}/out" if where == "memory" else str(tmp_path / "out")
+    whole = packstore.concat([a, b.url], out)
+    assert whole.verify().ok
+    assert [t for _, t in examples(whole)] == [t for d in (a, b) for _, t in examples(d)]
+    assert [s.sha256 for s in whole.manifest.shards] == [
+        s.sha256 for d in (a, b) for s in d.manifest.shards
+    ]
+    if where == "local":
+        shard, origin = whole.manifest.shards[0].path, a.manifest.shards[0].path
+        assert (tmp_path / "out" / shard).samefile(tmp_path / "a" / origin)
+    twice = packstore.concat([a, b, a], out, overwrite=True)
+    assert (twice.version, twice.manifest.pairs) == (2, 160)
+    assert twice.verify().ok
+    assert packstore.concat([twice, b], out, overwrite=True).verify().ok
+    with pytest.raises(DatasetExistsError, match="must not hold a dataset yet"):
+        packstore.concat([a, b], out)
+    assert clean(out).removable == []
+
+
+def test_the_same_however_it_was_combined(tmp_path: Path) -> None:
+    a, b, c = (pack(tmp_path / n, pairs(30, 30 * i)) for i, n in enumerate("abc"))
+    at_once = packstore.concat([a, b, c], str(tmp_path / "1"))
+    in_steps = packstore.concat(
+        [packstore.concat([a, b], str(tmp_path / "2")), c], str(tmp_path / "3")
+    )
+    assert at_once.manifest.fingerprint == in_steps.manifest.fingerprint
+    assert at_once.manifest.provenance == in_steps.manifest.provenance
+    assert at_once.manifest.lineage not in {d.manifest.lineage for d in (a, b, c)}
+
+
+def test_what_differs_is_named(tmp_path: Path) -> None:
+    a = pack(tmp_path / "a", pairs(30))
+    others = {
+        "pack_size 64 and 128": {"pack_size": 128},
+        "layout 'concat' and 'shared_prefix'": {"layout": "shared_prefix"},
+        "file_format 'parquet' and 'arrow'": {"format": "arrow"},
+        r"features \(\) and \('label_spans',\)": {"labels": "spans"},
+    }
+    for number, (text, settings) in enumerate(others.items()):
+        b = pack(tmp_path / str(number), pairs(30, 30), **settings)
+        with pytest.raises(CompatibilityError, match=f"must have been made alike; found {text}"):
+            packstore.concat([a, b], str(tmp_path / "out"))
+    sft = [{"prompt": [5], "response": [6]}] * 9
+    with pytest.raises(CompatibilityError, match="kind 'dpo' and 'sft'"):
+        packstore.concat([a, pack(tmp_path / "sft", sft)], str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match="so pack_size must be left out"):
+        packstore.append(a, pairs(9), pack_size=128)
+    with pytest.raises(ConfigError, match="takes a list"):
+        packstore.concat(str(tmp_path / "a"), str(tmp_path / "out"))
+    with pytest.raises(DatasetNotFoundError):
+        packstore.append(str(tmp_path / "none"), pairs(9))
+    assert packstore.open(tmp_path / "a").version == 1
+
+
+def test_append_checks_what_it_extends(tmp_path: Path) -> None:
+    place = tmp_path / "ds"
+    first = pack(place, pairs(60))
+    packstore.append(first, pairs(40, 60))
+    with pytest.raises(ConfigError, match="only its newest version, 2, can be extended"):
+        packstore.append(first, pairs(10, 200))
+    for again in (pairs(40, 60), pairs(60)):
+        with pytest.raises(DatasetExistsError, match="must not be in it yet; found these very"):
+            packstore.append(str(place), again)
+    assert packstore.open(place).version == 2
+    assert clean(str(place)).removable == []
+
+
+def test_the_tokenizer_must_be_the_same(tmp_path: Path) -> None:
+    words = ["[UNK]", "</s>", "a", "b", "c"]
+    paths = []
+    for number, order in enumerate((words, words[:2] + words[:1:-1])):
+        vocabulary = {word: i for i, word in enumerate(order)}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.add_special_tokens(["</s>"])
+        paths.append(str(tmp_path / f"{number}.json"))
+        tokenizer.save(paths[-1])
+    records = [{"prompt": "a", "chosen": "a b c", "rejected": "b c"}] * 9
+    more = [{"prompt": "b", "chosen": "a b c", "rejected": "b c"}] * 9
+    a, b = (
+        packstore.pack(records, str(tmp_path / f"ds{i}"), path, pack_size=64, append_eos=False)
+        for i, path in enumerate(paths)
+    )
+    for change in (
+        lambda: packstore.concat([a, b], str(tmp_path / "out")),
+        lambda: packstore.append(a, more, paths[1]),
+        lambda: packstore.append(a, b),
+    ):
+        with pytest.raises(CompatibilityError, match="tokenizer vocab_sha256"):
+            change()
+    grown = packstore.append(a, more)
+    assert grown.manifest.pairs == 18
+    assert grown.verify().ok
+    Path(paths[0]).unlink()
+    with pytest.raises(TokenizerError, match="its tokenizer must be named"):
+        packstore.append(grown, records)
+
+
+def test_a_dataset_is_packed_anew_to_be_appended(tmp_path: Path) -> None:
+    a = pack(tmp_path / "a", pairs(60))
+    b = pack(tmp_path / "b", pairs(40, 60), pack_size=256)
+    grown = packstore.append(a, str(tmp_path / "b"))
+    assert grown.verify().ok
+    assert {t for _, t in examples(grown)} == {t for d in (a, b) for _, t in examples(d)}
+
+
+def test_loading_side_data_and_packing_anew(tmp_path: Path) -> None:
+    """The loader's orders, joined values and repacking work on what was combined."""
+    pytest.importorskip("torch")
+    from packstore.torch import PackedDataset
+
+    grown = packstore.append(pack(tmp_path / "a", pairs(60)), pairs(40, 60))
+    ids = np.array([example for example, _ in examples(grown)])
+    url = str(tmp_path / "side")
+    with SideWriter(url, grown, {"ref_logps": "list<float32>"}) as side:
+        side.write(ids, {"ref_logps": np.repeat(ids % 1000, 2).astype(np.float32)})
+    orders = []
+    for seed in (0, 0, 1):
+        seen = []
+        for packs in PackedDataset(grown.url, seed=seed, side=[url]):
+            seen += packs.example_ids.tolist()
+            assert packs.ref_logps is not None
+            expected = np.repeat(packs.example_ids % 1000, 2)
+            np.testing.assert_array_equal(packs.ref_logps, expected)
+        orders.append(seen)
+        assert sorted(seen) == sorted(ids.tolist())
+    assert orders[0] == orders[1] != orders[2]
+    anew = pack(tmp_path / "anew", grown, pack_size=128)
+    assert sorted(examples(anew)) == sorted(examples(grown))
+    assert anew.manifest.lineage == grown.manifest.lineage
+    with pytest.raises(CompatibilityError, match="lineage"):
+        list(PackedDataset(pack(tmp_path / "other", pairs(30)).url, seed=0, side=[url]))
+
+
+def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, records in (("a", pairs(60)), ("b", pairs(40, 60))):
+        with open(tmp_path / f"{name}.jsonl", "w") as file:
+            file.writelines(json.dumps(r) + "\n" for r in records)
+    a = pack(tmp_path / "a", str(tmp_path / "a.jsonl")).url
+    assert main(["append", a, str(tmp_path / "b.jsonl")]) == 0
+    assert "version 2: 100 examples" in capsys.readouterr().out
+    assert main(["inspect", a, "--version", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["totals"]["examples"] == 60
+    assert main(["verify", a, "--version", "3"]) == 1
+    assert "must have version 3; found 1 to 2" in capsys.readouterr().err
+    assert main(["concat", a, a, str(tmp_path / "out")]) == 0
+    assert "200 examples" in capsys.readouterr().out
+    Location(a).create_bytes("data/x.parquet", b"1234")
+    assert main(["clean", a, "--older-than", "0"]) == 0
+    assert "would remove 1 files, 4 bytes" in capsys.readouterr().out
+    assert main(["clean", a, "--older-than", "0", "--delete"]) == 0
+    assert main(["clean", a, "--older-than", "soon"]) == 1
+    assert "nothing to remove" not in capsys.readouterr().out
+    assert main(["clean", a]) == 0
+    assert "nothing to remove" in capsys.readouterr().out
