@@ -71,7 +71,7 @@ class WriteJob:
         """
         if self.extends is not None:
             manifest = replace(self.extends.manifest, kind=kind, carry=carry)
-            told = {"tokenizer": provenance().get("tokenizer")}
+            told = {**manifest.provenance, "tokenizer": provenance().get("tokenizer")}
             added = Part("what is appended", replace(manifest, provenance=told))
             check_alike(Part(self.extends.url, self.extends.manifest), added)
 

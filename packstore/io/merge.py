@@ -23,7 +23,7 @@ from packstore.version import VERSION
 MAX_SOURCES = 1 << (63 - SOURCE_SHIFT)
 """Ids have 63 bits, and the lower ones count the records of a source."""
 
-_SHAPE = ("kind", "layout", "pack_size", "file_format", "features", "carry")
+_SHAPE = ("kind", "layout", "pack_size", "file_format", "features", "carry", "pad_to_multiple")
 _TOKENIZER = ("bos_id", "eos_id", "chat_template_sha256", "chat_template_date")
 
 
@@ -108,6 +108,8 @@ def check_alike(first: Part, other: Part) -> None:
 
 
 def _value(manifest: Manifest, name: str) -> Any:
+    if name == "pad_to_multiple":
+        return manifest.provenance.get("settings", {}).get(name, 1)
     value = getattr(manifest, name)
     return list(value.items()) if isinstance(value, Mapping) else value
 
