@@ -15,8 +15,9 @@ from packstore.errors import TokenizerError, sentence
 from packstore.tokenizer.control import free_characters
 from packstore.tokenizer.messages import map_strings, strip_thinking, without_thinking
 from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.sandbox import as_json
 from packstore.tokenizer.shapes import Parsed
-from packstore.tokenizer.template import ChatTemplate, Message, Span, Tools, as_json
+from packstore.tokenizer.template import ChatTemplate, Message, Span, Tools
 from packstore.tokenizer.tokenizer import Tokenizer
 from packstore.tokenizer.turns import render_turns
 

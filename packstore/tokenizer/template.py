@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,18 +11,19 @@ from typing import Any
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from packstore.errors import TokenizerError, sentence
+from packstore.tokenizer.account import CURRENT, Account
 from packstore.tokenizer.control import free_characters
 from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.sandbox import MAX_SOURCE, Sandbox, as_json
 
 TEMPLATE_DATE = "2024-07-26"
 """Today, as templates that ask for the date see it: the same on every day, so that the same input
 gives the same bytes. It is the date that Llama's own templates fall back to."""
 
 MAX_RENDERED = 1 << 26
-"""Characters that a rendered dialogue may have; a template is foreign code."""
+"""Characters that a rendered dialogue may have; what may be made on the way: :mod:`.account`."""
 
 Message = dict[str, Any]
 Tools = list[Any] | None
@@ -50,7 +50,8 @@ class ChatTemplate:
     """A chat template and the token strings that it may use (``bos_token``, ...).
 
     Raises:
-        TokenizerError: on construction, if the template has a syntax error.
+        TokenizerError: on construction, if the template has a syntax error or is too long; on
+            rendering, if it takes too long.
     """
 
     source: str
@@ -99,13 +100,14 @@ class ChatTemplate:
         tokens = {name: token for name, token in self.tokens.items() if token is not None}
         context = {"messages": list(messages), "tools": tools, "documents": None}
         parts, size = [], 0
+        CURRENT.account = Account()
         try:
             for part in self._compiled.generate(**tokens, **context, **variables):
                 parts.append(part)
                 size += len(part)
                 if size > MAX_RENDERED:
                     raise Refused("template_refused", f"more than {MAX_RENDERED} characters")
-        except Refused:
+        except (Refused, TokenizerError):
             raise
         except Exception as error:  # foreign code on foreign data: anything can be raised
             raise Refused("template_refused", f"{type(error).__name__}: {error}") from error
@@ -113,37 +115,22 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Template:
-        environment = ImmutableSandboxedEnvironment(
+        if len(self.source) > MAX_SOURCE:
+            must = f"it must have at most {MAX_SOURCE} characters"
+            raise TokenizerError(sentence("chat template", must, str(len(self.source))))
+        environment = Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
-        environment.filters["tojson"] = as_json
         environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         try:
             return environment.from_string(self.source)
-        except TemplateError as error:
+        except (TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line = getattr(error, "lineno", None)
             where = f"chat template, line {line}" if line else "chat template"
             raise TokenizerError(sentence(where, "it must be valid Jinja", str(error))) from error
 
     def __getstate__(self) -> dict[str, Any]:
         return {"source": self.source, "tokens": self.tokens}
-
-
-def as_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON text; as the filter ``tojson`` it escapes neither HTML nor letters."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
 
 
 def _raise_exception(message: str) -> None:

@@ -9,7 +9,8 @@ from functools import cached_property
 
 from packstore.tokenizer.control import free_characters, shared_characters
 from packstore.tokenizer.refusals import Refused
-from packstore.tokenizer.template import ChatTemplate, Message, Span, Tools, as_json
+from packstore.tokenizer.sandbox import as_json
+from packstore.tokenizer.template import ChatTemplate, Message, Span, Tools
 
 
 def render_turns(
