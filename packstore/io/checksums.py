@@ -17,10 +17,15 @@ from packstore.records import Int64
 
 def byte_range(group: pq.RowGroupMetaData) -> tuple[int, int]:
     """Where the column chunks of a Parquet row group lie in its file: start, end (exclusive)."""
+    chunks = column_ranges(group)
+    return min(start for start, _ in chunks), max(end for _, end in chunks)
+
+
+def column_ranges(group: pq.RowGroupMetaData) -> list[tuple[int, int]]:
+    """Where each of its column chunks lies, without dictionaries, which shards must not have."""
     columns = [group.column(i) for i in range(group.num_columns)]
     starts = [c.data_page_offset for c in columns]
-    ends = [s + c.total_compressed_size for s, c in zip(starts, columns, strict=True)]
-    return min(starts), max(ends)
+    return [(s, s + c.total_compressed_size) for s, c in zip(starts, columns, strict=True)]
 
 
 def batch_crc32(batch: pa.RecordBatch) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -44,6 +46,17 @@ def guarded(verb: str, url: str, options: Mapping[str, Any]) -> Iterator[None]:
         raise
     except Exception as error:
         raise _storage_error(error, verb, url, options) from error
+
+
+def only_regular(path: str) -> str:
+    """`path`, unless a device or pipe is there, which may give bytes without end, or wait for them.
+
+    A link is followed: caches of downloads are made of them, and hashes tell what may be read.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "a device or pipe where a file must be")
+    return path
 
 
 def missing_filesystem(url: str, error: ImportError) -> MissingExtraError:

@@ -29,6 +29,9 @@ from packstore.schema import (
     check_features,
 )
 
+MAX_FOOTER_BYTES, GROUP_FOOTER_BYTES = 1 << 24, 1 << 16
+"""Bytes of a footer at most: in all, and more for each row group."""
+
 FILE_FORMATS = ("parquet", "arrow")
 _HEX = re.compile(r"[0-9a-f]*")
 _GROUP_COLUMNS = tuple(f.name for f in dataclasses.fields(RowGroups) if f.name != "crc32")
@@ -146,6 +149,10 @@ def _check_shard(shard: ShardInfo, manifest: Manifest, where: str) -> None:
         require(found == expected, where, f"its {name} must be the sum over row groups", figures)
     figures = {"footer": shard.footer_bytes, "file": shard.bytes}
     require(shard.footer_bytes <= shard.bytes, where, "its footer must fit in the file", figures)
+    limit = MAX_FOOTER_BYTES + GROUP_FOOTER_BYTES * len(groups)
+    require(
+        shard.footer_bytes <= limit, where, f"its footer must have {limit} bytes at most", figures
+    )
     if k := manifest.num_responses:
         figures = {"sequences": shard.sequences, "examples": shard.examples}
         must = f"sequences must be {k} times the examples"

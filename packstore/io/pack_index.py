@@ -22,6 +22,7 @@ from packstore.io.columns import read_columns
 from packstore.io.commit import FOLDER
 from packstore.io.faults import guarded
 from packstore.io.manifest import Manifest
+from packstore.io.pages import check_file
 from packstore.io.shard import ShardInfo
 from packstore.io.storage import Location
 from packstore.io.stored_file import StoredFile, decoding, read_stored
@@ -113,6 +114,7 @@ class PackIndex:
             groups = (self._metadata.row_group(i) for i in range(self._metadata.num_row_groups))
             rows = [group.num_rows for group in groups]
             schema = self._metadata.schema.to_arrow_schema()
+            check_file(self._metadata, self._data, self.where)
         if not schema.equals(SCHEMA) or rows != [s.rows for s in self._shards]:
             must = "it must have its three columns, and a row group for each shard"
             raise IntegrityError(sentence(self.where, must, f"{quote(schema.names)}, rows {rows}"))

@@ -27,9 +27,10 @@ from packstore.errors import (
     sentence,
 )
 from packstore.io.cache import Cache, Key
-from packstore.io.checksums import batch_crc32, byte_range
+from packstore.io.checksums import batch_crc32, byte_range, column_ranges
 from packstore.io.compact import CompactPacks
 from packstore.io.manifest import Manifest
+from packstore.io.pages import MAX_GROUP_BYTES, check_group
 from packstore.io.shard import ShardInfo
 from packstore.io.storage import Location
 from packstore.io.window import Window
@@ -101,7 +102,7 @@ class ShardReader:
             if self._manifest.file_format == "arrow":
                 return self._open_arrow().get_batch(group)
             start, end = byte_range(self._metadata.row_group(group))
-            if not 0 <= start < end <= self.shard.bytes:
+            if not 0 <= start < end <= min(self.shard.bytes, start + MAX_GROUP_BYTES):
                 raise IntegrityError(f"its bytes {start} to {end} must lie in the file")
             crc32 = int(self.shard.row_groups.crc32[group])
             return self._cached(start, end, lambda data: zlib.crc32(data) == crc32)
@@ -143,10 +144,11 @@ class ShardReader:
 
     def _decode_parquet(self, group: int, data: bytes) -> pa.RecordBatch:
         metadata = self._metadata
-        start, _ = byte_range(metadata.row_group(group))
-        # No buffers ahead: a thread of Arrow's that lets go of a Python file while the interpreter
-        # ends brings the process down.
-        # Pages have checksums too, but that of the row group covers them, and their headers.
+        chunks = column_ranges(metadata.row_group(group))
+        start = min(chunks)[0]
+        check_group(chunks, lambda a, b: data[a - start : b - start])
+        # No buffers ahead: a thread of Arrow's may outlive the interpreter. No checksums of pages:
+        # that of the row group covers them, and their headers.
         window = Window(data, start, self.shard.bytes)
         file = pq.ParquetFile(window, metadata=metadata, pre_buffer=False)
         batches = file.read_row_group(group, use_threads=False).combine_chunks().to_batches()

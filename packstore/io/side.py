@@ -23,6 +23,7 @@ from packstore.io.commit import FOLDER, commit, read_committed, refuse_existing,
 from packstore.io.dataset import Dataset
 from packstore.io.faults import guarded
 from packstore.io.manifest import Manifest
+from packstore.io.pages import check_file
 from packstore.io.side_manifest import (
     REF_LOGPS,
     SIDE,
@@ -198,12 +199,8 @@ class SideWriter:
                 os.fsync(file.fileno())
             found = StoredFile.of("", local)
         name = f"{self._run}-{len(self._shards):05d}-{found.sha256[:16]}.parquet"
-        shard = SideShard(
-            path=f"{DATA}/{name}",
-            bytes=found.bytes,
-            sha256=found.sha256,
-            rows=rows,
-        )
+        path = f"{DATA}/{name}"
+        shard = SideShard(path=path, bytes=found.bytes, sha256=found.sha256, rows=rows)
         if not self._location.exists(shard.path):
             self._created.append(shard.path)
         self._location.put_file(local, shard.path)
@@ -255,6 +252,7 @@ class Side:
                 if not fits or schema.metadata != self.manifest.schema.metadata:
                     must = f"it must have {shard.rows} rows of the columns that the manifest tells"
                     raise IntegrityError(sentence(where, must, str(found)))
+                check_file(file.metadata, data, where)
                 (batch,) = file.read(use_threads=False).combine_chunks().to_batches()
                 batch.validate(full=True)
             yield batch

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from packstore.errors import DatasetExistsError, FormatError, quote, sentence
-from packstore.io.faults import display, guarded, means_exists, missing_filesystem
+from packstore.io.faults import display, guarded, means_exists, missing_filesystem, only_regular
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]*")
 
@@ -122,13 +122,15 @@ class Location:
         """
         fs, full = self._at(path)
         with self.guard("read", path):
-            raw = io.FileIO(full) if _is_local(fs) else fs.open(full, "rb", **how)
+            raw = io.FileIO(only_regular(full)) if _is_local(fs) else fs.open(full, "rb", **how)
         return io.BufferedReader(_GuardedFile(raw, self.join(path)), 1 << 20)
 
     def read_bytes(self, path: str = "", start: int | None = None, end: int | None = None) -> bytes:
         """Bytes `start` to `end`, exclusive, of the file; fewer if it is shorter."""
         fs, full = self._at(path)
         with self.guard("read", path):
+            if _is_local(fs):
+                only_regular(full)
             return bytes(fs.cat_file(full, start=start, end=end))
 
     def put_file(self, local_path: str, path: str) -> None:

@@ -17,6 +17,10 @@ from packstore.io.faults import guarded
 CHUNK = 1 << 20
 """Bytes that are read or copied at once."""
 
+MAX_RATIO, FREE_BYTES = 400, 1 << 28
+"""What a compressed input may become: so many times its bytes, and this much in any case. Text
+becomes 3 to 20 times as many."""
+
 
 class HashedStream(io.RawIOBase):
     """Passes on the bytes of `raw`, counting and hashing them."""
@@ -47,8 +51,9 @@ class _Decompressed(io.RawIOBase):
     """The plain bytes of a compressed stream, members one after another included."""
 
     def __init__(self, raw: io.RawIOBase, compression: str, path: str) -> None:
-        self._stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
-        self._compression, self._path = compression, path
+        self._raw = _Counted(raw)
+        self._stream = pa.CompressedInputStream(pa.PythonFile(self._raw, mode="r"), compression)
+        self._compression, self._path, self._given = compression, path, 0
 
     def readable(self) -> bool:
         """Always."""
@@ -57,7 +62,10 @@ class _Decompressed(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Fills the start of `buffer`; returns how much."""
         try:
-            return int(self._stream.readinto(buffer))
+            count = int(self._stream.readinto(buffer))
+            self._given += count
+            self._check_ratio()
+            return count
         except PackstoreError:
             raise
         except OSError as error:
@@ -66,6 +74,27 @@ class _Decompressed(io.RawIOBase):
             if "Truncated" in str(error):
                 found, do = "an end in the middle of the compressed stream", "Copy the file again"
             raise InputError(sentence(self._path, must, found, do)) from error
+
+    def _check_ratio(self) -> None:
+        if self._given > MAX_RATIO * self._raw.bytes + FREE_BYTES:
+            must = f"must not decompress to more than {MAX_RATIO} times its bytes"
+            found = f"{self._given} bytes out of {self._raw.bytes}"
+            raise InputError(sentence(self._path, must, found, "Compress it in smaller steps"))
+
+
+class _Counted(io.RawIOBase):
+    """Passes on what `raw` gives, and counts it."""
+
+    def __init__(self, raw: io.RawIOBase) -> None:
+        self._raw, self.bytes = raw, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = int(self._raw.readinto(buffer) or 0)
+        self.bytes += count
+        return count
 
 
 def decompressed(raw: io.RawIOBase, compression: str | None, path: str) -> io.BufferedReader:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from packstore.errors import InputError, PackstoreError, quote, sentence
+from packstore.errors import InputError, IntegrityError, PackstoreError, quote, sentence
 from packstore.io.formats import Piece
 
 BATCH_ROWS = 1024
@@ -61,9 +61,11 @@ def as_input_error(where: str, must: str) -> Iterator[None]:
     """What Arrow raises on bad data, as an :class:`InputError`."""
     try:
         yield
-    except PackstoreError:
-        raise
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+    except PackstoreError as error:
+        if not isinstance(error, IntegrityError):
+            raise
+        raise InputError(sentence(where, must, str(error), "Write the file again")) from error
+    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         raise InputError(sentence(where, must, str(error), "Write the file again")) from error
 
 

@@ -30,8 +30,13 @@ class Upload(NamedTuple):
 
 
 def list_folder(location: Location, folder: str) -> list[Found]:
-    """The files directly in a folder of a dataset, also hidden ones, by name."""
+    """The files directly in a folder of a dataset, also hidden ones, by name.
+
+    A link to a folder is not followed: what lies there may be anybody's.
+    """
     fs, full = location._at(folder)
+    if location.local_path is not None and os.path.islink(full):
+        return []
     with location.guard("list", folder):
         fs.invalidate_cache()
         try:

@@ -68,7 +68,9 @@ def read(url: str) -> list[Packs]:
 
 
 @given(st.data())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_a_flip_in_a_shard_raises(stored: Dataset, data: st.DataObject) -> None:
     path = Path(stored.shard_urls[0])
     whole = path.read_bytes()
@@ -106,7 +108,9 @@ def test_every_bit_of_a_row_group_raises(stored: Dataset) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_a_flip_in_a_manifest_raises_or_is_seen(stored: Dataset, data: st.DataObject) -> None:
     """The manifest has no checksum of its own; what a reader takes from it is checked."""
     path = Path(stored.url) / "_packstore" / "manifest-000001.json"

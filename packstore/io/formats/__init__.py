@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from packstore.registry import Registry
 
-MAX_RECORD_BYTES = 256 << 20
+MAX_RECORD_BYTES = 64 << 20
 """A longer record is taken for a broken file."""
 
 

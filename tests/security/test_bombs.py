@@ -1,0 +1,286 @@
+"""Small files that ask for much memory or time: refused by name, in a process that has little."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import io
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from packstore.errors import FormatError, InputError, IntegrityError, StorageError
+from packstore.io.dataset import open as open_dataset
+from packstore.io.inputs import InputReader
+from packstore.io.manifest import Manifest
+from packstore.io.shard import FileHashes, RowGroups
+
+MB = 1 << 20
+READ = """
+import sys
+from packstore.errors import PackstoreError
+from packstore.io import formats, pages, streams
+from packstore.io.formats import parquet
+from packstore.io.inputs import InputReader
+from packstore.io.dataset import open as open_dataset
+
+# Smaller than they are, so that the bombs can be.
+formats.MAX_RECORD_BYTES, streams.FREE_BYTES, parquet.BATCH_BYTES = 8 << 20, 4 << 20, 32 << 20
+pages.MAX_GROUP_BYTES = 32 << 20
+for path in sys.stdin.read().split():
+    try:
+        if path.endswith("ds"):
+            data = open_dataset(path)
+            data.pack_index
+            list(data.iter_packs())
+        else:
+            for block in InputReader(path):
+                block.parse()
+        print("read")
+    except PackstoreError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def column(values: int, **how: Any) -> bytes:
+    """A Parquet file of equal texts."""
+    sink = io.BytesIO()
+    table = pa.table({"prompt": pa.array(["a" * 1000]).take(pa.array(np.zeros(values, np.int64)))})
+    pq.write_table(table, sink, **how)
+    return sink.getvalue()
+
+
+def swollen(data: bytes, page_bytes: int) -> bytes:
+    """A Parquet file whose first page header declares more bytes than there are."""
+    # In the compact protocol: field 1 (type), then field 2, the size when decompressed.
+    start = pq.read_metadata(io.BytesIO(data)).row_group(0).column(0).data_page_offset
+    assert data[start : start + 1] == b"\x15"
+    at = start + 2
+    assert data[at : at + 1] == b"\x15"
+    end = at + 1
+    while data[end] & 128:
+        end += 1
+    old = data[at + 1 : end + 1]
+    new, value = b"", page_bytes << 1
+    while value > 127:
+        new += bytes([value & 127 | 128])
+        value >>= 7
+    new += bytes([value])
+    assert len(new) >= len(old)
+    # The footer's place is told from the end; the column is found at its old start.
+    return data[: at + 1] + new + data[end + 1 :]
+
+
+INPUTS: dict[str, tuple[str, Any]] = {
+    "a page that declares gigabytes": (
+        "x.parquet",
+        lambda: swollen(column(1000, compression="zstd", use_dictionary=False), (1 << 31) - 1),
+    ),
+    "gzip of a long line": ("x.jsonl.gz", lambda: gzip.compress(b" " * (40 * MB), 9)),
+    "gzip of blank lines": ("x.jsonl.gz", lambda: gzip.compress(b"\n" * (40 * MB), 9)),
+    "zstd of a long line": ("x.jsonl.zst", lambda: zstd(b" " * (40 * MB))),
+    "zstd of blank lines": ("x.jsonl.zst", lambda: zstd(b"\n" * (40 * MB))),
+    "zstd as a table": ("x.parquet.zst", lambda: zstd(b"\0" * (40 * MB))),
+    "brackets": ("x.jsonl", lambda: b"[" * (8 * MB)),
+    "brackets in a document": ("x.json", lambda: b"[" * (8 * MB)),
+    "objects in objects": ("x.jsonl", lambda: b'{"a":' * MB),
+    "a string that does not end": ("x.json", lambda: b'["' + b"a" * (12 * MB)),
+    "a number of many digits": ("x.jsonl", lambda: b'{"prompt": ' + b"9" * (8 * MB) + b"}"),
+    "a cell that does not end": ("x.csv", lambda: b'prompt\n"' + b"a" * (12 * MB)),
+    "a line of a table without end": ("x.csv", lambda: b"prompt\n" + b"a," * (6 * MB)),
+}
+
+
+def zstd(data: bytes) -> bytes:
+    return bytes(pa.compress(data, "zstd", asbytes=True))
+
+
+def test_input_files(cell: Any, tmp_path: Path) -> None:
+    paths = []
+    for number, (file, make) in enumerate(INPUTS.values()):
+        paths.append(tmp_path / f"{number}-{file}")
+        paths[-1].write_bytes(make())
+    found = cell(READ, "\n".join(map(str, paths))).splitlines()
+    wrong = {n: t for n, t in zip(INPUTS, found, strict=True) if not t.startswith("InputError")}
+    assert not wrong
+
+
+def test_texts_of_a_dictionary_are_decoded_few_at_a_time(cell: Any, tmp_path: Path) -> None:
+    """Not refused: it is an ordinary file, if a strange one."""
+    sink = io.BytesIO()
+    texts = pa.DictionaryArray.from_arrays(
+        np.zeros(5000, np.int32), pa.array(["a" * (4 * MB), "b"])
+    )
+    pq.write_table(pa.table({"prompt": texts}), sink, compression="zstd", data_page_size=1 << 20)
+    (tmp_path / "x.parquet").write_bytes(sink.getvalue())
+    assert sink.tell() < MB
+    code = READ.replace("InputReader(path)", "[next(iter(InputReader(path)))]")
+    assert cell(code, str(tmp_path / "x.parquet")) == "read\n"
+
+
+GOLDEN = Path(__file__).parents[2] / "schemas" / "golden" / "v1" / "sft-concat-plain"
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    shutil.copytree(GOLDEN, tmp_path / "ds")
+    return tmp_path / "ds"
+
+
+def one_group(dataset: Path, **how: Any) -> bytes:
+    """The packs of its only shard, in one row group."""
+    table = pq.read_table(next((dataset / "data").iterdir())).combine_chunks()
+    sink = io.BytesIO()
+    pq.write_table(table, sink, table.num_rows, write_statistics=False, **how)
+    return sink.getvalue()
+
+
+def edit(dataset: Path, change: Any) -> None:
+    path = dataset / "_packstore" / "manifest-000001.json"
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def replace_shard(dataset: Path, data: bytes) -> None:
+    """Puts another shard in place, with a manifest that tells its hashes: all of it is a lie."""
+    manifest = open_dataset(str(dataset)).manifest
+    (shard,) = manifest.shards
+    (dataset / shard.path).write_bytes(data)
+    metadata = pq.read_metadata(io.BytesIO(data))
+    chunks = [metadata.row_group(0).column(i) for i in range(metadata.num_columns)]
+    start = min(c.data_page_offset for c in chunks)
+    end = max(c.data_page_offset + c.total_compressed_size for c in chunks)
+    old = shard.row_groups
+    sums = {n: getattr(old, n).sum(keepdims=True) for n in ("rows", "examples", "tokens")}
+    crc = np.array([zlib.crc32(data[start:end])], np.int64)
+    groups = RowGroups(**sums, longest=old.longest.max(keepdims=True), crc32=crc)
+    hashes = dataclasses.asdict(FileHashes.of(io.BytesIO(data)))
+    shard = dataclasses.replace(shard, row_groups=groups, **hashes)
+    path = dataset / "_packstore" / "manifest-000001.json"
+    totals = dataclasses.replace(manifest.totals, bytes=len(data))
+    path.write_bytes(dataclasses.replace(manifest, shards=(shard,), totals=totals).to_json())
+
+
+def test_a_shard_whose_page_declares_gigabytes(cell: Any, dataset: Path) -> None:
+    good = one_group(dataset, use_dictionary=False)
+    replace_shard(dataset, swollen(good, (1 << 31) - 1))
+    found = cell(READ, str(dataset))
+    assert found.startswith("IntegrityError")
+    assert "bytes when decompressed" in found
+
+
+def test_a_shard_that_is_larger_inside(cell: Any, dataset: Path) -> None:
+    """Honest headers: real zeros, many MB, in some kB."""
+    manifest = open_dataset(str(dataset)).manifest
+    rows = manifest.num_packs
+    zeros = pa.array(np.zeros(16 * MB, np.int32))
+    offsets = pa.array(np.linspace(0, len(zeros), rows + 1).astype(np.int32))
+    table = pq.read_table(next((dataset / "data").iterdir())).combine_chunks()
+    field = table.schema.field("input_ids")
+    table = table.set_column(0, field, pa.ListArray.from_arrays(offsets, zeros, type=field.type))
+    sink = io.BytesIO()
+    pq.write_table(
+        table, sink, rows, compression="zstd", use_dictionary=False, write_statistics=False
+    )
+    assert sink.tell() < MB
+    replace_shard(dataset, sink.getvalue())
+    found = cell(READ, str(dataset))
+    assert found.startswith("IntegrityError")
+    assert "bytes when decompressed" in found
+
+
+def test_what_is_replaced_so_can_be_read(cell: Any, dataset: Path) -> None:
+    """The tests above refuse what they mean to."""
+    replace_shard(dataset, one_group(dataset, use_dictionary=False))
+    assert cell(READ, str(dataset)) == "read\n"
+
+
+def test_a_shard_with_a_dictionary(cell: Any, dataset: Path) -> None:
+    replace_shard(dataset, one_group(dataset))
+    assert cell(READ, str(dataset)).startswith("IntegrityError")
+
+
+SIZES = {
+    "a footer": lambda m: m["shards"][0].update(footer_bytes=m["shards"][0]["bytes"] + (1 << 40)),
+    "a shard and its footer": lambda m: (
+        m["shards"][0].update(footer_bytes=1 << 40, bytes=1 << 41),
+        m["totals"].update(bytes=1 << 41),
+    ),
+    "a pack index": lambda m: m["pack_index"].update(bytes=1 << 40),
+    "rows": lambda m: m["shards"][0]["row_groups"].update(rows=[1 << 40, 1]),
+    "too many digits": lambda m: m.update(pack_size=10**30),
+    "a negative size": lambda m: m["shards"][0].update(bytes=-1),
+    "a size that is no number": lambda m: m["shards"][0].update(bytes=1e300),
+}
+
+
+def test_manifests_that_declare_huge_sizes(cell: Any, dataset: Path, tmp_path: Path) -> None:
+    for number, change in enumerate(SIZES.values()):
+        copy = tmp_path / f"{number}-ds"
+        shutil.copytree(dataset, copy)
+        edit(copy, change)
+    paths = [str(tmp_path / f"{number}-ds") for number in range(len(SIZES))]
+    found = cell(READ, "\n".join(paths)).splitlines()
+    named = ("FormatError", "IntegrityError")
+    wrong = {n: t for n, t in zip(SIZES, found, strict=True) if not t.startswith(named)}
+    assert not wrong
+
+
+DEEP = {
+    "lists": b"[" * 5_000_000,
+    "objects": b'{"a":' * 1_000_000,
+    "lists that end": b"[" * 100_000 + b"]" * 100_000,
+    "digits": b'{"format_version": ' + b"9" * 5_000_000 + b"}",
+    "zeros": b'{"format_version": 1' + b"0" * 5_000_000 + b"}",
+    "an exponent": b'{"format_version": 1e999999999}',
+    "a long key": b'{"' + b"a" * 5_000_000 + b'": 1}',
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_a_manifest_that_is_deep_or_long(name: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        Manifest.from_json(DEEP[name])
+    assert len(str(caught.value)) < 2000
+
+
+def test_a_file_that_never_ends_or_never_begins(dataset: Path, tmp_path: Path) -> None:
+    """A device or a pipe in the place of a file, also behind a link."""
+    (shard,) = open_dataset(str(dataset)).manifest.shards
+    (dataset / shard.path).unlink()
+    (dataset / shard.path).symlink_to("/dev/zero")
+    with pytest.raises(StorageError, match="a device or pipe where a file must be"):
+        next(open_dataset(str(dataset)).iter_packs())
+    pipe = tmp_path / "x.jsonl"
+    os.mkfifo(pipe)
+    with pytest.raises((StorageError, InputError)):
+        list(InputReader(str(pipe)))
+    manifest = dataset / "_packstore" / "manifest-000001.json"
+    manifest.unlink()
+    os.mkfifo(manifest)
+    with pytest.raises(StorageError):
+        open_dataset(str(dataset))
+
+
+def test_a_link_out_of_the_dataset_gives_no_other_bytes(dataset: Path, tmp_path: Path) -> None:
+    """It is followed, as downloads are made of links; what it leads to must have the hash."""
+    (shard,) = open_dataset(str(dataset)).manifest.shards
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"the secret" * 10_000)
+    (dataset / shard.path).rename(tmp_path / "blob")
+    (dataset / shard.path).symlink_to(secret)
+    with pytest.raises(IntegrityError) as caught:
+        next(open_dataset(str(dataset)).iter_packs())
+    assert "the secret" not in str(caught.value)
+    (dataset / shard.path).unlink()
+    (dataset / shard.path).symlink_to(tmp_path / "blob")
+    assert len(list(open_dataset(str(dataset)).iter_packs()))
