@@ -39,6 +39,7 @@ COMMANDS: Registry[Command] = Registry(
         "inspect": "packstore.cli.inspect:COMMAND",
         "show": "packstore.cli.show:COMMAND",
         "verify": "packstore.cli.verify:COMMAND",
+        "check": "packstore.cli.check:COMMAND",
         "stats": "packstore.cli.stats:COMMAND",
         "doctor": "packstore.cli.doctor:COMMAND",
         "plan": "packstore.cli.plan:COMMAND",

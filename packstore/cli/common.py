@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from packstore.cli.settings import key_values
-from packstore.errors import CompatibilityError, TokenizerError
+from packstore.errors import CompatibilityError, ConfigError, TokenizerError
 
 if TYPE_CHECKING:
     from packstore.io.dataset import Dataset
@@ -42,9 +43,18 @@ def add_storage_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def storage_options(args: argparse.Namespace) -> dict[str, str]:
-    """The storage options that were given."""
-    return key_values(args.storage_option, "--storage-option")
+def storage_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The storage options that were given; true, false, null, {…} and […] are read as JSON."""
+    given: dict[str, Any] = dict(key_values(args.storage_option, "--storage-option"))
+    for name, text in given.items():
+        if text in ("true", "false", "null") or text[:1] in ("{", "["):
+            try:
+                given[name] = json.loads(text)
+            except ValueError:
+                raise ConfigError(
+                    f"--storage-option {name} must be JSON if it begins with a bracket."
+                ) from None
+    return given
 
 
 def add_dataset(parser: argparse.ArgumentParser, versions: bool = False) -> None:

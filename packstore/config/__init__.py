@@ -11,6 +11,7 @@ from packstore.config.packing import (
     TokenizeConfig,
     WriteConfig,
 )
+from packstore.config.storage import RetryConfig
 
 __all__ = [
     "FIELD_NAMES",
@@ -18,6 +19,7 @@ __all__ = [
     "PackConfig",
     "PlanConfig",
     "ReadConfig",
+    "RetryConfig",
     "RunConfig",
     "SizeConfig",
     "TokenizeConfig",

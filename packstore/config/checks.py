@@ -41,6 +41,8 @@ _MINIMUM = {
     "accumulation": 1,
     "attempts": 1,
     "backoff": 0,
+    "longest_wait": 0,
+    "seconds": 0,
     "requests": 1,
     "read_ahead_bytes": 0,
     "cache_bytes": 1,

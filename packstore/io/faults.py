@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
-import re
-import stat
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from packstore.errors import MissingExtraError, PackstoreError, StorageError, sentence
+from packstore.io.causes import DENIED, NO_BUCKET, Cause, cause_of, code_of
+from packstore.io.clients import BUCKETS
+from packstore.io.redact import Secrets, display
 from packstore.registry import missing_extra
 
+_PAYER = "if its bucket lets the requester pay, add the storage option requester_pays=true"
 _EXTRAS = {
     **dict.fromkeys(("s3", "s3a"), "s3"),
     **dict.fromkeys(("gs", "gcs"), "gcs"),
     **dict.fromkeys(("az", "abfs", "abfss", "adl"), "azure"),
     **dict.fromkeys(("http", "https"), "http"),
 }
-_SECRET = re.compile(r"key|secret|token|pass|cred|sas|auth|connection|headers|cookie", re.I)
-_CAUSES: tuple[tuple[type[Exception] | int, str, str], ...] = (
-    (FileNotFoundError, "no such file or folder", "Check the path"),
-    (PermissionError, "permission denied", "Check the rights of the folder, or the credentials"),
-    (NotADirectoryError, "a file where a folder must be", "Name another folder"),
-    (IsADirectoryError, "a folder where a file must be", "Name a file"),
-    (errno.ENOSPC, "no space left on the device", "Free some space or name another place"),
-    (errno.EDQUOT, "disk quota exceeded", "Free some space or name another place"),
-    (errno.EROFS, "a read-only filesystem", "Name another place"),
-)
 
 
 @contextlib.contextmanager
@@ -45,18 +35,7 @@ def guarded(verb: str, url: str, options: Mapping[str, Any]) -> Iterator[None]:
     except PackstoreError:
         raise
     except Exception as error:
-        raise _storage_error(error, verb, url, options) from error
-
-
-def only_regular(path: str) -> str:
-    """`path`, unless a device or pipe is there, which may give bytes without end, or wait for them.
-
-    A link is followed: caches of downloads are made of them, and hashes tell what may be read.
-    """
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise OSError(errno.EINVAL, "a device or pipe where a file must be")
-    return path
+        raise storage_error(error, verb, url, options) from Secrets(url, options).hide_in(error)
 
 
 def missing_filesystem(url: str, error: ImportError) -> MissingExtraError:
@@ -78,43 +57,31 @@ def means_exists(error: BaseException) -> bool:
     """
     if isinstance(error, FileExistsError):
         return True
-    answer = getattr(error.__cause__, "response", None)
-    code = answer.get("Error", {}).get("Code") if isinstance(answer, dict) else None
-    return code in ("PreconditionFailed", "ConditionalRequestConflict", "412")
+    return code_of(error) in ("PreconditionFailed", "412")
 
 
-def display(url: str) -> str:
-    """The URL without user, password and query string: for messages and manifests."""
-    if "://" not in url:
-        return url
-    return re.sub(r"(?<=://)[^/@]*@", "", url.partition("?")[0])
-
-
-def _storage_error(
-    error: Exception, verb: str, url: str, options: Mapping[str, Any]
+def storage_error(
+    error: Exception, verb: str, url: str, options: Mapping[str, Any], tried: int = 1
 ) -> StorageError:
-    code = error.errno if isinstance(error, OSError) else None
-    for cause, what, remedy in _CAUSES:
-        if code == cause if isinstance(cause, int) else isinstance(error, cause):
-            return StorageError(sentence(display(url), f"cannot {verb}", what, remedy))
-    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    for secret in _secrets(options) | _url_secrets(url):
-        text = text.replace(secret, "***")
-    found = f"{type(error).__name__}: {text or 'no further text'}"
-    return StorageError(sentence(display(url), f"cannot {verb}", found))
+    """The named error for what a filesystem raised.
 
-
-def _url_secrets(url: str) -> set[str]:
-    login = re.search(r"://([^/@]+)@", url)
-    query = url.partition("?")[2] if "://" in url else ""
-    return {part for part in (login.group(1) if login else "", query) if part}
-
-
-def _secrets(options: Any, hide: bool = False) -> set[str]:
-    """All texts in nested options that stand under a name that looks like a secret."""
-    if isinstance(options, Mapping):
-        parts = (_secrets(v, hide or bool(_SECRET.search(str(k)))) for k, v in options.items())
-        return set().union(*parts)
-    if isinstance(options, list | tuple):
-        return set().union(*(_secrets(v, hide) for v in options))
-    return {str(options)} if hide and len(str(options)) > 3 else set()
+    Args:
+        error: what it raised.
+        verb: what was being done.
+        url: to what.
+        options: the storage options.
+        tried: how often.
+    """
+    cause = cause_of(error)
+    scheme = url.partition("://")[0]
+    if cause is None:
+        text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        text = Secrets(url, options).hide(text)
+        cause = Cause(f"{type(error).__name__}: {text or 'no further text'}")
+    elif cause.what == "no such file or folder" and verb == "write" and scheme in BUCKETS:
+        cause = NO_BUCKET  # all that a put can miss
+    elif cause is DENIED and scheme in ("s3", "s3a", "gs", "gcs"):
+        cause = cause._replace(do=f"{cause.do}; {_PAYER}")
+    what = f"{cause.what} ({code})" if (code := code_of(error)) and cause.do else cause.what
+    do = f"{cause.do}. Tried {tried} times" if tried > 1 else cause.do
+    return StorageError(sentence(display(url), f"cannot {verb}", what, do))

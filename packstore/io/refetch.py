@@ -13,6 +13,7 @@ from packstore.io.compact import CompactPacks
 from packstore.io.crew import Job
 from packstore.io.dataset import Dataset
 from packstore.io.reader import Fetched
+from packstore.io.retry import asked_once
 
 log = logging.getLogger("packstore")
 
@@ -45,7 +46,8 @@ class GroupFetcher:
         """
         for attempt in itertools.count(1):
             try:
-                return self._dataset.fetch(group)
+                with asked_once():
+                    return self._dataset.fetch(group)
             except StorageError as error:
                 if not self._pays_to_ask_again(error, attempt):
                     raise type(error)(f"{error} Tried {_times(attempt)}.") from error.__cause__

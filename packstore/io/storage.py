@@ -12,13 +12,21 @@ import contextlib
 import io
 import os
 import re
-import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
-from packstore.errors import DatasetExistsError, FormatError, quote, sentence
-from packstore.io.faults import display, guarded, means_exists, missing_filesystem, only_regular
+from packstore.config.storage import RetryConfig
+from packstore.errors import DatasetExistsError, FormatError, StorageError, quote, sentence
+from packstore.io import clients, local, s3_upload
+from packstore.io.causes import NO_BUCKET, is_passing
+from packstore.io.faults import guarded, means_exists, missing_filesystem
+from packstore.io.guarded_file import GuardedFile
+from packstore.io.redact import display
+from packstore.io.retry import ask
+
+T = TypeVar("T")
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]*")
 
@@ -39,7 +47,8 @@ class Location:
 
     Args:
         url: a local path or an fsspec URL (``s3://bucket/prefix``).
-        storage_options: what fsspec's filesystem takes: keys, endpoints, profiles.
+        storage_options: what fsspec's filesystem takes: keys, endpoints, profiles; and how
+            patiently to ask (``retry_attempts``, …: :class:`RetryConfig`).
     """
 
     url: str
@@ -64,7 +73,7 @@ class Location:
     def local_path(self) -> str | None:
         """The absolute path if this is on the local disk, else None."""
         fs, root = self._open()
-        return root if _is_local(fs) else None
+        return root if local.is_local(fs) else None
 
     def join(self, path: str) -> Location:
         """The location at `path` below this one."""
@@ -88,18 +97,25 @@ class Location:
     def size(self, path: str = "") -> int:
         """Bytes of the file."""
         fs, full = self._at(path)
-        with self.guard("read", path):
-            return int(fs.info(full)["size"] or 0)
+        return int(self.ask("read", path, lambda: fs.info(full))["size"] or 0)
 
     def files(self, path: str = "") -> list[Entry]:
         """The files directly in a folder, by name; none if there is no such folder."""
         fs, full = self._at(path)
-        with self.guard("list", path):
+
+        def listed() -> list[dict[str, Any]]:
             fs.invalidate_cache()
             try:
-                found = fs.ls(full, detail=True)
+                return list(fs.ls(full, detail=True))
             except (FileNotFoundError, NotADirectoryError):
+                if clients.lacks_bucket(fs, full, self.url):
+                    do = NO_BUCKET.do
+                    raise StorageError(
+                        sentence(self.display, "cannot list", NO_BUCKET.what, do)
+                    ) from None
                 return []
+
+        found = self.ask("list", path, listed)
         # Some stores list the folder itself, which they keep as an empty object.
         inside = [e for e in found if e["type"] == "file" and not _same(e["name"], full)]
         return sorted(Entry(e["name"].rsplit("/", 1)[-1], int(e["size"] or 0)) for e in inside)
@@ -107,10 +123,9 @@ class Location:
     def glob(self) -> list[Location]:
         """The files that match the URL as a pattern (``*``, ``**``, ``?``, ``[...]``), by name."""
         fs, full = self._open()
-        with self.guard("list"):
-            found = fs.glob(full, detail=True)
+        found = self.ask("list", "", lambda: fs.glob(full, detail=True))
         paths = sorted(path for path, info in found.items() if info["type"] == "file")
-        urls = paths if _is_local(fs) else [fs.unstrip_protocol(p) for p in paths]
+        urls = paths if local.is_local(fs) else [fs.unstrip_protocol(p) for p in paths]
         return [Location(url, self.storage_options) for url in urls]
 
     def open_read(self, path: str = "", **how: Any) -> io.BufferedReader:
@@ -121,60 +136,110 @@ class Location:
             how: options of fsspec's ``open``, such as ``cache_type``.
         """
         fs, full = self._at(path)
-        with self.guard("read", path):
-            raw = io.FileIO(only_regular(full)) if _is_local(fs) else fs.open(full, "rb", **how)
-        return io.BufferedReader(_GuardedFile(raw, self.join(path)), 1 << 20)
+        raw = self.ask(
+            "read",
+            path,
+            lambda: (
+                io.FileIO(local.only_regular(full))
+                if local.is_local(fs)
+                else fs.open(full, "rb", **how)
+            ),
+        )
+        return io.BufferedReader(GuardedFile(raw, partial(self.ask, "read", path)), 1 << 20)
 
     def read_bytes(self, path: str = "", start: int | None = None, end: int | None = None) -> bytes:
         """Bytes `start` to `end`, exclusive, of the file; fewer if it is shorter."""
         fs, full = self._at(path)
-        with self.guard("read", path):
-            if _is_local(fs):
-                only_regular(full)
+
+        def read() -> bytes:
+            if local.is_local(fs):
+                local.only_regular(full)
             return bytes(fs.cat_file(full, start=start, end=end))
+
+        return self.ask("read", path, read)
 
     def put_file(self, local_path: str, path: str) -> None:
         """Makes a finished local file appear at `path`, whole or not at all.
 
         On a local disk the file is moved (it must lie on the same filesystem), elsewhere it is
-        uploaded. What was at `path` is replaced.
+        uploaded, a few parts at a time. What was at `path` is replaced.
         """
         fs, full = self._at(path)
-        with self.guard("write", path):
-            if not _is_local(fs):
-                fs.put_file(local_path, full)
-                return
-            _make_folder(os.path.dirname(full))
-            os.replace(local_path, full)
-            _sync_folder(os.path.dirname(full))
+        if local.is_local(fs):
+            with self.guard("write", path):
+                local.make_folder(os.path.dirname(full))
+                os.replace(local_path, full)
+                local.sync_folder(os.path.dirname(full))
+        elif clients.is_s3(self.url):
+            with self.guard("write", path):
+                s3_upload.upload(fs, local_path, full, partial(self.ask, "write", path))
+        else:
+            self.ask("write", path, lambda: clients.put_file(fs, local_path, full))
 
     def create_bytes(self, path: str, data: bytes) -> None:
         """Writes a small file only if nothing is there: of many writers at once exactly one wins.
+
+        When the answer to a put is lost, the next one may find the file that the first has made:
+        it is read, and if it holds `data`, this writer has won.
 
         Raises:
             DatasetExistsError: something is there already, and stays as it is.
         """
         fs, full = self._at(path)
-        with self.guard("write", path):
-            if _is_local(fs):
-                _make_folder(os.path.dirname(full))
+        on_disk, maybe_ours = local.is_local(fs), clients.asks_again(fs)
+
+        def create() -> None:
+            nonlocal maybe_ours
             try:
-                if _is_local(fs):
-                    _create_local(full, data)
+                if on_disk:
+                    local.make_folder(os.path.dirname(full))
+                    local.create(full, data)
                 else:
-                    fs.pipe_file(full, data, mode="create")
+                    clients.create(fs, full, data)
             except Exception as error:
                 if not means_exists(error):
+                    maybe_ours |= is_passing(error)
                     raise
+                if maybe_ours and fs.cat_file(full) == data:
+                    return
                 raise DatasetExistsError(
                     sentence(self.join(path).display, "must not exist yet", "it does")
                 ) from error
 
+        self.ask("write", path, create)
+
     def remove(self, path: str) -> None:
         """Removes the file, if it is there."""
         fs, full = self._at(path)
-        with self.guard("remove", path), contextlib.suppress(FileNotFoundError):
-            fs.rm_file(full)
+
+        def remove() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                fs.rm_file(full)
+
+        self.ask("remove", path, remove)
+
+    def unfinished_uploads(self) -> list[s3_upload.Upload]:
+        """The uploads below this place that killed writers left: only S3 keeps and bills them."""
+        fs, full = self._open()
+        if not clients.is_s3(self.url):
+            return []
+        return s3_upload.unfinished(fs, full, partial(self.ask, "list", ""))
+
+    def give_up(self, path: str, upload_id: str) -> None:
+        """Removes the parts of an upload to `path` that `unfinished_uploads` has found."""
+        fs, full = self._at(path)
+        s3_upload.give_up(fs, full, upload_id, partial(self.ask, "remove", path))
+
+    def ask(self, verb: str, path: str, call: Callable[[], T]) -> T:
+        """What `call` returns, which may be called again; see :func:`packstore.io.retry.ask`.
+
+        Args:
+            verb: what it does: ``read``, ``write``, ``list`` or ``remove``.
+            path: to what, relative to this location.
+            call: makes one request to the filesystem.
+        """
+        place = self.join(path)
+        return ask(call, verb, place.url, self.storage_options, self._split_options[0])
 
     def guard(self, verb: str, path: str = "") -> contextlib.AbstractContextManager[None]:
         """A context in which whatever a filesystem raises becomes a :class:`StorageError`."""
@@ -184,16 +249,19 @@ class Location:
         """The filesystem of this process, and the path in it."""
         cached = self.__dict__.get("_filesystem")
         if cached is None or cached[0] != os.getpid():
-            from fsspec.core import url_to_fs
-
+            options = self._split_options[1]
             with self.guard("open"):
                 try:
-                    fs, root = url_to_fs(self.url, **self.storage_options)
+                    fs, root = clients.open_filesystem(self.url, options)
                 except ImportError as error:
                     raise missing_filesystem(self.url, error) from error
             cached = (os.getpid(), fs, root)
             object.__setattr__(self, "_filesystem", cached)
         return cached[1], cached[2]
+
+    @property
+    def _split_options(self) -> tuple[RetryConfig, dict[str, Any]]:
+        return RetryConfig.split(self.storage_options)
 
     def _at(self, path: str) -> tuple[Any, str]:
         fs, root = self._open()
@@ -201,39 +269,15 @@ class Location:
 
     def _info(self, path: str) -> Mapping[str, Any] | None:
         fs, full = self._at(path)
-        with self.guard("read", path):
+
+        def info() -> Mapping[str, Any] | None:
             fs.invalidate_cache()
             try:
-                info: Mapping[str, Any] = fs.info(full)
+                return dict(fs.info(full))
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return info
 
-
-class _GuardedFile(io.RawIOBase):
-    """A raw file whose errors name the location."""
-
-    def __init__(self, raw: Any, location: Location) -> None:
-        self._raw, self._location = raw, location
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return bool(self._raw.seekable())
-
-    def readinto(self, buffer: Any) -> int:
-        with self._location.guard("read"):
-            return int(self._raw.readinto(buffer) or 0)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        with self._location.guard("read"):
-            return int(self._raw.seek(offset, whence))
-
-    def close(self) -> None:
-        if not self.closed:
-            self._raw.close()
-        super().close()
+        return self.ask("read", path, info)
 
 
 def check_relative(path: str, where: str) -> str:
@@ -251,50 +295,3 @@ def check_relative(path: str, where: str) -> str:
 
 def _same(path: str, other: str) -> bool:
     return path.strip("/") == other.strip("/")
-
-
-def _is_local(fs: Any) -> bool:
-    from fsspec.implementations.local import LocalFileSystem
-
-    return isinstance(fs, LocalFileSystem)
-
-
-def _make_folder(folder: str) -> None:
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except FileExistsError as error:
-        raise NotADirectoryError(folder) from error
-
-
-def _create_local(full: str, data: bytes) -> None:
-    """A temporary file, linked to its name: link refuses to replace, and readers see it whole."""
-    folder, name = os.path.split(full)
-    temporary = os.path.join(folder, f".{name}.{uuid.uuid4().hex}")
-    try:
-        _write_new(temporary, data)
-        try:
-            os.link(temporary, full)
-        except FileExistsError:
-            raise
-        except OSError:  # no hard links on this filesystem: still one winner, but not in one step
-            _write_new(full, data)
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-    _sync_folder(folder)
-
-
-def _write_new(path: str, data: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: str) -> None:
-    """Makes a rename or link survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from packstore.io import clients
 from packstore.io.storage import Location
 
 
@@ -37,12 +38,15 @@ def list_folder(location: Location, folder: str) -> list[Found]:
     fs, full = location._at(folder)
     if location.local_path is not None and os.path.islink(full):
         return []
-    with location.guard("list", folder):
+
+    def listed() -> list[dict[str, Any]]:
         fs.invalidate_cache()
         try:
-            entries = fs.ls(full, detail=True)
+            return list(fs.ls(full, detail=True))
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+    entries = location.ask("list", folder, listed)
     files = [e for e in entries if e["type"] != "directory"]
     names = [e["name"].rstrip("/").rsplit("/", 1)[-1] for e in files]
     found = (
@@ -57,8 +61,7 @@ def replace_bytes(location: Location, path: str, data: bytes) -> None:
     root = location.local_path
     if root is None:
         fs, full = location._at(path)
-        with location.guard("write", path):
-            fs.pipe_file(full, data)
+        location.ask("write", path, lambda: fs.pipe_file(full, data))
         return
     full = os.path.join(root, path)
     with location.guard("write", path):
@@ -102,32 +105,25 @@ def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
         return True
     if type(fs) is not type(other) or source.storage_options != target.storage_options:
         return False
-    with target.guard("write", to):
-        fs.cp_file(full, there)
+    target.ask("write", to, lambda: fs.cp_file(full, there))
     return True
 
 
 def uploads(location: Location) -> list[Upload] | None:
     """Unfinished multipart uploads below a location; None if its store does not list them."""
-    fs, root = location._open()
-    if not hasattr(fs, "list_multipart_uploads") or not hasattr(fs, "call_s3"):
+    if not clients.is_s3(location.url):
         return None
-    bucket, _, prefix = root.strip("/").partition("/")
-    with location.guard("list"):
-        answer = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+    root = location._open()[1].strip("/") + "/"
     return [
-        Upload(u["Key"][len(prefix) + 1 :], _since(u.get("Initiated")), u["UploadId"])
-        for u in answer.get("Uploads", ())
-        if u["Key"].startswith(f"{prefix}/")
+        Upload(u.path[len(root) :], _since(u.began), u.id)
+        for u in location.unfinished_uploads()
+        if u.path.startswith(root)
     ]
 
 
 def abort_upload(location: Location, upload: Upload) -> None:
     """Ends an unfinished upload, and frees what it takes."""
-    fs, full = location._at(upload.path)
-    bucket, _, key = full.strip("/").partition("/")
-    with location.guard("remove", upload.path):
-        fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload.id)
+    location.give_up(upload.path, upload.id)
 
 
 @contextlib.contextmanager

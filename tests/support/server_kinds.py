@@ -146,6 +146,7 @@ class SeaweedFS(_S3):
             *(f"-{name}={port}" for name, port in zip(names, ports, strict=True)),
             f"-s3.localSocket={folder / 's3.sock'}",
             f"-filer.localSocket={folder / 'filer.sock'}",
+            "-s3.autoCreateBucket=false",
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
             "-webdav=false",

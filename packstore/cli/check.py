@@ -1,0 +1,41 @@
+"""``packstore check``: whether a place can be used, before a job finds out."""
+
+from __future__ import annotations
+
+import argparse
+
+from packstore.cli import Command
+from packstore.cli.common import add_storage_options, stdout_console, storage_options
+
+QUICK = {"retry_attempts": 2, "retry_backoff": 0.2}
+"""A check should not wait for minutes; settings that are given come first."""
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="folder or URL: of a dataset, or for a new one")
+    add_storage_options(parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from packstore.io.preflight import preflight
+    from packstore.io.storage import Location
+
+    console, failed = stdout_console(), 0
+    for finding in preflight(Location(args.url, {**QUICK, **storage_options(args)})):
+        mark, style = _MARKS[finding.ok]
+        console.print(f"{mark:6} {finding.what:12} {finding.text}", style=style, markup=False)
+        failed += finding.ok is False
+    return 1 if failed else 0
+
+
+_MARKS = {True: ("ok", None), False: ("FAILED", "red"), None: ("–", "dim")}
+
+COMMAND = Command(
+    help="try a place: list, read, write, commit, speed; each line is ok or a remedy",
+    examples=(
+        "  packstore check s3://bucket/prefs-8k\n"
+        "  packstore check s3://bucket/new --storage-option endpoint_url=https://s3.example:9000\n"
+    ),
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,87 @@
+"""The filesystem behind a URL: which client, and with which settings of its own.
+
+The clients are s3fs, gcsfs and adlfs; docs/storage.md has the figures for the choice. Each asks
+again by itself when a request fails. For S3 that is switched off, so that one place decides how
+often and how long (:mod:`packstore.io.retry`), and so that a conditional put whose answer got lost
+is told from one that lost a race. gcsfs and adlfs have no such switch: what they raise has been
+asked for a few times already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from packstore.io.causes import is_passing
+
+BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
+"""Schemes of stores that keep objects in buckets (containers)."""
+
+CONNECTIONS = 32
+"""Requests that one process makes to a store at a time; reading ahead uses up to 24."""
+
+PART_BYTES = 8 << 20
+"""Bytes of a file that are sent in one request."""
+
+PARTS_AT_ONCE = 4
+
+
+def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """The fsspec filesystem of `url` and the path in it.
+
+    Raises:
+        ImportError: the package of the filesystem is not installed.
+    """
+    from fsspec.core import url_to_fs
+
+    ours = is_s3(url) and "config_kwargs" not in options
+    if is_s3(url):
+        settings = {
+            "retries": {"mode": "standard", "total_max_attempts": 1},
+            "max_pool_connections": CONNECTIONS,
+        }
+        options = {**options, "config_kwargs": {**settings, **options.get("config_kwargs", {})}}
+    fs, path = url_to_fs(url, **options)
+    if ours:
+        fs.retries = 1  # the instance is ours: nobody else asks for one with these settings
+    return fs, path
+
+
+def is_s3(url: str) -> bool:
+    """Whether the URL is one of S3, and of nothing around it (``simplecache::s3://``)."""
+    return url.startswith(("s3://", "s3a://"))
+
+
+def asks_again(fs: Any) -> bool:
+    """Whether `create` may be repeated by the client, so that "exists" may mean its own put."""
+    return type(fs).__module__.startswith("gcsfs")
+
+
+def put_file(fs: Any, local_path: str, path: str) -> None:
+    """Uploads a file with a few parts in memory at a time (not for S3: see `s3_upload`)."""
+    how: dict[str, Any] = {}
+    if type(fs).__module__.startswith("gcsfs"):
+        how = {"chunksize": PART_BYTES}
+    elif type(fs).__module__.startswith("adlfs"):
+        how = {"max_concurrency": PARTS_AT_ONCE}
+    fs.put_file(local_path, path, **how)
+
+
+def create(fs: Any, path: str, data: bytes) -> None:
+    """Puts bytes only if nothing is there; raises what the client raises if something is."""
+    how = {"retry_total": 0} if type(fs).__module__.startswith("adlfs") else {}
+    fs.pipe_file(path, data, mode="create", **how)
+
+
+def lacks_bucket(fs: Any, path: str, url: str) -> bool:
+    """Whether what is not found at `path` is missing because its whole bucket is."""
+    if url.partition("://")[0] not in BUCKETS:
+        return False
+    try:
+        fs.info(path.partition("/")[0])
+    except FileNotFoundError:
+        return True
+    except Exception as error:
+        if is_passing(error):
+            raise
+    return False  # it is there, or denied to these credentials, which tells nothing

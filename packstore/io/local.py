@@ -1,0 +1,70 @@
+"""Files on the local disk that appear whole, never replace, and survive a power cut."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import uuid
+from typing import Any
+
+
+def is_local(fs: Any) -> bool:
+    """Whether a filesystem is that of the machine itself."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    return isinstance(fs, LocalFileSystem)
+
+
+def only_regular(path: str) -> str:
+    """`path`, unless a device or pipe is there, which may give bytes without end, or wait for them.
+
+    A link is followed: caches of downloads are made of them, and hashes tell what may be read.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "a device or pipe where a file must be")
+    return path
+
+
+def make_folder(folder: str) -> None:
+    """Makes a folder and those above it; raises NotADirectoryError if a file stands there."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(folder) from error
+
+
+def create(full: str, data: bytes) -> None:
+    """A temporary file, linked to its name: link refuses to replace, and readers see it whole."""
+    folder, name = os.path.split(full)
+    temporary = os.path.join(folder, f".{name}.{uuid.uuid4().hex}")
+    try:
+        _write_new(temporary, data)
+        try:
+            os.link(temporary, full)
+        except FileExistsError:
+            raise
+        except OSError:  # no hard links on this filesystem: still one winner, but not in one step
+            _write_new(full, data)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+    sync_folder(folder)
+
+
+def _write_new(path: str, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: str) -> None:
+    """Makes a rename or link survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,98 @@
+"""Keeps secrets out of what is told: of URLs, of storage options, and of what clients say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import quote as percent
+
+_NAME = re.compile(r"key|secret|token|pass|cred|sas|auth|connection|headers|cookie|sig", re.I)
+_HIDDEN = "***"
+# Forms of secrets that a client may repeat although nobody gave them as an option: they came from
+# the environment, a profile, or a signed URL.
+_FORMS = re.compile(
+    r"(?P<name>(?:AccountKey|SharedAccessSignature|X-Amz-(?:Signature|Credential|Security-Token)"
+    r"|[?&;]sig|Authorization|aws_secret_access_key|aws_session_token)\s*[=:]\s*"
+    r"|Bearer\s+|://)"
+    r"(?P<value>(?<=://)[^/@\s]+(?=@)|(?<!://)[^&;\s'\",)]+)",
+    re.I,
+)
+
+_KINDS: tuple[type[Exception], ...] = (
+    FileNotFoundError,
+    FileExistsError,
+    NotADirectoryError,
+    IsADirectoryError,
+    PermissionError,
+    ConnectionError,
+    TimeoutError,
+    OSError,
+)
+
+
+def display(url: str) -> str:
+    """The URL without user, password and query string: for messages and manifests."""
+    if "://" not in url:
+        return url
+    return re.sub(r"(?<=://)[^/@]*@", "", url.partition("?")[0])
+
+
+class Secrets:
+    """What must not be told of a place.
+
+    Args:
+        url: of the place.
+        options: its storage options.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        texts = {*_of_url(url), *_of_options(options)}
+        forms = {form for text in texts for form in (text, percent(text, safe=""))}
+        self._texts = sorted(forms, key=len, reverse=True)
+
+    def hide(self, text: str) -> str:
+        """`text` with every secret replaced."""
+        for secret in self._texts:
+            text = text.replace(secret, _HIDDEN)
+        return _FORMS.sub(lambda m: m["name"] + _HIDDEN, text)
+
+    def hide_in(self, error: BaseException) -> BaseException:
+        """The error, or a copy without its secrets if it or what caused it tells one.
+
+        The copy is of the builtin type that the error derives from.
+        """
+        link: BaseException | None = error
+        while link is not None:
+            if self.hide(str(link)) != str(link):
+                kind = next((k for k in _KINDS if isinstance(error, k)), Exception)
+                return kind(f"{type(error).__name__}: {self.hide(str(error))}")
+            link = link.__cause__ or link.__context__
+        return error
+
+
+def _of_url(url: str) -> Iterator[str]:
+    if "://" not in url:
+        return
+    login = re.search(r"://([^/@]+)@", url)
+    if login:
+        yield login.group(1)
+        yield from (part for part in login.group(1).split(":")[1:] if part)
+    if query := url.partition("?")[2]:
+        yield query
+
+
+def _of_options(options: Any, hide: bool = False) -> Iterator[str]:
+    """All texts in nested options that stand under a name that looks like a secret."""
+    if isinstance(options, Mapping):
+        for key, value in options.items():
+            yield from _of_options(value, hide or bool(_NAME.search(str(key))))
+    elif isinstance(options, list | tuple):
+        for value in options:
+            yield from _of_options(value, hide)
+    elif hide and len(str(options)) > 3:
+        yield str(options)
+        for part in re.split(r"[;&]", str(options)):  # a connection string, a signature
+            name, _, value = part.partition("=")
+            if len(value) > 3 and _NAME.search(name):
+                yield value

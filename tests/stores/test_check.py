@@ -1,0 +1,105 @@
+"""``packstore check`` on places that work and on places that do not."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stores import Store
+from tokenizers import Tokenizer
+
+import packstore
+from packstore.cli import main
+from packstore.io import clients
+from packstore.io.storage import Location
+
+
+def check(
+    capsys: pytest.CaptureFixture[str], url: str, options: dict[str, Any] | None = None
+) -> tuple[int, str]:
+    """Exit code and output."""
+    given = [
+        f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in (options or {}).items()
+    ]
+    code = main(["check", url, *(x for option in given for x in ("--storage-option", option))])
+    return code, capsys.readouterr().out
+
+
+def test_a_store(
+    store: Store, pairs: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = check(capsys, store.url, store.options)
+    assert code == 0, text
+    assert "none here yet" in text
+    packstore.pack(str(pairs), store.url, tokenizer, pack_size=256, storage_options=store.options)
+    code, text = check(capsys, store.url, store.options)
+    assert code == 0, text
+    for part in ("version 1, 1 shards", "first shard", "last shard", "only one of two", "MB/s"):
+        assert part in text
+    place = Location(store.url, store.options)
+    assert not [e for e in place.files() if "check" in e.name]
+    assert place.unfinished_uploads() == []
+
+
+def test_a_folder_that_is_not_there_stays_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(capsys, str(tmp_path / "a" / "b"))[0] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_keys(s3: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = check(capsys, s3.url, {**s3.options, "secret": "wrong-secret-987"})
+    assert code == 1
+    assert "FAILED list" in text
+    assert "credentials that the store does not accept" in text
+    assert "wrong-secret-987" not in text
+
+
+def test_a_store_that_replaces_is_found_out(
+    s3: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "create", lambda fs, path, data: fs.pipe_file(path, data))
+    code, text = check(capsys, s3.url, s3.options)
+    assert code == 1
+    assert "FAILED commit" in text
+    assert "two writers could both commit" in text
+    assert Location(s3.url, s3.options).files() == []
+
+
+@pytest.fixture
+def website(tmp_path: Path) -> Iterator[str]:
+    """The folder ``www`` of the test, over HTTP."""
+    (tmp_path / "www").mkdir()
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    handler = functools.partial(Quiet, directory=str(tmp_path / "www"))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_website_can_only_be_read(
+    website: str,
+    tmp_path: Path,
+    pairs: Path,
+    tokenizer: Tokenizer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    packstore.pack(str(pairs), tmp_path / "www" / "ds", tokenizer, pack_size=256)
+    code, text = check(capsys, website + "/ds")
+    assert "not tried: this place can only be read" in text
+    assert code == 1  # this server knows no ranges

@@ -1,0 +1,65 @@
+"""Pack, commit, stream, train, verify: the same bytes and the same loss on every store."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stores import Store
+from tokenizers import Tokenizer
+
+import packstore
+from packstore.io.storage import Location
+from packstore.torch import PackedDataLoader, PackedDataset, PreferenceLoss, segment_logps
+
+Result = tuple[dict[str, str], list[float]]
+
+
+def whole_path(url: str, options: dict[str, Any], pairs: Path, tokenizer: Tokenizer) -> Result:
+    """Hashes of all files of the dataset, and the loss of every step of an epoch."""
+    small = {"pack_size": 256, "row_group_tokens": 1000, "shard_bytes": 3000}
+    packstore.pack(str(pairs), url, tokenizer, storage_options=options, **small)
+    data = packstore.open(url, storage_options=options)
+    assert len(data.manifest.shards) > 1
+    report = data.verify()
+    assert report.ok, report.problems
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(300, 8), torch.nn.Linear(8, 300))
+    optimizer, loss_of, losses = (
+        torch.optim.SGD(model.parameters(), 0.1),
+        PreferenceLoss("simpo"),
+        [],
+    )
+    for batch in PackedDataLoader(PackedDataset(data, seed=1), packs_per_batch=2):
+        optimizer.zero_grad()
+        out = loss_of(segment_logps(batch, logits=model(batch.input_ids)), batch)
+        out.loss.backward()
+        optimizer.step()
+        losses.append(float(out.loss.detach()))
+    place = Location(url, options)
+    files = {
+        f"{folder}/{entry.name}": hashlib.sha256(place.read_bytes(f"{folder}/{entry.name}"))
+        for folder in ("_packstore", "data")
+        for entry in place.files(folder)
+    }
+    return {name: digest.hexdigest() for name, digest in files.items()}, losses
+
+
+@pytest.fixture(scope="session")
+def local(tmp_path_factory: pytest.TempPathFactory, pairs: Path, tokenizer: Tokenizer) -> Result:
+    """What the local disk gives."""
+    return whole_path(str(tmp_path_factory.mktemp("local") / "ds"), {}, pairs, tokenizer)
+
+
+def test_every_store_gives_what_the_disk_gives(
+    store: Store, local: Result, pairs: Path, tokenizer: Tokenizer
+) -> None:
+    files, losses = whole_path(store.url, store.options, pairs, tokenizer)
+    assert files == local[0]
+    assert losses == local[1]
+    text = Location(store.url, store.options).read_bytes("_packstore/manifest-000001.json")
+    for secret in (v for v in store.options.values() if len(v) > 8):
+        assert secret.encode() not in text

@@ -1,0 +1,111 @@
+"""What stores refuse: a named error with a remedy, at once, and without the keys."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_kinds import KINDS
+from stores import Store
+from tokenizers import Tokenizer
+
+import packstore
+from packstore.errors import StorageError
+from packstore.io.storage import Location
+from packstore.torch import PackedDataLoader, PackedDataset
+
+
+def refused(place: Location, path: str = "x") -> dict[str, str]:
+    """What each operation says."""
+    actions = {
+        "list": lambda: place.files(),
+        "read": lambda: place.read_bytes(path, 0, 4),
+        "create": lambda: place.create_bytes("new", b"data"),
+    }
+    said = {}
+    for name, action in actions.items():
+        with pytest.raises(StorageError) as caught:
+            action()
+        said[name] = str(caught.value)
+        told = "".join(traceback.format_exception(caught.value))
+        for secret in ("wrong-secret-987", "wrong-key-123", "AAAAwrong"):
+            assert secret not in told
+    return said
+
+
+WRONG: dict[str, Any] = {
+    "key": {"key": "wrong-key-123", "secret": "wrong-secret-987"},
+    "secret": {"secret": "wrong-secret-987"},
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_keys(s3: Store, what: str) -> None:
+    Location(s3.url, s3.options).create_bytes("x", b"data")
+    for text in refused(Location(s3.url, {**s3.options, **WRONG[what]})).values():
+        assert "credentials that the store does not accept" in text
+        assert "Check the key, the secret and the endpoint." in text
+        assert "Tried" not in text
+
+
+def test_no_keys_and_no_rights(s3: Store) -> None:
+    Location(s3.url, s3.options).create_bytes("x", b"data")
+    nobody = {**s3.options, "key": None, "secret": None}
+    for text in refused(Location(s3.url, {**nobody, "anon": True})).values():
+        assert "permission denied (AccessDenied)" in text
+        assert "requester_pays=true" in text
+    for text in refused(Location(s3.url, nobody)).values():
+        assert "found no credentials. Set them in the environment" in text
+
+
+def test_wrong_key_of_azure(azure: Store) -> None:
+    Location(azure.url, azure.options).create_bytes("x", b"data")
+    text = azure.options["connection_string"]
+    options = {**azure.options, "connection_string": text.replace("Key=", "Key=AAAAwrong")}
+    for said in refused(Location(azure.url, options)).values():
+        assert "permission denied (AuthorizationFailure)" in said
+
+
+def test_no_such_bucket(store: Store, tmp_path: Path) -> None:
+    place = Location(KINDS[store.kind].url("never-made") + "/ds", store.options)
+    file = tmp_path / "file"
+    file.write_bytes(b"data")
+    for action in (
+        lambda: place.files(),
+        lambda: place.create_bytes("new", b"data"),
+        lambda: place.put_file(str(file), "new"),
+    ):
+        with pytest.raises(StorageError, match=r"never-made/ds.*found no such bucket.* Check its"):
+            action()
+    with pytest.raises(StorageError, match="found no such bucket"):
+        packstore.open(place.url, storage_options=store.options)
+
+
+def test_a_bucket_removed_while_it_is_read(s3: Store, pairs: Path, tokenizer: Tokenizer) -> None:
+    place = s3.fresh_bucket()
+    url = place.url + "/ds"
+    options = {**place.options, "retry_attempts": 2, "retry_backoff": 0.01}
+    packstore.pack(
+        str(pairs), url, tokenizer, pack_size=256, row_group_tokens=256, storage_options=options
+    )
+    from packstore.config import ReadConfig
+
+    reading = ReadConfig(requests=1, read_ahead_bytes=0, backoff=0.01)
+    data = PackedDataset(packstore.open(url, storage_options=options), reading=reading)
+    batches = iter(PackedDataLoader(data))
+    next(batches)
+    client = place.client()
+    for item in client.list_objects_v2(Bucket=place.bucket)["Contents"]:
+        client.delete_object(Bucket=place.bucket, Key=item["Key"])
+    client.delete_bucket(Bucket=place.bucket)
+    client.close()
+    with pytest.raises(StorageError, match=r"row group \d+: cannot read; found no such "):
+        list(batches)
+
+
+def test_a_refused_connection_is_bounded(s3: Store) -> None:
+    options = {**s3.through("http://127.0.0.1:9").options, "retry_attempts": 3, "retry_backoff": 0}
+    with pytest.raises(StorageError, match=r"found no connection\. Check .* Tried 3 times\."):
+        Location(s3.url, options).files()

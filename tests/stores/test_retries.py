@@ -1,0 +1,210 @@
+"""Asked again, but not for ever, not for nothing, and without losing or leaving anything."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from stores import Store
+
+from packstore.config.storage import RetryConfig
+from packstore.errors import ConfigError, DatasetExistsError, StorageError
+from packstore.io import clients
+from packstore.io.retry import ask, asked_once
+from packstore.io.storage import Location
+
+FAST = {"retry_attempts": 3, "retry_backoff": 0.001}
+
+
+def failing(times: int, error: Exception) -> Callable[[], str]:
+    """Raises `error` so often, then returns."""
+    calls = []
+
+    def call() -> str:
+        calls.append(1)
+        if len(calls) <= times:
+            raise error
+        return f"after {len(calls)}"
+
+    return call
+
+
+def asked(call: Callable[[], str], **config: Any) -> str:
+    return ask(call, "read", "s3://b/x", {}, RetryConfig(**{"backoff": 0.001, **config}))
+
+
+class Answer(Exception):
+    """What botocore's ClientError looks like."""
+
+    def __init__(self, code: str, status: int) -> None:
+        super().__init__(f"An error occurred ({code})")
+        self.response = {
+            "Error": {"Code": code},
+            "ResponseMetadata": {"HTTPStatusCode": status},
+        }
+
+
+PASSING = [
+    *(Answer(str(status), status) for status in (408, 429, 500, 502, 503, 504)),
+    Answer("SlowDown", 503),
+    Answer("RequestTimeout", 400),
+    ConnectionResetError(),
+    ConnectionRefusedError(),
+    TimeoutError(),
+    aiohttp.ClientPayloadError("Response payload is not completed"),
+    aiohttp.ServerDisconnectedError(),
+]
+LASTING = [
+    (Answer("AccessDenied", 403), r"permission denied \(AccessDenied\)"),
+    (Answer("NoSuchBucket", 404), r"no such bucket \(NoSuchBucket\)"),
+    (Answer("ExpiredToken", 400), r"have expired .* Log in again"),
+    (Answer("RequestTimeTooSkewed", 403), r"clock is wrong .* Set the clock"),
+    (Answer("PermanentRedirect", 301), r"in another region .* Set AWS_DEFAULT_REGION"),
+    (Answer("QuotaExceeded", 403), r"no space left in the store"),
+    (ValueError("Bucket is requester pays. Set `requester_pays=True`"), "requester_pays=true"),
+    (PermissionError(13, "no"), "permission denied"),
+    (FileNotFoundError(2, "no"), "no such file"),
+    (KeyError("odd"), "KeyError: 'odd'"),
+]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=str)
+def test_what_passes_is_asked_again(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert asked(failing(2, error)) == "after 3"
+    assert caplog.text.count("Asking again in") == 2
+    with pytest.raises(StorageError, match=r"Tried 4 times\.$"):
+        asked(failing(9, error), attempts=4)
+
+
+@pytest.mark.parametrize(("error", "text"), LASTING, ids=lambda x: str(x)[:40])
+def test_what_lasts_is_not(error: Exception, text: str) -> None:
+    calls = failing(1, error)
+    with pytest.raises(StorageError, match=text) as caught:
+        asked(calls)
+    assert "Tried" not in str(caught.value)
+    assert calls() == "after 2"
+
+
+def test_time_is_bounded_too() -> None:
+    with pytest.raises(StorageError, match="no connection"):
+        asked(failing(9, ConnectionResetError()), attempts=10**9, backoff=30.0, seconds=1.0)
+
+
+def test_a_caller_that_asks_again_itself() -> None:
+    with asked_once(), pytest.raises(StorageError):
+        asked(failing(1, TimeoutError()))
+
+
+def test_settings_come_with_the_storage_options() -> None:
+    given = {"key": "k", "retry_attempts": "3", "retry_seconds": 1.5}
+    config, rest = RetryConfig.split(given)
+    assert (config.attempts, config.seconds, rest) == (3, 1.5, {"key": "k"})
+    with pytest.raises(ConfigError, match="retry_attempts must be a number; found 'often'"):
+        RetryConfig.split({"retry_attempts": "often"})
+
+
+def losing_the_answer(monkeypatch: pytest.MonkeyPatch, name: str, times: int = 1) -> list[str]:
+    """Lets a function of `clients` do its work, and then fail."""
+    real, lost = getattr(clients, name), []
+
+    def lossy(*args: Any) -> Any:
+        done = real(*args)
+        if len(lost) < times:
+            lost.append(name)
+            raise ConnectionResetError("after the work was done")
+        return done
+
+    monkeypatch.setattr(clients, name, lossy)
+    return lost
+
+
+def test_a_create_whose_answer_is_lost_has_won(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Location(store.url, {**store.options, **FAST})
+    lost = losing_the_answer(monkeypatch, "create")
+    place.create_bytes("manifest", b"ours")
+    assert lost == ["create"]
+    assert place.read_bytes("manifest") == b"ours"
+    losing_the_answer(monkeypatch, "create")
+    with pytest.raises(DatasetExistsError):
+        place.create_bytes("manifest", b"another's")
+    assert place.read_bytes("manifest") == b"ours"
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A file of three parts, the last of them short."""
+    path = tmp_path / "large"
+    path.write_bytes(bytes(range(256)) * ((2 * clients.PART_BYTES + 4096) // 256))
+    return path
+
+
+def breaking(monkeypatch: pytest.MonkeyPatch, place: Location, method: str, how: str) -> list[str]:
+    """Makes one kind of request to S3 fail: before or after its work, once or always."""
+    fs = place._open()[0]
+    real, broken = fs.call_s3, []
+
+    def call(name: str, **query: Any) -> Any:
+        if name != method or (how != "always" and broken):
+            return real(name, **query)
+        broken.append(name)
+        if how == "after":
+            real(name, **query)
+        raise ConnectionResetError
+
+    monkeypatch.setattr(fs, "call_s3", call)
+    return broken
+
+
+@pytest.mark.parametrize("server", ["s3", "moto"])
+@pytest.mark.parametrize(
+    ("method", "how", "works"),
+    [
+        ("upload_part", "before", True),
+        ("create_multipart_upload", "after", True),
+        ("complete_multipart_upload", "after", True),
+        ("upload_part", "always", False),
+        ("complete_multipart_upload", "always", False),
+    ],
+)
+def test_no_upload_is_left(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    large: Path,
+    server: str,
+    method: str,
+    how: str,
+    works: bool,
+) -> None:
+    store: Store = request.getfixturevalue(server)
+    place = Location(store.url, {**store.options, **FAST})
+    broken = breaking(monkeypatch, place, method, how)
+    if works:
+        place.put_file(str(large), "large")
+        assert place.read_bytes("large") == large.read_bytes()
+        assert len(broken) == 1
+    else:
+        with pytest.raises(StorageError, match=r"large: cannot write; .* Tried 3 times"):
+            place.put_file(str(large), "large")
+        assert place.files() == []
+    client = store.client()
+    left = client.list_multipart_uploads(Bucket=store.bucket).get("Uploads", [])
+    client.close()
+    assert [u["Key"] for u in left if u["Key"].startswith(store.path)] == []
+
+
+def test_uploads_of_killed_writers_can_be_found(s3: Store) -> None:
+    place = Location(s3.url, s3.options)
+    client = s3.client()
+    client.create_multipart_upload(Bucket=s3.bucket, Key=f"{s3.path}/data/shard")
+    client.close()
+    (left,) = place.unfinished_uploads()
+    assert left.path == f"{s3.bucket}/{s3.path}/data/shard"
+    place.give_up("data/shard", left.id)
+    assert place.unfinished_uploads() == []
