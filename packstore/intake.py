@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from os import PathLike
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from packstore.config import PackConfig, PlanConfig, WriteConfig
 from packstore.engines import ENGINES
 from packstore.errors import ConfigError, RecordError, sentence
 from packstore.io.dataset import Dataset, find_dataset
-from packstore.io.inputs import Block, InputReader
+from packstore.io.inputs import Block, Input, InputReader
 from packstore.overlap import no_garbage_collection
 from packstore.pack.fill import unpack
 from packstore.pack.layout import sizes
@@ -100,23 +100,31 @@ class RecordIntake:
         self.vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
 
     def __iter__(self) -> Iterator[Part]:
-        fast = self.tokenizer is None or self.tokenizer.engine_name in FASTER
-        work = _Tokenize(RecordTokenizer(self.tokenizer, self._config, self.kind), fast)
         run = ENGINES.load(self._config.engine)
-        return run(work, self._blocks, self._config.num_workers)
+        return run(self.tokenize(), self._blocks, self._config.num_workers)
 
-    def provenance(self) -> dict[str, Any]:
-        """Sources, tokenizer, settings and version."""
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """The files that are read; none where the records are in memory."""
+        return self._reader.inputs
+
+    def tokenize(self) -> Tokenize:
+        """What turns a block into a part, here or in a worker."""
+        fast = self.tokenizer is None or self.tokenizer.engine_name in FASTER
+        return Tokenize(RecordTokenizer(self.tokenizer, self._config, self.kind), fast)
+
+    def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        """Sources (those that were read here, or as given), tokenizer, settings and version."""
         path = {} if self._tokenizer_path is None else {"path": self._tokenizer_path}
         return {
-            "sources": self._reader.sources(),
+            "sources": list(self._reader.sources() if sources is None else sources),
             "tokenizer": self.tokenizer and {**path, **self.tokenizer.provenance()},
             "settings": self._config.recorded(),
             "package_version": VERSION,
         }
 
 
-class _Tokenize:
+class Tokenize:
     """What a worker does with a block."""
 
     def __init__(self, tokenizer: RecordTokenizer, suits_threads: bool) -> None:
@@ -124,6 +132,7 @@ class _Tokenize:
         self.suits_threads = suits_threads
 
     def __call__(self, block: Block) -> Part:
+        """The examples of a block, and what became of its records."""
         with no_garbage_collection():
             return self._tokenizer(block.parse())
 

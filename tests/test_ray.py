@@ -6,13 +6,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import packstore
-from packstore.errors import MissingExtraError, PackstoreError
+from packstore.errors import DatasetNotFoundError, MissingExtraError, PackstoreError
+from packstore.io.writer import ShardWriter
 
 ray = pytest.importorskip("ray", reason="ray is not installed (extra: ray)")
 
@@ -110,6 +112,62 @@ def test_the_dataset_is_that_of_the_local_engine(tmp_path: Path) -> None:
     ]
     assert found[0].manifest.fingerprint == found[1].manifest.fingerprint
     assert found[1].verify().ok
+
+
+class DieAtAShard:
+    """Kills its process when partition 1 has put its first shard, if no process did so before."""
+
+    def __init__(self, work: Callable[[Any], Any], mark: Path) -> None:
+        self.work, self.mark = work, mark
+
+    def __call__(self, item: tuple[int, Any]) -> Any:
+        if item[0] == 1 and not self.mark.exists():
+            put = ShardWriter._put
+
+            def put_and_die(writer: ShardWriter, local_path: str, path: str) -> None:
+                put(writer, local_path, path)
+                self.mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            ShardWriter._put = put_and_die  # type: ignore[method-assign]
+        return self.work(item)
+
+
+def test_partitions_survive_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes as in this process, though a task dies with a shard put and others to come."""
+    sources = []
+    for i in range(4):
+        path = tmp_path / f"{i}.jsonl"
+        line = '{{"prompt": [{0}, 1, 2], "chosen": [{1}, 4], "rejected": [5, {0}]}}\n'
+        path.write_text("".join(line.format(i, j) for j in range(900)))
+        sources.append(str(path))
+    settings: dict[str, Any] = {
+        "pack_size": 64, "partitions": 3, "shard_bytes": 4000, "row_group_tokens": 512,
+    }  # fmt: skip
+    calm = packstore.pack(sources, tmp_path / "calm", num_workers=0, **settings)
+    mark, out = tmp_path / "died", tmp_path / "out"
+    seen: list[int] = []
+
+    def dying(work: Any, items: Any, num_workers: int | None) -> Any:
+        return run(DieAtAShard(work, mark), items, num_workers)
+
+    def progress(stage: str, done: int, total: int | None, unit: str) -> None:
+        seen.append(done)
+        with pytest.raises(DatasetNotFoundError):
+            packstore.open(str(out))
+
+    monkeypatch.setattr("packstore.engines.ray.run", dying)
+    made = packstore.pack(sources, out, engine="ray", progress=progress, **settings)
+    assert mark.exists()
+    assert seen == [1, 2, 3]
+    assert len({s.path for s in made.manifest.shards}) > 6
+    assert made.manifest.to_json() == calm.manifest.to_json()
+    assert made.verify().ok
+    files = {
+        name: {str(p.relative_to(tmp_path / name)) for p in (tmp_path / name).rglob("*")}
+        for name in ("calm", "out")
+    }
+    assert files["calm"] == files["out"]
 
 
 def test_without_ray_the_install_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ def fingerprint(value: Any) -> str:
 _MINIMUM = {
     "pack_size": 2,
     "pad_to_multiple": 1,
+    "partitions": 1,
     "max_length": 2,
     "row_group_tokens": 1,
     "shard_bytes": 1,

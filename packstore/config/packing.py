@@ -133,6 +133,11 @@ class PlanConfig(SizeConfig):
         "shuffled", "order of the packs in the dataset"
     )
     seed: int = setting(0, "source of every random choice")
+    partitions: int = setting(
+        1,
+        "parts of the input that are planned and written on their own, side by side; the result "
+        "depends on their number, not on the workers or the engine",
+    )
 
     def __post_init__(self) -> None:
         validate(self)

@@ -135,7 +135,7 @@ class InputReader:
         if self._memory:
             yield from self._read_memory(*self._memory)
         for item in self._inputs:
-            yield from self._read_file(item)
+            yield from self.read_file(item)
         if not any(source["records"] for source in self._sources):
             names = ", ".join(source["path"] for source in self._sources)
             raise InputError(sentence(names, "must hold at least one record", "no records"))
@@ -148,7 +148,13 @@ class InputReader:
         """
         return list(self._sources)
 
-    def _read_file(self, item: Input) -> Iterator[Block]:
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """The files; none where the input is in memory."""
+        return tuple(self._inputs)
+
+    def read_file(self, item: Input) -> Iterator[Block]:
+        """The blocks of one file, which need not be among the inputs; as iterating does."""
         records = 0
         form = FORMATS.load(item.format)
         with contextlib.ExitStack() as stack:

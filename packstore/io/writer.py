@@ -77,22 +77,18 @@ class ShardWriter:
         self.pack_index: StoredFile | None = None
         self._location, self._shape, self._config, self._run = location, shape, config, run
         spans = config.labels == "spans"
-        self._schema = pack_schema(
-            shape.kind, shape.layout, label_spans=spans, carry=dict(shape.carry)
-        )
+        carry = dict(shape.carry)
+        self._schema = pack_schema(shape.kind, shape.layout, label_spans=spans, carry=carry)
         self._staging = Staging(location, (FOLDER, DATA), spill_dir)
         self._shard: _OpenShard | None = None
         self._index: PackIndexWriter | None = None
         self._job = job
         self._pending: list[tuple[pa.RecordBatch, Int64]] = []
         self._pending_tokens = self._rows = 0
-        self._shards: list[ShardInfo] = []
+        self._parts: list[Finished] = []
         self._created: list[str] = []
         for part in job.resumed if job else ():
-            self.counter.merge(part.counter)
-            self._created.append(part.shard.path)
-            self._rows += part.shard.rows
-            self._add(part)
+            self.take(part)
 
     @property
     def resumed(self) -> int:
@@ -110,11 +106,18 @@ class ShardWriter:
     ) -> None:
         if error is None:
             self.close()
-        elif self._shards and self._job is not None and self._job.keeps(error):
+        elif self._parts and self._job is not None and self._job.keeps(error):
             self._discard()
             log.warning("the finished shards stay: run it again to go on, or `packstore clean` it")
         else:
             self.abort()
+
+    def take(self, part: Finished) -> None:
+        """Takes over a shard that was written elsewhere, and lies in its place."""
+        self.counter.merge(part.counter)
+        self._created.append(part.shard.path)
+        self._rows += part.shard.rows
+        self._add(part)
 
     def write(self, packs: Packs) -> None:
         """Adds packs, in dataset order.
@@ -152,12 +155,16 @@ class ShardWriter:
         Raises:
             StorageError: no space, no permission, or the store refuses.
         """
-        if self._pending_tokens:
-            self._flush()
         self._finish_shard()
         self._finish_index()
         self._staging.remove()
-        return list(self._shards)
+        return [part.shard for part in self._parts]
+
+    def finish(self) -> list[Finished]:
+        """Finishes the last shard, for another writer to :meth:`take`; there is no index then."""
+        self._finish_shard()
+        self._discard()
+        return self._parts
 
     def abort(self) -> None:
         """Removes what was written, except shards that a committed manifest names."""
@@ -197,11 +204,13 @@ class ShardWriter:
             self._finish_shard()
 
     def _finish_shard(self) -> None:
+        if self._pending_tokens:
+            self._flush()
         if self._shard is None:
             return
         shard = self._shard
         hashes = shard.finish(durable=self._staging.in_dataset)
-        name = f"{self._run}-{len(self._shards):05d}-{hashes.sha256[:16]}.{self._config.format}"
+        name = f"{self._run}-{len(self._parts):05d}-{hashes.sha256[:16]}.{self._config.format}"
         checksums = file_crc32(shard.path, self._config.format)
         groups = [group_figures(f) for f in shard.figures]
         info = describe_shard(f"{DATA}/{name}", groups, hashes, checksums)
@@ -209,12 +218,12 @@ class ShardWriter:
         self._shard = None
         part = Finished(info, shard.counter, pack_sizes(np.concatenate(shard.figures)))
         if self._job is not None:
-            self._job.finished(len(self._shards), part)
+            self._job.finished(len(self._parts), part)
         self._add(part)
 
     def _add(self, part: Finished) -> None:
         """Takes in a shard that is in its place."""
-        self._shards.append(part.shard)
+        self._parts.append(part)
         if self._index is None:
             self._index = PackIndexWriter(self._staging.path())
             for sizes in self._job.earlier() if self._job else ():

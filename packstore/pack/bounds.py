@@ -17,9 +17,11 @@ def lower_bound(lengths: Int32, capacity: int) -> int:
         lengths: int32 `[n]`, each 1..capacity.
         capacity: tokens of a pack at most.
     """
-    if not len(lengths):
-        return 0
-    counts = np.bincount(lengths, minlength=capacity + 1)
+    return bound_of_counts(np.bincount(lengths, minlength=capacity + 1), capacity)
+
+
+def bound_of_counts(counts: Int64, capacity: int) -> int:
+    """The same from the number of examples of each length, int64 `[capacity + 1]`."""
     return max(martello_toth(counts, capacity), fekete_schepers(counts, capacity))
 
 

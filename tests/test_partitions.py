@@ -1,0 +1,152 @@
+"""Packing in partitions: the same bytes whoever makes them, the same examples as in one."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import packstore
+from packstore import partitions
+from packstore.config import PackConfig
+from packstore.errors import ConfigError, DropRateError, RecordError
+from packstore.io.inputs import Input, InputReader
+from packstore.io.storage import Location
+from packstore.pack.merged import merged_statistics
+from packstore.pack.plan import plan
+from packstore.partitions import split
+
+FILES, RECORDS = 5, 2400
+SETTINGS: dict[str, Any] = {"pack_size": 256, "shard_bytes": 100_000, "row_group_tokens": 8192}
+
+
+def write(path: Path, seed: int, records: int = RECORDS) -> str:
+    rng = np.random.default_rng(seed)
+    with (gzip.open if path.suffix == ".gz" else open)(path, "wt") as file:
+        for _ in range(records):
+            ids = [rng.integers(1, 999, n).tolist() for n in rng.integers(1, 40, 3)]
+            file.write(
+                json.dumps(dict(zip(("prompt", "chosen", "rejected"), ids, strict=True))) + "\n"
+            )
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("in")
+    names = [f"{i}.jsonl" + (".gz" if i == 2 else "") for i in range(FILES)]
+    return [write(folder / name, i) for i, name in enumerate(names)]
+
+
+@pytest.fixture(scope="module")
+def whole(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> packstore.Dataset:
+    return packstore.pack(sources, str(tmp_path_factory.mktemp("one") / "out"), **SETTINGS)
+
+
+def examples(dataset: packstore.Dataset) -> Counter[int]:
+    return Counter(i for packs in dataset.iter_packs() for i in packs.example_ids.tolist())
+
+
+def test_partitions_hold_what_one_would(
+    sources: list[str], whole: packstore.Dataset, tmp_path: Path
+) -> None:
+    made = packstore.pack(sources, tmp_path / "a", partitions=3, num_workers=0, **SETTINGS)
+    assert made.verify().ok
+    assert examples(made) == examples(whole)
+    assert made.manifest.records == whole.manifest.records
+    for name in ("sources", "lineage"):
+        assert made.manifest.provenance[name] == whole.manifest.provenance[name]
+    assert made.manifest.provenance["settings"]["partitions"] == 3
+    # Each partition leaves its last packs open: 0.1 % from a thousand packs a partition on.
+    assert len(made) - len(whole) <= 2 * 3
+    planning, other = made.manifest.statistics.planning, whole.manifest.statistics.planning
+    for name in ("num_examples", "tokens", "lower_bound", "strategy", "algorithm"):
+        assert planning[name] == other[name]
+    assert planning["num_packs"] == len(made)
+    assert planning["fill_rate"] == pytest.approx(made.manifest.fill_rate)
+    assert {s.path.split("-")[1] for s in made.manifest.shards} == {"p00000", "p00001", "p00002"}
+    again = packstore.pack(sources, tmp_path / "b", partitions=3, num_workers=2, **SETTINGS)
+    assert again.manifest.to_json() == made.manifest.to_json()
+
+
+def test_one_file_is_enough(
+    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        partitions, "InputReader", functools.partial(InputReader, block_bytes=20_000)
+    )
+    made = packstore.pack(sources[2], tmp_path / "out", partitions=4, num_workers=0, **SETTINGS)
+    assert examples(made) == Counter(range(RECORDS))
+    parts = Counter(s.path.split("-")[1] for s in made.manifest.shards)
+    assert len(parts) == 4
+    assert made.manifest.provenance["sources"][0]["records"] == RECORDS
+    assert made.verify().ok
+
+
+@pytest.mark.parametrize("sizes", [[10], [5, 5, 5], [0, 1, 1000, 0, 3], [7] * 40])
+@pytest.mark.parametrize("number", [1, 2, 3, 7])
+def test_every_block_is_in_one_partition(sizes: list[int], number: int) -> None:
+    inputs = [(Input(i, str(i), Location(f"/{i}"), "jsonl", None), n) for i, n in enumerate(sizes)]
+    found = split(inputs, number)
+    assert len(found) == number
+    shares = np.zeros(number)
+    for item, size in inputs:
+        for block in range(100):
+            holders = [
+                p for p, part in enumerate(found)
+                if any(one.input is item and one.holds(block) for one in part)
+            ]  # fmt: skip
+            assert len(holders) == 1
+            shares[holders[0]] += size / 100
+    assert shares.max() <= sum(sizes) / number + 0.05 * sum(sizes)
+
+
+def test_statistics_of_plans_together() -> None:
+    lengths = np.random.default_rng(0).integers(1, 400, 4000)
+    plans = [plan(part, pack_size=512) for part in np.split(lengths, [1000, 2500])]
+    counts = np.bincount(lengths, minlength=513)
+    found = merged_statistics([p.statistics() for p in plans], counts)
+    one = plan(lengths, pack_size=512).statistics()
+    assert found.keys() == one.keys()
+    assert found["num_packs"] == sum(p.num_packs for p in plans)
+    assert found["gap"] == found["num_packs"] - one["lower_bound"]
+    assert found["fill_rate"] == pytest.approx(lengths.sum() / 512 / found["num_packs"])
+    assert found["randomness"]["icc"] == pytest.approx(one["randomness"]["icc"], abs=0.05)
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("line", "settings", "error"),
+    [
+        ('{"prompt": [1], "chosen": "text", "rejected": [2]}', {"wrong_type": "error"}, None),
+        ('{"prompt": [1], "chosen": [2]}', {}, RecordError),
+        ('{"prompt": [1], "chosen": [2], "rejected": [3]}', {"max_drop_rate": 0.0}, DropRateError),
+    ],
+)
+def test_a_failing_partition_leaves_nothing(
+    tmp_path: Path, line: str, settings: dict[str, Any], error: type[Exception] | None
+) -> None:
+    sources = [write(tmp_path / f"{i}.jsonl", i, 300) for i in range(3)]
+    with open(sources[-1], "a") as file:
+        file.write(line + "\n")
+        file.write('{"prompt": [1], "chosen": [2], "rejected": [2]}\n')
+    with pytest.raises(error or packstore.errors.PackstoreError):
+        packstore.pack(
+            sources, tmp_path / "out", partitions=3, num_workers=0, **SETTINGS, **settings
+        )
+    assert not [p for p in (tmp_path / "out").rglob("*") if p.is_file()]
+
+
+def test_what_cannot_be_cut_is_refused(whole: packstore.Dataset, tmp_path: Path) -> None:
+    records = [{"prompt": [1], "chosen": [2], "rejected": [3]}]
+    for source in (records, whole):
+        with pytest.raises(ConfigError, match="partitions=2: the input must be files of records"):
+            packstore.pack(source, tmp_path / "out", partitions=2)
+    with pytest.raises(ConfigError, match="partitions must be at least 1; found 0"):
+        PackConfig(partitions=0)
