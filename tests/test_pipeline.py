@@ -243,7 +243,7 @@ def test_a_failing_job_leaves_nothing(
         raise RuntimeError("at the very end")
 
     out = tmp_path / "deep" / "er"
-    monkeypatch.setattr("packstore.pipeline.commit_manifest", fail)
+    monkeypatch.setattr("packstore.runs.commit_manifest", fail)
     with pytest.raises(RuntimeError, match="at the very end"):
         packstore.pack(PAIRS, out, tokenizer, pack_size=256, spill_dir=str(tmp_path))
     assert not out.exists() or not list(out.rglob("*"))
