@@ -6,7 +6,8 @@ obey are in :mod:`packstore.invariants`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -147,49 +148,72 @@ def from_arrow(batch: pa.RecordBatch, kind: str) -> Packs:
     Raises:
         FormatError: a column is missing, has another type, or holds nulls.
     """
-    columns = _columns(batch, kind)
+    flat = partial(_flat, batch)
+    columns = _columns(flat, batch.schema.names, kind)
     ids, tokens = columns["input_ids"], columns["token_offsets"]
     if "labels" in batch.schema.names:
-        labels = _labels(batch, tokens)
+        labels = _labels(flat, tokens)
     else:
-        labels = spans_to_labels(*_flat(batch, "label_spans", pa.int32()), ids, tokens)
+        labels = spans_to_labels(*flat("label_spans", pa.int32()), ids, tokens)
     return Packs(**columns, labels=labels)
 
 
-def from_arrow_unlabelled(batch: pa.RecordBatch, kind: str) -> tuple[Packs, Bool]:
-    """As :func:`from_arrow`, but without labels, and beside them the tokens that are supervised.
+def signed_packs(columns: pa.RecordBatch | Mapping[str, tuple[Any, Int64]], kind: str) -> Packs:
+    """As :func:`from_arrow`, but with ids and labels in one: 4 bytes a token.
+
+    A token that is supervised keeps its id; that of any other is ``~id``, which is below 0.
+
+    Args:
+        columns: a batch; or for each column its values and their int64 `[P + 1]` offsets, of which
+            the types are known to be right.
+        kind: what an example is.
 
     Returns:
-        packs whose labels are empty; bool `[N]`.
+        packs whose `input_ids`, a copy, are such signed ids, and whose labels are empty.
+
+    Raises:
+        FormatError: as :func:`from_arrow`, or an id is below 0.
     """
-    columns = _columns(batch, kind)
-    tokens = columns["token_offsets"]
-    if "labels" in batch.schema.names:
-        supervised = _labels(batch, tokens) != IGNORE_INDEX
+    if isinstance(columns, pa.RecordBatch):
+        names, flat = columns.schema.names, partial(_flat, columns)
     else:
-        supervised = _supervised(*_flat(batch, "label_spans", pa.int32()), tokens)
-    return Packs(**columns, labels=np.empty(0, np.int32)), supervised
+        names, flat = list(columns), partial(_known, columns)
+    found = _columns(flat, names, kind)
+    ids, tokens = found["input_ids"], found["token_offsets"]
+    if len(ids) and ids.min() < 0:
+        raise FormatError("column 'input_ids': a token id must be at least 0.")
+    if "labels" in names:
+        signed = _labels(flat, tokens) >> 31
+    else:
+        runs = _runs(*flat("label_spans", pa.int32()), tokens)
+        signed = np.repeat(np.resize(_SIGNS, len(runs)), runs)
+    signed ^= ids
+    return Packs(**found | {"input_ids": signed}, labels=np.empty(0, np.int32))
 
 
-def _columns(batch: pa.RecordBatch, kind: str) -> dict[str, Any]:
+def _known(columns: Mapping[str, tuple[Any, Int64]], name: str, _: object) -> tuple[Any, Int64]:
+    return columns[name]
+
+
+def _columns(flat: _Flat, names: Sequence[str], kind: str) -> dict[str, Any]:
     """The fields of :class:`Packs`, labels left out."""
-    ids, tokens = _flat(batch, "input_ids", pa.int32())
-    reward, sequences = _flat(batch, "reward", pa.float32())
-    lengths, length_rows = _flat(batch, "lengths", pa.int32())
-    boundaries, boundary_rows = _flat(batch, "seq_boundaries", pa.int32())
-    example_ids, examples = _flat(batch, "example_ids", pa.int64())
+    ids, tokens = flat("input_ids", pa.int32())
+    reward, sequences = flat("reward", pa.float32())
+    lengths, length_rows = flat("lengths", pa.int32())
+    boundaries, boundary_rows = flat("seq_boundaries", pa.int32())
+    example_ids, examples = flat("example_ids", pa.int64())
     _same_rows("columns-agree", "lengths", length_rows, sequences)
     one_more = sequences + np.arange(len(sequences))
     _same_rows("boundaries-count", "seq_boundaries", boundary_rows, one_more)
     fixed = KINDS[kind]
     if fixed is None:
-        num_responses, response_rows = _flat(batch, "num_responses", pa.int32())
+        num_responses, response_rows = flat("num_responses", pa.int32())
         _same_rows("responses-count", "num_responses", response_rows, examples)
     else:
         num_responses = np.full(len(example_ids), fixed, np.int32)
     carried = {}
-    for name in (n for n in batch.schema.names if n not in COLUMNS):
-        carried[name], carried_rows = _flat(batch, name, None)
+    for name in (n for n in names if n not in COLUMNS):
+        carried[name], carried_rows = flat(name, None)
         _same_rows("columns-agree", name, carried_rows, examples)
     return {
         "input_ids": ids,
@@ -205,8 +229,8 @@ def _columns(batch: pa.RecordBatch, kind: str) -> dict[str, Any]:
     }
 
 
-def _labels(batch: pa.RecordBatch, tokens: Int64) -> Int32:
-    labels, label_rows = _flat(batch, "labels", pa.int32())
+def _labels(flat: _Flat, tokens: Int64) -> Int32:
+    labels, label_rows = flat("labels", pa.int32())
     _same_rows("columns-agree", "labels", label_rows, tokens)
     found: Int32 = labels
     return found
@@ -249,6 +273,12 @@ def spans_to_labels(
 
 def _supervised(spans: Int32, span_offsets: Int64, token_offsets: Int64) -> Bool:
     """The tokens inside a span."""
+    runs = _runs(spans, span_offsets, token_offsets)
+    return np.repeat(np.arange(len(runs)) % 2 == 1, runs)
+
+
+def _runs(spans: Int32, span_offsets: Int64, token_offsets: Int64) -> Int64:
+    """Tokens outside spans and inside them, in turn."""
     counts = np.diff(span_offsets)
     base = np.repeat(token_offsets[:-1], counts)
     limit = np.repeat(np.diff(token_offsets), counts)
@@ -259,8 +289,7 @@ def _supervised(spans: Int32, span_offsets: Int64, token_offsets: Int64) -> Bool
         raise FormatError(
             "label_spans must hold ordered start, end pairs inside their pack [spans-ordered]."
         )
-    runs = np.diff(flat, prepend=0, append=token_offsets[-1])
-    return np.repeat(np.arange(len(runs)) % 2 == 1, runs)
+    return np.diff(flat, prepend=0, append=token_offsets[-1])
 
 
 def _same_rows(rule: str, name: str, found: Int64, expected: Int64) -> None:
@@ -311,5 +340,8 @@ def _numbers(array: pa.Array) -> Any:
     return np.frombuffer(buffer, dtype, len(array), array.offset * dtype.itemsize)
 
 
+_Flat = Callable[[str, pa.DataType | None], tuple[Any, Int64]]
+"""Values and offsets of a list column, whose values are of a type if one is given."""
+_SIGNS = np.array([-1, 0], np.int32)
 _NUMPY = {"int32": "i4", "int64": "i8", "float": "f4", "double": "f8"}
 _OBJECT = {"bool": np.bool_}

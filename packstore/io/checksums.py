@@ -16,9 +16,12 @@ from packstore.records import Int64
 
 
 def byte_range(group: pq.RowGroupMetaData) -> tuple[int, int]:
-    """Where the column chunks of a Parquet row group lie in its file: start, end (exclusive)."""
-    chunks = column_ranges(group)
-    return min(start for start, _ in chunks), max(end for _, end in chunks)
+    """Where the column chunks of a Parquet row group lie in its file: start, end (exclusive).
+
+    They lie one after another, in the order of the columns.
+    """
+    first, last = group.column(0), group.column(group.num_columns - 1)
+    return first.data_page_offset, last.data_page_offset + last.total_compressed_size
 
 
 def column_ranges(group: pq.RowGroupMetaData) -> list[tuple[int, int]]:

@@ -2,76 +2,197 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
-from packstore.records import IGNORE_INDEX, Bool, Int64, Packs
+from packstore.records import IGNORE_INDEX, Bool, Column, Float32, Int32, Int64, Packs
 
-TOKEN_BYTES = 4.125
-"""Of a token that waits: its id, and one bit for whether it is supervised."""
+TOKEN_BYTES = 4
+"""Of a token that waits: its id, whose sign tells whether it is supervised."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompactPacks:
-    """Packs whose labels take one bit a token; a row gets them back.
+    """Packs whose ids and labels are one column; a row gets both.
 
     By the format a label is the id at its place, or -100.
 
     Attributes:
-        packs: whose labels are the rest: empty.
-        bits: uint8 `[N / 8]`, one bit for each token: whether its label is its id.
+        packs: whose `input_ids` are signed, see :func:`packstore.schema.signed_packs`, and whose
+            labels are empty.
         cuts: where the tokens, sequences and examples of each pack start and end.
-        ends: int64 `[3, P, 2]`, offsets of each pack alone: 0, and its tokens, sequences, examples.
+        sequences: int32 `[3, S]`: lengths, where segments end in their pack, and rewards (float32).
+        examples: int64 `[2, E]`: ids, and numbers of responses.
     """
 
     packs: Packs
-    bits: npt.NDArray[np.uint8]
     cuts: list[list[int]]
-    ends: Int64
+    sequences: Int32
+    examples: Int64
 
     @classmethod
-    def copied(cls, packs: Packs, supervised: Bool) -> CompactPacks:
-        """With copies of all columns.
+    def of(cls, packs: Packs) -> CompactPacks:
+        """Those of signed `packs`, with copies of all columns but the ids, which are one.
 
         What a decoder allocated, or a file that is mapped, is so given back at once, and by the
         thread that took it. Kept in place it costs about half as much again: allocators hold on to
         the room between such buffers.
         """
-        flat: dict[str, Any] = {name: getattr(packs, name).copy() for name in _FLAT}
+        sequences = np.empty((3, len(packs.lengths)), np.int32)
+        sequences[0] = packs.lengths
+        inside = np.ones(len(packs.seq_boundaries), np.bool_)
+        inside[packs.boundary_offsets[:-1]] = False
+        sequences[1] = packs.seq_boundaries[inside]
+        sequences[2] = packs.reward.view(np.int32)
+        examples = np.stack([packs.example_ids, packs.num_responses.astype(np.int64)])
         columns = {name: column.copy() for name, column in packs.columns.items()}
-        offsets = np.stack([packs.token_offsets, packs.sequence_offsets, packs.example_offsets])
-        ends = np.zeros((3, len(packs), 2), np.int64)
-        ends[..., 1] = np.diff(offsets)
-        cuts = np.concatenate([offsets[:, :-1], offsets[:, 1:]]).T.tolist()
-        return cls(Packs(**flat, columns=columns), np.packbits(supervised), cuts, ends)
-
-    def row(self, i: int, stand_in: bool = False) -> Packs:
-        """Pack `i` alone; all but its labels are views."""
-        packs, ends = self.packs, self.ends
-        token, sequence, example, tokens, sequences, examples = self.cuts[i]
-        input_ids = packs.input_ids[token:tokens]
-        labels = np.full(tokens - token, IGNORE_INDEX, np.int32)
-        byte = token // 8
-        supervised = np.unpackbits(self.bits[byte : -(-tokens // 8)]).view(np.bool_)
-        start = token - 8 * byte
-        np.copyto(labels, input_ids, where=supervised[start : start + len(labels)])
-        return Packs(
-            input_ids=input_ids,
-            labels=labels,
-            reward=packs.reward[sequence:sequences],
-            lengths=packs.lengths[sequence:sequences],
-            seq_boundaries=packs.seq_boundaries[sequence + i : sequences + i + 1],
-            example_ids=packs.example_ids[example:examples],
-            num_responses=packs.num_responses[example:examples],
-            token_offsets=ends[0, i],
-            sequence_offsets=ends[1, i],
-            example_offsets=ends[2, i],
-            columns={name: column[example:examples] for name, column in packs.columns.items()},
-            stand_in=stand_in,
+        own = replace(
+            packs,
+            reward=sequences[2].view(np.float32),
+            lengths=sequences[0],
+            seq_boundaries=packs.seq_boundaries.copy(),
+            example_ids=examples[0],
+            num_responses=packs.num_responses.copy(),
+            columns=columns,
         )
+        offsets = np.stack([packs.token_offsets, packs.sequence_offsets, packs.example_offsets])
+        cuts = np.concatenate([offsets[:, :-1], offsets[:, 1:]]).T.tolist()
+        return cls(own, cuts, sequences, examples)
+
+    @property
+    def supervised(self) -> Bool:
+        """bool `[N]`."""
+        return self.packs.input_ids >= 0
+
+    @property
+    def plain(self) -> Packs:
+        """All of them, with ids and labels."""
+        signed = self.packs.input_ids
+        return replace(self.packs, input_ids=unsigned(signed), labels=labels_of(signed))
+
+    def row(self, i: int, stand_in: bool = False) -> CompactRow:
+        """Pack `i` alone."""
+        row: Any = _new(CompactRow)
+        row.group, row.index, row.stand_in, row.ref_logps = self, i, stand_in, None
+        found: CompactRow = row
+        return found
 
 
-_FLAT = tuple(n for n in Packs.__slots__ if n not in ("columns", "ref_logps", "stand_in"))
+class CompactRow(Packs):
+    """One pack of :class:`CompactPacks`: looks its columns up when they are asked for.
+
+    Pickles, and is replaced, as the :class:`Packs` of this one row, without those beside it.
+    """
+
+    __slots__ = ("group", "index")
+
+    group: CompactPacks
+    index: int
+    __setattr__ = object.__setattr__
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        """What ``dataclasses.replace`` makes of a row: plain packs."""
+        return Packs(*values, **named)  # type: ignore[return-value]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Packs, tuple(getattr(self, f.name) for f in fields(Packs))
+
+    def __len__(self) -> int:
+        return 1
+
+    @property
+    def signed(self) -> Int32:
+        """int32 `[N]`, a view: ids where supervised, else ``~id``."""
+        cut = self.group.cuts[self.index]
+        return self.group.packs.input_ids[cut[0] : cut[3]]
+
+    @property
+    def input_ids(self) -> Int32:
+        """See :class:`Packs`."""
+        return unsigned(self.signed)
+
+    @property
+    def labels(self) -> Int32:
+        """See :class:`Packs`."""
+        return labels_of(self.signed)
+
+    @property
+    def reward(self) -> Float32:
+        """See :class:`Packs`."""
+        cut = self.group.cuts[self.index]
+        return self.group.packs.reward[cut[1] : cut[4]]
+
+    @property
+    def lengths(self) -> Int32:
+        """See :class:`Packs`."""
+        cut = self.group.cuts[self.index]
+        return self.group.packs.lengths[cut[1] : cut[4]]
+
+    @property
+    def seq_boundaries(self) -> Int32:
+        """See :class:`Packs`."""
+        cut, i = self.group.cuts[self.index], self.index
+        return self.group.packs.seq_boundaries[cut[1] + i : cut[4] + i + 1]
+
+    @property
+    def example_ids(self) -> Int64:
+        """See :class:`Packs`."""
+        cut = self.group.cuts[self.index]
+        return self.group.packs.example_ids[cut[2] : cut[5]]
+
+    @property
+    def num_responses(self) -> Int32:
+        """See :class:`Packs`."""
+        cut = self.group.cuts[self.index]
+        return self.group.packs.num_responses[cut[2] : cut[5]]
+
+    @property
+    def token_offsets(self) -> Int64:
+        """See :class:`Packs`."""
+        cut = self.group.cuts[self.index]
+        return np.array((0, cut[3] - cut[0]))
+
+    @property
+    def sequence_offsets(self) -> Int64:
+        """See :class:`Packs`."""
+        cut = self.group.cuts[self.index]
+        return np.array((0, cut[4] - cut[1]))
+
+    @property
+    def example_offsets(self) -> Int64:
+        """See :class:`Packs`."""
+        cut = self.group.cuts[self.index]
+        return np.array((0, cut[5] - cut[2]))
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """See :class:`Packs`."""
+        cut = self.group.cuts[self.index]
+        return {n: column[cut[2] : cut[5]] for n, column in self.group.packs.columns.items()}
+
+
+def signed(input_ids: Int32, labels: Int32) -> Int32:
+    """int32 `[N]`: ids where a label is there, else ``~id``."""
+    out: Int32 = labels >> 31
+    out ^= input_ids
+    return out
+
+
+def unsigned(signed: Int32) -> Int32:
+    """The ids of signed ids."""
+    ids: Int32 = signed >> 31
+    ids ^= signed
+    return ids
+
+
+def labels_of(signed: Int32) -> Int32:
+    """The labels of signed ids."""
+    labels: Int32 = signed >> 31
+    labels &= signed ^ IGNORE_INDEX  # where below 0, what turns it into -100
+    labels ^= signed
+    return labels
+
+
+_new = object.__new__

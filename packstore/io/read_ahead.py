@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -32,11 +31,8 @@ _FAR = 8 * _PLANNED
 """Packs that are planned before they are taken, at most."""
 
 
-class Place(NamedTuple):
-    """Where a pack lies."""
-
-    group: int
-    row: int
+Place = tuple[int, int]
+"""Where a pack lies: its row group, and its row there."""
 
 
 @dataclass(slots=True)
@@ -124,7 +120,7 @@ class ReadAhead:
         indices = np.concatenate(chunk)
         groups, rows = self._order.locate(indices)
         self._expect(groups, self._order.lane(indices))
-        places = map(Place, groups.tolist(), rows.tolist())
+        places = zip(groups.tolist(), rows.tolist(), strict=True)
         self._planned += [list(itertools.islice(places, len(batch))) for batch in chunk]
         self._far += len(indices)
         return True
@@ -169,20 +165,22 @@ class ReadAhead:
     def _next_batch(self) -> list[Packs]:
         places = self._planned.popleft()
         self._far -= len(places)
-        for place in places:
-            self._begin(place.group)
-        return [self._take(place) for place in places]
+        for group, _ in places:
+            if not self._open[group].begun:
+                self._begin(group)
+        return [self._take(group, row) for group, row in places]
 
-    def _take(self, place: Place) -> Packs:
-        entry = self._open[place.group]
+    def _take(self, group: int, row: int) -> Packs:
+        entry = self._open[group]
         if entry.job is not None:
             entry.packs, entry.job = entry.job.result(), None
             self._ahead -= entry.bytes
             if self._config.on_error == "quarantine":
                 self._good = entry.packs or self._good
-        packs = self._stand_in(place.group) if entry.packs is None else entry.packs.row(place.row)
+        packs = self._stand_in(group) if entry.packs is None else entry.packs.row(row)
         entry.uses -= 1
-        self._close_if_done(place.group)
+        if not entry.uses:
+            self._close_if_done(group)
         return packs
 
     def _close_if_done(self, group: int) -> None:

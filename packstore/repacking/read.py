@@ -12,12 +12,12 @@ import numpy as np
 
 from packstore.config import ReadConfig
 from packstore.errors import IntegrityError, StorageError, sentence
-from packstore.io.compact import TOKEN_BYTES, CompactPacks
+from packstore.io.compact import TOKEN_BYTES, CompactPacks, signed, unsigned
 from packstore.io.crew import Crew, Job
 from packstore.io.dataset import Dataset
 from packstore.io.refetch import GroupFetcher
 from packstore.pack.fill import fill, unpack
-from packstore.records import IGNORE_INDEX, Bool, Examples, Int64, Packs, to_offsets
+from packstore.records import Bool, Examples, Int64, Packs, to_offsets
 from packstore.repacking.plan import EpochPlan
 
 _OPEN = 2
@@ -182,7 +182,7 @@ class _Windows:
         window = self._open[step.window]
         row = step.pack - int(self._plan.window_offsets[step.window])
         if window.complete.all():
-            pack = window.packs.row(row)
+            pack: Packs = window.packs.row(row)
         elif window.complete[row]:
             pack = window.packs.row(int(window.complete[:row].sum()))
         else:
@@ -213,9 +213,9 @@ class _Windows:
         if window + 1 < plan.lane_offsets[lane + 1]:
             kept = np.flatnonzero(np.isin(numbers, plan.examples_of(window + 1)))
             self._waiting[lane] = numbers[kept], examples.take(kept)
-        supervised = packs.labels != IGNORE_INDEX
-        without = replace(packs, labels=np.empty(0, np.int32))
-        return _Window(CompactPacks.copied(without, supervised), complete)
+        ids = signed(packs.input_ids, packs.labels)
+        joint = replace(packs, input_ids=ids, labels=np.empty(0, np.int32))
+        return _Window(CompactPacks.of(joint), complete)
 
     def _stand_in(self) -> Packs:
         """A pack that can be read, and counts nothing: any will do."""
@@ -234,13 +234,11 @@ class _Windows:
 def _examples(packs: CompactPacks) -> Examples:
     """The examples of a row group; views, where each sequence lies in one piece."""
     flat = packs.packs
-    supervised = np.unpackbits(packs.bits, count=len(flat.input_ids)).view(np.bool_)
     if flat.segment_offsets.any():
-        labels = np.where(supervised, flat.input_ids, IGNORE_INDEX).astype(np.int32)
-        return unpack(replace(flat, labels=labels))
+        return unpack(packs.plain)
     return Examples(
-        input_ids=flat.input_ids,
-        supervised=supervised,
+        input_ids=unsigned(flat.input_ids),
+        supervised=packs.supervised,
         sequence_offsets=to_offsets(flat.lengths),
         example_offsets=to_offsets(flat.num_responses),
         reward=flat.reward,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from os import PathLike
 from typing import Any
 
@@ -26,6 +27,8 @@ from packstore.torch.step_plan import StepPlan, plan_steps
 from packstore.torch.stream import Identity, PackStream, Shuffle, StoredPacks
 
 STATE_VERSION = 1
+_TOGETHER = 8
+"""Packs that are looked up and taken at once."""
 
 
 class PackedDataset(IterableDataset[Packs]):
@@ -195,11 +198,16 @@ class PackedDataset(IterableDataset[Packs]):
         """The share of worker `number`, from :attr:`position` on."""
         unseen = Unseen(self.num_packs, self.position)
         step, turn = self.world_size * workers, self.position.step
-        first = self.rank + self.world_size * number
-        places = (np.array([i]) for i in range(first, len(unseen), step))
-        for i, packs in enumerate(self.stream.read(map(unseen.__getitem__, places), stride=step)):
-            self.position = unseen.after((i + 1) * step, turn)
-            yield packs[0]
+        own = range(self.rank + self.world_size * number, len(unseen), step)
+        # The first pack alone, so that it waits for no other.
+        cuts = [0, *range(1, len(own), _TOGETHER), len(own)] if own else []
+        places = (np.array(own[a:b]) for a, b in pairwise(cuts))
+        given = 0
+        for packs in self.stream.read(map(unseen.__getitem__, places), stride=step):
+            for pack in packs:
+                given += 1
+                self.position = unseen.after(given * step, turn)
+                yield pack
         self.position = unseen.after(len(unseen), turn)
 
     def _identity(self) -> Identity:

@@ -28,6 +28,9 @@ def deal(step: Step, rank: int, world_size: int, config: BatchConfig) -> list[Sh
     without a pack in some batch gets one of its own of the step once more, with weight 0; so that
     the shape stays, packs mode fills its last batch up. Tail ``uneven`` fills nothing.
     """
+    largest_first = config.largest_first and len(step.edges) > 2
+    if not largest_first and not config.balance and _is_full(step, world_size, config):
+        return [(np.arange(a + rank, b, world_size), 0) for a, b in pairwise(step.edges)]
     if config.balance and world_size > 1:
         dealt = _balanced(step, world_size, config)
         batches = [ranks[rank] for ranks in dealt]
@@ -35,7 +38,7 @@ def deal(step: Step, rank: int, world_size: int, config: BatchConfig) -> list[Sh
     else:
         batches = [np.arange(a + rank, b, world_size) for a, b in pairwise(step.edges)]
         loads = (_load_in_turn(step, a, b, world_size) for a, b in pairwise(step.edges))
-    if config.largest_first and len(batches) > 1:
+    if largest_first:
         order = np.argsort(-np.fromiter(loads, np.int64), kind="stable")
         batches = [batches[g] for g in order]
     if config.at_end == "uneven":
@@ -59,6 +62,12 @@ def _filled(batch: Int64, least: int, spare: Int64) -> Share:
     if missing <= 0:
         return batch, 0
     return np.concatenate([batch, np.resize(spare, missing)]), missing
+
+
+def _is_full(step: Step, world_size: int, config: BatchConfig) -> bool:
+    """Whether all its batches are as large as they can be, with nothing to fill."""
+    packs = step.stop - step.start
+    return _is_fixed(config) and packs == world_size * config.width * (len(step.edges) - 1)
 
 
 def _is_fixed(config: BatchConfig) -> bool:

@@ -96,7 +96,9 @@ class Unseen:
 
     def __getitem__(self, places: Int64) -> Int64:
         """Global indices of the packs at `places`; past the end, the epoch begins again."""
-        indices = places + self._shift
+        indices: Int64 = places + self._shift
+        if not len(self._gaps) and (not len(indices) or indices.max() < self.packs):
+            return indices
         if len(self._gaps):
             head = places < len(self._gaps)
             indices[head] = self._gaps[places[head]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packstore.errors import BackendError, ConfigError
+from packstore.io.compact import CompactPacks, signed
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, collate
 from packstore.torch.inputs import packed_seq_params
@@ -93,6 +94,32 @@ def test_packs_one_by_one_or_together(kit: SimpleNamespace, layout: str) -> None
     assert_batches_equal(collate(rows, "dpo"), collate(packs, "dpo"))
     first = kit.packed(EXAMPLES.take(np.arange(4)), [1, 3], layout)
     assert_batches_equal(collate([first, rows[2]], "dpo"), collate(packs, "dpo"))
+
+
+@pytest.mark.parametrize("kind", ["dpo", "ranked"])
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+def test_rows_of_row_groups(kit: SimpleNamespace, kind: str, layout: str) -> None:
+    """Ids and labels in one, and what is worked out later: the same batch, however it travels."""
+    packs = kit.packed(random_examples(6, seed=2, kind=kind), [1, 3, 2], layout)
+    joint = replace(packs, input_ids=signed(packs.input_ids, packs.labels), labels=packs.labels[:0])
+    group = CompactPacks.of(joint)
+    order = [2, 0, 1]
+    rows = [group.row(i) for i in order]
+    expected = collate([packs.row(i) for i in order], kind, fillers=1)
+    for change in (
+        lambda batch: batch,
+        lambda batch: batch.to("cpu"),
+        lambda batch: pickle.loads(pickle.dumps(batch)),
+        lambda batch: replace(batch, step=None),
+    ):
+        assert_batches_equal(change(collate(rows, kind, fillers=1)), expected)
+    small = pickle.dumps(collate(rows, kind))
+    assert len(small) < len(pickle.dumps(replace(collate(rows, kind)))) / 2
+    for row, i in zip(rows, order, strict=True):
+        for plain in (row, pickle.loads(pickle.dumps(row)), replace(row, stand_in=False)):
+            for name in ("input_ids", "labels", "token_offsets", "seq_boundaries"):
+                assert np.array_equal(getattr(plain, name), getattr(packs.row(i), name))
+    assert collate([group.row(0, stand_in=True), rows[0]], kind).weights.tolist() == [0, 1, 1]
 
 
 def test_fillers_and_reference(kit: SimpleNamespace) -> None:
