@@ -19,6 +19,7 @@
     │   └── UnsupportedFormatError          a newer version, or an unknown required feature
     ├── CompatibilityError (ValueError)     two valid things do not belong together
     │                                       (dataset and model, state and dataset, ...)
+    ├── WorkerError (RuntimeError)          a process that reads for this one has died
     └── BackendError (RuntimeError)         an attention backend cannot do what is asked
 
 A message is one line and says where, what must hold, what was found, and what to do:
@@ -114,6 +115,10 @@ class UnsupportedFormatError(FormatError):
 
 class CompatibilityError(PackstoreError, ValueError):
     """Two valid things do not belong together."""
+
+
+class WorkerError(PackstoreError, RuntimeError):
+    """A process that reads for this one has died."""
 
 
 class BackendError(PackstoreError, RuntimeError):

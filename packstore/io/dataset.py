@@ -19,7 +19,8 @@ from packstore.io.cache import Cache
 from packstore.io.compact import CompactPacks
 from packstore.io.manifest import Manifest, read_manifest
 from packstore.io.pack_index import SizeTable
-from packstore.io.reader import Fetched, ShardReaders
+from packstore.io.reader import Fetched
+from packstore.io.readers import ShardReaders
 from packstore.io.storage import Location
 from packstore.io.verify import Progress, VerifyReport, verify
 from packstore.records import Int64, Packs, PackSizes, to_offsets

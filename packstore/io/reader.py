@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import threading
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, BinaryIO, TypeAlias
@@ -40,9 +38,6 @@ from packstore.schema import from_arrow, signed_packs
 
 Fetched: TypeAlias = Any
 """A row group that was fetched and not verified: its bytes, or a batch whose buffers are views."""
-
-OPEN_SHARDS = 64
-"""Shards whose footers are kept."""
 
 COPIED_BYTES = 8 << 20
 """Bytes of a shard that are copied to the cache at once."""
@@ -273,39 +268,6 @@ class ShardReader:
                     raise
             must = "its bytes must be those that were written"
             raise IntegrityError(sentence(place, must, str(error), _REMEDY)) from error
-
-
-class ShardReaders:
-    """Readers of the shards of a dataset, those used last; made anew in the process that uses them.
-
-    A reader holds the parsed footer of its shard, some kB for each row group.
-
-    Args:
-        location: the dataset.
-        manifest: of the dataset.
-        cache: keeps what is read.
-    """
-
-    def __init__(self, location: Location, manifest: Manifest, cache: Cache | None = None) -> None:
-        self._location, self._manifest, self._cache = location, manifest, cache
-        self._begin()
-
-    def __getitem__(self, number: int) -> ShardReader:
-        if os.getpid() != self._pid:  # a fork: locks may be held by threads that it has not
-            self._begin()
-        with self._lock:
-            reader = self._recent.pop(number, None)
-            if reader is None:
-                shard = self._manifest.shards[number]
-                reader = ShardReader(self._location, self._manifest, shard, cache=self._cache)
-            self._recent[number] = reader
-            while len(self._recent) > OPEN_SHARDS:
-                self._recent.popitem(last=False)
-        return reader
-
-    def _begin(self) -> None:
-        self._pid, self._lock = os.getpid(), threading.Lock()
-        self._recent: OrderedDict[int, ShardReader] = OrderedDict()
 
 
 _DECODER_ERRORS = (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError, EOFError)

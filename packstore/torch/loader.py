@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from packstore.config import BatchConfig
-from packstore.errors import ConfigError
+from packstore.errors import ConfigError, WorkerError, sentence
 from packstore.torch.batch import PackedBatch
 from packstore.torch.batches import Batches, Mark
 from packstore.torch.dataset import PackedDataset
@@ -18,6 +20,9 @@ from packstore.torch.position import Position, Unseen
 from packstore.torch.step_plan import StepPlan
 from packstore.torch.steps import WINDOW, check_fits
 from packstore.torch.stream import PackStream, StoredPacks
+
+_INSIDE = "in DataLoader worker process"
+"""How torch tells of an error inside a worker."""
 
 
 class PackedDataLoader:
@@ -44,6 +49,8 @@ class PackedDataLoader:
         ConfigError: a value out of range, settings that exclude each other, or a pack that alone
             is longer than `tokens_per_batch`.
         UnknownNameError: a setting that does not exist.
+
+    Iterating raises what reading a dataset raises, and WorkerError where a worker process dies.
     """
 
     def __init__(
@@ -112,7 +119,7 @@ class PackedDataLoader:
     def _running(self, once: bool) -> Iterable[tuple[PackedBatch, Mark]]:
         """The batches from this process itself, or from workers as `once` says."""
         if self._options["num_workers"]:
-            return self._torch_loader(once)
+            return _naming_the_dead(self._torch_loader(once))
         if self._options["pin_memory"] and torch.accelerator.is_available():
             return ((batch.pin_memory(), mark) for batch, mark in self._batches)
         return self._batches
@@ -154,6 +161,31 @@ class PackedDataLoader:
             CompatibilityError: the state is of another dataset, version, seed or order.
         """
         self.data.load_state_dict(state)
+
+
+def _naming_the_dead(loader: DataLoader[Any]) -> Iterator[Any]:
+    """What the workers make; their death as an error of ours. Errors inside them come as such."""
+    running = iter(loader)
+    try:
+        yield from running
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        found = str(error) or repr(error)
+        if not isinstance(error, RuntimeError):  # the pipe of one broke before torch noticed
+            found += _dead(getattr(running, "_workers", ()))
+        if "(pid" not in found or _INSIDE in found:
+            raise
+        must = "workers must live until the epoch ends"
+        do = "Look for the out-of-memory killer and a full /dev/shm; num_workers=0 needs no workers"
+        raise WorkerError(sentence("PackedDataLoader", must, found, do)) from error
+
+
+def _dead(workers: Sequence[BaseProcess]) -> str:
+    """Names those that have ended, or are about to."""
+    for worker in workers:
+        with contextlib.suppress(RuntimeError):  # torch's, at the signal of an end
+            worker.join(1)
+    ended = [f" (pid {worker.pid})" for worker in workers if worker.exitcode]
+    return "".join(ended)
 
 
 def _as_it_is(item: Any) -> Any:

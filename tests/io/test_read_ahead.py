@@ -325,6 +325,21 @@ class TestCrew:
         assert not reader_threads()
         assert not done
 
+    def test_a_fork_leaves_the_threads_of_its_parent_alone(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        crew, parent = Crew(1), os.getpid()
+        assert crew.submit(Job(lambda: 5)).result() == 5
+        monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+        crew.close()  # as in a child, where it would wait for a thread that is not there
+        assert not crew.stopping.is_set()
+        monkeypatch.undo()
+        assert crew.submit(Job(lambda: 6)).result() == 6
+        (thread,) = crew._threads
+        crew._jobs.put(None)
+        thread.join(120)
+        assert not reader_threads()
+
     def test_errors_come_out_of_the_result(self) -> None:
         crew = Crew(1)
         job = crew.submit(Job(lambda: 1 // 0))

@@ -8,7 +8,9 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +18,12 @@ from typing import Any
 import pytest
 
 from packstore.config import ReadConfig
-from packstore.errors import IntegrityError, StorageError
+from packstore.errors import IntegrityError, StorageError, WorkerError
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
 from packstore.testing import random_examples
-from packstore.torch import PackedDataLoader, PackedDataset
+from packstore.torch import PackedDataLoader, PackedDataset, PreferenceLoss, count_step
+from packstore.torch.stream import StoredPacks
 
 pytest.importorskip("aiohttp", reason="fsspec reads http with it")
 
@@ -237,6 +240,26 @@ def test_quarantine_is_counted_and_equal_on_all_ranks(stored: Dataset) -> None:
     assert len(weights) == N
 
 
+def test_the_exact_divisor_of_a_step_with_stand_ins(stored: Dataset) -> None:
+    """The plan counts what was left out as well; the weights do not."""
+    lost = spoil(stored, 0)
+    data = PackedDataset(stored.url, lanes=4, reading=ReadConfig(on_error="quarantine", attempts=1))
+    steps = [
+        list(step)
+        for _, step in groupby(
+            PackedDataLoader(data, packs_per_batch=2, accumulation=4, tail="pad"),
+            key=lambda batch: batch.step.index,
+        )
+    ]
+    loss_fn, short = PreferenceLoss("dpo"), 0.0
+    for batches in steps:
+        planned = count_step(batches, loss_fn).count
+        exact = count_step([replace(b, step=None) for b in batches], loss_fn).count
+        assert exact == sum(float(b.weights.sum()) for b in batches)
+        short += planned - exact
+    assert short == lost  # of one example each
+
+
 def test_nothing_readable_is_an_error(stored: Dataset) -> None:
     for url in stored.shard_urls:
         Path(url).write_bytes(b"")
@@ -260,6 +283,23 @@ def test_a_stale_cache(stored: Dataset, tmp_path: Path) -> None:
     for copy in cache.iterdir():
         copy.unlink()
     assert len(list(PackedDataset(open_dataset(url, options), lanes=4))) == N
+
+
+class DeadlyPacks(StoredPacks):
+    """Ends the process that reads it at its fourth batch, as the out-of-memory killer does."""
+
+    def read(self, batches: Any, *, stride: int = 1) -> Iterator[Any]:
+        for i, packs in enumerate(super().read(batches, stride=stride)):
+            if i == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield packs
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_worker_of_our_loader_that_is_killed_is_an_error_of_ours(stored: Dataset) -> None:
+    loader = PackedDataLoader(PackedDataset(DeadlyPacks(stored, lanes=4)), num_workers=1)
+    with pytest.raises(WorkerError, match=r"^PackedDataLoader: workers must live .*\(pid"):
+        list(loader)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -1,0 +1,48 @@
+"""The readers of a dataset's shards."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+
+from packstore.io.cache import Cache
+from packstore.io.manifest import Manifest
+from packstore.io.reader import ShardReader
+from packstore.io.storage import Location
+
+OPEN_SHARDS = 64
+"""Shards whose footers are kept."""
+
+
+class ShardReaders:
+    """Readers of the shards of a dataset, those used last; made anew in the process that uses them.
+
+    A reader holds the parsed footer of its shard, some kB for each row group.
+
+    Args:
+        location: the dataset.
+        manifest: of the dataset.
+        cache: keeps what is read.
+    """
+
+    def __init__(self, location: Location, manifest: Manifest, cache: Cache | None = None) -> None:
+        self._location, self._manifest, self._cache = location, manifest, cache
+        self._begin()
+
+    def __getitem__(self, number: int) -> ShardReader:
+        if os.getpid() != self._pid:  # a fork: locks may be held by threads that it has not
+            self._begin()
+        with self._lock:
+            reader = self._recent.pop(number, None)
+            if reader is None:
+                shard = self._manifest.shards[number]
+                reader = ShardReader(self._location, self._manifest, shard, cache=self._cache)
+            self._recent[number] = reader
+            while len(self._recent) > OPEN_SHARDS:
+                self._recent.popitem(last=False)
+        return reader
+
+    def _begin(self) -> None:
+        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._recent: OrderedDict[int, ShardReader] = OrderedDict()
