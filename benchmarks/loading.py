@@ -33,7 +33,7 @@ packstore, and written by every peer as its documentation advises. Every reader 
 
 Readers that map their files vary twofold from run to run with the cost of page faults. So ours and
 LitData are also read in turn, `--pairs` times, and compared pass by pass. ``packstore`` is
-`PackedDataLoader`, whose batches hold positions, segments and targets too; ``packstore padded`` the
+`PackedDataLoader`, of whose batches ids and labels are asked for (int64); ``packstore padded`` the
 same packs in torch's DataLoader with the peers' collation: the same work as theirs. ``compact`` has
 labels as spans and level 9 of zstd, ``arrow`` uncompressed Arrow files.
 """

@@ -60,7 +60,8 @@ class Packed(Reader):
         return PackedDataLoader(data, packs_per_batch=PACKS_PER_BATCH, tail="uneven")
 
     def count(self, batch: PackedBatch) -> int:
-        """Packs of a batch."""
+        """Packs of a batch. Asks for ids and labels, which the other readers have made by now."""
+        assert len(batch.input_ids) == len(batch.labels)
         return batch.num_packs
 
     def samples(self, batch: PackedBatch) -> Iterable[Sample]:
