@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_kinds import KINDS
+from server_kinds import KINDS, READER_KEY, READER_SECRET
 from stores import Store
 from tokenizers import Tokenizer
 
@@ -58,6 +58,18 @@ def test_no_keys_and_no_rights(s3: Store) -> None:
         assert "requester_pays=true" in text
     for text in refused(Location(s3.url, nobody)).values():
         assert "found no credentials. Set them in the environment" in text
+
+
+def test_a_key_that_may_only_read(s3: Store, pairs: Path, tokenizer: Tokenizer) -> None:
+    reader = {**s3.options, "key": READER_KEY, "secret": READER_SECRET}
+    packstore.pack(str(pairs), s3.url, tokenizer, pack_size=256, storage_options=s3.options)
+    with pytest.raises(StorageError, match=r"cannot write; found permission denied"):
+        packstore.pack(
+            str(pairs), s3.url, tokenizer, pack_size=512, overwrite=True, storage_options=reader
+        )
+    dataset = packstore.open(s3.url, storage_options=reader)
+    assert dataset.version == 1
+    assert dataset.verify().ok
 
 
 def test_wrong_key_of_azure(azure: Store) -> None:

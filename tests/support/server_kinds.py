@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 KEY, SECRET = "packstore-test-key", "packstore-test-secret-0123456789"
+READER_KEY, READER_SECRET = "packstore-reader-key", "packstore-reader-secret-0123456789"
 ACCOUNT = "devstoreaccount1"
 ACCOUNT_KEY = base64.b64encode(b"packstore-test-account-key-0123456789").decode()
 REGION = "us-east-1"
@@ -138,8 +140,21 @@ class SeaweedFS(_S3):
             "debug.port",
             "s3.debug.port",
         )
+        rights = {"admin": ["Admin"], "reader": ["Read", "List"]}
+        keys = {"admin": (KEY, SECRET), "reader": (READER_KEY, READER_SECRET)}
+        identities = [
+            {
+                "name": name,
+                "credentials": [{"accessKey": keys[name][0], "secretKey": keys[name][1]}],
+                "actions": actions,
+            }
+            for name, actions in rights.items()
+        ]
+        users = folder / "users.json"
+        users.write_text(json.dumps({"identities": identities}))
         return [
             "mini",
+            f"-s3.config={users}",
             f"-dir={folder}",
             "-ip=127.0.0.1",
             "-ip.bind=127.0.0.1",
@@ -155,9 +170,6 @@ class SeaweedFS(_S3):
             # A bucket takes a few volumes; they are files that grow as they are filled.
             "-volume.max=500",
         ]
-
-    def environment(self) -> dict[str, str]:
-        return {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
 
 
 class Moto(_S3):
