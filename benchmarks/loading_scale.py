@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import resource
 import subprocess
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 
 PACKS_PER_BATCH = 8
+DERIVED = ("input_ids", "labels", "segment_ids", "position_ids", "target_index", "kv_index")
 
 
 def memory() -> dict[str, float]:
@@ -116,14 +118,23 @@ def parts_of_cpu(dataset: str, quick: bool) -> dict[str, float]:
         return 1e6 * min(times) / packs
 
     cuts = range(0, count, PACKS_PER_BATCH)
+    kind = data.manifest.kind
+
+    def derive() -> None:
+        for i in cuts:
+            batch = collate(rows[i : i + PACKS_PER_BATCH], kind)
+            for name in DERIVED:
+                getattr(batch, name)
+
     return {
         "fetch": cpu(lambda: [data.fetch(g) for g in numbers], packs_in),
         "decode": cpu(lambda: [data.decode(g, raw[g]) for g in numbers], packs_in),
         "row": cpu(lambda: [group.row(0) for group in groups], len(groups)),
         "collate": cpu(
-            lambda: [collate(rows[i : i + PACKS_PER_BATCH], data.manifest.kind) for i in cuts],
+            lambda: [collate(rows[i : i + PACKS_PER_BATCH], kind) for i in cuts],
             count,
         ),
+        "collate_and_derive_all": cpu(derive, count),
     }
 
 
@@ -269,7 +280,13 @@ def main() -> None:
         measure, arguments, _ = PARTS[args.part]
         print(json.dumps(measure(args.dataset, args.quick, *arguments)))
         return
-    results: dict[str, Any] = {"machine": platform.platform(), "python": sys.version.split()[0]}
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    results: dict[str, Any] = {
+        "machine": platform.platform(),
+        "python": sys.version.split()[0],
+        "load_average": os.getloadavg(),
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+    }
     for name, (_, _, runs) in PARTS.items():
         if args.quick and name == "manifest_1e8":
             continue

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import tempfile
 import time
@@ -139,7 +140,8 @@ def main() -> None:
             "packs_over_offline": len(repacked) / len(whole) - 1,
             "read_by_8_ranks": amplification(repacked, 8),
             "planning": planning(100_000 if quick else 10_000_000),
-            "machine": f"{platform.processor()} {platform.platform()}",
+            "machine": f"{platform.processor()} {platform.platform()}".strip(),
+            "load_average": os.getloadavg(),
         }
     table = Table("packs", "CPU us per pack", "of stored")
     for name, us in result["cpu_us_per_pack"].items():
