@@ -75,7 +75,13 @@ class CompactPacks:
     def row(self, i: int, stand_in: bool = False) -> CompactRow:
         """Pack `i` alone."""
         row: Any = _new(CompactRow)
-        row.group, row.index, row.stand_in, row.ref_logps = self, i, stand_in, None
+        row.group, row.index, row.stand_in, row.ref_logps, row.joined = (
+            self,
+            i,
+            stand_in,
+            None,
+            None,
+        )
         found: CompactRow = row
         return found
 
@@ -86,10 +92,11 @@ class CompactRow(Packs):
     Pickles, and is replaced, as the :class:`Packs` of this one row, without those beside it.
     """
 
-    __slots__ = ("group", "index")
+    __slots__ = ("group", "index", "joined")
 
     group: CompactPacks
     index: int
+    joined: dict[str, Column] | None
     __setattr__ = object.__setattr__
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
@@ -170,7 +177,24 @@ class CompactRow(Packs):
     def columns(self) -> dict[str, Column]:
         """See :class:`Packs`."""
         cut = self.group.cuts[self.index]
-        return {n: column[cut[2] : cut[5]] for n, column in self.group.packs.columns.items()}
+        own = {n: column[cut[2] : cut[5]] for n, column in self.group.packs.columns.items()}
+        return own | self.joined if self.joined else own
+
+
+def with_side(packs: Packs, name: str, values: Column, of_sequences: bool) -> Packs:
+    """The packs with joined side data: a column, or, of sequences, log-probs of a reference."""
+    if not isinstance(packs, CompactRow):
+        changed = {"ref_logps": values} if of_sequences else {}
+        columns = packs.columns if of_sequences else {**packs.columns, name: values}
+        return replace(packs, columns=columns, **changed)  # type: ignore[arg-type]
+    row: Any = packs.group.row(packs.index, packs.stand_in)
+    row.ref_logps, row.joined = packs.ref_logps, packs.joined
+    if of_sequences:
+        row.ref_logps = values
+    else:
+        row.joined = {**(packs.joined or {}), name: values}
+    found: Packs = row
+    return found
 
 
 def signed(input_ids: Int32, labels: Int32) -> Int32:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from os import PathLike
 from typing import Any, Self
 
 import numpy as np
 
 from packstore.errors import ConfigError, quote
+from packstore.io.compact import with_side
 from packstore.io.dataset import Dataset
 from packstore.io.side import Side, open_side
 from packstore.io.side_manifest import REF_LOGPS, check_side
@@ -117,12 +117,11 @@ class JoinedPacks:
         for side, table in zip(self.sides, self._tables, strict=True):
             rows = table.find(ids)
             for name in side.manifest.columns:
-                if name == REF_LOGPS:
+                of_sequences = name == REF_LOGPS
+                if of_sequences:
                     parts = np.split(table.ref_logps(rows, counts), sequence_cuts)
-                    pairs = zip(packs, parts, strict=True)
-                    packs = [replace(p, ref_logps=part) for p, part in pairs]
                 else:
                     parts = np.split(table.column(name, rows), example_cuts)
-                    pairs = zip(packs, parts, strict=True)
-                    packs = [replace(p, columns={**p.columns, name: part}) for p, part in pairs]
+                pairs = zip(packs, parts, strict=True)
+                packs = [with_side(p, name, part, of_sequences) for p, part in pairs]
         return packs

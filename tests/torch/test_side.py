@@ -142,6 +142,7 @@ def test_through_the_loader_and_its_workers(packed: SimpleNamespace) -> None:
         data = PackedDataset(pickle.loads(pickle.dumps(stream)), rank=0, world_size=1)
         seen = []
         for batch in PackedDataLoader(data, packs_per_batch=2, num_workers=workers, tail="pad"):
+            assert "labels" not in vars(batch)  # joined, and still 4 bytes a token
             assert_joined(batch)
             assert_carried(batch)
             seen += batch.example_ids[batch.weights > 0].tolist()
