@@ -191,11 +191,17 @@ def on_rank(task: dict[str, Any]) -> int:
 
 @pytest.mark.slow
 def test_two_ranks_give_the_bytes_of_one(
-    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path
+    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where they take over what one rank had finished when it was killed."""
     model = model_of(kit)
     model.save_pretrained(tmp_path / "model")
     task = {"model": str(tmp_path / "model"), "data": pairs.url, "out": str(tmp_path / "two")}
+    with monkeypatch.context() as patch:
+        kill_after(patch, 4)
+        with pytest.raises(Killed):
+            on_rank(task)
+    assert len(list(Path(task["out"]).glob("parts-*/*.bin"))) >= 3
     assert launch(__file__, task, 2, tmp_path) == [N, N]
     on_rank({**task, "out": str(tmp_path / "one")})
     assert same_files(str(tmp_path / "two"), str(tmp_path / "one"))
