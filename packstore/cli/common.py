@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from packstore.cli.settings import key_values
-from packstore.errors import CompatibilityError, ConfigError, TokenizerError
+from packstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from packstore.io.dataset import Dataset
@@ -82,28 +82,10 @@ def decoder_of(dataset: Dataset, path: str | None) -> Callable[[list[int]], str]
         TokenizerError: no tokenizer is at hand.
         CompatibilityError: the tokenizer is not the one that the dataset was packed with.
     """
-    from packstore.tokenizer import load_tokenizer
+    from packstore.tokenizer import recorded_tokenizer
 
-    recorded = dataset.manifest.provenance.get("tokenizer") or {}
-    if path is None:
-        path = recorded.get("path")
-        if path is None:
-            raise TokenizerError(
-                "this dataset does not name a tokenizer file: give --tokenizer PATH, or --ids."
-            )
-        try:
-            tokenizer = load_tokenizer(path)
-        except TokenizerError as error:
-            raise TokenizerError(f"{error} Give --tokenizer PATH, or --ids.") from error
-    else:
-        tokenizer = load_tokenizer(path)
-    if recorded.get("sha256") not in (None, tokenizer.sha256):
-        raise CompatibilityError(
-            f"{path}: not the tokenizer that this dataset was packed with (sha256 "
-            f"{tokenizer.sha256[:12]}…, recorded {recorded['sha256'][:12]}…). "
-            "Give --tokenizer PATH, or --ids."
-        )
-    return tokenizer.decode
+    provenance, do = dataset.manifest.provenance, "Give --tokenizer PATH, or --ids"
+    return recorded_tokenizer(provenance, path, dataset.url, do).decode
 
 
 def two_columns(title: str, rows: dict[str, object]) -> Table:

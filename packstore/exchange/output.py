@@ -15,7 +15,32 @@ from packstore.io.faults import guarded
 from packstore.io.storage import Location
 
 
-class OutputFile:
+class _Output:
+    """Finishes at the end of a ``with`` block, if there was no error; cleans up in any case."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self._finish()
+        finally:
+            self._clean()
+
+    def _finish(self) -> None:
+        raise NotImplementedError
+
+    def _clean(self) -> None:
+        raise NotImplementedError
+
+
+class OutputFile(_Output):
     """A binary file that is written beside its place, and moved or uploaded there at the end.
 
     A context manager: on an error nothing is left, and what was there stays.
@@ -42,22 +67,10 @@ class OutputFile:
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
             self.file: BinaryIO = open(self._path, "xb")  # noqa: SIM115
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if error is None:
-                self._finish()
-        finally:
-            self.file.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
+    def _clean(self) -> None:
+        self.file.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
 
     def write(self, data: bytes | memoryview) -> None:
         """Adds bytes."""
@@ -73,7 +86,7 @@ class OutputFile:
         self._location.put_file(self._path, "")
 
 
-class OutputFolder:
+class OutputFolder(_Output):
     """Files of a folder that are written one after another and stand there when all are complete.
 
     A context manager: on an error the files that were put are removed again. They are put in the
@@ -82,7 +95,8 @@ class OutputFolder:
     Args:
         location: the folder.
         patterns: files of these names are those of an earlier export.
-        overwrite: replace an earlier export: its files go when all new ones are there.
+        overwrite: replace an earlier export. Its last file goes first, so that a reader who waits
+            for that file never takes a mixture for a whole.
 
     Raises:
         DatasetExistsError: an earlier export is there, and `overwrite` is False.
@@ -102,26 +116,14 @@ class OutputFolder:
             self._staging = tempfile.mkdtemp(prefix=".staging-", dir=root)
         self._names: list[str] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if error is None:
-                self._finish()
-        finally:
-            for name in os.listdir(self._staging):
-                os.unlink(os.path.join(self._staging, name))
-            os.rmdir(self._staging)
-            root = self._location.local_path
-            if self._made and root is not None:
-                with contextlib.suppress(OSError):  # it holds the export
-                    os.rmdir(root)
+    def _clean(self) -> None:
+        for name in os.listdir(self._staging):
+            os.unlink(os.path.join(self._staging, name))
+        os.rmdir(self._staging)
+        root = self._location.local_path
+        if self._made and root is not None:
+            with contextlib.suppress(OSError):  # it holds the export
+                os.rmdir(root)
 
     def path(self, name: str) -> str:
         """A local path for the file that is going to be `name`; the files are put in this order."""
@@ -130,8 +132,14 @@ class OutputFolder:
 
     def _finish(self) -> None:
         put: list[str] = []
+        last = self._names[-1]
+        if last in self._before:  # it says that all are there, which does not hold from here on
+            self._location.remove(last)
         try:
             for name in self._names:
+                if name == last:  # what an earlier export left does not outlive the new one's mark
+                    for old in set(self._before) - set(self._names):
+                        self._location.remove(old)
                 self._location.put_file(os.path.join(self._staging, name), name)
                 put.append(name)
         except BaseException:
@@ -139,8 +147,6 @@ class OutputFolder:
                 with contextlib.suppress(PackstoreError):
                     self._location.remove(name)
             raise
-        for name in set(self._before) - set(put):
-            self._location.remove(name)
 
 
 def refuse_existing(location: Location, overwrite: bool) -> None:

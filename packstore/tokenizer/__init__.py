@@ -3,6 +3,7 @@
 from packstore.tokenizer.carry import parse_carry
 from packstore.tokenizer.fastest import FASTER
 from packstore.tokenizer.record_tokenizer import RecordTokenizer, agreeing
+from packstore.tokenizer.recorded import recorded_tokenizer
 from packstore.tokenizer.shapes import detect_kind
 from packstore.tokenizer.source import load_tokenizer
 from packstore.tokenizer.tokenizer import Tokenizer
@@ -15,4 +16,5 @@ __all__ = [
     "detect_kind",
     "load_tokenizer",
     "parse_carry",
+    "recorded_tokenizer",
 ]

@@ -131,12 +131,11 @@ class RecordTokenizer:
     def _from_ids(self, parsed: Parsed) -> list[Tokens]:
         """Sequences of records that are token ids already; BOS and EOS are as they are there."""
         sequences = []
-        for response in parsed.responses:
+        for i, response in enumerate(parsed.responses):
             ids = np.concatenate([np.asarray(parsed.prompt), np.asarray(response)]).astype(np.int32)
-            if parsed.supervised is None:
-                supervised = np.arange(len(ids)) >= len(parsed.prompt)
-            else:
-                supervised = parsed.supervised.copy()
+            supervised = np.arange(len(ids)) >= len(parsed.prompt)
+            if parsed.supervised is not None:
+                supervised[len(parsed.prompt) :] = parsed.supervised[i]
             supervised[:1] = False
             head = 0
             if self.tokenizer is not None:

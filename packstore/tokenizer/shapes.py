@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,14 +35,14 @@ class Parsed:
         responses: K of the same.
         rewards: one per response.
         tools: descriptions for the chat template.
-        supervised: of a single response that is a whole sequence of ids, the supervised ones.
+        supervised: of responses that are ids, which of them are; None: all.
     """
 
     prompt: str | list[Message] | Int32
     responses: list[str] | list[list[Message]] | list[Int32]
     rewards: list[float]
     tools: Tools = None
-    supervised: Bool | None = None
+    supervised: list[Bool] | None = None
 
 
 class Fields:
@@ -117,25 +117,28 @@ def parse_record(record: object, kind: str, config: TokenizeConfig) -> Parsed:
         if not isinstance(scores, list) or len(scores) != len(responses):
             raise Refused("wrong_type", f"scores must be {len(responses)} numbers, {_size(scores)}")
         rewards = [_number(score, "a score") for score in scores]
+        labels = fields.get("response_labels") or [None] * len(responses)
+        if not isinstance(labels, list) or len(labels) != len(responses):
+            must = f"response_labels must be {len(responses)} lists"
+            raise Refused("wrong_type", f"{must}, {_size(labels)}")
     else:
         prompt, responses = fields.get("prompt"), [fields.need("chosen"), fields.need("rejected")]
+        labels = [fields.get("chosen_labels"), fields.get("rejected_labels")]
         rewards = [
             _number(default if (r := fields.get(name)) is None else r, name)
             for name, default in (("chosen_reward", 1.0), ("rejected_reward", 0.0))
         ]
-    return _assemble(fields, prompt, responses, rewards)
+    return _assemble(fields, prompt, responses, rewards, labels)
 
 
 def _parse_sft(fields: Fields) -> Parsed:
     if fields.get("input_ids") is not None:
-        ids, labels = _ids(fields.get("input_ids")), _ids(fields.need("labels"), labels=True)
-        if len(ids) != len(labels) or np.any((labels != ids) & (labels != IGNORE_INDEX)):
-            raise Refused("wrong_type", "each label must be the id at its place, or -100")
+        ids = _ids(fields.get("input_ids"))
         return Parsed(
             prompt=np.empty(0, np.int32),
             responses=[ids],
             rewards=[1.0],
-            supervised=labels != IGNORE_INDEX,
+            supervised=[_supervised(ids, fields.need("labels"))],
         )
     if fields.get("messages") is None and fields.get("response") is not None:
         return _assemble(fields, fields.need("prompt"), [fields.get("response")], [1.0])
@@ -144,11 +147,20 @@ def _parse_sft(fields: Fields) -> Parsed:
     return Parsed(prompt=[], responses=[messages], rewards=[1.0], tools=tools)
 
 
-def _assemble(fields: Fields, prompt: Any, responses: list[Any], rewards: list[float]) -> Parsed:
+def _assemble(
+    fields: Fields,
+    prompt: Any,
+    responses: list[Any],
+    rewards: list[float],
+    labels: Sequence[Any] = (),
+) -> Parsed:
     sides = [s for s in (prompt, *responses) if s is not None]
     if all(_holds(s, int) for s in sides):
-        ids = [_ids(s) for s in (fields.need("prompt"), *responses)]
-        return Parsed(prompt=ids[0], responses=ids[1:], rewards=rewards)
+        first, *ids = [_ids(s) for s in (fields.need("prompt"), *responses)]
+        supervised = None
+        if any(own is not None for own in labels):
+            supervised = [_supervised(x, own) for x, own in zip(ids, labels, strict=True)]
+        return Parsed(prompt=first, responses=ids, rewards=rewards, supervised=supervised)
     if all(isinstance(s, str) for s in sides):
         if prompt is None:
             prompt, responses = split_texts(responses)
@@ -192,6 +204,17 @@ def _ids(value: object, *, labels: bool = False) -> Int32:
     if array.ndim != 1 or array.dtype.kind != "i" or np.any((array < low) | (array >= 1 << 31)):
         raise Refused("wrong_type", f"ids must be a list of whole numbers, found {quote(value)}")
     return array.astype(np.int32)
+
+
+def _supervised(ids: Int32, labels: object) -> Bool:
+    """Which ids are supervised, by their labels; None: all."""
+    if labels is None:
+        return np.ones(len(ids), np.bool_)
+    told = _ids(labels, labels=True)
+    if len(ids) != len(told) or np.any((told != ids) & (told != IGNORE_INDEX)):
+        raise Refused("wrong_type", "each label must be the id at its place, or -100")
+    on: Bool = told != IGNORE_INDEX
+    return on
 
 
 def _number(value: object, name: str) -> float:

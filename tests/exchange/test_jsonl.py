@@ -14,7 +14,7 @@ import pytest
 
 import packstore
 from packstore.cli import main
-from packstore.errors import CompatibilityError, ConfigError, TokenizerError
+from packstore.errors import CompatibilityError, ConfigError, RecordError, TokenizerError
 from packstore.exchange import export_dataset
 from packstore.io.dataset import Dataset
 from packstore.records import Examples
@@ -103,6 +103,23 @@ def test_what_prompt_and_response_cannot_say_stands_in_labels(
     assert s == examples.num_sequences
     assert exported.facts["supervised in part of a response"] == partly > 5
     assert "supervise all of it" in caplog.text
+    same = {"pack_size": 400, "num_workers": 0, "identical_sides": "keep", "empty_side": "keep"}
+    again = packstore.pack(str(tmp_path / "x.jsonl"), str(tmp_path / "again"), **same)
+    assert content(again, kit) == content(dataset, kit)
+
+
+def test_labels_that_are_not_those_of_the_ids(tmp_path: Path) -> None:
+    pair = {"prompt": [1], "chosen": [2, 3], "rejected": [4]}
+    ranked = {"prompt": [1], "responses": [[2], [3]], "scores": [1, 0]}
+    for record in (
+        {**pair, "chosen_labels": [2, 4]},
+        {**pair, "rejected_labels": [4, 4]},
+        {**pair, "chosen_labels": "x"},
+        {**ranked, "response_labels": [[2]]},
+    ):
+        settings = {"pack_size": 64, "num_workers": 0, "wrong_type": "error"}
+        with pytest.raises(RecordError, match="item 1: every field must be of its type; found"):
+            packstore.pack([record], str(tmp_path / "out"), **settings)
 
 
 CHATS = [

@@ -26,6 +26,7 @@ from packstore.cli import main
 from packstore.errors import CompatibilityError, ConfigError, DatasetExistsError
 from packstore.exchange import export_dataset
 from packstore.exchange.exporters.megatron import MegatronOptions
+from packstore.io.storage import Location
 from packstore.records import Examples, to_offsets
 
 EOS = 49
@@ -368,6 +369,37 @@ def test_a_failed_export_leaves_nothing(
     with pytest.raises(ConfigError):
         export_dataset("megatron", dataset, out)
     assert not out.exists()
+
+
+def test_an_overwrite_that_ends_half_way_has_no_metadata(
+    tmp_path: Path, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a reader who waits for it never takes old and new files for one export."""
+    dataset, out = kit.dataset(60, kind="sft"), tmp_path / "out"
+    small = SimpleNamespace(shard_bytes=600)
+    monkeypatch.setattr("packstore.exchange.exporters.megatron.WriteConfig", lambda: small)
+    export_dataset("megatron", dataset, out)
+    before = kit.left(out)
+    put, left = Location.put_file, []
+
+    def killed(self: Any, path: str, name: str) -> None:
+        if name.endswith("00001.idx.parquet"):
+            left.extend(kit.left(out))
+            raise KeyboardInterrupt
+        put(self, path, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Location, "put_file", killed)
+        with pytest.raises(KeyboardInterrupt):
+            export_dataset("megatron", dataset, out, overwrite=True)
+    assert "metadata.json" in before
+    assert "metadata.json" not in left
+    export_dataset("megatron", dataset, out, overwrite=True)
+    assert kit.left(out) == before
+    whole = kit.dataset(10, kind="sft")
+    export_dataset("megatron", whole, out, overwrite=True)
+    assert len(kit.left(out)) < len(before)
+    assert len(list(Reader(f"{out}", 300).rows())) == len(whole)
 
 
 def test_several_files_and_another_store(

@@ -95,7 +95,7 @@ def test_ranked_keeps_order_and_scores():
 
 def test_labels_become_supervision():
     found = parse_record(OTHER_KINDS["sft ids"][1], "sft", CONFIG)
-    assert found.supervised.tolist() == [False, True]
+    assert [on.tolist() for on in found.supervised] == [[False, True]]
 
 
 def test_fields_by_other_names():

@@ -25,7 +25,7 @@ import numpy as np
 import orjson
 
 from packstore.config import setting
-from packstore.errors import CompatibilityError, ConfigError, TokenizerError, quote, sentence
+from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.exchange.exporters import Exported, Exporter, ExportOptions
 from packstore.exchange.output import OutputFile
 from packstore.io.formats import COMPRESSIONS
@@ -129,6 +129,7 @@ class _Sink(io.RawIOBase):
 
 def _run(dataset: Dataset, place: Location, options: JsonlOptions, progress: Progress) -> Exported:
     from packstore.pack.fill import unpack
+    from packstore.tokenizer import recorded_tokenizer
 
     compression = _compression(place)
     taken = [name for name in dataset.manifest.carry if name in OWN]
@@ -137,7 +138,10 @@ def _run(dataset: Dataset, place: Location, options: JsonlOptions, progress: Pro
         raise CompatibilityError(sentence(dataset.url, must, quote(taken[0])))
     if options.tokenizer and not options.text:
         raise ConfigError("a tokenizer is needed for text only: set text too, or leave it out.")
-    text = _Text(_tokenizer_of(dataset, options.tokenizer)) if options.text else None
+    text = None
+    if options.text:
+        provenance, do = dataset.manifest.provenance, "Give a tokenizer (--tokenizer PATH)"
+        text = _Text(recorded_tokenizer(provenance, options.tokenizer, dataset.url, do))
     kind, done, unlike = dataset.manifest.kind, 0, 0
     with OutputFile(place, options.overwrite) as out, _compressed(out, compression) as write:
         for packs in dataset.iter_packs():
@@ -226,29 +230,6 @@ def _compressed(out: OutputFile, compression: str | None) -> Iterator[Callable[[
 
     with pa.CompressedOutputStream(pa.PythonFile(_Sink(out), mode="w"), compression) as stream:
         yield stream.write
-
-
-def _tokenizer_of(dataset: Dataset, path: str | None) -> Tokenizer:
-    """The tokenizer at `path`, or where the manifest says that it was.
-
-    Raises:
-        TokenizerError: it does not load, or nothing says where it is.
-        CompatibilityError: the dataset was packed with another one.
-    """
-    from packstore.tokenizer import load_tokenizer
-
-    recorded = dataset.manifest.provenance.get("tokenizer") or {}
-    path = path or recorded.get("path")
-    if path is None:
-        must = "its tokenizer must be known to write text"
-        raise TokenizerError(sentence(dataset.url, must, do="Give a tokenizer (--tokenizer PATH)"))
-    tokenizer = load_tokenizer(path)
-    if recorded.get("sha256") not in (None, tokenizer.sha256):
-        must = f"must be the tokenizer that {dataset.url} was packed with"
-        found = f"sha256 {tokenizer.sha256[:12]}…, recorded {recorded['sha256'][:12]}…"
-        do = "Give that one (--tokenizer PATH)"
-        raise CompatibilityError(sentence(str(path), must, found, do))
-    return tokenizer
 
 
 EXPORTER = Exporter(
