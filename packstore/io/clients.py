@@ -32,10 +32,12 @@ def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     Raises:
         ImportError: the package of the filesystem is not installed.
     """
+    from fsspec import get_filesystem_class
     from fsspec.core import url_to_fs
 
-    ours = is_s3(url) and "config_kwargs" not in options
-    if is_s3(url):
+    s3 = is_s3(url) and is_s3fs(get_filesystem_class("s3"))
+    ours = s3 and "config_kwargs" not in options
+    if s3:
         settings = {
             "retries": {"mode": "standard", "total_max_attempts": 1},
             "max_pool_connections": CONNECTIONS,
@@ -44,12 +46,22 @@ def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     fs, path = url_to_fs(url, **options)
     if ours:
         fs.retries = 1  # the instance is ours: nobody else asks for one with these settings
+    config: Any = getattr(getattr(fs, "service_client", None), "_config", None)
+    if hasattr(config, "max_single_put_size"):
+        # Azure's client else sends up to 64 MB at once, of which it keeps three copies.
+        config.max_single_put_size = PART_BYTES
     return fs, path
 
 
 def is_s3(url: str) -> bool:
     """Whether the URL is one of S3, and of nothing around it (``simplecache::s3://``)."""
     return url.startswith(("s3://", "s3a://"))
+
+
+def is_s3fs(fs: Any) -> bool:
+    """Whether a filesystem, or a class of them, is s3fs, and not another that was registered."""
+    kind = fs if isinstance(fs, type) else type(fs)
+    return kind.__module__.startswith("s3fs")
 
 
 def asks_again(fs: Any) -> bool:

@@ -170,7 +170,7 @@ class Location:
                 local.make_folder(os.path.dirname(full))
                 os.replace(local_path, full)
                 local.sync_folder(os.path.dirname(full))
-        elif clients.is_s3(self.url):
+        elif clients.is_s3fs(fs):
             with self.guard("write", path):
                 s3_upload.upload(fs, local_path, full, partial(self.ask, "write", path))
         else:
@@ -221,7 +221,7 @@ class Location:
     def unfinished_uploads(self) -> list[s3_upload.Upload]:
         """The uploads below this place that killed writers left: only S3 keeps and bills them."""
         fs, full = self._open()
-        if not clients.is_s3(self.url):
+        if not clients.is_s3fs(fs):
             return []
         return s3_upload.unfinished(fs, full, partial(self.ask, "list", ""))
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_kinds import KINDS, READER_KEY, READER_SECRET
+from server_kinds import KINDS, READER_KEY, READER_SECRET, free_ports
 from stores import Store
 from tokenizers import Tokenizer
 
 import packstore
+from packstore.config import ReadConfig
 from packstore.errors import StorageError
 from packstore.io.storage import Location
 from packstore.torch import PackedDataLoader, PackedDataset
@@ -102,8 +103,6 @@ def test_a_bucket_removed_while_it_is_read(s3: Store, pairs: Path, tokenizer: To
     packstore.pack(
         str(pairs), url, tokenizer, pack_size=256, row_group_tokens=256, storage_options=options
     )
-    from packstore.config import ReadConfig
-
     reading = ReadConfig(requests=1, read_ahead_bytes=0, backoff=0.01)
     data = PackedDataset(packstore.open(url, storage_options=options), reading=reading)
     batches = iter(PackedDataLoader(data))
@@ -118,6 +117,8 @@ def test_a_bucket_removed_while_it_is_read(s3: Store, pairs: Path, tokenizer: To
 
 
 def test_a_refused_connection_is_bounded(s3: Store) -> None:
-    options = {**s3.through("http://127.0.0.1:9").options, "retry_attempts": 3, "retry_backoff": 0}
+    (port,) = free_ports(1)
+    nobody = s3.through(f"http://127.0.0.1:{port}")
+    options = {**nobody.options, "retry_attempts": 3, "retry_backoff": 0}
     with pytest.raises(StorageError, match=r"found no connection\. Check .* Tried 3 times\."):
         Location(s3.url, options).files()

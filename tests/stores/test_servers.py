@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import pytest
 from stores import Store
 
@@ -21,3 +24,29 @@ def test_a_store_holds_bytes_and_creates_once(store: Store) -> None:
     assert place.files("a") == []
     bucket = store.fresh_bucket()
     assert Location(bucket.url, bucket.options).files() == []
+
+
+def test_of_many_creators_exactly_one_wins(store: Store) -> None:
+    for attempt in range(3):
+        place, winners = Location(store.url, store.options), []
+        start = threading.Barrier(8)
+
+        def create(
+            number: int,
+            place: Location = place,
+            winners: list[int] = winners,
+            start: threading.Barrier = start,
+            path: str = f"{attempt}.json",
+        ) -> None:
+            start.wait()
+            with contextlib.suppress(DatasetExistsError):
+                place.create_bytes(path, b"%d" % number * 1000)
+                winners.append(number)
+
+        threads = [threading.Thread(target=create, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (winner,) = winners
+        assert place.read_bytes(f"{attempt}.json") == b"%d" % winner * 1000
