@@ -165,10 +165,12 @@ class _Survey:
                 yield self._judged(file, why)
         yield from self._unfinished_uploads(runs)
         yield from self._folders_here()
-        for run in runs:
-            for path in self._journal.paths(run):
-                size = self._location.size(path)
-                yield Leftover(path, size, f"journal of the interrupted run {run}")
+        noted = {path: run for run in runs for path in self._journal.paths(run)}
+        others = {f.path: f.bytes for f in list_folder(self._location, RUNS)}
+        for path in sorted(others.keys() - noted.keys()):
+            yield Leftover(path, others[path], "unfinished file")
+        for path, run in noted.items():
+            yield Leftover(path, others.get(path, 0), f"journal of the interrupted run {run}")
 
     def remove(self, found: Sequence[Leftover]) -> None:
         """Removes what was found, in its order."""

@@ -133,9 +133,11 @@ class Journal:
             self._location.remove(path)
 
     def paths(self, run: str) -> list[str]:
-        """The files of a run's journal, its head last."""
-        numbers = [number for found, number, _ in self._files() if found == run]
-        return [_path(run, n) for n in sorted(numbers, key=lambda n: (n == "head", n))]
+        """The files of a run's journal, unfinished ones first, its head last."""
+        names = [entry.name for entry in self._location.files(RUNS)]
+        own = [n for n in names if n.lstrip(".").startswith(f"{run}-")]
+        own.sort(key=lambda n: (not n.startswith("."), n.endswith("-head.json"), n))
+        return [f"{RUNS}/{name}" for name in own]
 
     def _is_whole(self, shard: ShardInfo) -> bool:
         """Whether the shard in the store has the bytes that were written."""
