@@ -24,6 +24,7 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import socket
@@ -168,7 +169,7 @@ def state(place: Place) -> dict[str, Any]:
     opened = [packstore.open(place.url, options, version=v) for v in versions]
     named = {p for d in opened for p in (s.path for s in d.manifest.shards)}
     named |= {d.manifest.pack_index.path for d in opened if d.manifest.pack_index} | {*manifests}
-    done = [f for f in files if f.startswith("_packstore/runs/") and f[-10:-5].isdigit()]
+    done = [f for f in files if re.fullmatch(r"_packstore/runs/[0-9a-f]{12}-\d{5}\.json", f)]
     return {
         "versions": versions,
         "problems": [p for d in opened for p in d.verify().problems],

@@ -200,7 +200,9 @@ class _Survey:
             why = "lease of a dead job"
         if why:
             return Leftover(file.path, file.bytes, why)
-        if file.path.startswith(f"{FOLDER}/.") or re.search(r"\.json\.\d+$", name):
+        # Those of a side dataset are written without a lease.
+        hidden = name.startswith(".") and not name.startswith(f".{SIDE}-")
+        if hidden or re.search(r"\.json\.\d+$", name):
             return Leftover(file.path, file.bytes, "unfinished file")
         young = file.age is None or file.age < self._older_than
         spared = "its age is not known" if file.age is None else "it is too young to tell"

@@ -5,8 +5,9 @@ the highest number holds. A job that finds one looks whether its holder lives, a
 number if not:
 
 - The holder locks a file of a random name, which the system unlocks when it ends. Who finds the
-  file knows at once. It lies in a local dataset, else in the folder for temporary files.
-- Who does not find it (another machine) watches whether the holder still writes its heartbeat.
+  file on the same machine knows at once. It lies in a local dataset, else in the folder for
+  temporary files.
+- Who is on another machine watches whether the holder still writes its heartbeat.
 
 It saves work and keeps jobs from each other's files. What decides is the manifest's number.
 """
@@ -118,9 +119,8 @@ class Lease:
                 continue
             for old in below:
                 self.forgotten.append(_forget(self._location, old))
-            if self._handle is None or self._location.local_path is None:
-                self._thread = threading.Thread(target=self._keep_alive, daemon=True)
-                self._thread.start()
+            self._thread = threading.Thread(target=self._keep_alive, daemon=True)
+            self._thread.start()
             return
         raise _busy(self._location, {})
 
@@ -177,11 +177,15 @@ def _lives(location: Location, number: int, about: dict[str, Any]) -> bool:
 
 
 def _state(location: Location, about: dict[str, Any]) -> str:
+    """``held``, ``free``, or ``missing`` where the lock cannot tell."""
     token = str(about.get("token"))
     if not about.get("lock") or not re.fullmatch(r"[0-9a-f]{32}", token):
         return "missing"
     found = state(_lock_path(location, token))
-    return "free" if found == "missing" and location.local_path is not None else found
+    if found == "held" or location.local_path is None:
+        return found
+    # On a disk that machines share, a lock may be known to its own machine alone.
+    return "free" if about.get("host") == socket.gethostname() else "missing"
 
 
 def _forget(location: Location, number: int) -> Found:

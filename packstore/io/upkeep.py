@@ -84,11 +84,7 @@ def make_folder(path: str) -> list[str]:
         if not os.path.isdir(path):
             raise NotADirectoryError(path) from None
         return made
-    handle = os.open(parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    _sync(parent)
     return [*made, path]
 
 
@@ -159,6 +155,15 @@ def _link(source: str, target: str) -> None:
     os.replace(temporary, target)
     with contextlib.suppress(FileNotFoundError):  # two links to one file are not replaced
         os.unlink(temporary)
+    _sync(os.path.dirname(target))
+
+
+def _sync(folder: str) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _age(entry: dict[str, Any]) -> float | None:
