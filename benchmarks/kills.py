@@ -198,9 +198,7 @@ def one_moment(place: Place, n: int, reference: dict[str, Any]) -> dict[str, Any
     lines = log.read_text().splitlines() if log.exists() else [""]
     after = in_child(lambda: state(place))
     again = run(place, None, place.folder / "again")
-    then = in_child(lambda: state(place))
-    left = in_child(lambda: cleaned(place))
-    last = in_child(lambda: state(place))
+    then, left, last = in_child(lambda: (state(place), cleaned(place), state(place)))
     total, committed = len(reference["put"]), 2 in after["versions"]
     return {
         "moment": n,
@@ -276,6 +274,8 @@ def local_places(folder: Path) -> Iterator[Place]:
 
 
 def s3_places(folder: Path, endpoint: str) -> Iterator[Place]:
+    import aiobotocore.session  # noqa: F401  once, and not in every child
+    import s3fs  # noqa: F401
     from server_kinds import BUCKET, KINDS
 
     kind = KINDS["s3"]

@@ -47,7 +47,9 @@ def list_folder(location: Location, folder: str) -> list[Found]:
             return []
 
     # Some servers list an emptied folder as a file in itself.
-    entries = (e for e in location.ask("list", folder, listed) if e["name"].strip("/") != full.strip("/"))
+    entries = (
+        e for e in location.ask("list", folder, listed) if e["name"].strip("/") != full.strip("/")
+    )
     files = [e for e in entries if e["type"] != "directory"]
     names = [e["name"].rstrip("/").rsplit("/", 1)[-1] for e in files]
     found = (
