@@ -6,17 +6,57 @@ reached through a relay that counts what the process sends.
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+SECONDS = 1200
+"""After so long a child has hung."""
+
 _WRITES = ("os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
+
+
+def in_child(work: Callable[[], Any]) -> Any:
+    """What `work` returns, from a process of its own; None if that was killed."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        be_child(writing, work)
+    os.close(writing)
+    return result_of(pid, reading)
+
+
+def be_child(writing: int, work: Callable[[], Any]) -> None:
+    """Does `work` in this process, tells what came of it, and ends."""
+    signal.alarm(SECONDS)
+    try:
+        answer = {"value": work()}
+    except BaseException:
+        answer = {"error": traceback.format_exc()}
+    with os.fdopen(writing, "w") as pipe:
+        json.dump(answer, pipe)
+    os._exit(0)
+
+
+def result_of(pid: int, reading: int) -> Any:
+    """What a child told; None if it was killed."""
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+        return None
+    answer = json.loads(text) if text else {"error": f"it ended with status {status}"}
+    if "error" in answer:
+        raise RuntimeError(answer["error"])
+    return answer["value"]
 
 
 def watch_disk(root: str, n: int | None, log: Path) -> None:

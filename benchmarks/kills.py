@@ -31,13 +31,12 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kill_points import relay, watch_disk
+from kill_points import be_child, in_child, relay, result_of, watch_disk
 
 import packstore
 from packstore.io.clean import clean
@@ -51,7 +50,6 @@ SETTINGS: dict[str, Any] = {
     "shard_bytes": 1,
     "num_workers": 0,
 }
-SECONDS = 300
 
 
 def records(n: int, first: int) -> list[dict[str, list[int]]]:
@@ -87,39 +85,6 @@ class Place:
         return {**self.options, "endpoint_url": "http://{}:{}".format(*found)} if found else {}
 
 
-def in_child(work: Callable[[], Any]) -> Any:
-    """What `work` returns, from a process of its own; None if that was killed."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        _be_child(writing, work)
-    os.close(writing)
-    return _result(pid, reading)
-
-
-def _be_child(writing: int, work: Callable[[], Any]) -> None:
-    signal.alarm(SECONDS)
-    try:
-        answer = {"value": work()}
-    except BaseException:
-        answer = {"error": traceback.format_exc()}
-    with os.fdopen(writing, "w") as pipe:
-        json.dump(answer, pipe)
-    os._exit(0)
-
-
-def _result(pid: int, reading: int) -> Any:
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-        return None
-    answer = json.loads(text) if text else {"error": f"it ended with status {status}"}
-    if "error" in answer:
-        raise RuntimeError(answer["error"])
-    return answer["value"]
-
-
 def replace_dataset(place: Place, options: dict[str, Any], watched: Callable[[], None]) -> Any:
     """The job: puts the new records in the place of the old; tells which shards it put."""
     tempfile.tempdir = str(place.folder / "tmp")
@@ -145,7 +110,7 @@ def run(place: Place, n: int | None, log: Path) -> Any:
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
-            _be_child(writing, lambda: replace_dataset(place, options, lambda: None))
+            be_child(writing, lambda: replace_dataset(place, options, lambda: None))
         os.close(writing)
         middle = os.fork()
         if middle == 0:
@@ -153,7 +118,7 @@ def run(place: Place, n: int | None, log: Path) -> Any:
                 relay(listener, place.endpoint, pid, n, log)
             os._exit(0)
     try:
-        return _result(pid, reading)
+        return result_of(pid, reading)
     finally:
         os.kill(middle, signal.SIGKILL)
         os.waitpid(middle, 0)
