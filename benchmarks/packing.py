@@ -1,30 +1,35 @@
 """Every strategy and the peers that pip can install, on the same lengths, in one run.
 
-    pip install lightbinpack binpacking
+    pip install lightbinpack binpacking trl datasets
     python benchmarks/packing.py                     # n up to 1e6; --n 10000000 for more
 
 CPU nanoseconds per example (the least of several runs, one process, compiled code warm), fill,
 packs over the best lower bound, and how like the lengths are that meet in a pack. Peers get a
 Python list, ready made, as their interfaces ask; ours get a numpy array. A packer that took more
 than a tenth of --limit is left out at larger n; a peer that is not installed is reported as such.
+Memory is the peak of what numpy and Python allocate, in a run of its own (strategies only). The
+first call is one in a fresh process whose compiled code is cached, imports apart.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.metadata
 import itertools
 import json
 import os
 import platform
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
+from peers_packing import PEERS, QUADRATIC, Packer, peers
 from rich.console import Console
 from rich.table import Table
 
@@ -36,9 +41,7 @@ from packstore.records import Int32, Int64, ragged_indices, to_offsets
 
 RESULTS = Path(__file__).parent / "results" / "packing.json"
 FLOOR = "counting argsort"
-PEERS = ("lightbinpack", "binpacking")
 Result = tuple[Int64, Int64]
-Packer = Callable[[Any, int], Any]
 
 
 def length_sets(n: int, capacity: int, seed: int) -> dict[str, Int32]:
@@ -63,56 +66,6 @@ def length_sets(n: int, capacity: int, seed: int) -> dict[str, Int32]:
         "half": whole(rng.integers(c // 2 + 1, c + 1, n)),
         "third": np.full(n, c // 3 + 1, np.int32),
     }
-
-
-def nemo_first_fit(lengths: list[int], capacity: int, queue: Iterable[int]) -> list[list[int]]:
-    """First fit as NeMo describes it: packs are lists of lengths, each added up at every look.
-
-    The list of examples beside them is ours, to check the result; it costs one append per example.
-    """
-    packs: list[list[int]] = []
-    examples: list[list[int]] = []
-    for i in queue:
-        length = lengths[i]
-        for number, pack in enumerate(packs):
-            if sum(pack) + length <= capacity:
-                pack.append(length)
-                examples[number].append(i)
-                break
-        else:
-            packs.append([length])
-            examples.append([i])
-    return examples
-
-
-def nemo_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
-    queue = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    return nemo_first_fit(lengths, capacity, queue)
-
-
-def nemo_shuffle(lengths: list[int], capacity: int) -> list[list[int]]:
-    queue = np.random.default_rng(0).permutation(len(lengths)).tolist()
-    return nemo_first_fit(lengths, capacity, queue)
-
-
-def peers(console: Console) -> dict[str, Packer]:
-    """Name -> packer, from a list of lengths to lists of examples."""
-    found: dict[str, Packer] = {"NeMo ffd, re-done": nemo_decreasing}
-    found["NeMo ffshuffle, re-done"] = nemo_shuffle
-    for name in PEERS:
-        try:
-            module = importlib.import_module(name)
-        except ImportError:
-            console.print(f"[yellow]{name} is not installed: left out")
-            continue
-        if name == "lightbinpack":
-            found["lightbinpack obfd"] = module.obfd
-            found["lightbinpack ffd"] = module.ffd
-        else:
-            found["binpacking"] = lambda lengths, capacity, module=module: [
-                list(pack) for pack in module.to_constant_volume(dict(enumerate(lengths)), capacity)
-            ]
-    return found
 
 
 @numba.njit
@@ -188,7 +141,33 @@ def run(
     strategy = STRATEGIES.load(packer)
     strategy(lengths[:9].copy(), capacity, 0)  # compiled code warm
     seconds, result = fastest(limit, strategy, lengths, capacity, 0)
-    return seconds, figures(lengths, capacity, result)
+    found = figures(lengths, capacity, result)
+    del result
+    tracemalloc.start()
+    strategy(lengths, capacity, 0)
+    found["peak_bytes_per_example"] = round(tracemalloc.get_traced_memory()[1] / len(lengths), 1)
+    tracemalloc.stop()
+    return seconds, found
+
+
+FIRST_CALL = """
+import sys, time
+import numba, numpy as np, packstore.pack.plan
+lengths = np.random.default_rng(0).integers(1, 4097, 1000).astype(np.int32)
+start = time.process_time()
+packstore.pack.plan.plan(lengths, pack_size=4096, strategy=sys.argv[1])
+print(time.process_time() - start)
+"""
+
+
+def first_calls(runs: int = 3) -> dict[str, float]:
+    """CPU seconds of the first plan of a process, the least of some, once its code is cached."""
+    found = {}
+    for strategy in ("pool", "best_fit_decreasing", "exact_fill"):
+        command = [sys.executable, "-c", FIRST_CALL, strategy]
+        texts = [subprocess.check_output(command, text=True) for _ in range(runs + 1)]
+        found[strategy] = round(min(float(text) for text in texts[1:]), 3)
+    return found
 
 
 def measure(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
@@ -201,7 +180,9 @@ def measure(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
                 continue
             as_list = lengths.tolist()
             for packer in (FLOOR, *STRATEGIES, *others):
-                if (packer, name, capacity) in slow:
+                if (packer, name, capacity) in slow or n > QUADRATIC.get(packer, n):
+                    continue
+                if args.packers and packer not in args.packers:
                     continue
                 case = (capacity, args.limit)
                 seconds, row = run(packer, others.get(packer), lengths, as_list, case)
@@ -244,6 +225,11 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         console.print(table)
 
 
+def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells a measurement from another."""
+    return tuple(row[name] for name in ("capacity", "n", "set", "packer"))
+
+
 def environment() -> dict[str, Any]:
     def version(package: str) -> str | None:
         try:
@@ -269,6 +255,11 @@ def main() -> None:
     parser.add_argument("--n", default=[1000, 10_000, 100_000, 1_000_000], **whole)
     parser.add_argument("--capacity", default=[4096, 8192, 32_768], **whole)
     parser.add_argument("--sets", nargs="+", help="names of length sets; default: all nine")
+    parser.add_argument("--packers", nargs="+", help="names of packers; default: all")
+    parser.add_argument("--first-calls", action="store_true", help="measure first calls, too")
+    parser.add_argument(
+        "--more", action="store_true", help="add to the results that are there, as another run"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=10, help="seconds for a packer at most")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -277,11 +268,18 @@ def main() -> None:
     before = environment()
     rows = measure(args, console)
     show(rows, console)
-    settings = {name: value for name, value in vars(args).items() if name != "out"}
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "more")}
+    run_now = {"environment": before, "settings": settings}
+    fresh: dict[str, Any] = {"runs": [], "first_call_s": {}, "rows": []}
+    known = json.loads(args.out.read_text()) if args.more and args.out.exists() else fresh
+    calls = first_calls() if args.first_calls else known["first_call_s"]
+    for row in rows:
+        row["run"] = len(known["runs"])
+    same = {row_key(row) for row in rows}
+    kept = [row for row in known["rows"] if row_key(row) not in same]
+    result = {"runs": [*known["runs"], run_now], "first_call_s": calls, "rows": kept + rows}
     args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(
-        json.dumps({"environment": before, "settings": settings, "rows": rows}, indent=1) + "\n"
-    )
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
     console.print(f"written: {args.out}")
 
 
