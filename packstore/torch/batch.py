@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from packstore.errors import ConfigError
+from packstore.io.compact import labels_of, unsigned
 from packstore.records import IGNORE_INDEX, Column
 from packstore.torch.inputs import STYLES
 from packstore.torch.layout import AttentionLayout
@@ -41,38 +42,48 @@ def _derived(make: Callable[[PackedBatch], Tensor | None]) -> Any:
 
 
 def _input_ids(batch: PackedBatch) -> Tensor:
-    signed = batch._signed
-    ids = signed >> 31
-    ids ^= signed
-    return ids.long()
+    return _wide(unsigned, batch._signed)
 
 
 def _labels(batch: PackedBatch) -> Tensor:
-    signed = batch._signed
-    labels = signed >> 31
-    labels &= signed ^ IGNORE_INDEX  # where below 0, what turns it into -100
-    labels ^= signed
-    return labels.long()
+    return _wide(labels_of, batch._signed)
+
+
+def _wide(change: Callable[[Any], Any], signed: Tensor) -> Tensor:
+    """On a CPU by numpy: torch would split so little work over threads, which wait for another."""
+    if signed.device.type == "cpu":
+        return torch.from_numpy(change(signed.numpy()).astype(np.int64))
+    wide: Tensor = change(signed).long()
+    return wide
 
 
 def _segment_ids(batch: PackedBatch) -> Tensor:
     starts = batch.cu_seqlens
+    if starts.device.type == "cpu":
+        return torch.from_numpy(np.repeat(np.arange(batch.num_segments), np.diff(starts.numpy())))
     segments = torch.arange(batch.num_segments, device=starts.device)
     return segments.repeat_interleave(starts.diff(), output_size=batch.num_tokens)
 
 
 def _position_ids(batch: PackedBatch) -> Tensor:
-    shifts = (batch.lengths - batch.cu_seqlens[1:]).long()
-    places = torch.arange(batch.num_tokens, device=shifts.device)
-    return places.add_(shifts.index_select(0, batch.segment_ids))
+    ends, lengths = batch.cu_seqlens[1:], batch.lengths
+    if ends.device.type == "cpu":
+        places, shifts = np.arange(batch.num_tokens), lengths.numpy() - ends.numpy()
+        places += np.repeat(shifts.astype(np.int64), np.diff(batch.cu_seqlens.numpy()))
+        return torch.from_numpy(places)
+    tokens = torch.arange(batch.num_tokens, device=ends.device)
+    return tokens.add_((lengths - ends).long().index_select(0, batch.segment_ids))
 
 
 def _target_index(batch: PackedBatch) -> Tensor:
     joint = "_signed" in vars(batch)
-    supervised = batch._signed >= 0 if joint else batch.labels != IGNORE_INDEX
-    supervised[batch.cu_seqlens[:-1].long()] = False
-    if supervised.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(supervised.numpy()))  # three times faster
+    tokens, starts = batch._signed if joint else batch.labels, batch.cu_seqlens[:-1]
+    if tokens.device.type == "cpu":
+        on = tokens.numpy() >= 0
+        on[starts.numpy()] = False
+        return torch.from_numpy(np.flatnonzero(on))
+    supervised = tokens >= 0
+    supervised[starts.long()] = False
     return supervised.nonzero().flatten()
 
 
