@@ -1,0 +1,220 @@
+"""A proxy that breaks things: it stands between a client and a real server, and fails at a rate.
+
+Each request draws its fate from a seeded generator. What it may be is in `FATES`. The request is
+forwarded with its own `Host`, so that signatures stay valid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+SLOW_DOWN = (
+    b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>SlowDown</Code>'
+    b"<Message>Please reduce your request rate.</Message></Error>"
+)
+INTERNAL = SLOW_DOWN.replace(b"SlowDown", b"InternalError")
+
+
+@dataclass
+class Answer:
+    """What the server said."""
+
+    status: int
+    headers: list[tuple[str, str]]
+    body: bytes
+
+
+@dataclass
+class Faults:
+    """What goes wrong.
+
+    Attributes:
+        rate: share of the requests that fail, 0 to 1.
+        seed: of the fates.
+        kinds: which of `FATES`.
+        counts: how often each was dealt, and the requests in all.
+    """
+
+    rate: float
+    seed: int = 0
+    kinds: Sequence[str] = ()
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._rng, self._lock = random.Random(self.seed), threading.Lock()
+
+    def draw(self, method: str) -> tuple[str | None, random.Random]:
+        """The fate of the next request, and a generator for its details."""
+        with self._lock:
+            self.counts["requests"] += 1
+            own = random.Random(self._rng.random())
+            if self._rng.random() >= self.rate:
+                return None, own
+            fitting = [k for k in self.kinds or FATES if method in FATES[k]]
+            kind = self._rng.choice(fitting)
+            self.counts[kind] += 1
+        return kind, own
+
+
+ALL, READING, WRITING = ("GET", "HEAD", "PUT", "POST", "DELETE"), ("GET",), ("PUT", "POST")
+FATES: dict[str, tuple[str, ...]] = {
+    "refuse": ALL,  # the connection ends before anything is done
+    "error 500": ALL,
+    "error 503": ALL,
+    "slow down": ALL,
+    "delay": ALL,
+    "done but lost": ALL,  # it is done, and the connection ends without an answer
+    "done but 500": ALL,  # it is done, and an error is told
+    "cut": READING,  # half of the body, then the connection ends
+    "truncate": READING,  # half of the body, and headers that fit it
+    "flip": READING,  # one bit of the body
+    "flip up": WRITING,  # one bit of what is sent
+    "cut up": WRITING,  # half of what is sent
+}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def handle_any(self) -> None:
+        kind, rng = self.server.faults.draw(self.command)
+        body = self._body()
+        if kind == "refuse":
+            self._hang_up()
+        elif kind == "error 500":
+            self._answer(Answer(500, [("Content-Type", "application/xml")], INTERNAL))
+        elif kind in ("error 503", "slow down"):
+            text = SLOW_DOWN if kind == "slow down" else b""
+            self._answer(Answer(503, [("Content-Type", "application/xml")], text))
+        else:
+            if kind == "delay":
+                time.sleep(rng.uniform(0.05, 0.3))
+            if kind == "flip up" and body:
+                body = flipped(body, rng)
+            try:
+                answer = self._forward(body, len(body) // 2 if kind == "cut up" else None)
+            except (OSError, http.client.HTTPException):
+                self._hang_up()
+                return
+            self._give(kind, answer, rng)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
+
+    def _give(self, kind: str | None, answer: Answer, rng: random.Random) -> None:
+        if kind in ("done but lost", "cut up"):
+            self._hang_up()
+        elif kind == "done but 500":
+            self._answer(Answer(500, [("Content-Type", "application/xml")], INTERNAL))
+        elif kind == "cut" and answer.body:
+            self._answer(answer, sent=len(answer.body) // 2)
+        elif kind == "truncate" and answer.body:
+            self._answer(
+                Answer(answer.status, answer.headers, answer.body[: len(answer.body) // 2])
+            )
+        elif kind == "flip" and answer.body:
+            self._answer(Answer(answer.status, answer.headers, flipped(answer.body, rng)))
+        else:
+            self._answer(answer)
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
+            parts = []
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                parts.append(self.rfile.read(size))
+                self.rfile.readline()
+            while self.rfile.readline().strip():
+                pass
+            return b"".join(parts)
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def _forward(self, body: bytes, sent: int | None) -> Answer:
+        with contextlib.closing(
+            http.client.HTTPConnection(*self.server.behind, timeout=60)
+        ) as connection:
+            connection.putrequest(
+                self.command, self.path, skip_host=True, skip_accept_encoding=True
+            )
+            dropped = ("transfer-encoding", "content-length", "expect", "connection")
+            for name, value in self.headers.items():
+                if name.lower() not in dropped:
+                    connection.putheader(name, value)
+            connection.putheader("Content-Length", str(len(body)))
+            connection.endheaders(body if sent is None else body[:sent])
+            if sent is not None and sent < len(body):
+                raise OSError("cut on the way up")
+            response = connection.getresponse()
+            data = response.read()
+            hop = ("transfer-encoding", "connection", "keep-alive")
+            headers = [(n, v) for n, v in response.getheaders() if n.lower() not in hop]
+            return Answer(response.status, headers, data)
+
+    def _answer(self, answer: Answer, sent: int | None = None) -> None:
+        self.send_response_only(answer.status)
+        told = {name.lower() for name, _ in answer.headers}
+        for name, value in answer.headers:
+            if name.lower() != "content-length" or self.command == "HEAD":
+                self.send_header(name, value)
+        if self.command != "HEAD" or "content-length" not in told:
+            self.send_header("Content-Length", str(len(answer.body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body if sent is None else answer.body[:sent])
+        if sent is not None:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, behind: tuple[str, int], faults: Faults) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.behind, self.faults = behind, faults
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news here."""
+
+
+def flipped(data: bytes, rng: random.Random) -> bytes:
+    """`data` with one bit changed."""
+    out = bytearray(data)
+    out[rng.randrange(len(out))] ^= 1 << rng.randrange(8)
+    return bytes(out)
+
+
+@contextlib.contextmanager
+def faulty(endpoint: str, faults: Faults) -> Iterator[str]:
+    """The endpoint of a proxy before the server at `endpoint`."""
+    parts = urlsplit(endpoint)
+    assert parts.hostname
+    assert parts.port
+    server = _Server((parts.hostname, parts.port), faults)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)

@@ -1,0 +1,126 @@
+"""One pack and one epoch through a store that fails, and what must hold of the outcome."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fault_proxy import Faults, faulty
+from stores import Store
+
+import packstore
+from packstore.config import ReadConfig
+from packstore.errors import DatasetNotFoundError, PackstoreError
+from packstore.io.dataset import Dataset
+from packstore.io.dataset import open as open_dataset
+from packstore.torch import PackedDataset
+
+RECORDS = [
+    {
+        "prompt": [5 + i % 90, 6, 7],
+        "chosen": [8, 10 + i % 80, 11 + i % 70],
+        "rejected": [9] * (1 + i % 17),
+    }
+    for i in range(240)
+]
+SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_bytes": 2000}
+QUICKLY = {"retry_backoff": 0.02, "retry_longest_wait": 0.2, "retry_seconds": 60}
+READING = ReadConfig(backoff=0.02)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one run.
+
+    Attributes:
+        error: name of the error and its text; empty if it finished.
+        requests: that it made.
+        faults: that it met, by kind.
+        wrong: what must not be, empty if all is well.
+    """
+
+    error: str
+    requests: int
+    faults: dict[str, int]
+    wrong: str = ""
+
+
+def through(store: Store, endpoint: str) -> dict[str, Any]:
+    return {**store.through(endpoint).options, **QUICKLY}
+
+
+def content(packs: Iterable[Any]) -> str:
+    """A digest of packs, in their order."""
+    digest = hashlib.sha256()
+    for pack in packs:
+        for name in ("input_ids", "labels", "reward", "lengths", "seq_boundaries", "example_ids"):
+            digest.update(getattr(pack, name).tobytes())
+    return digest.hexdigest()
+
+
+def epoch(source: str | Dataset, options: dict[str, Any] | None = None, seed: int = 0) -> str:
+    """A digest of an epoch: opened, ordered, read ahead, checked."""
+    return content(PackedDataset(source, seed=seed, storage_options=options, reading=READING))
+
+
+def pack_run(place: Store, rate: float, seed: int, good: Dataset) -> Outcome:
+    """Packs through the proxy, then looks at what is really there; goes on without it."""
+    own = replace(place, path=f"{place.path}/{uuid.uuid4().hex}")
+    error = wrong = ""
+    faults = Faults(rate, seed)
+    with faulty(own.endpoint, faults) as endpoint:
+        try:
+            packstore.pack(RECORDS, own.url, storage_options=through(own, endpoint), **SETTINGS)
+        except PackstoreError as refused:
+            error = f"{type(refused).__name__}: {refused}"
+    try:
+        there = open_dataset(own.url, own.options)
+    except DatasetNotFoundError:
+        if not error:
+            wrong = "it said it was done, and nothing is there"
+    else:
+        wrong = difference(there, good)
+    if error and not wrong:
+        try:
+            packstore.pack(
+                RECORDS, own.url, storage_options=own.options, overwrite=True, **SETTINGS
+            )
+            wrong = difference(open_dataset(own.url, own.options), good)
+        except PackstoreError as refused:
+            wrong = f"the rerun: {refused}"
+    return _outcome(error, faults, wrong)
+
+
+def difference(there: Dataset, good: Dataset) -> str:
+    """What is not as it must be."""
+    if there.manifest.fingerprint != good.manifest.fingerprint:
+        return "other packs"
+    report = there.verify()
+    return "" if report.ok else report.problems[0]
+
+
+def epoch_run(place: Store, url: str, rate: float, seed: int, expected: str) -> Outcome:
+    """Reads an epoch through the proxy."""
+    error = wrong = ""
+    faults = Faults(rate, seed)
+    with faulty(place.endpoint, faults) as endpoint:
+        try:
+            if epoch(url, through(place, endpoint), seed % 7) != expected:
+                wrong = "other packs were read"
+        except PackstoreError as refused:
+            error = f"{type(refused).__name__}: {refused}"
+    return _outcome(error, faults, wrong)
+
+
+def _outcome(error: str, faults: Faults, wrong: str) -> Outcome:
+    counts = dict(faults.counts)
+    return Outcome(error, counts.pop("requests", 0), counts, wrong)
+
+
+def rate_of(seed: int) -> float:
+    """Of a seeded run: up to a fifth of the requests."""
+    return random.Random(seed).choice((0.02, 0.05, 0.1, 0.2))
