@@ -10,12 +10,20 @@ from packstore.cli.common import add_dataset, number, open_dataset, progress_of,
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_dataset(parser, versions=True)
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="shards that are read at a time (default: as many as processors, 4 at most)",
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
     dataset = open_dataset(args)
     with progress_of("verify") as progress:
-        report = dataset.verify(lambda done, total: progress("verify", done, total, "shards"))
+        report = dataset.verify(
+            lambda done, total: progress("verify", done, total, "shards"), jobs=args.jobs
+        )
     console = stdout_console()
     for problem in report.problems:
         console.print(problem, style="red", markup=False)

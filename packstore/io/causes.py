@@ -34,6 +34,9 @@ _UNREACHABLE = Cause(
 )
 _TIMEOUT = Cause("no answer in time", "Check the network, or run again later", True)
 _CUT = Cause("an answer that ended too early", "Check the network, or run again later", True)
+_DAMAGED = Cause(
+    "bytes that were damaged on the way", "Check the network, or run again later", True
+)
 DENIED = Cause("permission denied", "Check that these credentials may do this here")
 _UNKNOWN_KEYS = Cause(
     "credentials that the store does not accept", "Check the key, the secret and the endpoint"
@@ -69,12 +72,12 @@ _CODES: dict[str, Cause] = {
         _THROTTLED,
     ),
     **_all(
-        "InternalError ServiceUnavailable OperationAborted ConditionalRequestConflict "
-        "XAmzContentSHA256Mismatch",
+        "InternalError ServiceUnavailable OperationAborted ConditionalRequestConflict",
         _FAILING,
     ),
     **_all("RequestTimeout OperationTimedOut", _TIMEOUT),
     "IncompleteBody": _CUT,
+    **_all("BadDigest XAmzContentChecksumMismatch XAmzContentSHA256Mismatch", _DAMAGED),
     **_all(
         "AccessDenied AllAccessDisabled AuthorizationFailure AuthorizationPermissionMismatch "
         "InsufficientAccountPermissions InvalidPayer",
@@ -140,6 +143,7 @@ _NAMES: dict[str, Cause] = {
     "DefaultCredentialsError": _NO_KEYS,
     "ClientAuthenticationError": _UNKNOWN_KEYS,
     "RefreshError": _EXPIRED,
+    "FlexibleChecksumError": _DAMAGED,
     **_all(
         "ClientPayloadError IncompleteRead IncompleteReadError ResponseStreamingError "
         "ChunkedEncodingError ContentLengthError ResponseParserError ContentDecodingError "

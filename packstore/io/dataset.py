@@ -18,6 +18,7 @@ from packstore.errors import ConfigError, DatasetNotFoundError
 from packstore.io.cache import Cache
 from packstore.io.compact import CompactPacks
 from packstore.io.manifest import Manifest, read_manifest
+from packstore.io.object_version import object_version
 from packstore.io.pack_index import SizeTable
 from packstore.io.reader import Fetched
 from packstore.io.readers import ShardReaders
@@ -189,6 +190,16 @@ class Dataset:
         shard, index = self._place(group)
         return self._readers[shard].decode(index, fetched)
 
+    def group_name(self, group: int) -> str:
+        """Shard and row group, as error texts name them."""
+        shard, index = self._place(group)
+        place = self.location.join(self.manifest.shards[shard].path)
+        return f"{place.display}, row group {index}"
+
+    def object_version(self, group: int) -> str:
+        """Version id or ETag of the shard of a row group, where the store tells it; else empty."""
+        return object_version(self.location, self.manifest.shards[self._place(group)[0]].path)
+
     def iter_packs(self) -> Iterator[Packs]:
         """All packs, one row group at a time, in file order; raises as :meth:`read_packs`."""
         return map(self.read_packs, range(len(self.row_groups)))
@@ -197,13 +208,14 @@ class Dataset:
         """All packs as Arrow batches of :attr:`schema`, one row group at a time."""
         return (to_arrow(packs, self.schema) for packs in self.iter_packs())
 
-    def verify(self, progress: Progress | None = None) -> VerifyReport:
+    def verify(self, progress: Progress | None = None, jobs: int | None = None) -> VerifyReport:
         """Reads everything and checks every hash, rule and count; collects all problems.
 
         Args:
             progress: called with the shards done and the shards in all, after each.
+            jobs: shards that are read at a time; default: as many as processors, 4 at most.
         """
-        return verify(self.location, self.manifest, progress)
+        return verify(self.location, self.manifest, progress, jobs)
 
     def _place(self, group: int) -> tuple[int, int]:
         """The shard of a row group, and its number there."""

@@ -31,6 +31,7 @@ from packstore.io.manifest import Manifest
 from packstore.io.pages import MAX_GROUP_BYTES, check_group
 from packstore.io.plain_pages import Flat, PageReader
 from packstore.io.shard import ShardInfo
+from packstore.io.shard_bytes import ShardBytes
 from packstore.io.storage import Location
 from packstore.io.window import Window
 from packstore.records import Packs
@@ -52,7 +53,7 @@ class ShardReader:
         location: the dataset.
         manifest: of the dataset.
         shard: one of the manifest's shards.
-        data: the whole file, if the caller has it in memory.
+        data: the file, if the caller has it or reads it in its own way.
         cache: keeps what is read.
     """
 
@@ -61,7 +62,7 @@ class ShardReader:
         location: Location,
         manifest: Manifest,
         shard: ShardInfo,
-        data: bytes | None = None,
+        data: bytes | ShardBytes | None = None,
         cache: Cache | None = None,
     ) -> None:
         self.shard = shard
@@ -197,7 +198,7 @@ class ShardReader:
                 self._footer_is_good = True
         path = self._location.join(self.shard.path).local_path
         if self._data is not None:
-            source: Any = pa.BufferReader(self._data)
+            source: Any = pa.BufferReader(getattr(self._data, "whole", self._data))
         elif self._cache is not None and (mapped := self._cache.map(self._whole, self._copy)):
             source = pa.BufferReader(pa.py_buffer(mapped))
         elif path is not None:

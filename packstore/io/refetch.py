@@ -83,7 +83,9 @@ class GroupFetcher:
             try:
                 return self._dataset.decode(group, self.fetch(group))
             except IntegrityError as error:
-                raise type(error)(f"{error} Fetched {_times(2)}.") from first
+                version = self._dataset.object_version(group)
+                of = f" of {version}" if version else ""
+                raise type(error)(f"{error} Fetched {_times(2)}{of}.") from first
 
     def _pays_to_ask_again(self, error: StorageError, attempt: int) -> bool:
         """Waits, if it does."""

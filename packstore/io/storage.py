@@ -200,6 +200,7 @@ class Location:
                 if not means_exists(error):
                     maybe_ours |= is_passing(error)
                     raise
+                fs.invalidate_cache()  # a listing from before the put does not have the file
                 if maybe_ours and fs.cat_file(full) == data:
                     return
                 raise DatasetExistsError(

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-import io
+import itertools
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from packstore.errors import IntegrityError, PackstoreError, quote, sentence
+from packstore.errors import ConfigError, PackstoreError, quote, sentence
 from packstore.invariants import check_packs
 from packstore.io.manifest import Manifest
 from packstore.io.pack_index import PackIndex
 from packstore.io.reader import ShardReader
-from packstore.io.shard import FileHashes, describe_shard
+from packstore.io.shard import FileHashes, ShardInfo, describe_shard
+from packstore.io.shard_bytes import ShardBytes, open_shard
 from packstore.io.statistics import (
     PackCounter,
-    Statistics,
     Totals,
     group_figures,
     pack_figures,
     pack_sizes,
 )
 from packstore.io.storage import Location
-from packstore.records import Int64, PackSizes
+from packstore.records import Int64
 
 Progress = Callable[[int, int], None]
-THREADS = 4
-"""Shards that are verified at a time; each is held in memory."""
+JOBS = 4
+"""Shards that are verified at a time, at most, if nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,19 @@ class _Findings:
     bytes: int = 0
 
 
-def verify(location: Location, manifest: Manifest, progress: Progress | None) -> VerifyReport:
-    """Checks a dataset; :meth:`Dataset.verify` tells what. Holds 8 bytes for every example."""
+def verify(
+    location: Location, manifest: Manifest, progress: Progress | None, jobs: int | None = None
+) -> VerifyReport:
+    """Checks a dataset; :meth:`Dataset.verify` tells what.
+
+    Holds 8 bytes for every example, and for each job two windows of its shard and a row group.
+    """
+    if jobs is not None and jobs < 1:
+        raise ConfigError(f"jobs must be at least 1; found {jobs}.")
     where = location.display
     counter, problems, ids, size = PackCounter(), list[str](), list[Int64](), 0
     index = _open_index(location, manifest, problems)
-    for done, found in enumerate(_each_shard(location, manifest, index), 1):
+    for done, found in enumerate(_each_shard(location, manifest, index, jobs), 1):
         problems += found.problems
         ids += found.example_ids
         size += found.bytes
@@ -86,7 +95,7 @@ def verify(location: Location, manifest: Manifest, progress: Progress | None) ->
     return VerifyReport(where, tuple(problems), totals, len(manifest.shards))
 
 
-def _names(value: Totals | Statistics | FileHashes | PackSizes) -> tuple[str, ...]:
+def _names(value: Any) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(value))
 
 
@@ -102,15 +111,19 @@ def _open_index(location: Location, manifest: Manifest, problems: list[str]) -> 
 
 
 def _each_shard(
-    location: Location, manifest: Manifest, index: PackIndex | None
+    location: Location, manifest: Manifest, index: PackIndex | None, jobs: int | None
 ) -> Iterator[_Findings]:
-    """Findings in the order of the shards, with at most `THREADS` shards in memory."""
-    threads = min(THREADS, os.cpu_count() or 1)
-    numbers = range(len(manifest.shards))
+    """Findings in the order of the shards; few wait for those before them."""
+    threads = jobs or min(JOBS, os.cpu_count() or 1)
+    numbers = iter(range(len(manifest.shards)))
+    waiting: deque[Future[_Findings]] = deque()
     with ThreadPoolExecutor(threads) as pool:
-        for start in range(0, len(numbers), threads):
-            part = numbers[start : start + threads]
-            yield from pool.map(lambda n: _verify_shard(location, manifest, n, index), part)
+        while True:
+            for number in itertools.islice(numbers, 2 * threads - len(waiting)):
+                waiting.append(pool.submit(_verify_shard, location, manifest, number, index))
+            if not waiting:
+                return
+            yield waiting.popleft().result()
 
 
 def _verify_shard(
@@ -119,17 +132,14 @@ def _verify_shard(
     shard, found = manifest.shards[number], _Findings()
     where = location.join(shard.path).display
     try:
-        data = location.read_bytes(shard.path)
+        found.bytes = location.size(shard.path)
+        file = open_shard(location, manifest, shard)
     except PackstoreError as error:
         found.problems.append(str(error))
         return found
-    found.bytes = len(data)
-    try:
-        real = FileHashes.of(io.BytesIO(data))
-        found.problems += _differences(where, shard, real, _names(real))
-    except IntegrityError as error:
-        found.problems.append(f"{where}: {error}")
-    reader = ShardReader(location, manifest, shard, data)
+    if found.bytes != shard.bytes:
+        found.problems += [_differs(where, "bytes", shard.bytes, found.bytes)]
+    reader = ShardReader(location, manifest, shard, file)
     first_row, figures = 0, list[Int64]()
     for group, rows in enumerate(shard.row_groups.rows.tolist()):
         try:
@@ -149,14 +159,29 @@ def _verify_shard(
             found.example_ids.append(packs.example_ids)
             figures.append(pack_figures(packs))
         first_row += rows
+    found.problems += _check_hashes(where, shard, file)
     if not found.problems:
         groups = [group_figures(f) for f in figures]
-        info = describe_shard(shard.path, groups, real, shard.row_groups.crc32)
+        hashes = FileHashes(**{name: getattr(shard, name) for name in _names(FileHashes)})
+        info = describe_shard(shard.path, groups, hashes, shard.row_groups.crc32)
         found.problems += _differences(where, shard, info, ("sequences", "supervised_tokens"))
         found.problems += _differences(where, shard.row_groups, info.row_groups, ("longest",))
         if index is not None:
             found.problems += _index_differences(index, number, np.concatenate(figures))
     return found
+
+
+def _check_hashes(where: str, shard: ShardInfo, file: ShardBytes) -> list[str]:
+    """What the hashes of a shard are not; reads what is left of it."""
+    try:
+        found = file.hashes()
+    except PackstoreError as error:
+        return [str(error)]
+    return [
+        _differs(where, name, getattr(shard, name), value)
+        for name, value in found.items()
+        if value != getattr(shard, name)
+    ]
 
 
 def _index_differences(index: PackIndex, number: int, figures: Int64) -> list[str]:
@@ -176,10 +201,15 @@ def _index_differences(index: PackIndex, number: int, figures: Int64) -> list[st
 def _differences(where: str, told: object, real: object, names: tuple[str, ...]) -> list[str]:
     """One sentence for each of the named attributes that the manifest does not tell rightly."""
     return [
-        sentence(where, f"must have {name} {quote(a)}, as the manifest says", quote(b))
+        _differs(where, name, a, b)
         for name in names
         if not np.array_equal(a := getattr(told, name), b := getattr(real, name))
     ]
+
+
+def _differs(where: str, name: str, told: object, real: object) -> str:
+    must = f"must have {name} {quote(told, 80)}, as the manifest says"
+    return sentence(where, must, quote(real, 80))
 
 
 def _repeated_ids(where: str, ids: list[Int64]) -> list[str]:

@@ -104,6 +104,13 @@ class PackedDataset(IterableDataset[Packs]):
         return len(self.stream)
 
     @property
+    def quarantined(self) -> list[str]:
+        """What this process has left out (`on_error` quarantine): each a shard and row group."""
+        stream: Any = getattr(self.stream, "stream", self.stream)
+        groups = sorted(getattr(stream, "quarantined", ()))
+        return [stream.dataset.group_name(group) for group in groups]
+
+    @property
     def start(self) -> Position:
         """Where the next iteration begins: at the beginning, or where a loaded state was taken."""
         return self._start.peek()

@@ -9,6 +9,7 @@ PackstoreError is saved under tests/fuzz/corpus, where the tests run it from the
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import mmap
 import resource
@@ -106,7 +107,23 @@ def keep(name: str, number: int, kind: str, what: str, examples: dict[str, list[
         (folder / f"{kind}-{number}").write_bytes(make_input(name, number))
 
 
+def feed(names: list[str], inputs: int) -> None:
+    """A few inputs of each target and all that were kept of it, in this process; for the tests."""
+    for name in names:
+        made = (make_input(name, 10**9 + number) for number in range(inputs))
+        kept = (path.read_bytes() for path in sorted(CORPUS.glob(f"{name}/*")))
+        for data in itertools.chain(made, kept):
+            try:
+                TARGETS[name].run(data)
+            except PackstoreError as error:
+                assert "\n" not in str(error), error  # noqa: PT017
+        print(name, flush=True)
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--feed"]:
+        feed(sys.argv[3:], int(sys.argv[2]))
+        return
     if sys.argv[1:2] == ["--child"]:
         child(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
         return

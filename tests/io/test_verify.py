@@ -1,0 +1,163 @@
+"""``verify`` finds every kind of damage, whichever window or thread meets it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packstore.cli import main
+from packstore.errors import ConfigError, PackstoreError
+from packstore.io import shard_bytes
+from packstore.io.dataset import Dataset
+from packstore.io.dataset import open as open_dataset
+
+
+@pytest.fixture(params=["parquet", "arrow"])
+def stored(kit: Any, tmp_path: Path, request: Any, monkeypatch: pytest.MonkeyPatch) -> Dataset:
+    monkeypatch.setattr(shard_bytes, "WINDOW_BYTES", 700)  # smaller than a row group
+    written = kit.Written(str(tmp_path / "ds"))
+    data: Dataset = written.dataset(
+        [kit.some_packs(150)], row_group_tokens=150, shard_bytes=5000, format=request.param
+    )
+    assert len(data.manifest.shards) > 2
+    return data
+
+
+def paths(data: Dataset) -> list[Path]:
+    return [Path(url) for url in data.shard_urls]
+
+
+def flip(data: Dataset) -> None:
+    path = random.Random(3).choice(paths(data))
+    spoiled = bytearray(path.read_bytes())
+    spoiled[len(spoiled) // 2] ^= 1
+    path.write_bytes(spoiled)
+
+
+def flip_footer(data: Dataset) -> None:
+    path = paths(data)[1]
+    spoiled = bytearray(path.read_bytes())
+    spoiled[-60] ^= 1
+    path.write_bytes(spoiled)
+
+
+def flip_magic(data: Dataset) -> None:
+    """Bytes that no reader looks at."""
+    path = paths(data)[0]
+    path.write_bytes(b"?" + path.read_bytes()[1:])
+
+
+def cut(data: Dataset) -> None:
+    path = paths(data)[0]
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def empty(data: Dataset) -> None:
+    paths(data)[0].write_bytes(b"")
+
+
+def lengthen(data: Dataset) -> None:
+    with open(paths(data)[0], "ab") as file:
+        file.write(b"more")
+
+
+def swap(data: Dataset) -> None:
+    first, second, *_ = paths(data)
+    a, b = first.read_bytes(), second.read_bytes()
+    first.write_bytes(b)
+    second.write_bytes(a)
+
+
+def lose(data: Dataset) -> None:
+    paths(data)[1].unlink()
+
+
+def lose_index(data: Dataset) -> None:
+    assert data.manifest.pack_index
+    (Path(data.url) / data.manifest.pack_index.path).unlink()
+
+
+def edit(change: Any) -> Any:
+    def damage(data: Dataset) -> None:
+        path = Path(data.url) / "_packstore" / "manifest-000001.json"
+        value = json.loads(path.read_text())
+        change(value)
+        path.write_text(json.dumps(value))
+
+    return damage
+
+
+def move_supervised(m: Any) -> None:
+    m["shards"][0]["supervised_tokens"] -= 1
+    m["totals"]["supervised_tokens"] -= 1
+
+
+DAMAGES = {
+    f.__name__: f
+    for f in (flip, flip_footer, flip_magic, cut, empty, lengthen, swap, lose, lose_index)
+} | {
+    "the hash of a shard": edit(lambda m: m["shards"][0].update(sha256="0" * 64)),
+    "the hash of a footer": edit(lambda m: m["shards"][0].update(footer_sha256="0" * 64)),
+    "a checksum": edit(lambda m: m["shards"][0]["row_groups"].update(crc32="0" * 8)),
+    "the longest segment": edit(
+        lambda m: m["shards"][0]["row_groups"]["longest"].__setitem__(0, 1)
+    ),
+    "the order of the shards": edit(
+        lambda m: (
+            m["shards"][0].update(path=m["shards"][1]["path"])
+            or m["shards"][1].update(path="data/x.parquet")
+        )
+    ),
+    "supervised tokens": edit(move_supervised),
+    "the layout": edit(lambda m: m.update(layout="shared_prefix")),
+    "the kind": edit(lambda m: m.update(kind="ranked")),
+    "statistics": edit(lambda m: m["statistics"].update(most_segments=1)),
+    "the histogram": edit(lambda m: m["statistics"]["length_histogram"].update({"2": 1})),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_found(stored: Dataset, name: str) -> None:
+    assert stored.verify(jobs=2).ok
+    try:
+        DAMAGES[name](stored)
+        report = open_dataset(stored.url).verify(jobs=3)
+    except PackstoreError:
+        return  # the manifest itself is refused
+    assert not report.ok
+    assert main(["verify", stored.url, "--jobs", "2"]) == 1
+
+
+def test_any_number_of_jobs_finds_the_same(stored: Dataset) -> None:
+    flip(stored)
+    swap(stored)
+    told: list[tuple[int, int]] = []
+    reports = [stored.verify(lambda *p: told.append(p), jobs=jobs) for jobs in (1, 2, 8, None)]
+    assert len({r.problems for r in reports}) == 1
+    shards = len(stored.manifest.shards)
+    assert told == [(n + 1, shards) for n in range(shards)] * 4
+    with pytest.raises(ConfigError, match="jobs must be at least 1; found 0"):
+        stored.verify(jobs=0)
+
+
+def test_little_is_in_memory(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of a Parquet shard, and not the shard."""
+    data: Dataset = kit.Written(str(tmp_path / "ds")).dataset(
+        [kit.some_packs(300)], row_group_tokens=60, shard_bytes=1 << 20
+    )
+    monkeypatch.setattr(shard_bytes, "WINDOW_BYTES", 500)
+    held: list[int] = []
+    advance = shard_bytes.ShardBytes._advance
+
+    def watched(self: Any, keep: int) -> bool:
+        held.append(len(self._window))
+        return advance(self, keep)
+
+    monkeypatch.setattr(shard_bytes.ShardBytes, "_advance", watched)
+    assert data.verify().ok
+    (shard,) = data.manifest.shards
+    assert max(held) < shard.bytes / 10
