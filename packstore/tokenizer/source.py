@@ -28,6 +28,9 @@ FILE_ENGINES = {
 }
 """Reference engine -> settings that take its files."""
 
+MAX_FILE_BYTES = 1 << 30
+"""Bytes of a tokenizer file at most."""
+
 WELL_KNOWN = {
     "bos_token": ("<s>", "<|begin_of_text|>", "<bos>"),
     "eos_token": ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<eos>"),
@@ -64,7 +67,7 @@ class _Found:
         text = self.read(path)
         try:
             value = json.loads(text) if text is not None else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TokenizerError(sentence(path.name, "it must be JSON", str(error))) from error
         if not isinstance(value, dict):
             raise TokenizerError(sentence(path.name, "it must hold a JSON object", quote(value)))
@@ -143,6 +146,10 @@ def _from_path(path: Path, engine: str) -> _Found:
 
 def _read(path: Path) -> bytes:
     try:
+        if not path.is_file() and path.exists():
+            raise OSError(f"a {'folder' if path.is_dir() else 'device or pipe'}")
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+            raise OSError(f"{size} bytes, which are more than {MAX_FILE_BYTES}")
         return path.read_bytes()
     except OSError as error:
         reason = error.strerror or str(error)

@@ -141,6 +141,39 @@ def render(data: bytes) -> None:
         ChatTemplate(data.decode("utf-8", "replace"), {"bos_token": "<s>"}).render(talk)
 
 
+def tokenize(data: bytes) -> None:
+    from packstore.tokenizer.engines.tokenizers import TokenizersEngine
+
+    engine = TokenizersEngine(data, "fuzz")
+    engine.register(["<s>"])
+    for control in (True, False):
+        engine.encode_batch(["hello, world <s> 你好", "", "a" * 99], control=control)
+    engine.decode([0, 1, 2])
+    engine.wrapping()
+    engine.vocab_size()
+
+
+def tokenizer_seeds() -> list[bytes]:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    vocab = {t: i for i, t in enumerate(["<s>", "<unk>", *"helowrda,", "he", "hel", "Ġ"])}
+    merges = [("h", "e"), ("he", "l")]
+    out = []
+    for model in (models.BPE(vocab, merges, unk_token="<unk>"), models.WordLevel(vocab, "<unk>")):
+        made = Tokenizer(model)
+        made.normalizer = normalizers.Sequence(
+            [normalizers.NFC(), normalizers.Replace(" ", "Ġ"), normalizers.Lowercase()]
+        )
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(",", "isolated"), pre_tokenizers.ByteLevel()]
+        )
+        made.decoder = decoders.ByteLevel()
+        made.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
+        made.add_special_tokens(["<s>"])
+        out.append(made.to_str().encode())
+    return out
+
+
 def nemo_seeds() -> list[bytes]:
     out = []
     for protocol in (3, 4):
@@ -237,6 +270,7 @@ TARGETS: dict[str, Target] = {
     "parquet": Target(lambda d: read_input(d, "parquet"), parquet_seeds),
     "arrow": Target(lambda d: read_input(d, "arrow"), arrow_seeds),
     "nemo": Target(read_nemo, nemo_seeds),
+    "tokenizer": Target(tokenize, tokenizer_seeds, text=True),
     "template": Target(render, lambda: [TEMPLATE], text=True),
 }
 _NUMBERS = [0, 1, -1, 127, 255, 1 << 15, (1 << 31) - 1, 1 << 31, 1 << 40, (1 << 63) - 1, 1 << 63]

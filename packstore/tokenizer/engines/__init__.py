@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
+from packstore.errors import PackstoreError, TokenizerError, sentence
 from packstore.records import Int32, Int64, to_offsets
 from packstore.registry import Registry
 
@@ -64,6 +66,20 @@ ENGINES: Registry[Callable[[bytes, str], Engine]] = Registry(
     extras={"fastokens": "fast", "gigatoken": "fast", "sentencepiece": "sentencepiece"},
 )
 """Name -> class, made from the bytes of the tokenizer file and its name for error texts."""
+
+
+@contextlib.contextmanager
+def inside(where: str, must: str, do: str = "") -> Iterator[None]:
+    """A context in which whatever a library raises becomes a :class:`TokenizerError`.
+
+    They have no narrower class, and a panic of Rust is not even an ``Exception``.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, PackstoreError):
+        raise
+    except BaseException as error:
+        raise TokenizerError(sentence(where, must, str(error), do)) from error
 
 
 def flatten(rows: Sequence[Sequence[int]]) -> tuple[Int32, Int64]:

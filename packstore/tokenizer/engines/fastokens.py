@@ -8,8 +8,8 @@ from importlib.metadata import version
 import fastokens
 import numpy as np
 
-from packstore.errors import TokenizerError, sentence
 from packstore.records import Int32, Int64
+from packstore.tokenizer.engines import inside
 from packstore.tokenizer.engines.tokenizers import TokenizersEngine
 
 
@@ -20,19 +20,13 @@ class FastokensEngine(TokenizersEngine):
 
     def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
         """Ids of all texts, flat, and their offsets."""
-        try:
+        with inside(self._where, "fastokens must encode every text"):
             ids, offsets = self._fast.encode_batch_flat(
                 list(texts), split_special_tokens=not control
             )
-        except Exception as error:  # the library raises no narrower class
-            must = "fastokens must encode every text"
-            raise TokenizerError(sentence(self._where, must, str(error))) from error
         return np.frombuffer(ids, np.int32), np.frombuffer(offsets, np.int64)
 
     def _load(self) -> None:
-        try:
+        do = "Set tokenizer_engine to tokenizers, or to auto"
+        with inside(self._where, "fastokens must know this kind of tokenizer", do):
             self._fast = fastokens.Tokenizer.from_json_str(self._tokenizer.to_str())
-        except Exception as error:  # the library raises no narrower class
-            must = "fastokens must know this kind of tokenizer"
-            do = "Set tokenizer_engine to tokenizers, or to auto"
-            raise TokenizerError(sentence(self._where, must, str(error), do)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Self
 
@@ -9,7 +10,13 @@ import tokenizers
 
 from packstore.errors import TokenizerError, sentence
 from packstore.records import Int32, Int64
-from packstore.tokenizer.engines import flatten
+from packstore.tokenizer.engines import flatten, inside
+
+MAX_IDS = 1 << 24
+"""Ids are below it; the largest vocabularies have a tenth of that."""
+
+MAX_GROWTH = 1000
+"""How many times as long the replacements of a normalizer may make a text."""
 
 
 class TokenizersEngine:
@@ -19,15 +26,14 @@ class TokenizersEngine:
 
     def __init__(self, payload: bytes, where: str) -> None:
         self._where = where
-        try:
+        with inside(where, "it must be a tokenizer.json that the tokenizers library reads"):
             self._tokenizer = tokenizers.Tokenizer.from_str(payload.decode())
-        except Exception as error:  # the library raises no narrower class
-            must = "it must be a tokenizer.json that the tokenizers library reads"
-            raise TokenizerError(sentence(self._where, must, str(error))) from error
-        # Left in place, these would cut and pad silently.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._find_specials()
+            # Left in place, these would cut and pad silently.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            self._find_specials()
+            self._check_growth()
+            self.vocab_size()  # refuses huge ids, before a faster library makes a table of them
         self._load()
 
     @classmethod
@@ -50,24 +56,25 @@ class TokenizersEngine:
     def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
         """Ids of all texts, flat, and their offsets."""
         self._tokenizer.encode_special_tokens = not control
-        try:
+        with inside(self._where, "it must encode every text"):
             found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # the library raises no narrower class
-            raise TokenizerError(
-                sentence(self._where, "it must encode every text", str(error))
-            ) from error
-        return flatten([encoding.ids for encoding in found])
+            return flatten([encoding.ids for encoding in found])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, control tokens included."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        with inside(self._where, "it must decode ids"):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def vocab_size(self) -> int:
         """Highest id + 1."""
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         if None not in map(self._tokenizer.id_to_token, range(size)):
             return size  # no gaps: the vocabulary need not be copied
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if size > MAX_IDS:
+            must = f"its ids must be below {MAX_IDS}"
+            raise TokenizerError(sentence(self._where, must, str(size - 1)))
+        return size
 
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary entry with this id."""
@@ -79,7 +86,8 @@ class TokenizersEngine:
 
     def wrapping(self) -> tuple[list[int], list[int]]:
         """Ids that the file puts before and after a text by itself."""
-        whole = self._tokenizer.encode("a", add_special_tokens=True)
+        with inside(self._where, "it must encode every text"):
+            whole = self._tokenizer.encode("a", add_special_tokens=True)
         inner = [i for i, special in enumerate(whole.special_tokens_mask) if not special]
         if not inner:
             return [], []
@@ -87,6 +95,19 @@ class TokenizersEngine:
 
     def _load(self) -> None:
         """Makes ready what a faster engine needs; again when control tokens were added."""
+
+    def _check_growth(self) -> None:
+        """Refuses a normalizer that makes much text of little."""
+        normalizer = self._tokenizer.normalizer
+        steps = [json.loads(normalizer.__getstate__())] if normalizer is not None else []
+        growth = 1
+        while steps:
+            step = steps.pop()
+            steps += step.get("normalizers", ())
+            growth *= max(len(step.get("content") or ""), 1)
+        if growth > MAX_GROWTH:
+            must = f"its normalizer must not make texts more than {MAX_GROWTH} times as long"
+            raise TokenizerError(sentence(self._where, must, f"{growth} times"))
 
     def _find_specials(self) -> None:
         added = self._tokenizer.get_added_tokens_decoder()
