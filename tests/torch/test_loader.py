@@ -342,7 +342,7 @@ def test_repacked_and_joined(kit: SimpleNamespace, tmp_path: Any) -> None:
             for batch in resumed:
                 seen += batch.example_ids[batch.weights > 0].tolist()
         assert sorted(seen) == list(range(60))
-    with pytest.raises(ConfigError, match="repack needs a dataset or its URL"):
+    with pytest.raises(ConfigError, match="repack needs a dataset"):
         PackedDataset(first.data.stream, repack=PackConfig())
     with pytest.raises(ConfigError, match="repack takes shuffle True or False"):
         PackedDataset(stored, shuffle="stratified", repack=PackConfig(pack_size=64))
