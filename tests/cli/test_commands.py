@@ -99,7 +99,7 @@ def test_show_refuses(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         '{"version":"1.0","model":{"type":"WordLevel","vocab":{"a":0},"unk_token":"a"}}'
     )
     assert main(["show", str(dataset), "--tokenizer", str(other)]) == 1
-    assert "not the tokenizer" in capsys.readouterr().err
+    assert "must be the tokenizer that" in capsys.readouterr().err
 
 
 def test_verify(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
