@@ -21,7 +21,7 @@ LOCK = "lock"
 SPILL = "packstore-spill-"
 """Begins the names of the folders of tokenized examples."""
 
-_NEW = ".new-"
+_NEW = ".packstore-new-"
 _GRACE_SECONDS = 3600.0
 """After so long a folder that never got its lock was left by a job that ended in that moment."""
 
@@ -71,10 +71,16 @@ class OwnedFolder:
         parent = parent or tempfile.gettempdir()
         sweep(parent, prefix)
         # Under its own name only once it is locked: else another job may take it for a dead one's.
-        fresh = tempfile.mkdtemp(prefix=_NEW, dir=parent)
-        self._lock = hold(os.path.join(fresh, LOCK))
-        self.name = os.path.join(parent, prefix + os.path.basename(fresh)[len(_NEW) :])
-        os.rename(fresh, self.name)
+        for last in (False, False, True):
+            fresh = tempfile.mkdtemp(prefix=_NEW, dir=parent)
+            self.name = os.path.join(parent, prefix + os.path.basename(fresh)[len(_NEW) :])
+            try:
+                self._lock = hold(os.path.join(fresh, LOCK))
+                os.rename(fresh, self.name)
+                return
+            except FileNotFoundError:  # swept in the instant before it was locked
+                if last:
+                    raise
 
     def cleanup(self) -> None:
         """Removes it with what is in it."""
@@ -116,14 +122,15 @@ def _is_own_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _is_abandoned(entry: os.DirEntry[str]) -> bool:
+    """Whether nobody holds its lock; one that has its name had a lock, and lost it at its end."""
     found = state(os.path.join(entry.path, LOCK))
-    if found == _FREE and not entry.name.startswith(_NEW):
+    if found == _FREE or (found == _MISSING and not entry.name.startswith(_NEW)):
         return True
     try:
         age = time.time() - entry.stat(follow_symlinks=False).st_mtime
     except OSError:
         return False
-    return found != _HELD and age > _GRACE_SECONDS
+    return found == _MISSING and age > _GRACE_SECONDS
 
 
 def _bytes(folder: str) -> int:

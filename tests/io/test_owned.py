@@ -38,12 +38,20 @@ def test_only_what_a_dead_owner_left_is_removed(tmp_path: Path) -> None:
     assert os.listdir(here) == []
 
 
-def test_a_folder_without_its_lock_is_spared_for_an_hour(tmp_path: Path) -> None:
-    for name in ("some-1", ".new-1"):
+def test_folders_that_were_cut_off_at_their_beginning_or_end(tmp_path: Path) -> None:
+    """Without its lock a new folder is spared for an hour, one that has its name is at its end."""
+    for name in ("some-1", ".packstore-new-1", ".packstore-new-2"):
         (tmp_path / name).mkdir()
-        assert owned.abandoned(str(tmp_path), "some-") == []
-    os.utime(tmp_path / ".new-1", (0, 0))
-    assert [Path(a.path).name for a in owned.abandoned(str(tmp_path), "some-")] == [".new-1"]
+    (tmp_path / ".packstore-new-2" / "lock").touch()
+
+    def found() -> list[str]:
+        return [Path(a.path).name for a in owned.abandoned(str(tmp_path), "some-")]
+
+    assert found() == [".packstore-new-2", "some-1"]
+    os.utime(tmp_path / ".packstore-new-1", (0, 0))
+    assert found() == [".packstore-new-1", ".packstore-new-2", "some-1"]
     (tmp_path / "link").symlink_to(tmp_path / "some-1")
     owned.sweep(str(tmp_path), "link")
     assert (tmp_path / "some-1").is_dir()
+    owned.sweep(str(tmp_path), "some-")
+    assert os.listdir(tmp_path) == ["link"]
