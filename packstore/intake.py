@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from packstore.config import PackConfig, PlanConfig, WriteConfig
+from packstore.config import PackConfig, PlanConfig, SelectConfig, WriteConfig
 from packstore.engines import ENGINES
 from packstore.errors import ConfigError, RecordError, sentence
 from packstore.io.dataset import Dataset, find_dataset
@@ -147,6 +147,11 @@ class DatasetIntake:
                 f"overlong={config.overlong!r} needs the records: a packed dataset no longer knows "
                 "its texts. Pack the records again, or set overlong to drop or error."
             )
+        if config.selects:
+            raise ConfigError(
+                "dedup and validation_fraction need the records: a packed dataset no longer knows "
+                "its texts. Pack the records again."
+            )
         if config.kind not in ("auto", manifest.kind):
             raise ConfigError(
                 f"kind must be auto or that of the dataset, {manifest.kind}; found {config.kind}."
@@ -181,7 +186,7 @@ class DatasetIntake:
 
     def _settings(self) -> dict[str, Any]:
         """The settings that have a meaning without texts."""
-        names = {f.name for stage in (PlanConfig, WriteConfig) for f in fields(stage)}
+        names = {f.name for stage in (SelectConfig, PlanConfig, WriteConfig) for f in fields(stage)}
         names |= {"max_length", "overlong"}
         return {name: v for name, v in self._config.recorded().items() if name in names}
 

@@ -60,7 +60,10 @@ def ahead(items: Iterable[T], depth: int = 1) -> Generator[T, None, None]:
         thread.join()
 
 
-_pauses = 0
+COLLECT_AFTER = 256
+"""Pauses that overlap all the time are interrupted after so many."""
+
+_pauses = _since = 0
 _lock = threading.Lock()
 
 
@@ -70,7 +73,7 @@ def no_garbage_collection() -> Iterator[None]:
 
     Pauses may overlap; the last one ends them, if the collector was on before.
     """
-    global _pauses
+    global _pauses, _since
     with _lock:
         on = gc.isenabled()
         if on or _pauses:
@@ -82,5 +85,10 @@ def no_garbage_collection() -> Iterator[None]:
         with _lock:
             if _pauses:
                 _pauses -= 1
+                _since += 1
                 if not _pauses:
                     gc.enable()
+                    _since = 0
+                elif _since >= COLLECT_AFTER:
+                    gc.collect()
+                    _since = 0

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from packstore.config import PackConfig, fingerprint
 from packstore.engines import ENGINES
+from packstore.errors import ConfigError, DropRateError, sentence
 from packstore.intake import Intake, open_intake
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
@@ -37,6 +38,7 @@ from packstore.runs import (
     with_lineage,
     without_paths,
 )
+from packstore.selection import Selection, of_part
 from packstore.spill import Spill
 
 __all__ = ["Progress", "pack", "pack_into"]
@@ -69,7 +71,8 @@ def pack(
         settings: fields of :class:`packstore.PackConfig`, over `config`.
 
     Returns:
-        The committed dataset. ``manifest.records`` says what became of every record.
+        The committed dataset. ``manifest.records`` says what became of every record. With
+        `validation_fraction` it is that in ``OUT/train``; the other is in ``OUT/validation``.
 
     Raises:
         PackstoreError: see :mod:`packstore.errors`; `out` is then as it was before.
@@ -77,51 +80,95 @@ def pack(
     config = PackConfig.of(config, **settings)
     STRATEGIES.check(config.strategy)
     ENGINES.check(config.engine)
-    location = Location(out, storage_options or {})
-    with writing(location, config.overwrite, config.fresh) as job:
-        pack_into(job, source, tokenizer, config, progress)
-    dataset = open_dataset(out, storage_options=storage_options)
-    _log_result(dataset)
-    return dataset
+    options = dict(storage_options or {})
+    places = [Location(out, options)]
+    if len(parts := Selection(config, config.seed).parts) > 1:
+        places = [places[0].join(part) for part in parts]
+    with contextlib.ExitStack() as stack:
+        jobs = [
+            stack.enter_context(writing(place, config.overwrite, config.fresh)) for place in places
+        ]
+        _pack_parts(jobs, source, tokenizer, config, progress or _no_progress)
+    datasets = [open_dataset(place.url, storage_options=storage_options) for place in places]
+    for dataset in datasets:
+        _log_result(dataset)
+    return datasets[0]
 
 
 def pack_into(
     job: WriteJob, source: Any, tokenizer: Any, config: PackConfig, progress: Progress | None = None
 ) -> None:
     """What :func:`pack` does at a place that is its own for now; see :mod:`packstore.io.job`."""
-    report = progress or _no_progress
-    job.compare(begun_with(config, job))
-    intake = open_intake(source, tokenizer, config, dict(job.location.storage_options))
-    job.check_fits(intake.kind, intake.carry, intake.provenance)
+    if config.validation_fraction:
+        raise ConfigError("validation_fraction makes two datasets of its own: set it for pack().")
+    _pack_parts([job], source, tokenizer, config, progress or _no_progress)
+
+
+def _pack_parts(
+    jobs: Sequence[WriteJob], source: Any, tokenizer: Any, config: PackConfig, report: Progress
+) -> None:
+    """One dataset for each part that the settings ask for."""
+    for job in jobs:
+        job.compare(begun_with(config, job))
+    intake = open_intake(source, tokenizer, config, dict(jobs[0].location.storage_options))
+    for job in jobs:
+        job.check_fits(intake.kind, intake.carry, intake.provenance)
     if config.partitions > 1:
-        write_partitions(intake, job, config, report)
+        if config.selects:
+            must = "dedup and validation_fraction need all records in one place"
+            raise ConfigError(sentence(f"partitions={config.partitions}", must, do="Set it to 1"))
+        write_partitions(intake, jobs[0], config, report)
         return
-    with Spill(config.spill_dir) as spill:
-        tally = _read(intake, spill, config, report)
+    select = Selection(config, config.seed)
+    with contextlib.ExitStack() as stack:
+        spills = {part: stack.enter_context(Spill(config.spill_dir)) for part in select.parts}
+        tally = _read(intake, select, spills, config, report)
         check_drops(tally, config)
-        packing = plan(spill.lengths(), config=config)
-        _write(intake, spill, packing, tally, job, config, report)
+        kept = {part: spill.num_examples for part, spill in spills.items()}
+        _check_parts(kept, config)
+        for (part, spill), job in zip(spills.items(), jobs, strict=True):
+            packing = plan(spill.lengths(), config=config)
+            name = part if len(spills) > 1 else None
+            _write(intake, name, spill, packing, of_part(tally, part, kept), job, config, report)
 
 
 def _no_progress(stage: str, done: int, total: int | None, unit: str) -> None:
     """Nobody is listening."""
 
 
-def _read(intake: Intake, spill: Spill, config: PackConfig, report: Progress) -> Tally:
-    """All examples to the spill; returns what became of the records."""
+def _read(
+    intake: Intake,
+    select: Selection,
+    spills: Mapping[str, Spill],
+    config: PackConfig,
+    report: Progress,
+) -> Tally:
+    """All examples to the spills; returns what became of the records."""
     tally = Tally()
     report("read", 0, None, "records")
     with contextlib.closing(ahead(intake)) as parts:
         for examples, part in parts:
+            for name, own in select(examples, part).items():
+                spills[name].append(own, sizes(own, config.layout, config.pad_to_multiple))
             tally.add(part)
-            spill.append(examples, sizes(examples, config.layout, config.pad_to_multiple))
             report("read", tally.read, None, "records")
     report("read", tally.read, tally.read, "records")
     return tally
 
 
+def _check_parts(kept: Mapping[str, int], config: PackConfig) -> None:
+    """Raises :class:`DropRateError` if one of several parts got nothing."""
+    for part, number in kept.items():
+        if not number:
+            fraction = config.validation_fraction
+            must = f"both parts must get a record with validation_fraction {fraction}"
+            found = f"none for {part}, of {sum(kept.values()):,}"
+            raise DropRateError(sentence("input", must, found, "Choose another fraction, or seed"))
+
+
 def _write(
     intake: Intake,
+    part: str | None,
     spill: Spill,
     packing: Plan,
     tally: Tally,
@@ -131,6 +178,8 @@ def _write(
 ) -> None:
     """Fills the packs that no interrupted run had finished, writes the shards, and commits."""
     provenance = with_lineage(intake.provenance(), intake.kind, config)
+    if part is not None:
+        provenance["part"] = part
     shape = shape_of(intake, config)
     about = without_paths(provenance)
     run = fingerprint(about)[:12]

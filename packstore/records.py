@@ -66,6 +66,7 @@ class Examples:
         reward: float32 `[S]`, the ground-truth reward of each sequence.
         example_ids: int64 `[E]`, where each record came from.
         columns: further scalar columns of the input, each `[E]`.
+        keys: uint64 `[E, 2]`, hashes of prompt and record, where records are to be selected.
     """
 
     input_ids: Int32
@@ -75,6 +76,7 @@ class Examples:
     reward: Float32
     example_ids: Int64
     columns: Mapping[str, Column] = field(default_factory=dict)
+    keys: npt.NDArray[np.uint64] | None = None
 
     @property
     def num_examples(self) -> int:
@@ -142,6 +144,7 @@ class Examples:
             reward=self.reward[sequences],
             example_ids=self.example_ids[order],
             columns={name: column[order] for name, column in self.columns.items()},
+            keys=None if self.keys is None else self.keys[order],
         )
 
 

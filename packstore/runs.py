@@ -15,6 +15,7 @@ from packstore.io.manifest import build_manifest, commit_manifest
 from packstore.io.shard import PackShape
 from packstore.io.writer import ShardWriter
 from packstore.records import Tally
+from packstore.selection import DUPLICATES
 from packstore.version import VERSION
 
 _DECIDING_TOKENIZER = (
@@ -46,7 +47,8 @@ class Progress(Protocol):
 
 def check_drops(tally: Tally, config: PackConfig) -> None:
     """Raises :class:`DropRateError` if nothing, or too little, is left."""
-    dropped = tally.read - tally.kept
+    repeated = sum(n for reason, n in tally.dropped.items() if reason in DUPLICATES.values())
+    dropped = tally.read - tally.kept - repeated  # those were asked to go
     if tally.kept and dropped <= config.max_drop_rate * tally.read:
         return
     reasons = ", ".join(f"{n:,} {reason}" for reason, n in tally.dropped.most_common())

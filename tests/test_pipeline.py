@@ -319,3 +319,59 @@ def test_real_data(shared_data: Path, do_pack: Pack, file: str, name: str) -> No
     assert dataset.verify().ok
     anew = do_pack(dataset, None, pack_size=8192, layout="shared_prefix", strategy="none")
     assert by_id(anew) == by_id(dataset)
+
+
+def test_duplicates_are_left_out_and_counted(do_pack: Pack, tmp_path: Path) -> None:
+    again = [{**PAIRS[3], "chosen": "Another answer."}, PAIRS[5], PAIRS[3], PAIRS[59]]
+    source = write_jsonl(tmp_path / "pairs.jsonl", [*PAIRS, *again])
+    assert do_pack(source).manifest.pairs == 64
+    for dedup, left in (("pair", 61), ("prompt", 60)):
+        dataset = do_pack(source, dedup=dedup)
+        records = dataset.manifest.records
+        assert records.dropped == {f"duplicate_{dedup}": 64 - left}
+        assert records.read == 64 == records.packed + sum(records.dropped.values())
+        assert sorted(by_id(dataset)) == list(range(left))  # the first one stays
+    many = do_pack([PAIRS[0], *PAIRS[:1] * 99, PAIRS[1]], dedup="pair", max_drop_rate=0.1)
+    assert many.manifest.pairs == 2
+    with pytest.raises(ConfigError, match="need the records"):
+        do_pack(many, None, dedup="pair")
+
+
+def test_a_part_for_validation(do_pack: Pack, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """By the prompt alone: no prompt is in both parts, whatever else is in the input."""
+    twins = [{**r, "chosen": "Second: " + r["chosen"]} for r in PAIRS]
+    split = {"validation_fraction": 0.25, "pack_size": 256, "carry": ("source",)}
+    train = packstore.pack([*PAIRS, *twins], tmp_path / "all", tokenizer, **split)
+    assert train.url == str(tmp_path / "all" / "train")
+    held = packstore.open(str(tmp_path / "all" / "validation"))
+    records = train.manifest.records, held.manifest.records
+    assert [r.read for r in records] == [120, 120]
+    assert records[0].dropped == {"for_validation": held.manifest.pairs}
+    assert records[1].dropped == {"for_training": train.manifest.pairs}
+    assert train.verify().ok
+    assert held.verify().ok
+    mine, other = by_id(train), by_id(held)
+    assert mine | other == by_id(do_pack([*PAIRS, *twins], carry=("source",)))
+    assert {i % 60 for i in mine}.isdisjoint(i % 60 for i in other)
+    assert 0.1 < len(other) / 120 < 0.4
+    few = packstore.pack(PAIRS[:20], tmp_path / "few", tokenizer, **split)
+    assert set(by_id(few)) == {i for i in mine if i < 20}
+    with pytest.raises(DropRateError, match="both parts must get a record"):
+        do_pack(PAIRS[:2], validation_fraction=1e-9)
+    with pytest.raises(ConfigError, match="validation_fraction must lie in"):
+        do_pack(PAIRS, validation_fraction=1.0)
+
+
+@pytest.mark.slow
+def test_the_same_selection_for_any_number_of_workers(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    many = [{**r, "prompt": f"{j % 200} {r['prompt']}" * 20} for j in range(300) for r in PAIRS]
+    source = write_jsonl(tmp_path / "pairs.jsonl", many)
+    found = set()
+    for n in (1, 2, None):
+        out = tmp_path / f"out-{n}"
+        packstore.pack(source, out, tokenizer, pack_size=2048, num_workers=n, dedup="prompt",
+                       validation_fraction=0.1)  # fmt: skip
+        parts = [packstore.open(str(out / name)) for name in ("train", "validation")]
+        assert sum(p.manifest.pairs for p in parts) == 200 * 60
+        found.add(str([(shard_bytes(p), p.manifest.to_json()) for p in parts]))
+    assert len(found) == 1

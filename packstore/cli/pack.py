@@ -14,7 +14,14 @@ from packstore.cli.common import (
     two_columns,
 )
 from packstore.cli.settings import add_settings, read_settings
-from packstore.config import PackConfig, PlanConfig, RunConfig, TokenizeConfig, WriteConfig
+from packstore.config import (
+    PackConfig,
+    PlanConfig,
+    RunConfig,
+    SelectConfig,
+    TokenizeConfig,
+    WriteConfig,
+)
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +41,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_storage_options(parser)
     add_settings(parser, "packing", PlanConfig)
     add_settings(parser, "tokenization", TokenizeConfig)
+    add_settings(parser, "selection", SelectConfig)
     add_settings(parser, "files", WriteConfig)
     add_settings(parser, "running", RunConfig)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from packstore.config.checks import setting, unknown, validate
-from packstore.errors import UnknownNameError
+from packstore.errors import ConfigError, UnknownNameError
 
 FIELD_NAMES = (
     "prompt",
@@ -128,6 +128,31 @@ class TokenizeConfig(SizeConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SelectConfig:
+    """Which records a dataset takes."""
+
+    dedup: Literal["none", "pair", "prompt"] = setting(
+        "none", "leave out records that repeat an earlier one, or only its prompt"
+    )
+    validation_fraction: float = setting(
+        0.0,
+        "share of the prompts that is held back: OUT/train and OUT/validation are written, and no "
+        "prompt is in both",
+    )
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if not 0 <= self.validation_fraction < 1:
+            found = self.validation_fraction
+            raise ConfigError(f"setting validation_fraction must lie in 0..1; found {found}.")
+
+    @property
+    def selects(self) -> bool:
+        """Whether it takes not just all of them."""
+        return self.dedup != "none" or self.validation_fraction > 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanConfig(SizeConfig):
     """Which example goes into which pack, and the order of the packs."""
 
@@ -185,11 +210,11 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackConfig(TokenizeConfig, PlanConfig, WriteConfig, RunConfig):
+class PackConfig(TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfig):
     """All settings of ``packstore.pack``; it stands wherever one of its bases is asked for."""
 
     def __post_init__(self) -> None:
-        for stage in (TokenizeConfig, PlanConfig, WriteConfig, RunConfig):
+        for stage in (TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfig):
             stage.__post_init__(self)
 
     @classmethod

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from packstore.config import TokenizeConfig
+from packstore.config import SelectConfig, TokenizeConfig
 from packstore.errors import TokenizerError, sentence
 from packstore.records import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.carry import carried_values, parse_carry, to_columns
 from packstore.tokenizer.drafts import Draft, check_responses, draft_record
 from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.fastest import FASTER
+from packstore.tokenizer.keys import record_keys
 from packstore.tokenizer.overlong import fit
 from packstore.tokenizer.refusals import Refused, raise_if_error
 from packstore.tokenizer.sequences import Sequences, Tokens, starts_with
@@ -35,6 +36,7 @@ class _Block:
         counts: its number of sequences.
         rewards: of all sequences.
         carried: carried values of each record.
+        keys: hashes of the prompt and of all of each record, where they are wanted.
         drafts: the sequences that are text.
         ids: the sequences that are ids already, by their place among all sequences.
         refused: why records are refused, by place in the block.
@@ -46,6 +48,7 @@ class _Block:
         self.counts: list[int] = []
         self.rewards: list[float] = []
         self.carried: list[list[Any]] = []
+        self.keys: list[tuple[int, int]] = []
         self.drafts: list[Draft] = []
         self.ids: dict[int, Tokens] = {}
         self.refused: dict[int, Refused] = {}
@@ -70,6 +73,7 @@ class RecordTokenizer:
         self.config = config
         self.kind = kind
         self.carry = parse_carry(config)
+        self._wants_keys = isinstance(config, SelectConfig) and config.selects
         for role, asked in (("bos", config.add_bos), ("eos", config.append_eos)):
             if asked and tokenizer and getattr(tokenizer, f"{role}_id") is None:
                 must = f"it must name its {role.upper()} token, as the settings ask for one"
@@ -87,7 +91,8 @@ class RecordTokenizer:
             try:
                 self._prepare(block, i, value)
             except Refused as error:
-                block.refused[i] = error
+                # Its traceback holds the block: a cycle, of which a long job would make many.
+                block.refused[i] = error.with_traceback(None)
         sequences = self._encode(block)
         firsts = to_offsets(np.array(block.counts, np.int64))
         sequences = self._judge(block, sequences, firsts)
@@ -117,6 +122,8 @@ class RecordTokenizer:
             block.drafts += drafts
             if events:
                 block.events[i] = events
+        if self._wants_keys:
+            block.keys.append(record_keys(parsed))
         block.records.append(i)
         block.counts.append(len(parsed.responses))
         block.rewards += parsed.rewards
@@ -178,8 +185,8 @@ class RecordTokenizer:
                 continue
             try:
                 tokens = fit([sequences.row(k) for k in range(first, last)], self.config, specials)
-            except Refused as refused:
-                block.refused[i] = refused
+            except Refused as error:
+                block.refused[i] = error.with_traceback(None)
                 continue
             rows = dict(zip(range(first, last), tokens, strict=True))
             changed |= {k: t for k, t in rows.items() if len(t.ids) != lengths[k]}
@@ -211,6 +218,7 @@ class RecordTokenizer:
             reward=np.array(block.rewards, np.float32)[of_kept],
             example_ids=example_id(rows.source, 0) + ordinals,
             columns=columns,
+            keys=np.array(block.keys, np.uint64)[keep] if self._wants_keys else None,
         )
 
 

@@ -1,0 +1,1 @@
+"""Contenders of ``benchmarks/etl.py``: each turns the same JSON lines into packed, stored ids."""

@@ -1,0 +1,104 @@
+"""One contender in a process of its own: ``python -m peers_etl.child TASK`` with a task in JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import resource
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CONTENDERS = {
+    "packstore": "peers_etl.ours:pack",
+    "packstore-reference": "peers_etl.ours:pack_by_reference",
+    "packstore-stages": "peers_etl.ours:stages",
+    "datasets+trl": "peers_etl.trls:pack",
+    "datasets+trl-2": "peers_etl.trls:pack_in_two",
+    "nemo-steps": "peers_etl.nemo:pack",
+}
+
+
+@dataclass(kw_only=True)
+class Task:
+    """What to do.
+
+    Attributes:
+        contender: a name in `CONTENDERS`.
+        source: JSON lines.
+        out: a folder for the result.
+        tokenizer: a folder with ``tokenizer.json``.
+        pack_size: tokens of a pack.
+        limit: bytes of RLIMIT_DATA, or None.
+    """
+
+    contender: str
+    source: str
+    out: str
+    tokenizer: str
+    pack_size: int
+    limit: int | None = None
+
+
+@dataclass
+class Watch:
+    """Seconds by stage, and peaks of memory that a thread looks at."""
+
+    stages: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=lambda: {"anonymous": 0, "data": 0})
+    _begun: float = field(default_factory=time.perf_counter)
+
+    def stage(self, name: str) -> None:
+        """Ends stage `name`, which began where the last one ended."""
+        now = time.perf_counter()
+        self.stages[name] = self.stages.get(name, 0) + now - self._begun
+        self._begun = now
+
+    def look(self) -> None:
+        """Reads the memory of this process, for ever."""
+        names = {"RssAnon": "anonymous", "VmData": "data"}
+        while True:
+            for line in Path("/proc/self/status").read_text().splitlines():
+                key, _, value = line.partition(":")
+                if key in names:
+                    size = int(value.split()[0]) << 10
+                    self.peaks[names[key]] = max(self.peaks[names[key]], size)
+            time.sleep(0.05)
+
+
+def cpu_seconds() -> float:
+    """Of this process and its children that ended."""
+    times = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(t.ru_utime + t.ru_stime for t in times)
+
+
+def run(task: Task) -> dict[str, Any]:
+    """What was measured. Imports are not timed: their seconds stand beside."""
+    if task.limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (task.limit, task.limit))
+    module, _, name = CONTENDERS[task.contender].partition(":")
+    begun = time.perf_counter()
+    contender = getattr(importlib.import_module(module), name)
+    imports = time.perf_counter() - begun
+    watch = Watch()
+    threading.Thread(target=watch.look, daemon=True).start()
+    begun, cpu = time.perf_counter(), cpu_seconds()
+    watch = contender(task, watch) or watch
+    found = {
+        "seconds": time.perf_counter() - begun,
+        "cpu_seconds": cpu_seconds() - cpu,
+        "import_seconds": imports,
+        "stages": watch.stages,
+        "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+    }
+    return found | {f"peak_{name}": size for name, size in watch.peaks.items()}
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    names = {f.name for f in dataclasses.fields(Task)}
+    print(json.dumps(run(Task(**{k: v for k, v in given.items() if k in names}))))

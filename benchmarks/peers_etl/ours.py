@@ -1,0 +1,92 @@
+"""packstore: the whole job, with either engine, and each of its stages alone."""
+
+from __future__ import annotations
+
+import packstore
+from packstore import pipeline
+from packstore.config import PackConfig
+from packstore.engines import ENGINES
+from packstore.intake import RecordIntake
+from packstore.io.inputs import InputReader
+from packstore.io.shard import PackShape
+from packstore.io.storage import Location
+from packstore.io.writer import ShardWriter
+from packstore.overlap import no_garbage_collection
+from packstore.pack.layout import sizes
+from packstore.pack.plan import plan
+from packstore.spill import Spill
+from packstore.tokenizer import RecordTokenizer
+from peers_etl.child import Task, Watch
+
+
+def pack(task: Task, watch: Watch) -> None:
+    """The job as users run it."""
+    _pack(task, watch, "auto")
+
+
+def pack_by_reference(task: Task, watch: Watch) -> None:
+    """The same with Hugging Face's library."""
+    _pack(task, watch, "tokenizers")
+
+
+def _pack(task: Task, watch: Watch, engine: str) -> None:
+    def progress(stage: str, done: int, total: int | None, unit: str) -> None:
+        if stage == "read" and not done:
+            watch.stage("load tokenizer")
+        elif stage == "read":
+            watch.stage("read, tokenize, spill")
+        else:
+            watch.stage("plan, fill, write")
+
+    dataset = packstore.pack(
+        task.source, task.out, task.tokenizer, pack_size=task.pack_size, tokenizer_engine=engine,
+        progress=progress,
+    )  # fmt: skip
+    watch.stage("commit")
+    used = dataset.manifest.provenance["tokenizer"]["engine"]
+    assert (used == "tokenizers") == (engine == "tokenizers"), used
+
+
+def stages(task: Task, watch: Watch) -> None:
+    """One stage after the other, each over all of the input."""
+    config = PackConfig(pack_size=task.pack_size)
+    intake = RecordIntake(task.source, task.tokenizer, config, {})
+    watch.stage("load tokenizer")
+    blocks = list(InputReader(task.source, None, config))
+    watch.stage("read")
+    with no_garbage_collection():
+        rows = [block.parse() for block in blocks]
+    watch.stage("parse")
+    work = RecordTokenizer(intake.tokenizer, config, intake.kind)
+    found = list(ENGINES.load("local")(_Threaded(work), rows, None))
+    watch.stage("tokenize")
+    with Spill(None) as spill:
+        for examples, _ in found:
+            spill.append(examples, sizes(examples, config.layout))
+        watch.stage("spill")
+        packing = plan(spill.lengths(), config=config)
+        packing.statistics()
+        watch.stage("plan")
+        filled = list(pipeline._fill(spill, packing, config, 0))
+        watch.stage("fill")
+        shape = PackShape(
+            kind=intake.kind, layout=config.layout, pack_size=config.pack_size, carry={},
+            vocab_size=intake.vocab_size,
+        )  # fmt: skip
+        with ShardWriter(Location(task.out, {}), shape, config, "0" * 12) as writer:
+            for packs in filled:
+                writer.write(packs)
+        watch.stage("write")
+
+
+class _Threaded:
+    """Work that the local engine does in threads."""
+
+    suits_threads = True
+
+    def __init__(self, work: RecordTokenizer) -> None:
+        self._work = work
+
+    def __call__(self, rows: packstore.records.Rows) -> object:
+        with no_garbage_collection():
+            return self._work(rows)

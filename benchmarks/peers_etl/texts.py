@@ -1,0 +1,52 @@
+"""Pairs made of real prompts and answers, put together anew: engines cache text that repeats."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+WANTED = {"long": (2, 10), "short": (1, 1)}
+"""Paragraphs of an answer, at least and at most."""
+
+
+def write_pairs(shared: Path, path: Path, number: int, kind: str) -> None:
+    """`number` pairs as JSON lines: ``long`` ones have about 4 kB, ``short`` ones a tenth."""
+    draw = random.Random(number)
+    prompts, paragraphs = _texts(shared)
+    if kind == "short":
+        prompts = [p[p.rfind("\n\nHuman:") :] for p in prompts]
+        paragraphs = [p[:120] for p in paragraphs]
+    low, high = WANTED[kind]
+    with open(path, "w", encoding="utf-8") as file:
+        for _ in range(number):
+            sides = [
+                " " + "\n\n".join(draw.choices(paragraphs, k=draw.randint(low, high)))
+                for _ in range(2)
+            ]
+            pair = {"prompt": draw.choice(prompts), "chosen": sides[0], "rejected": sides[1]}
+            file.write(json.dumps(pair, ensure_ascii=False) + "\n")
+
+
+def _texts(shared: Path) -> tuple[list[str], list[str]]:
+    """Prompts that end where the assistant begins, and paragraphs of answers."""
+    prompts: list[str] = []
+    answers: list[str] = []
+    for record in _records(shared / "hh_harmless.jsonl.gz"):
+        prompts.append(record["prompt"])
+        answers += [record["chosen"], record["rejected"]]
+    for name in ("chat_en.jsonl", "chat_zh.jsonl"):
+        for record in _records(shared / name):
+            turns = [f"\n\nHuman: {m['content']}" for m in record["prompt"] if m["role"] == "user"]
+            prompts.append("".join(turns) + "\n\nAssistant:")
+            answers += 3 * [record["chosen"], record["rejected"]]
+    paragraphs = [p.strip() for answer in answers for p in answer.split("\n\n")]
+    return [p for p in prompts if len(p) < 4000], [p for p in paragraphs if len(p) > 40]
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+        yield from map(json.loads, file)

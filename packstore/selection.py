@@ -1,0 +1,98 @@
+"""Which examples a dataset takes: duplicates are left out, and some are held back for validation.
+
+Both look at hashes of 8 bytes of the records' words (:mod:`packstore.tokenizer.keys`), so neither
+depends on the number of workers, and memory holds 8 bytes of a record.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from packstore.config import SelectConfig
+from packstore.records import SOURCE_SHIFT, Bool, Examples, Tally
+from packstore.seeds import U64, derive, mixed
+
+TRAIN, VALIDATION = "train", "validation"
+
+DUPLICATES = {"pair": "duplicate_pair", "prompt": "duplicate_prompt"}
+"""Setting `dedup` -> the reason under which records are counted."""
+
+OTHER_PART = {TRAIN: "for_validation", VALIDATION: "for_training"}
+"""The reason under which a part counts the examples that the other one has."""
+
+
+class Selection:
+    """Sorts examples into parts, in input order.
+
+    Args:
+        config: what is wanted.
+        seed: decides, with the prompt of an example alone, the part that gets it.
+    """
+
+    def __init__(self, config: SelectConfig, seed: int) -> None:
+        self._config = config
+        self._seen = _Seen()
+        self._salt = np.uint64(derive(seed, "validation"))
+        self.parts = (TRAIN, VALIDATION) if config.validation_fraction else (TRAIN,)
+
+    def __call__(self, examples: Examples, tally: Tally) -> dict[str, Examples]:
+        """The examples of each part; those left out are counted in `tally`."""
+        if self._config.dedup != "none" and examples.num_examples:
+            new = self._seen.add(_keys(examples)[:, int(self._config.dedup == "pair")])
+            for i in np.flatnonzero(~new).tolist():
+                source, ordinal = divmod(int(examples.example_ids[i]), 1 << SOURCE_SHIFT)
+                where = f"input {source + 1}, record {ordinal + 1}"
+                tally.drop(DUPLICATES[self._config.dedup], where, "an earlier record has it too")
+            if not new.all():
+                examples = examples.take(np.flatnonzero(new))
+        if len(self.parts) == 1:
+            return {TRAIN: examples}
+        held = self._held_back(examples)
+        return {
+            TRAIN: examples.take(np.flatnonzero(~held)),
+            VALIDATION: examples.take(np.flatnonzero(held)),
+        }
+
+    def _held_back(self, examples: Examples) -> Bool:
+        """bool `[E]`: examples for validation. Equal prompts always share a part."""
+        drawn = mixed(_keys(examples)[:, 0] ^ self._salt)
+        held: Bool = drawn < np.uint64(int(self._config.validation_fraction * 2.0**63) * 2)
+        return held
+
+
+def of_part(tally: Tally, part: str, kept: dict[str, int]) -> Tally:
+    """The tally of one part: what the other one has is dropped here, for that reason."""
+    others = sum(kept.values()) - kept[part]
+    found = Tally(tally.read, tally.dropped.copy(), tally.noted.copy(), list(tally.samples))
+    if others:
+        found.dropped[OTHER_PART[part]] += others
+    return found
+
+
+class _Seen:
+    """Hashes that came by: sorted arrays, each at least twice as long as the next."""
+
+    def __init__(self) -> None:
+        self._runs: list[U64] = []
+
+    def add(self, keys: U64) -> Bool:
+        """bool `[n]`: whether each key came for the first time."""
+        distinct, first = np.unique(keys, return_index=True)
+        known = np.zeros(len(distinct), np.bool_)
+        for run in self._runs:
+            at = np.minimum(np.searchsorted(run, distinct), len(run) - 1)
+            known |= run[at] == distinct
+        new = np.zeros(len(keys), np.bool_)
+        new[first[~known]] = True
+        self._runs.append(distinct[~known])
+        while len(self._runs) > 1 and len(self._runs[-2]) < 2 * len(self._runs[-1]):
+            last = self._runs.pop()
+            self._runs[-1] = np.concatenate([self._runs[-1], last])
+            self._runs[-1].sort()
+        self._runs = [run for run in self._runs if len(run)]
+        return new
+
+
+def _keys(examples: Examples) -> U64:
+    """uint64 `[E, 2]`: hashes of the prompt and of the record."""
+    return np.empty((0, 2), np.uint64) if examples.keys is None else examples.keys
