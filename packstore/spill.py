@@ -32,7 +32,7 @@ _DTYPES: dict[str, npt.DTypeLike] = {
     "example_ids": np.int64,
 }
 
-SEGMENT_BYTES = 64 << 20
+SEGMENT_BYTES = 32 << 20
 """Bytes of ids in a segment, about: more is shuffled on disk, in buckets of about this size."""
 
 MAX_BUCKETS = 256

@@ -31,6 +31,7 @@ def _pack(task: Task, watch: Watch, processes: int | None) -> None:
         tokenizer_file=str(Path(task.tokenizer, "tokenizer.json")), eos_token="<|im_end|>"
     )
     end = tokenizer.eos_token_id
+    watch.stage("load tokenizer")
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         prompts = tokenizer(batch["prompt"], add_special_tokens=False)["input_ids"]

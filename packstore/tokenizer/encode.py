@@ -82,12 +82,18 @@ class _Places:
 
     def _add(self, i: int, draft: Draft, end: int) -> None:
         spans, head = draft.spans, draft.system_end
+        if len(spans) == 1 and not head and 0 < spans[0][0] < spans[0][1] == end:
+            # By far the most: a prompt and a response.
+            self.span_draft.append(i)
+            self.span_start.append(~len(self.at))
+            self.span_end.append(2 * i + 1)
+            self.head.append(2 * i)
+            self.draft.append(i)
+            self.at.append(spans[0][0])
+            self.of_span.append(True)
+            return
         known = {0: 2 * i, end: 2 * i + 1}
-        if len(spans) == 1 and not head and spans[0][1] == end:  # by far the most
-            wanted = [spans[0][0]]
-        else:
-            wanted = sorted({place for span in spans for place in span} | {head})
-        for at in wanted:
+        for at in sorted({place for span in spans for place in span} | {head}):
             if at not in known:
                 known[at] = ~len(self.at)
                 self.draft.append(i)

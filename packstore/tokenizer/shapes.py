@@ -104,6 +104,8 @@ def parse_record(record: object, kind: str, config: TokenizeConfig) -> Parsed:
     """
     if not isinstance(record, dict):
         raise Refused("not_an_object", f"a record must be an object, found {quote(record)}")
+    if kind == "dpo" and not config.fields and (plain := _plain_pair(record)):
+        return plain
     fields = Fields(record, config)
     if kind == "sft":
         return _parse_sft(fields)
@@ -129,6 +131,16 @@ def parse_record(record: object, kind: str, config: TokenizeConfig) -> Parsed:
             for name, default in (("chosen_reward", 1.0), ("rejected_reward", 0.0))
         ]
     return _assemble(fields, prompt, responses, rewards, labels)
+
+
+def _plain_pair(record: Mapping[str, Any]) -> Parsed | None:
+    """The commonest shape of all in fewer steps: three texts, and no rewards."""
+    prompt, chosen, rejected = record.get("prompt"), record.get("chosen"), record.get("rejected")
+    if not (isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)):
+        return None
+    if record.get("chosen_reward") is not None or record.get("rejected_reward") is not None:
+        return None
+    return Parsed(prompt=prompt, responses=[chosen, rejected], rewards=[1.0, 0.0])
 
 
 def _parse_sft(fields: Fields) -> Parsed:

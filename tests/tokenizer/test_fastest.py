@@ -14,13 +14,25 @@ from packstore.tokenizer.engines.fastokens import FastokensEngine
 from packstore.tokenizer.engines.gigatoken import GigatokenEngine
 
 KINDS = {
+    "nemo/dummy-dpo.jsonl": "dpo",
     "pairs/chat_en.jsonl": "dpo",
     "pairs/chat_zh.jsonl": "dpo",
+    "pairs/hh_harmless.jsonl.gz": "dpo",
+    "pairs/hh_harmless_messages.jsonl.gz": "dpo",
     "pairs/hh_harmless_raw.jsonl.gz": "dpo",
     "pairs/pandalm_scored.jsonl": "dpo",
+    "pairs/toolcall_zh.jsonl": "dpo",
     "ranked/oasst_k2_6.jsonl": "ranked",
+    "ranked/qa_k4.jsonl": "ranked",
+    "sft/nemo_dummy.jsonl": "sft",
+    "sft/reason_tool.jsonl": "sft",
     "sft/toolcall_en.jsonl": "sft",
 }
+
+
+def test_every_file_is_among_them(shared_data):
+    found = {str(p.relative_to(shared_data)) for p in shared_data.glob("*/*.jsonl*")}
+    assert found == set(KINDS)
 
 
 @pytest.mark.parametrize("file", KINDS)
@@ -30,7 +42,8 @@ def test_the_same_examples_from_real_records(tokenizer, records, rows, engine, n
     fast, reference = tokenizer(name, engine=engine), tokenizer(name, engine="tokenizers")
     assert tokenizer(name).engine_name == "fastokens"
     assert (fast.engine_name, reference.engine_name) == (engine, "tokenizers")
-    some = rows(records(file)[:150])
+    every = records(file)
+    some = rows(every[:: max(1, len(every) // 75)])
     config = PackConfig(pack_size=8192)
     found, expected = (RecordTokenizer(t, config, KINDS[file])(some) for t in (fast, reference))
     assert found[1] == expected[1]
