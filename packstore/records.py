@@ -122,6 +122,7 @@ class Examples:
         """The examples of `parts`, in order; all parts carry the same columns."""
         if not parts:
             return cls.empty()
+        keys = [p.keys for p in parts if p.keys is not None]
         return cls(
             input_ids=np.concatenate([p.input_ids for p in parts]),
             supervised=np.concatenate([p.supervised for p in parts]),
@@ -130,6 +131,7 @@ class Examples:
             reward=np.concatenate([p.reward for p in parts]),
             example_ids=np.concatenate([p.example_ids for p in parts]),
             columns={n: np.concatenate([p.columns[n] for p in parts]) for n in parts[0].columns},
+            keys=np.concatenate(keys) if len(keys) == len(parts) else None,
         )
 
     def take(self, order: Int64) -> Examples:

@@ -63,5 +63,8 @@ def assert_examples_equal(a: Examples, b: Examples) -> None:
                 np.testing.assert_array_equal(a.columns[column], b.columns[column], column)
         else:
             x, y = getattr(a, name), getattr(b, name)
+            if x is None or y is None:
+                assert x is y, f"{name}: only one has them"
+                continue
             assert x.dtype == y.dtype, f"{name}: {x.dtype} is not {y.dtype}"
             np.testing.assert_array_equal(x, y, name)
