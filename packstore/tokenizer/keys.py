@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from packstore.tokenizer.sandbox import as_json
 from packstore.tokenizer.shapes import Parsed
-from packstore.tokenizer.template import as_json
 
 
 def record_keys(parsed: Parsed) -> tuple[int, int]:
