@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packstore import errors, seeds
-from packstore.config import PackConfig, PlanConfig, RunConfig, TokenizeConfig, WriteConfig
+from packstore.config import (
+    PackConfig,
+    PlanConfig,
+    RunConfig,
+    SelectConfig,
+    TokenizeConfig,
+    WriteConfig,
+)
 from packstore.errors import ConfigError, MissingExtraError, UnknownNameError, sentence
 from packstore.records import Examples, Tally, example_id, ragged_indices, to_offsets
 from packstore.registry import Registry
@@ -80,7 +87,7 @@ def test_config_names_the_nearest_setting() -> None:
 
 def test_every_setting_has_one_home_and_a_help() -> None:
     homes: dict[str, set[str]] = {}
-    for stage in (TokenizeConfig, PlanConfig, WriteConfig, RunConfig):
+    for stage in (TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfig):
         for name, field in stage.__dataclass_fields__.items():
             assert field.metadata["help"], name
             homes.setdefault(name, set()).add(stage.__name__)
