@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, _terminate)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("packstore").setLevel(logging.INFO)
-    for other in ("fsspec", "s3fs", "urllib3"):
+    for other in ("fsspec", "s3fs", "aiobotocore", "gcsfs", "azure", "urllib3"):
         logging.getLogger(other).setLevel(logging.WARNING)
     try:
         code: int = args.command.run(args)

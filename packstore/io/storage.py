@@ -214,7 +214,7 @@ class Location:
         fs, full = self._at(path)
 
         def remove() -> None:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 fs.rm_file(full)
 
         self.ask("remove", path, remove)
