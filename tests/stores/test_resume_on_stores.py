@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 from stores import Store
 
 import packstore
-from packstore.errors import DatasetBusyError
+from packstore.errors import DatasetBusyError, DatasetExistsError, DatasetNotFoundError
 from packstore.io.clean import clean
 from packstore.io.job import writing
 from packstore.io.storage import Location
@@ -77,3 +80,49 @@ def test_unfinished_uploads_are_ended(s3: Store) -> None:
     left = client.list_multipart_uploads(Bucket=store.bucket, Prefix=store.path)
     assert [u["UploadId"] for u in left.get("Uploads", ())] == ids[2:]
     assert dataset.verify().ok
+
+
+@pytest.mark.parametrize("writers", [2, 8])
+def test_writers_at_once_have_one_winner(s3: Store, writers: int) -> None:
+    """Into an empty place, then all replacing, while a reader looks all the time."""
+    url, options = s3.url, s3.options
+    settings = {**SETTINGS, "shard_bytes": 4000, "storage_options": options}
+
+    def job(number: int, overwrite: bool, start: threading.Barrier) -> str:
+        records = RECORDS[number : number + 30 + number]
+        start.wait()
+        try:
+            return packstore.pack(
+                records, url, overwrite=overwrite, **settings
+            ).manifest.fingerprint
+        except (DatasetBusyError, DatasetExistsError) as error:
+            return type(error).__name__
+
+    seen: set[str] = set()
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            with contextlib.suppress(DatasetNotFoundError):
+                dataset = packstore.open(url, storage_options=options)
+                read = sum(len(packs.example_ids) for packs in dataset.iter_packs())
+                assert read == dataset.manifest.pairs
+                seen.add(dataset.manifest.fingerprint)
+
+    with ThreadPoolExecutor(writers + 1) as pool:
+        reader = pool.submit(look)
+        won = set()
+        for overwrite in (False, True):
+            start = threading.Barrier(writers)
+            jobs = [pool.submit(job, n, overwrite, start) for n in range(writers)]
+            outcomes = [j.result(120) for j in jobs]
+            winners = [o for o in outcomes if not o.endswith("Error")]
+            dataset = packstore.open(url, storage_options=options)
+            assert len(winners) == dataset.version - int(overwrite)
+            assert dataset.manifest.fingerprint in winners
+            assert dataset.verify().ok
+            won |= set(winners)
+        done.set()
+        reader.result(120)
+    assert seen <= won
+    assert clean(url, storage_options=options).removable == []
