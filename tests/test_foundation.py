@@ -67,6 +67,10 @@ def test_registry_names_the_choices() -> None:
         ({"pack_size": "8k"}, "pack_size must be a whole number; found '8k'"),
         ({"pack_size": True}, "pack_size must be a whole number"),
         ({"pack_size": 1}, "pack_size must be at least 2; found 1"),
+        (
+            {"row_group_tokens": 1 << 30},
+            "row_group_tokens must be at most 16777216; found 1073741824",
+        ),
         ({"layout": "padded"}, "layout must be one of: concat, shared_prefix"),
         ({"max_drop_rate": 1.5}, r"max_drop_rate must lie in 0\.\.1"),
         ({"carry": "source"}, "carry must be a tuple of strings"),

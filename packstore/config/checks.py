@@ -48,6 +48,8 @@ _MINIMUM = {
     "read_ahead_bytes": 0,
     "cache_bytes": 1,
 }
+_MAXIMUM = {"row_group_tokens": 1 << 24}
+"""Readers refuse row groups of more than 512 MiB; a token takes 32 bytes at worst."""
 
 
 def validate(config: Any) -> None:
@@ -66,6 +68,9 @@ def validate(config: Any) -> None:
         low = _MINIMUM.get(f.name)
         if low is not None and value is not None and value < low:
             raise ConfigError(f"setting {f.name} must be at least {low}; found {value}.")
+        high = _MAXIMUM.get(f.name)
+        if high is not None and value > high:
+            raise ConfigError(f"setting {f.name} must be at most {high}; found {value}.")
     if "max_drop_rate" in hints and not 0 <= config.max_drop_rate <= 1:
         raise ConfigError(f"setting max_drop_rate must lie in 0..1; found {config.max_drop_rate}.")
 
