@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from packstore.pack.statistics import counts_of
 from packstore.records import Int32, Int64
 
 LAST_K = 100
@@ -17,7 +18,7 @@ def lower_bound(lengths: Int32, capacity: int) -> int:
         lengths: int32 `[n]`, each 1..capacity.
         capacity: tokens of a pack at most.
     """
-    return bound_of_counts(np.bincount(lengths, minlength=capacity + 1), capacity)
+    return bound_of_counts(counts_of(lengths, capacity), capacity)
 
 
 def bound_of_counts(counts: Int64, capacity: int) -> int:

@@ -79,9 +79,10 @@ class Plan:
     @cached_property
     def pack_tokens(self) -> Int64:
         """int64 `[P]`, tokens of each pack, padding included."""
-        return np.diff(
-            np.append(0, np.cumsum(self.lengths[self.order], dtype=np.int64))[self.offsets]
-        )
+        if not self.num_packs:
+            return np.empty(0, np.int64)
+        # No example is empty, so no pack is.
+        return np.add.reduceat(self.lengths[self.order], self.offsets[:-1], dtype=np.int64)
 
     @property
     def fill_rate(self) -> float:

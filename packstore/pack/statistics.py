@@ -9,6 +9,9 @@ from packstore.records import Int32, Int64
 
 Float64 = npt.NDArray[np.float64]
 
+_AT_ONCE = 1 << 18
+"""Values, or packs, that are worked on at once: a plan may have as many as fit in memory."""
+
 
 def intraclass_correlation(values: Float64, offsets: Int64) -> float | None:
     """One-way intraclass correlation of `values` in the groups of `offsets`.
@@ -41,11 +44,24 @@ def same_decile(lengths: Int32, offsets: Int64) -> float | None:
     pairs = int((sizes * (sizes - 1)).sum())
     if pairs == 0:
         return None
-    counts = np.bincount(lengths)
+    counts = counts_of(lengths, int(lengths.max()))
     decile_of = (np.cumsum(counts) - counts) * 10 // len(lengths)
-    cell = np.repeat(np.arange(len(sizes)), sizes) * 10 + decile_of[lengths]
-    same = np.bincount(cell, minlength=10 * len(sizes))
-    return float((same * (same - 1)).sum() / pairs)
+    found = 0
+    for first in range(0, len(sizes), _AT_ONCE):
+        some = sizes[first : first + _AT_ONCE]
+        own = lengths[offsets[first] : offsets[first + len(some)]]
+        cell = np.repeat(np.arange(len(some)), some) * 10 + decile_of[own]
+        same = np.bincount(cell, minlength=10 * len(some))
+        found += int((same * (same - 1)).sum())
+    return found / pairs
+
+
+def counts_of(lengths: Int32, longest: int) -> Int64:
+    """int64 `[longest + 1]`, examples of each length; without a wider copy of all lengths."""
+    counts = np.zeros(longest + 1, np.int64)
+    for first in range(0, len(lengths), _AT_ONCE):
+        counts += np.bincount(lengths[first : first + _AT_ONCE], minlength=longest + 1)
+    return counts
 
 
 def design_effect(values: Float64, offsets: Int64, packs: int) -> float | None:
@@ -64,7 +80,7 @@ def design_effect(values: Float64, offsets: Int64, packs: int) -> float | None:
     """
     steps = offsets[::packs]
     between, _ = _mean_squares(values[: steps[-1]], steps)
-    variance = values.var() if len(values) else 0.0
+    variance = _squares(values) / len(values) if len(values) else 0.0
     return None if between is None or variance == 0 else float(between / variance)
 
 
@@ -77,5 +93,12 @@ def _mean_squares(values: Float64, offsets: Int64) -> tuple[float | None, float 
     means = sums / np.diff(offsets)
     centre = values.mean()
     between = float(np.diff(offsets) @ (means - centre) ** 2)
-    within = max(0.0, float(((values - centre) ** 2).sum()) - between)
+    within = max(0.0, _squares(values) - between)
     return between / (groups - 1), within / (n - groups) if n > groups else None
+
+
+def _squares(values: Float64) -> float:
+    """Sum of the squared distances from the mean."""
+    centre = values.mean()
+    parts = (values[i : i + _AT_ONCE] for i in range(0, len(values), _AT_ONCE))
+    return float(sum(((part - centre) ** 2).sum() for part in parts))
