@@ -174,7 +174,8 @@ class RecordTokenizer:
             detail = f"response {response} has no supervised token"
             block.refused.setdefault(int(record[i]), Refused("unsupervised", detail))
         # Shared prefixes only make an example shorter: what fits without them needs no look.
-        total = np.add.reduceat(lengths, firsts[:-1])
+        multiple = self.config.pad_to_multiple
+        total = np.add.reduceat(-(-lengths // multiple) * multiple, firsts[:-1])
         longest = np.maximum.reduceat(lengths, firsts[:-1])
         large = (total > self.config.pack_size) | (longest > self.config.sequence_limit)
         specials = self.tokenizer.special_ids if self.tokenizer else frozenset()

@@ -223,7 +223,7 @@ class PackedDataset(IterableDataset[Packs]):
 
 def _unstored(source: Any, repack: PackConfig | None, seed: int, shuffle: Shuffle) -> PackStream:
     """A stream as it is, or one of records that were never packed."""
-    if hasattr(source, "read") and hasattr(source, "sizes"):
+    if hasattr(source, "identity") and hasattr(source, "sizes"):
         if repack is not None:
             raise ConfigError(
                 "repack needs a dataset, its URL or records; found a stream of packs."
