@@ -73,6 +73,10 @@ def ranks(device: str | None) -> Iterator[torch.device]:
     if gpu:
         torch.cuda.set_device(found)
     if several:
+        # Its defaults keep the group that is there when it is imported. Imported later, as part of
+        # transformers, it would keep the group's threads, which may abort the end of the process.
+        import torch.distributed.nn
+
         torch.distributed.init_process_group("nccl" if gpu else "gloo")
     try:
         yield found

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.nn  # before a process group is made: see packstore.cli._model
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
