@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from stores import (  # noqa: F401  fixtures
     azure,
     azure_server,
@@ -16,6 +17,10 @@ from stores import (  # noqa: F401  fixtures
     s3_server,
     store,
 )
+
+# Time is not what tests are about, and a busy machine would fail them.
+settings.register_profile("patient", settings(), deadline=None)
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")
