@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ import torch.distributed.nn  # before there is a group: see packstore.cli._model
 
 def launch(script: str, task: Any, size: int, folder: Path, timeout: float = 300) -> list[Any]:
     """What ``on_rank(task)`` of `script` returned on each of `size` ranks."""
+    # A store of its own: ranks that leave early do not remove theirs, and who meets there what
+    # earlier ranks left waits for ever.
+    folder = Path(tempfile.mkdtemp(dir=folder))
     torch.save(task, folder / "task.pt")
     command = [sys.executable, __file__, script, str(folder), str(size)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
