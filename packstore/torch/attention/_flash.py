@@ -1,6 +1,9 @@
-"""What the flash kernels have in common: what they ask of their inputs, and how windows count."""
+"""What the flash kernels have in common: what they ask of their inputs, and how they are called."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +51,34 @@ def window_left(layout: AttentionLayout, sliding_window: int | None) -> int:
     if sliding_window is None or sliding_window >= layout.max_seqlen_k:
         return -1
     return sliding_window - 1
+
+
+def call(
+    kernel: Callable[..., Any],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    layout: AttentionLayout,
+    *,
+    window: tuple[int | None, int | None],
+    **settings: Any,
+) -> Any:
+    """Calls the `flash_attn_varlen_func` of a generation; all of them have these names.
+
+    The backward pass is deterministic if ``torch.use_deterministic_algorithms`` asks for it.
+    """
+    q_TNH, k_TKH, v_TKH = tensors
+    return kernel(
+        q_TNH,
+        layout.keys(k_TKH),
+        layout.keys(v_TKH),
+        cu_seqlens_q=layout.cu_seqlens_q,
+        cu_seqlens_k=layout.cu_seqlens_k,
+        max_seqlen_q=layout.max_seqlen_q,
+        max_seqlen_k=layout.max_seqlen_k,
+        causal=True,
+        window_size=window,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **settings,
+    )
 
 
 def refusal(backend: str, must: str, found: str, do: str) -> BackendError:

@@ -1,14 +1,12 @@
 """FlashAttention-3 for Hopper: the module `flash_attn_interface`, which is built from source.
 
-CUDA and half precision only; grouped queries, windows and soft-capped scores. The backward pass is
-the deterministic one if ``torch.use_deterministic_algorithms`` asks for it.
+CUDA and half precision only; grouped queries, windows and soft-capped scores.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from packstore.errors import MissingExtraError
@@ -43,19 +41,13 @@ def attend(
     """
     _flash.check("flash_attn_3", q_TNH, k_TKH, v_TKH)
     left = _flash.window_left(layout, sliding_window)
-    output: Any = flash_attn_varlen_func(
-        q_TNH,
-        layout.keys(k_TKH),
-        layout.keys(v_TKH),
-        cu_seqlens_q=layout.cu_seqlens_q,
-        cu_seqlens_k=layout.cu_seqlens_k,
-        max_seqlen_q=layout.max_seqlen_q,
-        max_seqlen_k=layout.max_seqlen_k,
+    output: Any = _flash.call(
+        flash_attn_varlen_func,
+        (q_TNH, k_TKH, v_TKH),
+        layout,
+        window=(left, -1 if left < 0 else 0),
         softmax_scale=scale,
-        causal=True,
-        window_size=(left, -1 if left < 0 else 0),
         softcap=softcap or 0.0,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     # Builds of before 2025-11 give the log-sum-exp as well, without being asked.
     return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]

@@ -1,12 +1,10 @@
 """FlashAttention-4: the package `flash-attn-4`, module `flash_attn.cute`, for Hopper and Blackwell.
 
-CUDA and half precision only; grouped queries, windows and soft-capped scores. The backward pass is
-the deterministic one if ``torch.use_deterministic_algorithms`` asks for it.
+CUDA and half precision only; grouped queries, windows and soft-capped scores.
 """
 
 from __future__ import annotations
 
-import torch
 from flash_attn.cute import flash_attn_varlen_func
 from torch import Tensor
 
@@ -32,18 +30,12 @@ def attend(
     _flash.check("flash_attn_4", q_TNH, k_TKH, v_TKH)
     left = _flash.window_left(layout, sliding_window)
     output: Tensor
-    output, _ = flash_attn_varlen_func(
-        q_TNH,
-        layout.keys(k_TKH),
-        layout.keys(v_TKH),
-        cu_seqlens_q=layout.cu_seqlens_q,
-        cu_seqlens_k=layout.cu_seqlens_k,
-        max_seqlen_q=layout.max_seqlen_q,
-        max_seqlen_k=layout.max_seqlen_k,
+    output, _ = _flash.call(
+        flash_attn_varlen_func,
+        (q_TNH, k_TKH, v_TKH),
+        layout,
+        window=(None, None) if left < 0 else (left, 0),
         softmax_scale=scale,
-        causal=True,
-        window_size=(None, None) if left < 0 else (left, 0),
         softcap=softcap or 0.0,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return output
