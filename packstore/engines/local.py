@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import sys
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -104,10 +105,19 @@ _work: Callable[[Any], Any]
 
 def _start_worker(work: Callable[[Any], Any]) -> None:
     global _work
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # One process per core already: threads inside each would only contend.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
     _work = work
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the one that started it has died: nobody else would."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _work_on(item: Any) -> Any:
