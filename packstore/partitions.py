@@ -5,84 +5,48 @@
 A partition is a slice of the input, fixed by the input and the number of partitions. Whatever makes
 it (a worker process, a Ray task, one that is run again) writes the same shards under the same
 names, and no reader sees them before the one commit that names them all.
+
+Duplicates may lie in different partitions. Where they are to be left out, all partitions are read
+once before, for the keys of their examples alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from packstore import seeds
 from packstore.config import PackConfig, fingerprint
 from packstore.engines import ENGINES
-from packstore.errors import ConfigError, PackstoreError, sentence
-from packstore.intake import Intake, Part, RecordIntake
-from packstore.io.inputs import Block, Input, InputReader
+from packstore.errors import ConfigError, InputError, PackstoreError, sentence
+from packstore.intake import Intake, RecordIntake
+from packstore.io.inputs import Input
 from packstore.io.job import WriteJob
-from packstore.io.journal import Finished
 from packstore.io.named import named_paths
-from packstore.io.shard import PackShape
 from packstore.io.storage import Location
 from packstore.io.writer import ShardWriter
-from packstore.pack.fill import fill
-from packstore.pack.layout import sizes
 from packstore.pack.merged import merged_statistics
-from packstore.pack.plan import Plan, plan
-from packstore.records import Int64, Packs, Tally
+from packstore.partition_work import WHOLE, Item, PackPartition, Partition, ReadKeys, Slice, Written
+from packstore.records import Int64, Tally
 from packstore.runs import (
     Progress,
     begun_with,
     check_drops,
+    check_parts,
     commit,
     shape_of,
     with_lineage,
     without_paths,
 )
-from packstore.spill import Spill
+from packstore.selection import Selection, duplicates, of_part
 
-WHOLE = 1 << 32
-"""Blocks of a file have places in 0..WHOLE, spread evenly."""
-
-_STEP = 0x9E3779B9
-"""2^32 over the golden ratio: the places of any run of blocks are spread evenly."""
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Blocks of a file: those whose place lies in ``low..high``. The whole file is 0..WHOLE."""
-
-    input: Input
-    low: int
-    high: int
-
-    def holds(self, block: int) -> bool:
-        """Whether the file's block of this number belongs to the slice."""
-        return self.low <= block * _STEP % WHOLE < self.high
-
-
-@dataclass(frozen=True, eq=False)
-class Partition:
-    """What was made of one.
-
-    Attributes:
-        parts: its shards, in order.
-        tally: what became of its records.
-        sources: ordinal of an input -> its path, bytes, hash and records.
-        planning: statistics of its plan; None if there was nothing to pack.
-        counts: int64 `[pack_size + 1]`, examples of each padded length; empty likewise.
-    """
-
-    parts: list[Finished]
-    tally: Tally
-    sources: dict[int, dict[str, Any]]
-    planning: dict[str, Any] | None
-    counts: Int64
+log = logging.getLogger("packstore")
 
 
 def split(inputs: Sequence[tuple[Input, int]], partitions: int) -> list[list[Slice]]:
@@ -110,126 +74,155 @@ def split(inputs: Sequence[tuple[Input, int]], partitions: int) -> list[list[Sli
     return found
 
 
-def pack_partitions(
-    intake: RecordIntake, location: Location, shape: PackShape, run: str, config: PackConfig
-) -> Iterator[Partition]:
-    """The partitions in order, each packed and written; nothing is committed.
+def write_partitions(
+    intake: Intake, jobs: Sequence[WriteJob], config: PackConfig, report: Progress
+) -> None:
+    """Has all partitions packed and written, and commits them at once.
 
     Args:
         intake: knows the inputs and how they are tokenized.
-        location: the dataset.
-        shape: what all packs have in common.
-        run: begins the names of the shards.
+        jobs: one for each part that the settings ask for.
         config: all settings.
-
-    Raises:
-        PackstoreError: see :mod:`packstore.errors`; shards that were written stay.
-    """
-    inputs = [replace(i, location=_absolute(i.location)) for i in intake.inputs]
-    slices = split([(i, i.location.size()) for i in inputs], config.partitions)
-    work = _Work(intake.tokenize(), _absolute(location), shape, run, config)
-    workers = config.num_workers
-    if workers is None and config.engine == "local":
-        workers = min(os.cpu_count() or 1, config.partitions)
-    return ENGINES.load(config.engine)(work, enumerate(slices), workers)
-
-
-def write_partitions(intake: Intake, job: WriteJob, config: PackConfig, report: Progress) -> None:
-    """Has all partitions packed and written, and commits them at once.
+        report: told how many partitions are finished.
 
     Raises:
         ConfigError: the input is not files of records.
-        PackstoreError: see :mod:`packstore.errors`; nothing was committed, and nothing stays.
+        PackstoreError: see :mod:`packstore.errors`; nothing was committed. What is finished stays
+            where a rerun may end better, as after a failure of the store; else nothing does.
     """
     if not isinstance(intake, RecordIntake) or not intake.inputs:
         must = "the input must be files of records"
         raise ConfigError(sentence(f"partitions={config.partitions}", must, "another input"))
-    shape = shape_of(intake, config)
+    runs = [_begin(intake, job, part, config) for part, job in _parts(jobs, config)]
+    try:
+        made = _make(intake, jobs, runs, config, report)
+        _commit(intake, jobs, runs, made, config)
+    except BaseException as error:
+        if jobs[0].keeps(error) and any(map(WriteJob.has_finished, jobs)):
+            log.warning("the finished partitions stay: run it again to go on, or `packstore clean`")
+            raise
+        with contextlib.suppress(PackstoreError):
+            for job, run in zip(jobs, runs, strict=True):
+                job.discard(run, named_paths(job.location))
+        raise
+
+
+def _parts(jobs: Sequence[WriteJob], config: PackConfig) -> Iterator[tuple[str | None, WriteJob]]:
+    """Name of each part, where there are several, and its job."""
+    names = Selection(config, config.seed).parts
+    yield from zip(names if len(names) > 1 else (None,), jobs, strict=True)
+
+
+def _begin(intake: RecordIntake, job: WriteJob, part: str | None, config: PackConfig) -> str:
+    """Begins the run of one part, or goes on with it; returns what begins its names."""
     # What the files hold is known when they have been read, and their names tell nothing.
     size = [i.location.size() for i in intake.inputs]
     about = without_paths({**intake.provenance([]), "bytes": size})
+    if part is not None:
+        about["part"] = part
     run = fingerprint(about)[:12]
-    job.begin(run, {**about, **begun_with(config, job)})
+    job.begin_partitions(run, {**about, **begun_with(config, job)})
+    return run
+
+
+def _make(
+    intake: RecordIntake,
+    jobs: Sequence[WriteJob],
+    runs: Sequence[str],
+    config: PackConfig,
+    report: Progress,
+) -> list[Partition]:
+    """All partitions in order, each packed and written, or taken over."""
+    inputs = [replace(i, location=_absolute(i.location)) for i in intake.inputs]
+    slices = split([(i, i.location.size()) for i in inputs], config.partitions)
+    tokenize = intake.tokenize()
+    repeated = [np.empty(0, np.int64)] * len(slices)
+    if config.dedup != "none":
+        repeated = _repeated(ReadKeys(tokenize, config), slices, config, report)
+    places = [(_absolute(job.location), run) for job, run in zip(jobs, runs, strict=True)]
+    work = PackPartition(tokenize, places, shape_of(intake, config), config)
+    items: Iterable[Item] = zip(itertools.count(), slices, repeated, strict=False)
     made: list[Partition] = []
-    try:
-        for partition in pack_partitions(intake, job.location, shape, run, config):
-            made.append(partition)
-            report("write", len(made), config.partitions, "partitions")
-        tally, sources = Tally(), {}
-        for partition in made:
-            tally.add(partition.tally)
-            sources.update(partition.sources)
-        check_drops(tally, config)
-        known = [sources[i.ordinal] for i in intake.inputs]
-        provenance = with_lineage(intake.provenance(known), intake.kind, config)
-        planned = [p.planning for p in made if p.planning]
-        counts = np.sum([p.counts for p in made if p.planning], axis=0)
-        planning = {**merged_statistics(planned, counts), "partitions": config.partitions}
-        with ShardWriter(job.location, shape, config, run, config.spill_dir, job) as writer:
-            for part in itertools.chain.from_iterable(p.parts for p in made):
-                writer.take(part)
-            commit(job, shape, config, writer, (tally, planning, provenance))
-    except BaseException:
-        with contextlib.suppress(PackstoreError):
-            job.discard(run, named_paths(job.location))
-        raise
+    for partition in _in_workers(work, items, config):
+        made.append(partition)
+        report("write", len(made), config.partitions, "partitions")
+    if resumed := sum(p.resumed for p in made):
+        log.info("went on with an interrupted run: %d of %d partitions", resumed, len(made))
+    return made
+
+
+def _repeated(
+    work: ReadKeys, slices: list[list[Slice]], config: PackConfig, report: Progress
+) -> list[Int64]:
+    """The duplicates in each partition."""
+    keys, ids = [], []
+    for own_keys, own_ids in _in_workers(work, slices, config):
+        keys.append(own_keys)
+        ids.append(own_ids)
+        report("read", len(ids), config.partitions, "partitions")
+    return duplicates(keys, ids)
+
+
+def _in_workers(work: Callable[[Any], Any], items: Iterable[Any], config: PackConfig) -> Any:
+    workers = config.num_workers
+    if workers is None and config.engine == "local":
+        workers = min(os.cpu_count() or 1, config.partitions)
+    return ENGINES.load(config.engine)(work, items, workers)
+
+
+def _commit(
+    intake: RecordIntake,
+    jobs: Sequence[WriteJob],
+    runs: Sequence[str],
+    made: Sequence[Partition],
+    config: PackConfig,
+) -> None:
+    tally = Tally()
+    for partition in made:
+        tally.add(partition.tally)
+    check_drops(tally, config)
+    names = Selection(config, config.seed).parts
+    kept = {name: sum(p.written[i].examples for p in made) for i, name in enumerate(names)}
+    check_parts(kept, config)
+    provenance = with_lineage(intake.provenance(_sources(intake, made)), intake.kind, config)
+    for number, (part, job) in enumerate(_parts(jobs, config)):
+        own = {**provenance, "part": part} if part else provenance
+        job.refuse_again(own)
+        written = [p.written[number] for p in made]
+        known = of_part(tally, names[number], kept), _planning(written, config), own
+        shape = shape_of(intake, config)
+        with ShardWriter(
+            job.location, shape, config, runs[number], config.spill_dir, job
+        ) as writer:
+            parts = list(itertools.chain.from_iterable(w.parts for w in written))
+            for finished in parts:
+                writer.take(finished)
+            commit(job, shape, config, writer, known)
+        job.tidy(finished.shard for finished in parts)
+
+
+def _sources(intake: RecordIntake, made: Sequence[Partition]) -> list[dict[str, Any]]:
+    """What is known of each input.
+
+    Raises:
+        InputError: one changed while its partitions were read.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for ordinal, source in itertools.chain.from_iterable(p.sources.items() for p in made):
+        if found.setdefault(ordinal, source) != source:
+            must = "must stay as it is while it is packed"
+            raise InputError(sentence(source["path"], must, "that it changed", "Run it again"))
+    return [found[i.ordinal] for i in intake.inputs]
+
+
+def _planning(written: Sequence[Written], config: PackConfig) -> dict[str, Any]:
+    """Statistics of all plans together."""
+    planned = [w.planning for w in written if w.planning]
+    counts = np.sum([w.counts for w in written if w.planning], axis=0)
+    return {**merged_statistics(planned, counts), "partitions": config.partitions}
 
 
 def _absolute(location: Location) -> Location:
     """The same place for a process in another folder."""
     path = location.local_path
     return location if path is None else Location(path)
-
-
-class _Work:
-    """What a worker does with the number and the slices of a partition."""
-
-    def __init__(
-        self,
-        tokenize: Callable[[Block], Part],
-        location: Location,
-        shape: PackShape,
-        run: str,
-        config: PackConfig,
-    ) -> None:
-        self._tokenize, self._location, self._shape = tokenize, location, shape
-        self._run, self._config = run, config
-
-    def __call__(self, item: tuple[int, list[Slice]]) -> Partition:
-        number, slices = item
-        config = replace(
-            self._config, seed=seeds.derive(self._config.seed, "partition", number) >> 1
-        )
-        tally, sources, reader = Tally(), {}, InputReader([], config=config)
-        with Spill(config.spill_dir) as spill:
-            for one in slices:
-                for block in itertools.compress(
-                    reader.read_file(one.input), map(one.holds, itertools.count())
-                ):
-                    examples, part = self._tokenize(block)
-                    tally.add(part)
-                    lengths = sizes(examples, config.layout, config.pad_to_multiple)
-                    spill.append(examples, lengths)
-                sources[one.input.ordinal] = reader.sources()[-1]
-            if not spill.num_examples:
-                return Partition([], tally, sources, None, np.zeros(0, np.int64))
-            packing = plan(spill.lengths(), config=config)
-            run = f"{self._run}-p{number:05d}"
-            with ShardWriter(self._location, self._shape, config, run, config.spill_dir) as writer:
-                for packs in filled(spill, packing, config):
-                    writer.write(packs)
-                parts = writer.finish()
-            planning = replace(packing, tokens=writer.counter.tokens).statistics()
-        planning["seed"] = self._config.seed
-        counts = np.bincount(packing.lengths, minlength=config.pack_size + 1)
-        return Partition(parts, tally, sources, planning, counts)
-
-
-def filled(spill: Spill, packing: Plan, config: PackConfig, start: int = 0) -> Iterator[Packs]:
-    """The packs in plan order from `start` on, about a row group at a time."""
-    step = max(1, config.row_group_tokens // config.pack_size)
-    for examples, order, offsets in spill.parts(packing.order, packing.offsets, start):
-        for first in range(0, len(offsets) - 1, step):
-            cut = offsets[first : first + step + 1]
-            part = examples.take(order[cut[0] : cut[-1]])
-            yield fill(part, cut - cut[0], config.layout)

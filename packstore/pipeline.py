@@ -16,7 +16,7 @@ from typing import Any
 
 from packstore.config import PackConfig, fingerprint
 from packstore.engines import ENGINES
-from packstore.errors import ConfigError, DropRateError, sentence
+from packstore.errors import ConfigError
 from packstore.intake import Intake, open_intake
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
@@ -27,12 +27,14 @@ from packstore.overlap import ahead
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.layout import sizes
 from packstore.pack.plan import Plan, plan
-from packstore.partitions import filled, write_partitions
+from packstore.partition_work import filled
+from packstore.partitions import write_partitions
 from packstore.records import Tally
 from packstore.runs import (
     Progress,
     begun_with,
     check_drops,
+    check_parts,
     commit,
     shape_of,
     with_lineage,
@@ -114,10 +116,7 @@ def _pack_parts(
     for job in jobs:
         job.check_fits(intake.kind, intake.carry, intake.provenance)
     if config.partitions > 1:
-        if config.selects:
-            must = "dedup and validation_fraction need all records in one place"
-            raise ConfigError(sentence(f"partitions={config.partitions}", must, do="Set it to 1"))
-        write_partitions(intake, jobs[0], config, report)
+        write_partitions(intake, jobs, config, report)
         return
     select = Selection(config, config.seed)
     with contextlib.ExitStack() as stack:
@@ -125,7 +124,7 @@ def _pack_parts(
         tally = _read(intake, select, spills, config, report)
         check_drops(tally, config)
         kept = {part: spill.num_examples for part, spill in spills.items()}
-        _check_parts(kept, config)
+        check_parts(kept, config)
         for (part, spill), job in zip(spills.items(), jobs, strict=True):
             packing = plan(spill.lengths(), config=config)
             name = part if len(spills) > 1 else None
@@ -154,16 +153,6 @@ def _read(
             report("read", tally.read, None, "records")
     report("read", tally.read, tally.read, "records")
     return tally
-
-
-def _check_parts(kept: Mapping[str, int], config: PackConfig) -> None:
-    """Raises :class:`DropRateError` if one of several parts got nothing."""
-    for part, number in kept.items():
-        if not number:
-            fraction = config.validation_fraction
-            must = f"both parts must get a record with validation_fraction {fraction}"
-            found = f"none for {part}, of {sum(kept.values()):,}"
-            raise DropRateError(sentence("input", must, found, "Choose another fraction, or seed"))
 
 
 def _write(

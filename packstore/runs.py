@@ -65,6 +65,16 @@ def check_drops(tally: Tally, config: PackConfig) -> None:
     raise DropRateError(sentence("input", must, found, remedy))
 
 
+def check_parts(kept: Mapping[str, int], config: PackConfig) -> None:
+    """Raises :class:`DropRateError` if one of several parts got nothing."""
+    for part, number in kept.items():
+        if not number:
+            fraction = config.validation_fraction
+            must = f"both parts must get a record with validation_fraction {fraction}"
+            found = f"none for {part}, of {sum(kept.values()):,}"
+            raise DropRateError(sentence("input", must, found, "Choose another fraction, or seed"))
+
+
 def begun_with(config: PackConfig, job: WriteJob) -> dict[str, Any]:
     """What an interrupted run must have been begun with, as far as it is known beforehand."""
     libraries = {"packstore": VERSION, "pyarrow": version("pyarrow"), "numpy": version("numpy")}

@@ -6,10 +6,12 @@ depends on the number of workers, and memory holds 8 bytes of a record.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from packstore.config import SelectConfig
-from packstore.records import SOURCE_SHIFT, Bool, Examples, Tally
+from packstore.records import SOURCE_SHIFT, Bool, Examples, Int64, Tally
 from packstore.seeds import U64, derive, mixed
 
 TRAIN, VALIDATION = "train", "validation"
@@ -27,10 +29,12 @@ class Selection:
     Args:
         config: what is wanted.
         seed: decides, with the prompt of an example alone, the part that gets it.
+        repeated: int64, sorted: ids of the duplicates, where they are known; None: an example is
+            one if an earlier one that came by here has its key.
     """
 
-    def __init__(self, config: SelectConfig, seed: int) -> None:
-        self._config = config
+    def __init__(self, config: SelectConfig, seed: int, repeated: Int64 | None = None) -> None:
+        self._config, self._repeated = config, repeated
         self._seen = _Seen()
         self._salt = np.uint64(derive(seed, "validation"))
         self.parts = (TRAIN, VALIDATION) if config.validation_fraction else (TRAIN,)
@@ -38,7 +42,7 @@ class Selection:
     def __call__(self, examples: Examples, tally: Tally) -> dict[str, Examples]:
         """The examples of each part; those left out are counted in `tally`."""
         if self._config.dedup != "none" and examples.num_examples:
-            new = self._seen.add(_keys(examples)[:, int(self._config.dedup == "pair")])
+            new = self._new(examples)
             for i in np.flatnonzero(~new).tolist():
                 source, ordinal = divmod(int(examples.example_ids[i]), 1 << SOURCE_SHIFT)
                 where = f"input {source + 1}, record {ordinal + 1}"
@@ -52,6 +56,12 @@ class Selection:
             TRAIN: examples.take(np.flatnonzero(~held)),
             VALIDATION: examples.take(np.flatnonzero(held)),
         }
+
+    def _new(self, examples: Examples) -> Bool:
+        """bool `[E]`: whether no earlier example has the key of each."""
+        if self._repeated is None:
+            return self._seen.add(dedup_keys(examples, self._config))
+        return ~np.isin(examples.example_ids, self._repeated)
 
     def _held_back(self, examples: Examples) -> Bool:
         """bool `[E]`: examples for validation. Equal prompts always share a part."""
@@ -91,6 +101,40 @@ class _Seen:
             self._runs[-1].sort()
         self._runs = [run for run in self._runs if len(run)]
         return new
+
+
+def dedup_keys(examples: Examples, config: SelectConfig) -> U64:
+    """uint64 `[E]`: what two examples share that `dedup` takes for the same."""
+    return _keys(examples)[:, int(config.dedup == "pair")]
+
+
+def duplicates(keys: Sequence[U64], ids: Sequence[Int64]) -> list[Int64]:
+    """Of parts of the input, the examples whose key has one with a smaller id, in any part.
+
+    Args:
+        keys: uint64 `[n]` of each part.
+        ids: their example ids, int64 `[n]` of each part.
+
+    Returns:
+        Their ids, int64, sorted, of each part.
+    """
+    every = np.concatenate([np.empty(0, np.uint64), *keys])
+    every.sort()
+    shared = np.unique(every[1:][every[1:] == every[:-1]])
+    del every
+    # Few records are repeated, mostly: only those are sorted with their ids.
+    chosen = [np.isin(k, shared) for k in keys]
+    key = np.concatenate(
+        [np.empty(0, np.uint64), *(k[c] for k, c in zip(keys, chosen, strict=True))]
+    )
+    own = [i[c] for i, c in zip(ids, chosen, strict=True)]
+    id_ = np.concatenate([np.empty(0, np.int64), *own])
+    order = np.lexsort((id_, key))
+    later = np.zeros(len(key), np.bool_)
+    later[order[1:]] = key[order[1:]] == key[order[:-1]]
+    cuts = np.cumsum([len(o) for o in own])[:-1]
+    parts = zip(np.split(id_, cuts), np.split(later, cuts), strict=True)
+    return [np.sort(i[again]) for i, again in parts]
 
 
 def _keys(examples: Examples) -> U64:

@@ -69,6 +69,10 @@ class Spill:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Removes its files."""
         self._folder.cleanup()
 
     def append(self, examples: Examples, lengths: Int32) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import functools
 import gzip
 import json
+import logging
+import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,9 +17,16 @@ import numpy as np
 import pytest
 
 import packstore
-from packstore import partitions
+from packstore import partition_work
 from packstore.config import PackConfig
-from packstore.errors import ConfigError, DropRateError, RecordError
+from packstore.errors import (
+    CompatibilityError,
+    ConfigError,
+    DatasetNotFoundError,
+    DropRateError,
+    RecordError,
+)
+from packstore.io.clean import clean
 from packstore.io.inputs import Input, InputReader
 from packstore.io.storage import Location
 from packstore.pack.merged import merged_statistics
@@ -79,7 +90,7 @@ def test_one_file_is_enough(
     sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        partitions, "InputReader", functools.partial(InputReader, block_bytes=20_000)
+        partition_work, "InputReader", functools.partial(InputReader, block_bytes=20_000)
     )
     made = packstore.pack(sources[2], tmp_path / "out", partitions=4, num_workers=0, **SETTINGS)
     assert examples(made) == Counter(range(RECORDS))
@@ -141,6 +152,115 @@ def test_a_failing_partition_leaves_nothing(
             sources, tmp_path / "out", partitions=3, num_workers=0, **SETTINGS, **settings
         )
     assert not [p for p in (tmp_path / "out").rglob("*") if p.is_file()]
+
+
+@pytest.fixture(scope="module")
+def repeating(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Files whose records repeat one another, within a file and across them."""
+    folder, rng = tmp_path_factory.mktemp("repeating"), np.random.default_rng(0)
+    names = [str(folder / f"{i}.jsonl") for i in range(3)]
+    for name in names:
+        with open(name, "w") as file:
+            for prompt, answer in rng.integers(1, [400, 6], (700, 2)).tolist():
+                sides = {"chosen": [answer] * answer, "rejected": [9] * (prompt % 50)}
+                file.write(json.dumps({"prompt": [prompt, 7], **sides}) + "\n")
+    return names
+
+
+SELECTING: dict[str, Any] = {
+    "pack_size": 64, "shard_bytes": 4000, "row_group_tokens": 1024, "max_drop_rate": 1.0,
+    "max_length": 48, "validation_fraction": 0.3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dedup", ["pair", "prompt"])
+def test_selecting_takes_what_one_partition_would(
+    repeating: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dedup: str
+) -> None:
+    monkeypatch.setattr(
+        partition_work, "InputReader", functools.partial(InputReader, block_bytes=2000)
+    )
+    settings = {**SELECTING, "dedup": dedup, "num_workers": 0}
+    for n in (1, 4):
+        packstore.pack(repeating, tmp_path / str(n), partitions=n, **settings)
+    for part in ("train", "validation"):
+        one, four = (packstore.open(tmp_path / n / part) for n in ("1", "4"))
+        assert examples(four) == examples(one)
+        records = one.manifest.records
+        assert records.dropped[f"duplicate_{dedup}"] > 100
+        assert four.manifest.records.dropped == records.dropped
+        assert four.manifest.records.read == records.read
+        assert four.manifest.provenance["part"] == part
+        assert four.manifest.provenance["lineage"] == one.manifest.provenance["lineage"]
+        assert four.verify().ok
+
+
+KILLED = """
+import os, signal, sys, json
+import packstore
+
+def progress(stage, done, total, unit):
+    if (stage, done) == ("write", 2):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sources, out, workers, settings = json.loads(sys.argv[1])
+packstore.pack(sources, out, num_workers=workers, progress=progress, **settings)
+"""
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_killed_run_goes_on(
+    repeating: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {**SELECTING, "dedup": "pair", "partitions": 4, "spill_dir": str(tmp_path)}
+    packstore.pack(repeating, tmp_path / "whole", num_workers=0, **settings)
+    out = tmp_path / "out"
+    arguments = json.dumps([repeating, str(out), 2, settings])
+    # It returns when all who hold its output have ended: workers do not outlive the job.
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, arguments], capture_output=True, timeout=120, check=False
+    )
+    assert done.returncode == -9, done.stderr.decode()
+    with pytest.raises(DatasetNotFoundError):
+        packstore.open(out / "train")
+    with pytest.raises(CompatibilityError, match=r"settings\.seed 0 then, 1 now"):
+        packstore.pack(repeating, out, num_workers=0, **{**settings, "seed": 1})
+    kept = next((out / "train" / "data").glob("*-p00000-00000-*"))
+    hurt = next((out / "train" / "data").glob("*-p00001-00000-*"))
+    hurt.write_bytes(hurt.read_bytes()[:-9] + b"X" * 9)
+    before = kept.stat().st_ino
+    with caplog.at_level(logging.INFO, "packstore"):
+        packstore.pack(repeating, out, num_workers=0, **settings)
+    found = re.search("went on with an interrupted run: ([123]) of 4 partitions", caplog.text)
+    assert found, caplog.text
+    assert kept.stat().st_ino == before
+    assert files(out) == files(tmp_path / "whole")
+    assert [clean(str(out / part)).removable for part in ("train", "validation")] == [[], []]
+
+
+def test_a_partition_whose_input_changed_is_made_again(tmp_path: Path) -> None:
+    """Also where its size did not change."""
+    sources = [write(tmp_path / f"{i}.jsonl", i, 300) for i in range(2)]
+    settings: dict[str, Any] = {**SETTINGS, "partitions": 2, "num_workers": 0}
+    stop = functools.partial(_stop_after, 2)
+    with pytest.raises(KeyboardInterrupt):
+        packstore.pack(sources, tmp_path / "out", progress=stop, **settings)
+    text = Path(sources[0]).read_text()
+    first = text.index('"chosen": [') + len('"chosen": [')
+    changed = text[:first] + ("1" if text[first] != "1" else "2") + text[first + 1 :]
+    Path(sources[0]).write_text(changed)
+    whole = packstore.pack(sources, tmp_path / "whole", **settings)
+    made = packstore.pack(sources, tmp_path / "out", **settings)
+    assert made.manifest.to_json() == whole.manifest.to_json()
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def _stop_after(number: int, stage: str, done: int, total: int | None, unit: str) -> None:
+    if (stage, done) == ("write", number):
+        raise KeyboardInterrupt
 
 
 def test_what_cannot_be_cut_is_refused(whole: packstore.Dataset, tmp_path: Path) -> None:

@@ -8,13 +8,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import packstore
 from packstore.errors import DatasetNotFoundError, MissingExtraError, PackstoreError
+from packstore.io.storage import Location
 from packstore.io.writer import ShardWriter
+
+if TYPE_CHECKING:  # workers import this file, and find a folder of that name
+    from stores import Store
 
 ray = pytest.importorskip("ray", reason="ray is not installed (extra: ray)")
 
@@ -168,6 +172,45 @@ def test_partitions_survive_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for name in ("calm", "out")
     }
     assert files["calm"] == files["out"]
+
+
+def test_on_an_object_store(s3: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From S3 to S3, with duplicates left out and a validation part, though a worker is killed."""
+    place = Location(s3.url, s3.options)
+    for i in range(3):
+        line = '{{"prompt": [{0}, 1, 2], "chosen": [{1}, 4], "rejected": [5, {0}]}}\n'
+        text = "".join(line.format(j % 250, (i + j) % 7) for j in range(600))
+        place.create_bytes(f"in/{i}.jsonl", text.encode())
+    settings: dict[str, Any] = {
+        "pack_size": 64, "partitions": 3, "shard_bytes": 4000, "row_group_tokens": 512,
+        "dedup": "pair", "validation_fraction": 0.2, "storage_options": s3.options,
+    }  # fmt: skip
+    source = f"{s3.url}/in/*.jsonl"
+    packstore.pack(source, f"{s3.url}/calm", num_workers=0, **settings)
+    mark = tmp_path / "died"
+
+    def dying(work: Any, items: Any, num_workers: int | None) -> Any:
+        return run(DieAtAShard(work, mark), items, num_workers)
+
+    monkeypatch.setattr("packstore.engines.ray.run", dying)
+    packstore.pack(source, f"{s3.url}/out", engine="ray", **settings)
+    assert mark.exists()
+    fs, root = place._open()
+    fs.invalidate_cache()
+    calm, out = (
+        {
+            path.removeprefix(f"{root}/{name}"): fs.cat_file(path)
+            for path in fs.find(f"{root}/{name}")
+        }
+        for name in ("calm", "out")
+    )
+    assert len(calm) > 6
+    assert calm == out
+    for part in ("train", "validation"):
+        made = packstore.open(f"{s3.url}/out/{part}", storage_options=s3.options)
+        assert made.manifest.records.dropped["duplicate_pair"] > 100
+        assert len(made.manifest.shards) > 2
+        assert made.verify().ok
 
 
 def test_without_ray_the_install_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -89,8 +89,12 @@ class WriteJob:
         merged = merge([Part(url, self.extends.manifest), Part(url, manifest)])
         return replace(merged, pack_index=manifest.pack_index)
 
-    def _refuse_again(self, about: Mapping[str, Any]) -> None:
-        """Most likely a call that was repeated though it had ended well."""
+    def refuse_again(self, about: Mapping[str, Any]) -> None:
+        """Most likely a call that was repeated though it had ended well.
+
+        Raises:
+            DatasetExistsError: the dataset that it extends holds these very records.
+        """
         old, new = (
             {s.get("sha256") for s in told.get("sources", ())} - {None}
             for told in (self.extends.manifest.provenance if self.extends else {}, about)
@@ -124,6 +128,11 @@ class WriteJob:
                 del unfinished[run]
         refuse_other(self.location, unfinished, about)
 
+    def begin_partitions(self, run: str, about: Mapping[str, Any]) -> None:
+        """As :meth:`begin`; but each partition finds and takes over its own shards."""
+        self._open(run, about)
+        self._journal.open(run, about)
+
     def begin(self, run: str, about: Mapping[str, Any]) -> list[Finished]:
         """The finished shards of this very run, if it was begun before; else begins it.
 
@@ -135,15 +144,18 @@ class WriteJob:
             CompatibilityError: another unfinished run lies there.
             DatasetExistsError: the dataset that it extends holds these very records.
         """
-        self._refuse_again(about)
-        self._journal.run = run
-        self.compare(about)
-        self._fresh = False
+        self._open(run, about)
         self.resumed = self._journal.begin(run, about)
         if self.resumed:
             shards, packs = len(self.resumed), sum(p.shard.rows for p in self.resumed)
             log.info("going on with an interrupted run: %d shards, %d packs", shards, packs)
         return self.resumed
+
+    def _open(self, run: str, about: Mapping[str, Any]) -> None:
+        self.refuse_again(about)
+        self._journal.run = run
+        self.compare(about)
+        self._fresh = False
 
     def finished(self, number: int, part: Finished) -> None:
         """Notes a shard that was put."""
@@ -152,6 +164,12 @@ class WriteJob:
     def intends(self, path: str) -> None:
         """Notes a file that is going to be put, and whose name does not tell the run."""
         self._journal.intends(path)
+
+    def has_finished(self) -> bool:
+        """Whether something finished is noted."""
+        with contextlib.suppress(PackstoreError):
+            return any(not p.endswith("-head.json") for p in self._journal.paths(self._journal.run))
+        return True
 
     def keeps(self, error: BaseException) -> bool:
         """Whether what is finished stays for a rerun, which may well end better."""
@@ -179,6 +197,16 @@ class WriteJob:
         with contextlib.suppress(PackstoreError):
             if self._journal.run:
                 self._journal.remove(self._journal.run)
+
+    def tidy(self, written: Iterable[ShardInfo]) -> None:
+        """After a commit, removes shards of the run that were made anew by other names."""
+        with contextlib.suppress(PackstoreError):
+            own = {shard.path for shard in written}
+            old = leftovers(self.location, self._journal, self._journal.run, own)
+            named = named_paths(self.location) if old else set()
+            for path in old:
+                if path not in named:
+                    self.location.remove(path)
 
     def discard(self, run: str, named: set[str]) -> None:
         """Removes what a run wrote, but for the files in `named`, and its journal."""

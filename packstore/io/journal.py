@@ -1,8 +1,9 @@
 """The journal of a run: what a job has finished, for the rerun of one that was killed.
 
 Small files in ``_packstore/runs/``, each put once, as object stores can neither append nor rename:
-``<run>-head.json`` says what the job is, ``<run>-00000.json`` and so on tell of a finished shard,
-``<run>-index.json`` of the pack index. They go when the job has committed.
+``<run>-head.json`` says what the job is, ``<run>-00000.json`` and so on tell of a finished shard
+(or of all shards of a partition), ``<run>-index.json`` of the pack index. They go when the job has
+committed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from packstore.errors import (
     DatasetExistsError,
     FormatError,
     PackstoreError,
+    StorageError,
     quote,
     sentence,
 )
@@ -87,33 +89,56 @@ class Journal:
             run: 12 hexadecimal digits.
             about: everything that decides the bytes of the result.
         """
-        self.run = run
-        noted = {number for found, number, _ in self._files() if found == run}
-        if "head" not in noted:
-            self._put("head", {"journal_version": VERSION, **about})
+        noted = self.open(run, about)
         parts: list[Finished] = []
         while (number := f"{len(parts):05d}") in noted:
             try:
                 parts.append(_parse(self._read(_path(run, number)), _path(run, number)))
             except FormatError:
                 break
-        with ThreadPoolExecutor(_CHECKS) as pool:
-            whole = list(pool.map(self._is_whole, (p.shard for p in parts)))
+        whole = self._are_whole(parts)
         good = whole.index(False) if False in whole else len(whole)
         for number in sorted(noted - {"head"})[good:]:
             self._location.remove(_path(run, number))
         return parts[:good]
 
+    def open(self, run: str, about: Mapping[str, Any]) -> set[str]:
+        """Begins a run if it was not begun yet; returns the names of its entries."""
+        self.run = run
+        noted = {number for found, number, _ in self._files() if found == run}
+        if "head" not in noted:
+            self._put("head", {"journal_version": VERSION, **about})
+        return noted
+
     def finished(self, number: int, part: Finished) -> None:
         """Notes that a shard is in its place."""
-        counter = {name: int(getattr(part.counter, name)) for name in _COUNTED}
-        counter["histogram"] = part.counter.histogram.tolist()
-        entry = {
-            "shard": dump_shard(part.shard),
-            "counter": counter,
-            "sizes": {name: getattr(part.sizes, name).tolist() for name in _SIZES},
-        }
-        self._put(f"{number:05d}", entry)
+        self._put(f"{number:05d}", _entry(part))
+
+    def finished_partition(
+        self, number: int, parts: Sequence[Finished], about: Mapping[str, Any]
+    ) -> None:
+        """Notes that all shards of a partition are in their places.
+
+        Args:
+            number: of the partition.
+            parts: its shards, in order.
+            about: what it is, and what else was made of it; JSON values.
+        """
+        self._put(f"{number:05d}", {"shards": [_entry(p) for p in parts], **about})
+
+    def partition(self, number: int) -> tuple[list[Finished], dict[str, Any]] | None:
+        """What was noted of a partition; None if nothing was, or a shard is not as it was put."""
+        path = _path(self.run, f"{number:05d}")
+        try:
+            about = self._read(path)
+            parts = [_parse(entry, path) for entry in about.pop("shards")]
+        except (FormatError, KeyError, TypeError):
+            return None
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
+        return (parts, about) if all(self._are_whole(parts)) else None
 
     def intends(self, path: str) -> None:
         """Notes a file whose name does not tell the run, before it is put."""
@@ -138,6 +163,10 @@ class Journal:
         own = [n for n in names if n.lstrip(".").startswith(f"{run}-")]
         own.sort(key=lambda n: (not n.startswith("."), n.endswith("-head.json"), n))
         return [f"{RUNS}/{name}" for name in own]
+
+    def _are_whole(self, parts: Sequence[Finished]) -> list[bool]:
+        with ThreadPoolExecutor(_CHECKS) as pool:
+            return list(pool.map(self._is_whole, (p.shard for p in parts)))
 
     def _is_whole(self, shard: ShardInfo) -> bool:
         """Whether the shard in the store has the bytes that were written."""
@@ -237,6 +266,16 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any
 
 def _path(run: str, name: str) -> str:
     return f"{RUNS}/{run}-{name}.json"
+
+
+def _entry(part: Finished) -> dict[str, Any]:
+    counter = {name: int(getattr(part.counter, name)) for name in _COUNTED}
+    counter["histogram"] = part.counter.histogram.tolist()
+    return {
+        "shard": dump_shard(part.shard),
+        "counter": counter,
+        "sizes": {name: getattr(part.sizes, name).tolist() for name in _SIZES},
+    }
 
 
 def _parse(value: object, where: str) -> Finished:
