@@ -5,7 +5,6 @@ Parquet has checksums of its own for pages, but not for their headers; Arrow fil
 
 from __future__ import annotations
 
-import mmap
 import zlib
 
 import numpy as np
@@ -43,14 +42,9 @@ def batch_crc32(batch: pa.RecordBatch) -> int:
     return crc
 
 
-def file_crc32(path: str, file_format: str) -> Int64:
-    """int64 `[G]`, crc32 of each row group of a local shard file."""
-    if file_format == "arrow":
-        with pa.memory_map(path) as source:
-            file = pa.ipc.open_file(source)
-            batches = (file.get_batch(i) for i in range(file.num_record_batches))
-            return np.array([batch_crc32(b) for b in batches], np.int64)
-    metadata = pq.read_metadata(path)
-    ranges = [byte_range(metadata.row_group(i)) for i in range(metadata.num_row_groups)]
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-        return np.array([zlib.crc32(view[a:b]) for a, b in ranges], np.int64)
+def arrow_crc32(path: str) -> Int64:
+    """int64 `[G]`, crc32 of each batch of a local Arrow file."""
+    with pa.memory_map(path) as source:
+        file = pa.ipc.open_file(source)
+        batches = (file.get_batch(i) for i in range(file.num_record_batches))
+        return np.array([batch_crc32(b) for b in batches], np.int64)

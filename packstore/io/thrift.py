@@ -74,7 +74,7 @@ def _struct(data: bytes, at: int, depth: int) -> tuple[Struct, int]:
         if head >> 4:
             number += head >> 4
         else:
-            number, at = _zigzag(data, at)
+            number, at = zigzag(data, at)
         kind = head & 15
         if kind in (_TRUE, _FALSE):
             fields[number] = kind == _TRUE
@@ -86,9 +86,9 @@ def _struct(data: bytes, at: int, depth: int) -> tuple[Struct, int]:
 def _value(data: bytes, kind: int, at: int, depth: int) -> tuple[Any, int]:
     """A value of any kind; None where it is passed over."""
     if kind in _NUMBERS:
-        return _zigzag(data, at)
+        return zigzag(data, at)
     if kind == _BINARY:
-        size, at = _varint(data, at)
+        size, at = varint(data, at)
         return None, at + size
     if kind == _STRUCT:
         return _struct(data, at, depth + 1)
@@ -105,7 +105,7 @@ def _list(data: bytes, at: int, depth: int) -> tuple[list[Any], int]:
     size, kind = data[at] >> 4, data[at] & 15
     at += 1
     if size == 15:
-        size, at = _varint(data, at)
+        size, at = varint(data, at)
     if size > len(data) - at or depth > _DEEPEST:  # each takes a byte at least
         raise _broken()
     values = []
@@ -115,7 +115,8 @@ def _list(data: bytes, at: int, depth: int) -> tuple[list[Any], int]:
     return values, at
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """The unsigned number at `at`, and where it ends."""
     value = shift = 0
     while True:
         byte = data[at]
@@ -128,6 +129,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
             raise _broken()
 
 
-def _zigzag(data: bytes, at: int) -> tuple[int, int]:
-    value, at = _varint(data, at)
+def zigzag(data: bytes, at: int) -> tuple[int, int]:
+    """The signed number at `at`, and where it ends."""
+    value, at = varint(data, at)
     return (value >> 1) ^ -(value & 1), at

@@ -2,8 +2,9 @@
 
 1. Check every rule on the packs, and turn them into Arrow rows.
 2. Cut row groups at `row_group_tokens`, however the packs were handed in.
-3. Append each row group to the open shard, a hidden local file.
-4. At `shard_bytes` close it, hash it, and put it under ``data/<run>-<number>-<hash>``.
+3. Encode row groups in threads, some at a time.
+4. Append them in their order to the open shard, a hidden local file, and hash it on the way.
+5. At `shard_bytes` close it, and put it under ``data/<run>-<number>-<hash>``.
 
 Nothing of it is part of a dataset until a manifest names it (:mod:`packstore.io.manifest`).
 """
@@ -13,25 +14,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from packstore.config import WriteConfig
 from packstore.errors import PackstoreError
 from packstore.invariants import check_packs
-from packstore.io.checksums import file_crc32
 from packstore.io.columns import flat_numbers
 from packstore.io.commit import FOLDER
-from packstore.io.faults import guarded
 from packstore.io.job import DATA, WriteJob
 from packstore.io.journal import Finished
 from packstore.io.named import named_paths
+from packstore.io.open_shard import Encoded, OpenShard, encode
 from packstore.io.pack_index import PackIndexWriter
-from packstore.io.shard import FileHashes, PackShape, ShardInfo, describe_shard
+from packstore.io.shard import PackShape, ShardInfo, describe_shard
 from packstore.io.staging import Staging
 from packstore.io.statistics import PackCounter, group_figures, pack_figures, pack_sizes
 from packstore.io.storage import Location
@@ -41,13 +44,15 @@ from packstore.schema import pack_schema, to_arrow
 
 log = logging.getLogger("packstore")
 
-PAGE_BYTES = 1 << 20
+MAX_THREADS = 8
+"""Row groups that are encoded at a time, at most; one process hardly fills packs for more."""
 
 
 class ShardWriter:
     """Writes packs as the shards of a dataset; a context manager that aborts on an error.
 
-    The bytes depend on the packs, the settings and the release of pyarrow alone.
+    The bytes depend on the packs, the settings and the release of pyarrow alone: not on threads.
+    About two row groups for each thread are in memory.
 
     Args:
         location: the dataset.
@@ -58,6 +63,7 @@ class ShardWriter:
             (Those of a local dataset lie hidden inside it, so that they can be moved in one step.)
         job: notes what is finished, and knows what an interrupted run had finished; its
             :attr:`resumed` packs are not to be written again.
+        threads: that encode row groups; 1: none but the caller's; None: one for each core.
 
     Attributes:
         counter: totals and statistics of the packs so far.
@@ -72,6 +78,7 @@ class ShardWriter:
         run: str,
         spill_dir: str | None = None,
         job: WriteJob | None = None,
+        threads: int | None = None,
     ) -> None:
         self.counter = PackCounter()
         self.pack_index: StoredFile | None = None
@@ -80,7 +87,10 @@ class ShardWriter:
         carry = dict(shape.carry)
         self._schema = pack_schema(shape.kind, shape.layout, label_spans=spans, carry=carry)
         self._staging = Staging(location, (FOLDER, DATA), spill_dir)
-        self._shard: _OpenShard | None = None
+        self._threads = min(threads or os.cpu_count() or 1, MAX_THREADS)
+        self._pool: ThreadPoolExecutor | None = None
+        self._encoding: deque[tuple[Callable[[], Encoded], Int64, PackCounter]] = deque()
+        self._shard: OpenShard | None = None
         self._index: PackIndexWriter | None = None
         self._job = job
         self._pending: list[tuple[pa.RecordBatch, Int64]] = []
@@ -155,14 +165,14 @@ class ShardWriter:
         Raises:
             StorageError: no space, no permission, or the store refuses.
         """
-        self._finish_shard()
+        self._finish()
         self._finish_index()
         self._staging.remove()
         return [part.shard for part in self._parts]
 
     def finish(self) -> list[Finished]:
         """Finishes the last shard, for another writer to :meth:`take`; there is no index then."""
-        self._finish_shard()
+        self._finish()
         self._discard()
         return self._parts
 
@@ -178,9 +188,13 @@ class ShardWriter:
         self._staging.prune()
 
     def _discard(self) -> None:
-        """Removes what is unfinished."""
+        """Removes what is unfinished; no thread is left."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+        self._encoding.clear()
         if self._shard is not None:
-            self._shard.discard()
+            self._shard.file.discard()
             self._shard = None
         if self._index is not None:
             self._index.discard()
@@ -192,29 +206,48 @@ class ShardWriter:
             self._pending.append((batch.slice(start, stop - start), figures[start:stop]))
 
     def _flush(self) -> None:
-        """Appends the pending rows to the open shard as one row group."""
-        batch = pa.concat_batches([b for b, _ in self._pending])
+        """Has the pending rows encoded as one row group."""
+        batches = [batch for batch, _ in self._pending]
         figures = np.concatenate([f for _, f in self._pending])
         self._pending, self._pending_tokens = [], 0
-        if self._shard is None:
-            self._shard = _OpenShard(self._staging.path(), self._schema, self._config)
-        self._shard.append(batch, figures)
-        self._shard.counter.merge(PackCounter.of(figures, flat_numbers(batch.column("lengths"))))
-        if self._shard.size >= self._config.shard_bytes:
-            self._finish_shard()
+        lengths = np.concatenate([flat_numbers(b.column("lengths")) for b in batches])
+        counter = PackCounter.of(figures, lengths)
+        self._shard = self._shard or OpenShard(self._staging.path(), self._schema, self._config)
+        group: Callable[[], Encoded] = partial(encode, batches, self._config)
+        if self._threads > 1:
+            self._pool = self._pool or ThreadPoolExecutor(self._threads, "packstore-write")
+            group = self._pool.submit(group).result
+        self._encoding.append((group, figures, counter))
+        while len(self._encoding) > self._threads:
+            self._append()
 
-    def _finish_shard(self) -> None:
+    def _append(self) -> None:
+        """Adds the next row group to the open shard."""
+        group, figures, counter = self._encoding.popleft()
+        encoded = group()
+        self._shard = self._shard or OpenShard(self._staging.path(), self._schema, self._config)
+        self._shard.append(encoded, figures, counter)
+        if self._shard.file.size >= self._config.shard_bytes:
+            self._close_shard(self._shard)
+
+    def _finish(self) -> None:
+        """Finishes the last shard."""
         if self._pending_tokens:
             self._flush()
-        if self._shard is None:
-            return
-        shard = self._shard
-        hashes = shard.finish(durable=self._staging.in_dataset)
+        while self._encoding:
+            self._append()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+        if self._shard is not None:
+            self._close_shard(self._shard)
+
+    def _close_shard(self, shard: OpenShard) -> None:
+        hashes, checksums = shard.file.finish(durable=self._staging.in_dataset)
         name = f"{self._run}-{len(self._parts):05d}-{hashes.sha256[:16]}.{self._config.format}"
-        checksums = file_crc32(shard.path, self._config.format)
         groups = [group_figures(f) for f in shard.figures]
         info = describe_shard(f"{DATA}/{name}", groups, hashes, checksums)
-        self._put(shard.path, info.path)
+        self._put(shard.file.path, info.path)
         self._shard = None
         part = Finished(info, shard.counter, pack_sizes(np.concatenate(shard.figures)))
         if self._job is not None:
@@ -245,56 +278,3 @@ class ShardWriter:
         self._location.put_file(local_path, path)
         if not self._staging.in_dataset:
             os.unlink(local_path)
-
-
-class _OpenShard:
-    """A shard file that is being written on the local disk."""
-
-    def __init__(self, path: str, schema: pa.Schema, config: WriteConfig) -> None:
-        self.path, self.size, self.counter = path, 0, PackCounter()
-        self.figures: list[Int64] = []
-        with guarded("write", path, {}):
-            self._file = open(path, "xb")  # noqa: SIM115
-            self._writer = _format_writer(self._file, schema, config)
-
-    def append(self, batch: pa.RecordBatch, figures: Int64) -> None:
-        """Adds one row group."""
-        table = pa.Table.from_batches([batch])
-        with guarded("write", self.path, {}):
-            self._writer.write_table(table, max(batch.num_rows, 1))
-            self.size = self._file.tell()
-        self.figures.append(figures)
-
-    def finish(self, durable: bool) -> FileHashes:
-        """Closes the file; with `durable` it survives a power cut."""
-        with guarded("write", self.path, {}):
-            self._writer.close()
-            self._file.flush()
-            if durable:
-                os.fsync(self._file.fileno())
-            self._file.close()
-            with open(self.path, "rb") as file:
-                return FileHashes.of(file)
-
-    def discard(self) -> None:
-        """Closes the file, whatever happens: it is going to be removed."""
-        for handle in (self._writer, self._file):
-            with contextlib.suppress(OSError, pa.ArrowException):
-                handle.close()
-
-
-def _format_writer(file: Any, schema: pa.Schema, config: WriteConfig) -> Any:
-    """An Arrow writer with ``write_table(table, rows)`` and ``close()``."""
-    if config.format == "arrow":
-        return pa.ipc.new_file(file, schema)
-    return pq.ParquetWriter(
-        file,
-        schema,
-        compression=config.compression,
-        compression_level=config.compression_level if config.compression == "zstd" else None,
-        use_dictionary=False,
-        write_statistics=False,
-        write_page_checksum=True,
-        data_page_size=PAGE_BYTES,
-        store_schema=True,
-    )
