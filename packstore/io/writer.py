@@ -115,8 +115,17 @@ class ShardWriter:
         trace: TracebackType | None,
     ) -> None:
         if error is None:
-            self.close()
-        elif self._parts and self._job is not None and self._job.keeps(error):
+            try:
+                self.close()
+            except BaseException as late:
+                self._give_up(late)
+                raise
+        else:
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Leaves what a rerun can go on with, if anything."""
+        if self._parts and self._job is not None and self._job.keeps(error):
             self._discard()
             log.warning("the finished shards stay: run it again to go on, or `packstore clean` it")
         else:
