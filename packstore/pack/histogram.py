@@ -7,12 +7,10 @@ Deciding it costs the same for any number of examples; after that there is one c
 
 from __future__ import annotations
 
-from math import gcd
-
 import numpy as np
 
 from packstore import seeds
-from packstore.pack.kernels import Bits, add, at_least, jit, new_set, remove
+from packstore.pack.kernels import Bits, add, at_least, inlined, jit, new_set, remove
 from packstore.records import Int32, Int64
 
 FIRST, PACKS, SIZE, EACH, OPEN, NEXT = range(6)
@@ -67,23 +65,31 @@ def _mix(grouped: Int32, counts: Int64, keys: Bits) -> None:
     for count in counts:
         if count == 0:
             continue
-        number = np.uint64(count)
-        at = (keys[key] & np.uint64(0xFFFFFFFF)) % number
-        step = (keys[key] >> np.uint64(32)) % number
-        while gcd(np.int64(step), count) != 1:
-            step += np.uint64(1)
+        # 32 bits: dividing them takes half as long.
+        number = np.uint32(count)
+        at = np.uint32(keys[key] & np.uint64(0xFFFFFFFF)) % number
+        step = np.uint32(keys[key] >> np.uint64(32)) % number
+        while _common(step, number) != 1:
+            step = np.uint32(step + 1)
         for i in range(number):
             copy[i] = grouped[start + i]
         for i in range(number):
             grouped[start + i] = copy[at]
-            at += step
+            at = np.uint32(at + step)
             if at >= number:
-                at -= number
+                at = np.uint32(at - number)
         key += 1
-        start += number
+        start += np.uint64(number)
 
 
-@jit
+@inlined
+def _common(a: np.uint32, b: np.uint32) -> np.uint32:
+    """The greatest common divisor."""
+    while b != 0:
+        a, b = b, np.uint32(a % b)
+    return a
+
+
 def new_steps() -> Int64:
     """Room for some steps."""
     return np.empty((1024, 6), np.int64)

@@ -65,6 +65,17 @@ highest_bit: Callable[[np.uint64], int] = intrinsic(_highest_bit)
 """Position of the highest set bit of a uint64 that is not 0."""
 
 
+def _number_of_bits(context: Any, word: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.int64(types.uint64), build
+
+
+number_of: Callable[[np.uint64], int] = intrinsic(_number_of_bits)
+"""How many bits of a uint64 are set."""
+
+
 @jit
 def new_set(limit: int) -> Bits:
     """An empty set of integers in 0..limit: uint64 words of one bit per integer, then words of one
@@ -131,3 +142,11 @@ def at_most(bits: Bits, i: int) -> int:
         rest = bits[top]
     full = np.uint64(np.int64((top - words) << SHIFT) + highest_bit(rest))
     return int(np.int64(full << SHIFT)) + highest_bit(bits[full])
+
+
+@inlined
+def window(bits: Bits, i: int) -> np.uint64:
+    """Which of i..i+63 are members: a bit for each. Those beyond the limit are undefined."""
+    word, by = np.uint64(i) >> SHIFT, np.uint64(i) & LOW
+    above = bits[word + ONE] << (LOW - by)
+    return np.uint64((bits[word] >> by) | (above << ONE))

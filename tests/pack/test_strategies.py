@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from packstore import seeds
 from packstore.errors import MissingExtraError
-from packstore.pack.algorithms import STRATEGIES
+from packstore.pack.algorithms import STRATEGIES, VERSIONS
 from packstore.pack.algorithms.pool import SPAN
 from packstore.pack.bounds import lower_bound
 from packstore.pack.plan import plan
@@ -119,6 +120,29 @@ def test_the_seed_decides(name: str) -> None:
         np.testing.assert_array_equal(a, b)
     same = np.array_equal(order, run(name, lengths, 4096, 8)[0])
     assert same == (name in {"auto", "pool", "sequential", "none"})
+
+
+PLANS = {
+    "pool-1": "b19281a022ed2d3b",
+    "best_fit_decreasing-1": "00eed47b6aafec7b",
+    "exact_fill-1": "e6d40d72d1b215df",
+    "first_fit_decreasing-1": "8b5dec1d43fcf0eb",
+    "first_fit_shuffle-1": "30320aa0099afdc8",
+    "sequential-1": "fdc3aa8c4d87a4e7",
+    "none-1": "4e14930933844d1f",
+}
+
+
+@pytest.mark.parametrize("algorithm", PLANS)
+def test_a_version_of_an_algorithm_makes_the_same_plans_for_ever(algorithm: str) -> None:
+    """Else its number in ``VERSIONS`` must grow, and the changelog (*Format*) say so."""
+    name, version = algorithm.rsplit("-", 1)
+    assert VERSIONS.get(name, 1) == int(version)
+    digest = hashlib.sha256()
+    for seed in range(40):
+        for array in run(name, *random_case(seed), seed):
+            digest.update(array.astype("<i8").tobytes())
+    assert digest.hexdigest()[:16] == PLANS[algorithm]
 
 
 @ALL

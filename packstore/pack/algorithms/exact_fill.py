@@ -16,7 +16,19 @@ from packstore.pack.histogram import (
     new_steps,
     place,
 )
-from packstore.pack.kernels import Bits, add, at_least, at_most, inlined, jit, new_set, remove
+from packstore.pack.kernels import (
+    Bits,
+    add,
+    at_least,
+    at_most,
+    inlined,
+    jit,
+    lowest_bit,
+    new_set,
+    number_of,
+    remove,
+    window,
+)
 from packstore.records import Int32, Int64
 
 PROBES = 64
@@ -43,11 +55,22 @@ def plan_exactly(
     Returns:
         The steps, how many are used, and the number of packs.
     """
+    tokens = 0
+    for size in range(len(counts)):
+        tokens += size * counts[size]
     exact, exact_used, exact_packs = _plan(counts.copy(), capacity, steps.copy(), used, packs)
+    if (exact_packs - packs - 1) * capacity < tokens:  # one less would not hold them
+        return exact, exact_used, exact_packs
     fit, fit_used, fit_packs = best_fit(counts, capacity, steps, used, packs)
     if fit_packs < exact_packs:
         return fit, fit_used, fit_packs
     return exact, exact_used, exact_packs
+
+
+PART, EACH = range(2)
+"""A pattern is an int64 `[parts, 2]` of lengths that differ, the longest first, and how many of
+each. Below, `sizes` is the set of lengths of which there are examples, and `mirror` the set of what
+they leave of a pack: so one look at either compares 64 lengths with their complements."""
 
 
 @jit
@@ -55,93 +78,113 @@ def _plan(
     counts: Int64, capacity: int, steps: Int64, used: int, packs: int
 ) -> tuple[Int64, int, int]:
     """Exact patterns, and best fit for the rest; uses up `counts`."""
-    sizes, rest, parts = new_set(capacity), np.zeros_like(counts), np.empty(capacity, np.int64)
+    sizes, mirror = new_set(capacity), new_set(capacity)
+    rest, parts = np.zeros_like(counts), np.empty((capacity, 2), np.int64)
     for size in range(1, capacity + 1):
         if counts[size] > 0:
-            add(sizes, size)
+            _change(counts, sizes, mirror, size, 0)
     size = at_most(sizes, capacity)
     while size > 0:
-        number = _find(counts, sizes, parts, size, capacity)
+        number = _find(counts, sizes, mirror, parts, size)
         if number > 0:
-            _sort(parts, number)
-            steps, used, packs = _repeat(parts[:number], counts, sizes, steps, used, packs)
+            times = counts[size]
+            for i in range(number):
+                times = min(times, counts[parts[i, PART]] // parts[i, EACH])
+            for i in range(number - 1, -1, -1):
+                part, each = parts[i, PART], parts[i, EACH]
+                steps = add_step(steps, used, packs, times, part, each)
+                used += 1
+                _change(counts, sizes, mirror, part, -times * each)
+            packs += times
         else:
             rest[size] = counts[size]
-            counts[size] = 0
-            remove(sizes, size)
+            _change(counts, sizes, mirror, size, -counts[size])
         size = at_most(sizes, size)
     return best_fit(rest, capacity, steps, used, packs)
 
 
 @inlined
-def _find(counts: Int64, sizes: Bits, parts: Int64, size: int, capacity: int) -> int:
-    """Writes to `parts` lengths, `size` first, that fill a pack exactly; returns how many, or 0."""
-    room = capacity
-    number = 0
+def _change(counts: Int64, sizes: Bits, mirror: Bits, size: int, by: int) -> None:
+    """So many more (or fewer) examples of this length."""
+    counts[size] += by
+    left = len(counts) - 1 - size
+    if counts[size] == 0:
+        remove(sizes, size)
+        remove(mirror, left)
+    elif counts[size] <= by or by == 0:
+        add(sizes, size)
+        add(mirror, left)
+
+
+@inlined
+def _find(counts: Int64, sizes: Bits, mirror: Bits, parts: Int64, size: int) -> int:
+    """Writes to `parts` a pattern with `size` that fills a pack; returns its parts, or 0."""
+    room = len(counts) - 1
+    number, each = 0, 1
     while size > 0:
-        parts[number] = size
-        number += 1
-        counts[size] -= 1
-        if counts[size] == 0:
-            remove(sizes, size)
-        room -= size
-        size = _next_part(counts, sizes, room)
-    for part in parts[:number]:
-        counts[part] += 1
-        add(sizes, part)
+        number = _put(parts, number, size, each)
+        _change(counts, sizes, mirror, size, -each)
+        room -= size * each
+        size = _next_part(counts, sizes, mirror, room)
+        each = 1
+        if size > 0 and 3 * size <= room and at_most(sizes, room) == size:
+            # The longest there is: it stays the choice as long as a third of the room holds it.
+            each = min(counts[size], room // size - 2)
+    for i in range(number):
+        _change(counts, sizes, mirror, parts[i, PART], parts[i, EACH])
     return number if room == 0 else 0
 
 
 @inlined
-def _next_part(counts: Int64, sizes: Bits, room: int) -> int:
+def _put(parts: Int64, number: int, size: int, each: int) -> int:
+    """Adds `each` examples of length `size` to a pattern; returns its parts."""
+    at = number
+    while at > 0 and parts[at - 1, PART] < size:
+        at -= 1
+    if at > 0 and parts[at - 1, PART] == size:
+        parts[at - 1, EACH] += each
+        return number
+    for i in range(number, at, -1):
+        parts[i, PART] = parts[i - 1, PART]
+        parts[i, EACH] = parts[i - 1, EACH]
+    parts[at, PART] = size
+    parts[at, EACH] = each
+    return number + 1
+
+
+@inlined
+def _next_part(counts: Int64, sizes: Bits, mirror: Bits, room: int) -> int:
     """The length that closes `room`, or one of two that do, else a third of it; -1: none fits.
 
     Two as equal as possible, and a third rather than more: that saves up the short ones, without
     which the packs of long ones stay open.
     """
-    if at_most(sizes, room) == room:
+    if counts[room] > 0 or room == 0:
         return room
-    one = (room - 1) // 2
-    for _ in range(PROBES):
-        one = at_least(sizes, one + 1)
-        if one < 0 or one >= room:
-            break
-        if counts[room - one] > (1 if 2 * one == room else 0):
-            return one
+    one = _half(counts, sizes, mirror, room)
+    if one > 0:
+        return one
     third = at_most(sizes, room // 3)
     return third if third > 0 else at_most(sizes, room)
 
 
 @inlined
-def _sort(parts: Int64, number: int) -> None:
-    """Sorts the first `number` parts, which are few: np.sort takes longer than the whole search."""
-    for i in range(1, number):
-        part = parts[i]
-        to = i
-        while to > 0 and parts[to - 1] > part:
-            parts[to] = parts[to - 1]
-            to -= 1
-        parts[to] = part
-
-
-@jit
-def _repeat(
-    pattern: Int64, counts: Int64, sizes: Bits, steps: Int64, used: int, packs: int
-) -> tuple[Int64, int, int]:
-    """Fills as many packs as there are examples for with the (sorted) pattern."""
-    number = counts[pattern[0]]
-    each = 0
-    for i in range(len(pattern)):
-        each = each + 1 if i > 0 and pattern[i] == pattern[i - 1] else 1
-        number = min(number, counts[pattern[i]] // each)
-    for i in range(len(pattern)):
-        each = each + 1 if i > 0 and pattern[i] == pattern[i - 1] else 1
-        size = pattern[i]
-        if i + 1 < len(pattern) and pattern[i + 1] == size:
-            continue
-        steps = add_step(steps, used, packs, number, size, each)
-        used += 1
-        counts[size] -= number * each
-        if counts[size] == 0:
-            remove(sizes, size)
-    return steps, used, packs + number
+def _half(counts: Int64, sizes: Bits, mirror: Bits, room: int) -> int:
+    """The longer of two lengths that close `room`, among the first from its half on, or -1."""
+    shift = len(counts) - 1 - room
+    left = PROBES
+    one = at_least(sizes, (room + 1) // 2)
+    while 0 < one < room:
+        some = window(sizes, one)
+        both = some & window(mirror, one + shift)
+        if 2 * one == room and counts[one] < 2:
+            both &= ~np.uint64(1)
+        if both != 0:
+            found = lowest_bit(both)
+            before = some & ((np.uint64(1) << np.uint64(found)) - np.uint64(1))
+            return one + found if one + found < room and number_of(before) < left else -1
+        left -= number_of(some)
+        if left <= 0 or one + 64 >= room:
+            break
+        one = at_least(sizes, one + 64)
+    return -1
