@@ -65,17 +65,6 @@ highest_bit: Callable[[np.uint64], int] = intrinsic(_highest_bit)
 """Position of the highest set bit of a uint64 that is not 0."""
 
 
-def _number_of_bits(context: Any, word: Any) -> Any:
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ctpop(args[0])
-
-    return types.int64(types.uint64), build
-
-
-number_of: Callable[[np.uint64], int] = intrinsic(_number_of_bits)
-"""How many bits of a uint64 are set."""
-
-
 @jit
 def new_set(limit: int) -> Bits:
     """An empty set of integers in 0..limit: uint64 words of one bit per integer, then words of one

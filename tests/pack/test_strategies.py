@@ -125,7 +125,7 @@ def test_the_seed_decides(name: str) -> None:
 PLANS = {
     "pool-1": "b19281a022ed2d3b",
     "best_fit_decreasing-1": "00eed47b6aafec7b",
-    "exact_fill-1": "e6d40d72d1b215df",
+    "exact_fill-2": "72f73c549176d510",
     "first_fit_decreasing-1": "8b5dec1d43fcf0eb",
     "first_fit_shuffle-1": "30320aa0099afdc8",
     "sequential-1": "fdc3aa8c4d87a4e7",
@@ -220,6 +220,19 @@ def test_exact_fill_is_tighter_than_best_fit_where_a_pack_holds_three() -> None:
     lengths = pairs(1300, 0.4)
     packs = {n: len(run(n, lengths, 4096)[1]) for n in ("exact_fill", "best_fit_decreasing")}
     assert packs["exact_fill"] < packs["best_fit_decreasing"]
+
+
+@pytest.mark.parametrize(("median", "sigma"), [(600, 0.8), (1300, 0.4)], ids=["dpo", "dpolong"])
+@pytest.mark.parametrize("name", ["pool", "auto", "best_fit_decreasing", "exact_fill"])
+def test_many_partitions_need_hardly_more_packs_than_one(
+    name: str, median: float, sigma: float
+) -> None:
+    number, n = (16, 250_000) if name == "auto" else (64, 1_000_000)
+    lengths = pairs(median, sigma, n)
+    one, *parts = (
+        len(run(name, part, 4096)[1]) - 1 for part in (lengths, *np.array_split(lengths, number))
+    )
+    assert sum(parts) <= 1.001 * one
 
 
 def test_the_look_ahead_stays_bounded_while_old_examples_wait() -> None:

@@ -49,5 +49,5 @@ STRATEGIES: Registry[Strategy] = Registry(
     },
 )
 
-VERSIONS: dict[str, int] = {}
+VERSIONS: dict[str, int] = {"exact_fill": 2, "column_generation": 2}
 """Name -> version of a strategy whose plans have changed since its first release, which was 1."""

@@ -25,14 +25,10 @@ from packstore.pack.kernels import (
     jit,
     lowest_bit,
     new_set,
-    number_of,
     remove,
     window,
 )
 from packstore.records import Int32, Int64
-
-PROBES = 64
-"""Lengths that are tried as the last but one of a pattern."""
 
 
 def exact_fill(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
@@ -170,21 +166,17 @@ def _next_part(counts: Int64, sizes: Bits, mirror: Bits, room: int) -> int:
 
 @inlined
 def _half(counts: Int64, sizes: Bits, mirror: Bits, room: int) -> int:
-    """The longer of two lengths that close `room`, among the first from its half on, or -1."""
+    """The longer of two lengths, as equal as possible, that close `room` together, or -1."""
     shift = len(counts) - 1 - room
-    left = PROBES
     one = at_least(sizes, (room + 1) // 2)
     while 0 < one < room:
-        some = window(sizes, one)
-        both = some & window(mirror, one + shift)
+        both = window(sizes, one) & window(mirror, one + shift)
         if 2 * one == room and counts[one] < 2:
             both &= ~np.uint64(1)
         if both != 0:
-            found = lowest_bit(both)
-            before = some & ((np.uint64(1) << np.uint64(found)) - np.uint64(1))
-            return one + found if one + found < room and number_of(before) < left else -1
-        left -= number_of(some)
-        if left <= 0 or one + 64 >= room:
+            found = one + lowest_bit(both)
+            return found if found < room else -1
+        if one + 64 >= room:
             break
         one = at_least(sizes, one + 64)
     return -1
