@@ -111,14 +111,17 @@ def _draft_messages(
         )
     prompt: list[Message] = list(parsed.prompt)  # type: ignore[arg-type]
     drafts = []
+    prompts: dict[int, str] = {}
     for response in parsed.responses:
         messages = [*prompt, *response]
+        prompts = {n: text for n, text in prompts.items() if n == len(prompt)}
         text, spans = render_turns(
             template,
             messages,
             len(prompt),
             parsed.tools,
             last_only=config.supervised_turns == "last",
+            prompts=prompts,
         )
         keeps = config.overlong == "truncate_prompt"
         drafts.append(

@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from types import BuiltinMethodType
 from typing import Any
 
 from jinja2 import nodes, pass_context
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, _PassArg
 from jinja2.visitor import NodeTransformer
@@ -41,6 +42,11 @@ _ATTRIBUTES: tuple[tuple[type, frozenset[str]], ...] = (
     (list, frozenset(("copy", "count", "index"))),
     (tuple, frozenset(("count", "index"))),
 )
+_OF_DICTS = frozenset(dir(dict))
+_QUICK = frozenset(("endswith", "lstrip", "replace", "rstrip", "split", "startswith", "strip"))
+_HELPERS, _PLAIN = (LoopContext, Namespace), (bool, int, str, type(None))
+_JINJAS = frozenset(("_loop_vars", "_block_vars"))
+_SMALL = 1 << 30
 _WEIGHED = (str, list, tuple, dict, Namespace)
 _NO_FILTERS = ("center", "pprint", "random", "urlize", "wordwrap", "xmlattr")
 
@@ -114,6 +120,21 @@ class Sandbox(ImmutableSandboxedEnvironment):
         _Guards().visit(tree)
         return tree
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """As Jinja's own; what nearly all templates ask nearly always takes a shorter way there."""
+        kind = type(obj)
+        if kind is dict:
+            if attribute in obj and attribute not in _OF_DICTS:
+                return obj[attribute]
+        elif kind is str:
+            if attribute in _QUICK:
+                return getattr(obj, attribute)
+        elif kind in _HELPERS and attribute[:1] != "_":
+            value = getattr(obj, attribute, _HELPERS)
+            if type(value) in _PLAIN:
+                return value
+        return super().getattr(obj, attribute)
+
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Few methods of plain values, and of others what Jinja allows."""
         for kind, allowed in _ATTRIBUTES:
@@ -138,6 +159,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Calls `__obj`, if it is safe, and there is time and room for its result."""
         account = CURRENT.account
         account.check_time()
+        if type(__obj) is BuiltinMethodType and type(__obj.__self__) is str:
+            name = __obj.__name__
+            if name in _QUICK and kwargs.keys() <= _JINJAS:
+                result = __obj(*paid(__obj.__self__, name, args))
+                if type(result) is not bool:
+                    account.charge(result)
+                return result
         text = getattr(__obj, "__self__", None)
         if isinstance(text, str):
             args = paid(text, __obj.__name__, args)
@@ -152,6 +180,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             result = left + right
             CURRENT.account.spend(len(result))
             return result
+        small = type(left) is int and type(right) is int
+        if small and operator in "+-" and max(left, right) < _SMALL and min(left, right) > -_SMALL:
+            return left + right if operator == "+" else left - right
         if isinstance(left, int) and isinstance(right, int):
             check_bits(operator, left, right)
         elif operator == "*":

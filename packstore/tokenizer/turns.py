@@ -14,7 +14,13 @@ from packstore.tokenizer.template import ChatTemplate, Message, Span, Tools
 
 
 def render_turns(
-    template: ChatTemplate, messages: list[Message], first: int, tools: Tools, *, last_only: bool
+    template: ChatTemplate,
+    messages: list[Message],
+    first: int,
+    tools: Tools,
+    *,
+    last_only: bool,
+    prompts: dict[int, str] | None = None,
 ) -> tuple[str, list[Span]]:
     """A dialogue as text, and the spans of it that are supervised.
 
@@ -24,6 +30,7 @@ def render_turns(
         first: number of messages in the prompt; only assistant turns after it are supervised.
         tools: descriptions of tools.
         last_only: supervise only the last of those turns.
+        prompts: where the responses to one prompt share what they render of it, by messages.
 
     Returns:
         The text, and (start, end) character spans in order. A turn begins after the generation
@@ -37,12 +44,12 @@ def render_turns(
         raise Refused("unsupervised", "no turn of the assistant")
     if template.marks_generation:
         text, spans = template.render_spans(messages, tools)
-        finder = _Finder(template, messages, tools, text)
+        finder = _Finder(template, messages, tools, text, prompts)
         begin = finder.start(first, 0) if first else 0
         spans = [(max(a, begin), b) for a, b in spans if b > begin]
     else:
         text = template.render(messages, tools)
-        finder = _Finder(template, messages, tools, text)
+        finder = _Finder(template, messages, tools, text, prompts)
         spans = finder.spans(turns)
     if not spans:
         raise Refused("unsupervised", "the template marks no words of the assistant")
@@ -53,12 +60,18 @@ class _Finder:
     """Finds turns in the text of a dialogue by rendering parts of it."""
 
     def __init__(
-        self, template: ChatTemplate, messages: list[Message], tools: Tools, text: str
+        self,
+        template: ChatTemplate,
+        messages: list[Message],
+        tools: Tools,
+        text: str,
+        prompts: dict[int, str] | None,
     ) -> None:
         self._template = template
         self._messages = messages
         self._tools = tools
         self._text = text
+        self._prompts = {} if prompts is None else prompts
 
     def spans(self, turns: Sequence[int]) -> list[Span]:
         """The span of each turn."""
@@ -72,7 +85,7 @@ class _Finder:
         """Where message `i` begins: after the generation prompt, and not before `low`."""
         header = ""
         try:
-            prompt = self._template.render(self._messages[:i], self._tools, prompt=True)
+            prompt = self._prompt(i)
             if self._text.startswith(prompt):
                 return len(prompt)
             header = prompt.removeprefix(self._template.render(self._messages[:i], self._tools))
@@ -86,6 +99,13 @@ class _Finder:
         if begin is None:
             raise _lost(i)
         return begin
+
+    def _prompt(self, i: int) -> str:
+        """The first `i` messages, up to where the next answer would begin."""
+        if i not in self._prompts:
+            text = self._template.render(self._messages[:i], self._tools, prompt=True)
+            self._prompts[i] = text
+        return self._prompts[i]
 
     def _end(self, i: int) -> int:
         """Where message `i` ends, with the end-of-turn text that follows it."""
