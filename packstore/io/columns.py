@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packstore.errors import IntegrityError, sentence
+from packstore.io.arrow_file import ArrowFile
 from packstore.io.manifest import Manifest
 from packstore.io.shard import ShardInfo
 from packstore.io.storage import Location
@@ -31,15 +32,13 @@ def read_columns(
     if hashlib.sha256(footer).hexdigest() != shard.footer_sha256:
         must = "its footer must have the sha256 that the manifest tells"
         raise IntegrityError(sentence(where, must))
+    if manifest.file_format == "arrow":
+        with decoding(where):
+            arrow = ArrowFile(footer, shard.bytes)
+            for start, end in arrow.ranges:
+                yield _arrow_batch(location, shard, arrow, start, end).select(list(names))
+        return
     with decoding(where), location.open_read(shard.path, cache_type="none") as file:
-        if manifest.file_format == "arrow":
-            schema = pa.ipc.open_file(file).schema
-            fields = [schema.names.index(n) for n in names]
-            options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
-            reader = pa.ipc.open_file(file, options=options)
-            for i in range(reader.num_record_batches):
-                yield reader.get_batch(i).select(list(names))
-            return
         metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
         parquet = pq.ParquetFile(
             file, metadata=metadata, page_checksum_verification=True, pre_buffer=False
@@ -48,6 +47,18 @@ def read_columns(
             table = parquet.read_row_group(i, columns=list(names), use_threads=False)
             (batch,) = table.combine_chunks().to_batches()
             yield batch
+
+
+def _arrow_batch(
+    location: Location, shard: ShardInfo, arrow: ArrowFile, start: int, end: int
+) -> pa.RecordBatch:
+    """A batch with all of its columns; of a local file only what is looked at is read."""
+    path = location.join(shard.path).local_path
+    if path is None:
+        return arrow.batch(location.read_bytes(shard.path, start, end))
+    with pa.memory_map(path) as file:
+        file.seek(start)
+        return arrow.batch(file.read_buffer(end - start))
 
 
 def flat_numbers(column: pa.ListArray) -> Int64:

@@ -24,6 +24,7 @@ from packstore.errors import (
     StorageError,
     sentence,
 )
+from packstore.io.arrow_file import ArrowFile
 from packstore.io.cache import Cache, Key
 from packstore.io.checksums import batch_crc32, byte_range, column_ranges
 from packstore.io.compact import CompactPacks
@@ -72,7 +73,7 @@ class ShardReader:
         self._lock = threading.Lock()
         self._parsed: pq.FileMetaData | None = None
         self._pages: PageReader | None = None
-        self._footer_is_good = False
+        self._arrow: ArrowFile | None = None
 
     def read_batch(self, group: int) -> pa.RecordBatch:
         """Row group `group` as it is stored.
@@ -100,7 +101,7 @@ class ShardReader:
         """The bytes of row group `group`, not looked at yet; raises as :meth:`read_packs`."""
         with self._naming(f"row group {group}"):
             if self._manifest.file_format == "arrow":
-                return self._open_arrow().get_batch(group)
+                return self._arrow_batch(group)
             start, end = byte_range(self._metadata.row_group(group))
             if not 0 <= start < end <= min(self.shard.bytes, start + MAX_GROUP_BYTES):
                 raise IntegrityError(f"its bytes {start} to {end} must lie in the file")
@@ -190,12 +191,12 @@ class ShardReader:
             raise IntegrityError("its footer must have the sha256 that the manifest tells")
         return footer
 
-    def _open_arrow(self) -> Any:
-        """The Arrow file; a local one is mapped, so that batches are views of the page cache."""
+    def _arrow_batch(self, group: int) -> pa.RecordBatch:
+        """A batch of the Arrow file; a local one is mapped: it is a view of the page cache."""
         with self._lock:
-            if not self._footer_is_good:
-                self._read_footer()
-                self._footer_is_good = True
+            if self._arrow is None:
+                self._arrow = ArrowFile(self._read_footer(), self.shard.bytes)
+                self._check(self._arrow.schema, len(self._arrow.ranges))
         path = self._location.join(self.shard.path).local_path
         if self._data is not None:
             source: Any = pa.BufferReader(getattr(self._data, "whole", self._data))
@@ -204,10 +205,10 @@ class ShardReader:
         elif path is not None:
             source = pa.memory_map(path)
         else:
-            source = self._location.open_read(self.shard.path, cache_type="none")
+            return self._arrow.batch(self._read(*self._arrow.ranges[group]))
         file = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(use_threads=False))
         self._check(file.schema, file.num_record_batches)
-        return file
+        return file.get_batch(group)
 
     @property
     def _whole(self) -> Key:

@@ -394,3 +394,34 @@ def test_arrow_reads_in_our_threads_alone(kit: Any, tmp_path: Any) -> None:
             writer.write(packs.example_ids, {"score": packs.example_ids})
     command = [sys.executable, "-c", _READ_EVERYTHING, data.url, str(tmp_path / "side")]
     subprocess.run(command, check=True, timeout=120)
+
+
+_READ_ARROW = """
+import os, sys
+import fsspec
+from packstore.io.columns import read_columns
+from packstore.io.dataset import open as open_dataset
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+fsspec.filesystem("memory").put(sys.argv[1], "/ds", recursive=True)
+local, dataset = open_dataset(sys.argv[1]), open_dataset("memory://ds")
+before = threads()
+groups = range(len(dataset.group_rows))
+assert len(groups) > 3
+there = [dataset.fetch(group) for group in reversed(groups)]
+for shard in dataset.manifest.shards:
+    columns = list(read_columns(dataset.location, dataset.manifest, shard, ["lengths"]))
+    here = list(read_columns(local.location, dataset.manifest, shard, ["lengths"]))
+    assert columns == here and len(here) == len(shard.row_groups)
+assert threads() == before, "Arrow started threads of its own"
+assert there == [local.fetch(group) for group in reversed(groups)]
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_arrow_files_elsewhere_are_read_in_our_threads(kit: Any, tmp_path: Any) -> None:
+    data = kit.Written(str(tmp_path / "ds")).dataset([kit.some_packs()], format="arrow")
+    command = [sys.executable, "-c", _READ_ARROW, data.url]
+    subprocess.run(command, check=True, timeout=120)

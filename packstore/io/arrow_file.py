@@ -1,0 +1,65 @@
+"""Record batches out of a remote Arrow file, each by one read of its byte range.
+
+Given a file object, Arrow's own threads would read it: one that still holds a Python object when
+the interpreter ends can abort the process. Here Arrow only sees bytes that are there.
+
+Source: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format, and ``File.fbs``, which
+declares the footer: a table whose fourth field lists a ``Block`` of 24 bytes for each record batch.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import pyarrow as pa
+
+from packstore.errors import IntegrityError
+
+_MAGIC = b"ARROW1"
+_TAIL = 4 + len(_MAGIC)  # after the table: its length, and the magic word
+_BATCHES = 3  # of the fields of the table: version, schema, dictionaries, record batches
+_BLOCK = struct.Struct("<qi4xq")  # offset, bytes of its metadata, bytes of its body
+
+
+class ArrowFile:
+    """What the footer of an Arrow file tells.
+
+    Args:
+        footer: the end of the file, from its table on; it must be known to be what was written.
+        size: of the whole file.
+
+    Attributes:
+        schema: of all batches.
+        ranges: where each record batch lies: start, end (exclusive).
+
+    Raises:
+        IntegrityError: a batch would lie outside the file.
+    """
+
+    def __init__(self, footer: bytes, size: int) -> None:
+        # The batches of this file cannot be read, but its schema can.
+        self.schema = pa.ipc.open_file(pa.BufferReader(_MAGIC + b"\0\0" + footer)).schema
+        self.ranges = [(at, at + head + body) for at, head, body in _blocks(footer[:-_TAIL])]
+        if any(not 0 <= start < end <= size for start, end in self.ranges):
+            raise IntegrityError("its record batches must lie in the file")
+
+    def batch(self, data: bytes | pa.Buffer) -> pa.RecordBatch:
+        """The record batch whose bytes these are: its buffers are views of them."""
+        message = pa.ipc.read_message(pa.py_buffer(data))
+        return pa.ipc.read_record_batch(message, self.schema)
+
+
+def _blocks(table: bytes) -> list[tuple[int, int, int]]:
+    """Of each record batch its offset, bytes of metadata and bytes of the body."""
+    try:
+        (root,) = struct.unpack_from("<I", table)
+        (back,) = struct.unpack_from("<i", table, root)
+        (field,) = struct.unpack_from("<H", table, root - back + 4 + 2 * _BATCHES)
+        if not field:
+            return []
+        (ahead,) = struct.unpack_from("<I", table, root + field)
+        start = root + field + ahead
+        (number,) = struct.unpack_from("<I", table, start)
+        return [_BLOCK.unpack_from(table, start + 4 + i * _BLOCK.size) for i in range(number)]
+    except struct.error as error:
+        raise IntegrityError("its footer must list the record batches") from error
