@@ -75,9 +75,12 @@ def check_packs(
     if pack_size is not None:
         need("pack-size", np.diff(tokens) <= pack_size)
     top = np.iinfo(np.int32).max if vocab_size is None else vocab_size
-    need("ids-range", (packs.input_ids >= 0) & (packs.input_ids < top), tokens)
+    ids = packs.input_ids
+    # Read as unsigned, an id below 0 is a large one.
+    if len(ids) and ids.view(np.uint32).max() >= top:
+        need("ids-range", (ids >= 0) & (ids < top), tokens)
     supervised = packs.labels != IGNORE_INDEX
-    need("labels-are-ids", ~supervised | (packs.labels == packs.input_ids), tokens)
+    need("labels-are-ids", supervised <= (packs.labels == ids), tokens)
     need("reward-finite", np.isfinite(packs.reward), packs.sequence_offsets)
 
     lengths = packs.segment_lengths
@@ -88,7 +91,7 @@ def check_packs(
     need("first-unsupervised", ~supervised[starts], packs.sequence_offsets)
     need(
         "supervised-nonempty",
-        np.add.reduceat(supervised, starts) > 0 if len(starts) else np.ones(0, np.bool_),
+        np.logical_or.reduceat(supervised, starts) if len(starts) else np.ones(0, np.bool_),
         packs.sequence_offsets,
     )
     if layout == "concat":

@@ -209,8 +209,7 @@ def filled(spill: Spill, packing: Plan, config: PackConfig, start: int = 0) -> I
     for examples, order, offsets in spill.parts(packing.order, packing.offsets, start):
         for first in range(0, len(offsets) - 1, step):
             cut = offsets[first : first + step + 1]
-            part = examples.take(order[cut[0] : cut[-1]])
-            yield fill(part, cut - cut[0], config.layout)
+            yield fill(examples, cut - cut[0], config.layout, order[cut[0] : cut[-1]])
 
 
 def _parts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import packstore
-from packstore import partitions
+from packstore import partition_work
 from packstore.config import PackConfig
 from packstore.engines import ENGINES
 from packstore.intake import RecordIntake
@@ -67,7 +67,7 @@ def stages(task: Task, watch: Watch) -> None:
         packing = plan(spill.lengths(), config=config)
         packing.statistics()
         watch.stage("plan")
-        filled = list(partitions.filled(spill, packing, config))
+        filled = list(partition_work.filled(spill, packing, config))
         watch.stage("fill")
         shape = PackShape(
             kind=intake.kind, layout=config.layout, pack_size=config.pack_size, carry={},

@@ -66,14 +66,14 @@ def pack_figures(packs: Packs) -> Int64:
     the sum of the squared lengths of its segments.
     """
     segments = packs.segment_lengths.astype(np.int64)
-    supervised = np.concatenate([[0], np.cumsum(packs.labels != IGNORE_INDEX)])
+    supervised = packs.labels != IGNORE_INDEX
     firsts = packs.sequence_offsets[:-1]
     return np.stack(
         [
             np.diff(packs.example_offsets),
             np.diff(packs.sequence_offsets),
             np.diff(packs.token_offsets),
-            np.diff(supervised[packs.token_offsets]),
+            np.add.reduceat(supervised, packs.token_offsets[:-1], dtype=np.int32),
             np.maximum.reduceat(segments, firsts),
             np.add.reduceat(segments**2, firsts),
         ],

@@ -7,14 +7,24 @@ import numpy as np
 from packstore.errors import ConfigError, FormatError, sentence
 from packstore.pack.kernels import jit
 from packstore.pack.layout import segment_offsets
-from packstore.records import IGNORE_INDEX, Bool, Examples, Int32, Int64, Packs, to_offsets
+from packstore.records import (
+    IGNORE_INDEX,
+    Bool,
+    Examples,
+    Int32,
+    Int64,
+    Packs,
+    ragged_indices,
+    to_offsets,
+)
 
 
-def fill(examples: Examples, pack_offsets: Int64, layout: str) -> Packs:
-    """The packs that hold `examples`, which are already in the order of the plan.
+def fill(examples: Examples, pack_offsets: Int64, layout: str, order: Int64 | None = None) -> Packs:
+    """The packs that hold `examples` in the order of the plan.
 
     Args:
-        examples: E examples.
+        examples: E examples, or the source of them.
+        order: int64 `[E]`, the examples that are wanted, in order; None: all, as they are.
         pack_offsets: int64 `[P + 1]`; pack i holds ``examples[pack_offsets[i]:pack_offsets[i+1]]``.
         layout: ``concat`` or ``shared_prefix``.
 
@@ -22,42 +32,59 @@ def fill(examples: Examples, pack_offsets: Int64, layout: str) -> Packs:
         ConfigError: `pack_offsets` does not cover the examples, or has an empty pack.
         UnknownNameError: there is no such layout.
     """
+    number = examples.num_examples if order is None else len(order)
     if (
         not len(pack_offsets)
         or pack_offsets[0] != 0
-        or pack_offsets[-1] != examples.num_examples
+        or pack_offsets[-1] != number
         or np.any(np.diff(pack_offsets) < 1)
     ):
-        must = f"they must increase strictly from 0 to {examples.num_examples}, the examples"
+        must = f"they must increase strictly from 0 to {number}, the examples"
         raise ConfigError(
             sentence("pack_offsets", must, np.array2string(pack_offsets, threshold=6))
         )
+    if order is not None and layout != "concat":
+        examples, order = examples.take(order), None
     skipped = segment_offsets(examples, layout)
-    lengths = examples.lengths
-    starts = to_offsets(lengths - skipped)
-    sequences = examples.example_offsets[pack_offsets]
+    about, source = examples, examples.sequence_offsets[:-1] + skipped
+    if order is not None:
+        about, source = _without_tokens(examples, order)
+        skipped = np.zeros(len(source), np.int32)
+    starts = to_offsets(about.lengths - skipped)
+    sequences = about.example_offsets[pack_offsets]
     input_ids, labels = np.empty(starts[-1], np.int32), np.empty(starts[-1], np.int32)
-    _copy_in(
-        examples.input_ids,
-        examples.supervised,
-        examples.sequence_offsets[:-1] + skipped,
-        starts,
-        input_ids,
-        labels,
-    )
+    _copy_in(examples.input_ids, examples.supervised, source, starts, input_ids, labels)
     return Packs(
         input_ids=input_ids,
         labels=labels,
-        reward=examples.reward,
-        lengths=lengths,
+        reward=about.reward,
+        lengths=about.lengths,
         seq_boundaries=_boundaries(starts, sequences),
-        example_ids=examples.example_ids,
-        num_responses=examples.num_responses,
+        example_ids=about.example_ids,
+        num_responses=about.num_responses,
         token_offsets=starts[sequences],
         sequence_offsets=sequences,
         example_offsets=pack_offsets,
-        columns=examples.columns,
+        columns=about.columns,
     )
+
+
+def _without_tokens(examples: Examples, order: Int64) -> tuple[Examples, Int64]:
+    """Some examples without their tokens, and where the tokens of each sequence are."""
+    own = ragged_indices(examples.example_offsets, order)
+    lengths = examples.sequence_offsets[own + 1] - examples.sequence_offsets[own]
+    taken = Examples(
+        input_ids=examples.input_ids[:0],
+        supervised=examples.supervised[:0],
+        sequence_offsets=to_offsets(lengths),
+        example_offsets=to_offsets(
+            examples.example_offsets[order + 1] - examples.example_offsets[order]
+        ),
+        reward=examples.reward[own],
+        example_ids=examples.example_ids[order],
+        columns={name: column[order] for name, column in examples.columns.items()},
+    )
+    return taken, examples.sequence_offsets[own]
 
 
 def unpack(packs: Packs) -> Examples:
@@ -134,12 +161,15 @@ def _copy_in(
     input_ids: Int32, supervised: Bool, source: Int64, starts: Int64, out_ids: Int32, labels: Int32
 ) -> None:
     """Copies segment i from ``source[i]`` on to ``starts[i]:starts[i + 1]``, with its labels."""
+    # Slices, in which an index cannot be below 0, are what the compiler makes vectors of.
     for i in range(len(source)):
-        shift = source[i] - starts[i]
-        for to in range(starts[i], starts[i + 1]):
-            token = input_ids[to + shift]
-            out_ids[to] = token
-            labels[to] = token if supervised[to + shift] else IGNORE_INDEX
+        first, last = starts[i], starts[i + 1]
+        ids = input_ids[source[i] : source[i] + last - first]
+        learned = supervised[source[i] : source[i] + last - first]
+        to_ids, to_labels = out_ids[first:last], labels[first:last]
+        for j in range(len(ids)):
+            to_ids[j] = ids[j]
+            to_labels[j] = ids[j] if learned[j] else np.int32(IGNORE_INDEX)
 
 
 @jit
@@ -164,11 +194,11 @@ def _copy_out(
         supervised: bool, written.
     """
     for i in range(len(first)):
-        own = sequences[i + 1] - (starts[i + 1] - starts[i])
-        for to in range(sequences[i], own):
-            out_ids[to] = input_ids[first[i] + to - sequences[i]]
-            supervised[to] = False
-        for to in range(own, sequences[i + 1]):
-            at = starts[i] + to - own
-            out_ids[to] = input_ids[at]
-            supervised[to] = labels[at] != IGNORE_INDEX
+        start, last = sequences[i], sequences[i + 1]
+        own = last - (starts[i + 1] - starts[i])
+        out_ids[start:own] = input_ids[first[i] : first[i] + own - start]
+        supervised[start:own] = False
+        out_ids[own:last] = input_ids[starts[i] : starts[i + 1]]
+        to, known = supervised[own:last], labels[starts[i] : starts[i + 1]]
+        for j in range(len(to)):
+            to[j] = known[j] != IGNORE_INDEX
