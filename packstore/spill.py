@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from packstore.errors import StorageError, sentence
 from packstore.io.owned import SPILL, OwnedFolder
+from packstore.pack.fill import gather
 from packstore.records import Column, Examples, Int32, Int64
 
 _DTYPES: dict[str, npt.DTypeLike] = {
@@ -136,7 +137,7 @@ class Spill:
             for b, bucket in enumerate(buckets):
                 chosen = np.flatnonzero(bucket_of[first:last] == b)
                 for i in range(0, len(chosen), _AT_ONCE):
-                    bucket.append(examples.take(chosen[i : i + _AT_ONCE]))
+                    bucket.append(gather(examples, chosen[i : i + _AT_ONCE]))
             first = last
             del examples
             segment.remove()

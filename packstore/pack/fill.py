@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from packstore.errors import ConfigError, FormatError, sentence
@@ -44,7 +46,7 @@ def fill(examples: Examples, pack_offsets: Int64, layout: str, order: Int64 | No
             sentence("pack_offsets", must, np.array2string(pack_offsets, threshold=6))
         )
     if order is not None and layout != "concat":
-        examples, order = examples.take(order), None
+        examples, order = gather(examples, order), None
     skipped = segment_offsets(examples, layout)
     about, source = examples, examples.sequence_offsets[:-1] + skipped
     if order is not None:
@@ -85,6 +87,22 @@ def _without_tokens(examples: Examples, order: Int64) -> tuple[Examples, Int64]:
         columns={name: column[order] for name, column in examples.columns.items()},
     )
     return taken, examples.sequence_offsets[own]
+
+
+def gather(examples: Examples, order: Int64) -> Examples:
+    """``examples.take(order)`` of tokenized records, several times as fast."""
+    about, source = _without_tokens(examples, order)
+    total = about.sequence_offsets[-1]
+    input_ids, supervised = np.empty(total, np.int32), np.empty(total, np.bool_)
+    _gather(
+        examples.input_ids,
+        examples.supervised,
+        source,
+        about.sequence_offsets,
+        input_ids,
+        supervised,
+    )
+    return replace(about, input_ids=input_ids, supervised=supervised)
 
 
 def unpack(packs: Packs) -> Examples:
@@ -170,6 +188,17 @@ def _copy_in(
         for j in range(len(ids)):
             to_ids[j] = ids[j]
             to_labels[j] = ids[j] if learned[j] else np.int32(IGNORE_INDEX)
+
+
+@jit
+def _gather(
+    input_ids: Int32, supervised: Bool, source: Int64, starts: Int64, out_ids: Int32, out: Bool
+) -> None:
+    """Copies sequence i from ``source[i]`` on to ``starts[i]:starts[i + 1]``."""
+    for i in range(len(source)):
+        first, last = starts[i], starts[i + 1]
+        out_ids[first:last] = input_ids[source[i] : source[i] + last - first]
+        out[first:last] = supervised[source[i] : source[i] + last - first]
 
 
 @jit
