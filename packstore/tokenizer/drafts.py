@@ -37,6 +37,8 @@ class Draft(NamedTuple):
         guard: see `mode`.
         system_end: end of a system turn at the beginning, which truncation keeps; 0: none.
         from_template: whether a chat template made the text.
+        harmless: whether it is known to hold no control string.
+        prompt: what precedes the only span, if that is at hand.
     """
 
     text: str
@@ -45,6 +47,49 @@ class Draft(NamedTuple):
     guard: str = ""
     system_end: int = 0
     from_template: bool = False
+    harmless: bool = False
+    prompt: str = ""
+
+
+def draft_plain(record: object, hint: str, mode: Mode, unicode: bool) -> tuple[Draft, Draft] | None:
+    """The sequences of a pair of texts about which there is nothing to say, in few steps.
+
+    Args:
+        record: of kind ``dpo``, fields under their own names, of which nothing is stripped.
+        hint: what every control string begins with; not empty.
+        mode: see :class:`Draft`.
+        unicode: whether to look for what is no Unicode.
+
+    Returns:
+        None for any other record: it goes the whole way.
+    """
+    if type(record) is not dict:
+        return None
+    prompt, chosen, rejected = record.get("prompt"), record.get("chosen"), record.get("rejected")
+    if not (type(prompt) is type(chosen) is type(rejected) is str):
+        return None
+    if record.get("chosen_reward") is not None or record.get("rejected_reward") is not None:
+        return None
+    if not prompt or not chosen or not rejected or chosen == rejected:
+        return None
+    first, second = prompt + chosen, prompt + rejected
+    if chosen.isspace() or rejected.isspace() or hint in first or hint in second:
+        return None
+    if unicode and not _is_unicode(first + second):
+        return None
+    start = len(prompt)
+    return (
+        Draft(first, ((start, len(first)),), mode, "", 0, False, True, prompt),
+        Draft(second, ((start, len(second)),), mode, "", 0, False, True, prompt),
+    )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:

@@ -128,17 +128,23 @@ def _encode(
     before = np.empty(len(places.at), np.int64)
     parts: list[tuple[Int32, Int64]] = []
     first = 0
-    for mode in dict.fromkeys(draft.mode for draft in drafts):
-        own = [i for i, draft in enumerate(drafts) if draft.mode == mode]
-        cut = [b for b, i in enumerate(places.draft) if drafts[i].mode == mode]
+    modes = dict.fromkeys([draft.mode for draft in drafts])
+    for mode in modes:
+        own: Sequence[int] = range(len(drafts))
+        cut: Sequence[int] = range(len(places.draft))
+        if len(modes) > 1:
+            own = [i for i in own if drafts[i].mode == mode]
+            cut = [b for b in cut if drafts[places.draft[b]].mode == mode]
         known: dict[str, int] = {}
         # The guard, where there is one, is part of what a text means.
         for b in cut:
             draft = drafts[places.draft[b]]
-            text = draft.guard + draft.text[: places.at[b]]
+            text = draft.prompt or draft.guard + draft.text[: places.at[b]]
             before[b] = first + known.setdefault(text, len(known))
         for i in own:
-            whole[i] = first + known.setdefault(drafts[i].guard + drafts[i].text, len(known))
+            draft = drafts[i]
+            text = draft.guard + draft.text if draft.guard else draft.text
+            whole[i] = first + known.setdefault(text, len(known))
         parts.append(_encode_texts(tokenizer, list(known), mode))
         first += len(known)
     if not parts:
@@ -206,7 +212,7 @@ def _check_literal(
     """Refuses plain text that became control ids all the same (Unigram vocabularies do that)."""
     hint = tokenizer.control_hint
     for i, draft in enumerate(drafts):
-        if draft.mode == "control" or hint not in draft.text or i in refused:
+        if draft.harmless or draft.mode == "control" or hint not in draft.text or i in refused:
             continue
         bare = draft.text.replace(draft.guard, "") if draft.guard else draft.text
         if not tokenizer.controls.search(bare):

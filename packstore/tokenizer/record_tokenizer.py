@@ -12,7 +12,7 @@ from packstore.config import SelectConfig, TokenizeConfig
 from packstore.errors import TokenizerError, sentence
 from packstore.records import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.carry import carried_values, parse_carry, to_columns
-from packstore.tokenizer.drafts import Draft, check_responses, draft_record
+from packstore.tokenizer.drafts import Draft, Mode, check_responses, draft_plain, draft_record
 from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.fastest import FASTER
 from packstore.tokenizer.keys import record_keys
@@ -23,6 +23,10 @@ from packstore.tokenizer.shapes import Parsed, parse_record
 from packstore.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("packstore")
+
+PAIR_REWARDS = (1.0, 0.0)
+STRICT = ("tokenizers", *FASTER)
+"""Engines that raise an error for text with lone surrogates."""
 
 FIRST_RECORDS = 64
 """Records on which a faster engine must agree with the reference before it is used."""
@@ -54,6 +58,14 @@ class _Block:
         self.refused: dict[int, Refused] = {}
         self.events: dict[int, list[str]] = {}
 
+    def add_pair(self, i: int, drafts: tuple[Draft, Draft]) -> None:
+        """Adds record `i`, of which nothing is carried, and which has no rewards of its own."""
+        self.records.append(i)
+        self.counts.append(2)
+        self.rewards += PAIR_REWARDS
+        self.carried.append([])
+        self.drafts += drafts
+
 
 class RecordTokenizer:
     """Turns records into examples. Picklable, and the same rows always give the same examples.
@@ -74,6 +86,13 @@ class RecordTokenizer:
         self.kind = kind
         self.carry = parse_carry(config)
         self._wants_keys = isinstance(config, SelectConfig) and config.selects
+        self._mode: Mode = "literal" if config.special_tokens == "literal" else "control"
+        self._hint = ""
+        plain = not (self._wants_keys or self.carry or config.fields or config.thinking == "strip")
+        if tokenizer and kind == "dpo" and plain:
+            self._hint = tokenizer.control_hint
+        # These refuse what is no Unicode, so that it need not be looked for beforehand.
+        self._trusting = tokenizer is not None and tokenizer.engine_name in STRICT
         for role, asked in (("bos", config.add_bos), ("eos", config.append_eos)):
             if asked and tokenizer and getattr(tokenizer, f"{role}_id") is None:
                 must = f"it must name its {role.upper()} token, as the settings ask for one"
@@ -86,14 +105,24 @@ class RecordTokenizer:
             RecordError: a record breaks a rule whose policy is ``error``.
             TokenizerError: text without a tokenizer, or messages without a chat template.
         """
-        block = _Block()
+        block, trusting = _Block(), self._trusting
+        hint = self._hint
         for i, value in enumerate(rows.values):
+            if hint and (drafts := draft_plain(value, hint, self._mode, not trusting)):
+                block.add_pair(i, drafts)
+                continue
             try:
                 self._prepare(block, i, value)
             except Refused as error:
                 # Its traceback holds the block: a cycle, of which a long job would make many.
                 block.refused[i] = error.with_traceback(None)
-        sequences = self._encode(block)
+        try:
+            sequences = self._encode(block)
+        except TokenizerError:
+            if not trusting:
+                raise
+            self._trusting = False
+            return self(rows)
         firsts = to_offsets(np.array(block.counts, np.int64))
         sequences = self._judge(block, sequences, firsts)
         tally = Tally(read=len(rows.values))
