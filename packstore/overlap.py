@@ -6,7 +6,7 @@ import contextlib
 import gc
 import queue
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -58,6 +58,19 @@ def ahead(items: Iterable[T], depth: int = 1) -> Generator[T, None, None]:
     finally:
         stop.set()
         thread.join()
+
+
+def beside(work: Callable[[], object]) -> None:
+    """Does something in a thread that nobody waits for; what is wrong shows where it is needed.
+
+    The process does not end before it: a compiler does not like to be cut off.
+    """
+
+    def quietly() -> None:
+        with contextlib.suppress(Exception):
+            work()
+
+    threading.Thread(target=quietly, name="packstore-beside").start()
 
 
 COLLECT_AFTER = 256

@@ -24,7 +24,7 @@ from packstore.io.object_version import object_version
 from packstore.io.shard import PackShape
 from packstore.io.storage import Location
 from packstore.io.writer import ShardWriter
-from packstore.pack.fill import fill
+from packstore.pack.fill import fill, gather
 from packstore.pack.layout import sizes
 from packstore.pack.plan import Plan, plan
 from packstore.records import Examples, Int64, Packs, Sample, Tally
@@ -201,6 +201,26 @@ class PackPartition:
             if not _is_same(one.input, sources[ordinal], about["versions"][str(ordinal)]):
                 return None
         return Partition(written, _tally(about), sources, resumed=True)
+
+
+def warm_up(config: PackConfig) -> None:
+    """Loads the compiled loops of planning and filling, so that no later step waits for them."""
+    ones = np.ones(2, np.int32)
+    packing = plan(ones, config=config)
+    packing.statistics()
+    sample = Examples(
+        input_ids=ones,
+        supervised=ones.astype(np.bool_),
+        sequence_offsets=np.arange(3),
+        example_offsets=np.arange(3),
+        reward=ones.astype(np.float32),
+        example_ids=np.arange(2),
+    )
+    sizes(sample, config.layout)
+    for array in (sample.input_ids, sample.supervised, sample.sequence_offsets):
+        array.flags.writeable = False  # as those of a spill are
+    gather(sample, packing.order)
+    fill(sample, packing.offsets, config.layout, packing.order)
 
 
 def filled(spill: Spill, packing: Plan, config: PackConfig, start: int = 0) -> Iterator[Packs]:

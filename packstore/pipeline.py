@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from packstore.config import PackConfig, fingerprint
@@ -23,11 +24,11 @@ from packstore.io.dataset import open as open_dataset
 from packstore.io.job import WriteJob, writing
 from packstore.io.storage import Location
 from packstore.io.writer import ShardWriter
-from packstore.overlap import ahead
+from packstore.overlap import ahead, beside
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.layout import sizes
 from packstore.pack.plan import Plan, plan
-from packstore.partition_work import filled
+from packstore.partition_work import filled, warm_up
 from packstore.partitions import write_partitions
 from packstore.records import Tally
 from packstore.runs import (
@@ -112,6 +113,7 @@ def _pack_parts(
     """One dataset for each part that the settings ask for."""
     for job in jobs:
         job.compare(begun_with(config, job))
+    beside(partial(warm_up, config))
     intake = open_intake(source, tokenizer, config, dict(jobs[0].location.storage_options))
     for job in jobs:
         job.check_fits(intake.kind, intake.carry, intake.provenance)

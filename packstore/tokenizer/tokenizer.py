@@ -69,6 +69,8 @@ class Tokenizer:
         """
         other = replace(self, engine_name=name)
         other.__dict__["engine"] = engine or ENGINES.load(name).beside(self.engine)  # type: ignore[attr-defined]
+        if "vocab_sha256" in self.__dict__:
+            other.__dict__["vocab_sha256"] = self.vocab_sha256
         return other
 
     @cached_property
@@ -80,6 +82,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Highest id + 1, added tokens included."""
         return self.engine.vocab_size()
+
+    @cached_property
+    def vocab_sha256(self) -> str:
+        """Hash of the token of each id; see :mod:`packstore.identity`."""
+        return vocabulary_sha256(map(self.id_to_token, range(self.vocab_size)))
 
     @property
     def bos_id(self) -> int | None:
@@ -166,7 +173,7 @@ class Tokenizer:
         return {
             "name": self.name,
             "sha256": self.sha256,
-            "vocab_sha256": vocabulary_sha256(map(self.id_to_token, range(self.vocab_size))),
+            "vocab_sha256": self.vocab_sha256,
             "probe_sha256": self._probe_sha256(),
             "files": dict(self.files),
             "engine": self.engine_name,

@@ -26,6 +26,7 @@ class TokenizersEngine:
 
     def __init__(self, payload: bytes, where: str) -> None:
         self._where = where
+        self._size: int | None = None
         with inside(where, "it must be a tokenizer.json that the tokenizers library reads"):
             self._tokenizer = tokenizers.Tokenizer.from_str(payload.decode())
             # Left in place, these would cut and pad silently.
@@ -41,6 +42,7 @@ class TokenizersEngine:
         """The engine of this class for the file of `other`, which is not read again."""
         engine = cls.__new__(cls)
         engine._where, engine._tokenizer = other._where, other._tokenizer
+        engine._size = other._size
         engine.specials = dict(other.specials)
         engine._load()
         return engine
@@ -50,6 +52,7 @@ class TokenizersEngine:
         known = [t for t in tokens if self._tokenizer.token_to_id(t) is not None]
         if new := [t for t in known if t not in self.specials]:
             self._tokenizer.add_special_tokens(new)
+            self._size = None
             self._find_specials()
             self._load()
 
@@ -67,6 +70,11 @@ class TokenizersEngine:
 
     def vocab_size(self) -> int:
         """Highest id + 1."""
+        if self._size is None:
+            self._size = self._count()
+        return self._size
+
+    def _count(self) -> int:
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         if None not in map(self._tokenizer.id_to_token, range(size)):
             return size  # no gaps: the vocabulary need not be copied
