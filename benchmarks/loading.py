@@ -15,6 +15,9 @@ bring a torchvision that replaces a torch without CUDA; so two environments, and
     b/bin/pip install --no-deps mosaicml-streaming
     a/bin/python benchmarks/loading.py --python a/bin/python --python b/bin/python --work DIR
 
+With ``--prepare`` it only writes the files (half an hour), so that the run itself can be made when
+the machine is idle.
+
 About 20,000 packs of 4096 tokens are made out of real texts (``peers_loading/texts.py``), packed by
 packstore, and written by every peer as its documentation advises. Every reader gives batches of
 8 packs in a shuffled order, in the training process; every figure comes from a fresh process:
@@ -182,6 +185,8 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     before = environment(runner)
     benchmark.prepare(MAIN, args.packs, args.data)
     benchmark.prepare(SMALL, min(SMALL_PACKS, args.packs), args.data)
+    if args.prepare:
+        return {}
     for i in range(max(args.passes, args.pairs)):
         if i < args.pairs:
             benchmark.pair()
@@ -232,6 +237,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="500 packs, one pass")
     quick = parser.parse_known_args()[0].quick if "-h" not in sys.argv else False
+    parser.add_argument(
+        "--prepare", action="store_true", help="write the files of all readers, measure nothing"
+    )
     parser.add_argument("--work", type=Path, help="folder of the files, kept; default: temporary")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of real texts")
     parser.add_argument(
@@ -248,7 +256,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/loading.json")
     args = parser.parse_args()
     args.python = args.python or [sys.executable]
-    if args.out is None and not (quick or args.only):
+    if args.prepare and not args.work:
+        parser.error("--prepare needs --work, where the files stay")
+    if args.out is None and not (quick or args.only or args.prepare):
         args.out = RESULTS
     return args
 

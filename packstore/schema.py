@@ -186,7 +186,8 @@ def signed_packs(columns: pa.RecordBatch | Mapping[str, tuple[Any, Int64]], kind
         signed = _labels(flat, tokens) >> 31
     else:
         runs = _runs(*flat("label_spans", pa.int32()), tokens)
-        signed = np.repeat(np.resize(_SIGNS, len(runs)), runs)
+        outside = (np.arange(len(runs), dtype=np.int32) & 1) - 1  # -1, 0, -1, …
+        signed = np.repeat(outside, runs)
     signed ^= ids
     return Packs(**found | {"input_ids": signed}, labels=np.empty(0, np.int32))
 
@@ -342,6 +343,5 @@ def _numbers(array: pa.Array) -> Any:
 
 _Flat = Callable[[str, pa.DataType | None], tuple[Any, Int64]]
 """Values and offsets of a list column, whose values are of a type if one is given."""
-_SIGNS = np.array([-1, 0], np.int32)
 _NUMPY = {"int32": "i4", "int64": "i8", "float": "f4", "double": "f8"}
 _OBJECT = {"bool": np.bool_}

@@ -55,11 +55,21 @@ def permutation(n: int, seed: int, *purpose: str | int) -> npt.NDArray[np.int64]
     than an indirect sort and the same with every algorithm. The hash keeps so many bits that two
     are equal, and in order, at most about once for 1e6 numbers.
     """
-    below = np.uint64(max(n - 1, 0).bit_length())
+    table = permutation_keys(n, seed, *purpose)
+    table.sort()
+    table &= (np.uint64(1) << np.uint64(_index_bits(n))) - np.uint64(1)
+    return table.view(np.int64)
+
+
+def permutation_keys(n: int, seed: int, *purpose: str | int) -> U64:
+    """What :func:`permutation` sorts, uint64 `[n]`: a hash above, 0..n-1 below."""
+    below = np.uint64(_index_bits(n))
     table = keys(n, seed, *purpose)
     table >>= below
     table <<= below
     table |= np.arange(n, dtype=np.uint64)
-    table.sort()
-    table &= (np.uint64(1) << below) - np.uint64(1)
-    return table.view(np.int64)
+    return table
+
+
+def _index_bits(n: int) -> int:
+    return max(n - 1, 0).bit_length()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import types
@@ -58,7 +59,7 @@ def validate(config: Any) -> None:
     Raises:
         ConfigError: naming the setting, what it must be, and what was found.
     """
-    hints = typing.get_type_hints(type(config))
+    hints = _hints(config.__class__)
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if not _fits(value, hints[f.name]):
@@ -73,6 +74,12 @@ def validate(config: Any) -> None:
             raise ConfigError(f"setting {f.name} must be at most {high}; found {value}.")
     if "max_drop_rate" in hints and not 0 <= config.max_drop_rate <= 1:
         raise ConfigError(f"setting max_drop_rate must lie in 0..1; found {config.max_drop_rate}.")
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """The types of the fields of a config dataclass, worked out once: it takes long."""
+    return typing.get_type_hints(kind)
 
 
 def _fits(value: Any, hint: Any) -> bool:

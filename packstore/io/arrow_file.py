@@ -1,4 +1,4 @@
-"""Record batches out of a remote Arrow file, each by one read of its byte range.
+"""Record batches out of an Arrow file, each by one read of its byte range.
 
 Given a file object, Arrow's own threads would read it: one that still holds a Python object when
 the interpreter ends can abort the process. Here Arrow only sees bytes that are there.
@@ -43,7 +43,7 @@ class ArrowFile:
         if any(not 0 <= start < end <= size for start, end in self.ranges):
             raise IntegrityError("its record batches must lie in the file")
 
-    def batch(self, data: bytes | pa.Buffer) -> pa.RecordBatch:
+    def batch(self, data: bytes | memoryview) -> pa.RecordBatch:
         """The record batch whose bytes these are: its buffers are views of them."""
         message = pa.ipc.read_message(pa.py_buffer(data))
         return pa.ipc.read_record_batch(message, self.schema)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import stat
 import uuid
 from typing import Any
+
+from packstore.errors import IntegrityError
 
 
 def is_local(fs: Any) -> bool:
@@ -26,6 +29,44 @@ def only_regular(path: str) -> str:
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "a device or pipe where a file must be")
     return path
+
+
+def read_part(path: str, start: int, end: int) -> bytes:
+    """Bytes `start` to `end` of a file, fewer if it is shorter: one system call for most."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        data = os.pread(handle, end - start, start)
+        while len(data) < end - start and (more := _pread(handle, data, start, end)):
+            data += more
+    finally:
+        os.close(handle)
+    return data
+
+
+def _pread(handle: int, data: bytes, start: int, end: int) -> bytes:
+    return os.pread(handle, end - start - len(data), start + len(data))
+
+
+def map_part(path: str, start: int, end: int) -> memoryview:
+    """Bytes `start` to `end` of a file, as a view of the page cache.
+
+    All pages are mapped at once: one by one they would cost more than copying them.
+
+    Raises:
+        OSError: the file cannot be opened.
+        IntegrityError: it is too short; its pages could not be touched.
+    """
+    aligned = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    handle = os.open(only_regular(path), os.O_RDONLY)
+    try:
+        size = os.fstat(handle).st_size
+        if size < end:
+            raise IntegrityError(f"must have at least {end} bytes; found only {size} bytes")
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        view = mmap.mmap(handle, end - aligned, flags, mmap.PROT_READ, offset=aligned)
+    finally:
+        os.close(handle)
+    return memoryview(view)[start - aligned :]
 
 
 def make_folder(folder: str) -> None:

@@ -19,8 +19,9 @@ from __future__ import annotations
 import numpy as np
 
 from packstore.errors import ConfigError
+from packstore.io.group_order import GroupOrder
 from packstore.records import Int64, range_indices, to_offsets
-from packstore.seeds import U64, derive, mixed, permutation
+from packstore.seeds import U64, derive, mixed
 
 LANES = 64
 """Row groups that are open at once, over all ranks; mixes as well as a full shuffle."""
@@ -30,7 +31,8 @@ _ROUNDS = 4
 
 
 class PackOrder:
-    """Where the i-th pack of an epoch lies. Holds two integers per row group.
+    """Where the i-th pack of an epoch lies. Holds two integers per row group, of
+    very many only of those around the places that were asked for at first.
 
     Args:
         group_rows: int64 `[G]`, rows of each row group, in file order.
@@ -57,18 +59,16 @@ class PackOrder:
         if lanes < 1:
             raise ConfigError(f"lanes must be at least 1; found {lanes}.")
         self.seed, self.epoch, self.lanes, self.shuffle = seed, epoch, lanes, shuffle
-        groups = len(group_rows)
-        self._groups = (
-            permutation(groups, seed, "row groups", epoch) if shuffle else np.arange(groups)
-        )
-        self._offsets = to_offsets(group_rows[self._groups])
+        purpose = ("row groups", epoch) if shuffle else ()
+        self._order, self._rows = GroupOrder(group_rows, seed, *purpose), group_rows
+        self._packs = int(group_rows.sum())
         self._strata = strata
         self._first_rows = None if strata is None else to_offsets(group_rows)
         if strata is not None and len(strata) != len(self):
             raise ConfigError(f"strata must be those of {len(self)} packs; found {len(strata)}.")
 
     def __len__(self) -> int:
-        return int(self._offsets[-1])
+        return self._packs
 
     def lane(self, indices: Int64) -> Int64:
         """int64 `[n]`, the lanes of the packs at global `indices`; 0 in file order."""
@@ -92,14 +92,13 @@ class PackOrder:
         if indices.min() < 0 or indices.max() >= len(self):
             raise IndexError(f"pack indices must lie in 0..{len(self) - 1}")
         places = self._places(indices) if self.shuffle else indices
-        slots = np.searchsorted(self._offsets, places, side="right") - 1
-        groups, rows = self._groups[slots], places - self._offsets[slots]
+        groups, firsts = self._order.find(places)
+        rows = places - firsts
         if not self.shuffle:
             return groups, rows
         if self._strata is not None:
-            return groups, self._stratified(slots, rows)
-        sizes = self._offsets[slots + 1] - self._offsets[slots]
-        return groups, permuted(rows, sizes, self._keys("rows", groups))
+            return groups, self._stratified(places, rows)
+        return groups, permuted(rows, self._rows[groups], self._keys("rows", groups))
 
     def _places(self, indices: Int64) -> Int64:
         """Positions in the row sequence: the first lanes are one longer if the cut is uneven."""
@@ -121,13 +120,15 @@ class PackOrder:
         start = np.uint64(derive(self.seed, purpose, self.epoch))
         return mixed(start + _GOLDEN * (groups.astype(np.uint64) + np.uint64(1)))
 
-    def _stratified(self, slots: Int64, rows: Int64) -> Int64:
-        """The row at each place `rows` of row groups `slots`: both in order, one to the other."""
+    def _stratified(self, places: Int64, rows: Int64) -> Int64:
+        """The row at each of `places`, which are `rows` of their row groups."""
         assert self._first_rows is not None
         assert self._strata is not None
+        in_order, offsets = self._order.whole
+        slots = np.searchsorted(offsets, places, side="right") - 1
         distinct, which = np.unique(slots, return_inverse=True)
-        groups, firsts = self._groups[distinct], self._offsets[distinct]
-        sizes = self._offsets[distinct + 1] - firsts
+        groups, firsts = in_order[distinct], offsets[distinct]
+        sizes = offsets[distinct + 1] - firsts
         owner = np.repeat(np.arange(len(distinct)), sizes)
         wanted = self._indices(range_indices(firsts, sizes)).astype(np.uint64) * _GOLDEN
         packs = range_indices(self._first_rows[groups], sizes)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, BinaryIO, TypeAlias
@@ -24,9 +24,10 @@ from packstore.errors import (
     StorageError,
     sentence,
 )
+from packstore.io import local
 from packstore.io.arrow_file import ArrowFile
 from packstore.io.cache import Cache, Key
-from packstore.io.checksums import batch_crc32, byte_range, column_ranges
+from packstore.io.checksums import batch_crc32, byte_range, column_ranges, crc32_of
 from packstore.io.compact import CompactPacks
 from packstore.io.manifest import Manifest
 from packstore.io.pages import MAX_GROUP_BYTES, check_group
@@ -106,7 +107,7 @@ class ShardReader:
             if not 0 <= start < end <= min(self.shard.bytes, start + MAX_GROUP_BYTES):
                 raise IntegrityError(f"its bytes {start} to {end} must lie in the file")
             crc32 = int(self.shard.row_groups.crc32[group])
-            return self._cached(start, end, lambda data: zlib.crc32(data) == crc32)
+            return self._cached(start, end, lambda data: crc32_of(data) == crc32)
 
     def decode(self, group: int, fetched: Fetched) -> CompactPacks:
         """Row group `group` out of its bytes.
@@ -121,14 +122,14 @@ class ShardReader:
     def _columns(self, group: int, fetched: Fetched) -> pa.RecordBatch | dict[str, Flat]:
         """The columns, verified; in the fast way if the pages are as we write them."""
         if isinstance(fetched, bytes) and self._metadata and self._pages is not None:
-            self._check_crc32(group, zlib.crc32(fetched))
+            self._check_crc32(group, crc32_of(fetched))
             if columns := self._pages.read(fetched, int(self.shard.row_groups.rows[group])):
                 return columns
         return self._batch(group, fetched)
 
     def _batch(self, group: int, fetched: Fetched) -> pa.RecordBatch:
         if isinstance(fetched, bytes):
-            self._check_crc32(group, zlib.crc32(fetched))
+            self._check_crc32(group, crc32_of(fetched))
             batch = self._decode_parquet(group, fetched)
         else:
             batch = fetched
@@ -197,15 +198,17 @@ class ShardReader:
             if self._arrow is None:
                 self._arrow = ArrowFile(self._read_footer(), self.shard.bytes)
                 self._check(self._arrow.schema, len(self._arrow.ranges))
-        path = self._location.join(self.shard.path).local_path
+            start, end = self._arrow.ranges[group]
         if self._data is not None:
-            source: Any = pa.BufferReader(getattr(self._data, "whole", self._data))
+            whole = getattr(self._data, "whole", self._data)
         elif self._cache is not None and (mapped := self._cache.map(self._whole, self._copy)):
-            source = pa.BufferReader(pa.py_buffer(mapped))
-        elif path is not None:
-            source = pa.memory_map(path)
+            whole = mapped
+        elif (root := self._location.local_path) is not None:
+            path = os.path.join(root, self.shard.path)
+            return self._arrow.batch(local.map_part(path, start, end))
         else:
-            return self._arrow.batch(self._read(*self._arrow.ranges[group]))
+            return self._arrow.batch(self._read(start, end))
+        source = pa.BufferReader(pa.py_buffer(whole))
         file = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(use_threads=False))
         self._check(file.schema, file.num_record_batches)
         return file.get_batch(group)

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from packstore.config.storage import RetryConfig
@@ -154,6 +154,8 @@ class Location:
         def read() -> bytes:
             if local.is_local(fs):
                 local.only_regular(full)
+                if start is not None and end is not None:
+                    return local.read_part(full, start, end)
             return bytes(fs.cat_file(full, start=start, end=end))
 
         return self.ask("read", path, read)
@@ -260,7 +262,7 @@ class Location:
             object.__setattr__(self, "_filesystem", cached)
         return cached[1], cached[2]
 
-    @property
+    @cached_property
     def _split_options(self) -> tuple[RetryConfig, dict[str, Any]]:
         return RetryConfig.split(self.storage_options)
 

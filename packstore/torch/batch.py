@@ -12,7 +12,7 @@ from torch import Tensor
 
 from packstore.errors import ConfigError
 from packstore.io.compact import labels_of, unsigned
-from packstore.records import IGNORE_INDEX, Column
+from packstore.records import IGNORE_INDEX, Column, Int64
 from packstore.torch.inputs import STYLES
 from packstore.torch.layout import AttentionLayout
 from packstore.torch.steps import StepInfo
@@ -85,6 +85,25 @@ def _target_index(batch: PackedBatch) -> Tensor:
     supervised = tokens >= 0
     supervised[starts.long()] = False
     return supervised.nonzero().flatten()
+
+
+def _pack_ids(batch: PackedBatch) -> Tensor:
+    counts = batch._examples
+    return torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
+
+
+def _weights(batch: PackedBatch) -> Tensor:
+    weights = np.ones(batch.num_examples, np.float32)
+    if batch._void:
+        weights[np.isin(batch.pack_ids.numpy(), batch._void)] = 0
+    return torch.from_numpy(weights)
+
+
+def _sources(batch: PackedBatch) -> Tensor:
+    packs, sources = batch.pack_ids, batch._pack_sources
+    if sources is None:
+        return torch.zeros_like(packs)
+    return torch.from_numpy(sources[packs.numpy()])
 
 
 def _cu_seqlens_k(batch: PackedBatch) -> Tensor:
@@ -163,9 +182,9 @@ class PackedBatch:
     ref_logps: Tensor | None
     example_ids: Tensor
     num_responses: Tensor
-    weights: Tensor
-    pack_ids: Tensor
-    sources: Tensor
+    weights: Tensor = _derived(_weights)  # noqa: RUF009
+    pack_ids: Tensor = _derived(_pack_ids)  # noqa: RUF009
+    sources: Tensor = _derived(_sources)  # noqa: RUF009
     num_packs: int
     columns: Mapping[str, Tensor | Column] = field(default_factory=dict)
     step: StepInfo | None = None
@@ -174,6 +193,9 @@ class PackedBatch:
     if TYPE_CHECKING:
         _signed: ClassVar[Tensor]
         _logical_tokens: ClassVar[int]
+        _examples: ClassVar[list[int]]
+        _void: ClassVar[list[int]]
+        _pack_sources: ClassVar[Int64 | None]
 
     @classmethod
     def of(cls, logical_tokens: int, signed: Tensor | None = None, **fields: Any) -> Self:
@@ -183,7 +205,8 @@ class PackedBatch:
             logical_tokens: sum of the lengths.
             signed: int32 `[T]`, ids of tokens that are supervised, ``~id`` of others; None: the
                 fields hold ids and labels.
-            fields: all that cannot be derived.
+            fields: all that cannot be derived; of packs ``_examples``, their examples, ``_void``,
+                which of them have weight 0, and ``_pack_sources``, int64 `[P]` or None.
         """
         batch = object.__new__(cls)
         if signed is not None:
@@ -263,7 +286,8 @@ class PackedBatch:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The batch with changed tensors; those that are derived later are not among them."""
-        _ = self.target_index  # how many there are is known here; a GPU would have to be waited for
+        # How many targets there are is known here; a GPU would have to be waited for.
+        _ = self.target_index, self.weights, self.sources
         fields = {n: change(x) if isinstance(x, Tensor) else x for n, x in vars(self).items()}
         columns = {n: change(x) if isinstance(x, Tensor) else x for n, x in self.columns.items()}
         batch = object.__new__(type(self))

@@ -48,18 +48,14 @@ def collate(
     rows = [p for p in parts if type(p) is CompactRow]
     flat = _of_rows(rows) if len(rows) == len(parts) else _of_packs(parts)
     lengths, starts, number = flat.lengths, flat.starts, len(flat.examples)
+    filling = range(number - fillers, number)
     ref_logps = flat.ref_logps if ref_logps is None else ref_logps
     if ref_logps is not None and len(ref_logps) != len(lengths):
         raise ConfigError(
             f"ref_logps must have one value for each of {len(lengths)} sequences; "
             f"found {len(ref_logps)}."
         )
-    pack_ids = np.repeat(np.arange(number), flat.examples)
-    weights = np.ones(len(pack_ids), np.float32)
-    if fillers or flat.stand_ins:
-        weights[pack_ids >= number - fillers] = 0
-        weights[np.isin(pack_ids, flat.stand_ins)] = 0
-    longest, logical = int(np.diff(starts).max()), int(lengths.sum(dtype=np.int64))
+    longest, logical = int((starts[1:] - starts[:-1]).max()), int(lengths.sum(dtype=np.int64))
     whole = logical == starts[-1]
     return PackedBatch.of(
         logical,
@@ -73,9 +69,9 @@ def collate(
         ref_logps=None if ref_logps is None else _tensor(ref_logps, np.float32),
         example_ids=torch.from_numpy(flat.example_ids),
         num_responses=torch.from_numpy(flat.num_responses),
-        weights=torch.from_numpy(weights),
-        pack_ids=torch.from_numpy(pack_ids),
-        sources=torch.from_numpy(0 * pack_ids if sources is None else sources[pack_ids]),
+        _examples=flat.examples,
+        _void=[*flat.stand_ins, *filling],
+        _pack_sources=sources,
         num_packs=number,
         columns={name: _column(values) for name, values in flat.columns.items()},
         step=step,
@@ -108,32 +104,26 @@ class _Flat:
 
 def _of_rows(rows: Sequence[CompactRow]) -> _Flat:
     """Rows of row groups: ids and labels stay in one."""
-    tokens: list[Int32] = []
-    of_sequences: list[Int32] = []
-    of_examples: list[Int64] = []
-    counts, examples, bases, base = [], [], [], 0
-    for row in rows:
-        group = row.group
-        token, sequence, example, tokens_end, sequences_end, examples_end = group.cuts[row.index]
-        tokens.append(group.packs.input_ids[token:tokens_end])
-        of_sequences.append(group.sequences[:, sequence:sequences_end])
-        of_examples.append(group.examples[:, example:examples_end])
-        counts.append(sequences_end - sequence)
-        examples.append(examples_end - example)
-        bases.append(base)
-        base += tokens_end - token
-    lengths, ends, rewards = np.concatenate(of_sequences, axis=1)
+    parts = [(row.group, row.group.cuts[row.index]) for row in rows]
+    tokens = np.concatenate([group.packs.input_ids[cut[0] : cut[3]] for group, cut in parts])
+    columns = [group.sequences[:, cut[1] : cut[4]] for group, cut in parts]
+    lengths, ends, rewards = np.concatenate(columns, axis=1)
+    of_examples = [group.examples[:, cut[2] : cut[5]] for group, cut in parts]
     ids, responses = np.concatenate(of_examples, axis=1)
     starts = np.zeros(len(ends) + 1, np.int32)
-    np.add(ends, np.repeat(bases, counts), out=starts[1:], casting="unsafe")
+    starts[1:] = ends
+    base, at = 0, 1
+    for _, cut in parts:
+        starts[at : (at := at + cut[4] - cut[1])] += base
+        base += cut[3] - cut[0]
     return _Flat(
-        tokens={"signed": torch.from_numpy(np.concatenate(tokens))},
+        tokens={"signed": torch.from_numpy(tokens)},
         starts=starts,
         lengths=lengths,
         rewards=rewards.view(np.float32),
         example_ids=ids,
         num_responses=responses.astype(np.int32),
-        examples=examples,
+        examples=[cut[5] - cut[2] for _, cut in parts],
         stand_ins=[i for i, row in enumerate(rows) if row.stand_in],
         columns=_columns(rows) if rows[0].columns else {},
         ref_logps=None if rows[0].ref_logps is None else _ref_logps(rows),

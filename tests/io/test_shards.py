@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import threading
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,9 @@ from packstore.errors import (
     IntegrityError,
     StorageError,
 )
-from packstore.io.checksums import batch_crc32
+from packstore.io.checksums import batch_crc32, crc32_of
 from packstore.io.dataset import open as open_dataset
+from packstore.io.local import map_part
 from packstore.io.manifest import commit_manifest
 from packstore.io.storage import Location
 from packstore.io.writer import ShardWriter
@@ -327,3 +329,17 @@ def test_a_checksum_covers_lengths_too(kit, written):
     """A damaged message may declare fewer rows over the same buffers."""
     batch = next(written.dataset([kit.some_packs(20)]).iter_batches())
     assert batch_crc32(batch.slice(0, len(batch) - 1)) != batch_crc32(batch)
+
+
+def test_a_part_of_a_file_is_mapped(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 64)
+    for start, end in ((0, 1), (5000, 9000), (4096, 16384)):
+        assert bytes(map_part(str(path), start, end)) == path.read_bytes()[start:end]
+    with pytest.raises(IntegrityError, match="found only 16384 bytes"):
+        map_part(str(path), 16000, 16385)
+
+
+@given(st.binary(max_size=200), st.binary(max_size=200))
+def test_crc32_is_that_of_zlib(a, b):
+    assert crc32_of(b, crc32_of(a)) == zlib.crc32(a + b)
