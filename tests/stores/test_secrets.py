@@ -1,0 +1,160 @@
+"""Nothing that is written, logged, raised or shown tells a key, token, signature or password."""
+
+from __future__ import annotations
+
+import logging
+import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import pytest
+from stores import Store
+from tokenizers import Tokenizer
+
+import packstore
+from packstore.config import ReadConfig
+from packstore.io.clean import clean
+from packstore.io.preflight import preflight
+from packstore.io.side import SideWriter, open_side
+from packstore.io.storage import Location
+from packstore.io.writer import ShardWriter
+
+QUICK = {"retry_attempts": 2, "retry_backoff": 0.01}
+TOKEN = "ya29.t0ken-of-a-test"
+SETTINGS: dict[str, Any] = {"pack_size": 1024, "row_group_tokens": 1024, "shard_bytes": 1}
+
+
+def keyed(store: Store) -> tuple[dict[str, Any], list[str]]:
+    """Storage options with keys, and what in them nobody may see."""
+    options = {**store.options, **QUICK}
+    if store.kind == "azure":
+        [key] = re.findall("AccountKey=([^;]+)", options["connection_string"])
+        return options, [key, options["connection_string"]]
+    if store.kind == "gcs":
+        from google.oauth2.credentials import Credentials
+
+        return {**options, "token": Credentials(TOKEN)}, [TOKEN]
+    return options, [options["key"], options["secret"]]
+
+
+class Told:
+    """Everything that anybody could have seen."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def add(self, *values: object) -> None:
+        """What these look like."""
+        self.texts += [f(value) for value in values for f in (str, repr)]
+
+    def files(self, place: Location) -> None:
+        """The bytes of all files at a place, and their names."""
+        fs, root = place._open()
+        fs.invalidate_cache()
+        for path in fs.find(root):
+            self.texts += [path.removeprefix(root), fs.cat_file(path).decode("latin-1")]
+
+    def error(self, action: Callable[[], Any]) -> None:
+        """What `action` raises, with what stands behind it."""
+        with pytest.raises(packstore.errors.PackstoreError) as caught:
+            action()
+        self.add(caught.value)
+        self.texts += traceback.format_exception(caught.value)
+
+    def check(self, secrets: list[str]) -> None:
+        """None of it tells a secret, in any form."""
+        whole = "\n".join(self.texts)
+        for secret in secrets:
+            for form in {secret, quote(secret), quote(secret, safe="")}:
+                assert form not in whole, whole[max(whole.index(form) - 300, 0) :][:600]
+
+
+@pytest.mark.parametrize("kind", ["s3", "azure", "gcs"])
+def test_nothing_tells_a_secret(
+    kind: str,
+    request: pytest.FixtureRequest,
+    pairs: Path,
+    tokenizer: Tokenizer,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store: Store = request.getfixturevalue(kind)
+    options, secrets = keyed(store)
+    place, told = Location(store.url, options), Told()
+    caplog.set_level(logging.DEBUG, "packstore")
+
+    def pack(**more: Any) -> packstore.Dataset:
+        return packstore.pack(
+            str(pairs), store.url, tokenizer, storage_options=options, **SETTINGS, **more
+        )
+
+    put = ShardWriter._put
+
+    def stop(self: ShardWriter, local_path: str, path: str) -> None:
+        if "-00002-" in path:  # with lease and journal there
+            told.files(place)
+            told.add(self, self._job)
+            raise KeyboardInterrupt
+        put(self, local_path, path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        patch.setattr(ShardWriter, "_put", stop)
+        pack()
+    assert any("lease-" in text for text in told.texts)
+    assert any("-00001.json" in text for text in told.texts)
+    told.error(lambda: pack(seed=1))
+    data = pack(partitions=2, fresh=True)
+    columns = {"x": "int64"}
+    with SideWriter(f"{store.url}-side", data, columns, storage_options=options) as side:
+        for packs in data.iter_packs():
+            side.write(packs.example_ids, {"x": packs.example_ids})
+    told.files(place)
+    told.add(data, data.manifest, data.verify(), place, ReadConfig(), side)
+    told.add(open_side(f"{store.url}-side", options), clean(store.url, storage_options=options))
+    told.add(*preflight(place))
+    told.error(pack)
+    told.error(lambda: packstore.open(f"{store.url}-none", storage_options=options))
+    told.error(lambda: place.read_bytes("none"))
+    nowhere = Store(store.kind, "never-made", "ds", store.endpoint).url
+    told.error(lambda: Location(nowhere, options).create_bytes("x", b""))
+    if kind == "s3":  # the other clients ask for a minute by themselves
+        down = store.through("http://127.0.0.1:9")  # nobody listens there
+        told.error(lambda: Location(store.url, {**options, **keyed(down)[0]}).read_bytes("x"))
+        assert "Asking again" in caplog.text
+    place.remove(data.manifest.shards[0].path)
+    told.error(lambda: list(data.iter_packs()))
+    told.texts.append(caplog.text)
+    told.check(secrets)
+
+
+def test_signed_addresses(
+    s3: Store, pairs: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """A signature in the address of an input, a wrong one, and a password."""
+    pytest.importorskip("aiohttp")
+    caplog.set_level(logging.DEBUG, "packstore")
+    Location(s3.url, s3.options).create_bytes("in.jsonl", pairs.read_bytes())
+    parameters = {"Bucket": s3.bucket, "Key": f"{s3.path}/in.jsonl"}
+    signed = s3.client().generate_presigned_url("get_object", Params=parameters)
+    query = urlsplit(signed).query
+    [signature] = re.findall("Signature=([^&]+)", query)
+    secrets = [query, signature]
+    told = Told()
+    told.add(Location(signed))
+    made = packstore.pack(signed, tmp_path / "ds", tokenizer, **SETTINGS)
+    told.files(Location(str(tmp_path / "ds")))
+    told.add(made.manifest)
+    wrong = signed.replace(signature, "w0ng-s1gnature")
+    secrets += ["w0ng-s1gnature", "pa55-w0rd"]
+    host = urlsplit(signed).netloc
+    with_login = signed.replace(host, f"someone:pa55-w0rd@{host}").replace(query, "")
+    settings: dict[str, Any] = {**SETTINGS, "storage_options": QUICK}
+    for source in (wrong, with_login):
+        place = Location(source, QUICK)
+        told.error(lambda place=place: place.read_bytes())  # type: ignore[misc]
+        told.error(lambda url=source: packstore.pack(url, tmp_path / "x", tokenizer, **settings))  # type: ignore[misc]
+    told.texts.append(caplog.text)
+    told.check(secrets)
