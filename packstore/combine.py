@@ -9,8 +9,9 @@ import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -28,7 +29,7 @@ from packstore.io.pack_index import PackIndexWriter
 from packstore.io.shard import ShardInfo
 from packstore.io.staging import Staging
 from packstore.io.storage import Location
-from packstore.io.upkeep import copy_file
+from packstore.io.upkeep import copy_file, together
 from packstore.pipeline import Progress, pack_into
 from packstore.version import VERSION
 
@@ -36,6 +37,9 @@ log = logging.getLogger("packstore")
 
 _ADJUSTABLE = {f.name for f in fields(RunConfig)} | {"fields"}
 _CHUNK = 1 << 20
+
+COPIES_AT_ONCE = 4
+"""Shards that are copied side by side: each may lie on the local disk meanwhile."""
 
 
 def append(
@@ -182,6 +186,7 @@ def _copied(job: WriteJob, parts: Sequence[Dataset], run: str) -> Manifest:
     staging = Staging(job.location, (FOLDER, DATA), None)
     number, renamed = 0, list[Part]()
     try:
+        copies = list[Callable[[], None]]()
         for part in parts:
             shards = []
             for shard in part.manifest.shards:
@@ -190,10 +195,11 @@ def _copied(job: WriteJob, parts: Sequence[Dataset], run: str) -> Manifest:
                 else:
                     suffix = part.manifest.file_format
                     path = f"{DATA}/{run}-{number:05d}-{shard.sha256[:16]}.{suffix}"
-                    _copy(part.location, shard, job.location, path, staging)
+                    copies.append(partial(_copy, part.location, shard, job.location, path, staging))
                     shards.append(replace(shard, path=path))
                 number += 1
             renamed.append(Part(part.url, replace(part.manifest, shards=tuple(shards))))
+        together(copies, COPIES_AT_ONCE)
         merged = merge(renamed)
         if not merged.shards:
             return merged

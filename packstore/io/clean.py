@@ -8,12 +8,14 @@ journal explains are spared until they are old.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from packstore.errors import ConfigError, DatasetNotFoundError, sentence
@@ -26,7 +28,7 @@ from packstore.io.owned import SPILL, Abandoned, abandoned, state
 from packstore.io.side_manifest import SIDE
 from packstore.io.staging import ELSEWHERE, IN_DATASET
 from packstore.io.storage import Location
-from packstore.io.upkeep import Found, Upload, abort_upload, list_folder, uploads
+from packstore.io.upkeep import Found, Upload, abort_upload, list_folder, together, uploads
 
 OLD_SECONDS = 86_400.0
 """Files that no journal explains are spared for a day: a job of an older release may run."""
@@ -173,20 +175,23 @@ class _Survey:
             yield Leftover(path, others.get(path, 0), f"journal of the interrupted run {run}")
 
     def remove(self, found: Sequence[Leftover]) -> None:
-        """Removes what was found, in its order."""
-        for item in found:
-            if item.path in self._folders:
-                _remove_local(item.path)
-            elif item.why.startswith(_UPLOAD):
-                for upload in self.uploads or ():
-                    if upload.path == item.path:
-                        abort_upload(self._location, upload)
-            else:
-                self._location.remove(item.path)
+        """Removes what was found: manifests first, journals last, and of each its head."""
+        for _, items in itertools.groupby(sorted(found, key=_turn), _turn):
+            together(partial(self._remove, item) for item in items)
         root = self._location.local_path
         if root is not None:
             with contextlib.suppress(OSError):  # none, or not empty
                 os.rmdir(os.path.join(root, RUNS))
+
+    def _remove(self, item: Leftover) -> None:
+        if item.path in self._folders:
+            _remove_local(item.path)
+        elif item.why.startswith(_UPLOAD):
+            for upload in self.uploads or ():
+                if upload.path == item.path:
+                    abort_upload(self._location, upload)
+        else:
+            self._location.remove(item.path)
 
     @staticmethod
     def _run_of(file: Found, runs: Mapping[str, object]) -> str:
@@ -200,9 +205,7 @@ class _Survey:
             why = "lease of a dead job"
         if why:
             return Leftover(file.path, file.bytes, why)
-        # Those of a side dataset are written without a lease.
-        hidden = name.startswith(".") and not name.startswith(f".{SIDE}-")
-        if hidden or re.search(r"\.json\.\d+$", name):
+        if name.startswith(".") or re.search(r"\.json\.\d+$", name):
             return Leftover(file.path, file.bytes, "unfinished file")
         young = file.age is None or file.age < self._older_than
         spared = "its age is not known" if file.age is None else "it is too young to tell"
@@ -244,6 +247,14 @@ class _Survey:
         for path, size in sorted(found):
             self._folders.add(path)
             yield Leftover(path, size, "temporary files of a dead job")
+
+
+def _turn(item: Leftover) -> int:
+    """When it is removed: what is left by a killed `clean` must still be explained."""
+    if _MANIFEST.fullmatch(item.path):
+        return 0
+    journal = item.path.startswith(f"{RUNS}/")
+    return 1 + journal + (journal and item.path.endswith("-head.json"))
 
 
 def _free_locks(folder: str) -> Iterator[Abandoned]:

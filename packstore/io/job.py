@@ -36,7 +36,7 @@ from packstore.io.owned import sweep
 from packstore.io.shard import ShardInfo
 from packstore.io.staging import IN_DATASET
 from packstore.io.storage import Location
-from packstore.io.upkeep import list_folder, pruned
+from packstore.io.upkeep import list_folder, pruned, remove_all
 from packstore.records import PackSizes
 
 log = logging.getLogger("packstore")
@@ -204,14 +204,11 @@ class WriteJob:
             own = {shard.path for shard in written}
             old = leftovers(self.location, self._journal, self._journal.run, own)
             named = named_paths(self.location) if old else set()
-            for path in old:
-                if path not in named:
-                    self.location.remove(path)
+            remove_all(self.location, set(old) - named)
 
     def discard(self, run: str, named: set[str]) -> None:
         """Removes what a run wrote, but for the files in `named`, and its journal."""
-        for path in leftovers(self.location, self._journal, run, named):
-            self.location.remove(path)
+        remove_all(self.location, leftovers(self.location, self._journal, run, named))
         self._journal.remove(run)
 
 

@@ -35,6 +35,7 @@ from packstore.io.manifest_json import dump_shard, parse_shard
 from packstore.io.shard import ShardInfo
 from packstore.io.statistics import PackCounter
 from packstore.io.storage import Location, check_relative
+from packstore.io.upkeep import remove_all
 from packstore.records import PackSizes
 
 RUNS = f"{FOLDER}/runs"
@@ -154,8 +155,9 @@ class Journal:
 
     def remove(self, run: str) -> None:
         """Removes the journal of a run; its head last, so that what is left is still explained."""
-        for path in self.paths(run):
-            self._location.remove(path)
+        *others, last = self.paths(run) or [_path(run, "head")]
+        remove_all(self._location, others)
+        self._location.remove(last)
 
     def paths(self, run: str) -> list[str]:
         """The files of a run's journal, unfinished ones first, its head last."""

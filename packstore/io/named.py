@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from packstore.io.commit import DATASET, versions
 from packstore.io.manifest import read_manifest
-from packstore.io.side import open_side_at
 from packstore.io.side_manifest import SIDE
+from packstore.io.side_reader import open_side_at
 from packstore.io.storage import Location
 
 

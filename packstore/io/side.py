@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,12 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packstore.config import fingerprint
-from packstore.errors import ConfigError, FormatError, IntegrityError, PackstoreError, sentence
-from packstore.io.commit import FOLDER, commit, read_committed, refuse_existing, versions
+from packstore.errors import ConfigError, FormatError, PackstoreError, sentence
+from packstore.io.commit import FOLDER, commit, refuse_existing, versions
 from packstore.io.dataset import Dataset
 from packstore.io.faults import guarded
+from packstore.io.journal import Journal
+from packstore.io.lease import Lease
 from packstore.io.manifest import Manifest
-from packstore.io.pages import check_file
 from packstore.io.side_manifest import (
     REF_LOGPS,
     SIDE,
@@ -31,12 +33,16 @@ from packstore.io.side_manifest import (
     SideShard,
     side_schema,
 )
+from packstore.io.side_reader import Side, open_side, open_side_at
 from packstore.io.staging import Staging
 from packstore.io.storage import Location
-from packstore.io.stored_file import StoredFile, decoding, read_stored
+from packstore.io.stored_file import StoredFile
+from packstore.io.upkeep import pruned, remove_all
 from packstore.records import Int64, to_offsets
 from packstore.schema import KINDS
 from packstore.version import VERSION
+
+__all__ = ["SHARD_ROWS", "Side", "SideWriter", "open_side", "open_side_at"]
 
 DATA = "data"
 SHARD_ROWS = 1 << 20
@@ -47,6 +53,8 @@ Values = Mapping[str, npt.NDArray[Any]]
 
 class SideWriter:
     """Writes a side dataset; a context manager that commits it, or removes it after an error.
+
+    From its beginning to its end nobody else writes there, nor removes what it has written.
 
     Args:
         url: a local folder or an fsspec URL.
@@ -63,6 +71,7 @@ class SideWriter:
 
     Raises:
         DatasetExistsError: one is there, and `overwrite` is False.
+        DatasetBusyError: another job writes there.
         FormatError: a column or a member of `made_with` that may not be.
     """
 
@@ -91,6 +100,15 @@ class SideWriter:
         refuse_existing(self._location, overwrite, SIDE)
         head = self._manifest
         self._run = fingerprint([head.fingerprint, head.columns, head.made_with])[:12]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(pruned(self._location))
+            self._lease = Lease.acquire(self._location)
+            stack.callback(self._lease.release)
+            refuse_existing(self._location, overwrite, SIDE)  # one may just have been committed
+            self._journal = Journal(self._location)
+            self._journal.open(self._run, {"call": "side", "columns": head.columns})
+            # Also when it is forgotten.
+            self._release = weakref.finalize(self, stack.pop_all().close)
         self._staging = Staging(self._location, (FOLDER, DATA), None)
         self._pending: list[pa.RecordBatch] = []
         self._shards: list[SideShard] = []
@@ -153,6 +171,7 @@ class SideWriter:
         Raises:
             ConfigError: not every example of the dataset has its values.
             DatasetExistsError: another writer was faster.
+        DatasetBusyError: another job took this one for dead.
             StorageError: no space, no permission, or the store refuses.
         """
         if self.examples != self._expected:
@@ -165,7 +184,10 @@ class SideWriter:
         self._staging.remove()
         fields = {**vars(self._manifest), "shards": tuple(self._shards)}
         data = SideManifest(**fields).to_json()
-        return commit(self._location, data, self._overwrite, SIDE)
+        self._lease.confirm()
+        version = commit(self._location, data, self._overwrite, SIDE)
+        self._leave()
+        return version
 
     def abort(self) -> None:
         """Removes what was written, except shards that a committed manifest names."""
@@ -173,9 +195,18 @@ class SideWriter:
         with contextlib.suppress(PackstoreError):
             known = [open_side_at(self._location, v) for v in versions(self._location, SIDE)]
             committed = {shard.path for side in known for shard in side.manifest.shards}
-            for path in set(self._created) - committed:
-                self._location.remove(path)
-        self._staging.prune()
+            remove_all(self._location, set(self._created) - committed)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Ends the job: what it wrote is part of a version, or removed; never fails."""
+        with contextlib.suppress(PackstoreError):
+            self._journal.remove(self._run)
+        root = self._location.local_path
+        if root is not None:
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.join(root, FOLDER, "runs"))
+        self._release()
 
     def _flush(self, rows: int) -> None:
         """Puts the first pending rows as a shard, ordered by id."""
@@ -207,74 +238,6 @@ class SideWriter:
         if not self._staging.in_dataset:
             os.unlink(local)
         self._shards.append(shard)
-
-
-class Side:
-    """A committed version of a side dataset. Picklable; reads when it is asked to.
-
-    Args:
-        location: where it is.
-        manifest: what it is.
-        version: number of the manifest.
-    """
-
-    def __init__(self, location: Location, manifest: SideManifest, version: int) -> None:
-        self.location, self.manifest, self.version = location, manifest, version
-
-    def __len__(self) -> int:
-        return self.manifest.examples
-
-    def __repr__(self) -> str:
-        columns = ", ".join(self.manifest.columns)
-        return f"Side({self.url!r}, version={self.version}, examples={len(self)}, {columns})"
-
-    @property
-    def url(self) -> str:
-        """Where it is, without secrets."""
-        return self.location.display
-
-    def iter_batches(self) -> Iterator[pa.RecordBatch]:
-        """All rows, one shard at a time, ordered by id in each; hashes verified.
-
-        Raises:
-            StorageError: a shard is missing, or the store refuses.
-            IntegrityError: its bytes are not those that were written.
-        """
-        for shard in self.manifest.shards:
-            where = self.location.join(shard.path).display
-            data = read_stored(self.location, shard)
-            with decoding(where):
-                source = pa.BufferReader(data)
-                file = pq.ParquetFile(source, page_checksum_verification=True, pre_buffer=False)
-                schema = file.schema_arrow
-                found = (file.metadata.num_rows, schema.names)
-                fits = schema.equals(self.manifest.schema) and found[0] == shard.rows
-                if not fits or schema.metadata != self.manifest.schema.metadata:
-                    must = f"it must have {shard.rows} rows of the columns that the manifest tells"
-                    raise IntegrityError(sentence(where, must, str(found)))
-                check_file(file.metadata, data, where)
-                (batch,) = file.read(use_threads=False).combine_chunks().to_batches()
-                batch.validate(full=True)
-            yield batch
-
-
-def open_side(
-    url: str, storage_options: Mapping[str, Any] | None = None, version: int | None = None
-) -> Side:
-    """The side dataset at `url`, its current version by default.
-
-    Raises:
-        DatasetNotFoundError: no side dataset, or no such version, was committed there.
-        FormatError: its manifest is not valid.
-        StorageError: the store refuses.
-    """
-    return open_side_at(Location(url, storage_options or {}), version)
-
-
-def open_side_at(location: Location, version: int | None = None) -> Side:
-    """The side dataset at a location; see :func:`open_side`."""
-    data, where, number = read_committed(location, version, SIDE)
-    return Side(location, SideManifest.from_json(data, where), number)
 
 
 def _column(name: str, values: npt.NDArray[Any], counts: Any, type_: pa.DataType) -> pa.Array:

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from packstore.errors import CompatibilityError, IntegrityError, sentence
-from packstore.io.side import Side
 from packstore.io.side_manifest import REF_LOGPS
+from packstore.io.side_reader import Side
 from packstore.io.stored_file import decoding
 from packstore.records import Column, Float32, Int64, ragged_indices, to_offsets
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import threading
 
 from packstore.io.faults import guarded
 from packstore.io.owned import OwnedFolder
@@ -31,6 +32,7 @@ class Staging:
         self._folder: OwnedFolder | None = None
         self._made: list[str] = []
         self._count = 0
+        self._lock = threading.Lock()
 
     @property
     def in_dataset(self) -> bool:
@@ -38,7 +40,11 @@ class Staging:
         return self._root is not None
 
     def path(self) -> str:
-        """A fresh path in the folder."""
+        """A fresh path in the folder; safe to call from many threads."""
+        with self._lock:
+            return self._fresh()
+
+    def _fresh(self) -> str:
         if self._folder is None:
             parent, prefix = self._spill_dir, ELSEWHERE
             with guarded("write", self._root or parent or tempfile.gettempdir(), {}):

@@ -6,12 +6,17 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, NamedTuple
 
 from packstore.io import clients
 from packstore.io.storage import Location
+
+AT_ONCE = 16
+"""Requests for small things (removals) that are made side by side."""
 
 
 class Found(NamedTuple):
@@ -57,6 +62,23 @@ def list_folder(location: Location, folder: str) -> list[Found]:
         for n, e in zip(names, files, strict=True)
     )
     return sorted(found)
+
+
+def together(calls: Iterable[Callable[[], object]], at_once: int = AT_ONCE) -> None:
+    """Makes all calls, so many at a time; raises the first error when none is under way."""
+    with ThreadPoolExecutor(at_once, "packstore-upkeep") as pool:
+        futures = [pool.submit(call) for call in calls]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def remove_all(location: Location, paths: Iterable[str]) -> None:
+    """Removes files, if they are there, in no order; raises as :meth:`Location.remove`."""
+    together(partial(location.remove, path) for path in sorted(paths))
 
 
 def replace_bytes(location: Location, path: str, data: bytes) -> None:

@@ -39,6 +39,7 @@ from packstore.io.staging import Staging
 from packstore.io.statistics import PackCounter, group_figures, pack_figures, pack_sizes
 from packstore.io.storage import Location
 from packstore.io.stored_file import StoredFile
+from packstore.io.upkeep import remove_all
 from packstore.records import Int64, Packs
 from packstore.schema import pack_schema, to_arrow
 
@@ -190,8 +191,7 @@ class ShardWriter:
         self._discard()
         with contextlib.suppress(PackstoreError):
             named = named_paths(self._location) if self._created else set()
-            for path in set(self._created) - named:
-                self._location.remove(path)
+            remove_all(self._location, set(self._created) - named)
         if self._job is not None:
             self._job.done()
         self._staging.prune()

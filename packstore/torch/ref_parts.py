@@ -14,6 +14,7 @@ import orjson
 
 from packstore.errors import DatasetExistsError, IntegrityError, sentence
 from packstore.io.storage import Location
+from packstore.io.upkeep import remove_all
 from packstore.records import Float32, Int64
 
 PARTS = 1024
@@ -75,8 +76,7 @@ class Parts:
 
     def remove(self) -> None:
         """Removes the parts: what they hold was committed."""
-        for _, path, _ in self._files():
-            self.location.remove(path)
+        remove_all(self.location, [path for _, path, _ in self._files()])
         if self.location.local_path is not None:
             with contextlib.suppress(OSError):
                 os.rmdir(os.path.join(self.location.local_path, self.folder))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ import packstore
 from packstore.errors import (
     CompatibilityError,
     ConfigError,
+    DatasetBusyError,
     DatasetExistsError,
     DatasetNotFoundError,
     FormatError,
@@ -27,11 +30,13 @@ from packstore.errors import (
 )
 from packstore.io import side as module
 from packstore.io import side_table
+from packstore.io.clean import clean
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
 from packstore.io.side import SideWriter, open_side
 from packstore.io.side_manifest import SIDE_TYPES, check_side
 from packstore.io.side_table import SideTable
+from packstore.io.storage import Location
 from packstore.testing import random_examples
 
 COLUMNS = {name if "list" not in name else "ref_logps": name for name in SIDE_TYPES}
@@ -187,13 +192,14 @@ def test_a_failed_job_leaves_nothing(ds, anywhere, monkeypatch, shard_rows) -> N
 
 
 def test_a_failed_job_keeps_what_another_committed(ds, tmp_path) -> None:
-    """An equal job beside it was faster: the shards that this one made are now of that one."""
+    """An equal job took it for dead, and was faster: the shards that it made are of that one."""
     url = str(tmp_path / "side")
     slow = SideWriter(url, ds, {"int64": "int64"})
     packs = [(p.example_ids, {"int64": p.example_ids}) for p in ds.iter_packs()]
     for ids, values in packs:
         slow.write(ids, values)
     slow._flush(slow.examples)
+    slow._lease.release()
     with SideWriter(url, ds, {"int64": "int64"}) as fast:
         for ids, values in packs:
             fast.write(ids, values)
@@ -202,16 +208,54 @@ def test_a_failed_job_keeps_what_another_committed(ds, tmp_path) -> None:
     assert len(files_of(tmp_path / "side")) == 2
 
 
-def test_the_slower_of_two_writers_is_told(ds, tmp_path) -> None:
-    url = str(tmp_path / "side")
-    writers = [SideWriter(url, ds, {"int64": "int64"}) for _ in range(2)]
-    for writer in writers:
-        for packs in ds.iter_packs():
-            writer.write(packs.example_ids, {"int64": packs.example_ids})
-    writers[0].commit()
+def test_only_one_writer_at_a_time(ds, anywhere) -> None:
+    writer = SideWriter(anywhere, ds, {"int64": "int64"})
+    for act in (
+        lambda: SideWriter(anywhere, ds, {"int64": "int64"}),
+        lambda: clean(anywhere, delete=True),
+    ):
+        with pytest.raises(DatasetBusyError, match="only one job may write there at a time"):
+            act()
+    for packs in ds.iter_packs():
+        writer.write(packs.example_ids, {"int64": packs.example_ids})
+    writer.commit()
     with pytest.raises(DatasetExistsError):
-        writers[1].__exit__(None, None, None)
-    assert len(plainly(url)) == 90
+        SideWriter(anywhere, ds, {"int64": "int64"})
+    assert len(plainly(anywhere)) == 90
+    assert clean(anywhere).leftovers == []
+
+
+def test_what_a_killed_writer_left_goes_at_once(ds, anywhere, monkeypatch) -> None:
+    monkeypatch.setattr(module, "SHARD_ROWS", 20)
+    writer = SideWriter(anywhere, ds, {"int64": "int64"})
+    for packs in ds.iter_packs():
+        writer.write(packs.example_ids, {"int64": packs.example_ids})
+    place = writer._location
+    assert len(place.files("data")) == 4
+    writer._release()  # as the system does with the lock
+    report = clean(anywhere, delete=True)
+    assert {x.why.rpartition(" ")[0] for x in report.removable} >= {"of the interrupted run"}
+    left = [entry.name for folder in ("data", "_packstore/runs") for entry in place.files(folder)]
+    assert left == []
+
+
+def test_removals_are_side_by_side(ds, monkeypatch) -> None:
+    """Two requests are under way at a time; the second waits for none."""
+    url = f"memory://{uuid.uuid4().hex}"
+    monkeypatch.setattr(module, "SHARD_ROWS", 20)
+    writer = SideWriter(url, ds, {"int64": "int64"})
+    for packs in ds.iter_packs():
+        writer.write(packs.example_ids, {"int64": packs.example_ids})
+    both, real = threading.Barrier(2), Location.remove
+
+    def remove(self: Location, path: str) -> None:
+        if path.startswith("data/"):
+            both.wait(120)
+        real(self, path)
+
+    monkeypatch.setattr(Location, "remove", remove)
+    writer.abort()
+    assert writer._location.files("data") == []
 
 
 @pytest.mark.parametrize(

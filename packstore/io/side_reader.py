@@ -1,0 +1,84 @@
+"""A side dataset that is there: what its manifest tells, and its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from packstore.errors import IntegrityError, sentence
+from packstore.io.commit import read_committed
+from packstore.io.pages import check_file
+from packstore.io.side_manifest import SIDE, SideManifest
+from packstore.io.storage import Location
+from packstore.io.stored_file import decoding, read_stored
+
+
+class Side:
+    """A committed version of a side dataset. Picklable; reads when it is asked to.
+
+    Args:
+        location: where it is.
+        manifest: what it is.
+        version: number of the manifest.
+    """
+
+    def __init__(self, location: Location, manifest: SideManifest, version: int) -> None:
+        self.location, self.manifest, self.version = location, manifest, version
+
+    def __len__(self) -> int:
+        return self.manifest.examples
+
+    def __repr__(self) -> str:
+        columns = ", ".join(self.manifest.columns)
+        return f"Side({self.url!r}, version={self.version}, examples={len(self)}, {columns})"
+
+    @property
+    def url(self) -> str:
+        """Where it is, without secrets."""
+        return self.location.display
+
+    def iter_batches(self) -> Iterator[pa.RecordBatch]:
+        """All rows, one shard at a time, ordered by id in each; hashes verified.
+
+        Raises:
+            StorageError: a shard is missing, or the store refuses.
+            IntegrityError: its bytes are not those that were written.
+        """
+        for shard in self.manifest.shards:
+            where = self.location.join(shard.path).display
+            data = read_stored(self.location, shard)
+            with decoding(where):
+                source = pa.BufferReader(data)
+                file = pq.ParquetFile(source, page_checksum_verification=True, pre_buffer=False)
+                schema = file.schema_arrow
+                found = (file.metadata.num_rows, schema.names)
+                fits = schema.equals(self.manifest.schema) and found[0] == shard.rows
+                if not fits or schema.metadata != self.manifest.schema.metadata:
+                    must = f"it must have {shard.rows} rows of the columns that the manifest tells"
+                    raise IntegrityError(sentence(where, must, str(found)))
+                check_file(file.metadata, data, where)
+                (batch,) = file.read(use_threads=False).combine_chunks().to_batches()
+                batch.validate(full=True)
+            yield batch
+
+
+def open_side(
+    url: str, storage_options: Mapping[str, Any] | None = None, version: int | None = None
+) -> Side:
+    """The side dataset at `url`, its current version by default.
+
+    Raises:
+        DatasetNotFoundError: no side dataset, or no such version, was committed there.
+        FormatError: its manifest is not valid.
+        StorageError: the store refuses.
+    """
+    return open_side_at(Location(url, storage_options or {}), version)
+
+
+def open_side_at(location: Location, version: int | None = None) -> Side:
+    """The side dataset at a location; see :func:`open_side`."""
+    data, where, number = read_committed(location, version, SIDE)
+    return Side(location, SideManifest.from_json(data, where), number)
