@@ -51,6 +51,9 @@ def group_by_length(lengths: Int32, counts: Int64, seed: int) -> Int32:
 def _sort(lengths: Int32, counts: Int64, grouped: Int32) -> None:
     # 32 bits: the table then stays in the first cache.
     ends = (np.cumsum(counts) - counts).astype(np.uint32)
+    # In order once, so that writing all over it finds it in a cache (measured: 1.6, not 3.0 ns).
+    for line in range(0, len(grouped), 16):
+        grouped[np.uint32(line)] = 0
     for i in range(len(lengths)):
         size = np.uint32(lengths[i])
         end = ends[size]
