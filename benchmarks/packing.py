@@ -1,14 +1,21 @@
-"""Every strategy and the peers that pip can install, on the same lengths, in one run.
+"""Every strategy and the packers of others, on the same lengths, in one run of about 20 minutes.
 
-    pip install lightbinpack binpacking trl datasets
-    python benchmarks/packing.py                     # n up to 1e6; --n 10000000 for more
+    pip install lightbinpack binpacking trl datasets 'packstore[lp]'
+    python benchmarks/packing.py --fresh   # 4 GB of memory; best with nothing else on the machine
 
-CPU nanoseconds per example (the least of several runs, one process, compiled code warm), fill,
-packs over the best lower bound, and how like the lengths are that meet in a pack. Peers get a
-Python list, ready made, as their interfaces ask; ours get a numpy array. A packer that took more
-than a tenth of --limit is left out at larger n; a peer that is not installed is reported as such.
-Memory is the peak of what numpy and Python allocate, in a run of its own (strategies only). The
-first call is one in a fresh process whose compiled code is cached, imports apart.
+lightbinpack is compiled by pip, which takes two minutes. A peer that is not installed is reported
+and left out. After each set of lengths the rows are written, and the goals are judged by them. A
+run that was cut off goes on when the same command is given without --fresh.
+
+CPU nanoseconds per example: the least of several runs, one process, compiled code warm, strategies
+by turns with one another and with a counting argsort. Peers get a Python list, ready made, as their
+interfaces ask; ours get a numpy array. Memory is what the process takes beyond its input while the
+packer runs and holds its result (Linux; from 1e5 examples on). Fill, packs over the best lower
+bound, and how like the lengths are that meet in a pack or a step. The first call is one in a fresh
+process whose compiled code is cached, imports apart.
+
+1e3 to 1e7 examples, and 1e8 for what plans so many. Peers run where they are expected to take less
+than --limit, or half a second on the sets that are not like preference pairs.
 """
 
 from __future__ import annotations
@@ -22,132 +29,129 @@ import platform
 import subprocess
 import sys
 import time
-import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numba
-import numpy as np
-from peers_packing import PEERS, QUADRATIC, Packer, peers
+from peers_packing import MOST_EXAMPLES, MOST_TOKENS, PEERS, peers
+from peers_packing.case import LARGEST, Case
+from peers_packing.goals import FLOOR, judged
+from peers_packing.lengths import PAIRS, SETS
 from rich.console import Console
 from rich.table import Table
 
-from packstore.pack import statistics
 from packstore.pack.algorithms import STRATEGIES
-from packstore.pack.bounds import lower_bound
-from packstore.pack.order import STEP, stratified
-from packstore.records import Int32, Int64, ragged_indices, to_offsets
 
 RESULTS = Path(__file__).parent / "results" / "packing.json"
-FLOOR = "counting argsort"
-Result = tuple[Int64, Int64]
+PLANS_LARGEST = (FLOOR, "best_fit_decreasing", "exact_fill", "pool", "auto")
+SLOW = ("first_fit_decreasing", "first_fit_shuffle")
+"""Of 1e7 examples, these plan the sets like preference pairs only."""
+
+LP_SIZES = (1_000_000,)
+"""Numbers of examples for column_generation, whose time hardly depends on them."""
+
+SECONDS_ELSEWHERE = 0.5
+"""--limit for the sets that are not like preference pairs."""
+
+UNKNOWN_GROWTH = 3.0
+"""From a number of examples to ten times as many, the time of each grows so much if unknown."""
 
 
-def length_sets(n: int, capacity: int, seed: int) -> dict[str, Int32]:
-    """Nine sets of lengths: two like preference pairs, and seven that are hard in some way."""
-    rng = np.random.default_rng(seed)
-    c = capacity
+class Run:
+    """All cases, those that the file has left out."""
 
-    def whole(values: np.ndarray) -> Int32:
-        return np.clip(np.rint(values), 1, c).astype(np.int32)
+    def __init__(self, args: argparse.Namespace, console: Console) -> None:
+        self._args, self._console = args, console
+        self._others = peers(console)
+        self.result = self._begun()
 
-    short = rng.random(n) < 0.7
-    return {
-        "dpo": whole(rng.lognormal(np.log(600), 0.8, n)),
-        "dpolong": whole(rng.lognormal(np.log(1300), 0.4, n)),
-        "bimodal": whole(
-            np.where(short, rng.normal(250, 80, n), rng.normal(0.635 * c, 0.12 * c, n))
-        ),
-        "uniform": whole(rng.integers(1, c + 1, n)),
-        "nearuni": whole(rng.normal(0.3 * c, 0.02 * c, n)),
-        "narrow": whole(rng.uniform(0.26 * c, 0.48 * c, n)),
-        "manyeq": whole(rng.choice([0.11, 0.23, 0.31, 0.47, 0.64], n) * c),
-        "half": whole(rng.integers(c // 2 + 1, c + 1, n)),
-        "third": np.full(n, c // 3 + 1, np.int32),
-    }
+    def _begun(self) -> dict[str, Any]:
+        """The result so far: that of a run with the same settings which was cut off, or a new one.
 
+        Results do not change with what the machine is busy with, but times do: its load is kept
+        from the start and the end.
+        """
+        names = ("n", "capacity", "sets", "packers", "seed", "limit")
+        new = {
+            "complete": False,
+            "environment": environment(),
+            "settings": {name: getattr(self._args, name) for name in names},
+            "goals": [],
+            "first_call_s": {},
+            "rows": [],
+        }
+        if self._args.out.exists() and not self._args.fresh:
+            old = json.loads(self._args.out.read_text())
+            same = (old.get("settings"), old.get("environment", {}).get("versions")) == (
+                new["settings"],
+                new["environment"]["versions"],
+            )
+            if same and not old["complete"]:
+                self._console.print(f"goes on after {len(old['rows'])} rows")
+                return dict(old)
+        return new
 
-@numba.njit
-def counting_argsort(lengths: Int32, capacity: int) -> Int32:
-    """The floor: what it costs to sort the examples by length, and nothing else."""
-    starts = np.zeros(capacity + 2, np.int64)
-    for length in lengths:
-        starts[length + 1] += 1
-    starts = np.cumsum(starts)
-    order = np.empty(len(lengths), np.int32)
-    for i in range(len(lengths)):
-        order[starts[lengths[i]]] = i
-        starts[lengths[i]] += 1
-    return order
+    def write(self) -> None:
+        """One row a line; with the goals as far as they can be judged."""
+        self.result["goals"] = judged(self.result["rows"], self.result["first_call_s"])
+        self.result["environment"]["load_average_at_end"] = os.getloadavg()
+        head = {name: value for name, value in self.result.items() if name != "rows"}
+        rows = ",\n".join(json.dumps(row) for row in self.result["rows"])
+        text = json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n{rows}\n]}}\n'
+        partial = self._args.out.with_suffix(".partial")
+        partial.write_text(text)
+        partial.replace(self._args.out)
 
+    def measure(self) -> None:
+        """Each case that is not in the file."""
+        done = {(row["capacity"], row["n"], row["set"]) for row in self.result["rows"]}
+        args = self._args
+        for n, capacity, name in itertools.product(sorted(args.n), args.capacity, args.sets):
+            if (capacity, n, name) in done or (
+                n == LARGEST and (capacity > 4096 or name not in PAIRS)
+            ):
+                continue
+            start = time.perf_counter()
+            case = Case(name, n, capacity, args.seed)
+            for packer in (FLOOR, *STRATEGIES, *self._others):
+                if self._wanted(packer, case):
+                    case.first(packer, self._others.get(packer))
+            case.repeat()
+            key = {"capacity": capacity, "n": n, "set": name}
+            for packer, row in case.rows.items():
+                row["ns_per_example"] = round(row["ns_per_example"], 3)
+                self.result["rows"].append({**key, "packer": packer, "bound": case.bound, **row})
+            self.write()
+            seconds = time.perf_counter() - start
+            self._console.print(f"{name}, packs of {capacity}, n={n:.0e}: {seconds:.1f} s")
 
-def fastest(limit: float, work: Callable[..., Any], *given: Any) -> tuple[float, Any]:
-    """The least CPU seconds of up to seven runs (fewer if they take long), and the result."""
-    best, spent = float("inf"), 0.0
-    for _ in range(7):
-        start = time.process_time()
-        result = work(*given)
-        took = time.process_time() - start
-        best, spent = min(best, took), spent + took
-        if spent > limit / 2:
-            break
-    return best, result
+    def _wanted(self, packer: str, case: Case) -> bool:
+        if self._args.packers and packer not in self._args.packers:
+            return False
+        n, pairs = case.n, case.name in PAIRS
+        if packer not in self._others:
+            if n == LARGEST:
+                return packer in PLANS_LARGEST
+            if packer == "column_generation":
+                return n in LP_SIZES
+            return n <= 1_000_000 or pairs or packer not in SLOW
+        if n > MOST_EXAMPLES.get(packer, n) or n == LARGEST:
+            return False
+        if packer.startswith("TRL") and case.tokens > MOST_TOKENS:
+            return False
+        return self._expected(packer, case) < (self._args.limit if pairs else SECONDS_ELSEWHERE)
 
-
-def figures(lengths: Int32, capacity: int, result: Result) -> dict[str, Any]:
-    """Tightness and randomness; fails if `result` is not a packing."""
-    order, offsets = result
-    by_pack = lengths[order]
-    packs = len(offsets) - 1
-    totals = np.add.reduceat(by_pack, offsets[:-1], dtype=np.int64)
-    if totals.max() > capacity or not np.array_equal(np.sort(order), np.arange(len(lengths))):
-        raise SystemExit("not a packing")
-    logs = np.log(by_pack)
-    squares = np.add.reduceat(by_pack.astype(np.int64) ** 2, offsets[:-1])
-    sizes = np.diff(offsets)
-    delivery = stratified(sizes, squares, 0)
-    bound = lower_bound(lengths, capacity)
-    return {
-        "packs": packs,
-        "bound": bound,
-        "gap": packs - bound,
-        "fill": float(totals.sum() / (packs * capacity)),
-        "icc": statistics.intraclass_correlation(logs, offsets),
-        "same_decile": statistics.same_decile(by_pack, offsets),
-        "design_effect_plain": statistics.design_effect(logs, offsets, STEP),
-        "design_effect_stratified": statistics.design_effect(
-            logs[ragged_indices(offsets, delivery)], to_offsets(sizes[delivery]), STEP
-        ),
-    }
-
-
-def from_lists(packs: list[list[int]]) -> Result:
-    order = np.fromiter((i for pack in packs for i in pack), np.int64)
-    return order, to_offsets(np.array([len(pack) for pack in packs]))
-
-
-def run(
-    packer: str, other: Packer | None, lengths: Int32, as_list: list[int], case: tuple[int, float]
-) -> tuple[float, dict[str, Any]]:
-    """CPU seconds and figures of one packer; `case` is the capacity and the limit in seconds."""
-    capacity, limit = case
-    if packer == FLOOR:
-        counting_argsort(lengths[:9], capacity)
-        return fastest(limit, counting_argsort, lengths, capacity)[0], {}
-    if other is not None:
-        seconds, packs = fastest(limit, other, as_list, capacity)
-        return seconds, figures(lengths, capacity, from_lists(packs))
-    strategy = STRATEGIES.load(packer)
-    strategy(lengths[:9].copy(), capacity, 0)  # compiled code warm
-    seconds, result = fastest(limit, strategy, lengths, capacity, 0)
-    found = figures(lengths, capacity, result)
-    del result
-    tracemalloc.start()
-    strategy(lengths, capacity, 0)
-    found["peak_bytes_per_example"] = round(tracemalloc.get_traced_memory()[1] / len(lengths), 1)
-    tracemalloc.stop()
-    return seconds, found
+    def _expected(self, packer: str, case: Case) -> float:
+        """Seconds, by the two next smaller runs; infinite if the last was left out."""
+        known = [
+            (row["n"], row["ns_per_example"])
+            for row in self.result["rows"]
+            if (row["packer"], row["set"], row["capacity"]) == (packer, case.name, case.capacity)
+        ]
+        if not known:
+            return 0.0 if case.n == min(self._args.n) else float("inf")
+        n, ns = known[-1]
+        growth = max(1.0, ns / known[-2][1]) if len(known) > 1 else UNKNOWN_GROWTH
+        return 1e-9 * ns * growth * case.n if case.n <= 10 * n else float("inf")
 
 
 FIRST_CALL = """
@@ -160,7 +164,7 @@ print(time.process_time() - start)
 """
 
 
-def first_calls(runs: int = 3) -> dict[str, float]:
+def first_calls(runs: int = 5) -> dict[str, float]:
     """CPU seconds of the first plan of a process, the least of some, once its code is cached."""
     found = {}
     for strategy in ("pool", "best_fit_decreasing", "exact_fill"):
@@ -170,64 +174,23 @@ def first_calls(runs: int = 3) -> dict[str, float]:
     return found
 
 
-def measure(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    others = peers(console)
-    rows: list[dict[str, Any]] = []
-    slow: set[tuple[str, str, int]] = set()
-    for capacity, n in itertools.product(args.capacity, sorted(args.n)):
-        for name, lengths in length_sets(n, capacity, args.seed).items():
-            if args.sets and name not in args.sets:
-                continue
-            as_list = lengths.tolist()
-            for packer in (FLOOR, *STRATEGIES, *others):
-                if (packer, name, capacity) in slow or n > QUADRATIC.get(packer, n):
-                    continue
-                if args.packers and packer not in args.packers:
-                    continue
-                case = (capacity, args.limit)
-                seconds, row = run(packer, others.get(packer), lengths, as_list, case)
-                if seconds > args.limit / 10:  # ten times the examples would take too long
-                    slow.add((packer, name, capacity))
-                key = {"capacity": capacity, "n": n, "set": name, "packer": packer}
-                rows.append({**key, "ns_per_example": 1e9 * seconds / n, **row})
-        console.print(f"capacity {capacity}, n = {n:,}: done")
-    return rows
-
-
-def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """A table per capacity and set, for the largest n: a row per packer."""
-
-    def text(value: float | None, digits: int) -> str:
-        return "-" if value is None else f"{value:,.{digits}f}"
-
-    for capacity, name in dict.fromkeys((r["capacity"], r["set"]) for r in rows):
-        group = [r for r in rows if (r["capacity"], r["set"]) == (capacity, name)]
-        counts = sorted({r["n"] for r in group})
-        table = Table(title=f"{name}, packs of {capacity}: ns per example, then at its largest n")
-        for column in ("packer", *(f"n={n:.0e}" for n in counts)):
-            table.add_column(column, justify="left" if column == "packer" else "right")
-        for column in ("fill %", "gap", "icc", "same decile", "deff plain", "deff stratified"):
-            table.add_column(column, justify="right")
-        for packer in dict.fromkeys(r["packer"] for r in group):
-            mine = {r["n"]: r for r in group if r["packer"] == packer}
-            last = mine[max(mine)]
-            fill = last.get("fill")
-            table.add_row(
-                packer,
-                *(text(mine[n]["ns_per_example"] if n in mine else None, 1) for n in counts),
-                text(fill and 100 * fill, 3),
-                text(last.get("gap"), 0),
-                text(last.get("icc"), 2),
-                text(last.get("same_decile"), 2),
-                text(last.get("design_effect_plain"), 1),
-                text(last.get("design_effect_stratified"), 2),
-            )
+def show(result: dict[str, Any], console: Console) -> None:
+    """The packs of 4096 of the sets like pairs at 1e6, and the goals."""
+    for name in PAIRS:
+        table = Table("packer", "ns", "bytes", "fill %", "gap", "icc", "same decile", "deff")
+        table.title = f"{name}, packs of 4096, a million examples"
+        for row in result["rows"]:
+            if (row["capacity"], row["n"], row["set"]) == (4096, 1_000_000, name):
+                names = ("peak_bytes_per_example", "gap", "icc", "same_decile")
+                memory, *rest = (str(row.get(k, "-")) for k in (*names, "design_effect_shuffled"))
+                fill = f"{100 * row['fill']:.3f}" if "fill" in row else "-"
+                table.add_row(row["packer"], f"{row['ns_per_example']:,.1f}", memory, fill, *rest)
         console.print(table)
-
-
-def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells a measurement from another."""
-    return tuple(row[name] for name in ("capacity", "n", "set", "packer"))
+    table = Table("goal", "worst value", "limit", "met")
+    for goal in result["goals"]:
+        met = {True: "yes", False: "[red]no", None: "not run"}[goal["met"]]
+        table.add_row(goal["goal"], str(goal["value"]), str(goal["limit"]), met)
+    console.print(table)
 
 
 def environment() -> dict[str, Any]:
@@ -243,7 +206,7 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load_average": os.getloadavg(),
         "python": platform.python_version(),
-        "versions": {p: version(p) for p in ("packstore", "numpy", "numba", *PEERS)},
+        "versions": {p: version(p) for p in ("packstore", "numpy", "numba", "awkward", *PEERS)},
     }
 
 
@@ -252,34 +215,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     whole = {"type": lambda text: int(float(text)), "nargs": "+"}
-    parser.add_argument("--n", default=[1000, 10_000, 100_000, 1_000_000], **whole)
+    sizes = [1000, 10_000, 100_000, 1_000_000, 10_000_000, LARGEST]
+    parser.add_argument("--n", default=sizes, **whole)
     parser.add_argument("--capacity", default=[4096, 8192, 32_768], **whole)
-    parser.add_argument("--sets", nargs="+", help="names of length sets; default: all nine")
+    parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS, metavar="SET")
     parser.add_argument("--packers", nargs="+", help="names of packers; default: all")
-    parser.add_argument("--first-calls", action="store_true", help="measure first calls, too")
-    parser.add_argument(
-        "--more", action="store_true", help="add to the results that are there, as another run"
-    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=10, help="seconds for a packer at most")
+    parser.add_argument("--limit", type=float, default=20, help="seconds for a run of a peer")
+    parser.add_argument("--fresh", action="store_true", help="begin anew what was cut off")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    console = Console(width=150)
-    before = environment()
-    rows = measure(args, console)
-    show(rows, console)
-    settings = {name: value for name, value in vars(args).items() if name not in ("out", "more")}
-    run_now = {"environment": before, "settings": settings}
-    fresh: dict[str, Any] = {"runs": [], "first_call_s": {}, "rows": []}
-    known = json.loads(args.out.read_text()) if args.more and args.out.exists() else fresh
-    calls = first_calls() if args.first_calls else known["first_call_s"]
-    for row in rows:
-        row["run"] = len(known["runs"])
-    same = {row_key(row) for row in rows}
-    kept = [row for row in known["rows"] if row_key(row) not in same]
-    result = {"runs": [*known["runs"], run_now], "first_call_s": calls, "rows": kept + rows}
     args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    console = Console(width=130)
+    run = Run(args, console)
+    run.result["first_call_s"] = run.result["first_call_s"] or first_calls()
+    run.measure()
+    run.result["complete"] = True
+    run.write()
+    show(run.result, console)
     console.print(f"written: {args.out}")
 
 

@@ -1,4 +1,4 @@
-"""The packers of others, for ``packing.py``: installed ones, and NeMo's, re-done plainly."""
+"""The packers of others, for ``packing.py``: installed ones, and two re-done plainly."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from packstore.records import to_offsets
 
 Packer = Callable[[Any, int], Any]
 PEERS = ("lightbinpack", "binpacking", "trl")
-QUADRATIC = {"binpacking": 10_000}
+MOST_EXAMPLES = {"binpacking": 10_000, "TRL bfd, one batch": 100_000, "TRL bfd": 100_000}
 """Peers that are not run on more examples than this."""
+
+MOST_TOKENS = 100_000_000
+"""TRL packs tokens, and needs several copies of them."""
 
 
 def nemo_first_fit(lengths: list[int], capacity: int, queue: Iterable[int]) -> list[list[int]]:
-    """First fit as NeMo describes it: packs are lists of lengths, each added up at every look.
+    """First fit as NeMo-Aligner describes it: packs are lists of lengths, each added up at a look.
 
     The list of examples beside them is ours, to check the result; it costs one append per example.
     """
@@ -38,39 +41,95 @@ def nemo_first_fit(lengths: list[int], capacity: int, queue: Iterable[int]) -> l
     return examples
 
 
-def nemo_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
-    queue = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    return nemo_first_fit(lengths, capacity, queue)
+def bridge_first_fit(lengths: list[int], capacity: int, queue: Iterable[int]) -> list[list[int]]:
+    """First fit as Megatron-Bridge describes it: the first pack with room, by a tree of maxima.
 
-
-def nemo_shuffle(lengths: list[int], capacity: int) -> list[list[int]]:
-    queue = np.random.default_rng(0).permutation(len(lengths)).tolist()
-    return nemo_first_fit(lengths, capacity, queue)
-
-
-def trl_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """TRL packs tokens, so each example is its number over and over; making that is not its work.
-
-    All examples are one batch; its default is batches of 1000, which are packed on their own.
+    Its tree is recursive; this one is a loop, which is not slower.
     """
-    import datasets
-    import pyarrow as pa
-    from trl.data_utils import pack_dataset
+    leaves = 1 << max(len(lengths) - 1, 1).bit_length()
+    room = [capacity] * (2 * leaves)
+    examples: list[list[int]] = []
+    for i in queue:
+        length = lengths[i]
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        if node - leaves == len(examples):
+            examples.append([])
+        examples[node - leaves].append(i)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return examples
 
-    datasets.disable_progress_bars()
-    ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    rows = pa.ListArray.from_arrays(to_offsets(np.array(lengths)).astype(np.int32), pa.array(ids))
-    table = datasets.Dataset(pa.table({"input_ids": rows}))
-    packed = pack_dataset(table, capacity, "bfd", map_kwargs={"batch_size": len(lengths)})
-    column = packed.data.column("input_ids").combine_chunks()
-    tokens, ends = column.flatten().to_numpy(), column.offsets.to_numpy()
-    return [list(dict.fromkeys(tokens[a:b].tolist())) for a, b in itertools.pairwise(ends)]
+
+def decreasing(first_fit: Callable[..., list[list[int]]]) -> Packer:
+    """First fit of the longest first."""
+
+    def pack(lengths: list[int], capacity: int) -> list[list[int]]:
+        queue = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+        return first_fit(lengths, capacity, queue)
+
+    return pack
+
+
+def shuffle(first_fit: Callable[..., list[list[int]]]) -> Packer:
+    """First fit in random order."""
+
+    def pack(lengths: list[int], capacity: int) -> list[list[int]]:
+        queue = np.random.default_rng(0).permutation(len(lengths)).tolist()
+        return first_fit(lengths, capacity, queue)
+
+    return pack
+
+
+class Trl:
+    """TRL packs tokens, so each example is its number over and over; that is made beforehand.
+
+    Args:
+        batch_size: examples that are packed together; 1000 is the default of ``Dataset.map``.
+    """
+
+    def __init__(self, batch_size: int | None) -> None:
+        self._batch_size = batch_size
+
+    def prepare(self, lengths: list[int]) -> Any:
+        import datasets
+        import pyarrow as pa
+
+        datasets.disable_progress_bars()
+        datasets.disable_caching()
+        ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        ends = to_offsets(np.array(lengths)).astype(np.int32)
+        rows = pa.ListArray.from_arrays(ends, pa.array(ids))
+        return datasets.Dataset(pa.table({"input_ids": rows}))
+
+    def __call__(self, dataset: Any, capacity: int) -> Any:
+        from trl.data_utils import pack_dataset
+
+        return pack_dataset(
+            dataset, capacity, "bfd", map_kwargs={"batch_size": self._batch_size or len(dataset)}
+        )
+
+    @staticmethod
+    def packs(packed: Any) -> list[list[int]]:
+        """The examples of each pack."""
+        column = packed.data.column("input_ids").combine_chunks()
+        tokens, ends = column.values.to_numpy(), column.offsets.to_numpy()
+        return [list(dict.fromkeys(tokens[a:b].tolist())) for a, b in itertools.pairwise(ends)]
 
 
 def peers(console: Console) -> dict[str, Packer]:
     """Name -> packer, from a list of lengths to lists of examples."""
-    found: dict[str, Packer] = {"NeMo ffd, re-done": nemo_decreasing}
-    found["NeMo ffshuffle, re-done"] = nemo_shuffle
+    found: dict[str, Packer] = {
+        "NeMo ffd, re-done": decreasing(nemo_first_fit),
+        "NeMo ffshuffle, re-done": shuffle(nemo_first_fit),
+        "Bridge ffd, re-done": decreasing(bridge_first_fit),
+        "Bridge ffshuffle, re-done": shuffle(bridge_first_fit),
+    }
     for name in PEERS:
         try:
             module = importlib.import_module(name)
@@ -81,7 +140,7 @@ def peers(console: Console) -> dict[str, Packer]:
             found["lightbinpack obfd"] = module.obfd
             found["lightbinpack ffd"] = module.ffd
         elif name == "trl":
-            found["TRL bfd, one batch"] = trl_best_fit
+            found["TRL bfd, one batch"], found["TRL bfd"] = Trl(None), Trl(1000)
         else:
             found["binpacking"] = lambda lengths, capacity, module=module: [
                 list(pack) for pack in module.to_constant_volume(dict(enumerate(lengths)), capacity)
