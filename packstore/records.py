@@ -134,8 +134,8 @@ class Examples:
             keys=np.concatenate(keys) if len(keys) == len(parts) else None,
         )
 
-    def take(self, order: Int64) -> Examples:
-        """The examples at positions `order` (int64, repeats allowed), in that order."""
+    def take(self, order: Int32 | Int64) -> Examples:
+        """The examples at positions `order` (repeats allowed), in that order."""
         sequences = ragged_indices(self.example_offsets, order)
         tokens = ragged_indices(self.sequence_offsets, sequences)
         return Examples(
@@ -326,12 +326,12 @@ def concat_offsets(parts: Sequence[Int64]) -> Int64:
     return to_offsets(steps[inside])
 
 
-def ragged_indices(offsets: Int64, rows: Int64) -> Int64:
+def ragged_indices(offsets: Int64, rows: Int32 | Int64) -> Int64:
     """Positions of all elements of `rows` of a ragged array, row by row: int64."""
     return range_indices(offsets[rows], _row_lengths(offsets, rows))
 
 
-def _row_lengths(offsets: Int64, rows: Int64) -> Int64:
+def _row_lengths(offsets: Int64, rows: Int32 | Int64) -> Int64:
     return offsets[rows + 1] - offsets[rows]
 
 

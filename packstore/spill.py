@@ -42,7 +42,7 @@ MAX_BUCKETS = 256
 _AT_ONCE = 2048
 """Examples that are copied from a segment to a bucket at once."""
 
-Part = tuple[Examples, Int64, Int64]
+Part = tuple[Examples, Int32, Int64]
 
 
 class Spill:
@@ -98,11 +98,11 @@ class Spill:
         """int32 `[E]`, as they were handed in."""
         return np.fromfile(self._lengths, np.int32) if self.num_examples else np.empty(0, np.int32)
 
-    def parts(self, order: Int64, offsets: Int64, start: int = 0) -> Iterator[Part]:
+    def parts(self, order: Int32, offsets: Int64, start: int = 0) -> Iterator[Part]:
         """All packs from pack `start` on, some at a time. Can be called once.
 
         Args:
-            order: int64 `[E]`, the examples, pack by pack.
+            order: int32 `[E]`, the examples, pack by pack.
             offsets: int64 `[P + 1]`; pack i holds ``order[offsets[i]:offsets[i + 1]]``.
             start: the first pack that is wanted.
 
@@ -122,10 +122,10 @@ class Spill:
         for bucket, first, last in zip(buckets, cuts[:-1], cuts[1:], strict=True):
             own = order[offsets[first] : offsets[last]]
             # A bucket holds its examples in input order.
-            yield bucket.examples(), own.argsort().argsort(), _from_zero(offsets[first : last + 1])
+            yield bucket.examples(), _ranks(own), _from_zero(offsets[first : last + 1])
             bucket.remove()
 
-    def _deal(self, order: Int64, cuts: Int64, buckets: list[_Store]) -> None:
+    def _deal(self, order: Int32, cuts: Int64, buckets: list[_Store]) -> None:
         """Moves all segments into the buckets; bucket b gets ``order[cuts[b]:cuts[b + 1]]``."""
         bucket_of = np.full(self.num_examples, MAX_BUCKETS, np.uint16)
         for b in range(len(buckets)):
@@ -217,6 +217,13 @@ def _stream(examples: Examples) -> pa.Buffer:
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     return sink.getvalue()
+
+
+def _ranks(values: Int32) -> Int32:
+    """The place of each among all when sorted."""
+    ranks = np.empty(len(values), np.int32)
+    ranks[values.argsort()] = np.arange(len(values), dtype=np.int32)
+    return ranks
 
 
 def _from_zero(offsets: Int64) -> Int64:

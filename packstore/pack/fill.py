@@ -21,12 +21,14 @@ from packstore.records import (
 )
 
 
-def fill(examples: Examples, pack_offsets: Int64, layout: str, order: Int64 | None = None) -> Packs:
+def fill(
+    examples: Examples, pack_offsets: Int64, layout: str, order: Int32 | Int64 | None = None
+) -> Packs:
     """The packs that hold `examples` in the order of the plan.
 
     Args:
         examples: E examples, or the source of them.
-        order: int64 `[E]`, the examples that are wanted, in order; None: all, as they are.
+        order: int32 or int64 `[E]`, the examples that are wanted, in order; None: all, as they are.
         pack_offsets: int64 `[P + 1]`; pack i holds ``examples[pack_offsets[i]:pack_offsets[i+1]]``.
         layout: ``concat`` or ``shared_prefix``.
 
@@ -71,7 +73,7 @@ def fill(examples: Examples, pack_offsets: Int64, layout: str, order: Int64 | No
     )
 
 
-def _without_tokens(examples: Examples, order: Int64) -> tuple[Examples, Int64]:
+def _without_tokens(examples: Examples, order: Int32 | Int64) -> tuple[Examples, Int64]:
     """Some examples without their tokens, and where the tokens of each sequence are."""
     own = ragged_indices(examples.example_offsets, order)
     lengths = examples.sequence_offsets[own + 1] - examples.sequence_offsets[own]
@@ -89,7 +91,7 @@ def _without_tokens(examples: Examples, order: Int64) -> tuple[Examples, Int64]:
     return taken, examples.sequence_offsets[own]
 
 
-def gather(examples: Examples, order: Int64) -> Examples:
+def gather(examples: Examples, order: Int32 | Int64) -> Examples:
     """``examples.take(order)`` of tokenized records, several times as fast."""
     about, source = _without_tokens(examples, order)
     total = about.sequence_offsets[-1]

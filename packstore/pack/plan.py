@@ -20,6 +20,8 @@ from packstore.pack.layout import round_up
 from packstore.pack.order import ORDERS, STEP
 from packstore.records import Int32, Int64
 
+_AT_ONCE = 1 << 18
+
 MAX_PACK_SIZE = 1 << 24
 """Strategies keep a table with a row per possible length."""
 
@@ -29,7 +31,7 @@ class Plan:
     """Which example goes into which pack, and the order of the packs.
 
     Attributes:
-        order: int64 `[n]`, the examples (positions in `lengths`), pack by pack.
+        order: int32 `[n]`, the examples (positions in `lengths`), pack by pack.
         offsets: int64 `[P + 1]`; pack i holds ``order[offsets[i]:offsets[i + 1]]``.
         lengths: int32 `[n]`, tokens of each example, padding included.
         tokens: of all examples, without padding.
@@ -42,7 +44,7 @@ class Plan:
         pack_order: ``shuffled``, ``stratified`` or ``plain``.
     """
 
-    order: Int64
+    order: Int32
     offsets: Int64
     lengths: Int32
     tokens: int
@@ -68,7 +70,9 @@ class Plan:
         """Hash (hex) of which example goes where: what decides the packs, their tokens apart."""
         digest = hashlib.sha256()
         for array in (self.lengths, self.order, self.offsets):
-            digest.update(np.ascontiguousarray(array, "<i8").data)
+            for first in range(0, len(array), _AT_ONCE):
+                some = array[first : first + _AT_ONCE]
+                digest.update(np.ascontiguousarray(some, "<i8").data)
         return digest.hexdigest()
 
     @cached_property
@@ -81,8 +85,7 @@ class Plan:
         """int64 `[P]`, tokens of each pack, padding included."""
         if not self.num_packs:
             return np.empty(0, np.int64)
-        # No example is empty, so no pack is.
-        return np.add.reduceat(self.lengths[self.order], self.offsets[:-1], dtype=np.int64)
+        return statistics.sums(self._drawn(), self.offsets)
 
     @property
     def fill_rate(self) -> float:
@@ -113,6 +116,10 @@ class Plan:
         number = np.diff(self.offsets)
         return int(number.min()), self.num_examples / self.num_packs, int(number.max())
 
+    def _drawn(self, table: statistics.Float64 | None = None) -> statistics.Drawn:
+        """Lengths of the examples, or what `table` has for them, in the order of the packs."""
+        return statistics.Drawn(self.lengths, self.order, table)
+
     def statistics(self) -> dict[str, Any]:
         """Everything worth knowing about the plan, as JSON values.
 
@@ -123,8 +130,8 @@ class Plan:
         percent, of padded lengths).
         """
         fewest, mean, most = self.examples_per_pack
-        by_pack = self.lengths[self.order]
-        logs = np.log(by_pack)
+        by_pack = self._drawn()
+        logs = self._drawn(np.log(np.maximum(np.arange(int(self.lengths.max(initial=0)) + 1), 1)))
         return {
             "strategy": self.strategy,
             "chosen": self.chosen,
@@ -237,9 +244,8 @@ def _checked(lengths: npt.ArrayLike, capacity: int) -> Int32:
     if len(array) > np.iinfo(np.int32).max:
         must = "one plan takes at most 2^31 - 1 examples"
         raise InputError(sentence("lengths", must, f"{len(array):,}", "Plan them in parts"))
-    bad = (array < 1) | (array > capacity)
-    if bad.any():
-        i = int(bad.argmax())
+    if len(array) and (array.min() < 1 or array.max() > capacity):
+        i = int(((array < 1) | (array > capacity)).argmax())
         raise InputError(
             sentence(
                 f"lengths[{i}]",
@@ -263,9 +269,9 @@ def _sum_of_squares(lengths: Int32, order: Int32, offsets: Int64) -> Int64:
 
 
 @jit
-def _reordered(order: Int32, offsets: Int64, delivery: Int64) -> tuple[Int64, Int64]:
+def _reordered(order: Int32, offsets: Int64, delivery: Int64) -> tuple[Int32, Int64]:
     """Order and offsets with the packs in the order of `delivery`."""
-    new_order, new_offsets = np.empty(len(order), np.int64), np.empty_like(offsets)
+    new_order, new_offsets = np.empty(len(order), np.int32), np.empty_like(offsets)
     to = 0
     for pack in range(len(delivery)):
         new_offsets[pack] = to

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,10 +13,50 @@ from packstore.records import Int32, Int64
 Float64 = npt.NDArray[np.float64]
 
 _AT_ONCE = 1 << 18
-"""Values, or packs, that are worked on at once: a plan may have as many as fit in memory."""
+"""Values that are worked on at once, about: a plan may have as many as fit in memory."""
 
 
-def intraclass_correlation(values: Float64, offsets: Int64) -> float | None:
+class Drawn:
+    """What lies in the packs of a plan, in their order, made a stretch at a time.
+
+    Args:
+        lengths: int32 `[n]`, of each example.
+        order: int32 `[n]`, the examples, pack by pack.
+        table: float64, the value for each length; None: the length itself.
+    """
+
+    def __init__(self, lengths: Int32, order: Int32, table: Float64 | None = None) -> None:
+        self._lengths, self._order, self._table = lengths, order, table
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, part: slice) -> npt.NDArray[Any]:
+        own = self._lengths[self._order[part]]
+        return own if self._table is None else self._table[own]
+
+
+Values: TypeAlias = npt.NDArray[Any] | Drawn
+
+
+def sums(values: Values, offsets: Int64) -> npt.NDArray[Any]:
+    """`[G]`, the sum of each group of `offsets`, none of which is empty: int64 or float64."""
+    wide = np.int64 if values[:1].dtype.kind == "i" else np.float64
+    parts = (np.add.reduceat(values[a:b], s - a, dtype=wide) for a, b, s in _stretches(offsets))
+    return np.concatenate(list(parts))
+
+
+def _stretches(offsets: Int64) -> Iterator[tuple[int, int, Int64]]:
+    """Groups side by side, of about so many values: first value, last one, start of each group."""
+    first = 0
+    while first < len(offsets) - 1:
+        last = int(np.searchsorted(offsets, offsets[first] + _AT_ONCE, "right")) - 1
+        last = max(last, first + 1)
+        yield int(offsets[first]), int(offsets[last]), offsets[first:last]
+        first = last
+
+
+def intraclass_correlation(values: Values, offsets: Int64) -> float | None:
     """One-way intraclass correlation of `values` in the groups of `offsets`.
 
     1: equal inside a group; 0: as in random groups; below 0: complementary. Source: Donner, "A
@@ -35,7 +78,7 @@ def intraclass_correlation(values: Float64, offsets: Int64) -> float | None:
     return float((between - within) / (between + (typical - 1) * within))
 
 
-def same_decile(lengths: Int32, offsets: Int64) -> float | None:
+def same_decile(lengths: Values, offsets: Int64) -> float | None:
     """Probability that two examples of one pack lie in the same decile of length.
 
     Random packs have 0.1 (more where many lengths are equal). None: no pack has two examples.
@@ -44,19 +87,19 @@ def same_decile(lengths: Int32, offsets: Int64) -> float | None:
     pairs = int((sizes * (sizes - 1)).sum())
     if pairs == 0:
         return None
-    counts = counts_of(lengths, int(lengths.max()))
+    longest = max(int(lengths[i : i + _AT_ONCE].max()) for i in range(0, len(lengths), _AT_ONCE))
+    counts = counts_of(lengths, longest)
     decile_of = (np.cumsum(counts) - counts) * 10 // len(lengths)
     found = 0
-    for first in range(0, len(sizes), _AT_ONCE):
-        some = sizes[first : first + _AT_ONCE]
-        own = lengths[offsets[first] : offsets[first + len(some)]]
-        cell = np.repeat(np.arange(len(some)), some) * 10 + decile_of[own]
-        same = np.bincount(cell, minlength=10 * len(some))
+    for first, last, starts in _stretches(offsets):
+        own = np.diff(starts, append=last)
+        cell = np.repeat(np.arange(len(own)), own) * 10 + decile_of[lengths[first:last]]
+        same = np.bincount(cell, minlength=10 * len(own))
         found += int((same * (same - 1)).sum())
     return found / pairs
 
 
-def counts_of(lengths: Int32, longest: int) -> Int64:
+def counts_of(lengths: Values, longest: int) -> Int64:
     """int64 `[longest + 1]`, examples of each length; without a wider copy of all lengths."""
     counts = np.zeros(longest + 1, np.int64)
     for first in range(0, len(lengths), _AT_ONCE):
@@ -64,7 +107,7 @@ def counts_of(lengths: Int32, longest: int) -> Int64:
     return counts
 
 
-def design_effect(values: Float64, offsets: Int64, packs: int) -> float | None:
+def design_effect(values: Values, offsets: Int64, packs: int) -> float | None:
     """How much more the mean of `values` varies from step to step than if examples were drawn.
 
     1: as much as with examples drawn at random; 10: as if a step had a tenth of its examples.
@@ -79,26 +122,34 @@ def design_effect(values: Float64, offsets: Int64, packs: int) -> float | None:
         None where it is not defined: fewer than two steps, or all values alike.
     """
     steps = offsets[::packs]
-    between, _ = _mean_squares(values[: steps[-1]], steps)
-    variance = _squares(values) / len(values) if len(values) else 0.0
+    between, _ = _mean_squares(values, steps)
+    variance = _squares(values, len(values)) / len(values) if len(values) else 0.0
     return None if between is None or variance == 0 else float(between / variance)
 
 
-def _mean_squares(values: Float64, offsets: Int64) -> tuple[float | None, float | None]:
+def _mean_squares(values: Values, offsets: Int64) -> tuple[float | None, float | None]:
     """Mean squares between and within groups, None for want of degrees of freedom."""
-    groups, n = len(offsets) - 1, len(values)
+    groups, n = len(offsets) - 1, int(offsets[-1])
     if groups < 2:
         return None, None
-    sums = np.add.reduceat(values, offsets[:-1])
-    means = sums / np.diff(offsets)
-    centre = values.mean()
+    total = sums(values, offsets)
+    means = total / np.diff(offsets)
+    centre = _mean(values, n)
     between = float(np.diff(offsets) @ (means - centre) ** 2)
-    within = max(0.0, _squares(values) - between)
+    within = max(0.0, _squares(values, n) - between)
     return between / (groups - 1), within / (n - groups) if n > groups else None
 
 
-def _squares(values: Float64) -> float:
-    """Sum of the squared distances from the mean."""
-    centre = values.mean()
-    parts = (values[i : i + _AT_ONCE] for i in range(0, len(values), _AT_ONCE))
-    return float(sum(((part - centre) ** 2).sum() for part in parts))
+def _mean(values: Values, n: int) -> float:
+    """Of the first `n`."""
+    return float(sum(part.sum() for part in _parts(values, n)) / n)
+
+
+def _squares(values: Values, n: int) -> float:
+    """Sum of the squared distances of the first `n` from their mean."""
+    centre = _mean(values, n)
+    return float(sum(((part - centre) ** 2).sum() for part in _parts(values, n)))
+
+
+def _parts(values: Values, n: int) -> Iterator[npt.NDArray[Any]]:
+    return (values[i : min(i + _AT_ONCE, n)] for i in range(0, n, _AT_ONCE))
