@@ -46,23 +46,28 @@ def fastest(tokenizer: Tokenizer) -> Tokenizer:
 
     A library takes a second to load, on one core: what is needed of the reference is made beside.
     """
-    for name in FASTER:
-        with ThreadPoolExecutor(1, "packstore-tokenizer") as pool:
-            loading = pool.submit(tokenizer.with_engine, name)
-            _ = tokenizer.vocab_sha256
-            specials = list(tokenizer.specials)[:200]
-            texts = [*PROBES, *(f"x{special} y{special}" for special in specials)]
-            expected = _encoded(tokenizer, texts)
-        try:
-            candidate = loading.result()
-            same = all(map(np.array_equal, expected, _encoded(candidate, texts)))
-        except PackstoreError as error:
-            log.debug("tokenizer engine %s is not used: %s", name, error)
-            continue
-        if same:
-            return candidate
-        log.warning("tokenizer engine %s is not used: its ids differ on probe texts", name)
+    with ThreadPoolExecutor(1, "packstore-tokenizer") as pool:
+        expected = pool.submit(_of_reference, tokenizer)
+        for name in FASTER:
+            try:
+                candidate = tokenizer.with_engine(name)
+                texts, rows = expected.result()
+                same = all(map(np.array_equal, rows, _encoded(candidate, texts)))
+            except PackstoreError as error:
+                log.debug("tokenizer engine %s is not used: %s", name, error)
+                continue
+            if same:
+                return tokenizer.with_engine(name, candidate.engine)  # with the hash
+            log.warning("tokenizer engine %s is not used: its ids differ on probe texts", name)
     return tokenizer
+
+
+def _of_reference(tokenizer: Tokenizer) -> tuple[list[str], list[Int32 | Int64]]:
+    """The probe texts and what they become; has the vocabulary hashed, for the manifest."""
+    _ = tokenizer.vocab_sha256
+    specials = list(tokenizer.specials)[:200]
+    texts = [*PROBES, *(f"x{special} y{special}" for special in specials)]
+    return texts, _encoded(tokenizer, texts)
 
 
 def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Int32 | Int64]:
