@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from os import PathLike
@@ -31,6 +32,9 @@ from packstore.tokenizer import (
 from packstore.version import VERSION
 
 Part = tuple[Examples, Tally]
+
+FEW_CORES = 4
+"""The reference library fills so many from one process; with more, its threads wait for others."""
 
 
 class Intake(Protocol):
@@ -110,8 +114,10 @@ class RecordIntake:
 
     def tokenize(self) -> Tokenize:
         """What turns a block into a part, here or in a worker."""
-        fast = self.tokenizer is None or self.tokenizer.engine_name in FASTER
-        return Tokenize(RecordTokenizer(self.tokenizer, self._config, self.kind), fast)
+        name = self.tokenizer and self.tokenizer.engine_name
+        few = (os.cpu_count() or 1) <= FEW_CORES
+        threads = name is None or name in FASTER or (name == "tokenizers" and few)
+        return Tokenize(RecordTokenizer(self.tokenizer, self._config, self.kind), threads)
 
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Sources (those that were read here, or as given), tokenizer, settings and version."""

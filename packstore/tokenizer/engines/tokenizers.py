@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 import tokenizers
@@ -19,6 +21,30 @@ MAX_GROWTH = 1000
 """How many times as long the replacements of a normalizer may make a text."""
 
 
+class _Modes:
+    """Who may encode: the library's object has one mode for all threads that use it."""
+
+    def __init__(self) -> None:
+        self._free = threading.Condition()
+        self._users = 0
+
+    @contextlib.contextmanager
+    def using(self, tokenizer: tokenizers.Tokenizer, *, control: bool) -> Iterator[None]:
+        """A context in which control strings become their ids, or are plain text."""
+        with self._free:
+            while self._users and tokenizer.encode_special_tokens == control:
+                self._free.wait()
+            if tokenizer.encode_special_tokens == control:  # changing it while in use is an error
+                tokenizer.encode_special_tokens = not control
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._free:
+                self._users -= 1
+                self._free.notify_all()
+
+
 class TokenizersEngine:
     """See :class:`packstore.tokenizer.engines.Engine`."""
 
@@ -27,6 +53,7 @@ class TokenizersEngine:
     def __init__(self, payload: bytes, where: str) -> None:
         self._where = where
         self._size: int | None = None
+        self._modes = _Modes()
         with inside(where, "it must be a tokenizer.json that the tokenizers library reads"):
             self._tokenizer = tokenizers.Tokenizer.from_str(payload.decode())
             # Left in place, these would cut and pad silently.
@@ -42,7 +69,7 @@ class TokenizersEngine:
         """The engine of this class for the file of `other`, which is not read again."""
         engine = cls.__new__(cls)
         engine._where, engine._tokenizer = other._where, other._tokenizer
-        engine._size = other._size
+        engine._size, engine._modes = other._size, other._modes
         engine.specials = dict(other.specials)
         engine._load()
         return engine
@@ -58,8 +85,8 @@ class TokenizersEngine:
 
     def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
         """Ids of all texts, flat, and their offsets."""
-        self._tokenizer.encode_special_tokens = not control
-        with inside(self._where, "it must encode every text"):
+        must = "it must encode every text"
+        with inside(self._where, must), self._modes.using(self._tokenizer, control=control):
             found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             return flatten([encoding.ids for encoding in found])
 
