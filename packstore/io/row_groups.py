@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packstore.config import WriteConfig
+from packstore.io.checksums import crc32_of
 from packstore.io.faults import guarded
 from packstore.io.footer import I64, LIST, STRUCT, Fields, pack_struct, unpack_struct
 from packstore.io.shard import FileHashes
@@ -74,7 +74,7 @@ def encode_group(batches: Sequence[pa.RecordBatch], config: WriteConfig) -> Enco
     data = memoryview(sink.getvalue())
     end = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     chunks = data[len(MAGIC) : end]
-    return EncodedGroup(chunks, bytes(data[end:-8]), zlib.crc32(chunks))
+    return EncodedGroup(chunks, bytes(data[end:-8]), crc32_of(chunks))
 
 
 class ParquetShard:
