@@ -36,6 +36,9 @@ tr.best td{font-weight:700}text{fill:var(--soft);font:12px system-ui,sans-serif}
 border-radius:2px;margin:0 .35em 0 1em}
 """
 
+FAR = 1.5
+"""The largest 1 % lie far out if they are so many times as far from the least as the others are."""
+
 
 def page(title: str, subtitle: str, sections: Iterable[str]) -> str:
     """A whole page."""
@@ -78,10 +81,15 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], best: int | Non
 
 
 def histogram(title: str, values: npt.NDArray[np.generic], unit: str) -> str:
-    """How often values occur: bars of equal width; the last holds the largest 1 % and above."""
+    """How often values occur: bars of equal width.
+
+    Where the largest 1 % lie far out, the last bar holds them all, and the page says so.
+    """
     numbers = np.asarray(values, np.float64)
     low, high, top = float(numbers.min()), float(np.quantile(numbers, 0.99)), float(numbers.max())
     whole = values.dtype.kind in "iub"
+    if high - low < (1 if whole else 1e-12) or top - low <= FAR * (high - low):
+        high = top
     step = max((high - low) / BARS, 1.0 if whole else 1e-12)
     step = float(np.ceil(step)) if whole else step
     bars = max(1, min(BARS, int((high - low) // step) + 1))
@@ -101,10 +109,16 @@ def histogram(title: str, values: npt.NDArray[np.generic], unit: str) -> str:
             f'width="{max(width - 1, 0.5):.1f}" height="{height:.1f}"><title>{escape(name)}</title>'
             "</rect>"
         )
-    share = np.linspace(0, 1, 5)
-    marks = [(float(s), _short(low + float(s) * bars * step)) for s in share]
-    heights = [(float(s), _short(round(float(s) * largest))) for s in share]
-    note = f"median {_short(float(np.median(numbers)))}, largest {_short(top)} {unit}"
+    at = np.linspace(0, bars, 5)
+    if whole:  # where bars begin, or in the middle of one that holds a single value
+        first = np.unique(np.linspace(0, bars - 1, 5).round())
+        at = first + 0.5 if step == 1 else first
+    names = low + (np.floor(at) if whole else at) * step
+    marks = [(float(a) / bars, _short(float(name))) for a, name in zip(at, names, strict=True)]
+    heights = [(float(s), _short(round(float(s) * largest))) for s in np.linspace(0, 1, 5)]
+    note = f"median {_short(float(np.median(numbers)))}, largest {_short(top)} {unit}".rstrip()
+    if top > high:
+        note += f"; the last bar holds all from {_short(low + (bars - 1) * step)} on"
     return _figure(title, note, marks, heights, shapes)
 
 

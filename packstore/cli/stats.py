@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from packstore.pipeline import Progress
 
 PERCENTILES = (0, 1, 10, 50, 90, 99, 100)
+FEW = 640
+"""Packs, ten steps of 64, below which how much steps differ is chance."""
+
 BARS = 40
 TITLES = {"p0": "min", "p50": "median", "p100": "max"}
 
@@ -127,10 +130,31 @@ def _page(dataset: Dataset, figures: dict[str, Any], summary: dict[str, dict[str
         f"{dataset.url}: kind {m.kind}, fingerprint {m.fingerprint[:12]}",
         [
             _html.section("Figures", _html.table(tuple(facts), [tuple(facts.values())])),
+            _html.section("Randomness", *_randomness(dataset)),
             _html.section("Distributions", _html.charts(*drawn)),
             _html.section("Percentiles", _html.table(columns, rows)),
         ],
     )
+
+
+def _randomness(dataset: Dataset) -> tuple[str, ...]:
+    """How like the lengths are that meet in a pack or a step, where the plan has told it."""
+    found = dict(dataset.manifest.statistics.planning.get("randomness", {}))
+    if len(dataset) < FEW:
+        found["design_effect"] = None
+    titles = {
+        "icc": ("correlation of lengths in a pack", "0"),
+        "same_decile": ("two of a pack in the same decile of length", "0.1"),
+        "design_effect": (f"design effect of steps of 64 packs (from {FEW} packs on)", "1"),
+    }
+    rows = [
+        (title, "-" if found[name] is None else f"{found[name]:.3f}", random)
+        for name, (title, random) in titles.items()
+        if name in found
+    ]
+    if not rows:
+        return (_html.paragraph("Not recorded: these packs were not planned here."),)
+    return (_html.table(("", "found", "of random packs"), rows),)
 
 
 def _short(value: float) -> str:

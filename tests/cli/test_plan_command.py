@@ -8,10 +8,11 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 import packstore
-from packstore.cli import main
+from packstore.cli import _html, main
 from packstore.errors import InputError
 from packstore.forecast import Options, Training, forecast
 
@@ -125,5 +126,28 @@ def test_the_page_of_a_dataset(
     assert main(["stats", str(tmp_path / "packed"), "--html", str(page)]) == 0
     text = page.read_text()
     assert "examples per pack" in text
+    assert "correlation of lengths in a pack" in text
     for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ElementTree.fromstring(drawing)
+
+
+@pytest.mark.parametrize(
+    ("values", "marks", "note"),
+    [
+        (np.array([7, 8, 9, 9, 21]), ["7", "11", "14", "17", "21"], "largest 21"),
+        (np.array([0] * 500 + [721]), ["0", "176", "352", "544", "720"], "largest 721"),
+        (
+            np.append(np.arange(500).repeat(9), 9000),
+            ["0", "121", "242", "374", "495"],
+            "the last bar holds all from 495 on",
+        ),
+        (np.array([0.0, 1.0]), ["0", "0.25", "0.5", "0.75", "1"], "largest 1"),
+    ],
+)
+def test_a_histogram_is_marked_with_values_that_it_has(
+    values: np.ndarray, marks: list[str], note: str
+) -> None:
+    drawn = _html.histogram("some", values, "")
+    assert note in drawn
+    shown = re.findall(r'text-anchor="middle">([^<]*)<', drawn)
+    assert shown == marks
