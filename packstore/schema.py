@@ -158,7 +158,11 @@ def from_arrow(batch: pa.RecordBatch, kind: str) -> Packs:
     return Packs(**columns, labels=labels)
 
 
-def signed_packs(columns: pa.RecordBatch | Mapping[str, tuple[Any, Int64]], kind: str) -> Packs:
+def signed_packs(
+    columns: pa.RecordBatch | Mapping[str, tuple[Any, Int64]],
+    kind: str,
+    room: Callable[[int], Int32] = lambda n: np.empty(n, np.int32),
+) -> Packs:
     """As :func:`from_arrow`, but with ids and labels in one: 4 bytes a token.
 
     A token that is supervised keeps its id; that of any other is ``~id``, which is below 0.
@@ -167,6 +171,7 @@ def signed_packs(columns: pa.RecordBatch | Mapping[str, tuple[Any, Int64]], kind
         columns: a batch; or for each column its values and their int64 `[P + 1]` offsets, of which
             the types are known to be right.
         kind: what an example is.
+        room: makes the array of so many signed ids.
 
     Returns:
         packs whose `input_ids`, a copy, are such signed ids, and whose labels are empty.
@@ -183,12 +188,12 @@ def signed_packs(columns: pa.RecordBatch | Mapping[str, tuple[Any, Int64]], kind
     if len(ids) and ids.min() < 0:
         raise FormatError("column 'input_ids': a token id must be at least 0.")
     if "labels" in names:
-        signed = _labels(flat, tokens) >> 31
+        signed = np.right_shift(_labels(flat, tokens), 31, out=room(len(ids)))
+        signed ^= ids
     else:
         runs = _runs(*flat("label_spans", pa.int32()), tokens)
         outside = (np.arange(len(runs), dtype=np.int32) & 1) - 1  # -1, 0, -1, …
-        signed = np.repeat(outside, runs)
-    signed ^= ids
+        signed = np.bitwise_xor(np.repeat(outside, runs), ids, out=room(len(ids)))
     return Packs(**found | {"input_ids": signed}, labels=np.empty(0, np.int32))
 
 

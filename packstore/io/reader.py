@@ -32,6 +32,7 @@ from packstore.io.compact import CompactPacks
 from packstore.io.manifest import Manifest
 from packstore.io.pages import MAX_GROUP_BYTES, check_group
 from packstore.io.plain_pages import Flat, PageReader
+from packstore.io.room import room
 from packstore.io.shard import ShardInfo
 from packstore.io.shard_bytes import ShardBytes
 from packstore.io.storage import Location
@@ -116,7 +117,7 @@ class ShardReader:
             IntegrityError: they are not those that were written.
         """
         with self._naming(f"row group {group}"):
-            packs = signed_packs(self._columns(group, fetched), self._manifest.kind)
+            packs = signed_packs(self._columns(group, fetched), self._manifest.kind, room)
             return CompactPacks.of(self._checked(packs, group))
 
     def _columns(self, group: int, fetched: Fetched) -> pa.RecordBatch | dict[str, Flat]:

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+from packstore.io import room as rooms
+from packstore.io.room import room
+
+
+@pytest.fixture(autouse=True)
+def nothing_waits(monkeypatch):
+    monkeypatch.setattr(rooms, "_waiting", [])
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+LOOKS = [
+    lambda a: a[3:7],
+    lambda a: a[3:7].view(np.int64),
+    lambda a: memoryview(a)[3:],
+    lambda a: np.asarray(a).reshape(2, -1)[1],
+    lambda a: [a][0],
+]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_memory_is_used_again_after_its_last_view(look):
+    array = room(1000)
+    array[:] = 7
+    at, view = address(array), look(array)
+    del array
+    gc.collect()
+    other = room(1000)
+    assert address(other) != at
+    other[:] = 8
+    assert np.asarray(view).view(np.int32).ravel().tolist() == [7] * (np.asarray(view).nbytes // 4)
+    del view
+    gc.collect()
+    assert address(room(1000)) == at
+
+
+def test_rooms_are_as_large_as_asked_for():
+    sizes = [0, 1, 16384, 16385, 100_000, 5]
+    for n in sizes:  # each is dropped, and waits for the next
+        array = room(n)
+        array[:] = n
+        assert array.shape == (n,)
+        assert array.dtype == np.int32
+        assert array.flags.writeable
+
+
+def test_little_memory_waits(monkeypatch):
+    monkeypatch.setattr(rooms, "KEPT_BYTES", 5 * (64 << 10))
+    arrays = [room(16384) for _ in range(9)]
+    arrays.clear()
+    gc.collect()
+    assert len(rooms._waiting) == 5
