@@ -5,15 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.table import Table
 
-from packstore.cli import Command
+from packstore.cli import Command, _html
 from packstore.cli._model import add_model, loaded, ranks, say
 from packstore.cli.common import add_dataset, open_dataset, stdout_console
 from packstore.cli.settings import key_values
 from packstore.errors import CompatibilityError, ConfigError, sentence
+
+if TYPE_CHECKING:
+    from packstore.io.dataset import Dataset
+    from packstore.torch.grouped import Figures
+    from packstore.torch.loss import PreferenceLoss
+
+_FACTS = (
+    "examples", "loss", "perplexity", "rewards/accuracies", "rewards/margins", "rewards/chosen",
+    "rewards/rejected",
+)  # fmt: skip
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +44,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--by", metavar="COLUMN", help="also by value of a carried column, or by input file: file"
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", help="also write a page with charts; by file if not --by"
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
@@ -64,12 +78,16 @@ def _run(args: argparse.Namespace) -> int:
             loss=loss,
             reference=loaded(args, args.ref_model, None, device) if wanted else None,
             side=[args.ref_logps] if args.ref_logps else (),
-            by=args.by,
+            by=args.by or ("file" if args.html else None),
+            rewards=bool(args.html),
             packs_per_batch=args.packs_per_batch,
             tokens_per_batch=args.tokens_per_batch,
         )
     if not say():
         return 0
+    rewards = figures.pop("rewards", [])
+    if args.html:
+        _html.write(args.html, _page(args, dataset, loss, figures, rewards))
     if args.json:
         json.dump(figures, sys.stdout, indent=1)
         sys.stdout.write("\n")
@@ -77,6 +95,50 @@ def _run(args: argparse.Namespace) -> int:
     title = f"{args.model} on {dataset.url}"
     stdout_console().print(_table(title, figures["metrics"], figures["by"]))
     return 0
+
+
+def _page(
+    args: argparse.Namespace,
+    dataset: Dataset,
+    loss: PreferenceLoss,
+    figures: Figures,
+    rewards: list[list[float]],
+) -> str:
+    metrics, by = figures["metrics"], figures["by"]
+    facts = {name: metrics[name] for name in _FACTS if name in metrics}
+    sections = [
+        _html.section("Figures", _html.table(tuple(facts), [[_text(*f) for f in facts.items()]]))
+    ]
+    if rewards:
+        values = np.array(rewards)
+        drawn = {
+            "rewards/margins": values[:, 0] - values[:, 1],
+            "rewards/chosen": values[:, 0],
+            "rewards/rejected": values[:, 1],
+        }
+        charts = (_html.histogram(n, v, "") for n, v in drawn.items() if v.min() < v.max())
+        wrong = int((drawn["rewards/margins"] <= 0).sum())
+        note = f"{wrong:,} of {len(values):,} pairs have a margin of 0 or less."
+        sections.append(_html.section("Pairs", _html.paragraph(note), _html.charts(*charts)))
+    if by:
+        rows = [(group, *(_text(n, own[n]) for n in facts)) for group, own in by.items()]
+        title = f"By {args.by or 'file'}"
+        sections.append(_html.section(title, _html.table(("", *facts), rows)))
+    every = [(name, _text(name, value)) for name, value in metrics.items()]
+    sections.append(_html.section("All metrics", _html.table(("metric", "all"), every)))
+    reference = args.ref_model or args.ref_logps
+    against = f" against {reference}" if reference and loss.reference else ""
+    return _html.page(
+        f"Evaluation of {args.model}",
+        f"{dataset.url}, fingerprint {dataset.manifest.fingerprint[:12]}: {loss}{against}",
+        sections,
+    )
+
+
+def _text(name: str, value: float) -> str:
+    if name == "examples":
+        return f"{value:,.0f}"
+    return f"{value:.2%}" if name == "rewards/accuracies" else f"{value:.5g}"
 
 
 def _parameters(args: argparse.Namespace) -> dict[str, Any]:
@@ -106,6 +168,7 @@ COMMAND = Command(
     examples="  packstore evaluate held-out-8k --model run/model --ref-model my-sft-model\n"
     "  packstore evaluate held-out-8k --model run/model --ref-logps held-out-ref --by source\n"
     "  packstore evaluate held-out-8k --model run/model --ref-model my-sft-model --by file\n"
+    "  packstore evaluate held-out-8k --model run/model --ref-logps ref --html evaluation.html\n"
     "  packstore evaluate chats-8k --model my-sft-model --json\n"
     "  torchrun --nproc-per-node 8 -m packstore evaluate held-out-8k --model run/model "
     "--ref-logps held-out-ref\n",

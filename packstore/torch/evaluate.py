@@ -36,6 +36,7 @@ def evaluate(
     reference: nn.Module | None = None,
     side: Sequence[Side | str | PathLike[str]] = (),
     by: str | None = None,
+    rewards: bool = False,
     **batching: Any,
 ) -> Figures:
     """The metrics of `model` over `dataset`, exact for any packs, batches and ranks.
@@ -50,6 +51,7 @@ def evaluate(
         side: side datasets to join, such as precomputed ``ref_logps``.
         by: a carried or joined column of texts, integers or booleans; or ``file``, by the input
             file that each example came from.
+        rewards: also give the rewards of each pair; not for the loss ``sft``.
         batching: `packs_per_batch` (default 1) or `tokens_per_batch`.
 
     Raises:
@@ -66,7 +68,7 @@ def evaluate(
     policies = [PackedPolicy(m) for m in models]
     device = next(iter(model.parameters())).device
     before = [m.training for m in models]
-    grouped = GroupedMetrics(loss_fn, dataset, by)
+    grouped = GroupedMetrics(loss_fn, dataset, by, rewards and not loss_fn.only_sft)
     try:
         for m in models:
             m.eval()

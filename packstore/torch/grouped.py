@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from packstore.records import SOURCE_SHIFT
 from packstore.torch.collate import PackedBatch
 from packstore.torch.loss import PreferenceLoss
 from packstore.torch.metrics import SumAndCount, all_reduce_sums, wide_dtype
+
+T = TypeVar("T")
 
 FILE = "file"
 """What tells the input files apart, unless a column has that name."""
@@ -35,10 +37,12 @@ class Figures(TypedDict):
         metrics: the metrics of the loss, each its mean over all pairs (or tokens); ``examples``;
             of the loss ``sft`` also ``perplexity``, the exponential of the mean over tokens.
         by: the same of each value of the column, by name; empty without a column.
+        rewards: where they are asked for, ``[chosen, rejected]`` of each pair, in no order.
     """
 
     metrics: dict[str, float]
     by: dict[str, dict[str, float]]
+    rewards: NotRequired[list[list[float]]]
 
 
 class GroupedMetrics:
@@ -48,10 +52,18 @@ class GroupedMetrics:
         loss_fn: the loss, whose metrics they are.
         dataset: that the batches are of.
         by: a carried or joined column of texts, integers or booleans, or ``file``; None: no groups.
+        rewards: also keep the rewards of each pair.
     """
 
-    def __init__(self, loss_fn: PreferenceLoss, dataset: Dataset, by: str | None = None) -> None:
+    def __init__(
+        self,
+        loss_fn: PreferenceLoss,
+        dataset: Dataset,
+        by: str | None = None,
+        rewards: bool = False,
+    ) -> None:
         self.loss_fn, self.by = loss_fn, by
+        self._rewards: list[Tensor] | None = [] if rewards else None
         self._files = _names(dataset.manifest.provenance.get("sources") or [])
         self._sums: dict[Key, Tensor] = {}
 
@@ -66,12 +78,18 @@ class GroupedMetrics:
         Raises:
             ConfigError: there is no such column.
         """
+        if self._rewards is not None:
+            both = torch.stack(self.loss_fn.pair_rewards(logps, batch, ref_logps), 1)
+            self._rewards.append(both.double().cpu())
         for group, part in self._groups(batch):
             _add(self._sums, group, part, self.loss_fn(logps, part, ref_logps).metrics)
 
     def figures(self, device: torch.device) -> Figures:
         """Means over all ranks; a collective call, from `device`."""
-        return _figures(self._sums, self.loss_fn, device)
+        figures = _figures(self._sums, self.loss_fn, device)
+        if self._rewards is not None:
+            figures["rewards"] = _of_all_ranks([r for both in self._rewards for r in both.tolist()])
+        return figures
 
     def _groups(self, batch: PackedBatch) -> Iterator[tuple[str | None, PackedBatch]]:
         """The batch, and the batch with weight 0 but for the examples of each group."""
@@ -145,13 +163,18 @@ def _figures(sums: dict[Key, Tensor], loss_fn: PreferenceLoss, device: torch.dev
     return figures
 
 
+def _of_all_ranks(own: list[T]) -> list[T]:
+    """What all ranks have, one rank after another."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return own
+    found: list[list[T]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, own)
+    return [value for part in found for value in part]
+
+
 def _all_keys(sums: dict[Key, Tensor]) -> list[Key]:
     """The keys of all ranks, in one order on each."""
-    keys = list(sums)
-    if dist.is_available() and dist.is_initialized():
-        found: list[list[Key]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, keys)
-        keys = list(dict.fromkeys(key for own in found for key in own))
+    keys = list(dict.fromkeys(_of_all_ranks(list(sums))))
     groups = sorted({group for group, _ in keys if group is not None})
     order: dict[str | None, int] = {None: -1, **{g: i for i, g in enumerate(groups)}}
     return sorted(keys, key=lambda key: order[key[0]])

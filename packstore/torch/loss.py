@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,6 +11,7 @@ from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.torch.collate import PackedBatch
 from packstore.torch.divisor import StepDivisor
 from packstore.torch.logprobs import segment_token_counts
+from packstore.torch.loss_output import LossOutput, detached, divide, output
 from packstore.torch.loss_variants.sft import sft
 from packstore.torch.members import Names, is_number, make_members
 from packstore.torch.metrics import SumAndCount, wide_dtype
@@ -25,31 +24,10 @@ from packstore.torch.pairs import (
     index_pairs,
 )
 
+__all__ = ["LossOutput", "PairChoice", "PreferenceLoss"]
+
 SftAverage = Literal["token", "sequence_sum", "sequence_mean"]
 Reduction = Literal["sum", "pack_mean"]
-
-
-@dataclass(frozen=True, eq=False)
-class LossOutput:
-    """What a batch adds to the loss of an optimizer step; all tensors are scalars.
-
-    Attributes:
-        loss: ``loss_sum / count`` plus the weighted SFT term, or with the given divisors in place
-            of the counts. To be differentiated.
-        loss_sum: sum of the losses of all pairs.
-        count: number of pairs.
-        sft_sum: the SFT term's own sum, or None.
-        sft_count: what it is divided by, or None.
-        metrics: name -> (sum, count), without gradient; :class:`~packstore.torch.Metrics` adds
-            them over batches and ranks.
-    """
-
-    loss: Tensor
-    loss_sum: Tensor
-    count: Tensor
-    sft_sum: Tensor | None
-    sft_count: Tensor | None
-    metrics: Mapping[str, SumAndCount]
 
 
 class PreferenceLoss:
@@ -142,8 +120,8 @@ class PreferenceLoss:
         count, sft_count = self._divisors(divisor)
         if self.only_sft:
             term, metrics = self._likelihood(sums, batch)
-            loss = self.members[0].weight * _divide(term, count)
-            return _output(loss, term, None, {"loss": _detached(term), **metrics})
+            loss = self.members[0].weight * divide(term, count)
+            return output(loss, term, None, {"loss": detached(term), **metrics})
         index, weights = self._weights(batch, logps)
         pairs = sums.take(index.chosen, index.rejected)
         losses = [member(pairs) for member in self.members]
@@ -154,15 +132,28 @@ class PreferenceLoss:
         if len(losses) > 1:
             for member, values in zip(self.members, losses, strict=True):
                 own = self._reduce(values, weights, index.example, batch)
-                metrics[f"loss/{member.name}"] = _detached(own)
-        loss, sft_term = _divide(term, count), None
+                metrics[f"loss/{member.name}"] = detached(own)
+        loss, sft_term = divide(term, count), None
         if self.sft_weight:
             sft_term, _ = self._likelihood(sums, batch)
-            loss = loss + self.sft_weight * _divide(sft_term, sft_count)
-            metrics |= {"preference_loss": _detached(term), "sft_loss": _detached(sft_term)}
+            loss = loss + self.sft_weight * divide(sft_term, sft_count)
+            metrics |= {"preference_loss": detached(term), "sft_loss": detached(sft_term)}
         # Added over the batches of a step and divided by its count, this is the loss of the step.
         whole = loss * (term[1].clamp(min=1) if count is None else count)
-        return _output(loss, term, sft_term, {"loss": _detached((whole, term[1])), **metrics})
+        return output(loss, term, sft_term, {"loss": detached((whole, term[1])), **metrics})
+
+    def pair_rewards(
+        self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Implicit rewards of each pair that has a weight: `[n]` chosen, `[n]` rejected.
+
+        Args and errors as of a call; not for the loss ``sft``, which has no pairs.
+        """
+        sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
+        index, weights = self._weights(batch, logps)
+        seen, beta = self._seen(sums.take(index.chosen, index.rejected))
+        some = weights > 0
+        return (beta * seen.u)[some], (beta * seen.v)[some]
 
     def count(self, batch: PackedBatch) -> StepDivisor:
         """What a batch adds to the divisor of its optimizer step, without looking at log-probs."""
@@ -242,7 +233,7 @@ class PreferenceLoss:
         losses = sft(pairs)
         if self.sft_average == "sequence_mean":
             losses = losses / pairs.chosen_tokens
-        metrics = {"logps/chosen": _detached(((pairs.chosen * weights).sum(), weights.sum()))}
+        metrics = {"logps/chosen": detached(((pairs.chosen * weights).sum(), weights.sum()))}
         if self.sft_average == "token":
             term = (losses * weights).sum(), (weights * pairs.chosen_tokens).sum()
         else:
@@ -250,11 +241,14 @@ class PreferenceLoss:
             term = self._reduce(losses, weights, example, batch)
         return term, metrics
 
+    def _seen(self, pairs: Pairs) -> tuple[Pairs, float]:
+        """The pairs as the first member sees them, and its beta."""
+        first = self.members[0]
+        return pairs.per_token() if first.averaged else pairs, first.parameters["beta"]
+
     def _metrics(self, pairs: Pairs, weights: Tensor) -> dict[str, SumAndCount]:
         """Rewards are ``beta * (policy - reference)`` as the first member sees them."""
-        first = self.members[0]
-        seen = pairs.per_token() if first.averaged else pairs
-        beta = first.parameters["beta"]
+        seen, beta = self._seen(pairs)
         values = {
             "rewards/chosen": beta * seen.u,
             "rewards/rejected": beta * seen.v,
@@ -265,24 +259,7 @@ class PreferenceLoss:
             "logps/rejected": pairs.rejected,
         }
         wide = weights.to(wide_dtype(weights.device))
-        return {n: _detached(((x.to(wide) * wide).sum(), wide.sum())) for n, x in values.items()}
-
-
-def _output(
-    loss: Tensor, term: SumAndCount, sft: SumAndCount | None, metrics: Mapping[str, SumAndCount]
-) -> LossOutput:
-    sft_sum, sft_count = sft or (None, None)
-    return LossOutput(loss, *term, sft_sum, sft_count, metrics)
-
-
-def _divide(term: SumAndCount, divisor: Tensor | float | None) -> Tensor:
-    """Sum over count, or over the divisor; a sum over nothing is 0."""
-    total, count = term
-    return total / (count.clamp(min=1) if divisor is None else divisor)
-
-
-def _detached(term: SumAndCount) -> SumAndCount:
-    return term[0].detach(), term[1].detach()
+        return {n: detached(((x.to(wide) * wide).sum(), wide.sum())) for n, x in values.items()}
 
 
 def _pack_means(losses: Tensor, weights: Tensor, packs: Tensor, num_packs: int) -> SumAndCount:

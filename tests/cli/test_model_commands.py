@@ -78,6 +78,14 @@ def test_from_end_to_end(
     out = capsys.readouterr().out
     assert "rewards/accuracies" in out
     assert "all" in out
+    page = tmp_path / "page.html"
+    assert main(["evaluate", made.pairs, *policy, "--ref-logps", side, "--html", str(page)]) == 0
+    text = page.read_text()
+    accuracy = online["metrics"]["rewards/accuracies"]
+    assert f"{round(20 * (1 - accuracy))} of 20 pairs have a margin of 0 or less" in text
+    assert f"<td>{accuracy:.2%}</td>" in text
+    assert "<h2>By source</h2>" in text
+    assert "<script" not in text
     sft = figures(capsys, made.pairs, "--model", made.policy, "--loss", "sft")
     assert sft["metrics"]["perplexity"] > 1
 
