@@ -14,8 +14,9 @@ packer runs and holds its result (Linux; from 1e5 examples on). Fill, packs over
 bound, and how like the lengths are that meet in a pack or a step. The first call is one in a fresh
 process whose compiled code is cached, imports apart.
 
-1e3 to 1e7 examples, and 1e8 for what plans so many. Peers run where they are expected to take less
-than --limit, or half a second on the sets that are not like preference pairs.
+1e3 to 1e7 examples, and 1e8 for what plans so many. Thorough cases are the two sets like preference
+pairs in packs of 4096: there peers run where they are expected to take less than --limit, elsewhere
+less than half a second; and there alone 1e7 examples have figures of randomness, and 1e8 are run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from peers_packing import MOST_EXAMPLES, MOST_TOKENS, PEERS, peers
-from peers_packing.case import LARGEST, Case
+from peers_packing.case import LARGEST, Case, thorough
 from peers_packing.goals import FLOOR, judged
 from peers_packing.lengths import PAIRS, SETS
 from rich.console import Console
@@ -44,13 +45,13 @@ from packstore.pack.algorithms import STRATEGIES
 RESULTS = Path(__file__).parent / "results" / "packing.json"
 PLANS_LARGEST = (FLOOR, "best_fit_decreasing", "exact_fill", "pool", "auto")
 SLOW = ("first_fit_decreasing", "first_fit_shuffle")
-"""Of 1e7 examples, these plan the sets like preference pairs only."""
+"""Of 1e7 examples, these plan the thorough cases only."""
 
 LP_SIZES = (1_000_000,)
 """Numbers of examples for column_generation, whose time hardly depends on them."""
 
 SECONDS_ELSEWHERE = 0.5
-"""--limit for the sets that are not like preference pairs."""
+"""--limit for cases that are not thorough."""
 
 UNKNOWN_GROWTH = 3.0
 """From a number of examples to ten times as many, the time of each grows so much if unknown."""
@@ -106,9 +107,7 @@ class Run:
         done = {(row["capacity"], row["n"], row["set"]) for row in self.result["rows"]}
         args = self._args
         for n, capacity, name in itertools.product(sorted(args.n), args.capacity, args.sets):
-            if (capacity, n, name) in done or (
-                n == LARGEST and (capacity > 4096 or name not in PAIRS)
-            ):
+            if (capacity, n, name) in done or (n == LARGEST and not thorough(name, capacity)):
                 continue
             start = time.perf_counter()
             case = Case(name, n, capacity, args.seed)
@@ -127,18 +126,19 @@ class Run:
     def _wanted(self, packer: str, case: Case) -> bool:
         if self._args.packers and packer not in self._args.packers:
             return False
-        n, pairs = case.n, case.name in PAIRS
+        n = case.n
         if packer not in self._others:
             if n == LARGEST:
                 return packer in PLANS_LARGEST
             if packer == "column_generation":
                 return n in LP_SIZES
-            return n <= 1_000_000 or pairs or packer not in SLOW
+            return n <= 1_000_000 or case.thorough or packer not in SLOW
         if n > MOST_EXAMPLES.get(packer, n) or n == LARGEST:
             return False
         if packer.startswith("TRL") and case.tokens > MOST_TOKENS:
             return False
-        return self._expected(packer, case) < (self._args.limit if pairs else SECONDS_ELSEWHERE)
+        limit = self._args.limit if case.thorough else SECONDS_ELSEWHERE
+        return self._expected(packer, case) < limit
 
     def _expected(self, packer: str, case: Case) -> float:
         """Seconds, by the two next smaller runs; infinite if the last was left out."""
@@ -226,6 +226,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.out.parent.mkdir(exist_ok=True)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     console = Console(width=130)
     run = Run(args, console)
     run.result["first_call_s"] = run.result["first_call_s"] or first_calls()
