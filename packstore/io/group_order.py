@@ -44,6 +44,11 @@ class GroupOrder:
             self._groups, self._firsts = groups, self._whole[1][:-1]
         return self._whole
 
+    @property
+    def is_new(self) -> bool:
+        """Whether :meth:`find` was not called yet: what it is asked for first decides a lot."""
+        return self._whole is None and self._edges is None
+
     def find(self, places: Int64) -> tuple[Int64, Int64]:
         """Row groups at `places` in the row sequence, int64 `[n]`, and the first place of each."""
         if self._whole is None and not self._knows(places):

@@ -92,6 +92,9 @@ class PackOrder:
         if indices.min() < 0 or indices.max() >= len(self):
             raise IndexError(f"pack indices must lie in 0..{len(self) - 1}")
         places = self._places(indices) if self.shuffle else indices
+        if self.shuffle and self._order.is_new:  # all lanes go on from about here
+            first = int(indices.min())
+            self._order.find(self._places(np.arange(first, min(first + self.lanes, len(self)))))
         groups, firsts = self._order.find(places)
         rows = places - firsts
         if not self.shuffle:

@@ -198,6 +198,13 @@ def test_of_many_row_groups_those_that_are_asked_for_come_first(rows, epoch, dat
             assert (found[0], first[0]) == (groups[slot], firsts[slot])
 
 
+def test_the_lanes_go_on_without_sorting_all_row_groups():
+    order = PackOrder(np.full(group_order.MANY, 4, np.int64))
+    order.locate(np.arange(200_000, 200_001))
+    order.locate(np.arange(200_000, 202_000))
+    assert len(order._order._groups) < group_order.MANY / 10
+
+
 def test_of_many_row_groups_not_all_are_sorted():
     rows = np.full(group_order.MANY, 3, np.int64)
     order = group_order.GroupOrder(rows, 7, "row groups", 0)
