@@ -6,7 +6,7 @@ All peers do not fit into one environment (mosaicml-streaming asks for numpy<2.2
 bring a torchvision that replaces a torch without CUDA; so two environments, and --no-deps:
 
     python -m venv a && a/bin/pip install torch==2.13.0
-    a/bin/pip install -e . datasets torchdata webdataset grain array_record pylance \\
+    a/bin/pip install -e '.[torch]' datasets torchdata webdataset grain array_record pylance \\
         boto3 filelock lightning-utilities obstore requests tifffile
     a/bin/pip install --no-deps litdata
     python -m venv b && b/bin/pip install torch==2.13.0 'numpy<2.2' 'transformers<5' 'xxhash<4' \\
@@ -15,7 +15,7 @@ bring a torchvision that replaces a torch without CUDA; so two environments, and
     b/bin/pip install --no-deps mosaicml-streaming
     a/bin/python benchmarks/loading.py --python a/bin/python --python b/bin/python --work DIR
 
-With ``--prepare`` it only writes the files (half an hour), so that the run itself can be made when
+With ``--prepare`` it only writes the files (ten minutes), so that the run itself can be made when
 the machine is idle.
 
 About 20,000 packs of 4096 tokens are made out of real texts (``peers_loading/texts.py``), packed by
