@@ -77,8 +77,21 @@ class _Places:
         self.span_start: list[int] = []
         self.span_end: list[int] = []
         self.head: list[int] = []
+        if all(draft.prompt for draft in drafts):
+            self._add_plain(drafts)
+            return
         for i, draft in enumerate(drafts):
             self._add(i, draft, len(draft.text))
+
+    def _add_plain(self, drafts: Sequence[Draft]) -> None:
+        """A prompt and a response each: what :meth:`_add` does, all at once."""
+        n = len(drafts)
+        self.draft = self.span_draft = list(range(n))
+        self.at = [len(draft.prompt) for draft in drafts]
+        self.of_span = [True] * n
+        self.span_start = list(range(-1, -n - 1, -1))
+        self.span_end = list(range(1, 2 * n, 2))
+        self.head = list(range(0, 2 * n, 2))
 
     def _add(self, i: int, draft: Draft, end: int) -> None:
         spans, head = draft.spans, draft.system_end
