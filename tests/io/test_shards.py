@@ -193,7 +193,7 @@ def test_a_missing_spill_folder(kit):
 def test_equal_jobs_at_once(kit, tmp_path):
     """One commits; the losers do not take the shards of the winner with them."""
     made = kit.Written(str(tmp_path / "ds"))
-    start, outcomes = threading.Barrier(4), []
+    start, outcomes = threading.Barrier(4, timeout=120), []
 
     def job() -> None:
         start.wait()
@@ -205,6 +205,9 @@ def test_equal_jobs_at_once(kit, tmp_path):
                 commit_manifest(made.location, manifest)
         except DatasetExistsError:
             outcomes.append("exists")
+        except BaseException as error:
+            outcomes.append(repr(error))
+            start.abort()
         else:
             outcomes.append("won")
 
