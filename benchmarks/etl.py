@@ -73,6 +73,7 @@ def compare(args: argparse.Namespace, scratch: Path, console: Console, known: li
     for number in args.pairs:
         contenders = [OURS, STAGES]
         contenders += [name for name, most in args.slow.items() if number <= most]
+        contenders = [name for name in contenders if name in args.only]
         done = {r["contender"] for r in known if r["pairs"] == number}
         if done.issuperset(contenders):
             continue
@@ -230,6 +231,8 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="the memory series instead")
     parser.add_argument("--resume", action="store_true", help="leave out what is measured already")
     parser.add_argument("--turns", type=int, default=3)
+    names = (OURS, STAGES, REFERENCE, HF, NEMO)
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
     for name in ("reference", "hf", "nemo"):
         parser.add_argument(
             f"--{name}-up-to", type=int, default=50_000, help="more pairs are extrapolated"
