@@ -44,6 +44,14 @@ class Job(Generic[T]):
         return self._value
 
 
+class Later(Job[T]):
+    """Work that nobody does before its result is asked for; then who asks does it."""
+
+    def result(self) -> T:
+        """What it returns; raises what it raises."""
+        return self._work()
+
+
 class Crew:
     """Threads that do jobs in the order in which they were submitted.
 

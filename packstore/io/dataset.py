@@ -190,6 +190,16 @@ class Dataset:
         shard, index = self._place(group)
         return self._readers[shard].decode(index, fetched)
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether row groups are views of local files, which costs little to decode."""
+        return self.manifest.file_format == "arrow" and self.location.local_path is not None
+
+    def expect(self, group: int) -> None:
+        """Has the system read a row group of a mapped file from its disk; never raises."""
+        shard, index = self._place(group)
+        self._readers[shard].expect(index)
+
     def group_name(self, group: int) -> str:
         """Shard and row group, as error texts name them."""
         shard, index = self._place(group)

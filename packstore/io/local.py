@@ -47,6 +47,17 @@ def _pread(handle: int, data: bytes, start: int, end: int) -> bytes:
     return os.pread(handle, end - start - len(data), start + len(data))
 
 
+def will_read(path: str, start: int, end: int) -> None:
+    """Has the system fetch bytes `start` to `end` of a file from its disk, without waiting."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    handle = os.open(only_regular(path), os.O_RDONLY)
+    try:
+        os.posix_fadvise(handle, start, end - start, os.POSIX_FADV_WILLNEED)
+    finally:
+        os.close(handle)
+
+
 def map_part(path: str, start: int, end: int) -> memoryview:
     """Bytes `start` to `end` of a file, as a view of the page cache.
 

@@ -19,7 +19,7 @@ import numpy as np
 from packstore.config import ReadConfig
 from packstore.errors import IntegrityError, sentence
 from packstore.io.compact import TOKEN_BYTES, CompactPacks
-from packstore.io.crew import Crew, Job
+from packstore.io.crew import Crew, Job, Later
 from packstore.io.dataset import Dataset
 from packstore.io.order import PackOrder
 from packstore.io.refetch import GroupFetcher
@@ -156,11 +156,16 @@ class ReadAhead:
         entry = self._open.get(group)
         if entry is not None and not entry.begun:
             entry.begun = True
+            self._ahead += entry.bytes
+            if self._dataset.is_mapped:
+                # Two threads that take turns at the interpreter cost more than what is decoded.
+                self._dataset.expect(group)
+                entry.job = Later(partial(self._reading.read, group))
+                return
             fetched = None
             if self._fetchers is not None:
                 fetched = self._fetchers.submit(Job(partial(self._reading.fetch, group)))
             entry.job = self._decoders.submit(Job(partial(self._reading.read, group, fetched)))
-            self._ahead += entry.bytes
 
     def _next_batch(self) -> list[Packs]:
         places = self._planned.popleft()

@@ -110,6 +110,12 @@ class ShardReader:
             crc32 = int(self.shard.row_groups.crc32[group])
             return self._cached(start, end, lambda data: crc32_of(data) == crc32)
 
+    def expect(self, group: int) -> None:
+        """Has the system read row group `group` of a mapped file from its disk; never raises."""
+        with contextlib.suppress(PackstoreError, *_DECODER_ERRORS):
+            start, end = self._arrow_file().ranges[group]
+            local.will_read(self._path, start, end)
+
     def decode(self, group: int, fetched: Fetched) -> CompactPacks:
         """Row group `group` out of its bytes.
 
@@ -193,22 +199,31 @@ class ShardReader:
             raise IntegrityError("its footer must have the sha256 that the manifest tells")
         return footer
 
-    def _arrow_batch(self, group: int) -> pa.RecordBatch:
-        """A batch of the Arrow file; a local one is mapped: it is a view of the page cache."""
+    def _arrow_file(self) -> ArrowFile:
+        """Where the batches of the Arrow file lie, read once."""
         with self._lock:
             if self._arrow is None:
                 self._arrow = ArrowFile(self._read_footer(), self.shard.bytes)
                 self._check(self._arrow.schema, len(self._arrow.ranges))
-            start, end = self._arrow.ranges[group]
+            return self._arrow
+
+    @property
+    def _path(self) -> str:
+        """Of a shard on a local disk."""
+        return os.path.join(self._location.local_path or "", self.shard.path)
+
+    def _arrow_batch(self, group: int) -> pa.RecordBatch:
+        """A batch of the Arrow file; a local one is mapped: it is a view of the page cache."""
+        arrow = self._arrow_file()
+        start, end = arrow.ranges[group]
         if self._data is not None:
             whole = getattr(self._data, "whole", self._data)
         elif self._cache is not None and (mapped := self._cache.map(self._whole, self._copy)):
             whole = mapped
-        elif (root := self._location.local_path) is not None:
-            path = os.path.join(root, self.shard.path)
-            return self._arrow.batch(local.map_part(path, start, end))
+        elif self._location.local_path is not None:
+            return arrow.batch(local.map_part(self._path, start, end))
         else:
-            return self._arrow.batch(self._read(start, end))
+            return arrow.batch(self._read(start, end))
         source = pa.BufferReader(pa.py_buffer(whole))
         file = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(use_threads=False))
         self._check(file.schema, file.num_record_batches)
