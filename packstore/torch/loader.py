@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from packstore.config import BatchConfig
-from packstore.errors import ConfigError, WorkerError, sentence
+from packstore.errors import ConfigError, PackstoreError, WorkerError, sentence
 from packstore.torch.batch import PackedBatch
 from packstore.torch.batches import Batches, Mark
 from packstore.torch.dataset import PackedDataset
@@ -168,15 +168,26 @@ def _naming_the_dead(loader: DataLoader[Any]) -> Iterator[Any]:
     running = iter(loader)
     try:
         yield from running
-    except (RuntimeError, ConnectionError, EOFError) as error:
-        found = str(error) or repr(error)
-        if not isinstance(error, RuntimeError):  # the pipe of one broke before torch noticed
-            found += _dead(getattr(running, "_workers", ()))
-        if "(pid" not in found or _INSIDE in found:
+    except (RuntimeError, OSError, EOFError) as error:
+        try:
+            found = _of_the_dead(error, getattr(running, "_workers", ()))
+        except RuntimeError as later:  # torch's, at the signal that one has ended
+            found = str(later)
+        if not found:
             raise
         must = "workers must live until the epoch ends"
         do = "Look for the out-of-memory killer and a full /dev/shm; num_workers=0 needs no workers"
         raise WorkerError(sentence("PackedDataLoader", must, found, do)) from error
+
+
+def _of_the_dead(error: Exception, workers: Sequence[BaseProcess]) -> str:
+    """What tells of workers that died; empty if `error` is about something else."""
+    found = str(error) or repr(error)
+    if isinstance(error, PackstoreError) or _INSIDE in found:
+        return ""
+    if "(pid" not in found:  # its pipe or shared memory was gone before torch noticed
+        found += _dead(workers)
+    return found if "(pid" in found else ""
 
 
 def _dead(workers: Sequence[BaseProcess]) -> str:
