@@ -75,6 +75,29 @@ def test_gives_what_is_stored(kit: Any, remote: Dataset, requests: int, ahead: i
             kit.assert_packs_equal(pack, groups[group].row(row))
 
 
+def test_mapped_row_groups_are_decoded_without_a_thread(kit: Any, tmp_path: Any) -> None:
+    """Arrow shards on a local disk; an error comes with the batch it belongs to."""
+    data = kit.Written(str(tmp_path / "ds")).dataset(
+        [kit.some_packs()], format="arrow", row_group_tokens=60, shard_bytes=5000
+    )
+    order, batches = PackOrder(data.group_rows, lanes=LANES), batches_of(len(data), 7)
+    running = iter(reading(data, batches))
+    for batch in batches:
+        found = next(running)
+        assert not reader_threads()
+        for pack, group, row in zip(found, *order.locate(batch), strict=True):
+            kit.assert_packs_equal(pack, data.read_packs(group).row(row))
+    gone = data.manifest.shards[-1].path
+    (tmp_path / "ds" / gone).unlink()
+    groups, _ = order.locate(np.arange(len(data)))
+    missing = [gone in data.group_name(int(group)) for group in groups]
+    running = iter(reading(open_dataset(data.url), batches_of(len(data), 1)))
+    for _ in range(missing.index(True)):
+        next(running)
+    with pytest.raises(StorageError, match=f"{gone}, row group"):
+        next(running)
+
+
 @given(st.lists(st.integers(0, 59), max_size=40), st.integers(1, 9))
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_positions_in_any_order(kit: Any, stored: Dataset, wanted: Any, size: int) -> None:

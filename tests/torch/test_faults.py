@@ -23,6 +23,7 @@ from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset, PreferenceLoss, count_step
+from packstore.torch.loader import _naming_the_dead
 from packstore.torch.stream import StoredPacks
 
 pytest.importorskip("aiohttp", reason="fsspec reads http with it")
@@ -300,6 +301,32 @@ def test_a_worker_of_our_loader_that_is_killed_is_an_error_of_ours(stored: Datas
     loader = PackedDataLoader(PackedDataset(DeadlyPacks(stored, lanes=4)), num_workers=1)
     with pytest.raises(WorkerError, match=r"^PackedDataLoader: workers must live .*\(pid"):
         list(loader)
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("reset"), EOFError(), FileNotFoundError(2)])
+def test_the_signal_of_a_death_may_come_while_a_broken_pipe_is_looked_at(error: Exception) -> None:
+    """torch raises in a handler of SIGCHLD, wherever the process happens to be."""
+
+    class Worker:
+        pid = 7
+
+        def join(self, timeout: float) -> None: ...
+
+        @property
+        def exitcode(self) -> int:
+            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    class Broken:
+        _workers = (Worker(),)
+
+        def __iter__(self) -> Iterator[Any]:
+            return self
+
+        def __next__(self) -> Any:
+            raise error
+
+    with pytest.raises(WorkerError, match=r"workers must live .*\(pid 7\)"):
+        list(_naming_the_dead(Broken()))  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
