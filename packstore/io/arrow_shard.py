@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 
 import pyarrow as pa
 
+from packstore.io import local
 from packstore.io.checksums import arrow_crc32
 from packstore.io.faults import guarded
 from packstore.io.shard import FileHashes
@@ -44,10 +44,7 @@ class ArrowShard:
         """
         with guarded("write", self.path, {}):
             self._writer.close()
-            self._file.flush()
-            if durable:
-                os.fsync(self._file.fileno())
-            self._file.close()
+            local.settle(self._file, durable)
             with open(self.path, "rb") as file:
                 return FileHashes.of(file), arrow_crc32(self.path)
 

@@ -8,7 +8,7 @@ import mmap
 import os
 import stat
 import uuid
-from typing import Any
+from typing import IO, Any
 
 from packstore.errors import IntegrityError
 
@@ -111,6 +111,14 @@ def _write_new(path: str, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def settle(file: IO[bytes], durable: bool) -> None:
+    """Closes a file that is complete; with `durable` it survives a power cut."""
+    file.flush()
+    if durable:
+        os.fsync(file.fileno())
+    file.close()
 
 
 def sync_folder(folder: str) -> None:

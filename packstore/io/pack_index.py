@@ -7,7 +7,6 @@ order, one row group for each shard, and is optional: without it the sizes are r
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packstore.errors import IntegrityError, quote, sentence
+from packstore.io import local
 from packstore.io.columns import read_columns
 from packstore.io.commit import FOLDER
 from packstore.io.faults import guarded
@@ -77,10 +77,7 @@ class PackIndexWriter:
         """Closes the file; with `durable` it survives a power cut. Its path is that to store at."""
         with guarded("write", self.path, {}):
             self._writer.close()
-            self._file.flush()
-            if durable:
-                os.fsync(self._file.fileno())
-            self._file.close()
+            local.settle(self._file, durable)
             info = StoredFile.of("", self.path)
         path = f"{FOLDER}/packs-{info.sha256[:16]}.index"
         return StoredFile(path=path, bytes=info.bytes, sha256=info.sha256)

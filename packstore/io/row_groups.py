@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packstore.config import WriteConfig
+from packstore.io import local
 from packstore.io.checksums import crc32_of
 from packstore.io.faults import guarded
 from packstore.io.footer import I64, LIST, STRUCT, Fields, pack_struct, unpack_struct
@@ -120,10 +120,7 @@ class ParquetShard:
         end = footer + len(footer).to_bytes(4, "little") + MAGIC
         self._put(end)
         with guarded("write", self.path, {}):
-            self._file.flush()
-            if durable:
-                os.fsync(self._file.fileno())
-            self._file.close()
+            local.settle(self._file, durable)
         hashes = FileHashes(
             bytes=self.size,
             sha256=self._digest.hexdigest(),
