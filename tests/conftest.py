@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,15 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("real data not beside the checkout (../shared/data)")
     return folder
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Pauses the collector of cycles, for tests of text that is nested without end.
+
+    It may run just where the stack is full: the finalizer of something of an earlier test then
+    fails, and pytest blames the test that runs.
+    """
+    gc.disable()
+    yield
+    gc.enable()

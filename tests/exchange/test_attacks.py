@@ -23,6 +23,8 @@ from packstore.exchange import import_dataset
 from packstore.exchange.nemo_packs import KEYS
 from packstore.exchange.object_array import numbers, read_rows
 
+pytestmark = pytest.mark.usefixtures("no_collector")
+
 GOOD: dict[str, Any] = {
     "input_ids": [5, 6, 7, 5, 6, 300, 70_000],
     "labels": [-100, 6, 7, -100, -100, 300, 70_000],

@@ -20,6 +20,8 @@ from packstore.io.commit import manifest_path, refuse_existing
 from packstore.io.manifest import Manifest, commit_manifest, read_manifest
 from packstore.io.storage import Location
 
+pytestmark = pytest.mark.usefixtures("no_collector")
+
 
 @pytest.fixture(scope="module")
 def good(kit, tmp_path_factory) -> bytes:

@@ -12,6 +12,8 @@ from packstore.tokenizer import account
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.template import ChatTemplate
 
+pytestmark = pytest.mark.usefixtures("no_collector")
+
 DOUBLING = "{% set ns = namespace(x='ab') %}{% for i in range(99) %}"
 ATTACKS = {
     # Memory.

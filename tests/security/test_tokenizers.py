@@ -13,6 +13,8 @@ from fuzz_targets import tokenizer_seeds
 from packstore.errors import PackstoreError, TokenizerError
 from packstore.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("no_collector")
+
 GOOD: dict[str, Any] = json.loads(tokenizer_seeds()[0])
 STEP = {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 100}
 

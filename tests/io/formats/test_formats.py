@@ -25,6 +25,8 @@ from packstore.io import formats
 from packstore.io.formats import COMPRESSIONS, FORMATS, SUFFIXES, ReadOptions
 from packstore.io.inputs import InputReader
 
+pytestmark = pytest.mark.usefixtures("no_collector")
+
 Record = dict[str, Any]
 NESTED = [{"messages": [{"role": "user", "content": f"é\n{i}"}], "n": None} for i in range(2500)]
 FLAT = [
