@@ -1,10 +1,23 @@
-"""What packing saves, and what a mean per pack would do to the weight of a pair.
+"""What packing saves against every usual way to batch, and what a mean per pack would do.
 
     python benchmarks/why_pack.py --data ../shared/data/pairs/hh_harmless.jsonl.gz \\
-        --tokenizer ../shared/data/tokenizers/qwen3
+        --tokenizer ../shared/data/tokenizers/qwen3 --chat-template chatml
 
-For each file: tokens that a model processes in padded batches of 16 pairs in random order, in
-packs, and in packs with shared prefixes; and the weight that each pair has if the loss is a mean
+For each file, tokens that a model processes in one epoch:
+
+    padded_random_16   batches of 16 pairs in random order, both sides padded to the longest of all
+    padded_random_4    the same with 4 pairs
+    padded_random_1    the same with 1 pair: the shorter side is padded to the longer
+    length_grouped_16  batches of 16 pairs from transformers' `group_by_length`: a random order is
+                       cut into groups of 50 batches, and each group is sorted by the longer side
+    padding_free       no padding at all: the tokens themselves
+    packs              whole packs of layout concat, the room that stays empty included
+    shared_packs       the same in layout shared_prefix
+
+Random orders are drawn ten times, and the mean is given. Beside them the price of the ways without
+packs: how much the batches of length grouping differ from random ones (variance of their mean
+length, over that of random batches), and how uneven the steps of padding-free batches of 16 pairs
+are (tokens of the largest, over the mean). Then the weight that each pair has if the loss is a mean
 per pack and then a mean over packs (1 is fair). Without --data, on the project's own sample.
 """
 
@@ -15,25 +28,33 @@ import json
 import platform
 import subprocess
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 import packstore
 from packstore.pack.layout import sizes
-from packstore.records import Examples
+from packstore.records import Examples, Int32, Int64
 from packstore.seeds import permutation
 
 ROOT = Path(__file__).parents[1]
+ORDERS = 10
+"""Random orders that are drawn; figures are their mean."""
 BATCH = 16
+GROUP_BATCHES = 50
+"""Batches that length grouping sorts together: the most that transformers takes. On sets this small
+it would take fewer, which groups less well."""
 STRATEGIES = ("first_fit_shuffle", "first_fit_decreasing", "pool")
 
 
 def load(path: str, tokenizer: str, template: str | None, pack_size: int) -> Examples:
-    """All examples of a file that fit a pack, tokenized."""
+    """All examples of a file that fit a pack, tokenized, in input order."""
     from packstore.pack.fill import unpack
 
     with tempfile.TemporaryDirectory() as folder:
@@ -41,15 +62,55 @@ def load(path: str, tokenizer: str, template: str | None, pack_size: int) -> Exa
             path, f"{folder}/out", tokenizer, pack_size=pack_size, strategy="none",
             pack_order="plain", chat_template=template, max_drop_rate=0.9,
         )  # fmt: skip
-        return Examples.concat([unpack(packs) for packs in dataset.iter_packs()])
+        examples = Examples.concat([unpack(packs) for packs in dataset.iter_packs()])
+        return examples.take(np.argsort(examples.example_ids))
 
 
-def padded_tokens(examples: Examples) -> int:
-    """Tokens of batches of `BATCH` pairs in random order, each padded to its longest sequence."""
-    order = permutation(examples.num_examples, 0)
-    lengths = examples.lengths.reshape(-1, 2)[order]
-    starts = range(0, len(lengths), BATCH)
-    return sum(lengths[i : i + BATCH].size * int(lengths[i : i + BATCH].max()) for i in starts)
+def batches(order: Int64, size: int) -> list[Int64]:
+    """The order cut into batches; the last may be smaller."""
+    return [order[i : i + size] for i in range(0, len(order), size)]
+
+
+def padded_tokens(lengths: Int32, cut: list[Int64]) -> int:
+    """Tokens of some batches of pairs, each padded to its longest sequence; lengths `[E, 2]`."""
+    return sum(lengths[own].size * int(lengths[own].max()) for own in cut)
+
+
+def grouped(lengths: Int32, seed: int) -> Int64:
+    """An order in which transformers' sampler would give the pairs; lengths `[E, 2]`."""
+    longest = lengths.max(axis=1).tolist()
+    draw = torch.Generator().manual_seed(seed)
+    order = get_length_grouped_indices(longest, BATCH, GROUP_BATCHES, generator=draw)
+    return np.array(order, np.int64)
+
+
+def processed_tokens(lengths: Int32) -> tuple[dict[str, float], dict[str, float]]:
+    """Tokens of an epoch by each way without packs, and the price of two of them."""
+    tokens = lengths.sum(axis=1)
+    found: dict[str, list[float]] = {}
+    spread: dict[str, list[float]] = {"random": [], "grouped": []}
+    largest = []
+    for seed in range(ORDERS):
+        shuffled = permutation(len(lengths), seed)
+        for size in (BATCH, 4, 1):
+            own = padded_tokens(lengths, batches(shuffled, size))
+            found.setdefault(f"padded_random_{size}", []).append(own)
+        by_length = batches(grouped(lengths, seed), BATCH)
+        name = f"length_grouped_{BATCH}"
+        found.setdefault(name, []).append(padded_tokens(lengths, by_length))
+        steps = batches(shuffled, BATCH)
+        for way, cut in (("random", steps), ("grouped", by_length)):
+            spread[way].append(np.var([tokens[own].mean() for own in cut if len(own) == BATCH]))
+        sums = [tokens[own].sum() for own in steps if len(own) == BATCH]
+        largest.append(max(sums) / np.mean(sums))
+    mean = {name: float(np.mean(values)) for name, values in found.items()}
+    price = {
+        "length_grouped_variance_over_random": float(
+            np.mean(spread["grouped"]) / np.mean(spread["random"])
+        ),
+        "padding_free_largest_step_over_mean": float(np.mean(largest)),
+    }
+    return {**mean, "padding_free": int(tokens.sum())}, price
 
 
 def weights(plan: packstore.Plan) -> np.ndarray:
@@ -62,17 +123,17 @@ def measure(path: str, tokenizer: str, template: str | None, pack_size: int) -> 
     """The figures of one file."""
     examples = load(path, tokenizer, template, pack_size)
     concat, shared = sizes(examples, "concat"), sizes(examples, "shared_prefix")
-    padded = padded_tokens(examples)
     plans = {s: packstore.plan(concat, pack_size=pack_size, strategy=s) for s in STRATEGIES}
-    shared_plan = packstore.plan(shared, pack_size=pack_size)
+    tokens, price = processed_tokens(examples.lengths.reshape(-1, 2))
+    packs = plans["pool"].num_packs * pack_size
+    shared_packs = packstore.plan(shared, pack_size=pack_size).num_packs * pack_size
     return {
         "file": Path(path).name,
         "pairs": examples.num_examples,
-        "padded_tokens": padded,
-        "packed_tokens": int(concat.sum()),
-        "shared_tokens": int(shared.sum()),
-        "padded_over_packed": padded / (plans["pool"].num_packs * pack_size),
-        "padded_over_shared": padded / (shared_plan.num_packs * pack_size),
+        "tokens": {**tokens, "packs": packs, "shared_packs": shared_packs},
+        "over_packs": {way: n / packs for way, n in tokens.items()},
+        "over_shared_packs": {way: n / shared_packs for way, n in tokens.items()},
+        "price": price,
         "fill": {s: p.fill_rate for s, p in plans.items()},
         "pack_mean_weight": {
             s: [float(x) for x in np.percentile(weights(p), (0, 1, 99, 100))]
@@ -82,19 +143,20 @@ def measure(path: str, tokenizer: str, template: str | None, pack_size: int) -> 
 
 
 def show(results: list[dict[str, Any]], pack_size: int) -> None:
-    """Prints the figures as a table."""
-    table = Table(title=f"pack_size {pack_size}; padded batches of {BATCH} pairs, random order")
-    for column in ("file", "pairs", "padded / packed", "padded / shared"):
-        table.add_column(column, justify="right")
-    for strategy in STRATEGIES:
-        table.add_column(f"{strategy}\nfill, weight min…max", justify="right")
-    for r in results:
-        per_strategy = []
-        for s in STRATEGIES:
-            low, *_, high = r["pack_mean_weight"][s]
-            per_strategy.append(f"{r['fill'][s]:.2%}  {low:.2f}…{high:.2f}")
-        ratios = (f"{r['padded_over_packed']:.2f}", f"{r['padded_over_shared']:.2f}")
-        table.add_row(r["file"], str(r["pairs"]), *ratios, *per_strategy)
+    """Prints the figures as tables, a column per file."""
+    for title, key in (
+        (f"tokens over those of packs of {pack_size}", "over_packs"),
+        (f"tokens over those of packs of {pack_size} with shared prefixes", "over_shared_packs"),
+        ("price of the ways without packs", "price"),
+    ):
+        table = Table("", *(f"{r['file']}\n{r['pairs']} pairs" for r in results), title=title)
+        for way in results[0][key]:
+            table.add_row(way, *(f"{r[key][way]:.2f}" for r in results))
+        Console(width=150).print(table)
+    table = Table("fill, weight min…max", *(r["file"] for r in results), title="mean per pack")
+    for s in STRATEGIES:
+        ends = [(r["fill"][s], *r["pack_mean_weight"][s]) for r in results]
+        table.add_row(s, *(f"{fill:.2%}  {low:.2f}…{high:.2f}" for fill, low, *_, high in ends))
     Console(width=150).print(table)
 
 
@@ -114,7 +176,16 @@ def main() -> None:
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
         ).stdout.strip()
-        about = {"python": platform.python_version(), "commit": commit, "pack_size": args.pack_size}
+        about = {
+            "python": platform.python_version(),
+            "transformers": version("transformers"),
+            "commit": commit,
+            "tokenizer": Path(args.tokenizer).name,
+            "chat_template": args.chat_template,
+            "pack_size": args.pack_size,
+            "orders": ORDERS,
+            "group_batches": GROUP_BATCHES,
+        }
         Path(args.json).write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
 
 
