@@ -4,51 +4,23 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from packstore.config import TokenizeConfig
-from packstore.errors import TokenizerError, sentence
+from packstore.tokenizer.chats import draft_messages
 from packstore.tokenizer.control import free_characters
 from packstore.tokenizer.messages import map_strings, strip_thinking, without_thinking
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.sandbox import as_json
+from packstore.tokenizer.sequences import Draft, Mode
 from packstore.tokenizer.shapes import Parsed
-from packstore.tokenizer.template import ChatTemplate, Message, Span, Tools
 from packstore.tokenizer.tokenizer import Tokenizer
-from packstore.tokenizer.turns import render_turns
-
-Mode = Literal["control", "literal", "guarded"]
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
-
-
-class Draft(NamedTuple):
-    """One sequence before it is encoded.
-
-    Attributes:
-        text: prompt and response.
-        spans: supervised characters (start, end), in order.
-        mode: control strings in `text` become ids; or are plain text; or become ids unless they
-            hold the character `guard`, which is not part of the text.
-        guard: see `mode`.
-        system_end: end of a system turn at the beginning, which truncation keeps; 0: none.
-        from_template: whether a chat template made the text.
-        harmless: whether it is known to hold no control string.
-        prompt: what precedes the only span, if that is at hand.
-    """
-
-    text: str
-    spans: Sequence[Span]
-    mode: Mode
-    guard: str = ""
-    system_end: int = 0
-    from_template: bool = False
-    harmless: bool = False
-    prompt: str = ""
 
 
 def draft_plain(record: object, hint: str, mode: Mode, unicode: bool) -> tuple[Draft, Draft] | None:
@@ -133,53 +105,12 @@ def draft_record(
             for response in parsed.responses
         ]
     else:
-        drafts = _draft_messages(parsed, tokenizer, config, guard)
+        drafts = draft_messages(parsed, tokenizer, config, guard)
         names = [n for d in drafts for n in tokenizer.controls.findall(d.text)] if guard else []
         if not tokenizer.separable.issuperset(names):
             must = "this tokenizer cannot encode text beside its control tokens by itself"
             raise Refused("special_tokens", must)
     return [_check_unicode(draft, config, events) for draft in drafts], events
-
-
-def _draft_messages(
-    parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig, guard: str
-) -> list[Draft]:
-    template = tokenizer.template
-    if template is None:
-        raise TokenizerError(
-            sentence(
-                f"tokenizer {tokenizer.name}",
-                "chat messages need a chat template",
-                "none",
-                "Set chat_template: a Jinja file, chatml or plain",
-            )
-        )
-    prompt: list[Message] = list(parsed.prompt)  # type: ignore[arg-type]
-    drafts = []
-    prompts: dict[int, str] = {}
-    for response in parsed.responses:
-        messages = [*prompt, *response]
-        prompts = {n: text for n, text in prompts.items() if n == len(prompt)}
-        text, spans = render_turns(
-            template,
-            messages,
-            len(prompt),
-            parsed.tools,
-            last_only=config.supervised_turns == "last",
-            prompts=prompts,
-        )
-        keeps = config.overlong == "truncate_prompt"
-        drafts.append(
-            Draft(
-                text=text,
-                spans=spans,
-                mode="guarded" if guard else "control",
-                guard=guard,
-                system_end=_system_end(template, messages, parsed.tools, text) if keeps else 0,
-                from_template=True,
-            )
-        )
-    return drafts
 
 
 def _handle_specials(
@@ -229,16 +160,6 @@ def _harmless(parsed: Parsed, hint: str) -> bool:
             if not isinstance(value, str) or hint in value:
                 return False
     return True
-
-
-def _system_end(template: ChatTemplate, messages: list[Message], tools: Tools, text: str) -> int:
-    if messages[0]["role"] not in ("system", "developer"):
-        return 0
-    try:
-        system = template.render(messages[:1], tools)
-    except Refused:  # many templates refuse a dialogue without a user
-        return 0
-    return len(system) if text.startswith(system) else 0
 
 
 def _check_unicode(draft: Draft, config: TokenizeConfig, events: list[str]) -> Draft:

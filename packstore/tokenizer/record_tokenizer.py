@@ -12,13 +12,13 @@ from packstore.config import SelectConfig, TokenizeConfig
 from packstore.errors import TokenizerError, sentence
 from packstore.records import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.carry import carried_values, parse_carry, to_columns
-from packstore.tokenizer.drafts import Draft, Mode, check_responses, draft_plain, draft_record
+from packstore.tokenizer.drafts import check_responses, draft_plain, draft_record
 from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.fastest import FASTER
 from packstore.tokenizer.keys import record_keys
 from packstore.tokenizer.overlong import fit
 from packstore.tokenizer.refusals import Refused, raise_if_error
-from packstore.tokenizer.sequences import Sequences, Tokens, starts_with
+from packstore.tokenizer.sequences import Draft, Mode, Sequences, Tokens, starts_with
 from packstore.tokenizer.shapes import Parsed, parse_record
 from packstore.tokenizer.tokenizer import Tokenizer
 

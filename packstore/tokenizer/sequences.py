@@ -1,16 +1,45 @@
-"""Sequences as ids: one alone, or those of a block side by side."""
+"""Sequences as text, and as ids: one alone, or those of a block side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from packstore.records import Bool, Int32, Int64, to_offsets
 from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.template import Span
 
 NO_IDS = np.empty(0, np.int32)
+
+Mode = Literal["control", "literal", "guarded"]
+
+
+class Draft(NamedTuple):
+    """One sequence before it is encoded.
+
+    Attributes:
+        text: prompt and response.
+        spans: supervised characters (start, end), in order.
+        mode: control strings in `text` become ids; or are plain text; or become ids unless they
+            hold the character `guard`, which is not part of the text.
+        guard: see `mode`.
+        system_end: end of a system turn at the beginning, which truncation keeps; 0: none.
+        from_template: whether a chat template made the text.
+        harmless: whether it is known to hold no control string.
+        prompt: what precedes the only span, if that is at hand.
+    """
+
+    text: str
+    spans: Sequence[Span]
+    mode: Mode
+    guard: str = ""
+    system_end: int = 0
+    from_template: bool = False
+    harmless: bool = False
+    prompt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
