@@ -48,7 +48,20 @@ def quote(value: object, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def spelled(path: str) -> str:
+    """`path` as valid Unicode.
+
+    Where the locale is not UTF-8, Python keeps each byte of a file name that it cannot decode as a
+    lone surrogate, which no manifest and no UTF-8 stream can hold.
+    """
+    try:
+        return path.encode(errors="surrogateescape").decode(errors="replace")
+    except UnicodeEncodeError:  # other surrogates: no name of a file
+        return path.encode(errors="replace").decode()
+
+
 def _one_line(text: str, limit: int = 600) -> str:
+    text = spelled(text)
     flat = "".join(c if c.isprintable() else " " for c in text)
     return flat if len(flat) <= limit else flat[: limit - 1] + "…"
 

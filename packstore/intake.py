@@ -13,7 +13,7 @@ import numpy as np
 
 from packstore.config import PackConfig, PlanConfig, SelectConfig, WriteConfig
 from packstore.engines import ENGINES
-from packstore.errors import ConfigError, RecordError, sentence
+from packstore.errors import ConfigError, RecordError, sentence, spelled
 from packstore.io.dataset import Dataset, find_dataset
 from packstore.io.inputs import Block, Input, InputReader
 from packstore.overlap import no_garbage_collection
@@ -88,7 +88,8 @@ class RecordIntake:
             self.tokenizer = load_tokenizer(
                 tokenizer, engine=config.tokenizer_engine, chat_template=config.chat_template
             )
-        self._tokenizer_path = str(tokenizer) if isinstance(tokenizer, str | PathLike) else None
+        named = isinstance(tokenizer, str | PathLike)
+        self._tokenizer_path = spelled(str(tokenizer)) if named else None
         self._config = config
         self.carry = parse_carry(config)
         self._reader = InputReader(source, storage_options, config)

@@ -6,7 +6,9 @@ Exit codes: 0 success, 1 a named error or a failed check, 2 wrong usage, 130 int
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -77,11 +79,27 @@ def parser() -> argparse.ArgumentParser:
 
 def _terminate(number: int, frame: object) -> None:
     """Ends as an error would: temporary files are removed on the way out."""
+    print("packstore: terminated", file=sys.stderr, flush=True)
     sys.exit(128 + number)
+
+
+def _take_any_text() -> None:
+    """Has stdout and stderr take every character, whatever the locale.
+
+    Under ``LC_ALL=C`` they are UTF-8, as in Python's own UTF-8 mode; in other locales a character
+    that is not there is written as its number.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            encoding = codecs.lookup(stream.encoding).name
+            stream.reconfigure(
+                encoding="utf-8" if encoding == "ascii" else encoding, errors="backslashreplace"
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code. Errors become one line on stderr."""
+    _take_any_text()
     args = parser().parse_args(argv)
     with contextlib.suppress(ValueError):  # signals belong to the main thread
         signal.signal(signal.SIGTERM, _terminate)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from packstore.cli.settings import key_values
 from packstore.errors import ConfigError
@@ -24,12 +25,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("packstore")
 
 
+UNFOLDED = 1 << 20
+"""Columns of output that is no terminal: none of its cells is folded, so it can be searched."""
+
+
 def stdout_console() -> Console:
-    """A console on stdout; without a terminal, lines are not wrapped at 80 columns."""
+    """A console on stdout; without a terminal, no line is folded, whatever COLUMNS says."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        console.width = 120
+        console.width = UNFOLDED
     return console
+
+
+def heading(text: str) -> Text:
+    """The title of a table, on one line also where the table is narrower, and no markup."""
+    return Text(text, no_wrap=True, overflow="ignore")
 
 
 def add_storage_options(parser: argparse.ArgumentParser) -> None:
@@ -90,11 +100,11 @@ def decoder_of(dataset: Dataset, path: str | None) -> Callable[[list[int]], str]
 
 def two_columns(title: str, rows: dict[str, object]) -> Table:
     """A small table of names and values."""
-    table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
+    table = Table(title=heading(title), show_header=False, title_justify="left", title_style="bold")
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows.items():
-        table.add_row(name, number(value))
+        table.add_row(name, Text(number(value)))  # no markup: a path may hold [a]
     return table
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from packstore.cli import Command, _html
 from packstore.cli._model import add_model, loaded, ranks, say
-from packstore.cli.common import add_dataset, open_dataset, stdout_console
+from packstore.cli.common import add_dataset, heading, open_dataset, stdout_console
 from packstore.cli.settings import key_values
 from packstore.errors import CompatibilityError, ConfigError, sentence
 
@@ -153,7 +153,7 @@ def _parameters(args: argparse.Namespace) -> dict[str, Any]:
 
 def _table(title: str, metrics: dict[str, float], by: dict[str, dict[str, float]]) -> Table:
     """A row for each metric, a column for all examples and for each value."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=heading(title), title_justify="left", title_style="bold")
     table.add_column("metric", style="cyan", no_wrap=True)
     for name in ("all", *by):
         table.add_column(name, justify="right")

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from packstore.errors import ConfigError
+from packstore.errors import ConfigError, spelled
 
 
 def add_settings(parser: argparse.ArgumentParser, title: str, config: type) -> None:
@@ -31,7 +31,8 @@ def read_settings(args: argparse.Namespace, config: type) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(config)}
     given = {name: value for name, value in vars(args).items() if name in names}
     return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+        name: tuple(map(spelled, value)) if isinstance(value, list) else value
+        for name, value in given.items()
     }
 
 
@@ -43,7 +44,7 @@ def key_values(items: list[str], flag: str) -> dict[str, str]:
     """
     pairs = {}
     for item in items:
-        key, equals, value = item.partition("=")
+        key, equals, value = spelled(item).partition("=")
         if not equals or not key:
             raise ConfigError(f"{flag} must have the form KEY=VALUE; found {item!r}.")
         pairs[key] = value

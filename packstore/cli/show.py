@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
-from rich.rule import Rule
 from rich.text import Text
 
 from packstore.cli import Command
@@ -97,7 +96,7 @@ def _show_pack(
             f"reward {packs.reward[sequences][i]:g} · tokens {start}–{stop}"
         )
         title += f" · first {omitted} shared with the first segment" if omitted else ""
-        console.print(Rule(title, align="left", style="blue"))
+        console.print(f"── {title}", style="blue", markup=False)
         part = slice(start, stop)
         console.print(_paint(ids[part], labels[part], name, decode, console.is_terminal))
 

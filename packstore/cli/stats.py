@@ -11,7 +11,14 @@ import numpy as np
 from rich.table import Table
 
 from packstore.cli import Command, _html
-from packstore.cli.common import add_dataset, number, open_dataset, progress_of, stdout_console
+from packstore.cli.common import (
+    add_dataset,
+    heading,
+    number,
+    open_dataset,
+    progress_of,
+    stdout_console,
+)
 from packstore.records import IGNORE_INDEX, Packs
 
 if TYPE_CHECKING:
@@ -90,7 +97,8 @@ def _summary(values: Any) -> dict[str, float]:
 
 
 def _percentile_table(dataset: Dataset, summary: dict[str, dict[str, float]]) -> Table:
-    table = Table(title=f"dataset {dataset.url}", title_justify="left", title_style="bold")
+    title = heading(f"dataset {dataset.url}")
+    table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("")
     for column in next(iter(summary.values()), {}):
         table.add_column(TITLES.get(column, column), justify="right")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from packstore.config.checks import setting, unknown, validate
-from packstore.errors import ConfigError, UnknownNameError
+from packstore.errors import ConfigError, UnknownNameError, spelled
 
 FIELD_NAMES = (
     "prompt",
@@ -241,6 +241,8 @@ class PackConfig(TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfi
             if isinstance(value, Mapping)
             else list(value)
             if isinstance(value, tuple)
+            else spelled(value)  # the template may be the path of a file
+            if isinstance(value, str)
             else value
             for name, value in values.items()
             if name not in skip

@@ -283,7 +283,7 @@ def find_dataset(
     if not isinstance(source, str) and not hasattr(source, "__fspath__"):
         return None
     url = os.fspath(source)
-    if any(c in url for c in "*?["):
+    if any(c in url for c in "*?[") and not Location(url, storage_options or {}).is_dir():
         return None
     try:
         return open(url, storage_options)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from packstore.config import PackConfig
-from packstore.errors import InputError, quote, sentence
+from packstore.errors import InputError, quote, sentence, spelled
 from packstore.io.commit import FOLDER
 from packstore.io.formats import COMPRESSIONS, FORMATS, SUFFIXES, Piece, ReadOptions
 from packstore.io.memory import is_table, record_pieces, table_records
@@ -233,7 +233,7 @@ def _files(url: str, options: Mapping[str, Any]) -> list[tuple[str, Location]]:
         must = "the pattern must match at least one file"
         raise InputError(sentence(location.display, must, "none", "Check the pattern"))
     relative = "://" not in url and not os.path.isabs(url)
-    return [(os.path.relpath(m.url) if relative else m.display, m) for m in matches]
+    return [(spelled(os.path.relpath(m.url)) if relative else m.display, m) for m in matches]
 
 
 def _files_of_folder(folder: Location) -> list[tuple[str, Location]]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote as percent
 
+from packstore.errors import spelled
+
 _NAME = re.compile(r"key|secret|token|pass|cred|sas|auth|connection|headers|cookie|sig", re.I)
 _HIDDEN = "***"
 # Forms of secrets that a client may repeat although nobody gave them as an option: they came from
@@ -33,6 +35,7 @@ _KINDS: tuple[type[Exception], ...] = (
 
 def display(url: str) -> str:
     """The URL without user, password and query string: for messages and manifests."""
+    url = spelled(url)
     if "://" not in url:
         return url
     return re.sub(r"(?<=://)[^/@]*@", "", url.partition("?")[0])

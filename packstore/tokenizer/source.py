@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from packstore.errors import TokenizerError, quote, sentence
+from packstore.errors import TokenizerError, quote, sentence, spelled
 from packstore.tokenizer.builtin_templates import BUILTIN
 from packstore.tokenizer.engines import ENGINES, Engine
 from packstore.tokenizer.fastest import FASTER, fastest
@@ -56,7 +56,7 @@ class _Found:
         if not path.is_file():
             return None
         content = _read(path)
-        self.hashes[path.name] = hashlib.sha256(content).hexdigest()
+        self.hashes[spelled(path.name)] = hashlib.sha256(content).hexdigest()
         try:
             return content.decode()
         except UnicodeDecodeError as error:
@@ -135,7 +135,7 @@ def _from_path(path: Path, engine: str) -> _Found:
     if engine not in FILE_ENGINES[kind]:
         must = f"engine {engine!r} needs a file of its own kind"
         raise TokenizerError(sentence(f"tokenizer {path}", must, f"one for {kind!r}"))
-    found = _Found(file.name, kind, payload)
+    found = _Found(spelled(file.name), kind, payload)
     found.settings = {
         **found.read_json(folder / "special_tokens_map.json"),
         **found.read_json(folder / "tokenizer_config.json"),

@@ -54,8 +54,21 @@ def reading(data: Dataset, batches: list[np.ndarray], **config: Any) -> ReadAhea
     return ReadAhead(data, order, batches, ReadConfig(**config), set())
 
 
+_earlier: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_earlier_tests() -> None:
+    """Those that still run, in a worker that had other tests before, are no matter of ours."""
+    gc.collect()
+    _earlier.clear()
+    _earlier.update(threading.enumerate())
+
+
 def reader_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("packstore")]
+    """Our threads that this test began."""
+    now = set(threading.enumerate()) - _earlier
+    return [t for t in now if t.name.startswith("packstore")]
 
 
 def batches_of(n: int, size: int) -> list[np.ndarray]:

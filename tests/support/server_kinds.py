@@ -159,8 +159,9 @@ class SeaweedFS(_S3):
             "-ip=127.0.0.1",
             "-ip.bind=127.0.0.1",
             *(f"-{name}={port}" for name, port in zip(names, ports, strict=True)),
-            f"-s3.localSocket={folder / 's3.sock'}",
-            f"-filer.localSocket={folder / 'filer.sock'}",
+            # Relative to the folder, where it runs: addresses of sockets hold 108 characters.
+            "-s3.localSocket=s3.sock",
+            "-filer.localSocket=filer.sock",
             "-s3.autoCreateBucket=false",
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
