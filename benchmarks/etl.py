@@ -103,7 +103,7 @@ def compare(args: argparse.Namespace, scratch: Path, console: Console, known: li
 
 def save(args: argparse.Namespace, part: str, rows: list[Row]) -> Row:
     """Writes what is known by now, so that an interrupted run can go on with ``--resume``."""
-    results: Row = json.loads(args.out.read_text()) if args.out.exists() else {}
+    results: Row = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
     if part == "memory":
         peaks = [row["peak_rss"] for row in rows]
         more: Row = {"ratio": max(peaks) / min(peaks), "wanted": ROOM}
@@ -248,7 +248,7 @@ def main() -> None:
     name = "memory" if args.memory else "speed"
     known: list[Row] = []
     if args.resume and args.out.exists():
-        rows = json.loads(args.out.read_text()).get(name, {}).get("rows", [])
+        rows = json.loads(args.out.read_text(encoding="utf-8")).get(name, {}).get("rows", [])
         known = [row for row in rows if "extrapolated_from" not in row]
     with tempfile.TemporaryDirectory(prefix="packstore-bench-", dir=args.scratch) as scratch:
         (memory if args.memory else compare)(args, Path(scratch), console, known)

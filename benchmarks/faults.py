@@ -105,7 +105,7 @@ def main() -> None:
         "shards": len(good.manifest.shards),
         **results,
     }
-    Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
+    Path(args.out).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document, indent=1))
 
 

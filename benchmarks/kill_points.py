@@ -62,7 +62,7 @@ def result_of(pid: int, reading: int) -> Any:
 def watch_disk(root: str, n: int | None, log: Path) -> None:
     """From now on, acts below `root` are written to `log`; the n-th one is not done any more."""
     lock, count = threading.Lock(), 0
-    out = open(log, "a", buffering=1)  # noqa: SIM115  as long as the process
+    out = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  as long as the process
 
     def act(what: str, path: str) -> None:
         nonlocal count
@@ -101,7 +101,7 @@ def relay(
     Of the n-th packet nothing is passed on, or half of it, or all, in turn.
     """
     lock, count = threading.Lock(), 0
-    out = open(log, "a", buffering=1)  # noqa: SIM115  as long as the process
+    out = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  as long as the process
 
     def packet(data: bytes, label: str) -> bytes:
         nonlocal count

@@ -160,7 +160,7 @@ def one_moment(place: Place, n: int, reference: dict[str, Any]) -> dict[str, Any
     log = place.folder / "acts"
     log.unlink(missing_ok=True)
     survived = run(place, n, log)
-    lines = log.read_text().splitlines() if log.exists() else [""]
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else [""]
     after = in_child(lambda: state(place))
     again = run(place, None, place.folder / "again")
     then, left, last = in_child(lambda: (state(place), cleaned(place), state(place)))
@@ -205,7 +205,7 @@ def kill_all(places: Iterator[Place], number: int, seed: int) -> dict[str, Any]:
 
     place = prepared()
     done = run(place, None, place.folder / "acts")
-    acts = (place.folder / "acts").read_text().splitlines()
+    acts = (place.folder / "acts").read_text(encoding="utf-8").splitlines()
     found = in_child(lambda: state(place))
     reference = {**done, "old": found["manifests"][0], "new": found["manifests"][1]}
     shutil.rmtree(place.folder)

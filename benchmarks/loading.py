@@ -101,7 +101,7 @@ class Benchmark:
             self.write("packstore", name)
             figures |= self.run("source", "packstore", name)
             done.write_text(json.dumps(figures))
-        self.packs[name] = json.loads(done.read_text())
+        self.packs[name] = json.loads(done.read_text(encoding="utf-8"))
         for reader in self.readers:
             if name == MAIN:
                 self.rows[reader] |= self.write(reader, name)
@@ -117,7 +117,7 @@ class Benchmark:
                 return {}
             keys = ("write_cpu_seconds", "bytes")
             marker.write_text(json.dumps({key: result[key] for key in keys}))
-        return dict(json.loads(marker.read_text()))
+        return dict(json.loads(marker.read_text(encoding="utf-8")))
 
     def read(self, reader: str) -> float | None:
         """Reads one epoch; keeps the best figures, and returns packs a second."""
@@ -214,7 +214,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def environment(runner: Runner) -> dict[str, Any]:
     """Machine, versions, commit and command."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     model = [line for line in lines if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]

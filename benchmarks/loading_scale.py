@@ -32,7 +32,7 @@ DERIVED = ("input_ids", "labels", "segment_ids", "position_ids", "target_index",
 
 def memory() -> dict[str, float]:
     """MB of this process: all of it, and what is no file."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     found = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines if " kB" in line}
     return {"rss": found["VmRSS"], "anonymous": found["RssAnon"] + found["RssShmem"]}
 
@@ -310,7 +310,7 @@ def main() -> None:
         print(name, json.dumps(best), file=sys.stderr, flush=True)
     text = json.dumps(results, indent=1) + "\n"
     if args.out:
-        Path(args.out).write_text(text)
+        Path(args.out).write_text(text, encoding="utf-8")
     print(text)
 
 

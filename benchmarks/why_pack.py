@@ -186,7 +186,9 @@ def main() -> None:
             "orders": ORDERS,
             "group_batches": GROUP_BATCHES,
         }
-        Path(args.json).write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+        Path(args.json).write_text(
+            json.dumps({**about, "results": results}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

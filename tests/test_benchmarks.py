@@ -118,6 +118,6 @@ def test_the_script(shared_data: Path, tmp_path: Path) -> None:
     only = ["--only", "packstore-arrow", "--work", str(tmp_path), "--out", str(out)]
     done = subprocess.run([*command, *only], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    result = json.loads(out.read_text())
+    result = json.loads(out.read_text(encoding="utf-8"))
     assert result["rows"]["packstore-arrow"]["resume_exact"] == [True, True]
     assert {"environment", "settings", "packs", "rows", "pairs", "goals"} <= result.keys()

@@ -240,7 +240,7 @@ def test_loading_side_data_and_packing_anew(tmp_path: Path) -> None:
 
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, records in (("a", pairs(60)), ("b", pairs(40, 60))):
-        with open(tmp_path / f"{name}.jsonl", "w") as file:
+        with open(tmp_path / f"{name}.jsonl", "w", encoding="utf-8") as file:
             file.writelines(json.dumps(r) + "\n" for r in records)
     a = pack(tmp_path / "a", str(tmp_path / "a.jsonl")).url
     assert main(["append", a, str(tmp_path / "b.jsonl")]) == 0

@@ -18,7 +18,7 @@ PAGES = sorted(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_paths(page: Path) -> None:
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
     for link in links:
         assert link.startswith("https://") or (page.parent / link).exists(), link
@@ -29,20 +29,22 @@ def test_links_and_paths(page: Path) -> None:
 
 
 def test_layers_are_those_that_are_checked() -> None:
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "importlinter"
+    ]
     checked = [
         {name.strip().removeprefix("packstore.") for name in layer.split("|")}
         for layer in contracts["contracts"][0]["layers"]
     ]
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     (section,) = re.findall(r"## Layers\n(.+?)\n## ", page, re.S)
     rows = [line for line in section.splitlines() if line.startswith("| `")]
     assert [set(re.findall(r"`(\w+)`", row.split(" | ")[0])) for row in rows] == checked
 
 
 def test_every_registry_is_on_the_map() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     for init in (ROOT / "packstore").rglob("__init__.py"):
-        if " = Registry(" in init.read_text():
+        if " = Registry(" in init.read_text(encoding="utf-8"):
             folder = init.parent.relative_to(ROOT)
             assert f"`{folder}/<name>.py`" in page, folder

@@ -95,7 +95,7 @@ def test_fragments_are_tested_elsewhere(page: str) -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    text = (ROOT / "mkdocs.yml").read_text()
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = set(re.findall(r": ([\w/-]+\.md)$", text, re.M))
     assert {page.name for page in DOCS.glob("*.md")} <= listed
     made = {*runpy.run_path(str(DOCS / "hooks.py"))["PAGES"].values()}
@@ -111,7 +111,9 @@ def test_pictures_are_those_of_the_script() -> None:
 
 
 def test_fill_rates_are_those_of_the_benchmark() -> None:
-    stored = json.loads((ROOT / "benchmarks" / "results" / "packing.json").read_text())["rows"]
+    stored = json.loads(
+        (ROOT / "benchmarks" / "results" / "packing.json").read_text(encoding="utf-8")
+    )["rows"]
     measured = {
         (row["packer"], row["set"]): f"{100 * row['fill']:.2f}"
         for row in stored
@@ -145,7 +147,9 @@ def test_it_builds(tmp_path: Path) -> None:
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "seq_boundaries" in (tmp_path / "site" / "format" / "index.html").read_text()
+    assert "seq_boundaries" in (tmp_path / "site" / "format" / "index.html").read_text(
+        encoding="utf-8"
+    )
 
 
 def run_page(page: Path, names: dict[str, Any]) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MEASURED = json.loads((ROOT / "benchmarks/results/why_pack.json").read_text())["results"]
+MEASURED = json.loads((ROOT / "benchmarks/results/why_pack.json").read_text(encoding="utf-8"))[
+    "results"
+]
 WAYS = {
     "padded, 16 pairs a batch, random order": "padded_random_16",
     "padded, 4 pairs": "padded_random_4",
@@ -29,7 +31,7 @@ def span(value: Callable[[Any], float], digits: int = 2) -> str:
 
 def rows(page: str) -> dict[str, list[str]]:
     """First cell of each table row of a page -> the other cells."""
-    lines = re.findall(r"^\| (.+) \|$", (ROOT / page).read_text(), re.M)
+    lines = re.findall(r"^\| (.+) \|$", (ROOT / page).read_text(encoding="utf-8"), re.M)
     return {first: cells for first, *cells in (line.split(" | ") for line in lines)}
 
 
@@ -54,7 +56,7 @@ def test_concepts_give_every_set() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/concepts.md"])
 def test_the_price_of_the_other_ways_and_the_weights(page: str) -> None:
-    text = " ".join((ROOT / page).read_text().split())
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     variance = span(lambda r: r["price"]["length_grouped_variance_over_random"], 0)
     largest = span(lambda r: r["price"]["padding_free_largest_step_over_mean"], 1)
     assert f"{variance} times" in text
@@ -66,7 +68,7 @@ def test_the_price_of_the_other_ways_and_the_weights(page: str) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/concepts.md", "docs/losses.md"])
 def test_the_weights_under_a_mean_per_pack(page: str) -> None:
-    assert weights("first_fit_shuffle") in (ROOT / page).read_text()
+    assert weights("first_fit_shuffle") in (ROOT / page).read_text(encoding="utf-8")
 
 
 def weights(strategy: str) -> str:

@@ -132,7 +132,8 @@ def plugin_folders() -> list[Path]:
     return sorted(
         init.parent
         for init in (ROOT / "packstore").rglob("__init__.py")
-        if "Registry(" in init.read_text() or "] = Registry(" in init.read_text()
+        if "Registry(" in init.read_text(encoding="utf-8")
+        or "] = Registry(" in init.read_text(encoding="utf-8")
     )
 
 
@@ -159,6 +160,6 @@ def test_no_file_is_a_hall() -> None:
     long = {
         str(path.relative_to(ROOT)): lines
         for path in (ROOT / "packstore").rglob("*.py")
-        if (lines := len(path.read_text().splitlines())) > 300
+        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > 300
     }
     assert set(long) <= set(answered), long

@@ -144,7 +144,7 @@ def test_a_failing_partition_leaves_nothing(
     tmp_path: Path, line: str, settings: dict[str, Any], error: type[Exception] | None
 ) -> None:
     sources = [write(tmp_path / f"{i}.jsonl", i, 300) for i in range(3)]
-    with open(sources[-1], "a") as file:
+    with open(sources[-1], "a", encoding="utf-8") as file:
         file.write(line + "\n")
         file.write('{"prompt": [1], "chosen": [2], "rejected": [2]}\n')
     with pytest.raises(error or packstore.errors.PackstoreError):
@@ -160,7 +160,7 @@ def repeating(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder, rng = tmp_path_factory.mktemp("repeating"), np.random.default_rng(0)
     names = [str(folder / f"{i}.jsonl") for i in range(3)]
     for name in names:
-        with open(name, "w") as file:
+        with open(name, "w", encoding="utf-8") as file:
             for prompt, answer in rng.integers(1, [400, 6], (700, 2)).tolist():
                 sides = {"chosen": [answer] * answer, "rejected": [9] * (prompt % 50)}
                 file.write(json.dumps({"prompt": [prompt, 7], **sides}) + "\n")
@@ -248,10 +248,10 @@ def test_a_partition_whose_input_changed_is_made_again(tmp_path: Path) -> None:
     stop = functools.partial(_stop_after, 2)
     with pytest.raises(KeyboardInterrupt):
         packstore.pack(sources, tmp_path / "out", progress=stop, **settings)
-    text = Path(sources[0]).read_text()
+    text = Path(sources[0]).read_text(encoding="utf-8")
     first = text.index('"chosen": [') + len('"chosen": [')
     changed = text[:first] + ("1" if text[first] != "1" else "2") + text[first + 1 :]
-    Path(sources[0]).write_text(changed)
+    Path(sources[0]).write_text(changed, encoding="utf-8")
     whole = packstore.pack(sources, tmp_path / "whole", **settings)
     made = packstore.pack(sources, tmp_path / "out", **settings)
     assert made.manifest.to_json() == whole.manifest.to_json()

@@ -62,7 +62,7 @@ class Watch:
         """Reads the memory of this process, for ever."""
         names = {"RssAnon": "anonymous", "VmData": "data"}
         while True:
-            for line in Path("/proc/self/status").read_text().splitlines():
+            for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
                 key, _, value = line.partition(":")
                 if key in names:
                     size = int(value.split()[0]) << 10

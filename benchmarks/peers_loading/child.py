@@ -68,7 +68,7 @@ class Task:
 
 def private_memory() -> int:
     """Bytes of this process that no file backs."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     sizes = {key: value for key, _, value in (line.partition(":") for line in lines)}
     return 1024 * sum(int(sizes[key].split()[0]) for key in ("RssAnon", "RssShmem"))
 
@@ -185,7 +185,9 @@ def main() -> None:
     torch.set_num_threads(1)
     torch_memory = private_memory()
     result = MODES[task.mode](READERS[task.reader].load(), task)
-    Path(task.out).write_text(json.dumps({**result, "torch_memory": torch_memory}))
+    Path(task.out).write_text(
+        json.dumps({**result, "torch_memory": torch_memory}), encoding="utf-8"
+    )
     sys.stdout.flush()
     os._exit(0)  # some peers' threads keep an interpreter from ending
 

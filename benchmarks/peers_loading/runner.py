@@ -90,14 +90,14 @@ class Runner:
                 **options,
             }
             command = [python.path, "-m", "peers_loading.child", json.dumps(task)]
-            with Path(scratch, "log").open("w+") as log:
+            with Path(scratch, "log").open("w+", encoding="utf-8") as log:
                 peak, ended = _watch(command, log, inner, self.limit)
                 log.seek(0)
                 lines = log.read().strip().splitlines()
             if not out.exists():
                 last = lines[-1] if lines else "it ended without a word"
                 raise ChildError(last if ended else f"not done after {self.limit:.0f} s")
-            return {**json.loads(out.read_text()), "peak_memory": peak}
+            return {**json.loads(out.read_text(encoding="utf-8")), "peak_memory": peak}
 
 
 def _watch(command: list[str], log: Any, home: Path, limit: float) -> tuple[int, bool]:
@@ -127,7 +127,7 @@ def _python_path() -> list[str]:
 
 def _private_memory(pid: int) -> int:
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:  # it ended just now
         return 0
     sizes = [line.split()[1] for line in lines if line.startswith(("RssAnon", "RssShmem"))]

@@ -61,7 +61,7 @@ class Memory:
         gc.collect()
         try:
             ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free already is not to be used
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
             self._start: int | None = _status("VmRSS")
         except OSError:
             self._start = None
@@ -72,5 +72,5 @@ class Memory:
 
 
 def _status(name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     return 1024 * int(found[1]) if found else 0

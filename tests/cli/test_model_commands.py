@@ -80,7 +80,7 @@ def test_from_end_to_end(
     assert "all" in out
     page = tmp_path / "page.html"
     assert main(["evaluate", made.pairs, *policy, "--ref-logps", side, "--html", str(page)]) == 0
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     accuracy = online["metrics"]["rewards/accuracies"]
     assert f"{round(20 * (1 - accuracy))} of 20 pairs have a margin of 0 or less" in text
     assert f"<td>{accuracy:.2%}</td>" in text

@@ -89,7 +89,7 @@ def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert "recommended: pack size" in out
     assert "shared_prefix" in out
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     assert "Tokens of a sequence" in text
     assert not re.search(r"(src|href)=|https?:|<script", text)
     for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
@@ -124,7 +124,7 @@ def test_the_page_of_a_dataset(
     packstore.pack(source, tmp_path / "packed", pack_size=400)
     page = tmp_path / "stats.html"
     assert main(["stats", str(tmp_path / "packed"), "--html", str(page)]) == 0
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     assert "examples per pack" in text
     assert "correlation of lengths in a pack" in text
     for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):

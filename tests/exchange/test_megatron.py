@@ -123,7 +123,7 @@ class Reader:
         longest = max(np.diff(physical or logical).tolist())
         if self.static:
             assert self.metadata
-            packs = json.loads(Path(self.metadata).read_text())
+            packs = json.loads(Path(self.metadata).read_text(encoding="utf-8"))
             most = max(p["max_samples_per_bin"] for p in packs)
             missing = most - len(physical or logical) + 2
             assert missing >= 0
@@ -237,7 +237,7 @@ def test_the_metadata(tmp_path: Path, kit: SimpleNamespace) -> None:
     bins = [[b - a - 1 for a, b in pairwise(r)] for r in rows]
     sums, count = [sum(b) for b in bins], sum(map(len, bins))
     assert count == 61
-    assert json.loads((tmp_path / "out" / "metadata.json").read_text()) == [
+    assert json.loads((tmp_path / "out" / "metadata.json").read_text(encoding="utf-8")) == [
         {
             "dataset_max_seqlen": max(map(max, bins)),
             "max_samples_per_bin": max(map(len, bins)),

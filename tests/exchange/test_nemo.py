@@ -162,7 +162,7 @@ def test_it_stays_out_of_the_way_of_what_is_there(
     out.write_text("mine")
     with pytest.raises(DatasetExistsError, match=r"x.npy: must not exist yet; found a file"):
         export_dataset("nemo", dataset, out)
-    assert out.read_text() == "mine"
+    assert out.read_text(encoding="utf-8") == "mine"
     export_dataset("nemo", dataset, out, overwrite=True)
     with pytest.raises(DatasetExistsError):
         import_dataset("nemo", out, dataset.url)

@@ -37,7 +37,10 @@ KEPT = 3  # inputs of one kind and target that are kept
 def child(name: str, first: int, last: int, state_path: str) -> None:
     """Runs inputs, telling in a mapped file which one it is at."""
     run = TARGETS[name].run
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    size = (
+        int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+        * resource.getpagesize()
+    )
     resource.setrlimit(resource.RLIMIT_AS, (size + ROOM,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open(state_path, "r+b") as file:
@@ -81,14 +84,14 @@ def fuzz(name: str, inputs: int, folder: str) -> dict[str, Any]:
         at, accepted, refused = STATE.unpack(state_path.read_bytes())
         counts["accepted"] += accepted
         counts["refused"] += refused
-        for line in out.read_text().splitlines():
+        for line in out.read_text(encoding="utf-8").splitlines():
             number, what = json.loads(line)
             counts["unnamed"] += 1
             keep(name, number, "unnamed", what, examples)
         if at < inputs:
             kind = "hung" if hung else "crashed"
             counts[kind] += 1
-            told = errors.read_text(errors="replace").strip().splitlines()[-1:]
+            told = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
             keep(name, at, kind, f"exit {process.returncode}: {' '.join(told)}"[:300], examples)
         first = at + 1
     seconds = round(time.monotonic() - begun, 1)
@@ -135,7 +138,7 @@ def main() -> None:
     import pyarrow
 
     out = Path(args.out)
-    results = json.loads(out.read_text())["targets"] if out.exists() else {}
+    results = json.loads(out.read_text(encoding="utf-8"))["targets"] if out.exists() else {}
     for name in args.targets:
         with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
             results[name] = fuzz(name, args.inputs, folder)
@@ -149,7 +152,7 @@ def main() -> None:
             "total": dict(total),
             "targets": results,
         }
-        out.write_text(json.dumps(document, indent=1) + "\n")
+        out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def test_verify_reports_progress_and_counts(ds):
 
 def tampered(ds, change) -> tuple[str, ...]:
     path = Path(ds.url) / manifest_path(1)
-    value = json.loads(path.read_text())
+    value = json.loads(path.read_text(encoding="utf-8"))
     change(value)
     path.write_text(json.dumps(value))
     report = open_dataset(ds.url).verify()
@@ -145,7 +145,7 @@ def test_example_id_base_keeps_ids_apart(kit, written):
             shard["example_id_base"] = number << 56
 
     path = Path(ds.url) / manifest_path(1)
-    value = json.loads(path.read_text())
+    value = json.loads(path.read_text(encoding="utf-8"))
     rebase(value)
     path.write_text(json.dumps(value))
     based = open_dataset(ds.url)

@@ -148,8 +148,10 @@ def test_no_records_in_any_file(folder: Path) -> None:
 
 def test_blocks_are_picklable_and_small(folder: Path) -> None:
     pq.write_table(TABLE, "p.parquet")
-    Path("j.json").write_text(json.dumps(RECORDS))
-    Path("c.csv").write_text("prompt,n\n" + "".join(f"{r['prompt']},1\n" for r in RECORDS))
+    Path("j.json").write_text(json.dumps(RECORDS), encoding="utf-8")
+    Path("c.csv").write_text(
+        "prompt,n\n" + "".join(f"{r['prompt']},1\n" for r in RECORDS), encoding="utf-8"
+    )
     for source in ("a.jsonl", "p.parquet", "j.json", "c.csv", RECORDS, TABLE):
         blocks = list(InputReader(source, block_bytes=1000))
         assert len(blocks) > 2
@@ -249,7 +251,7 @@ def test_values_that_json_has_no_word_for(value: object) -> None:
 
 
 def test_columns_that_are_not_text(folder: Path) -> None:
-    Path("x.csv").write_text("q,r,weight,note\n1,2,3,4\n")
+    Path("x.csv").write_text("q,r,weight,note\n1,2,3,4\n", encoding="utf-8")
     config = PackConfig(
         fields={"prompt": "q", "chosen_reward": "r"}, carry=("weight:float64", "note:string")
     )

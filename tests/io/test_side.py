@@ -382,7 +382,7 @@ def test_a_shard_that_is_gone_or_another(ds, tmp_path) -> None:
 def test_a_manifest_that_is_no_json(ds, tmp_path) -> None:
     url = derived(str(tmp_path / "side"), ds)
     path = tmp_path / "side" / "_packstore" / "side-000001.json"
-    value = json.loads(path.read_text())
+    value = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**value, "unknown": 1}))
     assert len(open_side(url)) == 90
     path.write_text("{")

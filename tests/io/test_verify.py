@@ -84,7 +84,7 @@ def lose_index(data: Dataset) -> None:
 def edit(change: Any) -> Any:
     def damage(data: Dataset) -> None:
         path = Path(data.url) / "_packstore" / "manifest-000001.json"
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
         change(value)
         path.write_text(json.dumps(value))
 

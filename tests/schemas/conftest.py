@@ -27,7 +27,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each case of the table that a test's argument names."""
     for table in _TABLES:
         if table in metafunc.fixturenames:
-            cases = json.loads((SCHEMAS / "cases" / f"{table}.json").read_text())["cases"]
+            cases = json.loads((SCHEMAS / "cases" / f"{table}.json").read_text(encoding="utf-8"))[
+                "cases"
+            ]
             names = [case["name"] for case in cases]
             assert len(set(names)) == len(names)
             metafunc.parametrize(table, cases, ids=names)
@@ -40,13 +42,13 @@ def schemas() -> Path:
 
 @pytest.fixture(scope="session")
 def prose() -> str:
-    return (SCHEMAS / "format.md").read_text()
+    return (SCHEMAS / "format.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
 def load() -> Callable[[str], Any]:
     """The content of a JSON file in the folder."""
-    return lambda name: json.loads((SCHEMAS / name).read_text())
+    return lambda name: json.loads((SCHEMAS / name).read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,7 @@ def test_every_version_and_every_variant_is_there() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_read(name: str) -> None:
     dataset = open_dataset(str(V1 / name))
-    expected = json.loads((V1 / f"{name}.json").read_text())
+    expected = json.loads((V1 / f"{name}.json").read_text(encoding="utf-8"))
     assert (dataset.manifest.kind, dataset.manifest.layout) == (
         expected["kind"],
         expected["layout"],
@@ -83,7 +83,10 @@ def side_rows(folder: Path) -> list[dict[str, Any]]:
 def test_read_sides(name: str, validator: Any) -> None:
     """Every type of column; joined to the dataset that it was derived from."""
     side, dataset = open_side(str(SIDE_V1 / name)), open_dataset(str(V1 / name))
-    assert side_rows(SIDE_V1 / name) == json.loads((SIDE_V1 / f"{name}.json").read_text())["rows"]
+    assert (
+        side_rows(SIDE_V1 / name)
+        == json.loads((SIDE_V1 / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    )
     assert set(side.manifest.columns.values()) == set(SIDE_TYPES)
     validator("side").validate(json.loads(side.manifest.to_json()))
     check_side(side.manifest, dataset.manifest, name)
@@ -97,7 +100,7 @@ def test_read_sides(name: str, validator: Any) -> None:
 def test_manifest_fits_the_json_schema(name: str, validator: Any) -> None:
     validator("manifest").validate(json.loads(open_dataset(str(V1 / name)).manifest.to_json()))
     kind = name.partition("-")[0]
-    for row in json.loads((V1 / f"{name}.json").read_text())["packs"]:
+    for row in json.loads((V1 / f"{name}.json").read_text(encoding="utf-8"))["packs"]:
         validator(f"pack#/$defs/{kind}").validate(row)
 
 
@@ -132,14 +135,16 @@ def test_the_script_writes_the_same(tmp_path: Path) -> None:
     script["make"](tmp_path / "v1")
     script["make_sides"](tmp_path / "side-v1", tmp_path / "v1")
     for name in SIDES:
-        text = (tmp_path / "side-v1" / f"{name}.json").read_text()
-        assert (SIDE_V1 / f"{name}.json").read_text() == text
+        text = (tmp_path / "side-v1" / f"{name}.json").read_text(encoding="utf-8")
+        assert (SIDE_V1 / f"{name}.json").read_text(encoding="utf-8") == text
         assert side_rows(tmp_path / "side-v1" / name) == json.loads(text)["rows"]
     for name in NAMES:
         old, new = open_dataset(str(V1 / name)), open_dataset(str(tmp_path / "v1" / name))
         assert rows(old) == rows(new)
         assert meaning(old) == meaning(new)
-        assert (V1 / f"{name}.json").read_text() == (tmp_path / "v1" / f"{name}.json").read_text()
+        assert (V1 / f"{name}.json").read_text(encoding="utf-8") == (
+            tmp_path / "v1" / f"{name}.json"
+        ).read_text(encoding="utf-8")
     (sample, *_) = (V1 / "dpo-concat-plain").glob("data/*.parquet")
     if pq.read_metadata(sample).created_by.endswith(f"version {pa.__version__}"):
         assert contents(V1) == contents(tmp_path / "v1")

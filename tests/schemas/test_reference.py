@@ -19,9 +19,9 @@ from packstore.invariants import check_packs
 from packstore.schema import KINDS, from_arrow, pack_schema
 
 Row = dict[str, Any]
-CASES = json.loads((Path(__file__).parents[2] / "schemas" / "cases" / "valid.json").read_text())[
-    "cases"
-]
+CASES = json.loads(
+    (Path(__file__).parents[2] / "schemas" / "cases" / "valid.json").read_text(encoding="utf-8")
+)["cases"]
 PLAIN = [case for case in CASES if not case.get("carry")]
 
 

@@ -145,7 +145,7 @@ def one_group(dataset: Path, **how: Any) -> bytes:
 
 def edit(dataset: Path, change: Any) -> None:
     path = dataset / "_packstore" / "manifest-000001.json"
-    value = json.loads(path.read_text())
+    value = json.loads(path.read_text(encoding="utf-8"))
     change(value)
     path.write_text(json.dumps(value))
 

@@ -80,7 +80,7 @@ def _wait_until_ready(server: Server, process: subprocess.Popen[bytes], endpoint
 
 
 def _wait_until_unused(process: subprocess.Popen[bytes], folder: Path) -> None:
-    with open(folder / "users", "a") as users:
+    with open(folder / "users", "a", encoding="utf-8") as users:
         while process.poll() is None:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -93,18 +93,18 @@ def serving(kind: str, folder: Path) -> Iterator[str]:
         RuntimeError: it does not start.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "users", "a") as users:
+    with open(folder / "users", "a", encoding="utf-8") as users:
         fcntl.flock(users, fcntl.LOCK_SH)
         yield _endpoint(kind, folder)
 
 
 def _endpoint(kind: str, folder: Path) -> str:
     state = folder / "state.json"
-    with open(folder / "starting", "a") as starting:
+    with open(folder / "starting", "a", encoding="utf-8") as starting:
         fcntl.flock(starting, fcntl.LOCK_EX)
         if not state.exists():
             _start_keeper(kind, folder)
-    found = json.loads(state.read_text())
+    found = json.loads(state.read_text(encoding="utf-8"))
     if "unavailable" in found:
         raise Unavailable(found["unavailable"])
     if "failed" in found:
@@ -126,7 +126,9 @@ def _start_keeper(kind: str, folder: Path) -> None:
     while not state.exists():
         if keeper.poll() not in (None, 0) or time.monotonic() > until:
             keeper.kill()
-            raise RuntimeError(f"the keeper of {kind}: {(folder / 'log').read_text()[-2000:]}")
+            raise RuntimeError(
+                f"the keeper of {kind}: {(folder / 'log').read_text(encoding='utf-8')[-2000:]}"
+            )
         time.sleep(0.05)
     # It outlives this call on purpose; without this, Python complains that nobody waited for it.
     keeper.returncode = 0

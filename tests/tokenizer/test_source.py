@@ -68,7 +68,9 @@ def test_provenance(shared_data, tokenizer):
     path = shared_data / "tokenizers/qwen3/tokenizer.json"
     found = tokenizer("qwen3", engine="tokenizers").provenance()
     assert found["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
-    text = json.loads((path.parent / "tokenizer_config.json").read_text())["chat_template"]
+    text = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))[
+        "chat_template"
+    ]
     assert found["chat_template"] == text
     assert found["chat_template_sha256"] == hashlib.sha256(text.encode()).hexdigest()
     assert found["engine_version"] == tokenizers.__version__

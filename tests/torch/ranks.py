@@ -53,7 +53,9 @@ def main(script: str, folder: str, size: int, rank: int) -> None:
     dist.destroy_process_group()
     gc.collect()
     tasks = Path("/proc/self/task")
-    if tasks.exists() and any("gloo" in (t / "comm").read_text() for t in tasks.iterdir()):
+    if tasks.exists() and any(
+        "gloo" in (t / "comm").read_text(encoding="utf-8") for t in tasks.iterdir()
+    ):
         # DDP and meshes keep the group. Its threads may take the interpreter's lock while that
         # ends, which aborts the process: a matter of torch's, and all is done.
         os._exit(0)

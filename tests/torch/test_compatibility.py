@@ -58,7 +58,7 @@ def told(ds: Dataset, **changes: Any) -> Manifest:
 
 def edited(real: Path, folder: Path, change: Callable[[Any], None]) -> Path:
     """small_bpe with a change."""
-    value = json.loads((real / "small_bpe" / "tokenizer.json").read_text())
+    value = json.loads((real / "small_bpe" / "tokenizer.json").read_text(encoding="utf-8"))
     change(value)
     folder.mkdir()
     (folder / "tokenizer.json").write_text(json.dumps(value))
@@ -83,7 +83,8 @@ def test_saving_writes_other_bytes(real: Path, tmp_path: Path) -> None:
     """So that the test above is about more than a hash of the file."""
     AutoTokenizer.from_pretrained(real / "t5_unigram").save_pretrained(tmp_path)
     saved, stored = (
-        json.loads((p / "tokenizer.json").read_text()) for p in (tmp_path, real / "t5_unigram")
+        json.loads((p / "tokenizer.json").read_text(encoding="utf-8"))
+        for p in (tmp_path, real / "t5_unigram")
     )
     assert saved != stored
 

@@ -28,7 +28,7 @@ def test_dry_run(tmp_path: Path) -> None:
     out = tmp_path / "dry.json"
     done = run("--cpu-dry-run", "--out", str(out))
     assert done.returncode == 0, done.stderr
-    results = json.loads(out.read_text())
+    results = json.loads(out.read_text(encoding="utf-8"))
     cases = results["correctness"]
     assert len(cases) == 2 * 3 * 2  # backends, layouts, windows
     assert all(case["right"] for case in cases if case["backend"] == "reference")
@@ -46,7 +46,7 @@ def test_dry_run_of_training(tmp_path: Path) -> None:
     arguments = ("--cpu-dry-run", "--ways", "full", "--out", str(out))
     done = run(*arguments, script="train_gpu.py")
     assert done.returncode == 0, done.stderr
-    results = json.loads(out.read_text())
+    results = json.loads(out.read_text(encoding="utf-8"))
     way = results["ways"]["full"]
     assert way["resumed_differs_by"] == 0
     assert len(way["losses"]) == 4

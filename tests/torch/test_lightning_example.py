@@ -124,11 +124,11 @@ def test_it_is_the_run_of_packstore_train(made: dict[str, str], tmp_path: Path) 
         log_examples=True,
         cpu=True,
     )
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     expected = [r["loss"] for r in map(json.loads, lines) if "loss" in r]
     assert log.losses == pytest.approx(expected, abs=1e-5)
     assert len(expected) >= 6
-    steps = map(json.loads, (tmp_path / "examples.jsonl").read_text().splitlines())
+    steps = map(json.loads, (tmp_path / "examples.jsonl").read_text(encoding="utf-8").splitlines())
     assert sorted(seen) == sorted(i for step in steps for i in step["example_ids"])
     assert log.held_out["eval/loss"] == pytest.approx(result.evaluation["eval/loss"], abs=1e-5)
 

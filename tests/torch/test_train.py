@@ -102,7 +102,7 @@ def settings(made: SimpleNamespace, output: Path, **others: Any) -> dict[str, An
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def training(output: Path) -> list[dict[str, Any]]:
@@ -334,13 +334,13 @@ def test_what_a_run_leaves(made: SimpleNamespace, tmp_path: Path) -> None:
     best = min(evals, key=lambda step: evals[step])
     expected = {best, result.step, *range(2, result.step + 1, 2)}
     assert {read_state(path).step for path in kept} == expected
-    card = (result.model / "README.md").read_text()
+    card = (result.model / "README.md").read_text(encoding="utf-8")
     from packstore.io.dataset import open
 
     fingerprint = open(made.urls["mixed", "concat"]).manifest.fingerprint
     for said in (fingerprint, 'loss: "dpo"', "eval/rewards/accuracies", "learning_rate: 0.001"):
         assert said in card
-    config = json.loads((result.model / "config.json").read_text())
+    config = json.loads((result.model / "config.json").read_text(encoding="utf-8"))
     assert "packstore" not in json.dumps(config)
     names = {"pairs_per_second", "tokens_per_second", "fill", "data_wait", "learning_rate"}
     assert names <= set(training(tmp_path)[0])

@@ -126,9 +126,9 @@ def test_json_lines_forget_what_comes_after_the_checkpoint(tmp_path: Path) -> No
     for step in range(1, 6):
         sink.write({"step": step, "loss": float("nan") if step == 2 else 0.5})
     sink.close()
-    file.write_text(file.read_text() + '{"step": 6, "lo')
+    file.write_text(file.read_text(encoding="utf-8") + '{"step": 6, "lo')
     JsonLines(file, 3).close()
-    assert file.read_text() == "".join(
+    assert file.read_text(encoding="utf-8") == "".join(
         f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in ((1, 0.5), (2, "null"), (3, 0.5))
     )
 

@@ -26,7 +26,9 @@ def scored(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("scored")
-    lines = (shared_data / "pairs" / "pandalm_scored.jsonl").read_text().splitlines()
+    lines = (
+        (shared_data / "pairs" / "pandalm_scored.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     votes = [line for line in lines if '"chosen_reward": 1.0' not in line]
     clear = [line for line in lines if '"chosen_reward": 1.0' in line]
     (folder / "rows.jsonl").write_text("\n".join((votes + clear)[:PAIRS]) + "\n")
@@ -66,7 +68,7 @@ def test_it_learns_from_votes(scored: dict[str, Any], tmp_path: Path, name: str)
         log_every=1,
         cpu=True,
     )
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     found = [json.loads(line) for line in lines]
     losses = [r["loss"] for r in found]
     assert len(losses) == STEPS

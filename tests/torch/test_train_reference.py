@@ -52,7 +52,10 @@ def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 def losses(output: Path) -> list[float]:
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line)
+        for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return [r.get("loss", r.get("eval/loss")) for r in records]
 
 

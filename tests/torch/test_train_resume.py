@@ -84,8 +84,12 @@ def undisturbed(
 
 def recorded(output: Path) -> dict[str, Any]:
     """What is the same in every undisturbed run: example ids, losses, rates; not times."""
-    records = [json.loads(x) for x in (output / "metrics.jsonl").read_text().splitlines()]
-    examples = [json.loads(x) for x in (output / "examples.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(x) for x in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    examples = [
+        json.loads(x) for x in (output / "examples.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     names = ("loss", "rewards/margins", "learning_rate", "grad_norm", "pairs")
     trained = [r for r in records if "loss" in r]
     return {
@@ -195,7 +199,7 @@ def test_random_draws_go_on(base: dict[str, Any], tmp_path: Path) -> None:
     train(**settings, output=str(tmp_path / "b"), resume=str(before))
     losses = {}
     for name in "ab":
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        lines = (tmp_path / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         losses[name] = {r["step"]: r["loss"] for r in map(json.loads, lines)}
     assert list(losses["b"]) == [7, 8]
     assert losses["b"] == {step: losses["a"][step] for step in (7, 8)}

@@ -95,7 +95,7 @@ def _run(
         finally:
             shards.close()
         figures = rows.figures
-        with open(folder.path(METADATA), "w") as file:
+        with open(folder.path(METADATA), "w", encoding="utf-8") as file:
             json.dump([figures.metadata(pack_size)], file)
     if figures.hidden:
         log.warning(
