@@ -25,10 +25,12 @@ MEANING: dict[str, str] = {
     "no_bos": "the tokenizer begins texts with BOS, a sequence does not",
     "no_eos": "a response does not end with EOS, so the model is not taught to stop",
     "unknown_tokens": "text that the vocabulary cannot spell",
+    "generation_prompt_always": "the chat template writes the generation prompt even where it is "
+    "not asked for; behind the last turn it is stored, and not supervised",
     "duplicate_prompts": "the prompt of an earlier record again",
     "duplicate_records": "an earlier record again, to the last token",
 }
-"""Checks on the tokenized sequences; all others come from the policies of packing."""
+"""Checks on the tokenized sequences, and notes that need a word; policies tell the rest."""
 
 _ORDINAL = (1 << SOURCE_SHIFT) - 1
 

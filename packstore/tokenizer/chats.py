@@ -14,8 +14,8 @@ from packstore.tokenizer.turns import render_turns
 
 def draft_messages(
     parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig, guard: str
-) -> list[Draft]:
-    """The sequences of a record of messages.
+) -> tuple[list[Draft], list[str]]:
+    """The sequences of a record of messages, and events to note.
 
     Raises:
         Refused: the template refuses the record, or no turn is supervised.
@@ -32,7 +32,9 @@ def draft_messages(
             )
         )
     prompt: list[Message] = list(parsed.prompt)  # type: ignore[arg-type]
-    drafts = []
+    drafts: list[Draft] = []
+    events: list[str] = []
+    written = template.written_prompt
     prompts: dict[int, str] = {}
     for response in parsed.responses:
         messages = [*prompt, *response]
@@ -45,6 +47,10 @@ def draft_messages(
             last_only=config.supervised_turns == "last",
             prompts=prompts,
         )
+        if written and text.endswith(written):
+            events.append("generation_prompt_always")
+            if config.append_eos:  # it follows the answer
+                text = text.removesuffix(written)
         keeps = config.overlong == "truncate_prompt"
         drafts.append(
             Draft(
@@ -56,14 +62,14 @@ def draft_messages(
                 from_template=True,
             )
         )
-    return drafts
+    return drafts, events
 
 
 def _system_end(template: ChatTemplate, messages: list[Message], tools: Tools, text: str) -> int:
     if messages[0]["role"] not in ("system", "developer"):
         return 0
     try:
-        system = template.render(messages[:1], tools)
+        system = template.render(messages[:1], tools).removesuffix(template.written_prompt)
     except Refused:  # many templates refuse a dialogue without a user
         return 0
     return len(system) if text.startswith(system) else 0

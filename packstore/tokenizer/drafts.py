@@ -105,7 +105,8 @@ def draft_record(
             for response in parsed.responses
         ]
     else:
-        drafts = draft_messages(parsed, tokenizer, config, guard)
+        drafts, noted = draft_messages(parsed, tokenizer, config, guard)
+        events += noted
         names = [n for d in drafts for n in tokenizer.controls.findall(d.text)] if guard else []
         if not tokenizer.separable.issuperset(names):
             must = "this tokenizer cannot encode text beside its control tokens by itself"

@@ -100,17 +100,19 @@ def _cut_response(tokens: Tokens, limit: int, specials: frozenset[int]) -> Token
     if len(tokens.ids) <= limit:
         return tokens
     tail = 0  # the tokens that end a turn: EOS, or a control token and the line break after it
+    # A generation prompt may follow the last turn; nothing is lost with it.
+    end = len(tokens.ids) - int(np.argmax(tokens.supervised[::-1]))
     for n in (1, 2):
-        if len(tokens.ids) > n and int(tokens.ids[-n]) in specials and tokens.supervised[-n]:
+        if end > n and int(tokens.ids[end - n]) in specials and tokens.supervised[end - n]:
             tail = n
             break
     kept = max(limit - tail, 0)
     if not tokens.supervised[:kept].any():
         return None
-    end = len(tokens.ids) - tail
+    turn_end = slice(max(end - tail, kept), end)
     return replace(
         tokens,
-        ids=np.concatenate([tokens.ids[:kept], tokens.ids[end:]]),
-        supervised=np.concatenate([tokens.supervised[:kept], tokens.supervised[end:]]),
+        ids=np.concatenate([tokens.ids[:kept], tokens.ids[turn_end]]),
+        supervised=np.concatenate([tokens.supervised[:kept], tokens.supervised[turn_end]]),
         events=[*tokens.events, "truncated_response"],
     )

@@ -15,6 +15,7 @@ from jinja2.parser import Parser
 from packstore.errors import TokenizerError, sentence
 from packstore.tokenizer.account import CURRENT, Account
 from packstore.tokenizer.control import free_characters
+from packstore.tokenizer.generation_prompt import mark_outputs, written_last
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.sandbox import MAX_SOURCE, Sandbox, as_json
 
@@ -66,6 +67,33 @@ class ChatTemplate:
         tree = self._compiled.environment.parse(self.source)
         return any(name.name == "generation_opens" for name in tree.find_all(nodes.Name))
 
+    @cached_property
+    def written_prompt(self) -> str:
+        """Generation prompt that every dialogue ends with, asked for or not; mostly empty.
+
+        Looked for in a dialogue of two turns each; empty where the template refuses that one.
+        """
+        words = free_characters(self.source, 4)
+        roles = ("user", "assistant") * 2
+        talk = [{"role": r, "content": c} for r, c in zip(roles, words, strict=True)]
+        environment = self._compiled.environment
+        tree = environment.parse(self.source)
+        marks = mark_outputs(tree, self.source + "".join(words))
+        try:
+            before = self.render(talk[:3])
+            if before != self.render(talk[:3], prompt=True):
+                return ""
+            whole = self.render(talk)
+            marked = self._render(
+                talk, None, environment.from_string(tree), add_generation_prompt=False
+            )
+        except Refused:
+            return ""
+        text, end = written_last(marked, marks)
+        header = whole.partition(words[3])[0]
+        found = text == whole and before.endswith(end) and header.endswith(end)
+        return end if found else ""
+
     def render(
         self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False
     ) -> str:
@@ -96,13 +124,19 @@ class ChatTemplate:
             start = len(text)
         return text, spans
 
-    def _render(self, messages: Sequence[Message], tools: Tools, **variables: Any) -> str:
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        compiled: Template | None = None,
+        **variables: Any,
+    ) -> str:
         tokens = {name: token for name, token in self.tokens.items() if token is not None}
         context = {"messages": list(messages), "tools": tools, "documents": None}
         parts, size = [], 0
         CURRENT.account = Account()
         try:
-            for part in self._compiled.generate(**tokens, **context, **variables):
+            for part in (compiled or self._compiled).generate(**tokens, **context, **variables):
                 parts.append(part)
                 size += len(part)
                 if size > MAX_RENDERED:

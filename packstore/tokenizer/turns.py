@@ -34,7 +34,8 @@ def render_turns(
 
     Returns:
         The text, and (start, end) character spans in order. A turn begins after the generation
-        prompt, as at inference, and goes through the template's end-of-turn text.
+        prompt, as at inference, and goes through the template's end-of-turn text; a generation
+        prompt that the template writes behind the last one is no part of it.
 
     Raises:
         Refused: ``template_refused``, or ``unsupervised`` where there is no assistant turn.
@@ -88,7 +89,7 @@ class _Finder:
             prompt = self._prompt(i)
             if self._text.startswith(prompt):
                 return len(prompt)
-            header = prompt.removeprefix(self._template.render(self._messages[:i], self._tools))
+            header = prompt.removeprefix(self._before(i))
         except Refused:
             if i > 0:  # only a dialogue that the assistant opens has no prompt to render
                 raise
@@ -100,6 +101,11 @@ class _Finder:
             raise _lost(i)
         return begin
 
+    def _before(self, i: int) -> str:
+        """The first `i` messages, without a prompt for what follows."""
+        text = self._template.render(self._messages[:i], self._tools)
+        return text.removesuffix(self._template.written_prompt)
+
     def _prompt(self, i: int) -> str:
         """The first `i` messages, up to where the next answer would begin."""
         if i not in self._prompts:
@@ -110,15 +116,16 @@ class _Finder:
     def _end(self, i: int) -> int:
         """Where message `i` ends, with the end-of-turn text that follows it."""
         if i == len(self._messages) - 1:
-            return len(self._text)
-        alone = self._template.render(self._messages[: i + 1], self._tools)
+            return len(self._text.removesuffix(self._template.written_prompt))
+        alone = self._before(i + 1)
         if self._text.startswith(alone):
             return len(alone)
         end = self._content(i)[1]
         opens, closes = self._marks[i]
         last = _mark(self._messages[i], opens, closes)
         alone = self._template.render([*self._messages[:i], last], self._tools)
-        return end + shared_characters(alone.rpartition(closes)[2], self._text[end:])
+        tail = alone.rpartition(closes)[2].removesuffix(self._template.written_prompt)
+        return end + shared_characters(tail, self._text[end:])
 
     @cached_property
     def _marks(self) -> list[tuple[str, str]]:
