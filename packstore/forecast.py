@@ -204,6 +204,7 @@ def _choices(
                     pad_to_multiple=config.pad_to_multiple,
                     strategy=strategy,
                     seed=config.seed,
+                    shuffle=config.shuffle,
                 )
                 found = plan(aligned[layout][fits], config=settings)
                 found = replace(found, tokens=int(lengths[layout][fits].sum()))

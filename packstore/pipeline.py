@@ -194,6 +194,10 @@ def _log_result(dataset: Dataset) -> None:
         *(f"{n:,}" for n in (m.records.packed, m.records.read, m.num_packs, m.totals.tokens)),
         100 * m.fill_rate,
     )
+    if not m.statistics.planning.get("shuffle", True):
+        log.info(
+            "kept the order of the input, by shuffle=False: packs hold neighbours of the input"
+        )
     for reason, count in m.records.dropped.items():
         log.warning("dropped %s records: %s", f"{count:,}", reason)
     for event, count in m.records.noted.items():

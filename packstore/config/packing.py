@@ -156,6 +156,11 @@ class SelectConfig:
 class PlanConfig(SizeConfig):
     """Which example goes into which pack, and the order of the packs."""
 
+    shuffle: bool = setting(
+        True,
+        "plan the examples in a random order, so that a pack holds examples from all over the "
+        "input; without it, packs hold neighbours",
+    )
     strategy: str = setting("pool", "how examples are chosen for a pack", registry="strategy")
     pack_order: Literal["shuffled", "stratified", "plain"] = setting(
         "shuffled", "order of the packs in the dataset"

@@ -8,7 +8,7 @@ from typing import Any
 from packstore.pack.bounds import bound_of_counts
 from packstore.records import Int64
 
-_SAME = ("strategy", "seed", "pack_order", "pack_size", "pad_to_multiple")
+_SAME = ("strategy", "seed", "shuffle", "pack_order", "pack_size", "pad_to_multiple")
 _SUMS = ("num_packs", "num_examples", "tokens", "aligned_tokens")
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from packstore import seeds
 from packstore.config import PlanConfig
 from packstore.errors import ConfigError, InputError, sentence
 from packstore.pack import statistics
@@ -42,6 +43,7 @@ class Plan:
             ``auto`` came to.
         seed: source of every random choice.
         pack_order: ``shuffled``, ``stratified`` or ``plain``.
+        shuffle: the strategy took the examples in a random order, not in that of the input.
     """
 
     order: Int32
@@ -54,6 +56,7 @@ class Plan:
     chosen: str
     seed: int
     pack_order: str
+    shuffle: bool
 
     @property
     def num_packs(self) -> int:
@@ -137,6 +140,7 @@ class Plan:
             "chosen": self.chosen,
             "algorithm": f"{self.chosen}-{VERSIONS.get(self.chosen, 1)}",
             "seed": self.seed,
+            "shuffle": self.shuffle,
             "pack_order": self.pack_order,
             "pack_size": self.pack_size,
             "pad_to_multiple": self.pad_to_multiple,
@@ -172,9 +176,10 @@ def plan(
     strategy: str | None = None,
     seed: int | None = None,
     pack_order: Literal["shuffled", "stratified", "plain"] | None = None,
+    shuffle: bool | None = None,
     config: PlanConfig | None = None,
 ) -> Plan:
-    """Plans packs for examples of these lengths.
+    """Plans packs for examples of these lengths, as :func:`packstore.pack` does.
 
     Args:
         lengths: whole numbers `[n]`, tokens of each example in input order, each 1..pack_size.
@@ -184,6 +189,8 @@ def plan(
         strategy: a name of ``packstore.pack.algorithms.STRATEGIES``.
         seed: source of every random choice.
         pack_order: order of the packs.
+        shuffle: the strategy takes the examples in a random order; False: in that of the input,
+            and packs hold neighbours.
         config: where settings that are left out come from; default: the defaults.
 
     Returns:
@@ -201,6 +208,7 @@ def plan(
         strategy=base.strategy if strategy is None else strategy,
         pack_order=base.pack_order if pack_order is None else pack_order,
         seed=base.seed if seed is None else seed,
+        shuffle=base.shuffle if shuffle is None else shuffle,
     )
     capacity = settings.pack_size
     if capacity > MAX_PACK_SIZE:
@@ -210,11 +218,15 @@ def plan(
     checked = given
     if settings.pad_to_multiple > 1:
         checked = _checked(round_up(given, settings.pad_to_multiple), capacity)
+    drawn = _drawn(len(checked), settings.seed) if settings.shuffle else None
+    arriving = checked if drawn is None else checked[drawn]
     if settings.strategy == "auto":
-        chosen, (order, offsets) = auto.choose(checked, capacity, settings.seed)
+        chosen, (order, offsets) = auto.choose(arriving, capacity, settings.seed)
     else:
         chosen = settings.strategy
-        order, offsets = pack_by(checked, capacity, settings.seed)
+        order, offsets = pack_by(arriving, capacity, settings.seed)
+    if drawn is not None:
+        order = drawn[order]
     delivery = ORDERS[settings.pack_order](
         np.diff(offsets), _sum_of_squares(checked, order, offsets), settings.seed
     )
@@ -228,7 +240,13 @@ def plan(
         chosen=chosen,
         seed=settings.seed,
         pack_order=settings.pack_order,
+        shuffle=settings.shuffle,
     )
+
+
+def _drawn(n: int, seed: int) -> Int32:
+    """int32 `[n]`: all examples in a random order."""
+    return seeds.permutation(n, seed, "examples").astype(np.int32)
 
 
 def _checked(lengths: npt.ArrayLike, capacity: int) -> Int32:

@@ -126,6 +126,7 @@ class StepPacker:
             strategy=self.config.strategy,
             seed=self.config.seed,
             pack_order="plain",
+            shuffle=False,  # all of them are of one step
         )
         examples = whole.examples.take(made.order)
         logps = whole.ref_logps

@@ -98,7 +98,7 @@ def test_the_order_of_packs_changes_no_pack(order: str, n: int) -> None:
     assert sorted(packs) == sorted(before)
     assert (packs == before) == (order == "plain" or len(packs) == 1)
     again = plan(lengths, pack_size=4096, pack_order=order, seed=1)  # type: ignore[arg-type]
-    assert np.array_equal(again.order, made.order) == (order == "plain" or len(packs) == 1)
+    assert np.array_equal(again.order, made.order) == (n == 1)
 
 
 def test_stratified_steps_have_nearly_the_same_number_of_examples() -> None:
@@ -130,7 +130,8 @@ def test_a_stratified_step_has_one_pack_of_each_stratum() -> None:
 
 
 def test_statistics_are_those_of_the_packs() -> None:
-    made = plan([4, 4, 2, 9, 5], pack_size=10, strategy="sequential", pack_order="plain")
+    made = plan([4, 4, 2, 9, 5], pack_size=10, strategy="sequential", pack_order="plain",
+                shuffle=False)  # fmt: skip
     found = json.loads(json.dumps(made.statistics()))
     assert found.pop("randomness")["design_effect"] is None
     assert found == {
@@ -138,6 +139,7 @@ def test_statistics_are_those_of_the_packs() -> None:
         "chosen": "sequential",
         "algorithm": "sequential-1",
         "seed": 0,
+        "shuffle": False,
         "pack_order": "plain",
         "pack_size": 10,
         "pad_to_multiple": 1,

@@ -1,0 +1,160 @@
+"""Sorted input: packs hold examples from all over it, in every way of packing."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import packstore
+from packstore.pack.algorithms import STRATEGIES
+from packstore.pack.plan import Plan, plan
+from packstore.pack.statistics import design_effect
+from packstore.records import Int32
+
+SOURCES = 40
+
+
+def sorted_by_source(n: int = 100_000) -> Int32:
+    """Lengths of pairs; example i is of source ``i * SOURCES // n``."""
+    lengths = np.random.default_rng(0).lognormal(np.log(600), 0.8, n)
+    return np.clip(np.rint(lengths), 1, 4096).astype(np.int32)
+
+
+def effect(made: Plan, packs: int) -> float:
+    """Design effect of the places in the input; 1 in a random draw."""
+    found = design_effect(made.order.astype(np.float64), made.offsets, packs)
+    assert found is not None
+    return found
+
+
+def sources_per_example(made: Plan) -> float:
+    source = made.order.astype(np.int64) * SOURCES // made.num_examples
+    packs = np.split(source, made.offsets[1:-1])
+    return sum(len(np.unique(p)) for p in packs) / made.num_examples
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+def test_every_strategy_draws_from_the_whole_input(strategy: str) -> None:
+    lengths = sorted_by_source()
+    made = plan(lengths, pack_size=4096, strategy=strategy)
+    kept = plan(lengths, pack_size=4096, strategy=strategy, shuffle=False)
+    assert made.shuffle
+    assert made.statistics()["shuffle"] is True
+    assert not kept.shuffle
+    # Of 15,000 packs and more, the effect of a random draw is 1 with a deviation of 0.012.
+    assert effect(made, 1) <= 1.06
+    if strategy in ("pool", "auto", "sequential"):
+        assert effect(kept, 1) > 4
+    if strategy != "none":  # a pack of one has one source
+        own = np.diff(made.offsets)
+        drawn = SOURCES * (1 - (1 - 1 / SOURCES) ** own)
+        assert sources_per_example(made) >= 0.98 * drawn.sum() / made.num_examples
+    if strategy in ("pool", "auto", "exact_fill"):
+        assert made.fill_rate >= 0.9995
+        assert abs(made.num_packs - kept.num_packs) <= 0.0005 * kept.num_packs
+
+
+@pytest.mark.parametrize("strategy", ["pool", "auto"])
+def test_input_that_is_sorted_by_length(strategy: str) -> None:
+    """A place is then a length: no more alike in a pack than lengths of a random input are."""
+    mixed = sorted_by_source()
+    lengths = np.sort(mixed)
+    made = plan(lengths, pack_size=4096, strategy=strategy)
+    places = mixed.argsort(kind="stable").argsort()
+    random = plan(mixed, pack_size=4096, strategy=strategy, shuffle=False)
+    expected = design_effect(places[random.order].astype(np.float64), random.offsets, 1)
+    assert effect(made, 1) == pytest.approx(expected, abs=0.06)
+    assert made.fill_rate >= 0.9995
+    kept = plan(lengths, pack_size=4096, strategy=strategy, shuffle=False)
+    assert (kept.chosen, kept.fill_rate < 0.9995) == (
+        ("pool", True) if strategy == "pool" else ("exact_fill", False)
+    )
+
+
+def test_without_shuffle_the_order_is_that_of_the_input() -> None:
+    made = plan([3, 3, 4, 1, 9], pack_size=10, strategy="sequential", pack_order="plain",
+                shuffle=False)  # fmt: skip
+    np.testing.assert_array_equal(made.order, np.arange(5))
+    shuffled = plan(np.ones(1000, np.int32), pack_size=10, strategy="sequential")
+    assert (np.diff(shuffled.order) == 1).mean() < 0.01
+
+
+def records(n: int = 6000) -> list[dict[str, Any]]:
+    """Pairs of token ids, sorted by source; each source has lengths of its own."""
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "prompt": [1 + i % 900] * int(rng.integers(1, 12 + i * 20 // n)),
+            "chosen": [2] * int(rng.integers(1, 20)),
+            "rejected": [3] * int(rng.integers(1, 20)),
+            "source": f"s{i * SOURCES // n}",
+        }
+        for i in range(n)
+    ]
+
+
+def sources_of(dataset: packstore.Dataset) -> list[np.ndarray]:
+    """The carried sources of each pack."""
+    return [
+        packs.columns["source"][a:b]
+        for packs in dataset.iter_packs()
+        for a, b in itertools.pairwise(packs.example_offsets)
+    ]
+
+
+def test_packing_shuffles_and_packing_anew_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings: dict[str, Any] = {"pack_size": 512, "carry": ("source",)}
+    with caplog.at_level(logging.INFO, "packstore"):
+        made = packstore.pack(records(), tmp_path / "made", **settings)
+    assert "order of the input" not in caplog.text
+    with caplog.at_level(logging.INFO, "packstore"):
+        kept = packstore.pack(records(), tmp_path / "kept", shuffle=False, **settings)
+    assert "by shuffle=False: packs hold neighbours of the input" in caplog.text
+    anew = packstore.pack(kept, tmp_path / "anew", **settings)
+    found = {}
+    for name, dataset in (("made", made), ("kept", kept), ("anew", anew)):
+        packs = sources_of(dataset)
+        drawn = sum(SOURCES * (1 - (1 - 1 / SOURCES) ** len(p)) for p in packs)
+        found[name] = sum(len(set(p)) for p in packs) / drawn
+        assert dataset.manifest.provenance["settings"]["shuffle"] is (name != "kept")
+        assert dataset.manifest.statistics.planning["shuffle"] is (name != "kept")
+    assert found["kept"] < 0.4
+    assert 0.98 < found["made"] < 1.02
+    assert 0.98 < found["anew"] < 1.02
+    ids = [sorted(i for p in d.iter_packs() for i in p.example_ids.tolist()) for d in (made, kept)]
+    assert ids[0] == ids[1]
+    assert made.manifest.lineage == kept.manifest.lineage
+    assert len(made) <= len(kept) + 1
+
+
+def test_a_selection_does_not_depend_on_the_shuffle(tmp_path: Path) -> None:
+    some = records(600)
+    some += some[100:200]
+    chosen = []
+    for shuffle in (True, False):
+        out = tmp_path / str(shuffle)
+        packstore.pack(some, out, pack_size=512, shuffle=shuffle, dedup="pair",
+                       validation_fraction=0.2)  # fmt: skip
+        parts = [packstore.open(out / part) for part in ("train", "validation")]
+        chosen.append(
+            [sorted(i for p in d.iter_packs() for i in p.example_ids.tolist()) for d in parts]
+        )
+    assert chosen[0] == chosen[1]
+    assert max(max(ids) for ids in chosen[0]) < 600
+
+
+def test_append_keeps_the_setting(tmp_path: Path) -> None:
+    some = records(300)
+    for shuffle in (True, False):
+        out = tmp_path / str(shuffle)
+        packstore.pack(some[:200], out, pack_size=512, shuffle=shuffle)
+        packstore.append(out, some[200:])
+        plans = packstore.open(out).manifest.statistics.planning["parts"]
+        assert [p["shuffle"] for p in plans] == [shuffle, shuffle]
