@@ -39,8 +39,8 @@ class TrainDataConfig:
     )
     ref_logps_check: Literal["exact", "model"] = setting(
         "exact",
-        "side datasets made with another dtype or attention: refuse them, or look at model, "
-        "tokenizer and template only",
+        "side datasets made in other arithmetic (weights, autocast, attention, device): refuse "
+        "them, or only log it and compare model, tokenizer and template",
     )
     storage_options: Mapping[str, str] = setting(
         dict,

@@ -28,6 +28,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=DTYPES, default="float32", help="of the weights (default: float32)"
     )
     group.add_argument(
+        "--mixed-precision",
+        choices=("none", "bf16"),
+        default="none",
+        help="of the computation, by autocast, as in packstore train (default: none)",
+    )
+    group.add_argument(
         "--attention", default="auto", metavar="NAME", help="backend (default: auto)"
     )
     group.add_argument("--device", metavar="NAME", help="default: a GPU for each rank, else cpu")

@@ -80,6 +80,7 @@ def _run(args: argparse.Namespace) -> int:
             side=[args.ref_logps] if args.ref_logps else (),
             by=args.by or ("file" if args.html else None),
             rewards=bool(args.html),
+            mixed_precision=args.mixed_precision,
             packs_per_batch=args.packs_per_batch,
             tokens_per_batch=args.tokens_per_batch,
         )

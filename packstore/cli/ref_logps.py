@@ -37,6 +37,7 @@ def _run(args: argparse.Namespace) -> int:
                 overwrite=args.overwrite,
                 storage_options=storage_options(args),
                 progress=progress,
+                mixed_precision=args.mixed_precision,
                 packs_per_batch=args.packs_per_batch,
                 tokens_per_batch=args.tokens_per_batch,
             )

@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -18,13 +20,16 @@ import torch
 from torch import nn
 
 from packstore.io.dataset import Dataset
-from packstore.io.side import Side
+from packstore.io.side import Side, open_side
+from packstore.io.side_manifest import REF_LOGPS
+from packstore.torch.arithmetic import Precision, autocast
 from packstore.torch.compatibility import check_model
 from packstore.torch.dataset import PackedDataset
 from packstore.torch.grouped import Figures, GroupedMetrics
 from packstore.torch.head import PackedPolicy
 from packstore.torch.loader import PackedDataLoader
 from packstore.torch.loss import PreferenceLoss
+from packstore.torch.made_with import check_arithmetic
 
 
 @torch.no_grad()
@@ -37,6 +42,7 @@ def evaluate(
     side: Sequence[Side | str | PathLike[str]] = (),
     by: str | None = None,
     rewards: bool = False,
+    mixed_precision: Precision = "none",
     **batching: Any,
 ) -> Figures:
     """The metrics of `model` over `dataset`, exact for any packs, batches and ranks.
@@ -52,6 +58,8 @@ def evaluate(
         by: a carried or joined column of texts, integers or booleans; or ``file``, by the input
             file that each example came from.
         rewards: also give the rewards of each pair; not for the loss ``sft``.
+        mixed_precision: of both models: ``bf16`` computes in bfloat16 by autocast, ``none`` in the
+            autocast that is on around this call, if one is.
         batching: `packs_per_batch` (default 1) or `tokens_per_batch`.
 
     Raises:
@@ -63,10 +71,16 @@ def evaluate(
     models = [model] if reference is None or not loss_fn.reference else [model, reference]
     for one in models:
         check_model(dataset, one)
-    data = PackedDataset(dataset, shuffle=False, side=side)
+    sides = [s if isinstance(s, Side) else open_side(os.fspath(s)) for s in side]
+    data = PackedDataset(dataset, shuffle=False, side=sides)
     loader = PackedDataLoader(data, mode="eval", **batching)
     policies = [PackedPolicy(m) for m in models]
     device = next(iter(model.parameters())).device
+    lower = partial(autocast, device, mixed_precision)
+    for one in sides:
+        if REF_LOGPS in one.manifest.columns and len(models) < 2:
+            with lower():
+                check_arithmetic(one, model)
     before = [m.training for m in models]
     grouped = GroupedMetrics(loss_fn, dataset, by, rewards and not loss_fn.only_sft)
     try:
@@ -74,7 +88,8 @@ def evaluate(
             m.eval()
         for batch in loader:
             here = batch.to(device)
-            logps, *others = (policy(here) for policy in policies)
+            with lower():
+                logps, *others = [policy(here) for policy in policies]
             ref_logps = others[0] if others else None
             grouped.add(logps, here, ref_logps)
     finally:

@@ -220,7 +220,7 @@ def _gap(model: Any, head: Head) -> float:
     training, handle = model.training, head.backbone.register_forward_hook(enlarge)
     try:
         model.eval()
-        found = model(**_probe_inputs(head.weight)).logits.double()
+        found = model(**probe_inputs(head.weight)).logits.double()
     finally:
         handle.remove()
         model.train(training)
@@ -231,7 +231,7 @@ def _gap(model: Any, head: Head) -> float:
     return float((found - logits).abs().max()) if found.shape == logits.shape else float("inf")
 
 
-def _probe_inputs(weight: Tensor) -> dict[str, Any]:
+def probe_inputs(weight: Tensor) -> dict[str, Any]:
     """A few tokens as one segment, for models with and without packed attention."""
     n = PROBE_TOKENS
     ids = torch.arange(1, n + 1, device=weight.device)

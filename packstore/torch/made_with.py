@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,55 +15,72 @@ from packstore.errors import CompatibilityError, quote, sentence
 from packstore.io.dataset import Dataset
 from packstore.io.manifest import Manifest
 from packstore.io.side import Side, open_side
-from packstore.torch.attention import ATTENTION
-from packstore.torch.fused_head import exact_dtype
-from packstore.torch.head import find_head
+from packstore.torch.arithmetic import describe_arithmetic, is_added, short
 from packstore.torch.model import unwrapped
 
 logger = logging.getLogger(__name__)
 
 MadeWith = dict[str, str | int | float | bool | None]
 
-MODEL_NAMES = ("model_sha256", "tokenizer_sha256", "chat_template_sha256", "head_dtype")
-COMPUTE_NAMES = ("dtype", "attention")
-"""What must agree; the second in the last digits only."""
+MODEL_NAMES = (
+    *("model_rounded_sha256", "tokenizer_sha256", "chat_template_sha256", "head_dtype"),
+)
+"""Must agree, or the log-probs are those of something else."""
+
+ARITHMETIC_NAMES = ("weight_dtype", "autocast_dtype", "attention", "device", "float32_matmul")
+EXACT_NAMES = (*ARITHMETIC_NAMES, "model_sha256")
+"""Must agree as well for the log-probs to be the same to the last bit."""
+
+TAKE = "or take it as it is with ref_logps_check: model (exact=False)"
 
 _VOLATILE = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
 
-def describe_reference(model: nn.Module, data: Dataset | Manifest) -> MadeWith:
+def describe_reference(
+    model: nn.Module,
+    data: Dataset | Manifest,
+    device: torch.device | None = None,
+    *,
+    adapter: bool = True,
+) -> MadeWith:
     """What a side dataset of this model's log-probs says that it was made with.
 
-    ``model_sha256`` is :func:`weights_sha256`; ``head_dtype`` what log-probs are summed in.
+    ``model_sha256`` and ``model_rounded_sha256`` are :func:`weights_sha256` of the weights as they
+    are, and rounded to bfloat16; the rest is :func:`describe_arithmetic`, of the autocast that is
+    on around this call.
+
+    Args:
+        model: the reference.
+        data: the dataset.
+        device: that the model will be on; default: that it is on.
+        adapter: False leaves out what PEFT added.
     """
     manifest = data.manifest if isinstance(data, Dataset) else data
     tokenizer = manifest.provenance.get("tokenizer") or {}
     template = tokenizer.get("chat_template")
     template_sha256 = None if template is None else hashlib.sha256(template.encode()).hexdigest()
     config: Any = unwrapped(model).config
-    weight = find_head(model).weight
     return {
         "model": str(getattr(config, "_name_or_path", "") or "unnamed"),
-        "model_sha256": weights_sha256(model),
-        "adapter": hasattr(model, "peft_config"),
+        "model_sha256": weights_sha256(model, adapter=adapter),
+        "model_rounded_sha256": weights_sha256(model, adapter=adapter, rounded=True),
+        "adapter": adapter and hasattr(model, "peft_config"),
         "tokenizer_sha256": tokenizer.get("sha256"),
         "chat_template_sha256": template_sha256,
-        "dtype": _short(next(iter(model.parameters())).dtype),
-        "attention": _attention(config),
-        "head_dtype": _short(exact_dtype(weight)),
-        "device": weight.device.type,
+        **describe_arithmetic(model, device, adapter=adapter),
     }
 
 
-def weights_sha256(model: nn.Module, *, adapter: bool = True) -> str:
-    """A hash of a model's config and of its weights rounded to bfloat16.
-
-    So it is the same for one model in any dtype that holds bfloat16, wherever it was loaded from.
+def weights_sha256(model: nn.Module, *, adapter: bool = True, rounded: bool = False) -> str:
+    """A hash of a model's config and of its weights, wherever it was loaded from.
 
     Args:
         model: a Hugging Face model, also inside wrappers.
         adapter: False leaves out what PEFT added: that of the base model. True: with the active
             adapter alone.
+        rounded: False: of the bytes and dtypes of all weights, and of the dtypes of buffers that
+            are not stored (such as tables of positions). True: of the weights rounded to bfloat16,
+            so that it is the same for one model in any dtype that holds bfloat16.
     """
     inner = unwrapped(model)
     base: Any = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
@@ -73,10 +91,17 @@ def weights_sha256(model: nn.Module, *, adapter: bool = True) -> str:
     active = getattr(inner, "active_adapter", None)
     idle = {f".{name}." for name in getattr(inner, "peft_config", {}) if name != active}
     for name, (full, tensor) in sorted(tensors.items()):
-        if _is_added(full) and (not adapter or any(other in full for other in idle)):
+        if is_added(full) and (not adapter or any(other in full for other in idle)):
             continue
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        digest.update(_rounded(tensor))
+        kind = "" if rounded else f" {short(tensor.dtype)}"
+        digest.update(f"{name} {tuple(tensor.shape)}{kind}".encode())
+        if rounded and tensor.is_floating_point():
+            tensor = tensor.detach().to(torch.bfloat16)
+        digest.update(_bytes(tensor))
+    if not rounded:
+        for name, buffer in sorted(base.named_buffers()):
+            if _plain_name(name) not in tensors:
+                digest.update(f"{_plain_name(name)} {short(buffer.dtype)}".encode())
     return digest.hexdigest()
 
 
@@ -86,62 +111,95 @@ def check_reference(
     data: Dataset | Manifest,
     *,
     adapter: bool = False,
-    dtype: str | None = None,
+    device: torch.device | None = None,
     exact: bool = True,
 ) -> None:
     """Refuses precomputed log-probs that are not those that the training would compute itself.
+
+    Call it in the autocast that the training computes in, if there is one.
 
     Args:
         side: what :func:`~packstore.torch.reference.write_ref_logps` wrote, or its URL.
         model: the reference of the training: of a policy before its first step, the policy itself.
         data: the dataset that is trained on.
         adapter: whether the reference is the model with its adapter, not without.
-        dtype: that the training computes in; default: that of the model's weights.
-        exact: False only logs another dtype or attention backend: values then differ in the last
-            digits, and the first step's margins are not exactly 0.
+        device: that the training computes on; default: that of the model.
+        exact: False only logs other arithmetic: dtype of the weights, autocast, attention backend,
+            kind of device, products of float32, and weights that agree when they are rounded to
+            bfloat16. Margins of the first step are then not exactly 0: off in the last digits, or
+            by up to a nat where autocast or weights differ.
 
     Raises:
-        CompatibilityError: another model, tokenizer, template, precision of the head, dtype or
-            attention backend.
+        CompatibilityError: another model, tokenizer, template or precision of the head; if `exact`
+            also other arithmetic, or a side dataset that does not say its own.
     """
     side = side if isinstance(side, Side) else open_side(side)
-    told, own = side.manifest.made_with, describe_reference(model, data)
-    own["dtype"] = dtype or own["dtype"]
-    if not adapter:
-        own["model_sha256"] = weights_sha256(model, adapter=False)
-    if MODEL_NAMES[0] not in told:
-        logger.warning("%s does not say which model made it", side.url)
-    for name in (*MODEL_NAMES, *COMPUTE_NAMES):
-        if name not in told or told[name] == own[name]:
-            continue
-        if name in COMPUTE_NAMES and not exact:
-            text = "%s was made with %s %s, the training computes with %s"
+    own = describe_reference(model, data, device, adapter=adapter)
+    _compare(side, own, MODEL_NAMES, strict=True, complete=exact)
+    _compare(side, own, EXACT_NAMES, strict=exact, complete=exact)
+
+
+def check_arithmetic(side: Side, model: nn.Module, device: torch.device | None = None) -> None:
+    """Logs a warning if log-probs were computed in other arithmetic than `model` now computes in.
+
+    For a model that is not the reference: its weights are not compared.
+
+    Args:
+        side: what :func:`~packstore.torch.reference.write_ref_logps` wrote.
+        model: the policy.
+        device: that it will be on; default: that it is on.
+    """
+    own: MadeWith = {**describe_arithmetic(model, device, adapter=False)}
+    _compare(side, own, ARITHMETIC_NAMES, strict=False, complete=False)
+
+
+def _compare(
+    side: Side, own: MadeWith, names: Sequence[str], *, strict: bool, complete: bool
+) -> None:
+    """Compares what a side dataset says of itself with what the training would say.
+
+    Args:
+        side: the side dataset.
+        own: of the training.
+        names: members to compare.
+        strict: refuse a difference; else log it.
+        complete: refuse a member that is absent; else log it.
+    """
+    told = side.manifest.made_with
+    for name in names:
+        if name not in told:
+            if complete:
+                must = f"it must say its {name}"
+                do = f"Make it anew with packstore ref-logps, {TAKE}"
+                raise CompatibilityError(sentence(side.url, must, "none", do))
+            logger.warning("%s does not say its %s", side.url, name)
+        elif told[name] != own[name] and strict:
+            must = f"its {name} must be that of the training, {quote(own[name], 20)}"
+            do = _remedy(name, own[name])
+            raise CompatibilityError(sentence(side.url, must, quote(told[name], 20), do))
+        elif told[name] != own[name]:
+            text = "%s was made with %s %s, this run computes with %s"
             logger.warning(text, side.url, name, told[name], own[name])
-            continue
-        must = f"its {name} must be that of the training, {quote(own[name], 20)}"
-        do = "Make it anew with the reference model and the settings of this training"
-        raise CompatibilityError(sentence(side.url, must, quote(told[name], 20), do))
 
 
-def _attention(config: Any) -> str:
-    """The backend by the name that users give."""
-    name = str(config._attn_implementation).removeprefix("packstore_")
-    return ATTENTION.names()[int(name)] if name.isdigit() else name
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _remedy(name: str, value: object) -> str:
+    """How to make a side dataset whose `name` is `value`, and the way around."""
+    if name not in EXACT_NAMES:
+        return "Make it anew with the reference model and the settings of this training"
+    how = {
+        "weight_dtype": f"with --dtype {value}",
+        "autocast_dtype": "with --mixed-precision " + ("bf16" if value else "none"),
+        "attention": f"with --attention {value}",
+        "device": f"on a device of the kind {value}",
+        "float32_matmul": f"with float32 products in {value}",
+        "model_sha256": "with the same weights in the same dtype",
+    }
+    return f"Make it anew: packstore ref-logps {how[name]}; {TAKE}"
 
 
 def _plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
-def _is_added(name: str) -> bool:
-    return "lora_" in name or ".modules_to_save." in name
-
-
-def _rounded(tensor: Tensor) -> bytes:
-    if tensor.is_floating_point():
-        tensor = tensor.detach().to(torch.bfloat16)
+def _bytes(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

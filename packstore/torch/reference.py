@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from packstore.io.side import Side, SideWriter, open_side
 from packstore.io.side_manifest import REF_LOGPS, SIDE
 from packstore.io.storage import Location
 from packstore.records import Float32, Int64
+from packstore.torch.arithmetic import Precision, autocast
 from packstore.torch.collate import PackedBatch, collate
 from packstore.torch.compatibility import check_model
 from packstore.torch.dealing import deal
@@ -50,6 +53,7 @@ def write_ref_logps(
     dataset: Dataset,
     url: str,
     *,
+    mixed_precision: Precision = "none",
     overwrite: bool = False,
     storage_options: dict[str, Any] | None = None,
     progress: Progress | None = None,
@@ -65,6 +69,8 @@ def write_ref_logps(
         model: whole on every rank, as :func:`~packstore.torch.load.load_model` gives it.
         dataset: of any kind and layout.
         url: where the side dataset goes: a local folder or an fsspec URL that all ranks reach.
+        mixed_precision: ``bf16`` computes in bfloat16 by autocast, as a training with that setting
+            does; ``none`` in the autocast that is on around this call, if one is.
         overwrite: replace a side dataset that is already there.
         storage_options: of `url`.
         progress: told about finished packs, on this rank.
@@ -80,12 +86,14 @@ def write_ref_logps(
         StorageError: no space, no permission, or the store refuses.
     """
     check_model(dataset, model)
+    lower = partial(autocast, next(model.parameters()).device, mixed_precision)
     config = BatchConfig.of(mode="eval", **batching)
     location = Location(url, storage_options or {})
 
     def begin() -> tuple[MadeWith, list[int]]:
         refuse_existing(location, overwrite, SIDE)
-        made_with = describe_reference(model, dataset)
+        with lower():
+            made_with = describe_reference(model, dataset)
         for name in ("packs_per_batch", "tokens_per_batch"):
             made_with[name] = getattr(config, name)
         numbers = {number for number, _ in _parts(dataset, _cutter(dataset, config))}
@@ -111,7 +119,7 @@ def write_ref_logps(
     parts = parts_of(made_with)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
     mine = missing[rank::ranks]
-    for number, values in _computed(model, dataset, config, set(mine), progress):
+    for number, values in _computed(model, dataset, config, lower, set(mine), progress):
         parts.put(number, values)
     if distributed():
         dist.barrier()
@@ -124,17 +132,20 @@ def _computed(
     model: nn.Module,
     dataset: Dataset,
     config: BatchConfig,
+    lower: Callable[[], AbstractContextManager[Any]],
     mine: set[int],
     progress: Progress | None,
 ) -> Iterator[tuple[int, Values]]:
-    """The values of each part of `mine`."""
+    """The values of each part of `mine`; `lower` makes the context that the model runs in."""
     policy, training = PackedPolicy(model), model.training
     device, total = next(iter(model.parameters())).device, len(dataset)
     pending: tuple[int, list[Values]] | None = None
     model.eval()
     try:
         for number, place, batch in _batches(dataset, config, mine):
-            values = _values(batch, policy(batch.to(device)))
+            with lower():
+                logps = policy(batch.to(device))
+            values = _values(batch, logps)
             if pending is not None and pending[0] != number:
                 yield pending[0], _joined(pending[1])
                 pending = None

@@ -211,7 +211,7 @@ def test_what_it_was_made_with(kit: SimpleNamespace, pairs: Dataset, tmp_path: P
     model = model_of(kit)
     made = write_ref_logps(model, pairs, str(tmp_path / "ref")).manifest.made_with
     assert made["model_sha256"] == weights_sha256(model)
-    assert (made["dtype"], made["attention"], made["head_dtype"]) == ("float32", "auto", "float32")
+    assert (made["weight_dtype"], made["attention"]) == ("float32", "sdpa")
     assert (made["adapter"], made["device"], made["packs_per_batch"]) == (False, "cpu", None)
     with pytest.raises(DatasetExistsError):
         write_ref_logps(model, pairs, str(tmp_path / "ref"))
@@ -223,13 +223,15 @@ def test_the_hash_is_of_the_model_alone(kit: SimpleNamespace, tmp_path: Path) ->
 
     peft = pytest.importorskip("peft", reason="LoRA needs peft")
     model = kit.tiny_model(dtype=torch.float32)
-    expected = weights_sha256(model)
+    expected, rounded = weights_sha256(model), weights_sha256(model, rounded=True)
     model.save_pretrained(tmp_path)
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+    for dtype in (torch.bfloat16, torch.float64, torch.float32):
         again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-        assert weights_sha256(use_packed_attention(again)) == expected
+        assert weights_sha256(use_packed_attention(again), rounded=True) == rounded
+        assert (weights_sha256(again) == expected) == (dtype == torch.float32)
     adapted = peft.get_peft_model(again, peft.LoraConfig(target_modules="all-linear"))
     assert weights_sha256(adapted, adapter=False) == expected != weights_sha256(adapted)
+    assert weights_sha256(adapted, adapter=False, rounded=True) == rounded
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 5.0}
     assert weights_sha256(model) != expected
 
@@ -242,16 +244,20 @@ def test_what_does_not_fit_is_refused(
     with caplog.at_level(logging.WARNING):
         check_reference(side, model, pairs)
         assert not caplog.records
-        check_reference(side.url, model, pairs, dtype="bfloat16", exact=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            check_reference(side.url, model, pairs, exact=False)
         assert not caplog.records[1:]
-    with pytest.raises(CompatibilityError, match="dtype must be that of the training"):
-        check_reference(side, model, pairs, dtype="bfloat16")
-    assert "dtype float32, the training computes with bfloat16" in caplog.text
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(CompatibilityError, match="autocast_dtype must be that of the training"),
+    ):
+        check_reference(side, model, pairs)
+    assert "autocast_dtype None, this run computes with bfloat16" in caplog.text
     with pytest.raises(CompatibilityError, match="head_dtype"):
         check_reference(side, model_of(kit, torch.float64), pairs)
     with torch.no_grad():
         model.lm_head.weight += 0.1
-    with pytest.raises(CompatibilityError, match="model_sha256"):
+    with pytest.raises(CompatibilityError, match="model_rounded_sha256"):
         check_reference(side, model, pairs)
     packs = kit.packed(random_examples(8), [4, 4], "concat")
     other = kit.write(str(tmp_path / "other"), packs)

@@ -86,12 +86,16 @@ def test_precomputed_equals_online_to_the_last_bit(made: dict[str, Any], tmp_pat
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("model_rounded_sha256", "0" * 64),
         ("model_sha256", "0" * 64),
         ("tokenizer_sha256", "f" * 64),
         ("chat_template_sha256", "0" * 64),
         ("head_dtype", "float64"),
-        ("dtype", "bfloat16"),
+        ("weight_dtype", "bfloat16"),
+        ("autocast_dtype", "bfloat16"),
         ("attention", "reference"),
+        ("device", "cuda sm_90"),
+        ("float32_matmul", "tf32"),
     ],
     ids=lambda x: x[:16],
 )
@@ -108,12 +112,12 @@ def test_what_was_made_with_something_else_is_refused(
 def test_last_digits_may_differ_if_the_settings_say_so(
     made: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    url = another_side(made, tmp_path / "side", dtype="bfloat16", attention="sdpa")
+    url = another_side(made, tmp_path / "side", weight_dtype="bfloat16", attention="flex")
     with caplog.at_level(logging.WARNING, logger="packstore"):
         given = {"ref_logps": url, "ref_logps_check": "model", "max_steps": 1}
         train(**{**made, **given, "output": str(tmp_path / "out")})
-    assert "dtype bfloat16, the training computes with float32" in caplog.text
-    assert "attention sdpa, the training computes with auto" in caplog.text
+    assert "weight_dtype bfloat16, this run computes with float32" in caplog.text
+    assert "attention flex, this run computes with sdpa" in caplog.text
 
 
 def test_the_reference_is_the_one_that_the_settings_name(
@@ -125,14 +129,14 @@ def test_the_reference_is_the_one_that_the_settings_name(
         other.lm_head.weight += 0.1
     other.save_pretrained(tmp_path / "other")
     started = {**made, "model": str(tmp_path / "other"), "max_steps": 1}
-    with pytest.raises(CompatibilityError, match="model_sha256"):
+    with pytest.raises(CompatibilityError, match="model_rounded_sha256"):
         train(**started, output=str(tmp_path / "a"))
     train(**started, reference_model=made["model"], output=str(tmp_path / "b"))
     lora = {"lora_rank": 4, "max_steps": 1}
     train(**{**made, **lora}, output=str(tmp_path / "c"))
     adapter = str(tmp_path / "c" / "model")
     further = {**made, "model": adapter, "max_steps": 1}
-    with pytest.raises(CompatibilityError, match="model_sha256"):
+    with pytest.raises(CompatibilityError, match="model_rounded_sha256"):
         train(**further, output=str(tmp_path / "d"))
     dataset = open_dataset(made["dataset"])
     write_ref_logps(load_model(adapter), dataset, str(tmp_path / "adapted"))

@@ -9,6 +9,9 @@ taken only when they are asked for by name.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -19,6 +22,9 @@ from packstore.torch.attention._opaque import opaque
 from packstore.torch.layout import AttentionLayout
 
 logger = logging.getLogger("packstore.torch.attention")
+
+_ASKED: ContextVar[tuple[torch.device, set[str]] | None] = ContextVar("asked", default=None)
+"""A device, and what the calls of this thread would choose on it."""
 
 
 @opaque
@@ -33,9 +39,13 @@ def attend(
     softcap: float | None = None,
 ) -> Tensor:
     """What the chosen backend gives."""
-    flash = q_TNH.is_cuda and _has_flash(q_TNH.device)
-    name = choose(flash, q_TNH.dtype, _flash.fits(q_TNH, v_TKH), softcap is not None)
-    _log(name)
+    needs = (q_TNH.dtype, _flash.fits(q_TNH, v_TKH), softcap is not None)
+    name = choose(_has_flash(q_TNH.device), *needs)
+    asked = _ASKED.get()
+    if asked is None:
+        _log(name)
+    else:
+        asked[1].add(choose(_has_flash(asked[0]), *needs))
     return ATTENTION.load(name)(
         q_TNH,
         k_TKH,
@@ -54,9 +64,22 @@ def choose(flash: bool, dtype: torch.dtype, flash_heads: bool, softcap: bool) ->
     return "reference" if softcap else "sdpa"
 
 
+@contextmanager
+def chosen_on(device: torch.device) -> Iterator[set[str]]:
+    """The set that the calls inside fill: the backends that they would take on `device`."""
+    names: set[str] = set()
+    token = _ASKED.set((device, names))
+    try:
+        yield names
+    finally:
+        _ASKED.reset(token)
+
+
 @cache
 def _has_flash(device: torch.device) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache

@@ -14,7 +14,7 @@ from packstore.io.side import open_side
 from packstore.torch.collate import PackedBatch
 from packstore.torch.head import PackedPolicy
 from packstore.torch.load import is_adapter, load_model
-from packstore.torch.made_with import check_reference
+from packstore.torch.made_with import check_arithmetic, check_reference
 from packstore.torch.on_first import on_first
 from packstore.train_config import TrainConfig
 
@@ -96,10 +96,12 @@ def check_precomputed(
     policy: Any,
     before: Mapping[str, Any] | None,
     sides: Sequence[tuple[str | None, Dataset | None]],
+    accelerator: Any,
 ) -> None:
     """Refuses precomputed log-probs that are not those of the reference; a collective call.
 
-    Looks once, when a run begins, and again only where the settings name others since.
+    Compares the whole when a run begins, and again where the settings name others since; of a run
+    that goes on with the same ones it only logs that it computes in other arithmetic than they did.
 
     Args:
         config: of the run.
@@ -107,29 +109,30 @@ def check_precomputed(
             settings name one.
         before: the settings of the checkpoint that the run goes on from, or None.
         sides: URLs of side datasets, and the datasets that they belong to.
+        accelerator: Accelerate's: the autocast and the device of the run.
 
     Raises:
         CompatibilityError: see :func:`~packstore.torch.made_with.check_reference`.
     """
     names = ("ref_logps", "validation_ref_logps")
-    if before is not None and all(before.get(n) == getattr(config, n) for n in names):
-        return
+    known = before is not None and all(before.get(n) == getattr(config, n) for n in names)
+    device = accelerator.device
 
     def check() -> None:
         reference, path = policy, config.reference_model or config.model
-        if config.reference_model is not None or before is not None:
+        if not known and (config.reference_model is not None or before is not None):
             reference = load_model(path, dtype=config.dtype, attention=config.attention)
         for url, dataset in sides:
-            if url is not None and dataset is not None:
-                side = open_side(url, dict(config.storage_options) or None)
-                check_reference(
-                    side,
-                    reference,
-                    dataset,
-                    adapter=is_adapter(path),
-                    dtype="bfloat16" if config.mixed_precision == "bf16" else config.dtype,
-                    exact=config.ref_logps_check == "exact",
-                )
+            if url is None or dataset is None:
+                continue
+            side = open_side(url, dict(config.storage_options) or None)
+            with accelerator.autocast():
+                if known:
+                    check_arithmetic(side, reference, device)
+                else:
+                    exact = config.ref_logps_check == "exact"
+                    own = {"adapter": is_adapter(path), "device": device, "exact": exact}
+                    check_reference(side, reference, dataset, **own)
 
     if any(url is not None for url, _ in sides):
         on_first(check)

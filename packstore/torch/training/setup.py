@@ -119,7 +119,7 @@ def prepare(config: TrainConfig) -> Run:
     if loss_fn.reference:
         sides = [(config.ref_logps, dataset), (config.validation_ref_logps, validation)]
         before = None if state is None else state.config
-        check_precomputed(config, model, before, sides)
+        check_precomputed(config, model, before, sides, accelerator)
     loader = _make_loader(config, loss_fn, dataset, config.ref_logps, None)
     policy = PackedPolicy(model)
     policy._no_split_modules = model._no_split_modules  # by which Accelerate shards layer by layer

@@ -1,0 +1,227 @@
+"""Reference log-probs come from the arithmetic of the training, or are refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="training needs accelerate")
+
+from packstore.cli import main
+from packstore.errors import CompatibilityError
+from packstore.io.dataset import open as open_dataset
+from packstore.io.side import SideWriter, open_side
+from packstore.testing import random_examples
+from packstore.torch import use_packed_attention
+from packstore.torch.evaluate import evaluate
+from packstore.torch.load import load_model
+from packstore.torch.made_with import check_reference
+from packstore.torch.reference import write_ref_logps
+from packstore.torch.train import train
+
+
+@pytest.fixture(autouse=True)
+def _accelerate() -> Iterator[None]:
+    """Accelerate keeps its precision as long as the process lives."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture(scope="module")
+def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of one step of a float32 model under bf16 autocast, without a reference yet."""
+    folder = tmp_path_factory.mktemp("arithmetic")
+    kit.tiny_model(dtype=torch.float32).save_pretrained(folder / "model")
+    packs = kit.packed(random_examples(24, seed=3), [1, 4, 2, 3, 2] * 2, "shared_prefix")
+    kit.write(str(folder / "data"), packs, layout="shared_prefix")
+    return {
+        "model": str(folder / "model"),
+        "dataset": str(folder / "data"),
+        "mixed_precision": "bf16",
+        "pairs_per_step": 8,
+        "max_steps": 1,
+        "log_every": 1,
+        "cpu": True,
+    }
+
+
+def precompute(made: dict[str, Any], side: Path, *flags: str) -> str:
+    """`packstore ref-logps` of the model of the run."""
+    command = ["ref-logps", made["dataset"], str(side), "--model", made["model"]]
+    assert main([*command, "--device", "cpu", *flags]) == 0
+    return str(side)
+
+
+def first_record(output: Path) -> dict[str, float]:
+    first: dict[str, float] = json.loads((output / "metrics.jsonl").read_text().splitlines()[0])
+    return first
+
+
+def test_margins_are_exactly_zero_at_first(made: dict[str, Any], tmp_path: Path) -> None:
+    """float32 weights under bf16 autocast: as the policy computes, so does `ref-logps`."""
+    side = precompute(made, tmp_path / "ref", "--mixed-precision", "bf16")
+    train(**made, ref_logps=side, output=str(tmp_path / "precomputed"))
+    train(**made, output=str(tmp_path / "online"))
+    found, expected = (first_record(tmp_path / name) for name in ("precomputed", "online"))
+    assert found["rewards/margins"] == found["rewards/chosen"] == 0.0
+    for name in ("loss", "logps/chosen", "logps/rejected", "grad_norm"):
+        assert found[name] == expected[name]
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "do"),
+    [
+        (["--dtype", "bfloat16"], "weight_dtype", "--dtype float32"),
+        ([], "autocast_dtype", "--mixed-precision bf16"),
+        (
+            ["--mixed-precision", "bf16", "--attention", "reference"],
+            "attention",
+            "--attention sdpa",
+        ),
+    ],
+    ids=["weights", "autocast", "attention"],
+)
+def test_other_arithmetic_is_refused_or_named(
+    made: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    flags: list[str],
+    name: str,
+    do: str,
+) -> None:
+    side = precompute(made, tmp_path / "ref", *flags)
+    settings = {**made, "ref_logps": side}
+    with pytest.raises(CompatibilityError, match=f"its {name} must be that of the") as caught:
+        train(**settings, output=str(tmp_path / "refused"))
+    assert do in str(caught.value)
+    assert "ref_logps_check: model" in str(caught.value)
+    with caplog.at_level(logging.WARNING, logger="packstore"):
+        train(**settings, ref_logps_check="model", output=str(tmp_path / "taken"))
+    assert f"was made with {name} " in caplog.text
+
+
+def test_what_it_says_of_its_arithmetic(made: dict[str, Any], tmp_path: Path) -> None:
+    told = open_side(precompute(made, tmp_path / "a", "--mixed-precision", "bf16"))
+    wanted = {
+        "weight_dtype": "float32",
+        "autocast_dtype": "bfloat16",
+        "attention": "sdpa",
+        "head_dtype": "float32",
+        "device": "cpu",
+    }
+    assert {name: told.manifest.made_with[name] for name in wanted} == wanted
+    told = open_side(precompute(made, tmp_path / "b", "--dtype", "bf16"))
+    assert told.manifest.made_with["weight_dtype"] == "bfloat16"
+    assert told.manifest.made_with["autocast_dtype"] is None
+
+
+def test_an_autocast_around_the_call_is_that_of_the_flag(
+    made: dict[str, Any], tmp_path: Path
+) -> None:
+    model, dataset = load_model(made["model"]), open_dataset(made["dataset"])
+    with torch.autocast("cpu", torch.bfloat16):
+        around = write_ref_logps(model, dataset, str(tmp_path / "around"))
+        check_reference(around, model, dataset)
+    named = write_ref_logps(model, dataset, str(tmp_path / "named"), mixed_precision="bf16")
+    assert named.manifest.shards == around.manifest.shards
+    assert named.manifest.made_with == around.manifest.made_with
+    with pytest.raises(CompatibilityError, match="autocast_dtype"):
+        check_reference(named, model, dataset)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = write_ref_logps(model, dataset, str(tmp_path / "again"), mixed_precision="none")
+    assert plain.manifest.made_with == around.manifest.made_with
+
+
+def test_rounded_weights_are_another_model_to_the_last_bit(
+    made: dict[str, Any], kit: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """float32 weights, and the same rounded to bfloat16 and widened again."""
+    dataset = open_dataset(made["dataset"])
+    rounded = kit.tiny_model(dtype=torch.float32)
+    with torch.no_grad():
+        for weight in rounded.parameters():
+            weight.copy_(weight.bfloat16())
+    side = write_ref_logps(use_packed_attention(rounded), dataset, str(tmp_path / "ref"))
+    model = load_model(made["model"])
+    with pytest.raises(CompatibilityError, match="its model_sha256 must be that of the"):
+        check_reference(side, model, dataset)
+    check_reference(side, model, dataset, exact=False)
+    assert "model_sha256" in caplog.text
+
+
+def test_backend_and_device_are_those_of_the_training(made: dict[str, Any], tmp_path: Path) -> None:
+    """A model is on the CPU when a run begins; `auto` is what it will be on the run's device."""
+    dataset = open_dataset(made["dataset"])
+    model = load_model(made["model"])
+    side = write_ref_logps(model, dataset, str(tmp_path / "ref"))
+    with pytest.raises(CompatibilityError, match="its device must be that of the training, 'mps'"):
+        check_reference(side, model, dataset, device=torch.device("mps"))
+    named = load_model(made["model"], attention="sdpa")
+    check_reference(side, named, dataset)
+
+
+def test_a_side_dataset_that_does_not_say_is_refused(
+    made: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset, model = open_dataset(made["dataset"]), load_model(made["model"])
+    side = write_ref_logps(model, dataset, str(tmp_path / "ref"))
+    silent = {n: v for n, v in side.manifest.made_with.items() if n != "autocast_dtype"}
+    columns = {"ref_logps": "list<float32>"}
+    with SideWriter(str(tmp_path / "silent"), dataset, columns, made_with=silent) as writer:
+        for batch in side.iter_batches():
+            ids, values = batch.columns
+            flat = values.flatten().to_numpy()
+            writer.write(ids.to_numpy(), {"ref_logps": flat}, values.value_lengths().to_numpy())
+    with pytest.raises(CompatibilityError, match="it must say its autocast_dtype; found none"):
+        check_reference(str(tmp_path / "silent"), model, dataset)
+    check_reference(str(tmp_path / "silent"), model, dataset, exact=False)
+    assert "does not say its autocast_dtype" in caplog.text
+
+
+def test_evaluation_computes_as_the_reference_did_or_says_so(
+    made: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any
+) -> None:
+    side = precompute(made, tmp_path / "ref", "--mixed-precision", "bf16")
+    command = ["evaluate", made["dataset"], "--model", made["model"], "--ref-logps", side]
+    command += ["--device", "cpu", "--json"]
+    capsys.readouterr()
+    with caplog.at_level(logging.WARNING, logger="packstore"):
+        assert main([*command, "--mixed-precision", "bf16"]) == 0
+        same = json.loads(capsys.readouterr().out)["metrics"]
+        assert same["rewards/margins"] == same["rewards/chosen"] == 0.0
+        assert "was made with" not in caplog.text
+        assert main(command) == 0
+    other = json.loads(capsys.readouterr().out)["metrics"]
+    assert other["rewards/chosen"] != 0.0
+    assert "was made with autocast_dtype bfloat16" in caplog.text
+    online = [*command[:4], "--ref-model", made["model"], *command[6:]]
+    assert main([*online, "--mixed-precision", "bf16"]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"] == same
+
+
+def test_a_run_that_goes_on_in_other_arithmetic_says_so(
+    made: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    side = precompute(made, tmp_path / "ref", "--mixed-precision", "bf16")
+    settings = {**made, "ref_logps": side, "output": str(tmp_path / "out")}
+    assert train(**settings).step == 1
+    settings |= {"max_steps": 2, "attention": "reference"}
+    with caplog.at_level(logging.WARNING, logger="packstore"):
+        assert train(**settings).step == 2
+    assert "was made with attention sdpa" in caplog.text
+
+
+def test_evaluate_refuses_a_precision_that_does_not_exist(made: dict[str, Any]) -> None:
+    model, dataset = load_model(made["model"]), open_dataset(made["dataset"])
+    with pytest.raises(ValueError, match="mixed_precision"):
+        evaluate(model, dataset, loss="sft", mixed_precision="fp8")  # type: ignore[arg-type]
