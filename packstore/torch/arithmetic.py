@@ -99,9 +99,12 @@ def _attention(model: nn.Module, device: torch.device, lower: torch.dtype | None
     own = head.weight.device.type
     model.eval()
     try:
-        with torch.no_grad(), torch.autocast(own, lower, enabled=lower is not None):
-            with _auto.chosen_on(device) as names:
-                head.backbone(**probe_inputs(head.weight))
+        with (
+            torch.no_grad(),
+            torch.autocast(own, lower, enabled=lower is not None),
+            _auto.chosen_on(device) as names,
+        ):
+            head.backbone(**probe_inputs(head.weight))
     finally:
         model.train(training)
     return ", ".join(sorted(names))

@@ -77,10 +77,10 @@ def evaluate(
     policies = [PackedPolicy(m) for m in models]
     device = next(iter(model.parameters())).device
     lower = partial(autocast, device, mixed_precision)
-    for one in sides:
-        if REF_LOGPS in one.manifest.columns and len(models) < 2:
+    for joined in sides:
+        if REF_LOGPS in joined.manifest.columns and len(models) < 2:
             with lower():
-                check_arithmetic(one, model)
+                check_arithmetic(joined, model)
     before = [m.training for m in models]
     grouped = GroupedMetrics(loss_fn, dataset, by, rewards and not loss_fn.only_sft)
     try:

@@ -22,9 +22,7 @@ logger = logging.getLogger(__name__)
 
 MadeWith = dict[str, str | int | float | bool | None]
 
-MODEL_NAMES = (
-    *("model_rounded_sha256", "tokenizer_sha256", "chat_template_sha256", "head_dtype"),
-)
+MODEL_NAMES = (*("model_rounded_sha256", "tokenizer_sha256", "chat_template_sha256", "head_dtype"),)
 """Must agree, or the log-probs are those of something else."""
 
 ARITHMETIC_NAMES = ("weight_dtype", "autocast_dtype", "attention", "device", "float32_matmul")

@@ -174,7 +174,7 @@ def test_the_pack_index(prose: str, load: Load) -> None:
 
 
 def test_side_datasets(prose: str, load: Load) -> None:
-    fields, types = tables(section(prose, "Side datasets"))
+    fields, types, _ = tables(section(prose, "Side datasets"))
     document = load("side.schema.json")
     assert [code(row[0]) for row in fields] == list(document["properties"]) == document["required"]
     real = {name: str(type_) for name, type_ in SIDE_TYPES.items()}
@@ -186,6 +186,14 @@ def test_side_datasets(prose: str, load: Load) -> None:
     assert f"`packstore.side_version` with the\ntext `{SIDE_VERSION}`" in prose
     assert f"{SHARD_ROWS:,} rows" in prose
     assert f"{manifest_path(1, SIDE)}".rpartition("/")[2] in prose
+
+
+def test_what_made_reference_log_probs(prose: str) -> None:
+    pytest.importorskip("torch", reason="a model makes them")
+    from packstore.torch.made_with import EXACT_NAMES, MODEL_NAMES
+
+    *_, members = tables(section(prose, "Side datasets"))
+    assert {code(row[0]) for row in members} == {"model", *MODEL_NAMES, *EXACT_NAMES}
 
 
 @pytest.mark.parametrize("name", ["pack", "manifest", "side"])
