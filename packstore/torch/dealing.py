@@ -25,8 +25,8 @@ def deal(step: Step, rank: int, world_size: int, config: BatchConfig) -> list[Sh
     """The batches of `rank` in `step`.
 
     Pack ``i`` of a batch goes to rank ``i % world_size``, unless the ranks are balanced. A rank
-    without a pack in some batch gets one of its own of the step once more, with weight 0; so that
-    the shape stays, packs mode fills its last batch up. Tail ``uneven`` fills nothing.
+    without a pack in some batch gets one of its own of the step once more, with weight 0, and runs
+    as often as the others. Tail ``uneven`` fills nothing.
     """
     largest_first = config.largest_first and len(step.edges) > 2
     if not largest_first and not config.balance and _is_full(step, world_size, config):
@@ -43,35 +43,23 @@ def deal(step: Step, rank: int, world_size: int, config: BatchConfig) -> list[Sh
         batches = [batches[g] for g in order]
     if config.at_end == "uneven":
         return [(batch, 0) for batch in batches if len(batch)]
-    least = config.width if _is_fixed(config) else 1
     own = [batch for batch in batches if len(batch)]
     spare = np.concatenate(own) if own else np.array([step.start + rank % (step.stop - step.start)])
-    return [_filled(batch, least, spare) for batch in batches]
+    return [(batch, 0) if len(batch) else (spare[:1], 1) for batch in batches]
 
 
 def fillers(step: Step, world_size: int, config: BatchConfig) -> int:
     """Fillers of weight 0 in `step`, over all ranks."""
     if config.at_end == "uneven":
         return 0
-    least = world_size * (config.width if _is_fixed(config) else 1)
-    return sum(max(least - (b - a), 0) for a, b in pairwise(step.edges))
-
-
-def _filled(batch: Int64, least: int, spare: Int64) -> Share:
-    missing = least - len(batch)
-    if missing <= 0:
-        return batch, 0
-    return np.concatenate([batch, np.resize(spare, missing)]), missing
+    return sum(max(world_size - (b - a), 0) for a, b in pairwise(step.edges))
 
 
 def _is_full(step: Step, world_size: int, config: BatchConfig) -> bool:
     """Whether all its batches are as large as they can be, with nothing to fill."""
+    fixed = config.tokens_per_batch is None and config.pairs_per_step is None
     packs = step.stop - step.start
-    return _is_fixed(config) and packs == world_size * config.width * (len(step.edges) - 1)
-
-
-def _is_fixed(config: BatchConfig) -> bool:
-    return config.tokens_per_batch is None and config.pairs_per_step is None
+    return fixed and packs == world_size * config.width * (len(step.edges) - 1)
 
 
 def _load(step: Step, ranks: list[Int64]) -> int:

@@ -165,7 +165,7 @@ def test_a_step_is_dealt_out_once(
             assert {len(share) for share in shares} == {len(step.edges) - 1}
         sizes = [len(batch) for share in shares for batch, _ in share]
         assert min(sizes) >= 1
-        if not {"tokens_per_batch", "pairs_per_step"} & set(mode) and tail != "uneven":
+        if not {"tokens_per_batch", "pairs_per_step"} & set(mode) and tail in ("drop", "repeat"):
             assert set(sizes) == {config.width}
         loads = np.zeros((len(step.edges) - 1, world))
         for rank, share in enumerate(shares):
@@ -391,3 +391,26 @@ def test_what_is_to_come(n: int, out: set[int], taken: list[int]) -> None:
     after = unseen.without(places, 3)
     assert Unseen(n, after)[np.arange(len(rest))].tolist() == rest
     assert len(Unseen(n, after)) == len(rest)
+
+
+@pytest.mark.parametrize("how", [{"mode": "eval"}, {"tail": "pad"}], ids=str)
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("world", [1, 3])
+def test_nothing_is_computed_but_packs_and_one_for_a_rank_without(
+    memory: Any, how: Any, order: Any, world: int
+) -> None:
+    """Batches that are larger than what is left of the epoch."""
+    loaders = [
+        PackedDataLoader(
+            PackedDataset(memory, rank=rank, world_size=world), packs_per_batch=64, **how, **order
+        )
+        for rank in range(world)
+    ]
+    batches = [batch for loader in loaders for batch in loader]
+    assert len(batches) == world
+    assert sum(batch.num_packs for batch in batches) == N
+    assert all(batch.weights.min() > 0 for batch in batches)
+    config = BatchConfig.of(packs_per_batch=3, **how, **order)
+    for step in StepCutter(memory, Unseen(N, Position()), config, 5):
+        short = sum(max(5 - (b - a), 0) for a, b in itertools.pairwise(step.edges))
+        assert fillers(step, 5, config) == short
