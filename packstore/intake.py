@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from os import PathLike
 from typing import Any, Protocol
 
@@ -15,11 +16,12 @@ from packstore.config import PackConfig, PlanConfig, SelectConfig, WriteConfig
 from packstore.engines import ENGINES
 from packstore.errors import ConfigError, RecordError, sentence, spelled
 from packstore.io.dataset import Dataset, find_dataset
-from packstore.io.inputs import Block, Input, InputReader
+from packstore.io.inputs import BLOCK_BYTES, Block, Input, InputReader
+from packstore.io.sampling import Sampling, head_blocks, sample_blocks, sample_groups
 from packstore.overlap import no_garbage_collection
 from packstore.pack.fill import unpack
 from packstore.pack.layout import sizes
-from packstore.records import Examples, Tally
+from packstore.records import Examples, Tally, to_offsets
 from packstore.tokenizer import (
     FASTER,
     RecordTokenizer,
@@ -56,11 +58,28 @@ class Intake(Protocol):
     def provenance(self) -> dict[str, Any]:
         """Where everything came from, for the manifest; complete after the last part."""
 
+    def sample(
+        self, records: int, seed: int, report: Callable[[int], None] | None = None
+    ) -> Sampling:
+        """Leaves about `records` of them, from all over; iterating then gives those each time.
+
+        An iterable that may have no end keeps its first ones instead.
+
+        Args:
+            records: how many are wanted; all stay if there are no more.
+            seed: decides which.
+            report: told how many records were read so far.
+        """
+
 
 def open_intake(
-    source: Any, tokenizer: Any, config: PackConfig, storage_options: dict[str, Any]
+    source: Any,
+    tokenizer: Any,
+    config: PackConfig,
+    storage_options: dict[str, Any],
+    block_bytes: int = BLOCK_BYTES,
 ) -> Intake:
-    """The intake for whatever `source` is.
+    """The intake for whatever `source` is, its records in blocks of `block_bytes`, about.
 
     Raises:
         ConfigError: a packed dataset together with a tokenizer.
@@ -68,7 +87,7 @@ def open_intake(
     """
     dataset = source if isinstance(source, Dataset) else find_dataset(source, storage_options)
     if dataset is None:
-        return RecordIntake(source, tokenizer, config, storage_options)
+        return RecordIntake(source, tokenizer, config, storage_options, block_bytes)
     if tokenizer is not None:
         raise ConfigError(
             f"{dataset.url} is a packed dataset, which is packed anew without tokenizing: "
@@ -81,7 +100,12 @@ class RecordIntake:
     """Reads records and tokenizes them in workers."""
 
     def __init__(
-        self, source: Any, tokenizer: Any, config: PackConfig, storage_options: dict[str, Any]
+        self,
+        source: Any,
+        tokenizer: Any,
+        config: PackConfig,
+        storage_options: dict[str, Any],
+        block_bytes: int = BLOCK_BYTES,
     ) -> None:
         self.tokenizer: Tokenizer | None = None
         if tokenizer is not None:  # records of token ids need none
@@ -92,10 +116,10 @@ class RecordIntake:
         self._tokenizer_path = spelled(str(tokenizer)) if named else None
         self._config = config
         self.carry = parse_carry(config)
-        self._reader = InputReader(source, storage_options, config)
-        self._blocks = iter(self._reader)
-        first = next(self._blocks)  # a block is never without records
-        self._blocks = itertools.chain([first], self._blocks)
+        self._reader = InputReader(source, storage_options, config, block_bytes)
+        blocks = iter(self._reader)
+        first = next(blocks)  # a block is never without records
+        self._blocks: Iterable[Block] = itertools.chain([first], blocks)
         rows = first.parse()
         self.kind: str = config.kind
         if self.kind == "auto":
@@ -107,6 +131,22 @@ class RecordIntake:
     def __iter__(self) -> Iterator[Part]:
         run = ENGINES.load(self._config.engine)
         return run(self.tokenize(), self._blocks, self._config.num_workers)
+
+    def sample(
+        self, records: int, seed: int, report: Callable[[int], None] | None = None
+    ) -> Sampling:
+        """See :meth:`Intake.sample`."""
+        if self._reader.ends:
+            self._blocks, sample = sample_blocks(self._blocks, records, seed, report)
+        else:
+            self._blocks, sample = head_blocks(self._blocks, records, seed)
+        return sample
+
+    def sized(self, pack_size: int, layout: Any) -> RecordIntake:
+        """The sample that was taken, for packs of another size and layout."""
+        other = copy.copy(self)
+        other._config = replace(self._config, pack_size=pack_size, layout=layout)
+        return other
 
     @property
     def inputs(self) -> tuple[Input, ...]:
@@ -167,15 +207,23 @@ class DatasetIntake:
         self.carry = dict(manifest.carry)
         self.vocab_size = manifest.vocab_size
         self._dataset, self._config = dataset, config
+        self._groups: Sequence[int] = range(len(dataset.row_groups))
 
     def __iter__(self) -> Iterator[Part]:
-        row = 0
-        for packs in self._dataset.iter_packs():
+        rows = to_offsets(self._dataset.row_groups.rows)
+        for group in self._groups:
+            packs = self._dataset.read_packs(group)
             examples = unpack(packs)
             tally = Tally(read=examples.num_examples)
-            where = f"{self._dataset.url}, packs {row}–{row + len(packs) - 1}"
+            where = f"{self._dataset.url}, packs {rows[group]}–{rows[group + 1] - 1}"
             yield self._fitting(examples, tally, where), tally
-            row += len(packs)
+
+    def sample(
+        self, records: int, seed: int, report: Callable[[int], None] | None = None
+    ) -> Sampling:
+        """See :meth:`Intake.sample`."""
+        self._groups, sample = sample_groups(self._dataset.row_groups.examples, records, seed)
+        return sample
 
     def _fitting(self, examples: Examples, tally: Tally, where: str) -> Examples:
         """The examples that are not overlong; the others are counted."""

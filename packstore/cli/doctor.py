@@ -26,7 +26,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     add_storage_options(parser)
     add_settings(parser, "tokenization", TokenizeConfig)
-    add_settings(parser, "running", RunConfig)
+    add_settings(parser, "running", RunConfig, without=("max_drop_rate", "fresh"))
 
 
 def _run(args: argparse.Namespace) -> int:

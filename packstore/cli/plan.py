@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -50,13 +50,24 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", nargs="+", metavar="SOURCE", help="as for packstore pack")
     parser.add_argument("--tokenizer", metavar="PATH", help="as for packstore pack")
     tried = parser.add_argument_group("what is tried (lists: comma-separated)")
-    tried.add_argument("--pack-sizes", metavar="N,N,…", help="default: 2048 to 32768")
-    tried.add_argument("--layouts", metavar="NAME,…", help="default: concat,shared_prefix")
-    tried.add_argument("--strategies", metavar="NAME,…", help="default: pool,best_fit_decreasing")
-    tried.add_argument("--sample", type=int, metavar="N", help="records to look at; default: 20000")
+    for one, many, metavar, text in (
+        ("--pack-size", "--pack-sizes", "N,N,…", "2048 to 32768"),
+        ("--layout", "--layouts", "NAME,…", "concat,shared_prefix"),
+        ("--strategy", "--strategies", "NAME,…", "pool,best_fit_decreasing"),
+    ):
+        tried.add_argument(many, one, action="append", metavar=metavar, help=f"default: {text}")
     tried.add_argument(
-        "--records", type=int, metavar="N", help="records in all, if known: counts are scaled"
-    )
+        "--sample", type=int, metavar="N",
+        help="records to look at, from all over the input; default: 20000",
+    )  # fmt: skip
+    tried.add_argument(
+        "--seed", type=int, metavar="N", default=argparse.SUPPRESS,
+        help="decides the sample and the plans; default: 0",
+    )  # fmt: skip
+    tried.add_argument(
+        "--records", type=int, metavar="N",
+        help="records in all, if SOURCE is a part of them: counts are scaled",
+    )  # fmt: skip
     training = parser.add_argument_group("how an epoch is cut into steps")
     for name, text in (
         ("world_size", "ranks"),
@@ -69,29 +80,34 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     add_storage_options(parser)
     add_settings(parser, "tokenization", TokenizeConfig)
-    add_settings(parser, "running", RunConfig)
+    add_settings(parser, "running", RunConfig, without=("max_drop_rate", "fresh"))
 
 
 def _run(args: argparse.Namespace) -> int:
     from packstore.forecast import forecast
 
     source = args.source[0] if len(args.source) == 1 else args.source
-    with progress_of("plan"):
+    with progress_of("plan") as progress:
         found = forecast(
             source,
             args.tokenizer,
             _options(args),
             storage_options=storage_options(args),
+            progress=progress,
             **read_settings(args, PackConfig),
         )
     if args.html:
         _html.write(args.html, _page(found, ", ".join(args.source)))
     if args.json:
         best = found.recommended and dataclasses.asdict(found.recommended)
-        choices = [dataclasses.asdict(c) for c in found.choices]
-        json.dump(
-            {"kind": found.kind, "recommended": best, "choices": choices}, sys.stdout, indent=1
-        )
+        figures = {
+            "kind": found.kind,
+            "sample": dataclasses.asdict(found.sample),
+            "scale": found.scale,
+            "recommended": best,
+            "choices": [dataclasses.asdict(c) for c in found.choices],
+        }
+        json.dump(figures, sys.stdout, indent=1)
         sys.stdout.write("\n")
         return 0
     console = stdout_console()
@@ -111,17 +127,18 @@ def _options(args: argparse.Namespace) -> Options:
     from packstore.errors import ConfigError
     from packstore.forecast import Options, Training
 
-    given: dict[str, object] = {
-        name: tuple(value.split(","))
-        for name in ("layouts", "strategies")
-        if (value := getattr(args, name))
+    given: dict[str, Any] = {
+        name: tuple(",".join(values).split(","))
+        for name in ("pack_sizes", "layouts", "strategies")
+        if (values := getattr(args, name))
     }
-    if args.pack_sizes:
+    if sizes := given.get("pack_sizes"):
         try:
-            given["pack_sizes"] = tuple(int(n) for n in args.pack_sizes.split(","))
+            given["pack_sizes"] = tuple(map(int, sizes))
         except ValueError:
+            found = ",".join(sizes)
             raise ConfigError(
-                f"--pack-sizes must be whole numbers, comma-separated; found {args.pack_sizes!r}."
+                f"--pack-sizes must be whole numbers, comma-separated; found {found!r}."
             ) from None
     if args.sample is not None:
         given["sample"] = args.sample
@@ -130,25 +147,66 @@ def _options(args: argparse.Namespace) -> Options:
         packs_per_batch=args.packs_per_batch,
         accumulation=args.accumulation,
     )
-    return Options(**given, records=args.records, training=training)  # type: ignore[arg-type]
+    return Options(**given, records=args.records, training=training)
 
 
 def _summary(found: Forecast) -> str:
-    tally = found.tally
-    text = f"{number(tally.read)} records of kind {found.kind}, {number(tally.kept)} usable"
+    """How many records were looked at, how they were chosen, and how far off counts may be."""
+    tally, sample = found.tally, found.sample
+    of_kind = f"records of kind {found.kind}"
+    if sample.whole:
+        text = f"{number(tally.read)} {of_kind}"
+    elif sample.total is None:
+        text = f"the first {number(tally.read)} {of_kind}"
+    else:
+        text = (
+            f"sampled {number(tally.read)} of {number(sample.total)} {of_kind} "
+            f"from {number(sample.places)} places, seed {sample.seed}"
+        )
+    text += f", {number(tally.kept)} usable"
     dropped = ", ".join(f"{reason} {number(n)}" for reason, n in tally.dropped.most_common())
     text += f" (dropped: {dropped})" if dropped else ""
-    return text + (f"; counts scaled by {found.scale:.4g}" if found.scale > 1 else "")
+    if found.scale > 1:
+        text += f"; counts scaled by {found.scale:.4g}"
+    return text + _error(found)
+
+
+def _error(found: Forecast) -> str:
+    """How far off the counts of the table may be, over all its rows."""
+    if found.sample.total is None:
+        return "; what follows them is not known, as the input has no length"
+    packs = max((c.packs_error or 0) / max(c.packs, 1) for c in found.choices)
+    overlong = max(c.overlong_error or 0 for c in found.choices)
+    if not packs and not overlong:
+        return ""
+    return (
+        f": packs within {packs:.1%}, too long within {number(overlong)} "
+        "(two standard errors, by the differences of neighbouring places)"
+    )
 
 
 def _advice(found: Forecast) -> str:
+    from packstore.forecast import ENOUGH_FILL
+
     best = found.recommended
     if best is None:
-        return "no pack size that was tried fills to 99 %: try larger ones, or strategy auto."
+        fullest = max(found.choices, key=lambda c: c.fill_rate)
+        return (
+            "no pack size that was tried fills to 99 % and keeps 99.9 % of the records that can be "
+            f"kept; the fullest is {_settings(fullest)}: {fullest.fill_rate:.2%}. Try larger ones, "
+            "or strategy auto."
+        )
+    fills = "fills to 99 %"
+    if best.fill_rate < ENOUGH_FILL:
+        fills += f" in all packs but the emptiest ({best.fill_rate:.2%} in all)"
     return (
-        f"recommended: pack size {best.pack_size}, layout {best.layout}, strategy {best.strategy}: "
-        "the smallest that fills to 99 % and keeps 99.9 % of the records that the largest keeps."
+        f"recommended: {_settings(best)}: the smallest pack size that {fills} and keeps 99.9 % of "
+        "the records that any of them keeps."
     )
+
+
+def _settings(choice: Choice) -> str:
+    return f"pack size {choice.pack_size}, layout {choice.layout}, strategy {choice.strategy}"
 
 
 def _row(choice: Choice) -> tuple[str, ...]:

@@ -71,6 +71,7 @@ class Block:
         format: what parses the payload.
         unit: what an ordinal counts: ``line``, ``row`` or ``item``.
         first: ordinal of the first line, row or item, from 0.
+        records: how many it holds.
         payload: what the format's `parse` takes.
     """
 
@@ -79,6 +80,7 @@ class Block:
     format: str
     unit: str
     first: int
+    records: int
     payload: Any = field(repr=False)
 
     def parse(self) -> Rows:
@@ -116,6 +118,7 @@ class InputReader:
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         self._memory: tuple[str, Iterable[object]] | None = None
+        self._sized = is_table(source) or hasattr(source, "__len__")
         self._inputs: list[Input] = []
         if _is_path(source) or (
             isinstance(source, list | tuple) and source and all(map(_is_path, source))
@@ -152,6 +155,11 @@ class InputReader:
     def inputs(self) -> tuple[Input, ...]:
         """The files; none where the input is in memory."""
         return tuple(self._inputs)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the input surely ends: files, tables, and what knows its length."""
+        return self._memory is None or self._sized
 
     def read_file(self, item: Input) -> Iterator[Block]:
         """The blocks of one file, which need not be among the inputs; as iterating does."""
@@ -271,7 +279,7 @@ def _name(path: str) -> str:
 
 
 def _block(source: int, path: str, form: str, unit: str, piece: Piece) -> Block:
-    return Block(source, path, form, unit, piece.first, piece.payload)
+    return Block(source, path, form, unit, piece.first, piece.records, piece.payload)
 
 
 def _is_path(source: object) -> bool:
