@@ -18,6 +18,7 @@ from packstore.errors import BackendError, sentence
 from packstore.registry import missing_extra
 from packstore.torch.attention import ATTENTION, Attend
 from packstore.torch.layout import AttentionLayout
+from packstore.torch.mask import RequestedMask, window_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -28,6 +29,7 @@ NOT_SUPPORTED = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
 """Keywords by which models ask for more than softmax over the visible keys."""
 
 CALL = "Call the model with **batch.model_inputs()"
+UNPACKED = "Train it unpacked, with batch.model_inputs(style='padded')"
 
 
 def use_packed_attention(model: Model, backend: str = "auto") -> Model:
@@ -94,7 +96,7 @@ def _register(backend: str) -> str:
         query_1NTH: Tensor,
         key_1KTH: Tensor,
         value_1KTH: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: RequestedMask | Tensor | None,
         *,
         packed_layout: AttentionLayout | None = None,
         scaling: float | None = None,
@@ -103,7 +105,9 @@ def _register(backend: str) -> str:
         **others: Any,
     ) -> tuple[Tensor, None]:
         layout = _checked(query_1NTH, key_1KTH, packed_layout)
-        _refuse_mask(attention_mask)
+        mask = attention_mask if isinstance(attention_mask, RequestedMask) else None
+        if mask is None:
+            _refuse_mask(attention_mask)
         _refuse_extras(module, others)
         q, k, v = _autocast(query_1NTH, key_1KTH, value_1KTH)
         output = attend(
@@ -112,7 +116,7 @@ def _register(backend: str) -> str:
             v[0].transpose(0, 1),
             layout,
             scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
-            sliding_window=sliding_window,
+            sliding_window=window_of(mask, sliding_window),
             softcap=softcap,
         )
         return output.unsqueeze(0), None
@@ -121,7 +125,7 @@ def _register(backend: str) -> str:
     number = ATTENTION.names().index(backend) if backend in ATTENTION else "auto"
     name = f"packstore_{number}"
     AttentionInterface.register(name, packed_attention)
-    AttentionMaskInterface.register(name, _no_mask)
+    AttentionMaskInterface.register(name, _requested_mask)
     return name
 
 
@@ -143,9 +147,19 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(lower) for x in tensors)
 
 
-def _no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
-    """What transformers calls to build the mask, once a forward pass: there is none."""
+def _requested_mask(
+    *_: Any,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **__: Any,
+) -> RequestedMask:
+    """Replaces the mask that transformers would build, once for each kind of layer."""
     _refuse_mask(attention_mask)
+    if use_vmap:
+        must = "masks must be causal, within a window at most"
+        raise _refusal(must, "a model with a mask function of its own", UNPACKED)
+    return RequestedMask(local_size)
 
 
 def _checked(query: Tensor, key: Tensor, layout: AttentionLayout | None) -> AttentionLayout:
@@ -163,7 +177,7 @@ def _checked(query: Tensor, key: Tensor, layout: AttentionLayout | None) -> Atte
     return layout
 
 
-def _refuse_mask(mask: Tensor | None) -> None:
+def _refuse_mask(mask: Any) -> None:
     if mask is not None:
         found = f"attention_mask of shape {tuple(mask.shape)}"
         raise _refusal("the layout alone says which tokens see which", found)
@@ -188,5 +202,4 @@ def _refusal(must: str, found: str, do: str = f"{CALL}, and nothing else") -> Ba
 
 def _unfit(model: nn.Module, must: str, found: str) -> BackendError:
     where = f"use_packed_attention({type(model).__name__})"
-    do = "Train it unpacked, with batch.model_inputs(style='padded')"
-    return BackendError(sentence(where, must, found, do))
+    return BackendError(sentence(where, must, found, UNPACKED))
