@@ -32,24 +32,26 @@ from packstore.seeds import U64
 from packstore.selection import Selection, dedup_keys
 from packstore.spill import Spill
 
-WHOLE = 1 << 32
-"""Blocks of a file have places in 0..WHOLE, spread evenly."""
-
-_STEP = 0x9E3779B9
-"""2^32 over the golden ratio: the places of any run of blocks are spread evenly."""
-
 
 @dataclass(frozen=True)
 class Slice:
-    """Blocks of a file: those whose place lies in ``low..high``. The whole file is 0..WHOLE."""
+    """Blocks of a file at equal distances.
+
+    Attributes:
+        input: the file.
+        first: number of the first block, from 0.
+        step: from one block to the next; 1: the whole file.
+        block_bytes: bytes of a block, about.
+    """
 
     input: Input
-    low: int
-    high: int
+    first: int
+    step: int
+    block_bytes: int
 
     def holds(self, block: int) -> bool:
         """Whether the file's block of this number belongs to the slice."""
-        return self.low <= block * _STEP % WHOLE < self.high
+        return block % self.step == self.first
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +102,7 @@ class ReadKeys:
     def __call__(self, slices: list[Slice]) -> tuple[U64, Int64]:
         """uint64 `[n]` and int64 `[n]`, in input order."""
         keys, ids = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
-        reader = InputReader([], config=self._config)
-        for examples, _ in _parts(reader, slices, self._tokenize, {}):
+        for examples, _ in _parts(self._config, slices, self._tokenize, {}):
             keys.append(dedup_keys(examples, self._config))
             ids.append(examples.example_ids)
         return np.concatenate(keys), np.concatenate(ids)
@@ -139,8 +140,7 @@ class PackPartition:
         tally, sources = Tally(), dict[int, dict[str, Any]]()
         spills = [Spill(self._config.spill_dir) for _ in select.parts]
         try:
-            reader = InputReader([], config=self._config)
-            for examples, part in _parts(reader, slices, self._tokenize, sources):
+            for examples, part in _parts(self._config, slices, self._tokenize, sources):
                 for spill, own in zip(spills, select(examples, part).values(), strict=True):
                     lengths = sizes(own, self._config.layout, self._config.pad_to_multiple)
                     spill.append(own, lengths)
@@ -233,13 +233,14 @@ def filled(spill: Spill, packing: Plan, config: PackConfig, start: int = 0) -> I
 
 
 def _parts(
-    reader: InputReader,
+    config: PackConfig,
     slices: Sequence[Slice],
     tokenize: Tokenizing,
     sources: dict[int, dict[str, Any]],
 ) -> Iterator[tuple[Examples, Tally]]:
     """What becomes of the blocks of the slices; their files are noted in `sources`."""
     for one in slices:
+        reader = InputReader([], config=config, block_bytes=one.block_bytes)
         blocks = reader.read_file(one.input)
         for block in itertools.compress(blocks, map(one.holds, itertools.count())):
             yield tokenize(block)
@@ -248,7 +249,7 @@ def _parts(
 
 def _identity(slices: Sequence[Slice], repeated: Int64) -> str:
     """Hash of what a partition is made of, but for the contents of its files."""
-    cut = [[s.input.ordinal, s.input.path, s.low, s.high] for s in slices]
+    cut = [[s.input.ordinal, s.input.path, s.first, s.step, s.block_bytes] for s in slices]
     digest = hashlib.sha256(repr(cut).encode(errors="surrogatepass"))
     digest.update(repeated.tobytes())
     return digest.hexdigest()

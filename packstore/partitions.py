@@ -2,9 +2,10 @@
 
     inputs -> split -> each on its own: read -> tokenize -> plan -> fill -> write
 
-A partition is a slice of the input, fixed by the input and the number of partitions. Whatever makes
-it (a worker process, a Ray task, one that is run again) writes the same shards under the same
-names, and no reader sees them before the one commit that names them all.
+A partition takes blocks from all over the input, as real data lies sorted. Which ones is fixed by
+the sizes of the inputs and the number of partitions. Whatever makes it (a worker process, a Ray
+task, one that is run again) writes the same shards under the same names, and no reader sees them
+before the one commit that names them all.
 
 Duplicates may lie in different partitions. Where they are to be left out, all partitions are read
 once before, for the keys of their examples alone.
@@ -26,13 +27,13 @@ from packstore.config import PackConfig, fingerprint
 from packstore.engines import ENGINES
 from packstore.errors import ConfigError, InputError, PackstoreError, sentence
 from packstore.intake import Intake, RecordIntake
-from packstore.io.inputs import Input
+from packstore.io.inputs import BLOCK_BYTES, Input
 from packstore.io.job import WriteJob
 from packstore.io.named import named_paths
 from packstore.io.storage import Location
 from packstore.io.writer import ShardWriter
 from packstore.pack.merged import merged_statistics
-from packstore.partition_work import WHOLE, Item, PackPartition, Partition, ReadKeys, Slice, Written
+from packstore.partition_work import Item, PackPartition, Partition, ReadKeys, Slice, Written
 from packstore.records import Int64, Tally
 from packstore.runs import (
     Progress,
@@ -48,29 +49,39 @@ from packstore.selection import Selection, duplicates, of_part
 
 log = logging.getLogger("packstore")
 
+SHARES = 16
+"""Shares of the input that a partition takes, about. With more, sources of a file each would mix
+better, and each file would be read by more partitions."""
+
+BLOCKS = 64
+"""Blocks that a partition takes at least, about, down to the size below."""
+
+MIN_BLOCK_BYTES = 4 << 10
+
 
 def split(inputs: Sequence[tuple[Input, int]], partitions: int) -> list[list[Slice]]:
-    """The slices of each partition: neighbouring files, about the same number of bytes.
+    """The slices of each partition: blocks from all over the input, about the same number of bytes.
 
-    A file that lies in several partitions is read by each of them, which takes its share of the
-    blocks and leaves the rest: so any file will do, also a compressed one, and one is enough.
+    The input is cut into shares of about the same size, `SHARES` for each partition, and partition
+    p takes the shares p, p + partitions, …. A file of m shares is not cut by place: share i of it
+    is its blocks i, i + m, i + 2 m, …. So a file is read by as many partitions as it has shares,
+    each of which leaves out the other blocks, and any file will do, also a compressed one.
 
     Args:
         inputs: each input and its bytes.
         partitions: how many are wanted.
     """
     found: list[list[Slice]] = [[] for _ in range(partitions)]
-    total = sum(max(size, 1) for _, size in inputs)
-    start = 0
+    total = max(sum(size for _, size in inputs), 1)
+    block_bytes = max(MIN_BLOCK_BYTES, min(BLOCK_BYTES, total // (partitions * BLOCKS)))
+    share = 0
     for item, size in inputs:
-        # In units of bytes / partitions, to stay with whole numbers.
-        size = max(size, 1) * partitions
-        for p in range(start // total, -(-(start + size) // total)):
-            low, high = max(p * total - start, 0), min((p + 1) * total - start, size)
-            share = Slice(item, low * WHOLE // size, high * WHOLE // size)
-            if share.low < share.high:
-                found[p].append(share)
-        start += size
+        shares = min(partitions, -(-size // block_bytes), -(-size * partitions * SHARES // total))
+        shares = max(shares, 1)
+        for first in range(shares):
+            one = Slice(item, first, shares, block_bytes)
+            found[(share + first) % partitions].append(one)
+        share += shares
     return found
 
 

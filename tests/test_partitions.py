@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gzip
+import itertools
 import json
 import logging
 import re
@@ -17,7 +18,6 @@ import numpy as np
 import pytest
 
 import packstore
-from packstore import partition_work
 from packstore.config import PackConfig
 from packstore.errors import (
     CompatibilityError,
@@ -27,10 +27,11 @@ from packstore.errors import (
     RecordError,
 )
 from packstore.io.clean import clean
-from packstore.io.inputs import Input, InputReader
+from packstore.io.inputs import Input
 from packstore.io.storage import Location
 from packstore.pack.merged import merged_statistics
 from packstore.pack.plan import plan
+from packstore.pack.statistics import design_effect
 from packstore.partitions import split
 
 FILES, RECORDS = 5, 2400
@@ -86,12 +87,7 @@ def test_partitions_hold_what_one_would(
     assert again.manifest.to_json() == made.manifest.to_json()
 
 
-def test_one_file_is_enough(
-    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        partition_work, "InputReader", functools.partial(InputReader, block_bytes=20_000)
-    )
+def test_one_file_is_enough(sources: list[str], tmp_path: Path) -> None:
     made = packstore.pack(sources[2], tmp_path / "out", partitions=4, num_workers=0, **SETTINGS)
     assert examples(made) == Counter(range(RECORDS))
     parts = Counter(s.path.split("-")[1] for s in made.manifest.shards)
@@ -100,7 +96,9 @@ def test_one_file_is_enough(
     assert made.verify().ok
 
 
-@pytest.mark.parametrize("sizes", [[10], [5, 5, 5], [0, 1, 1000, 0, 3], [7] * 40])
+@pytest.mark.parametrize(
+    "sizes", [[10**9], [5 * 10**7] * 3, [0, 10**6, 10**9, 0, 3 * 10**6], [7 * 10**6] * 40]
+)
 @pytest.mark.parametrize("number", [1, 2, 3, 7])
 def test_every_block_is_in_one_partition(sizes: list[int], number: int) -> None:
     inputs = [(Input(i, str(i), Location(f"/{i}"), "jsonl", None), n) for i, n in enumerate(sizes)]
@@ -108,14 +106,35 @@ def test_every_block_is_in_one_partition(sizes: list[int], number: int) -> None:
     assert len(found) == number
     shares = np.zeros(number)
     for item, size in inputs:
-        for block in range(100):
+        for block in range(420):  # all numbers of partitions divide it
             holders = [
                 p for p, part in enumerate(found)
                 if any(one.input is item and one.holds(block) for one in part)
             ]  # fmt: skip
             assert len(holders) == 1
-            shares[holders[0]] += size / 100
+            shares[holders[0]] += size / 420
     assert shares.max() <= sum(sizes) / number + 0.05 * sum(sizes)
+
+
+@pytest.mark.parametrize("files", [1, 3, 40, 400])
+def test_a_partition_takes_blocks_from_all_over(files: int) -> None:
+    size, number = 10**9 // files, 8
+    inputs = [(Input(i, str(i), Location(f"/{i}"), "jsonl", None), size + i) for i in range(files)]
+    for part in split(inputs, number):
+        ordinals = [one.input.ordinal for one in part]
+        assert ordinals == sorted(ordinals)
+        # Each file, or at least 15 of them at equal distances.
+        assert len(ordinals) == files if files <= 8 else len(ordinals) >= 15
+        assert np.diff([-1, *ordinals, files]).max() <= max(2, files // 12)
+    reads = sum(map(len, split(inputs, number)))
+    assert reads == {1: 8, 3: 24, 40: 160, 400: 400}[files]
+
+
+def test_small_files_and_more_partitions_than_blocks(tmp_path: Path) -> None:
+    few = [write(tmp_path / f"{i}.jsonl", i, 3) for i in range(2)]
+    made = packstore.pack(few, tmp_path / "out", partitions=7, num_workers=0, **SETTINGS)
+    assert len(examples(made)) == 6
+    assert made.verify().ok
 
 
 def test_statistics_of_plans_together() -> None:
@@ -175,11 +194,8 @@ SELECTING: dict[str, Any] = {
 
 @pytest.mark.parametrize("dedup", ["pair", "prompt"])
 def test_selecting_takes_what_one_partition_would(
-    repeating: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dedup: str
+    repeating: list[str], tmp_path: Path, dedup: str
 ) -> None:
-    monkeypatch.setattr(
-        partition_work, "InputReader", functools.partial(InputReader, block_bytes=2000)
-    )
     settings = {**SELECTING, "dedup": dedup, "num_workers": 0}
     for n in (1, 4):
         packstore.pack(repeating, tmp_path / str(n), partitions=n, **settings)
@@ -270,3 +286,43 @@ def test_what_cannot_be_cut_is_refused(whole: packstore.Dataset, tmp_path: Path)
             packstore.pack(source, tmp_path / "out", partitions=2)
     with pytest.raises(ConfigError, match="partitions must be at least 1; found 0"):
         PackConfig(partitions=0)
+
+
+def sorted_files(folder: Path, files: int, sources: int = 12, records: int = 6000) -> list[str]:
+    """Records in order of their source, which is their prompt."""
+    rng = np.random.default_rng(0)
+    lines = [
+        json.dumps({
+            "prompt": [1 + i * sources // records] * 3,
+            "chosen": [2] * int(rng.integers(1, 40)),
+            "rejected": [3] * int(rng.integers(1, 40)),
+        })
+        for i in range(records)
+    ]  # fmt: skip
+    paths = []
+    for i, part in enumerate(np.array_split(lines, files)):
+        paths.append(str(folder / f"{i:02d}.jsonl"))
+        Path(paths[-1]).write_text("\n".join(part) + "\n")
+    return paths
+
+
+@pytest.mark.parametrize("files", [1, 12, 48])
+def test_packs_of_a_partition_hold_examples_from_all_over(tmp_path: Path, files: int) -> None:
+    """Of sorted input: the sources of a random draw, whatever files it is cut into."""
+    paths = sorted_files(tmp_path, files)
+    made = packstore.pack(paths, tmp_path / "out", partitions=4, num_workers=0, pack_size=512)
+    found = expected = 0.0
+    places, offsets = [], [0]
+    for packs in made.iter_packs():
+        ordinal = packs.example_ids & ((1 << 40) - 1)
+        place = (packs.example_ids >> 40) * (6000 // files) + ordinal
+        for a, b in itertools.pairwise(packs.example_offsets):
+            found += len(np.unique(place[a:b] * 12 // 6000))
+            expected += 12 * (1 - (1 - 1 / 12) ** (b - a))
+            offsets.append(offsets[-1] + b - a)
+        places.append(place)
+    assert 0.97 < found / expected < 1.03
+    effect = design_effect(np.concatenate(places).astype(np.float64), np.array(offsets), 1)
+    # Of some 600 packs, that of a random draw has a deviation of 0.06.
+    assert effect is not None
+    assert effect < 1.25
