@@ -35,7 +35,7 @@ from packstore.version import VERSION
 
 log = logging.getLogger("packstore")
 
-_ADJUSTABLE = {f.name for f in fields(RunConfig)} | {"fields"}
+_ADJUSTABLE = {f.name for f in fields(RunConfig)} | {"fields", "missing_field"}
 _CHUNK = 1 << 20
 
 COPIES_AT_ONCE = 4
@@ -62,8 +62,8 @@ def append(
         tokenizer: that the dataset was packed with; None: from the path that its manifest tells.
         storage_options: passed to the fsspec filesystems of `dataset` and `more`.
         progress: told how far each stage is.
-        settings: how to run (fields of ``RunConfig``), and `fields`, the names in the input. All
-            others are those of the dataset.
+        settings: how to run (fields of ``RunConfig``), `fields`, the names in the input, and
+            `missing_field`. All others are those of the dataset.
 
     Returns:
         The new version.
@@ -75,14 +75,15 @@ def append(
         PackstoreError: as :func:`packstore.pack`; the dataset is then as it was before.
     """
     base = dataset if isinstance(dataset, Dataset) else open_dataset(dataset, storage_options)
-    config = _settings_of(base, settings)
+    options = base.location.storage_options
+    packed = isinstance(more, Dataset) or find_dataset(more, options) is not None
+    config = _settings_of(base, settings, packed)
     with writing(base.location, overwrite=True, fresh=config.fresh) as job:
         if job.version != base.version + 1:
             must = f"only its newest version, {job.version - 1}, can be extended"
             found = f"version {base.version}"
             raise ConfigError(sentence(base.url, must, found, "Open it anew"))
         job.extends = base
-        packed = isinstance(more, Dataset) or find_dataset(more, base.location.storage_options)
         if tokenizer is None and not packed:
             tokenizer = _tokenizer_of(base)
         pack_into(job, more, tokenizer, config, progress)
@@ -139,8 +140,11 @@ def concat(
     return open_dataset(out, storage_options)
 
 
-def _settings_of(base: Dataset, settings: Mapping[str, Any]) -> PackConfig:
-    """The settings that a dataset was packed with, and how to run now."""
+def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> PackConfig:
+    """The settings that a dataset was packed with, and how to run now.
+
+    Of what is `packed` already, those of tokenizing are those that it was packed with.
+    """
     for name in settings:
         if name not in _ADJUSTABLE and name in {f.name for f in fields(PackConfig)}:
             must = f"append packs with the settings of the dataset, so {name} must be left out"
@@ -167,6 +171,9 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any]) -> PackConfig:
         "labels": "spans" if "label_spans" in manifest.features else "plain",
         "carry": tuple(f"{name}:{type_}" for name, type_ in manifest.carry.items()),
     }
+    if packed:
+        for name in PackConfig.of(**values).needing_records:
+            del values[name]
     return PackConfig.of(**{**values, **settings})
 
 

@@ -30,6 +30,7 @@ from packstore.tokenizer import (
     detect_kind,
     load_tokenizer,
     parse_carry,
+    typed_carry,
 )
 from packstore.version import VERSION
 
@@ -114,13 +115,15 @@ class RecordIntake:
             )
         named = isinstance(tokenizer, str | PathLike)
         self._tokenizer_path = spelled(str(tokenizer)) if named else None
-        self._config = config
-        self.carry = parse_carry(config)
+        parse_carry(config)
         self._reader = InputReader(source, storage_options, config, block_bytes)
         blocks = iter(self._reader)
         first = next(blocks)  # a block is never without records
         self._blocks: Iterable[Block] = itertools.chain([first], blocks)
         rows = first.parse()
+        if config.carry:
+            config = replace(config, carry=typed_carry(config, rows.values))
+        self._config, self.carry = config, parse_carry(config)
         self.kind: str = config.kind
         if self.kind == "auto":
             self.kind = detect_kind(rows.values[0], config, rows.where(0))
@@ -199,6 +202,9 @@ class DatasetIntake:
                 "dedup and validation_fraction need the records: a packed dataset no longer knows "
                 "its texts. Pack the records again."
             )
+        if names := config.needing_records:
+            must = f"{', '.join(names)} must be left out, as it is packed anew without tokenizing"
+            raise ConfigError(sentence(dataset.url, must, "", "Pack the records again"))
         if config.kind not in ("auto", manifest.kind):
             raise ConfigError(
                 f"kind must be auto or that of the dataset, {manifest.kind}; found {config.kind}."

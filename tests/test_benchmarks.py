@@ -116,7 +116,7 @@ def test_the_script(shared_data: Path, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     command = [sys.executable, str(BENCHMARKS / "loading.py"), "--quick", "--packs", str(PACKS)]
     only = ["--only", "packstore-arrow", "--work", str(tmp_path), "--out", str(out)]
-    done = subprocess.run([*command, *only], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, *only], capture_output=True, encoding="utf-8", check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text(encoding="utf-8"))
     assert result["rows"]["packstore-arrow"]["resume_exact"] == [True, True]

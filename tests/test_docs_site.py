@@ -143,7 +143,7 @@ def test_it_builds(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict"]
     done = subprocess.run(
         [*command, "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT, capture_output=True, text=True, check=False,
+        cwd=ROOT, capture_output=True, encoding="utf-8", check=False,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

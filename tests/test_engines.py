@@ -74,5 +74,7 @@ def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
         "from packstore.engines.local import run\n"
         "print(list(run(operator.neg, range(5), 2)))\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, encoding="utf-8", check=False
+    )
     assert done.stdout == "[0, -1, -2, -3, -4]\n", done.stderr

@@ -73,7 +73,7 @@ def test_registry_names_the_choices() -> None:
         ),
         ({"layout": "padded"}, "layout must be one of: concat, shared_prefix"),
         ({"max_drop_rate": 1.5}, r"max_drop_rate must lie in 0\.\.1"),
-        ({"carry": "source"}, "carry must be a tuple of strings"),
+        ({"carry": "source"}, "carry must be a list of strings"),
         ({"append_eos": "yes"}, "append_eos must be bool or None"),
     ],
 )

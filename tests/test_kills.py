@@ -18,7 +18,7 @@ def kill(*arguments: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(SCRIPT), "--moments", "3", *arguments],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

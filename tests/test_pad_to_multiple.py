@@ -93,7 +93,7 @@ def test_commands_tell_both_fills(tmp_path: Path) -> None:
     def run(*command: str) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "packstore", *command],
-            capture_output=True, text=True, check=False, timeout=120,
+            capture_output=True, encoding="utf-8", check=False, timeout=120,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -26,6 +26,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="field names of the input (repeatable); default: those of the dataset",
     )
+    parser.add_argument(
+        "--missing-field",
+        choices=("error", "drop"),
+        help="a record without a field that its kind needs; default: as in the dataset",
+    )
     add_storage_options(parser)
     add_settings(parser, "running", RunConfig)
 
@@ -36,6 +41,8 @@ def _run(args: argparse.Namespace) -> int:
     settings = read_settings(args, RunConfig)
     if args.field:
         settings["fields"] = key_values(args.field, "--field")
+    if args.missing_field:
+        settings["missing_field"] = args.missing_field
     source = args.source[0] if len(args.source) == 1 else args.source
     with progress_of("append") as progress:
         dataset = append(

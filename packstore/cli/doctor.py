@@ -15,7 +15,7 @@ from packstore.cli.common import (
     storage_options,
 )
 from packstore.cli.settings import add_settings, read_settings
-from packstore.config import PackConfig, RunConfig, TokenizeConfig
+from packstore.config import PackConfig, TokenizeConfig, WorkConfig
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     add_storage_options(parser)
     add_settings(parser, "tokenization", TokenizeConfig)
-    add_settings(parser, "running", RunConfig, without=("max_drop_rate", "fresh"))
+    add_settings(parser, "running", WorkConfig)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from packstore.cli.common import (
     storage_options,
 )
 from packstore.cli.settings import add_settings, read_settings
-from packstore.config import PackConfig, RunConfig, TokenizeConfig
+from packstore.config import PackConfig, TokenizeConfig, WorkConfig
 
 if TYPE_CHECKING:
     from packstore.forecast import Choice, Forecast, Options
@@ -80,7 +80,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     add_storage_options(parser)
     add_settings(parser, "tokenization", TokenizeConfig)
-    add_settings(parser, "running", RunConfig, without=("max_drop_rate", "fresh"))
+    add_settings(parser, "running", WorkConfig)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -5,26 +5,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from packstore.errors import ConfigError, spelled
 
 
-def add_settings(
-    parser: argparse.ArgumentParser, title: str, config: type, without: Collection[str] = ()
-) -> None:
+def add_settings(parser: argparse.ArgumentParser, title: str, config: type) -> None:
     """Adds one flag per field of the dataclass `config`, in a group of its own.
 
-    Fields in `without`, which have no meaning for a command, get none. A flag that is not given
-    leaves no trace in the namespace, so that the default stays where it is: in the dataclass.
+    A flag that is not given leaves no trace in the namespace, so that the default stays where it
+    is: in the dataclass.
     """
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(config)
     taken = {option for action in parser._actions for option in action.option_strings}
     for field in dataclasses.fields(config):
         flag = "--" + field.metadata.get("flag", field.name).replace("_", "-")
-        if flag not in taken and field.name not in without:
+        if flag not in taken:
             group.add_argument(flag, **_argument(field, hints[field.name]))
 
 

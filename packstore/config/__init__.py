@@ -10,6 +10,7 @@ from packstore.config.packing import (
     SelectConfig,
     SizeConfig,
     TokenizeConfig,
+    WorkConfig,
     WriteConfig,
 )
 from packstore.config.storage import RetryConfig
@@ -25,6 +26,7 @@ __all__ = [
     "SelectConfig",
     "SizeConfig",
     "TokenizeConfig",
+    "WorkConfig",
     "WriteConfig",
     "fingerprint",
     "setting",

@@ -29,6 +29,7 @@ def fingerprint(value: Any) -> str:
 
 
 _MINIMUM = {
+    "seed": -(1 << 63),
     "pack_size": 2,
     "pad_to_multiple": 1,
     "partitions": 1,
@@ -49,12 +50,17 @@ _MINIMUM = {
     "read_ahead_bytes": 0,
     "cache_bytes": 1,
 }
-_MAXIMUM = {"row_group_tokens": 1 << 24}
-"""Readers refuse row groups of more than 512 MiB; a token takes 32 bytes at worst."""
+_MAXIMUM = {
+    "seed": (1 << 63) - 1,  # what a manifest holds
+    # Readers refuse row groups of more than 512 MiB; a token takes 32 bytes at worst.
+    "row_group_tokens": 1 << 24,
+}
 
 
 def validate(config: Any) -> None:
     """Checks every field of a config dataclass against its annotation and range.
+
+    A list where a tuple must be becomes one.
 
     Raises:
         ConfigError: naming the setting, what it must be, and what was found.
@@ -62,6 +68,9 @@ def validate(config: Any) -> None:
     hints = _hints(config.__class__)
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
+        if isinstance(value, list) and typing.get_origin(hints[f.name]) is tuple:
+            value = tuple(value)
+            object.__setattr__(config, f.name, value)
         if not _fits(value, hints[f.name]):
             raise ConfigError(
                 f"setting {f.name} must be {_spell(hints[f.name])}; found {quote(value)}."
@@ -108,7 +117,7 @@ def _spell(hint: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_spell(a) for a in args)
     if origin is tuple:
-        return "a tuple of strings"
+        return "a list of strings"
     if origin is not None:
         return f"a mapping from string to {_spell(typing.get_args(hint)[1])}"
     return {type(None): "None", int: "a whole number", float: "a number", str: "a string"}.get(

@@ -144,7 +144,8 @@ class SelectConfig:
         validate(self)
         if not 0 <= self.validation_fraction < 1:
             found = self.validation_fraction
-            raise ConfigError(f"setting validation_fraction must lie in 0..1; found {found}.")
+            must = "setting validation_fraction must be at least 0 and below 1"
+            raise ConfigError(f"{must}; found {found}.")
 
     @property
     def selects(self) -> bool:
@@ -197,15 +198,24 @@ class WriteConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """How the job runs. None of these changes a byte of the result."""
+class WorkConfig:
+    """How records are read and tokenized. None of these changes a byte of the result."""
 
     engine: str = setting("local", "what runs the workers", registry="engine")
     num_workers: int | None = setting(
         None, "worker processes; 0 or 1: none; default: by the size of the input"
     )
-    max_drop_rate: float = setting(0.5, "fail if a larger share of the records is dropped (0 to 1)")
     spill_dir: str | None = setting(None, "local folder for temporary files; default: the system's")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(WorkConfig):
+    """How the job runs. None of these changes a byte of the result."""
+
+    max_drop_rate: float = setting(0.5, "fail if a larger share of the records is dropped (0 to 1)")
     fresh: bool = setting(
         False, "give up an unfinished run at the same place instead of going on with it"
     )
@@ -236,6 +246,14 @@ class PackConfig(TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfi
                 raise UnknownNameError(unknown(name, known, "`packstore pack --help`"))
         base = {} if config is None else {n: getattr(config, n) for n in known}
         return cls(**{**base, **settings})
+
+    @property
+    def needing_records(self) -> tuple[str, ...]:
+        """Names of the settings, not at their default, that only tokenizing can follow."""
+        kept = {f.name for f in dataclasses.fields(SizeConfig)} | {"kind", "max_length", "overlong"}
+        names = [f.name for f in dataclasses.fields(TokenizeConfig) if f.name not in kept]
+        usual = PackConfig()
+        return tuple(name for name in names if getattr(self, name) != getattr(usual, name))
 
     def recorded(self) -> dict[str, Any]:
         """The settings that decide the bytes of the result, as JSON values (for the manifest)."""

@@ -16,7 +16,7 @@ from packstore.pack.plan import plan
 from packstore.records import Examples, Int64, Packs, range_indices, to_offsets
 from packstore.repacking.plan import EpochPlan
 from packstore.repacking.sizes import ExampleSizes, Measured, check_settings, fitting
-from packstore.repacking.tokenized import Record, Tokenized, examples_of, kind_of
+from packstore.repacking.tokenized import Record, Tokenized, examples_of, kind_of, with_types
 
 CHUNK = 1024
 """Records that are measured at a time."""
@@ -54,8 +54,9 @@ class RecordReader:
         check_settings(config)
         if not len(records):
             raise ConfigError("records to pack must be one at least; found none.")
-        self.records, self.config = records, config
-        self.kind = kind_of(records[0]) if config.kind == "auto" else config.kind
+        first = records[0]
+        self.records, self.config = records, with_types(config, [first])
+        self.kind = kind_of(first) if config.kind == "auto" else config.kind
         digest = hashlib.sha256()
         parts: list[Measured] = []
         for start in range(0, len(records), CHUNK):
@@ -98,7 +99,7 @@ class StepPacker:
 
     def __init__(self, config: PackConfig) -> None:
         check_settings(config)
-        self.config = config
+        self.config, self._typed = config, False
         self.kind: str | None = None if config.kind == "auto" else config.kind
 
     def fits(self, record: Record, number: int) -> Tokenized | None:
@@ -107,6 +108,8 @@ class StepPacker:
         Raises:
             RecordError: it is not of the kind, or does not fit and `overlong` is ``error``.
         """
+        if not self._typed:
+            self.config, self._typed = with_types(self.config, [record]), True
         self.kind = self.kind or kind_of(record)
         one = examples_of([record], [number], self.kind, self.config)
         tokens, _, longest = one.measured(self.config.layout)

@@ -110,11 +110,20 @@ def fitting(
 
 
 def check_settings(config: PackConfig) -> None:
-    """Refuses to truncate, which needs texts, and to leave room for padding.
+    """Refuses settings that need texts, and to leave room for padding.
 
     Raises:
-        ConfigError: `overlong` would truncate, or `pad_to_multiple` is above 1.
+        ConfigError: a setting for tokenizing or selecting records; `overlong` would truncate; or
+            `pad_to_multiple` is above 1.
     """
+    names = [name for name in config.needing_records if name != "carry"]
+    names += ["dedup"] * (config.dedup != "none")
+    names += ["validation_fraction"] * (config.validation_fraction > 0)
+    if names:
+        raise ConfigError(
+            f"{', '.join(names)} must be left out: what is packed while it is read is token ids "
+            "already."
+        )
     if config.pad_to_multiple > 1:
         raise ConfigError(
             f"pad_to_multiple={config.pad_to_multiple} is for packs that are written: what is "
@@ -130,6 +139,9 @@ def check_settings(config: PackConfig) -> None:
 
 def _check(dataset: Dataset, config: PackConfig) -> None:
     check_settings(config)
+    if config.carry:
+        must = "carry must be left out, as a dataset has the columns that it was packed with"
+        raise ConfigError(sentence(dataset.url, must, "", "Pack the records again"))
     if config.kind not in ("auto", dataset.manifest.kind):
         raise ConfigError(
             f"kind must be auto or that of the dataset, {dataset.manifest.kind}; "

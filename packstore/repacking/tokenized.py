@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,15 @@ def kind_of(record: Record) -> str:
     )
     must = "it must be a mapping with chosen and rejected, input_ids, or responses"
     raise RecordError(sentence("the first record", must, found))
+
+
+def with_types(config: PackConfig, records: Sequence[Record]) -> PackConfig:
+    """`config` with the types that carried columns have in `records`, where it names none."""
+    if not config.carry:
+        return config
+    from packstore.tokenizer.carry import typed_carry
+
+    return replace(config, carry=typed_carry(config, records))
 
 
 def examples_of(

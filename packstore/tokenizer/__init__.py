@@ -1,6 +1,6 @@
 """From parsed records to examples: token ids, and which of them are supervised."""
 
-from packstore.tokenizer.carry import parse_carry
+from packstore.tokenizer.carry import parse_carry, typed_carry
 from packstore.tokenizer.fastest import FASTER
 from packstore.tokenizer.record_tokenizer import RecordTokenizer, agreeing
 from packstore.tokenizer.recorded import recorded_tokenizer
@@ -17,4 +17,5 @@ __all__ = [
     "load_tokenizer",
     "parse_carry",
     "recorded_tokenizer",
+    "typed_carry",
 ]

@@ -22,6 +22,32 @@ TYPES: dict[str, tuple[type, Any]] = {
 """Type name -> its Python class and its numpy type."""
 
 
+def typed_carry(config: TokenizeConfig, records: Sequence[object]) -> tuple[str, ...]:
+    """The setting `carry` with a type for every column: those that name none take their records'.
+
+    Args:
+        config: its `carry` is what is looked at.
+        records: the first of the input. Whole numbers and others together are ``float64``; without
+            a value it is ``string``.
+
+    Raises:
+        ConfigError: as :func:`parse_carry`.
+    """
+    types = parse_carry(config)
+    return tuple(
+        entry if ":" in entry else f"{entry}:{_type_of(entry, records)}"
+        for entry, _ in zip(config.carry, types, strict=True)
+    )
+
+
+def _type_of(name: str, records: Sequence[object]) -> str:
+    values = (record.get(name) for record in records if isinstance(record, Mapping))
+    found = {type(value) for value in values}
+    if found & {int, float} and bool not in found:
+        return "float64" if float in found else "int64"
+    return "bool" if found & {bool} else "string"
+
+
 def parse_carry(config: TokenizeConfig) -> dict[str, str]:
     """Names of the carried columns and their types; without a type it is ``string``.
 
@@ -71,7 +97,9 @@ def _value(record: Mapping[str, Any], name: str, type_name: str) -> Any:
     if type(value) is not TYPES[type_name][0] or (
         isinstance(value, int) and not -(1 << 63) <= value < 1 << 63
     ):
-        raise Refused("wrong_type", f"field {name!r} must be {type_name}, found {quote(value)}")
+        detail = f"field {name!r} must be {type_name}, found {quote(value)}"
+        kinds = [t for t, (kind, _) in TYPES.items() if type(value) is kind and t != type_name]
+        raise Refused("wrong_type", detail + "".join(f" (carry {name}:{t})" for t in kinds))
     if isinstance(value, str):
         try:
             value.encode()

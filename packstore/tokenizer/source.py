@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
@@ -15,6 +16,8 @@ from packstore.tokenizer.builtin_templates import BUILTIN
 from packstore.tokenizer.engines import ENGINES, Engine
 from packstore.tokenizer.fastest import FASTER, fastest
 from packstore.tokenizer.tokenizer import Tokenizer
+
+log = logging.getLogger("packstore")
 
 FILE_NAMES = {
     "tokenizers": ("tokenizer.json",),
@@ -103,6 +106,11 @@ def load_tokenizer(
         raise TokenizerError(sentence("tokenizer", must, quote(source)))
     where = f"tokenizer {source}" if isinstance(source, str | PathLike) else "tokenizer"
     loaded = ENGINES.load(found.engine)(found.payload, where)
+    if dropout := getattr(loaded, "dropout", 0.0):
+        log.warning(
+            "%s: its BPE dropout of %g is switched off: the same text always gets the same ids",
+            *(where, dropout),
+        )
     tokenizer = Tokenizer(
         name=found.name,
         engine_name=found.engine,

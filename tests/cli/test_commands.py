@@ -178,7 +178,7 @@ def test_flags_reach_the_settings() -> None:
 
 def test_as_a_module_and_into_a_closed_pipe(dataset: Path) -> None:
     command = f"{sys.executable} -m packstore show {dataset} --count 9 | head -n 1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, shell=True, capture_output=True, encoding="utf-8", check=False)
     assert done.returncode == 0
     assert done.stderr == ""
 

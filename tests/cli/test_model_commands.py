@@ -120,7 +120,7 @@ def test_two_ranks(made: SimpleNamespace, tmp_path: Path) -> None:
             env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
         )
         for rank in range(2)
     ]

@@ -20,7 +20,7 @@ def feed(*names: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(script), "--feed", str(INPUTS), *names],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=300,
         check=False,
     )

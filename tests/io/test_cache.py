@@ -219,7 +219,7 @@ Cache(sys.argv[1], 3000).map(Key("ab" * 32, 0, 1000), fill)
 
 def test_a_killed_writer_leaves_nothing_that_stays(folder: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, encoding="utf-8"
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "writing\n"

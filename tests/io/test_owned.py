@@ -23,7 +23,7 @@ time.sleep(600)
 def test_only_what_a_dead_owner_left_is_removed(tmp_path: Path) -> None:
     here = str(tmp_path)
     command = [sys.executable, "-c", HOLDER, here]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as job:
         assert job.stdout is not None
         name = job.stdout.readline().strip()
         assert owned.abandoned(here, "some-") == []

@@ -274,7 +274,7 @@ def test_the_process_ends_while_threads_read(stored: Dataset, how: str) -> None:
         [sys.executable, "-c", _SCRIPT, stored.url, how],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"

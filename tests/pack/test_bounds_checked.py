@@ -23,7 +23,7 @@ def test_no_loop_leaves_its_arrays(tmp_path: Path) -> None:
         env={**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)},
         cwd=here.parents[2],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

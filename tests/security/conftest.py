@@ -29,7 +29,7 @@ def cell(tmp_path: Path) -> Callable[..., str]:
             [sys.executable, "-c", imports + LIMIT.format(room=room) + rest],
             input=given,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             cwd=tmp_path,
             timeout=120,
             check=False,

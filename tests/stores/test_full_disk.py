@@ -49,7 +49,7 @@ def in_a_small_disk(folder: Path, *command: str) -> subprocess.CompletedProcess[
     return subprocess.run(
         [*unshare, "sh", "-c", script, "sh", *command],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=300,
         check=False,
         env={**os.environ, "PYTHONPATH": str(Path(packstore.__file__).parents[1])},

@@ -212,7 +212,7 @@ class Azurite(Server):
         done = subprocess.run(
             [*command, "--prefix", str(folder), f"azurite@{self.version}"],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             timeout=600,
             check=False,
         )

@@ -26,7 +26,7 @@ def launch(script: str, task: Any, size: int, folder: Path, timeout: float = 300
     command = [sys.executable, __file__, script, str(folder), str(size)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen([*command, str(rank)], env=env, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, str(rank)], env=env, stderr=subprocess.PIPE, encoding="utf-8")
         for rank in range(size)
     ]
     try:

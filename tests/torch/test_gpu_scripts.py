@@ -21,7 +21,9 @@ def run(*arguments: str, script: str = "attention_gpu.py") -> subprocess.Complet
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
     }
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    return subprocess.run(
+        command, capture_output=True, encoding="utf-8", env=environment, check=False
+    )
 
 
 def test_dry_run(tmp_path: Path) -> None:

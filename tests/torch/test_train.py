@@ -415,7 +415,7 @@ def test_trackers_are_told_every_record(made: SimpleNamespace, tmp_path: Path) -
         input=json.dumps(given),
         env=env,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=300,
         check=False,
     )

@@ -108,7 +108,9 @@ def test_the_command_line_is_read_without_torch() -> None:
         "try: packstore.cli.main(['train', '--help'])\n"
         "except SystemExit: print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
+    )
     assert "--pairs-per-step N" in done.stdout
     assert done.stdout.splitlines()[-1] == "False"
 

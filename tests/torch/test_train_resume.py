@@ -125,7 +125,7 @@ def launch(
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             env |= {"LOCAL_WORLD_SIZE": str(ranks)}
         command = [sys.executable, __file__, task]
-        running.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+        running.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, encoding="utf-8"))
     first = running[0]
     try:
         said = first.communicate(timeout=300)[1]

@@ -46,7 +46,11 @@ class _Modes:
 
 
 class TokenizersEngine:
-    """See :class:`packstore.tokenizer.engines.Engine`."""
+    """See :class:`packstore.tokenizer.engines.Engine`.
+
+    Attributes:
+        dropout: probability at which the file wants merges of BPE left out, which is switched off.
+    """
 
     version = tokenizers.__version__
 
@@ -56,9 +60,10 @@ class TokenizersEngine:
         self._modes = _Modes()
         with inside(where, "it must be a tokenizer.json that the tokenizers library reads"):
             self._tokenizer = tokenizers.Tokenizer.from_str(payload.decode())
-            # Left in place, these would cut and pad silently.
+            # Left in place, these would cut and pad silently, and draw other ids at every call.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
+            self.dropout = _without_dropout(self._tokenizer)
             self._find_specials()
             self._check_growth()
             self.vocab_size()  # refuses huge ids, before a faster library makes a table of them
@@ -70,6 +75,7 @@ class TokenizersEngine:
         engine = cls.__new__(cls)
         engine._where, engine._tokenizer = other._where, other._tokenizer
         engine._size, engine._modes = other._size, other._modes
+        engine.dropout = other.dropout
         engine.specials = dict(other.specials)
         engine._load()
         return engine
@@ -147,3 +153,12 @@ class TokenizersEngine:
     def _find_specials(self) -> None:
         added = self._tokenizer.get_added_tokens_decoder()
         self.specials = {token.content: i for i, token in added.items() if token.special}
+
+
+def _without_dropout(tokenizer: tokenizers.Tokenizer) -> float:
+    """Switches BPE dropout off; returns what it was."""
+    model = tokenizer.model
+    before = getattr(model, "dropout", None) or 0.0
+    if before:
+        model.dropout = None
+    return float(before)

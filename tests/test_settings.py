@@ -1,0 +1,175 @@
+"""Settings that cannot be followed are refused by name; what was meant is understood."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+import packstore
+from packstore.cli import main
+from packstore.config import PackConfig, PlanConfig
+from packstore.errors import ConfigError, DropRateError, RecordError
+from packstore.repacking.sizes import check_settings, measure
+from packstore.tokenizer import load_tokenizer
+
+PAIRS: list[dict[str, Any]] = [
+    {"prompt": f"What is {i}? ", "chosen": f"It is {i}.", "rejected": "No idea.", "id": i}
+    for i in range(20)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([p["prompt"] + p["chosen"] for p in PAIRS], trainer)
+    return made
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(p) + "\n" for p in PAIRS), encoding="utf-8")
+    return path
+
+
+NEED_RECORDS: dict[str, Any] = {
+    "fields": {"prompt": "x"},
+    "carry": ("lang",),
+    "tokenizer_engine": "tokenizers",
+    "chat_template": "chatml",
+    "append_eos": True,
+    "add_bos": True,
+    "supervised_turns": "last",
+    "thinking": "strip",
+    "special_tokens": "control",
+    "empty_side": "keep",
+    "missing_field": "drop",
+}
+
+
+@pytest.mark.parametrize("name", NEED_RECORDS)
+def test_a_dataset_is_packed_anew_without_tokenizing(
+    name: str, source: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    packed = packstore.pack(str(source), str(tmp_path / "packed"), tokenizer)
+    with pytest.raises(ConfigError, match=rf"packed: {name} must be left out"):
+        packstore.pack(packed, str(tmp_path / "anew"), **{name: NEED_RECORDS[name]})
+    with pytest.raises(ConfigError, match=f"{name} must be left out"):
+        measure(packed, PackConfig(**{name: NEED_RECORDS[name]}))
+    assert not (tmp_path / "anew").exists()
+
+
+def test_given_at_its_default_it_is_no_setting(
+    source: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    packed = packstore.pack(str(source), str(tmp_path / "packed"), tokenizer, add_bos=False)
+    usual = PackConfig()
+    given = {name: getattr(usual, name) for name in NEED_RECORDS}
+    anew = packstore.pack(packed, str(tmp_path / "anew"), pack_size=512, **given)
+    assert anew.manifest.provenance["settings"]["add_bos"] is False
+    others = [{**p, "prompt": "Another. "} for p in PAIRS]
+    other = packstore.pack(others, str(tmp_path / "other"), tokenizer, add_bos=False)
+    longer = packstore.append(packed, other)  # whose settings are not given but recorded
+    assert longer.manifest.totals.examples == 40
+
+
+@pytest.mark.parametrize("setting", [{"dedup": "pair"}, {"validation_fraction": 0.5}])
+def test_records_of_ids_are_not_selected(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))} must be left out"):
+        check_settings(PackConfig(**setting))
+
+
+@pytest.mark.parametrize("command", ["doctor", "plan"])
+def test_commands_that_write_nothing_offer_nothing_about_it(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    assert "--spill-dir" in out
+    assert "--fresh" not in out
+    assert "--max-drop-rate" not in out
+
+
+@pytest.mark.parametrize("seed", [99999999999999999999, -(1 << 63) - 1, 1 << 63])
+def test_a_seed_has_64_bits(seed: int) -> None:
+    with pytest.raises(ConfigError, match=f"setting seed must be at (most|least) .*found {seed}"):
+        PlanConfig(seed=seed)
+    assert PlanConfig(seed=(1 << 63) - 1).seed
+
+
+def test_bpe_dropout_is_switched_off(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    wild = Tokenizer.from_str(tokenizer.to_str())
+    wild.model.dropout = 0.5
+    texts = [p["prompt"] for p in PAIRS]
+    for engine in ("auto", "tokenizers"):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "packstore"):
+            loaded = load_tokenizer(wild, engine=engine)
+        assert "BPE dropout of 0.5 is switched off" in caplog.text
+        found = [loaded.engine.encode_batch(texts, control=False)[0] for _ in range(2)]
+        wanted = load_tokenizer(tokenizer).engine.encode_batch(texts, control=False)[0]
+        assert np.array_equal(found[0], wanted)
+        assert np.array_equal(found[1], wanted)
+    assert wild.model.dropout == 0.5  # the caller's own stays as it is
+    caplog.clear()
+    load_tokenizer(tokenizer)
+    assert "dropout" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("values", "type_"),
+    [
+        ([3, 4], "int64"),
+        ([3, 4.5], "float64"),
+        ([True, False], "bool"),
+        (["a", "b"], "string"),
+        ([None, 4], "int64"),
+    ],
+)
+def test_carried_columns_have_the_type_of_their_values(
+    values: list[Any], type_: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    records = [{**p, "n": v} for p, v in zip(PAIRS, values * 10, strict=True)]
+    packed = packstore.pack(
+        records, str(tmp_path / "ds"), tokenizer, carry=["n"], missing_field="drop"
+    )
+    assert dict(packed.manifest.carry) == {"n": type_}
+    (group,) = packed.iter_packs()
+    told = dict(zip(group.example_ids.tolist(), group.columns["n"].tolist(), strict=True))
+    assert told == {i: r["n"] for i, r in enumerate(records) if r["n"] is not None}
+
+
+def test_a_declared_type_that_is_another_says_which_it_is(
+    source: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(DropRateError, match=r"'id' must be string, found 0 \(carry id:int64\)"):
+        packstore.pack(str(source), str(tmp_path / "ds"), tokenizer, carry=["id:string"])
+
+
+def test_append_has_the_flag_that_its_error_advises(
+    source: Path, tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    out = str(tmp_path / "ds")
+    packstore.pack(str(source), out, str(tmp_path / "tokenizer.json"))
+    more = tmp_path / "more.jsonl"
+    lines = [json.dumps({**p, "prompt": "Another. "}) for p in PAIRS]
+    more.write_text("\n".join([*lines, '{"prompt": "p", "chosen": "c"}']), encoding="utf-8")
+    with pytest.raises(RecordError, match="set missing_field to drop"):
+        packstore.append(out, str(more))
+    assert main(["append", out, str(more), "--missing-field", "drop"]) == 0
+    assert "40 examples" in capsys.readouterr().out
