@@ -1,12 +1,12 @@
 """Lints records against tokenizer and template, before anything is packed.
 
-What the packing policies would drop or note is counted, and the tokenized sequences are looked at
-as a model would see them: BOS, EOS, unknown tokens, duplicates.
+What the packing policies would drop or note is counted; the texts are looked at, and the tokenized
+sequences as a model would see them: BOS, EOS, unknown tokens. Duplicates are those that `dedup`
+would leave out.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -17,24 +17,27 @@ import numpy as np
 from packstore.config import PackConfig
 from packstore.errors import ConfigError
 from packstore.intake import RecordIntake, open_intake
+from packstore.io.formats import FORMATS
+from packstore.lint import TextLint
 from packstore.records import SOURCE_SHIFT, Bool, Examples, Sample, Tally
+from packstore.selection import Seen
 from packstore.tokenizer import Tokenizer
 
 MEANING: dict[str, str] = {
     "double_bos": "a sequence begins with BOS twice",
     "no_bos": "the tokenizer begins texts with BOS, a sequence does not",
     "no_eos": "a response does not end with EOS, so the model is not taught to stop",
+    "marker_no_token": "a marker of the chat template is no token, but text in pieces",
+    "reward_reversed": "the rejected side has the larger reward",
     "unknown_tokens": "text that the vocabulary cannot spell",
-    "generation_prompt_always": "the chat template writes the generation prompt even where it is "
-    "not asked for; behind the last turn it is stored, and not supervised",
-    "duplicate_prompts": "the prompt of an earlier record again",
-    "duplicate_records": "an earlier record again, to the last token",
+    "empty_prompt": "nothing is asked, so the answers stand for themselves",
+    "glued_prompt": "no white space parts the prompt from its answer",
+    "duplicate_prompts": "the prompt of an earlier record again (dedup=prompt leaves it out)",
+    "duplicate_records": "an earlier record again, rewards apart (dedup=pair leaves it out)",
 }
-"""Checks on the tokenized sequences, and notes that need a word; policies tell the rest."""
+"""Checks on texts and on tokenized sequences; all others come from the policies of packing."""
 
-_ORDINAL = (1 << SOURCE_SHIFT) - 1
-
-PROBLEMS = ("double_bos", "no_bos", "no_eos")
+PROBLEMS = ("double_bos", "no_bos", "no_eos", "marker_no_token", "reward_reversed")
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def diagnose(
     """Tokenizes all records as ``packstore.pack`` would and counts what is wrong with them.
 
     Policies that say ``error`` count here instead of stopping. Keeps two hashes of every record in
-    memory.
+    memory, 16 bytes.
 
     Raises:
         PackstoreError: the input cannot be read at all, or the tokenizer does not load.
@@ -83,24 +86,32 @@ def diagnose(
     if not isinstance(intake, RecordIntake) or intake.tokenizer is None:
         raise ConfigError("doctor looks at records with a tokenizer; for datasets there is verify.")
     tally, lint = Tally(), _Lint(intake.tokenizer)
-    for examples, part in intake:
+    for examples, part in intake.each(TextLint(intake.tokenize(), intake.kind, config)):
         tally.add(part)
         lint.look(examples)
         if progress is not None:
             progress("read", tally.read, None, "records")
-    paths = [source["path"] for source in intake.provenance()["sources"]]
     for check, example_ids in lint.found.items():
         tally.noted[check] = len(example_ids)
         for i in example_ids[: Tally.SAMPLES_PER_REASON]:
-            where = f"{paths[i >> SOURCE_SHIFT]}, record {(i & _ORDINAL) + 1}"
-            tally.samples.append(Sample(check, where, ""))
+            tally.samples.append(Sample(check, _where(intake, i), ""))
     return Diagnosis(intake.kind, tally.read, tuple(_findings(tally)))
 
 
+def _where(intake: RecordIntake, example_id: int) -> str:
+    """Place of a record, as :meth:`packstore.records.Rows.where` spells it."""
+    source, ordinal = divmod(example_id, 1 << SOURCE_SHIFT)
+    path = intake.provenance()["sources"][source]["path"]
+    unit = "row" if path == "<table>" else "item"
+    if intake.inputs:
+        unit = FORMATS.load(intake.inputs[source].format).unit
+    return f"{path}, {unit} {ordinal + 1}"
+
+
 def _counting(config: PackConfig) -> PackConfig:
-    """`config` with every policy ``error`` turned into ``drop``."""
+    """`config` with every policy ``error`` turned into ``drop``, and hashes of the records."""
     stopping = [f.name for f in fields(config) if getattr(config, f.name) == "error"]
-    return PackConfig.of(config, **dict.fromkeys(stopping, "drop"))
+    return PackConfig.of(config, dedup="pair", **dict.fromkeys(stopping, "drop"))
 
 
 def _findings(tally: Tally) -> list[Finding]:
@@ -128,8 +139,7 @@ class _Lint:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.found: defaultdict[str, list[int]] = defaultdict(list)
         self._tokenizer = tokenizer
-        self._prompts: set[bytes] = set()
-        self._records: set[bytes] = set()
+        self._prompts, self._records = Seen(), Seen()
 
     def look(self, examples: Examples) -> None:
         """Counts what is remarkable about some examples."""
@@ -160,21 +170,10 @@ class _Lint:
         return (last_eos >= starts) & (last - last_eos <= 1)
 
     def _look_for_duplicates(self, examples: Examples) -> None:
-        same_prompt = np.zeros(examples.num_examples, np.bool_)
-        same_record = np.zeros(examples.num_examples, np.bool_)
-        offsets = examples.sequence_offsets
-        bounds = examples.example_offsets
-        for i in range(examples.num_examples):
-            start, end = offsets[bounds[i]], offsets[bounds[i + 1]]
-            stop = start + int(np.argmax(examples.supervised[start:end]))
-            prompt = _digest(examples.input_ids[start:stop])
-            record = _digest(examples.input_ids[start:end])
-            same_prompt[i] = prompt in self._prompts
-            same_record[i] = record in self._records
-            self._prompts.add(prompt)
-            self._records.add(record)
-        self._note_examples("duplicate_prompts", examples, same_prompt & ~same_record)
-        self._note_examples("duplicate_records", examples, same_record)
+        assert examples.keys is not None
+        prompts, records = examples.keys.T
+        self._note_examples("duplicate_prompts", examples, ~self._prompts.add(prompts))
+        self._note_examples("duplicate_records", examples, ~self._records.add(records))
 
     def _note(self, check: str, examples: Examples, sequences: Bool) -> None:
         """Counts the examples of which some sequence is flagged: bool `[S]`."""
@@ -184,7 +183,3 @@ class _Lint:
     def _note_examples(self, check: str, examples: Examples, flagged: Bool) -> None:
         if flagged.any():
             self.found[check] += examples.example_ids[flagged].tolist()
-
-
-def _digest(ids: Any) -> bytes:
-    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()

@@ -21,7 +21,7 @@ from packstore.io.sampling import Sampling, head_blocks, sample_blocks, sample_g
 from packstore.overlap import no_garbage_collection
 from packstore.pack.fill import unpack
 from packstore.pack.layout import sizes
-from packstore.records import Examples, Tally, to_offsets
+from packstore.records import Examples, Rows, Tally, to_offsets
 from packstore.tokenizer import (
     FASTER,
     RecordTokenizer,
@@ -132,8 +132,12 @@ class RecordIntake:
         self.vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
 
     def __iter__(self) -> Iterator[Part]:
+        return self.each(self.tokenize())
+
+    def each(self, work: Callable[[Block], Part]) -> Iterator[Part]:
+        """What `work` makes of every block, in workers, in input order."""
         run = ENGINES.load(self._config.engine)
-        return run(self.tokenize(), self._blocks, self._config.num_workers)
+        return run(work, self._blocks, self._config.num_workers)
 
     def sample(
         self, records: int, seed: int, report: Callable[[int], None] | None = None
@@ -179,12 +183,17 @@ class Tokenize:
 
     def __init__(self, tokenizer: RecordTokenizer, suits_threads: bool) -> None:
         self._tokenizer = tokenizer
+        self.tokenizer = tokenizer.tokenizer
         self.suits_threads = suits_threads
 
     def __call__(self, block: Block) -> Part:
         """The examples of a block, and what became of its records."""
+        return self.of(block.parse())
+
+    def of(self, rows: Rows) -> Part:
+        """The same of records that are parsed already."""
         with no_garbage_collection():
-            return self._tokenizer(block.parse())
+            return self._tokenizer(rows)
 
 
 class DatasetIntake:

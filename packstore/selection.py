@@ -35,7 +35,7 @@ class Selection:
 
     def __init__(self, config: SelectConfig, seed: int, repeated: Int64 | None = None) -> None:
         self._config, self._repeated = config, repeated
-        self._seen = _Seen()
+        self._seen = Seen()
         self._salt = np.uint64(derive(seed, "validation"))
         self.parts = (TRAIN, VALIDATION) if config.validation_fraction else (TRAIN,)
 
@@ -79,7 +79,7 @@ def of_part(tally: Tally, part: str, kept: dict[str, int]) -> Tally:
     return found
 
 
-class _Seen:
+class Seen:
     """Hashes that came by: sorted arrays, each at least twice as long as the next."""
 
     def __init__(self) -> None:

@@ -124,17 +124,18 @@ def test_stats(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_doctor(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "pairs.jsonl"
-    records = [*PAIRS, PAIRS[3], {**PAIRS[4], "rejected": ""}, {"prompt": "p", "chosen": "c"}]
+    pairs = [{**pair, "prompt": pair["prompt"] + "\n"} for pair in PAIRS]  # not glued
+    records = [*pairs, pairs[3], {**pairs[4], "rejected": ""}, {"prompt": "p", "chosen": "c"}]
     source.write_text("".join(json.dumps(p) + "\n" for p in records))
     arguments = ["doctor", str(source), "--tokenizer", str(tokenizer)]
     out = output(capsys, *arguments, code=1)
     for text in ("33 records", "empty_response", "missing_field", "duplicate_records", "line 32"):
         assert text in out
-    source.write_text("".join(json.dumps(p) + "\n" for p in [*PAIRS, PAIRS[3]]))
+    source.write_text("".join(json.dumps(p) + "\n" for p in [*pairs, pairs[3]]))
     assert "remark: duplicate_records" in output(capsys, *arguments)
     assert main([*arguments, "--strict"]) == 1
     capsys.readouterr()
-    source.write_text("".join(json.dumps(p) + "\n" for p in PAIRS))
+    source.write_text("".join(json.dumps(p) + "\n" for p in pairs))
     assert "nothing to remark" in output(capsys, *arguments, "--strict")
     assert "problem: no_eos" in output(capsys, *arguments, "--no-append-eos", code=1)
 

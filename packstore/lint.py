@@ -1,0 +1,108 @@
+"""Looks at the texts of records: at what no longer shows once they are token ids."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from typing import Any
+
+from packstore.config import PackConfig
+from packstore.errors import PackstoreError, quote
+from packstore.intake import Part, Tokenize
+from packstore.io.inputs import Block
+from packstore.records import Rows, Tally, example_id
+from packstore.tokenizer import Tokenizer
+from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.shapes import Parsed, parse_record
+
+_MARKER = re.compile(r"<[^<>\s]{1,40}>")
+
+_ENDS = frozenset(".,;:!?\"'’”)…")
+"""What a sentence ends with, letters and digits apart. Markers of turns end with > or ]."""
+
+
+class TextLint:
+    """What a worker of doctor does with a block: tokenizes it, and notes what its texts show.
+
+    Args:
+        tokenize: turns parsed records into examples.
+        kind: ``dpo``, ``sft`` or ``ranked``.
+        config: the settings.
+    """
+
+    def __init__(self, tokenize: Tokenize, kind: str, config: PackConfig) -> None:
+        self._tokenize, self._kind, self._config = tokenize, kind, config
+        self.suits_threads = tokenize.suits_threads
+        tokenizer = tokenize.tokenizer
+        self._markers = markers_without_token(tokenizer) if tokenizer else []
+
+    def __call__(self, block: Block) -> Part:
+        """The examples of a block, and what became of its records and is to be said of them."""
+        rows = block.parse()
+        examples, tally = self._tokenize.of(rows)
+        kept = set(examples.example_ids.tolist())
+        # The stage itself may count what is counted here.
+        known = set(tally.noted)
+        for i, value in enumerate(rows.values):
+            if example_id(rows.source, rows.ordinals[i]) in kept:
+                self._look(rows, i, value, tally, known)
+        return examples, tally
+
+    def _look(self, rows: Rows, i: int, value: object, tally: Tally, known: set[str]) -> None:
+        try:
+            parsed = parse_record(value, self._kind, self._config)
+        except Refused:  # the settings may change a record before it is parsed
+            return
+        for check, detail in self._found(parsed):
+            if check not in known:
+                tally.note(check, rows.where(i), detail)
+
+    def _found(self, parsed: Parsed) -> Iterator[tuple[str, str]]:
+        prompt, responses = parsed.prompt, parsed.responses
+        dialogue = isinstance(prompt, list)
+        # Messages and ids of kind sft are all response: their prompts are within.
+        if not (self._kind == "sft" and not isinstance(prompt, str)) and not _says(prompt):
+            yield "empty_prompt", ""
+        if isinstance(prompt, str) and any(_glued(prompt, str(r)) for r in responses):
+            yield "glued_prompt", f"{quote(prompt[-20:])} and {quote(str(responses[0])[:20])}"
+        if self._kind == "dpo" and parsed.rewards[0] < parsed.rewards[1]:
+            yield "reward_reversed", f"{parsed.rewards[0]:g} and {parsed.rewards[1]:g}"
+        if dialogue and self._markers:
+            yield "marker_no_token", " ".join(self._markers)
+
+
+def markers_without_token(tokenizer: Tokenizer) -> list[str]:
+    """Markers that the chat template writes around turns, and the vocabulary does not have.
+
+    Markers are what stands in angle brackets without white space.
+    """
+    template = tokenizer.template
+    if template is None:
+        return []
+    roles = ("user", "assistant")
+    try:
+        text = template.render([{"role": role, "content": "a"} for role in roles])
+    except (Refused, PackstoreError):  # it wants another dialogue
+        return []
+    found = dict.fromkeys(_MARKER.findall(text))
+    return [marker for marker in found if tokenizer.engine.token_to_id(marker) is None]
+
+
+def _says(prompt: Any) -> bool:
+    """Whether a prompt holds anything but white space."""
+    if isinstance(prompt, str):
+        return bool(prompt.strip())
+    if isinstance(prompt, list):
+        return any(str(m.get("content") or "").strip() for m in prompt if m["role"] != "system")
+    return len(prompt) > 0
+
+
+def _glued(prompt: str, response: str) -> bool:
+    """Whether a word or the end of a sentence stands right before a word, in a script of spaces."""
+    if not prompt or not response:
+        return False
+    last, first = prompt[-1], response[0]
+    if any(unicodedata.east_asian_width(c) in "WF" for c in (last, first)):
+        return False
+    return (last.isalnum() or last in _ENDS) and first.isalnum()
