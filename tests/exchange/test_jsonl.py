@@ -149,7 +149,7 @@ def test_text(
     assert again.manifest.totals.tokens == first.manifest.totals.tokens
     other = str(shared_data / "nemo/tokenizer.json")
     with pytest.raises(CompatibilityError, match="must be the tokenizer that"):
-        export_dataset("jsonl", first, tmp_path / "y.jsonl", encoding="utf-8", tokenizer=other)
+        export_dataset("jsonl", first, tmp_path / "y.jsonl", text=True, tokenizer=other)
 
 
 def test_sft_and_ranked_text(shared_data: Path, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_sft_and_ranked_text(shared_data: Path, tmp_path: Path) -> None:
         dataset = packstore.pack(
             given, str(tmp_path / kind), tokenizer, pack_size=64, num_workers=0
         )
-        export_dataset("jsonl", dataset, tmp_path / f"{kind}.jsonl", encoding="utf-8")
+        export_dataset("jsonl", dataset, tmp_path / f"{kind}.jsonl", text=True)
         found = sorted(records(tmp_path / f"{kind}.jsonl"), key=lambda r: r["example_id"])
         assert [{k: r[k] for k in g} for r, g in zip(found, given, strict=True)] == given
 
@@ -172,7 +172,7 @@ def test_refusals(tmp_path: Path, kit: SimpleNamespace, capsys: pytest.CaptureFi
     with pytest.raises(ConfigError, match="a tokenizer is needed for text only"):
         export_dataset("jsonl", dataset, tmp_path / "x.jsonl", tokenizer="t.json")
     with pytest.raises(TokenizerError, match="its tokenizer must be known to write text"):
-        export_dataset("jsonl", dataset, tmp_path / "x.jsonl", encoding="utf-8")
+        export_dataset("jsonl", dataset, tmp_path / "x.jsonl", text=True)
     named = kit.dataset(carry={})
     examples = kit.examples(named)
     examples.columns["prompt"] = np.arange(20)  # type: ignore[index]
