@@ -232,24 +232,30 @@ class Packs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackSizes:
-    """How much work some packs are, known without reading them; int64 `[P]` each.
+    """How much work some packs are, and what losses divide by; known without reading them.
+
+    All are int64 `[P]` but the last.
 
     Attributes:
         tokens: physical tokens.
         examples: examples (for kind ``dpo``: pairs).
         squares: sum of the squared lengths of the segments, which attention costs.
+        counts: int64 `[P, 4]`, the columns of :mod:`packstore.loss_counts`; None: not known.
     """
 
     tokens: Int64
     examples: Int64
     squares: Int64
+    counts: Int64 | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def take(self, indices: Int64) -> PackSizes:
         """Those of the packs at `indices`."""
-        return PackSizes(self.tokens[indices], self.examples[indices], self.squares[indices])
+        columns = self.tokens, self.examples, self.squares
+        counts = None if self.counts is None else self.counts[indices]
+        return PackSizes(*(column[indices] for column in columns), counts=counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,7 @@ class Dataset:
 
     @cached_property
     def pack_index(self) -> PackSizes:
-        """Sizes of all packs, in file order: 24 bytes for each, read when first asked for.
+        """Sizes of all packs, in file order: 56 bytes for each, read when first asked for.
 
         Raises:
             StorageError: a file is missing, or the store refuses.

@@ -36,6 +36,7 @@ from packstore.io.shard import ShardInfo
 from packstore.io.statistics import PackCounter
 from packstore.io.storage import Location, check_relative
 from packstore.io.upkeep import remove_all
+from packstore.loss_counts import COUNTS
 from packstore.records import PackSizes
 
 RUNS = f"{FOLDER}/runs"
@@ -50,7 +51,7 @@ _CONSEQUENCES = ("lineage", "plan")
 """Parts of a head that differ only where another part does, mostly."""
 
 _COUNTED = [f.name for f in dataclasses.fields(PackCounter) if f.name != "histogram"]
-_SIZES = [f.name for f in dataclasses.fields(PackSizes)]
+_SIZES = ("tokens", "examples", "squares")
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,6 +278,7 @@ def _entry(part: Finished) -> dict[str, Any]:
         "shard": dump_shard(part.shard),
         "counter": counter,
         "sizes": {name: getattr(part.sizes, name).tolist() for name in _SIZES},
+        "counts": [] if part.sizes.counts is None else part.sizes.counts.tolist(),
     }
 
 
@@ -291,4 +293,7 @@ def _parse(value: object, where: str) -> Finished:
     columns = {name: np.array(sizes.items(name), np.int64) for name in _SIZES}
     if {len(c) for c in columns.values()} != {shard.rows} or counter.packs != shard.rows:
         top.refuse("sizes", f"of {shard.rows} packs", counter.packs)
-    return Finished(shard, counter, PackSizes(**columns))
+    divided = np.array(top.items("counts"), np.int64)
+    if divided.shape != (shard.rows, len(COUNTS)):
+        top.refuse("counts", f"{len(COUNTS)} of each of {shard.rows} packs", divided.shape)
+    return Finished(shard, counter, PackSizes(**columns, counts=divided))

@@ -2,6 +2,9 @@
 
 One small Parquet file beside the manifest, which names it. It has one row for each pack, in dataset
 order, one row group for each shard, and is optional: without it the sizes are read from the shards.
+
+Besides it tells what losses divide by (:mod:`packstore.loss_counts`). An index that an earlier
+release wrote has no such columns; they are null where only some of the shards were counted.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import contextlib
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +30,7 @@ from packstore.io.pages import check_file
 from packstore.io.shard import ShardInfo
 from packstore.io.storage import Location
 from packstore.io.stored_file import StoredFile, decoding, read_stored
+from packstore.loss_counts import COUNTS
 from packstore.records import Int64, PackSizes, to_offsets
 
 SCHEMA = pa.schema(
@@ -33,8 +38,11 @@ SCHEMA = pa.schema(
         pa.field("tokens", pa.int32(), nullable=False),
         pa.field("examples", pa.int32(), nullable=False),
         pa.field("squares", pa.int64(), nullable=False),
+        *(pa.field(name, pa.int64(), nullable=True) for name in COUNTS),
     ]
 )
+_SIZES = ("tokens", "examples", "squares")
+_WITHOUT_COUNTS = pa.schema([SCHEMA.field(name) for name in _SIZES])
 THREADS = 4
 """Shards that are read at a time where there is no index."""
 
@@ -68,7 +76,9 @@ class PackIndexWriter:
 
     def append(self, sizes: PackSizes) -> None:
         """Adds the packs of the next shard."""
-        columns = [sizes.tokens, sizes.examples, sizes.squares]
+        columns: list[Any] = [sizes.tokens, sizes.examples, sizes.squares]
+        unknown = [[None] * len(sizes)] * len(COUNTS)
+        columns += unknown if sizes.counts is None else list(sizes.counts.T)
         arrays = [pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)]
         with guarded("write", self.path, {}):
             self._writer.write_table(pa.Table.from_arrays(arrays, schema=SCHEMA), len(sizes))
@@ -112,8 +122,9 @@ class PackIndex:
             rows = [group.num_rows for group in groups]
             schema = self._metadata.schema.to_arrow_schema()
             check_file(self._metadata, self._data, self.where)
-        if not schema.equals(SCHEMA) or rows != [s.rows for s in self._shards]:
-            must = "it must have its three columns, and a row group for each shard"
+        known = schema.equals(SCHEMA) or schema.equals(_WITHOUT_COUNTS)
+        if not known or rows != [s.rows for s in self._shards]:
+            must = f"it must have columns {', '.join(SCHEMA.names)}, and a row group for each shard"
             raise IntegrityError(sentence(self.where, must, f"{quote(schema.names)}, rows {rows}"))
 
     def shard(self, number: int) -> PackSizes:
@@ -130,7 +141,9 @@ class PackIndex:
                 pre_buffer=False,
             )
             batch = _only_batch(file.read_row_group(number, use_threads=False))
-            sizes = PackSizes(*(_numbers(batch.column(name)) for name in SCHEMA.names))
+            sizes = PackSizes(
+                *(_numbers(batch.column(name)) for name in _SIZES), counts=_counts(batch)
+            )
         _check_sums(sizes, self._shards[number], f"{self.where}, row group {number}")
         return sizes
 
@@ -159,7 +172,8 @@ class SizeTable:
             StorageError: a file is missing, or the store refuses.
             IntegrityError: its bytes are not those that were written.
         """
-        out = PackSizes(*(np.empty(len(packs), np.int64) for _ in SCHEMA.names))
+        out = PackSizes(*(np.empty(len(packs), np.int64) for _ in _SIZES))
+        counts: Int64 | None = np.empty((len(packs), len(COUNTS)), np.int64)
         shards = np.searchsorted(self._starts, packs, side="right") - 1
         order = np.argsort(shards, kind="stable")
         distinct, firsts = np.unique(shards[order], return_index=True)
@@ -167,20 +181,27 @@ class SizeTable:
         for shard, own in zip(distinct.tolist(), members, strict=False):
             sizes = self.shard(shard)
             rows = packs[own] - self._starts[shard]
-            for name in SCHEMA.names:
+            for name in _SIZES:
                 getattr(out, name)[own] = getattr(sizes, name)[rows]
-        return out
+            if counts is not None and sizes.counts is not None:
+                counts[own] = sizes.counts[rows]
+            else:
+                counts = None
+        return replace(out, counts=counts)
 
     def all(self) -> PackSizes:
-        """Sizes of all packs, in file order: 24 bytes for each; raises as :meth:`take`."""
+        """Sizes of all packs, in file order: 56 bytes for each; raises as :meth:`take`."""
         numbers = range(len(self._manifest.shards))
         if self._manifest.pack_index is not None:
             parts = list(map(self._load, numbers))
         else:
             with ThreadPoolExecutor(THREADS) as pool:
                 parts = list(pool.map(self._load, numbers))
+        counts = [part.counts for part in parts if part.counts is not None]
+        whole = len(counts) == len(parts) > 0
         return PackSizes(
-            *(np.concatenate([_NONE, *(getattr(p, n) for p in parts)]) for n in SCHEMA.names)
+            *(np.concatenate([_NONE, *(getattr(p, n) for p in parts)]) for n in _SIZES),
+            counts=np.concatenate(counts) if whole else None,
         )
 
     def shard(self, number: int) -> PackSizes:
@@ -211,9 +232,7 @@ def shard_sizes(location: Location, manifest: Manifest, shard: ShardInfo) -> Pac
     where = location.join(shard.path).display
     batches = read_columns(location, manifest, shard, _NEEDED)
     parts = [_sizes(*(batch.column(name) for name in _NEEDED)) for batch in batches]
-    sizes = PackSizes(
-        *(np.concatenate([getattr(p, n) for p in parts] or [_NONE]) for n in SCHEMA.names)
-    )
+    sizes = PackSizes(*(np.concatenate([getattr(p, n) for p in parts] or [_NONE]) for n in _SIZES))
     _check_sums(sizes, shard, where)
     return sizes
 
@@ -237,6 +256,13 @@ def _check_sums(sizes: PackSizes, shard: ShardInfo, where: str) -> None:
     if found != expected:
         must = f"its packs must have (rows, examples, tokens) {expected}, as the manifest says"
         raise IntegrityError(sentence(where, must, str(found)))
+
+
+def _counts(batch: pa.RecordBatch) -> Int64 | None:
+    """int64 `[P, 4]`, what losses divide by; None if the index does not tell."""
+    if COUNTS[0] not in batch.schema.names or any(batch.column(n).null_count for n in COUNTS):
+        return None
+    return np.stack([_numbers(batch.column(name)) for name in COUNTS], axis=1)
 
 
 def _only_batch(table: pa.Table) -> pa.RecordBatch:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packstore.loss_counts import count_packs
 from packstore.records import IGNORE_INDEX, Int64, Packs, PackSizes
 
 _SUMS = ("packs", "examples", "sequences", "tokens", "supervised_tokens", "logical_tokens")
@@ -61,10 +62,15 @@ class Statistics:
     planning: Mapping[str, Any] = field(default_factory=dict)
 
 
-def pack_figures(packs: Packs) -> Int64:
-    """int64 `[P, 6]`: examples, sequences, tokens, supervised tokens, longest segment of each, and
-    the sum of the squared lengths of its segments.
+def pack_figures(packs: Packs, kind: str) -> Int64:
+    """int64 `[P, 10]`: examples, sequences, tokens, supervised tokens, longest segment of each, the
+    sum of the squared lengths of its segments, and the four of :mod:`packstore.loss_counts`.
     """
+    return np.concatenate([_work(packs), count_packs(packs, kind)], axis=1)
+
+
+def _work(packs: Packs) -> Int64:
+    """int64 `[P, 6]`: those of :func:`pack_figures` that do not depend on the kind."""
     segments = packs.segment_lengths.astype(np.int64)
     supervised = packs.labels != IGNORE_INDEX
     firsts = packs.sequence_offsets[:-1]
@@ -83,7 +89,9 @@ def pack_figures(packs: Packs) -> Int64:
 
 def pack_sizes(figures: Int64) -> PackSizes:
     """What a loader plans with, from :func:`pack_figures`."""
-    return PackSizes(tokens=figures[:, 2], examples=figures[:, 0], squares=figures[:, 5])
+    return PackSizes(
+        tokens=figures[:, 2], examples=figures[:, 0], squares=figures[:, 5], counts=figures[:, 6:]
+    )
 
 
 def group_figures(figures: Int64) -> Int64:
@@ -111,7 +119,7 @@ class PackCounter:
     def add(self, packs: Packs) -> None:
         """Counts some packs."""
         if len(packs):
-            self.merge(PackCounter.of(pack_figures(packs), packs.lengths))
+            self.merge(PackCounter.of(_work(packs), packs.lengths))
 
     @classmethod
     def of(cls, figures: Int64, lengths: npt.NDArray[np.integer]) -> PackCounter:

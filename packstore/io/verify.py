@@ -157,7 +157,7 @@ def _verify_shard(
         else:
             found.counter.add(packs)
             found.example_ids.append(packs.example_ids)
-            figures.append(pack_figures(packs))
+            figures.append(pack_figures(packs, manifest.kind))
         first_row += rows
     found.problems += _check_hashes(where, shard, file)
     if not found.problems:
@@ -194,7 +194,8 @@ def _index_differences(index: PackIndex, number: int, figures: Int64) -> list[st
     return [
         sentence(where, f"must have the {name} of each pack of its shard", "others")
         for name in _names(real)
-        if not np.array_equal(getattr(told, name), getattr(real, name))
+        if getattr(told, name) is not None
+        and not np.array_equal(getattr(told, name), getattr(real, name))
     ]
 
 

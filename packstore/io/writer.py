@@ -157,7 +157,7 @@ class ShardWriter:
             first_row=self._rows,
         )
         self._rows += len(packs)
-        batch, figures = to_arrow(packs, self._schema), pack_figures(packs)
+        batch, figures = to_arrow(packs, self._schema), pack_figures(packs, self._shape.kind)
         self.counter.merge(PackCounter.of(figures, packs.lengths))
         start = 0
         for row, tokens in enumerate(np.diff(packs.token_offsets).tolist()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +45,30 @@ def told(sizes: PackSizes) -> list[tuple[int, int, int]]:
     return list(zip(*(c.tolist() for c in columns), strict=True))
 
 
+def counted(dataset: Dataset) -> list[tuple[int, ...]]:
+    """Supervised tokens of the best sequences and pairs of each pack, one example at a time."""
+    kind, out = dataset.manifest.kind, []
+    for packs in dataset.iter_packs():
+        for pack in map(packs.row, range(len(packs))):
+            total = np.zeros(4, np.int64)
+            ends = np.cumsum(pack.num_responses)
+            for first, last in zip(ends - pack.num_responses, ends, strict=True):
+                rewards = pack.reward[first:last].tolist()
+                ranked = sorted(rewards, reverse=True)
+                best = first + (rewards.index(ranked[0]) if kind == "ranked" else 0)
+                cut = slice(*pack.seq_boundaries[best : best + 2])
+                pairs = [int(kind == "dpo")] * 3
+                if kind == "ranked":
+                    pairs = [
+                        sum(r < ranked[0] for r in ranked),
+                        sum(a > b for a, b in combinations(ranked, 2)),
+                        sum(a > b for a, b in pairwise(ranked)),
+                    ]
+                total += [(pack.labels[cut] != -100).sum(), *pairs]
+            out.append(tuple(total.tolist()))
+    return out
+
+
 def without_index(dataset: Dataset) -> Dataset:
     return Dataset(dataset.location, replace(dataset.manifest, pack_index=None), dataset.version)
 
@@ -63,7 +87,10 @@ def test_it_lies_beside_the_manifest(kit, written):
     assert rows == [s.rows for s in ds.manifest.shards]
     assert len(rows) > 1
     assert file.metadata.row_group(0).column(0).compression == "ZSTD"
-    assert list(zip(*file.read().to_pydict().values(), strict=True)) == plainly(ds)
+    columns = file.read().to_pydict()
+    sizes = [columns.pop(name) for name in ("tokens", "examples", "squares")]
+    assert list(zip(*sizes, strict=True)) == plainly(ds)
+    assert list(zip(*columns.values(), strict=True)) == counted(ds)
 
 
 @settings(max_examples=25, deadline=None)
@@ -81,11 +108,14 @@ def test_sizes_are_those_of_the_packs(
     made = kit.Written(str(tmp_path_factory.mktemp("index") / "ds"), kind, layout=layout)
     made.shape = PackShape(kind=kind, layout=layout, pack_size=600, carry={}, vocab_size=50)
     examples = random_examples(sum(counts), seed=seed, kind=kind)
+    examples.reward[:] = np.round(examples.reward)  # some are equal
     how = {"format": file_format, "labels": labels, "layout": layout, "pack_size": 600}
     ds = made.dataset([fill(examples, to_offsets(np.array(counts)), layout)], **how)
     assert ds.verify().ok
     assert told(ds.pack_index) == plainly(ds)
+    assert list(map(tuple, ds.pack_index.counts.tolist())) == counted(ds)
     assert told(without_index(ds).pack_index) == plainly(ds)
+    assert without_index(ds).pack_index.counts is None
     assert told(pickle.loads(pickle.dumps(ds)).pack_index) == plainly(ds)
 
 
@@ -231,12 +261,40 @@ def one_more(values):
     return values
 
 
-@pytest.mark.parametrize("name", ["tokens", "examples", "squares"])
+@pytest.mark.parametrize("name", ["tokens", "examples", "squares", "best_tokens", "pairs_all"])
 def test_verify_compares_every_figure(kit, written, name):
     ds = written.dataset([kit.some_packs(60)])
     wrong = lying(ds, with_column(name, swapped))
     (problem,) = wrong.verify().problems
-    assert f"row group 0: must have the {name} of each pack" in problem
+    what = name if name in ("tokens", "examples", "squares") else "counts"
+    assert f"row group 0: must have the {what} of each pack" in problem
+
+
+def earlier(ds: Dataset) -> Dataset:
+    """The dataset with an index as releases before the counts wrote it."""
+    return lying(ds, lambda table: table.select(["tokens", "examples", "squares"]))
+
+
+def test_an_index_without_counts(kit, written):
+    ds = earlier(written.dataset([kit.some_packs(60)]))
+    assert told(ds.pack_index) == plainly(ds)
+    assert ds.pack_index.counts is ds.sizes(np.arange(3)).counts is None
+    assert ds.verify().ok
+
+
+def test_what_was_never_counted_stays_unknown(kit, tmp_path):
+    """A dataset with and one without counts as one: null where nobody counted."""
+    old = kit.Written(str(tmp_path / "old")).dataset([kit.some_packs(60)])
+    index = earlier(old).manifest.pack_index
+    (manifest,) = Path(old.url, "_packstore").glob("manifest-*.json")
+    value = json.loads(manifest.read_text())
+    value["pack_index"] = {"path": index.path, "bytes": index.bytes, "sha256": index.sha256}
+    manifest.write_text(json.dumps(value))
+    new = kit.Written(str(tmp_path / "new")).dataset([kit.some_packs(40)])
+    both = packstore.concat([old.url, new.url], str(tmp_path / "both"))
+    assert both.verify().ok
+    assert both.pack_index.counts is both.sizes(np.array([0, 70])).counts is None
+    assert both.sizes(np.arange(60, 100)).counts.tolist() == new.pack_index.counts.tolist()
 
 
 @pytest.mark.parametrize("name", ["tokens", "examples"])
@@ -252,7 +310,7 @@ def test_sums_that_differ_are_refused(kit, written, name):
 )
 def test_another_shape_is_refused(kit, written, change):
     wrong = lying(written.dataset([kit.some_packs(60)]), change)
-    with pytest.raises(IntegrityError, match="its three columns, and a row group for each shard"):
+    with pytest.raises(IntegrityError, match=r"have columns tokens, .* a row group for each shard"):
         _ = wrong.pack_index
     assert not wrong.verify().ok
 

@@ -40,7 +40,7 @@ def test_counted_by_hand(kit):
         length_histogram={str(b): buckets.count(b) for b in sorted(set(buckets))},
         planning={"a": 1},
     )
-    figures = figures_of(packs)
+    figures = figures_of(packs, "ranked")
     np.testing.assert_array_equal(figures[:, 2], tokens)
     np.testing.assert_array_equal(figures[:, 3], supervised)
     expected = [11, 31, len(lengths), sum(tokens), sum(supervised), max(lengths)]

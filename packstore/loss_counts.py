@@ -1,0 +1,60 @@
+"""How many things a loss divides by in each pack, known before any of it is read.
+
+A loss over a whole optimizer step is a sum over its pairs, or over its supervised tokens, divided
+by their number. That number depends on what is stored alone, so the writer counts it once, and a
+loader that plans a step knows it on every rank without communication.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from packstore.records import IGNORE_INDEX, Float32, Int64, Packs
+
+COUNTS = ("best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent")
+"""The columns: supervised tokens of the best sequence of each example, and pairs to compare.
+
+The best sequence is the first one; of kind ``ranked`` the first of those of highest reward. Pairs
+are those of the three choices for kind ``ranked``, where sequences of equal reward are never
+compared; 1 for each example of kind ``dpo``; 0 for kind ``sft``.
+"""
+
+
+def count_packs(packs: Packs, kind: str) -> Int64:
+    """int64 `[P, 4]`, see :data:`COUNTS`, of packs of kind ``dpo``, ``sft`` or ``ranked``."""
+    supervised = np.add.reduceat(
+        packs.labels != IGNORE_INDEX, _segment_starts(packs), dtype=np.int64
+    )
+    starts = np.cumsum(packs.num_responses, dtype=np.int64) - packs.num_responses
+    of_examples = count_examples(supervised, packs.reward, starts, kind)
+    return np.add.reduceat(of_examples, packs.example_offsets[:-1], axis=0)
+
+
+def count_examples(supervised: Int64, rewards: Float32, starts: Int64, kind: str) -> Int64:
+    """int64 `[E, 4]`, see :data:`COUNTS`.
+
+    Args:
+        supervised: int64 `[S]`, supervised tokens of each sequence.
+        rewards: float32 `[S]`.
+        starts: int64 `[E]`, the first sequence of each example.
+        kind: ``dpo``, ``sft`` or ``ranked``.
+    """
+    if kind != "ranked":
+        pairs = np.full(len(starts), int(kind == "dpo"), np.int64)
+        return np.stack([supervised[starts], pairs, pairs, pairs], axis=1)
+    sequences = np.arange(len(rewards))
+    example = np.searchsorted(starts, sequences, side="right") - 1
+    order = np.lexsort((-rewards, example))
+    ranked, first = rewards[order], starts[example]
+    falls = (sequences > first) & (ranked < np.roll(ranked, 1))
+    # Where the run of equal rewards begins that each place is in: all before it are better.
+    runs = np.maximum.accumulate(np.where(falls | (sequences == first), sequences, 0))
+    of_places = np.stack([ranked < ranked[first], runs - first, falls], axis=1).astype(np.int64)
+    best = supervised[order[starts]]
+    return np.column_stack([best, np.add.reduceat(of_places, starts, axis=0)])
+
+
+def _segment_starts(packs: Packs) -> Int64:
+    """int64 `[S]`, where each segment starts among the tokens of all packs."""
+    lengths = packs.segment_lengths.astype(np.int64)
+    return np.cumsum(lengths) - lengths
