@@ -7,9 +7,9 @@ Takes a dataset and a causal LM, and trains it with Lightning's own loop, checkp
     python examples/lightning_datamodule.py my-sft-model prefs-8k prefs-8k-ref [last.ckpt]
 
 Lightning saves the position of the loader in its checkpoints, as the loader has ``state_dict``.
-Save after a whole step: no checkpoint holds the gradients of half a step. Its DDP averages
-gradients over the ranks, so the divisor of a step is averaged as well; optimizer steps are taken by
-hand, because their number of batches is the loader's. It takes the number of batches of the first
+Save after a whole step: no checkpoint holds the gradients of half a step. Each loss is divided by
+the count of its whole step, as its batch tells; optimizer steps are taken by hand, because their
+number of batches is the loader's. It takes the number of batches of the first
 epoch for that of all, and would leave out batches of the others without a word: with
 ``pairs_per_step`` or ``tokens_per_batch``, set ``reload_dataloaders_every_n_epochs=1``.
 """
@@ -29,7 +29,6 @@ from packstore.torch import (
     PackedDataset,
     PackedPolicy,
     PreferenceLoss,
-    count_step,
 )
 from packstore.torch.load import load_model
 
@@ -92,8 +91,7 @@ class DPO(lightning.LightningModule):
 
     def training_step(self, batch: PackedBatch, index: int) -> None:
         optimizer = self.optimizers()
-        divisor = count_step([batch], self.loss_fn).averaged(self.trainer.world_size)
-        out = self.loss_fn(self.policy(batch), batch, divisor=divisor)
+        out = self.loss_fn(self.policy(batch), batch)
         self.manual_backward(out.loss)
         self.metrics.add(out.metrics)
         if batch.step.last:

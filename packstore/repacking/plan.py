@@ -117,11 +117,14 @@ class EpochPlan:
     @cached_property
     def pack_sizes(self) -> PackSizes:
         """Of all packs, in the order of the plan."""
-        starts = self.offsets[:-1]
+        starts, counts = self.offsets[:-1], self.sizes.counts
+        if counts is not None:
+            counts = np.add.reduceat(counts[self.order], starts, axis=0)
         return PackSizes(
             tokens=np.add.reduceat(self.sizes.tokens[self.order], starts, dtype=np.int64),
             examples=np.diff(self.offsets),
             squares=np.add.reduceat(self.sizes.squares[self.order], starts),
+            counts=counts,
         )
 
     @cached_property

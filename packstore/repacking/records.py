@@ -12,10 +12,11 @@ import numpy as np
 from packstore.config import PackConfig
 from packstore.errors import ConfigError
 from packstore.pack.fill import fill
+from packstore.pack.layout import sizes
 from packstore.pack.plan import plan
 from packstore.records import Examples, Int64, Packs, range_indices, to_offsets
 from packstore.repacking.plan import EpochPlan
-from packstore.repacking.sizes import ExampleSizes, Measured, check_settings, fitting
+from packstore.repacking.sizes import ExampleSizes, Measured, check_settings, fitting, joined
 from packstore.repacking.tokenized import Record, Tokenized, examples_of, kind_of, with_types
 
 CHUNK = 1024
@@ -61,13 +62,12 @@ class RecordReader:
         parts: list[Measured] = []
         for start in range(0, len(records), CHUNK):
             some = self._take(np.arange(start, min(start + CHUNK, len(records))))
-            parts.append(some.measured(config.layout))
+            parts.append(some.measured(config.layout, self.kind))
             for column in (some.examples.input_ids, some.examples.supervised):
                 digest.update(column.tobytes())
-        tokens, squares, longest = (np.concatenate(column) for column in zip(*parts, strict=True))
         self.digest = digest.hexdigest()
         groups = np.arange(len(records) + 1)
-        self.sizes: ExampleSizes = fitting((tokens, squares, longest), groups, config, "records")
+        self.sizes: ExampleSizes = fitting(joined(parts), groups, config, "records")
 
     def read(self, batches: Iterable[Int64], plan: EpochPlan) -> Iterator[list[Packs]]:
         """The packs at each array of positions in the epoch, each as :class:`Packs` of one row.
@@ -112,17 +112,18 @@ class StepPacker:
             self.config, self._typed = with_types(self.config, [record]), True
         self.kind = self.kind or kind_of(record)
         one = examples_of([record], [number], self.kind, self.config)
-        tokens, _, longest = one.measured(self.config.layout)
+        measured = one.measured(self.config.layout, self.kind)
+        tokens, _, longest, _ = measured
         if tokens[0] <= self.config.pack_size and longest[0] <= self.config.sequence_limit:
             return one
         if self.config.overlong == "error":
-            fitting(one.measured(self.config.layout), np.arange(2), self.config, f"record {number}")
+            fitting(measured, np.arange(2), self.config, f"record {number}")
         return None
 
     def pack(self, parts: Sequence[Tokenized]) -> Packs:
         """The examples in packs, fullest first as the strategy gives them."""
         whole = _joined(parts)
-        tokens, _, _ = whole.measured(self.config.layout)
+        tokens = sizes(whole.examples, self.config.layout)
         made = plan(
             tokens,
             pack_size=self.config.pack_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +15,10 @@ from packstore.errors import ConfigError, DropRateError, IntegrityError, RecordE
 from packstore.io.columns import flat_numbers, read_columns
 from packstore.io.dataset import Dataset
 from packstore.io.shard import ShardInfo
+from packstore.loss_counts import count_examples
 from packstore.pack.fill import unpack
 from packstore.pack.layout import segment_offsets
-from packstore.records import Int32, Int64, to_offsets
+from packstore.records import Examples, Int32, Int64, to_offsets
 from packstore.schema import KINDS
 
 THREADS = 4
@@ -25,8 +26,9 @@ THREADS = 4
 
 log = logging.getLogger("packstore")
 
-Measured = tuple[Int64, Int64, Int64]
-"""Tokens, sum of squared segment lengths, longest sequence of some examples: int64 `[n]` each."""
+Measured = tuple[Int64, Int64, Int64, Int64 | None]
+"""Of some examples tokens, sum of squared segment lengths and longest sequence, int64 `[n]` each;
+and int64 `[n, 4]`, the columns of :mod:`packstore.loss_counts`, where these are known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +40,15 @@ class ExampleSizes:
         squares: int64 `[E]`, sums of the squared lengths of its segments.
         group_offsets: int64 `[G + 1]`, the first example of each row group.
         left_out: examples that are too long.
+        counts: int64 `[E, 4]`, the columns of :mod:`packstore.loss_counts`; None: not known, as
+            nothing but lengths was read.
     """
 
     tokens: Int32
     squares: Int64
     group_offsets: Int64
     left_out: int
+    counts: Int64 | None = None
 
 
 def measure(dataset: Dataset, config: PackConfig) -> ExampleSizes:
@@ -66,19 +71,25 @@ def measure(dataset: Dataset, config: PackConfig) -> ExampleSizes:
     same = manifest.layout == config.layout
     if same and manifest.totals.examples == manifest.totals.packs and config.max_length is None:
         index = dataset.pack_index
-        tokens, squares, longest = index.tokens, index.squares, np.zeros_like(index.tokens)
+        measured: Measured = index.tokens, index.squares, np.zeros_like(index.tokens), index.counts
     else:
-        parts = list(
+        measured = joined(
             _from_tokens(dataset, config)
             if _needs_tokens(dataset, config)
             else _from_lengths(dataset, config)
         )
-        tokens, squares, longest = (np.concatenate(column) for column in zip(*parts, strict=True))
-    if len(tokens) != manifest.totals.examples:
+    if len(measured[0]) != manifest.totals.examples:
         must = f"must hold {manifest.totals.examples} examples, as the manifest says"
-        raise IntegrityError(sentence(dataset.url, must, str(len(tokens))))
-    groups = to_offsets(dataset.row_groups.examples)
-    return fitting((tokens, squares, longest), groups, config, dataset.url)
+        raise IntegrityError(sentence(dataset.url, must, str(len(measured[0]))))
+    return fitting(measured, to_offsets(dataset.row_groups.examples), config, dataset.url)
+
+
+def joined(parts: Iterable[Measured]) -> Measured:
+    """The examples of all parts, one at least."""
+    *sizes, counts = (list(column) for column in zip(*parts, strict=True))
+    tokens, squares, longest = (np.concatenate(column) for column in sizes)
+    known = all(part is not None for part in counts)
+    return tokens, squares, longest, np.concatenate(counts) if known else None
 
 
 def fitting(
@@ -96,7 +107,7 @@ def fitting(
         RecordError: an example does not fit, and `overlong` is ``error``.
         DropRateError: too many, or all, do not fit.
     """
-    tokens, squares, longest = measured
+    tokens, squares, longest, counts = measured
     fits = (tokens <= config.pack_size) & (longest <= config.sequence_limit)
     left_out = int((~fits).sum())
     if left_out:
@@ -106,6 +117,7 @@ def fitting(
         squares=squares,
         group_offsets=group_offsets,
         left_out=left_out,
+        counts=counts,
     )
 
 
@@ -173,8 +185,7 @@ def _needs_tokens(dataset: Dataset, config: PackConfig) -> bool:
 def _from_tokens(dataset: Dataset, config: PackConfig) -> Iterator[Measured]:
     def of_group(group: int) -> Measured:
         examples = unpack(dataset.read_packs(group))
-        physical = examples.lengths - segment_offsets(examples, config.layout)
-        return sum_up(examples.lengths, physical, examples.example_offsets)
+        return measure_examples(examples, config.layout, dataset.manifest.kind)
 
     with ThreadPoolExecutor(THREADS) as pool:
         groups = range(len(dataset.row_groups))
@@ -204,25 +215,37 @@ def _from_lengths(dataset: Dataset, config: PackConfig) -> Iterator[Measured]:
 
     def of_shard(shard: ShardInfo) -> Measured:
         batches = read_columns(dataset.location, manifest, shard, names)
-        columns = zip(*map(of_batch, batches), strict=True)
-        tokens, squares, longest = (np.concatenate(column) for column in columns)
-        return tokens, squares, longest
+        return joined(map(of_batch, batches))
 
     with ThreadPoolExecutor(THREADS) as pool:
         yield from pool.map(of_shard, manifest.shards)
 
 
-def sum_up(lengths: Any, physical: Any, example_offsets: Int64) -> Measured:
+def measure_examples(examples: Examples, layout: str, kind: str) -> Measured:
+    """Sizes and counts of examples of a kind in `layout`."""
+    physical = examples.lengths - segment_offsets(examples, layout)
+    starts = examples.sequence_offsets[:-1]
+    supervised = np.add.reduceat(examples.supervised, starts, dtype=np.int64)
+    firsts = examples.example_offsets[:-1]
+    counts = count_examples(supervised, examples.reward, firsts, kind)
+    return sum_up(examples.lengths, physical, examples.example_offsets, counts)
+
+
+def sum_up(
+    lengths: Any, physical: Any, example_offsets: Int64, counts: Int64 | None = None
+) -> Measured:
     """Sums over the sequences of each example.
 
     Args:
         lengths: `[S]`, logical.
         physical: `[S]`, tokens of each segment.
         example_offsets: int64 `[E + 1]`.
+        counts: int64 `[E, 4]`, which are passed on.
     """
     first, physical = example_offsets[:-1], physical.astype(np.int64)
     return (
         np.add.reduceat(physical, first),
         np.add.reduceat(physical**2, first),
         np.maximum.reduceat(lengths.astype(np.int64), first),
+        counts,
     )

@@ -23,9 +23,8 @@ import numpy as np
 
 from packstore.config import PackConfig
 from packstore.errors import RecordError, quote, sentence
-from packstore.pack.layout import segment_offsets
 from packstore.records import IGNORE_INDEX, Bool, Column, Examples, Float32, Int32, to_offsets
-from packstore.repacking.sizes import Measured, sum_up
+from packstore.repacking.sizes import Measured, measure_examples
 from packstore.schema import KINDS
 
 Record = Mapping[str, Any]
@@ -54,11 +53,9 @@ class Tokenized:
     examples: Examples
     ref_logps: Float32 | None
 
-    def measured(self, layout: str) -> Measured:
-        """Tokens, squares and longest sequence of each example in `layout`."""
-        examples = self.examples
-        physical = examples.lengths - segment_offsets(examples, layout)
-        return sum_up(examples.lengths, physical, examples.example_offsets)
+    def measured(self, layout: str, kind: str) -> Measured:
+        """Sizes and counts of each example in `layout`; they are of `kind`."""
+        return measure_examples(self.examples, layout, kind)
 
 
 class _Wrong(Exception):

@@ -21,7 +21,7 @@ from packstore.torch.collate import collate
 from packstore.torch.dataset import PackedDataset
 from packstore.torch.dealing import cut_of, deal, settled
 from packstore.torch.position import Position, Unseen, shared_integers
-from packstore.torch.steps import Step, StepCutter, StepInfo
+from packstore.torch.steps import Step, StepCutter
 from packstore.torch.stream import PackStream
 
 
@@ -109,7 +109,7 @@ class Batches(IterableDataset[tuple[PackedBatch, Mark]]):
         for packs in reading:
             lookup.join()
             step, batches, sources, fillers, mark = ahead.popleft()
-            info = StepInfo(mark.index, mark.done - 1, batches, step.examples)
+            info = step.info(mark.index, mark.done - 1, batches, self.data.world_size)
             batch = collate(packs, stream.kind, sources=sources, step=info, fillers=fillers)
             yield batch, mark
 

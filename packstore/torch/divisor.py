@@ -1,17 +1,18 @@
 """What the losses of one optimizer step are divided by: counts over its batches and all ranks.
 
 A loss is a sum; the gradient of a step is fair to every pair if all its sums are divided by one
-number, the pairs of the whole step. Whoever averages gradients afterwards has to be told::
+number, the pairs of the whole step. A batch of a loader knows it, on every rank, so a loop has
+nothing to say of it::
 
-    divisor = count_step(batches, loss_fn)                    # one process, or own all-reduce (sum)
-    divisor = count_step(batches, loss_fn).averaged(world)    # DDP, FSDP: mean over ranks
-    divisor = count_step(batches, loss_fn).averaged(world * accumulation)   # Accelerate: both
-    for batch in batches:
-        loss_fn(logps, batch, divisor=divisor).loss.backward()
+    loss_fn = PreferenceLoss("dpo")          # gradients="mean": DDP and FSDP average over ranks
+    for batch in loader:
+        loss_fn(logps, batch).loss.backward()
+        if batch.step.last:
+            optimizer.step()
 
-With a loader that plans steps, every batch knows the pairs of its step, so ``count_step([batch],
-loss_fn)`` does without the other batches and without communication, unless the SFT term counts
-tokens.
+For experts, ``divisor=`` is what a loss is divided by, and nothing else. ``count_step(batches,
+loss_fn)`` gives the count of the whole step, also of batches that no loader planned; who averages
+gradients afterwards divides it by the number of ranks: ``.averaged(ranks)``.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from packstore.errors import ConfigError
+from packstore.errors import ConfigError, sentence
 from packstore.torch.collate import PackedBatch
 from packstore.torch.metrics import all_reduce_sums
+from packstore.torch.steps import StepInfo
 
 if TYPE_CHECKING:
     from packstore.torch.loss import PreferenceLoss
@@ -50,31 +52,83 @@ class StepDivisor:
         return StepDivisor(self.count / times, sft)
 
 
+def planned_divisor(batch: PackedBatch, loss_fn: PreferenceLoss) -> StepDivisor | None:
+    """The divisor of the step of `batch`; None if the loader does not know what the loss counts."""
+    step = batch.step
+    if step is None:
+        return None
+    counts = step.counts or {}
+    by_token = loss_fn.sft_average == "token"
+    sft_count = counts.get("best_tokens") if by_token else step.examples
+    if loss_fn.only_sft:
+        return None if sft_count is None else StepDivisor(float(max(sft_count, 1)))
+    count = step.examples if batch.kind == "dpo" else counts.get(f"pairs_{loss_fn.pairs}")
+    if loss_fn.reduction == "pack_mean":
+        count = sft_count = step.packs if batch.kind == "dpo" else None
+    if count is None or (loss_fn.sft_weight and sft_count is None):
+        return None
+    sft = float(max(sft_count or 1, 1)) if loss_fn.sft_weight else None
+    return StepDivisor(float(max(count, 1)), sft)
+
+
+def default_divisor(batch: PackedBatch, loss_fn: PreferenceLoss) -> StepDivisor | None:
+    """What a batch's loss is divided by if nobody says; None: by its own count.
+
+    Raises:
+        ConfigError: the batch is one of several of its step, and nobody counted the step.
+    """
+    step = batch.step
+    if step is None:
+        return None
+    if (planned := planned_divisor(batch, loss_fn)) is not None:
+        return planned.averaged(step.ranks if loss_fn.gradients == "mean" else 1)
+    if step.batches * step.ranks == 1:
+        return None
+    must = "a loss must be divided by the count of its whole optimizer step"
+    found = f"a step of {step.batches} batches on {step.ranks} ranks that nobody counted"
+    do = (
+        "Pass divisor=count_step(batches, loss_fn).averaged(ranks) with all batches of the step, "
+        "or pack the data anew: the pack index then counts what losses divide by"
+    )
+    raise ConfigError(sentence(repr(loss_fn), must, found, do))
+
+
 def count_step(
     batches: Sequence[PackedBatch], loss_fn: PreferenceLoss, *, group: Any = None
 ) -> StepDivisor:
-    """The divisor of an optimizer step.
+    """The count of an optimizer step, over its batches and all ranks.
 
     Args:
-        batches: this rank's batches of the step; one is enough if it knows its step. None at all
-            is fine on a rank that has nothing to do in an uneven step.
+        batches: this rank's batches of the step; one is enough if it knows what the loss counts.
+            None at all is fine on a rank that has nothing to do in an uneven step, if the ranks
+            that have batches count them too.
         loss_fn: the loss.
         group: the data-parallel process group; default: all ranks, if torch.distributed runs.
             With NCCL the batches must be on their GPU.
 
     Raises:
-        ConfigError: the batches belong to different steps.
+        ConfigError: the batches belong to different steps, or are fewer than their step has and
+            nobody counted it.
     """
-    planned = {batch.step.index for batch in batches if batch.step is not None}
-    if len(planned) > 1:
+    steps = [batch.step for batch in batches if batch.step is not None]
+    if len(found := {step.index for step in steps}) > 1:
         raise ConfigError(
-            f"count_step: batches must be of one optimizer step; found steps {sorted(planned)}."
+            f"count_step: batches must be of one optimizer step; found steps {sorted(found)}."
         )
-    known = loss_fn.planned_count(batches[0]) if batches else None
+    known = planned_divisor(batches[0], loss_fn) if batches else None
     if known is not None:
         return known
+    _check_whole(steps)
     counts = [loss_fn.count(batch) for batch in batches]
     device = batches[0].weights.device if batches else None
     sums = [sum(c.count for c in counts), sum(c.sft_count or 0 for c in counts)]
     count, sft_count = all_reduce_sums(sums, group, device)
     return StepDivisor(max(count, 1), max(sft_count, 1) if loss_fn.sft_weight else None)
+
+
+def _check_whole(steps: Sequence[StepInfo]) -> None:
+    """Refuses some batches of a step for all of them."""
+    if steps and {step.batch for step in steps} != set(range(steps[0].batches)):
+        must = f"it must get all {steps[0].batches} batches of the step, which nobody counted"
+        found = f"{len({step.batch for step in steps})}"
+        raise ConfigError(sentence("count_step", must, found, "Collect them until step.last"))

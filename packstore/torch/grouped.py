@@ -82,7 +82,9 @@ class GroupedMetrics:
             both = torch.stack(self.loss_fn.pair_rewards(logps, batch, ref_logps), 1)
             self._rewards.append(both.double().cpu())
         for group, part in self._groups(batch):
-            _add(self._sums, group, part, self.loss_fn(logps, part, ref_logps).metrics)
+            own = self.loss_fn.count(part)
+            metrics = self.loss_fn(logps, part, ref_logps, divisor=own).metrics
+            _add(self._sums, group, part, metrics)
 
     def figures(self, device: torch.device) -> Figures:
         """Means over all ranks; a collective call, from `device`."""
@@ -157,8 +159,10 @@ def _figures(sums: dict[Key, Tensor], loss_fn: PreferenceLoss, device: torch.dev
             place[name] = total / count if count else math.nan
     # A group that only fillers belong to has no examples.
     figures["by"] = {name: own for name, own in figures["by"].items() if own["examples"]}
-    if loss_fn.only_sft and loss_fn.sft_average == "token":
-        for place in (figures["metrics"], *figures["by"].values()):
+    for place in (figures["metrics"], *figures["by"].values()):
+        if "sft_loss" in place:  # two means, over different counts
+            place["loss"] = place["preference_loss"] + loss_fn.sft_weight * place["sft_loss"]
+        if loss_fn.only_sft and loss_fn.sft_average == "token":
             place["perplexity"] = math.exp(min(place["loss"], 700.0))
     return figures
 

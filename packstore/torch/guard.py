@@ -68,5 +68,6 @@ class FirstStepGuard:
         return mean
 
     def _loss(self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor) -> float:
-        out = self.loss_fn(logps, batch, ref_logps)
+        own = self.loss_fn.count(batch)
+        out = self.loss_fn(logps, batch, ref_logps, divisor=own)
         return float(out.loss_sum / out.count.clamp(min=1))

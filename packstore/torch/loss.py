@@ -9,7 +9,7 @@ from torch import Tensor
 
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.torch.collate import PackedBatch
-from packstore.torch.divisor import StepDivisor
+from packstore.torch.divisor import StepDivisor, default_divisor
 from packstore.torch.logprobs import segment_token_counts
 from packstore.torch.loss_output import LossOutput, detached, divide, output
 from packstore.torch.loss_variants.sft import sft
@@ -28,13 +28,14 @@ __all__ = ["LossOutput", "PairChoice", "PreferenceLoss"]
 
 SftAverage = Literal["token", "sequence_sum", "sequence_mean"]
 Reduction = Literal["sum", "pack_mean"]
+Gradients = Literal["mean", "sum"]
 
 
 class PreferenceLoss:
     """One of the losses of :data:`~packstore.torch.loss_variants.LOSSES`, or a mix of them.
 
-    Every pair weighs the same, whatever pack, batch or rank it is in, if the batches of an
-    optimizer step share one divisor (:func:`~packstore.torch.count_step`).
+    Every pair weighs the same, whatever pack, batch or rank it is in: each loss is divided by the
+    count of the whole optimizer step, which a batch of a loader knows.
 
     Args:
         name: which one; or a mix, name -> weight, as in ``{"dpo": 0.8, "bco_pair": 0.2}``, or
@@ -50,6 +51,8 @@ class PreferenceLoss:
         reduction: ``sum``; or ``pack_mean``, the mean over the pairs of each pack, averaged over
             packs. That is biased: a pair weighs more, the fewer share its pack, which weights real
             pairs by 0.6 to 3 times. It exists only to reproduce NeMo-Aligner.
+        gradients: what becomes of the gradients of the ranks: ``mean``, as DDP and FSDP take it, or
+            ``sum``. On one rank both are the same.
         parameters: of the loss, such as `beta`; in a mix, for every member that knows them.
 
     Raises:
@@ -66,6 +69,7 @@ class PreferenceLoss:
         average_logps: bool = False,
         pairs: PairChoice = "best_vs_rest",
         reduction: Reduction = "sum",
+        gradients: Gradients = "mean",
         **parameters: float,
     ) -> None:
         self.members = make_members(name, parameters, average_logps)
@@ -73,6 +77,7 @@ class PreferenceLoss:
         self.sft_average = _choice("sft_average", sft_average, get_args(SftAverage))
         self.pairs: PairChoice = _choice("pairs", pairs, get_args(PairChoice))
         self.reduction = _choice("reduction", reduction, get_args(Reduction))
+        self.gradients = _choice("gradients", gradients, get_args(Gradients))
         self.only_sft = self.members[0].name == "sft"
         if not (is_number(sft_weight) and sft_weight >= 0):
             raise ConfigError(f"sft_weight must be at least 0; found {quote(sft_weight)}.")
@@ -108,16 +113,18 @@ class PreferenceLoss:
             logps: `[S]`, what :func:`segment_logps` gave for the policy.
             batch: the batch.
             ref_logps: `[S]`, the same of the reference model; default: those of the batch.
-            divisor: of the whole optimizer step, over its batches and all ranks: what
-                :func:`count_step` gives, or the number of pairs alone if there is no SFT term;
-                default: that of this batch.
+            divisor: by what the loss is divided, for experts: what :func:`count_step` gives, or
+                one number if there is no SFT term. Default: the count of the whole optimizer step,
+                over the ranks where their gradients are averaged; of a batch that no loader
+                planned, its own count.
 
         Raises:
-            ConfigError: a reference is needed and missing, or a tensor has another shape.
+            ConfigError: a reference is needed and missing, a tensor has another shape, or the
+                count of the step is not known.
             CompatibilityError: the batch holds single sequences and the loss compares two.
         """
         sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
-        count, sft_count = self._divisors(divisor)
+        count, sft_count = self._divisors(batch, divisor)
         if self.only_sft:
             term, metrics = self._likelihood(sums, batch)
             loss = self.members[0].weight * divide(term, count)
@@ -168,19 +175,11 @@ class PreferenceLoss:
             sft_count = float(count)
         return StepDivisor(float(count), sft_count if self.sft_weight else None)
 
-    def planned_count(self, batch: PackedBatch) -> StepDivisor | None:
-        """The divisor of the step of `batch`, if the loader knows it: one pair for each example."""
-        by_token = (self.sft_weight or self.only_sft) and self.sft_average == "token"
-        one_each = batch.kind == "dpo" or (self.only_sft and batch.kind == "sft")
-        if batch.step is None or not one_each or by_token or self.reduction != "sum":
-            return None
-        count = float(max(batch.step.examples, 1))
-        return StepDivisor(count, count if self.sft_weight else None)
-
     def _divisors(
-        self, divisor: StepDivisor | Tensor | float | None
+        self, batch: PackedBatch, divisor: StepDivisor | Tensor | float | None
     ) -> tuple[Tensor | float | None, float | None]:
-        """For the pairs, and for the SFT term."""
+        """For the pairs, and for the SFT term; None: their own counts."""
+        divisor = default_divisor(batch, self) if divisor is None else divisor
         if isinstance(divisor, StepDivisor):
             if self.sft_weight and divisor.sft_count is None:
                 raise ConfigError("divisor: the SFT term needs its own sft_count; found None.")

@@ -15,8 +15,8 @@ class LossOutput:
     """What a batch adds to the loss of an optimizer step; all tensors are scalars.
 
     Attributes:
-        loss: ``loss_sum / count`` plus the weighted SFT term, or with the given divisors in place
-            of the counts. To be differentiated.
+        loss: ``loss_sum`` plus the weighted SFT term, each divided by its count over the whole
+            optimizer step, or by what was given. To be differentiated.
         loss_sum: sum of the losses of all pairs.
         count: number of pairs.
         sft_sum: the SFT term's own sum, or None.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Literal, get_args
 
@@ -28,6 +28,7 @@ from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
 from packstore.io.statistics import Totals
+from packstore.loss_counts import COUNTS
 from packstore.records import Int64, Packs, PackSizes
 from packstore.torch.compatibility import check_same_tokenizer
 from packstore.torch.mix_reader import Uses, read_mixed
@@ -193,13 +194,18 @@ class MixedPacks:
         """Sizes of the packs at positions `indices`; see :class:`PackStream`."""
         sources, repeats, positions = self.locate(indices)
         out = PackSizes(*(np.empty(len(positions), np.int64) for _ in range(3)))
+        counts: Int64 | None = np.empty((len(positions), len(COUNTS)), np.int64)
         keys, which = np.unique(np.stack([sources, repeats]), axis=1, return_inverse=True)
         for i, (source, repeat) in enumerate(keys.T.tolist()):
             here = np.flatnonzero(which == i)
             found = self._uses[source].stream(repeat).sizes(positions[here])
             out.tokens[here], out.examples[here] = found.tokens, found.examples
             out.squares[here] = found.squares
-        return out
+            if counts is not None and found.counts is not None:
+                counts[here] = found.counts
+            else:
+                counts = None
+        return replace(out, counts=counts)
 
     def read(self, batches: Iterable[Int64], *, stride: int = 1) -> Iterator[list[Packs]]:
         """The packs at each array of positions; see :class:`PackStream`.

@@ -6,7 +6,7 @@ epoch in windows, so that it begins at once and holds little, however many packs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from packstore.config import BatchConfig
 from packstore.errors import ConfigError, sentence
+from packstore.loss_counts import COUNTS
 from packstore.records import Int64, PackSizes, to_offsets
 from packstore.torch.position import Unseen
 from packstore.torch.stream import PackStream
@@ -32,12 +33,19 @@ class StepInfo:
         batches: batches of the step on each rank (with tail ``uneven``: on this one).
         examples: of the whole step, over all its batches and all ranks, fillers of weight 0 left
             out: for pairs, the divisor of the loss.
+        ranks: over which the step is split.
+        packs: of the whole step, likewise; None: not known.
+        counts: of the whole step, likewise: what else losses divide by, the names and meanings of
+            :mod:`packstore.loss_counts`; None: not known.
     """
 
     index: int
     batch: int
     batches: int
     examples: int
+    ranks: int = 1
+    packs: int | None = None
+    counts: Mapping[str, int] | None = None
 
     @property
     def last(self) -> bool:
@@ -61,6 +69,12 @@ class Window:
         """int64 `[packs + 1]`, examples before each pack."""
         return to_offsets(self.sizes.examples)
 
+    @cached_property
+    def count_offsets(self) -> Int64 | None:
+        """int64 `[packs + 1, 4]`, the counts before each pack; None if they are not known."""
+        counts = self.sizes.counts
+        return None if counts is None else np.pad(counts, ((1, 0), (0, 0))).cumsum(axis=0)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
@@ -78,14 +92,27 @@ class Step:
     def sizes(self) -> PackSizes:
         """Of the packs of the step."""
         sizes, first = self.window.sizes, self.window.start
-        part = slice(self.start - first, self.stop - first)
-        return PackSizes(sizes.tokens[part], sizes.examples[part], sizes.squares[part])
+        return sizes.take(np.arange(self.start - first, self.stop - first))
 
     @property
     def examples(self) -> int:
         """Of the step."""
         offsets, first = self.window.offsets, self.window.start
         return int(offsets[self.stop - first] - offsets[self.start - first])
+
+    @property
+    def counts(self) -> dict[str, int] | None:
+        """Of the step, by name; None if they are not known."""
+        offsets, first = self.window.count_offsets, self.window.start
+        if offsets is None:
+            return None
+        own = offsets[self.stop - first] - offsets[self.start - first]
+        return dict(zip(COUNTS, own.tolist(), strict=True))
+
+    def info(self, index: int, batch: int, batches: int, ranks: int) -> StepInfo:
+        """What a batch is told of the step; see :class:`StepInfo`."""
+        packs = self.stop - self.start
+        return StepInfo(index, batch, batches, self.examples, ranks, packs, self.counts)
 
     @property
     def start(self) -> int:

@@ -4,7 +4,7 @@
 
     loader = TokenizedBatches(records, PackConfig(pack_size=8192), pairs_per_step=64)
     for batch in loader:
-        out = loss_fn(packed_logps(model, batch), batch, divisor=count_step([batch], loss_fn))
+        loss_fn(packed_logps(model, batch), batch).loss.backward()
 
 An optimizer step is the next `pairs_per_step` records that fit; they are packed into batches of at
 most `pack_size` tokens, which are dealt to the ranks in turn, as many to each. So the divisor of a
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from packstore.config import PackConfig, fingerprint
 from packstore.errors import ConfigError, DropRateError, quote, sentence
+from packstore.loss_counts import COUNTS, count_packs
 from packstore.records import Packs
 from packstore.torch.collate import PackedBatch, collate
 from packstore.torch.dataset import placement
@@ -207,11 +208,14 @@ class TokenizedBatches:
         batches = -(-(len(packs) - out) // ranks)
         kind = self._packer.kind
         assert kind is not None
+        counts = dict(zip(COUNTS, count_packs(packs, kind).sum(0).tolist(), strict=True))
         for batch in range(batches):
             place = out + batch * ranks + self.rank
             real = place < len(packs)
             pack = packs.row(place if real else place % len(packs))
-            info = StepInfo(begin.step, done + batch, done + batches, len(parts))
+            info = StepInfo(
+                *(begin.step, done + batch, done + batches, len(parts), ranks, len(packs)), counts
+            )
             given = out + (batch + 1) * ranks
             self._at = end if info.last else replace(begin, packs=given)
             yield collate(pack, kind, step=info, fillers=0 if real else 1)

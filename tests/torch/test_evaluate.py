@@ -217,3 +217,20 @@ def test_what_does_not_fit_is_refused(kit: SimpleNamespace, pairs: Dataset, tmp_
     policy.resize_token_embeddings(49)
     with pytest.raises(CompatibilityError, match="vocab_size"):
         evaluate(policy, other, loss="sft")
+
+
+def test_the_loss_with_a_likelihood_term_is_that_of_all_batches_as_one(
+    kit: SimpleNamespace, pairs: Dataset
+) -> None:
+    """Pairs and tokens have counts of their own, so a mean over batches would depend on them."""
+    policy, reference = (use_packed_attention(m) for m in models(kit))
+    loss = PreferenceLoss("dpo", beta=BETA, sft_weight=0.4)
+    found = [
+        evaluate(policy, pairs, loss=loss, reference=reference, by="source", packs_per_batch=n)
+        for n in (1, 2, len(pairs))
+    ]
+    for other in found[1:]:
+        assert other["metrics"]["loss"] == pytest.approx(found[0]["metrics"]["loss"], abs=1e-9)
+        for source in SOURCES:
+            expected = found[0]["by"][source]["loss"]
+            assert other["by"][source]["loss"] == pytest.approx(expected, abs=1e-9)

@@ -1,0 +1,302 @@
+"""A loop that says nothing of divisors gives the gradient of unpacked training, for every loss."""
+
+from __future__ import annotations
+
+import itertools
+import runpy
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from packstore.config import PackConfig
+from packstore.errors import ConfigError
+from packstore.io.dataset import Dataset
+from packstore.records import Examples
+from packstore.testing import random_examples
+from packstore.torch import (
+    MixedPacks,
+    PackedBatch,
+    PackedDataLoader,
+    PackedDataset,
+    PackedPolicy,
+    PreferenceLoss,
+    Source,
+    TokenizedBatches,
+    use_packed_attention,
+)
+from packstore.torch.divisor import count_step
+
+BETA, WEIGHT = 0.3, 0.4
+SIZES = (3, 1, 2, 1, 1, 2, 1, 2, 1)  # examples of each pack: uneven over batches and ranks
+STEPS = {
+    "two batches": {"accumulation": 2, "tail": "pad"},
+    "seven batches": {"accumulation": 7, "tail": "pad"},
+    "so many pairs": {"pairs_per_step": 6, "tail": "pad"},
+}
+REFERENCES = {e: [-20.0 + e % 7, -18.5, -21.0 - e % 3, -19.0, -17.0, -23.0] for e in range(99)}
+"""Of each example, the log-probs of a reference model on its sequences."""
+LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dpo": ("dpo", {}),
+    "sft term by token": ("dpo", {"sft_weight": WEIGHT}),
+    "sft term by sequence": ("dpo", {"sft_weight": WEIGHT, "sft_average": "sequence_sum"}),
+    "sft term of means": ("dpo", {"sft_weight": WEIGHT, "sft_average": "sequence_mean"}),
+    "sft": ("sft", {}),
+    "sft of means": ("sft", {"sft_average": "sequence_mean"}),
+    "best": ("ranked", {"pairs": "best_vs_rest", "sft_weight": WEIGHT}),
+    "all": ("ranked", {"pairs": "all"}),
+    "adjacent": ("ranked", {"pairs": "adjacent"}),
+}
+
+
+def loss_of(name: str) -> PreferenceLoss:
+    kind, settings = LOSSES[name]
+    return (
+        PreferenceLoss("sft", **settings)
+        if kind == "sft"
+        else PreferenceLoss("dpo", beta=BETA, **settings)
+    )
+
+
+def examples_of(kind: str) -> Examples:
+    examples = random_examples(sum(SIZES), seed=11, kind=kind)
+    if kind == "ranked":  # some of equal reward, which are never compared
+        examples.reward[:] = np.random.default_rng(0).integers(0, 3, len(examples.reward))
+    return examples
+
+
+def stored(kit: SimpleNamespace, folder: Path, kind: str, layout: str = "shared_prefix") -> Dataset:
+    packs = kit.packed(examples_of(kind), list(SIZES), layout)
+    data: Dataset = kit.write(str(folder / kind), packs, kind, layout)
+    return data
+
+
+def unpacked(model: Any, examples: Examples, chosen: list[int], name: str) -> dict[str, Tensor]:
+    """The gradient of one step with every sequence fed alone, and the loss written out."""
+    kind, settings = LOSSES[name]
+    gains, best_logps, best_tokens = [], [], []
+    terms: list[Tensor] = []
+    for e in sorted(chosen):
+        first, last = examples.example_offsets[e : e + 2]
+        logps, tokens = [], []
+        for i in range(first, last):
+            own = slice(*examples.sequence_offsets[i : i + 2])
+            ids = torch.from_numpy(examples.input_ids[own].astype(np.int64))
+            on = torch.from_numpy(examples.supervised[own])[1:]
+            scores = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+            logps.append(scores[torch.arange(len(ids) - 1), ids[1:]][on].sum())
+            tokens.append(int(on.sum()))
+        rewards = examples.reward[first:last]
+        order = sorted(range(last - first), key=lambda i: -float(rewards[i]))
+        couples, best = [(0, 1)], 0
+        by_rank = {
+            "best_vs_rest": [(order[0], i) for i in order[1:]],
+            "all": list(itertools.combinations(order, 2)),
+            "adjacent": list(itertools.pairwise(order)),
+        }[settings.get("pairs", "best_vs_rest")]
+        if kind == "ranked":
+            couples = [(a, b) for a, b in by_rank if rewards[a] > rewards[b]]
+            best = order[0]
+        if kind != "sft":
+            gains += [(logps[a], logps[b], e, a, b) for a, b in couples]
+        best_logps.append(logps[best])
+        best_tokens.append(tokens[best])
+    average = settings.get("sft_average", "token")
+    nll = -torch.stack(best_logps)
+    if average == "token":
+        likelihood = nll.sum() / sum(best_tokens)
+    elif average == "sequence_sum":
+        likelihood = nll.mean()
+    else:
+        likelihood = (nll / torch.tensor(best_tokens)).mean()
+    if kind == "sft":
+        loss = likelihood
+    else:
+        for a, b, e, i, j in gains:
+            ref = REFERENCES[e]
+            terms.append(-torch.sigmoid(BETA * ((a - ref[i]) - (b - ref[j]))).log())
+        loss = torch.stack(terms).mean() + settings.get("sft_weight", 0.0) * likelihood
+    model.zero_grad()
+    loss.backward()
+    return take_gradients(model)
+
+
+def with_reference(batch: PackedBatch) -> Tensor:
+    counts = batch.num_responses.tolist()
+    pairs = zip(batch.example_ids.tolist(), counts, strict=True)
+    return torch.tensor([v for e, n in pairs for v in REFERENCES[e][:n]], dtype=torch.float64)
+
+
+def take_gradients(model: Any) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def run_loop(model: Any, policy: Any, loader: Any, loss_fn: PreferenceLoss) -> Any:
+    """The loop of the quickstart: of each step its examples on this rank, and its gradient."""
+    ids: list[int] = []
+    for batch in loader:
+        last = batch.step.last
+        with nullcontext() if last or not hasattr(policy, "no_sync") else policy.no_sync():
+            loss_fn(policy(batch), batch, ref_logps=with_reference(batch)).loss.backward()
+        ids += batch.example_ids[batch.weights > 0].tolist()
+        if last:
+            yield ids, take_gradients(model)
+            ids = []
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], what: Any) -> None:
+    for name, gradient in expected.items():
+        assert (gradient - found[name]).abs().max() < 1e-9, (what, name)
+        assert gradient.abs().max() > 1e-6, name
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_process(kit: SimpleNamespace, tmp_path: Path, name: str, steps: str) -> None:
+    kind = LOSSES[name][0]
+    model = use_packed_attention(kit.tiny_model())
+    plain = kit.tiny_model()
+    plain.set_attn_implementation("plain_for_tests")
+    loader = PackedDataLoader(PackedDataset(stored(kit, tmp_path, kind)), **STEPS[steps])
+    number = 0
+    for ids, found in run_loop(model, PackedPolicy(model), loader, loss_of(name)):
+        assert_equal(found, unpacked(plain, examples_of(kind), ids, name), (name, number))
+        number += 1
+    assert number > 1
+
+
+def on_rank(task: dict[str, Any]) -> dict[tuple[str, str], list[Any]]:
+    """Every loss on one of two ranks, under DDP."""
+    model = use_packed_attention(task["model"])
+    policy = DistributedDataParallel(PackedPolicy(model))
+    found: dict[tuple[str, str], list[Any]] = {}
+    for name, (kind, _) in LOSSES.items():
+        for steps, batching in STEPS.items():
+            loader = PackedDataLoader(PackedDataset(task["urls"][kind]), **batching)
+            found[name, steps] = list(run_loop(model, policy, loader, loss_of(name)))
+    return found
+
+
+def test_two_processes(kit: SimpleNamespace, tmp_path: Path) -> None:
+    launch = runpy.run_path(str(Path(__file__).with_name("ranks.py")))["launch"]
+    urls = {kind: stored(kit, tmp_path, kind).url for kind in ("dpo", "sft", "ranked")}
+    ranks = launch(__file__, {"model": kit.tiny_model(), "urls": urls}, 2, tmp_path)
+    plain = kit.tiny_model()
+    plain.set_attn_implementation("plain_for_tests")
+    for (name, steps), of_first in ranks[0].items():
+        of_second = ranks[1][name, steps]
+        assert len(of_first) == len(of_second) > 0
+        for (a, found), (b, other) in zip(of_first, of_second, strict=True):
+            expected = unpacked(plain, examples_of(LOSSES[name][0]), a + b, name)
+            for gradient in (found, other):
+                assert_equal(gradient, expected, (name, steps))
+
+
+def uncounted(data: Dataset) -> Dataset:
+    """The dataset as one without an index, whose sizes are read from the shards."""
+    return Dataset(data.location, replace(data.manifest, pack_index=None), data.version)
+
+
+def records_of(kind: str) -> list[dict[str, Any]]:
+    """The examples as token ids that were never packed."""
+    examples, made = examples_of(kind), []
+    for e in range(sum(SIZES)):
+        first, last = examples.example_offsets[e : e + 2]
+        cuts = [slice(*examples.sequence_offsets[i : i + 2]) for i in range(first, last)]
+        ids = [examples.input_ids[own] for own in cuts]
+        labels = [np.where(examples.supervised[own], examples.input_ids[own], -100) for own in cuts]
+        scores = examples.reward[first:last].tolist()
+        made.append(
+            {
+                "dpo": {
+                    **dict(zip(("chosen", "rejected"), ids, strict=False)),
+                    **dict(zip(("chosen_labels", "rejected_labels"), labels, strict=False)),
+                },
+                "sft": {"input_ids": ids[0], "labels": labels[0]},
+                "ranked": {
+                    "prompt": [],
+                    "responses": ids,
+                    "response_labels": labels,
+                    "scores": scores,
+                },
+            }[kind]
+        )
+    return made
+
+
+@pytest.mark.parametrize("name", ["sft term by token", "sft", "best", "all", "adjacent"])
+def test_every_stream_counts(kit: SimpleNamespace, tmp_path: Path, name: str) -> None:
+    """What a batch says of its step is what the batches of the step add up to."""
+    kind, loss_fn = LOSSES[name][0], loss_of(name)
+    data, records = stored(kit, tmp_path, kind), records_of(kind)
+    anew = PackConfig(pack_size=100, layout="shared_prefix")
+    concat = stored(kit, tmp_path / "concat", kind, "concat")
+    how = {"accumulation": 3, "tail": "pad"}
+    loaders: dict[str, Any] = {
+        "stored": PackedDataLoader(PackedDataset(data), **how),
+        "mix": PackedDataLoader(PackedDataset(MixedPacks([Source(data), Source(concat)])), **how),
+        "records": PackedDataLoader(PackedDataset(records, repack=anew), **how),
+        "endless": TokenizedBatches(records, anew, pairs_per_step=14, tail="pad"),
+    }
+    if kind != "sft":  # tokens are read to see what is shared, so that they can be counted
+        loaders["repacked"] = PackedDataLoader(PackedDataset(concat, repack=anew), **how)
+    for stream, loader in loaders.items():
+        step, several = [], 0
+        for batch in loader:
+            step.append(batch)
+            if batch.step.last:
+                parts = [loss_fn.count(one) for one in step]
+                expected = sum(p.count for p in parts), sum(p.sft_count or 0 for p in parts)
+                found = [count_step([one], loss_fn) for one in step]
+                assert {(d.count, d.sft_count or 0) for d in found} == {expected}, stream
+                several += len(step) > 1
+                step = []
+        assert several, stream
+
+
+def test_who_sums_gradients_says_so(kit: SimpleNamespace, tmp_path: Path) -> None:
+    """The losses of all ranks add up to that of the step; or, averaged, to as many times it."""
+    data = stored(kit, tmp_path, "dpo")
+    sums = {}
+    for gradients in ("sum", "mean"):
+        loss_fn = PreferenceLoss("dpo", sft_weight=WEIGHT, gradients=gradients)
+        for world in (1, 2):
+            total = 0.0
+            for rank in range(world):
+                shared = PackedDataset(data, rank=rank, world_size=world)
+                for batch in PackedDataLoader(shared, pairs_per_step=sum(SIZES)):
+                    out = loss_fn(with_reference(batch) - 1, batch, with_reference(batch))
+                    total += float(out.loss)
+            sums[gradients, world] = total
+    assert sums["sum", 1] == sums["mean", 1] == pytest.approx(sums["sum", 2], abs=1e-12)
+    assert sums["mean", 2] == pytest.approx(2 * sums["sum", 2], abs=1e-12)
+    with pytest.raises(ConfigError, match="gradients must be one of: mean, sum"):
+        PreferenceLoss("dpo", gradients="max")  # type: ignore[arg-type]
+
+
+def test_a_step_that_nobody_counted(kit: SimpleNamespace, tmp_path: Path) -> None:
+    """Of a dataset of an earlier release: the whole step, or a refusal."""
+    data = uncounted(stored(kit, tmp_path, "dpo"))
+    loss_fn = loss_of("sft term by token")
+    step = list(itertools.islice(PackedDataLoader(PackedDataset(data), accumulation=4), 4))
+    logps = with_reference(step[0])
+    with pytest.raises(ConfigError, match=r"a step of 4 batches on 1 ranks that nobody counted"):
+        loss_fn(logps, step[0], logps)
+    for some in (step[:1], step[:3], [step[0]] * 4):
+        with pytest.raises(ConfigError, match="must get all 4 batches of the step"):
+            count_step(some, loss_fn)
+    divisor = count_step(step, loss_fn)
+    assert divisor.sft_count == sum(float(loss_fn.count(b).sft_count or 0) for b in step)
+    loss_fn(logps, step[0], logps, divisor=divisor)
+    assert loss_of("dpo")(logps, step[0], logps).loss  # pairs are always known
+    alone = next(iter(PackedDataLoader(PackedDataset(data))))
+    loss_fn(with_reference(alone), alone, with_reference(alone))  # the whole step
