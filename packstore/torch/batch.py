@@ -14,7 +14,7 @@ from packstore.errors import ConfigError
 from packstore.io.compact import labels_of, unsigned
 from packstore.records import IGNORE_INDEX, Column, Int64
 from packstore.torch.inputs import STYLES
-from packstore.torch.layout import AttentionLayout
+from packstore.torch.layout import AttentionLayout, shared_lengths
 from packstore.torch.steps import StepInfo
 from packstore.torch.targets import Targets
 
@@ -250,6 +250,7 @@ class PackedBatch:
             max_seqlen_k=self.max_seqlen_k,
             num_queries=self.num_tokens,
             kv_index=self.kv_index,
+            lengths=self.lengths if self.kv_index is None else shared_lengths(self),
         )
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:

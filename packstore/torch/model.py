@@ -19,6 +19,7 @@ from packstore.registry import missing_extra
 from packstore.torch.attention import ATTENTION, Attend
 from packstore.torch.layout import AttentionLayout
 from packstore.torch.mask import RequestedMask, window_of
+from packstore.torch.rope import use_own_tables
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -51,7 +52,7 @@ def use_packed_attention(model: Model, backend: str = "auto") -> Model:
         UnknownNameError: no such backend.
         BackendError: the model mixes tokens other than by attention (recurrent layers,
             convolutions), is not a decoder alone, or does not take its attention from
-            transformers' registry.
+            transformers' registry; or its RoPE depends on the longest position in a way of its own.
         MissingExtraError: transformers, or the package of the backend, is not installed.
     """
     inner = unwrapped(model)
@@ -71,6 +72,7 @@ def use_packed_attention(model: Model, backend: str = "auto") -> Model:
     if text._attn_implementation != name:
         must = "its attention must come from transformers' attention registry"
         raise _unfit(inner, must, "an attention of its own")
+    use_own_tables(inner, text)
     return model
 
 

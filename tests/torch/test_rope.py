@@ -1,0 +1,209 @@
+"""RoPE tables that depend on the longest position: those of each sequence alone, in any row."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from packstore.errors import BackendError
+from packstore.records import Examples, to_offsets
+from packstore.torch import PackedBatch, collate, packed_logps, use_packed_attention
+from packstore.torch.parallel import pad_batch, pad_segments
+from packstore.torch.parallel.context import ContextShard, ContextSplit
+
+LIMIT = 24
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": LIMIT,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0, 3.0, 2.0, 1.5],
+}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+YARN = {**DYNAMIC, "rope_type": "yarn", "original_max_position_embeddings": LIMIT}
+MSCALES = {"long_mscale": 1.3, "short_mscale": 1.1}
+LLAMA3 = {
+    **YARN,
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+CASES = [
+    ("llama", LONGROPE),
+    ("qwen3", LONGROPE),
+    ("phi3", LONGROPE),
+    ("phimoe", {**LONGROPE, **MSCALES}),
+    ("llama", DYNAMIC),
+    ("internlm3", DYNAMIC),
+    ("hunyuan_v1_dense", {**DYNAMIC, "alpha": 10.0}),
+    ("gemma3_text", {"full_attention": LONGROPE, "sliding_attention": {**DYNAMIC, "factor": 2.0}}),
+    ("llama", {**DYNAMIC, "rope_type": "linear"}),
+    ("llama", YARN),
+    ("llama", LLAMA3),
+    (
+        "olmo3",
+        {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+]
+NAMES = [f"{n}-{r.get('rope_type', 'by-layer')}" for n, r in CASES]
+
+
+ACROSS = ((4, 6, 9), (30, 8, 5), (20, 3, 2), (40, 12, 12), (2, 1, 1), (26, 9, 9))
+"""Tokens of prompt, chosen and rejected: sequences on both sides of the limit, no pair across."""
+
+
+ACROSS_ALIKE = ((4, 6, 9), (30, 8, 8), (20, 3, 2), (40, 12, 12), (2, 1, 1), (26, 9, 9))
+"""The same, with both sides of a long pair of one length."""
+
+
+def pairs(*sizes: tuple[int, int, int]) -> Examples:
+    """Random pairs of these sizes."""
+    rng = np.random.default_rng(0)
+    ids, on = [], []
+    for prompt, *responses in sizes:
+        shared = rng.integers(0, 50, prompt)
+        for response in responses:
+            ids.append(np.concatenate([shared, rng.integers(0, 50, response)]))
+            on.append(np.arange(prompt + response) >= prompt)
+    return Examples(
+        input_ids=np.concatenate(ids).astype(np.int32),
+        supervised=np.concatenate(on),
+        sequence_offsets=to_offsets(np.array([len(x) for x in ids])),
+        example_offsets=to_offsets(np.full(len(sizes), 2)),
+        reward=np.tile(np.float32([1, 0]), len(sizes)),
+        example_ids=np.arange(len(sizes)),
+    )
+
+
+def model_of(kit: SimpleNamespace, name: str, rope: dict[str, Any]) -> Any:
+    """With positions up to the limit where `dynamic` begins there."""
+    size = {"max_position_embeddings": LIMIT} if "dynamic" in str(rope) else {}
+    if name == "phi3":  # its own setting goes over that of the tables
+        size["original_max_position_embeddings"] = LIMIT
+    return kit.tiny_family(name, torch.float32, rope_parameters=copy.deepcopy(rope), **size).eval()
+
+
+def alone(model: Any, batch: PackedBatch) -> Tensor:
+    """The logits of the row, each sequence by its own copy of a model that has computed nothing."""
+    ids = batch.input_ids if batch.kv_index is None else batch.input_ids[batch.kv_index]
+    logits = [copy.deepcopy(model)(x[None]).logits[0] for x in ids.split(batch.lengths.tolist())]
+    places = zip(batch.segment_ids, batch.position_ids, strict=True)
+    return torch.stack([logits[segment][position] for segment, position in places])
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize(("name", "rope"), CASES, ids=NAMES)
+@torch.no_grad()
+def test_each_sequence_has_the_logits_that_it_has_alone(
+    kit: SimpleNamespace, name: str, rope: dict[str, Any], layout: str
+) -> None:
+    model = model_of(kit, name, rope)
+    sizes = ACROSS if layout == "concat" or "dynamic" not in str(rope) else ACROSS_ALIKE
+    batch = collate(kit.packed(pairs(*sizes), [len(sizes)], layout), "dpo")
+    expected = alone(model, batch)
+    use_packed_attention(model, "reference")
+    for _ in range(2):  # the second call may not depend on the first
+        found = model(**batch.model_inputs()).logits[0]
+        assert (found - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+@torch.no_grad()
+def test_the_log_probs_of_a_pair_do_not_depend_on_its_neighbours(
+    kit: SimpleNamespace, rope: dict[str, Any]
+) -> None:
+    model = use_packed_attention(model_of(kit, "llama", rope))
+    both = collate(kit.packed(pairs((5, 6, 4), (60, 10, 9)), [2], "concat"), "dpo")
+    one = collate(kit.packed(pairs((5, 6, 4)), [1], "concat"), "dpo")
+    assert (packed_logps(model, both)[:2] - packed_logps(model, one)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+def test_a_shared_prefix_of_sequences_with_different_tables_is_refused(
+    kit: SimpleNamespace, rope: dict[str, Any]
+) -> None:
+    model = use_packed_attention(model_of(kit, "llama", rope))
+    examples = pairs((4, 2, 2), (20, 9, 3))
+    batch = collate(kit.packed(examples, [2], "shared_prefix"), "dpo")
+    with pytest.raises(BackendError, match=r"found 23 and 29 tokens, .*Pack with layout='concat'"):
+        packed_logps(model, batch)
+    packed_logps(model, collate(kit.packed(examples, [2], "concat"), "dpo"))
+
+
+def test_dynamic_tables_differ_for_each_length_beyond_the_limit(kit: SimpleNamespace) -> None:
+    model = use_packed_attention(model_of(kit, "llama", DYNAMIC))
+    batch = collate(kit.packed(pairs((30, 9, 3)), [1], "shared_prefix"), "dpo")
+    with pytest.raises(BackendError, match="found 33 and 39 tokens, and other tables beyond 24"):
+        packed_logps(model, batch)
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@torch.no_grad()
+def test_padding_is_no_part_of_the_length(kit: SimpleNamespace, layout: str) -> None:
+    """A sequence of 23 tokens, padded to 32, keeps the short table."""
+    model = use_packed_attention(model_of(kit, "llama", LONGROPE))
+    batch = collate(kit.packed(pairs((20, 3, 3), (30, 2, 2)), [2], layout), "dpo")
+    expected = packed_logps(model, batch)
+    padded = pad_batch(pad_segments(batch, 32), num_tokens=256)
+    assert padded.max_seqlen_k > LIMIT
+    assert (packed_logps(model, padded)[:4] - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+def test_the_first_part_of_a_long_sequence_has_its_tables(
+    kit: SimpleNamespace, rope: dict[str, Any]
+) -> None:
+    """As a context-parallel rank holds it: its own positions stay below the limit."""
+    model = use_packed_attention(model_of(kit, "llama", rope))
+    batch = collate(kit.packed(pairs((20, 8, 8), (4, 4, 4)), [2], "concat"), "dpo")
+    tables = {}
+
+    def keep(_: Any, __: Any, output: Any) -> None:
+        tables["seen"] = torch.cat(output, -1)[0]
+
+    model.model.rotary_emb.register_forward_hook(keep)
+    model(**batch.model_inputs())
+    whole = tables["seen"]
+    padded = pad_segments(batch, 4)
+    split = ContextSplit.zigzag(padded.cu_seqlens, 2)
+    for rank in range(2):
+        shard = ContextShard.of(padded, split, rank)
+        inputs = shard.model_inputs()
+        tables.clear()
+        with suppress(Exception):  # no other ranks to gather keys from
+            model(**inputs)
+        assert torch.equal(tables["seen"], whole[shard.index])
+
+
+def test_without_a_layout_it_is_refused(kit: SimpleNamespace) -> None:
+    model = use_packed_attention(model_of(kit, "llama", LONGROPE))
+    with pytest.raises(BackendError, match="RoPE of type 'longrope' must know the segments"):
+        model(torch.arange(5)[None])
+    model.set_attn_implementation("sdpa")  # to generate
+    model(torch.arange(5)[None])
+
+
+def test_tables_of_an_unknown_module_are_refused(kit: SimpleNamespace) -> None:
+    model = model_of(kit, "llama", LONGROPE)
+    del model.model.rotary_emb.rope_type
+    with pytest.raises(BackendError, match="must come from a rotary module of transformers"):
+        use_packed_attention(model)
+
+
+@torch.no_grad()
+def test_copies_of_a_prepared_model_have_hooks_of_their_own(kit: SimpleNamespace) -> None:
+    model = use_packed_attention(use_packed_attention(model_of(kit, "llama", DYNAMIC)))
+    assert len(model.model.rotary_emb._forward_hooks) == 1
+    batch = collate(kit.packed(pairs(*ACROSS), [len(ACROSS)], "concat"), "dpo")
+    expected = packed_logps(model, batch)
+    twin = copy.deepcopy(model)
+    del model
+    assert torch.equal(packed_logps(twin, batch), expected)
