@@ -30,12 +30,17 @@ MEANING: dict[str, str] = {
     "marker_no_token": "a marker of the chat template is no token, but text in pieces",
     "reward_reversed": "the rejected side has the larger reward",
     "unknown_tokens": "text that the vocabulary cannot spell",
+    "generation_prompt_always": "the chat template writes the generation prompt even where it is "
+    "not asked for; behind the last turn it is stored, and not supervised",
+    "arguments_quoted": "arguments of tool calls that are JSON text, quoted by the chat template; "
+    "tool_arguments=object parses them first",
+    "reasoning_unrendered": "thoughts of a supervised turn that the chat template leaves out",
     "empty_prompt": "nothing is asked, so the answers stand for themselves",
     "glued_prompt": "no white space parts the prompt from its answer",
     "duplicate_prompts": "the prompt of an earlier record again (dedup=prompt leaves it out)",
     "duplicate_records": "an earlier record again, rewards apart (dedup=pair leaves it out)",
 }
-"""Checks on texts and on tokenized sequences; all others come from the policies of packing."""
+"""Checks on texts and on tokenized sequences, and notes of packing that need a word."""
 
 PROBLEMS = ("double_bos", "no_bos", "no_eos", "marker_no_token", "reward_reversed")
 

@@ -85,6 +85,9 @@ class TokenizeConfig(SizeConfig):
     thinking: Literal["template", "strip"] = setting(
         "template", "reasoning of assistant turns: as the template renders it, or removed first"
     )
+    tool_arguments: Literal["record", "object"] = setting(
+        "record", "arguments of tool calls that are JSON text: as the record has them, or parsed"
+    )
     special_tokens: Literal["literal", "control", "drop", "error"] = setting(
         "literal", "strings such as <|im_end|> in user text: plain text, control ids, drop, error"
     )
@@ -97,6 +100,12 @@ class TokenizeConfig(SizeConfig):
         "drop", "records that do not fit max_length or pack_size"
     )
     empty_side: Literal["drop", "keep", "error"] = setting("drop", "a response without text")
+    empty_turn: Literal["drop", "keep", "error"] = setting(
+        "drop", "a supervised turn without words or calls, among others that have some"
+    )
+    unrendered: Literal["drop", "keep", "error"] = setting(
+        "drop", "a turn, tool call or tools that the chat template does not show"
+    )
     identical_sides: Literal["drop", "keep", "error"] = setting(
         "drop", "all responses of a record alike"
     )

@@ -16,10 +16,13 @@ _SYSTEM = r"""{%- if messages and messages[0].role in ('system', 'developer') %}
     {%- if message.reasoning_content %}
         {{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}
     {%- endif %}
-    {{- message.content }}
+    {{- message.content or '' }}
     {%- for call in message.tool_calls or [] %}
         {%- if message.content or not loop.first %}{{ '\n' }}{% endif %}
-        {{- '<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}
+        {%- set name, arguments = call.function.name | tojson, call.function.arguments %}
+        {%- if arguments is not string %}{% set arguments = arguments | tojson %}{% endif %}
+        {{- '<tool_call>\n{"name": ' + name + ', "arguments": ' + (arguments or '{}') }}
+        {{- '}\n</tool_call>' }}
     {%- endfor %}
 {%- endmacro %}
 """

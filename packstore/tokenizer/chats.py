@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from packstore.config import TokenizeConfig
 from packstore.errors import TokenizerError, sentence
+from packstore.tokenizer.messages import says_something, text_arguments, with_parsed_arguments
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.sequences import Draft
 from packstore.tokenizer.shapes import Parsed
+from packstore.tokenizer.shown import is_plain, left_out, quotes_arguments, shows_tools
 from packstore.tokenizer.template import ChatTemplate, Message, Tools
 from packstore.tokenizer.tokenizer import Tokenizer
 from packstore.tokenizer.turns import render_turns
@@ -31,22 +33,30 @@ def draft_messages(
                 "Set chat_template: a Jinja file, chatml or plain",
             )
         )
-    prompt: list[Message] = list(parsed.prompt)  # type: ignore[arg-type]
     drafts: list[Draft] = []
     events: list[str] = []
     written = template.written_prompt
+    prompt = _as_taken(template, list(parsed.prompt), config)  # type: ignore[arg-type]
     prompts: dict[int, str] = {}
     for response in parsed.responses:
-        messages = [*prompt, *response]
+        messages = [*prompt, *_as_taken(template, list(response), config)]  # type: ignore[arg-type]
         prompts = {n: text for n, text in prompts.items() if n == len(prompt)}
-        text, spans = render_turns(
-            template,
-            messages,
-            len(prompt),
-            parsed.tools,
-            last_only=config.supervised_turns == "last",
-            prompts=prompts,
-        )
+        try:
+            text, spans = render_turns(
+                template,
+                messages,
+                len(prompt),
+                parsed.tools,
+                last_only=config.supervised_turns == "last",
+                prompts=prompts,
+            )
+        except Refused as refused:
+            if refused.reason == "template_refused" and any(text_arguments(messages)):
+                detail = f"{refused.detail}; tool_arguments=object parses arguments that are text"
+                raise Refused(refused.reason, detail) from None
+            raise
+        tools = None if drafts else parsed.tools  # one side tells whether tools are shown
+        events += _remarks(template, messages, len(prompt), tools, text, config)
         if written and text.endswith(written):
             events.append("generation_prompt_always")
             if config.append_eos:  # it follows the answer
@@ -63,6 +73,57 @@ def draft_messages(
             )
         )
     return drafts, events
+
+
+def _as_taken(
+    template: ChatTemplate, messages: list[Message], config: TokenizeConfig
+) -> list[Message]:
+    """The messages as the settings want their calls, without null where the template takes none."""
+    if not any("tool_calls" in message for message in messages):
+        return messages
+    if config.tool_arguments == "object":
+        messages = with_parsed_arguments(messages)
+    if template.takes_null:
+        return messages
+    return [{**m, "content": ""} if m["content"] is None else m for m in messages]
+
+
+def _remarks(
+    template: ChatTemplate,
+    messages: list[Message],
+    first: int,
+    tools: Tools,
+    text: str,
+    config: TokenizeConfig,
+) -> list[str]:
+    """Events to note of a dialogue: what is empty, and what its rendering does not show.
+
+    Raises:
+        Refused: ``empty_turn`` or ``unrendered``, where the settings do not keep such records.
+    """
+    if not tools and is_plain(template, messages, text):
+        return []
+    events = []
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    learned = turns[-1:] if config.supervised_turns == "last" else turns
+    empty = [i for i in learned if not says_something(messages[i])]
+    if empty and any(says_something(messages[i]) for i in turns):
+        if config.empty_turn != "keep":
+            raise Refused("empty_turn", f"message {empty[0] + 1} is empty")
+        events.append("empty_turn")
+    missing = left_out(template, messages, tools, text)
+    if missing is None and not shows_tools(template, messages, tools, text):
+        missing = "the tools"
+    if missing is not None:
+        if config.unrendered != "keep":
+            raise Refused("unrendered", f"{missing} cannot be found in the rendered text")
+        events.append("unrendered")
+    if quotes_arguments(messages, text):
+        events.append("arguments_quoted")
+    thoughts = [messages[i].get("reasoning_content") or "" for i in learned]
+    if any(thought.strip() not in text for thought in thoughts):
+        events.append("reasoning_unrendered")
+    return events
 
 
 def _system_end(template: ChatTemplate, messages: list[Message], tools: Tools, text: str) -> int:

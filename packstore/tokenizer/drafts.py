@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,12 @@ import numpy as np
 from packstore.config import TokenizeConfig
 from packstore.tokenizer.chats import draft_messages
 from packstore.tokenizer.control import free_characters
-from packstore.tokenizer.messages import map_strings, strip_thinking, without_thinking
+from packstore.tokenizer.messages import (
+    map_strings,
+    says_something,
+    strip_thinking,
+    without_thinking,
+)
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.sandbox import as_json
 from packstore.tokenizer.sequences import Draft, Mode
@@ -199,10 +203,4 @@ def _is_empty(response: Any) -> bool:
     if _is_ids(response):
         return len(response) == 0
     said = [m for m in response if m["role"] == "assistant"]
-    return bool(said) and not any(_says_something(m) for m in said)
-
-
-def _says_something(message: Mapping[str, Any]) -> bool:
-    return bool(
-        message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
-    )
+    return bool(said) and not any(map(says_something, said))

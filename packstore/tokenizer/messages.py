@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from packstore.errors import quote
@@ -28,8 +28,12 @@ ROLES = {
 }
 """Role as written -> our role. ``call`` and ``reasoning`` become part of an assistant message."""
 
-KEPT = ("name", "tool_call_id", "reasoning_content")
+KEPT = ("name", "tool_call_id")
 """Further text fields of a message that templates use."""
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Fields of thoughts, the first that is there counts; templates get it under the first two names,
+as transformers gives it to them."""
 
 
 def normalize_messages(value: object) -> list[Message]:
@@ -37,7 +41,8 @@ def normalize_messages(value: object) -> list[Message]:
 
     Accepted are ``role`` / ``content`` and ShareGPT's ``from`` / ``value``; content as text or as
     text parts; a tool call or reasoning as a message of its own, joined to the assistant message
-    it belongs to.
+    it belongs to. A turn that only calls has null as content, or what the record has; arguments
+    that are JSON text stay text.
 
     Raises:
         Refused: ``wrong_type`` or ``bad_role``.
@@ -59,11 +64,12 @@ def normalize_messages(value: object) -> list[Message]:
             if calling:
                 found[-1]["tool_calls"] += calls
                 continue
-            message = {"role": "assistant", "content": "", "tool_calls": calls}
+            message = {"role": "assistant", "content": None, "tool_calls": calls}
         if reasoning is not None:
             if message["role"] != "assistant":
                 raise Refused("bad_role", f"reasoning must precede an answer, found {role!r}")
-            message["reasoning_content"], reasoning = reasoning, None
+            message["reasoning_content"] = message["thinking"] = reasoning
+            reasoning = None
         found.append(message)
         calling = role == "call"
     if reasoning is not None:
@@ -96,10 +102,47 @@ def without_thinking(messages: list[Message]) -> list[Message]:
     """The messages with all reasoning of assistant turns removed."""
     return [
         {
-            **{key: value for key, value in message.items() if key != "reasoning_content"},
-            "content": strip_thinking(message["content"]),
+            **{key: value for key, value in message.items() if key not in REASONING},
+            "content": message["content"] and strip_thinking(message["content"]),
         }
         if message["role"] == "assistant"
+        else message
+        for message in messages
+    ]
+
+
+def says_something(message: Message) -> bool:
+    """Whether a turn has words, calls or thoughts."""
+    content = message["content"] or ""
+    return bool(content.strip() or message.get("tool_calls") or message.get("reasoning_content"))
+
+
+def text_arguments(messages: list[Message]) -> Iterator[str]:
+    """Arguments of tool calls that are text; empty ones are left out."""
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            if isinstance(arguments, str) and arguments.strip():
+                yield arguments
+
+
+def with_parsed_arguments(messages: list[Message]) -> list[Message]:
+    """The messages with arguments of calls that are JSON text parsed.
+
+    Raises:
+        Refused: ``wrong_type``.
+    """
+
+    def parsed(call: dict[str, Any]) -> dict[str, Any]:
+        function, arguments = call["function"], call["function"]["arguments"]
+        if isinstance(arguments, str):
+            text = arguments if arguments.strip() else "{}"
+            arguments = _json(text, "the arguments of a tool call")
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    return [
+        {**message, "tool_calls": [parsed(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
         else message
         for message in messages
     ]
@@ -128,10 +171,13 @@ def _normalize(raw: object) -> tuple[str, Message]:
     content = raw.get("content")
     if content is None:
         content = raw.get("value")
-    message["content"] = "" if content is None and calls else _text(content)
+    message["content"] = None if content is None and calls else _text(content)
     for name in KEPT:
         if raw.get(name) is not None:
             message[name] = _text(raw[name])
+    thoughts = next((raw[name] for name in REASONING if isinstance(raw.get(name), str)), None)
+    if thoughts is not None:
+        message["reasoning_content"] = message["thinking"] = thoughts
     if calls:
         message["tool_calls"] = _calls(calls)
     return role, message
@@ -148,21 +194,22 @@ def _text(content: object) -> str:
 
 
 def _calls(value: object) -> list[dict[str, Any]]:
-    """Tool calls in OpenAI's form, the arguments parsed."""
+    """Tool calls in OpenAI's form, without the nulls that tables put into them."""
     if isinstance(value, str):
         value = _json(value, "a tool call")
     calls = []
     for raw in value if isinstance(value, list) else [value]:
-        call = raw.get("function", raw) if isinstance(raw, dict) else None
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        own = raw.get("function", raw) if isinstance(raw, dict) else None
+        if not isinstance(own, dict) or not isinstance(own.get("name"), str):
             raise Refused("wrong_type", f"a tool call must name a function, found {quote(raw)}")
-        arguments = call.get("arguments", {})
-        if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
-            arguments = _json(arguments, "the arguments of a tool call")
-        calls.append(
-            {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
-        )
+        function = {"arguments": {}, **_without_nulls(own)}
+        call = _without_nulls(raw) if isinstance(raw, dict) and own is not raw else {}
+        calls.append({"type": "function", **call, "function": function})
     return calls
+
+
+def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in value.items() if item is not None}
 
 
 def _json(text: str, what: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -93,6 +94,34 @@ class ChatTemplate:
         header = whole.partition(words[3])[0]
         found = text == whole and before.endswith(end) and header.endswith(end)
         return end if found else ""
+
+    @cached_property
+    def takes_null(self) -> bool:
+        """Whether the content of a turn that only calls may be null; "" suits the template else.
+
+        Some templates show calls only where it is null, others refuse it or write "None".
+        """
+        null, empty = (
+            max(self._grade_call(content, arguments) for arguments in ({"k": "v"}, '{"k": "v"}'))
+            for content in (None, "")
+        )
+        return null >= empty
+
+    def _grade_call(self, content: str | None, arguments: object) -> int:
+        function = {"name": "probe_of_call", "arguments": arguments}
+        call = {"id": "call00001", "type": "function", "function": function}
+        talk: list[Message] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": content, "tool_calls": [call]},
+            {"role": "tool", "name": function["name"], "tool_call_id": call["id"], "content": "b"},
+        ]
+        grade = 0
+        for messages in (talk[:2], talk):
+            with suppress(Refused):
+                text = self.render(messages)
+                if "None" not in text or "None" in self.source:
+                    grade += 1 + ("probe_of_call" in text.partition(talk[2]["content"])[0])
+        return grade
 
     def render(
         self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False

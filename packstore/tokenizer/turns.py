@@ -157,7 +157,7 @@ class _Finder:
         for i, (opens, closes) in enumerate(self._marks):
             if closes in places:
                 message = self._messages[i]
-                plain = message["content"].strip() and not message.get("reasoning_content")
+                plain = (message["content"] or "").strip() and not message.get("reasoning_content")
                 contents[i] = (places.get(opens) if plain else None, places[closes])
         return contents
 
@@ -169,7 +169,7 @@ class _Finder:
 
 def _mark(message: Message, opens: str, closes: str) -> Message:
     """The message with marks around its content, or around the name of its last function call."""
-    content = message["content"]
+    content = message["content"] or ""
     core = content.strip()
     if core:
         lead, _, trail = content.partition(core)

@@ -97,7 +97,7 @@ def rendered(shared_data):
 
     def render(template, messages, tools=None, prompt=False):
         return fast.apply_chat_template(
-            messages,
+            [{**m, "content": m["content"] or ""} for m in messages],  # null would be left out
             tools=tools,
             chat_template=template,
             tokenize=False,

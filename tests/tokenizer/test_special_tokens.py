@@ -47,7 +47,9 @@ def test_control_strings_in_messages_stay_text(rows, sequences, byte_level):
         "rejected": "r",
         "tools": tools,
     }
-    examples, tally = RecordTokenizer(tokenizer, TokenizeConfig(), "dpo")(rows([record]))
+    examples, tally = RecordTokenizer(tokenizer, TokenizeConfig(unrendered="keep"), "dpo")(
+        rows([record])
+    )
     prompt = [
         names["<s>"],
         *letters("[user]" + INJECTED),
@@ -59,7 +61,7 @@ def test_control_strings_in_messages_stay_text(rows, sequences, byte_level):
         expected = [*letters(response), names["<|end|>"]]
         assert ids == prompt + expected
         assert on == [False] * len(prompt) + [True] * len(expected)
-    assert tally.noted == {"special_tokens_literal": 1}
+    assert tally.noted == {"special_tokens_literal": 1, "unrendered": 1}
 
 
 def test_control_strings_in_real_chats_change_only_themselves(tokenizer, records, rows, sequences):

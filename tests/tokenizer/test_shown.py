@@ -1,0 +1,269 @@
+"""Whatever a record says is in the rendering, or counted: turns, calls, tools, empty turns."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import jinja2
+import pytest
+import tokenizers
+import transformers
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from packstore.config import TokenizeConfig
+from packstore.errors import RecordError
+from packstore.tokenizer import RecordTokenizer
+from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.shown import left_out
+from packstore.tokenizer.template import ChatTemplate
+
+USER = {"role": "user", "content": "Weather?"}
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": "4"}
+ANSWER = {"role": "assistant", "content": "It is 4."}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+ONLY_NULL = (  # shows calls where there is no content at all, and joins arguments as text
+    "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}[assistant]"
+    "{% for c in m.tool_calls %}({{ c.type + ' ' + c.function.name + c.function.arguments }})"
+    "{% endfor %}{% else %}[{{ m.role }}]{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+SILENT = (  # knows neither calls nor tools
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+JSON = (  # shows all, arguments as JSON
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}({{ c.function.name }}:"
+    "{{ c.function.arguments | tojson }}){% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def skipping(role: str) -> str:
+    """A template that leaves out the turns of a role."""
+    return SILENT.replace("[{{ m.role }}]", f"{{% if m.role == '{role}' %}}{{% continue %}}"
+                          "{% endif %}[{{ m.role }}]")  # fmt: skip
+
+
+def test_an_answer_that_is_only_a_call_shows_the_call(run, byte_level):
+    tokenizer = byte_level(template=ONLY_NULL)
+    said = '(function f{"x":1})<|end|>'
+    assert run(tokenizer, {"messages": [USER, CALLING]}, kind="sft")[0][0][1] == said
+    pair = {"prompt": [USER], "chosen": [CALLING], "rejected": "no"}
+    assert [s for _, s in run(tokenizer, pair)[0]] == [said, "no<|end|>"]
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_a_template_that_takes_no_null_gets_no_text(tokenizer, run, content):
+    """Qwen's looks for tags in the content, so null would be an error."""
+    calling = {"role": "assistant", **content, "tool_calls": [CALL]}
+    texts, tally = run(tokenizer("qwen3"), {"messages": [USER, calling]}, kind="sft")
+    assert texts[0][1].endswith(
+        '<tool_call>\n{"name": "f", "arguments": {"x":1}}\n</tool_call><|im_end|>\n'
+    )
+    assert not tally.dropped
+
+
+@pytest.mark.parametrize("template", [SILENT, skipping("assistant") + "{{ messages[1].content }}"])
+def test_null_is_never_written_as_none(run, byte_level, template):
+    record = {"messages": [USER, CALLING, RESULT, ANSWER]}
+    texts, _ = run(byte_level(template=template), record, kind="sft", unrendered="keep")
+    assert all("None" not in text for text, _ in texts)
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "detail"),
+    [
+        (SILENT, {"messages": [USER, CALLING]}, "the call of f in message 2"),
+        (SILENT, {"messages": [USER, CALLING, RESULT, ANSWER]}, "the call of f in message 2"),
+        (SILENT, {"messages": [USER, ANSWER], "tools": TOOLS}, "the tools"),
+        (
+            JSON.replace("c.function.arguments", "'x'"),
+            {"messages": [USER, CALLING]},
+            "the arguments of f in message 2",
+        ),
+        (skipping("tool"), {"messages": [USER, ANSWER, RESULT, ANSWER]}, "message 3"),
+        (skipping("tool"), {"messages": [USER, {**ANSWER, "content": "t"}, {**RESULT, "content":
+         "r"}, ANSWER]}, "message 3"),
+        (skipping("system"), {"messages": [{"role": "system", "content": "s"}, USER, ANSWER]},
+         "message 1"),
+    ],
+)  # fmt: skip
+def test_what_the_template_leaves_out(run, byte_level, template, record, detail):
+    tokenizer = byte_level(template=template)
+    texts, tally = run(tokenizer, record, kind="sft")
+    assert (texts, dict(tally.dropped)) == ([], {"unrendered": 1})
+    assert detail in tally.samples[0].detail
+    texts, tally = run(tokenizer, record, kind="sft", unrendered="keep")
+    assert len(texts) == 1
+    assert dict(tally.noted) == {"unrendered": 1}
+    with pytest.raises(RecordError, match=detail):
+        run(tokenizer, record, kind="sft", unrendered="error")
+
+
+def test_tools_that_no_side_shows(run, byte_level):
+    pair = {"prompt": [USER], "chosen": "c", "rejected": "r", "tools": json.dumps(TOOLS)}
+    assert dict(run(byte_level(template=SILENT), pair)[1].dropped) == {"unrendered": 1}
+    assert not run(byte_level(template=JSON), pair)[1].dropped
+
+
+def test_a_side_that_calls_counts_for_itself(run, byte_level):
+    pair = {"prompt": [USER], "chosen": "c", "rejected": [CALLING]}
+    assert dict(run(byte_level(template=SILENT), pair)[1].dropped) == {"unrendered": 1}
+
+
+@pytest.mark.parametrize(
+    "written", ["m.content | upper", "m.content | tojson", "m.content.split('</think>')[-1]"]
+)
+def test_words_may_be_shown_in_another_form(run, byte_level, written):
+    tokenizer = byte_level(template=SILENT.replace("m.content", written))
+    talk = [USER, {"role": "assistant", "content": '<think>hm</think>say "é"'}]
+    texts, tally = run(tokenizer, {"messages": talk}, kind="sft")
+    assert len(texts) == 1
+    assert not tally.dropped + tally.noted
+
+
+def test_empty_arguments_need_not_be_shown(run, byte_level):
+    template = JSON.replace("c.function.arguments | tojson", "'x'")
+    for arguments in ("", "{}", {}, None):
+        call = {"function": {"name": "f", "arguments": arguments}}
+        talk = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        assert not run(byte_level(template=template), {"messages": talk}, kind="sft")[1].dropped
+
+
+EMPTY = {"role": "assistant", "content": " "}
+
+
+def test_an_empty_turn_among_others(run, byte_level):
+    tokenizer = byte_level(template=SILENT)
+    talk = {"messages": [USER, EMPTY, USER, ANSWER]}
+    assert dict(run(tokenizer, talk, kind="sft")[1].dropped) == {"empty_turn": 1}
+    with pytest.raises(RecordError, match="message 2"):
+        run(tokenizer, talk, kind="sft", empty_turn="error")
+    texts, tally = run(tokenizer, talk, kind="sft", empty_turn="keep")
+    assert texts[0][1] == " <|end|>It is 4.<|end|>"
+    assert dict(tally.noted) == {"empty_turn": 1}
+    # Neither a turn of the prompt is learned, nor one before the last where only that one is.
+    pair = {"prompt": [USER, EMPTY, USER], "chosen": "c", "rejected": "r"}
+    assert not run(tokenizer, pair)[1].dropped
+    assert not run(tokenizer, talk, kind="sft", supervised_turns="last")[1].dropped
+
+
+def test_a_response_that_is_all_empty_has_its_own_policy(run, byte_level):
+    texts, tally = run(
+        byte_level(template=SILENT), {"messages": [USER, EMPTY]}, kind="sft", empty_side="keep"
+    )
+    assert len(texts) == 1
+    assert not tally.dropped + tally.noted
+
+
+def test_arguments_that_the_template_quotes_are_counted(run, byte_level):
+    tokenizer = byte_level(template=JSON)
+    talk = {"messages": [USER, CALLING]}
+    texts, tally = run(tokenizer, talk, kind="sft")
+    assert texts[0][1] == '(f:"{\\"x\\":1}")<|end|>'
+    assert dict(tally.noted) == {"arguments_quoted": 1}
+    texts, tally = run(tokenizer, talk, kind="sft", tool_arguments="object")
+    assert texts[0][1] == '(f:{"x": 1})<|end|>'
+    assert not tally.noted
+    broken = {**CALL, "function": {"name": "f", "arguments": "{oops"}}
+    talk = {"messages": [USER, {**CALLING, "tool_calls": [broken]}]}
+    _, tally = run(tokenizer, talk, kind="sft", tool_arguments="object")
+    assert dict(tally.dropped) == {"wrong_type": 1}
+
+
+def test_thoughts_that_the_template_leaves_out_are_counted(tokenizer, run, byte_level):
+    record = {"messages": [USER, {**ANSWER, "reasoning_content": "Two and two."}]}
+    _, tally = run(byte_level(template=SILENT), record, kind="sft")
+    assert dict(tally.noted) == {"reasoning_unrendered": 1}
+    assert not run(tokenizer("qwen3"), record, kind="sft")[1].noted
+
+
+@pytest.mark.parametrize("name", ["chatml", "plain"])
+def test_our_own_templates_show_null_and_text_arguments(run, byte_level, name):
+    texts, tally = run(byte_level(template=name), {"messages": [USER, CALLING]}, kind="sft")
+    assert '<tool_call>\n{"name": "f", "arguments": {"x":1}}\n</tool_call>' in texts[0][1]
+    assert "None" not in texts[0][0]
+    assert not tally.noted
+
+
+THOUGHTS = JSON.replace(
+    "{{ m.content or '' }}",
+    "{% if m.content %}{{ m.thinking }}|{{ m.reasoning_content }}{{ m.content }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize("template", [ONLY_NULL, JSON, THOUGHTS])
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
+def test_calls_and_thoughts_are_rendered_as_transformers_does(
+    byte_level, rows, sequences, template, field
+):
+    """Null content, text arguments and thoughts as they are; the tokenizer's method drops null."""
+    tokenizer = byte_level(template=template)
+    talk = [USER, CALLING, RESULT, {**ANSWER, field: "hm"}]
+    tools = TOOLS if template != ONLY_NULL else None
+    work = RecordTokenizer(tokenizer, TokenizeConfig(), "sft")
+    [(ids, _)] = sequences(work(rows([{"messages": talk, "tools": tools}]))[0])
+    [text], _ = render_jinja_template([talk], tools, chat_template=template)
+    library = tokenizers.Tokenizer.from_str(tokenizer.payload.decode())
+    assert ids == library.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("arguments", [{"x": 1, "y": ["é", None]}, '{"x":1}'])
+def test_ids_of_tool_use_are_those_of_transformers(
+    shared_data, tokenizer, rows, sequences, arguments
+):
+    qwen = transformers.AutoTokenizer.from_pretrained(shared_data / "tokenizers/qwen3")
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    calling = {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}
+    talk = [USER, calling, RESULT, {**ANSWER, "reasoning_content": "So."}]
+    work = RecordTokenizer(tokenizer("qwen3"), TokenizeConfig(), "sft")
+    examples, tally = work(rows([{"messages": talk, "tools": TOOLS}]))
+    [(ids, _)] = sequences(examples)
+    assert ids == qwen.apply_chat_template(talk, TOOLS, return_dict=False)
+    assert not tally.noted
+
+
+def test_a_template_that_cannot_take_text_arguments_is_named(run, byte_level):
+    tokenizer = byte_level(template=JSON.replace("| tojson }})", "| items | list }})"))
+    talk = {"messages": [USER, CALLING]}
+    _, tally = run(tokenizer, talk, kind="sft")
+    assert dict(tally.dropped) == {"template_refused": 1}
+    assert "tool_arguments=object" in tally.samples[0].detail
+    assert len(run(tokenizer, talk, kind="sft", tool_arguments="object")[0]) == 1
+
+
+TRL = importlib.util.find_spec("trl")
+FOLDER = Path(TRL.origin).parent / "chat_templates" if TRL and TRL.origin else None
+
+
+@pytest.mark.skipif(FOLDER is None, reason="trl brings the templates of many models")
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.jinja")) if FOLDER else [])
+def test_templates_in_use(path):
+    """Rendered as transformers does; of plain chats nothing is taken for left out."""
+    variables = {"bos_token": "<s>", "eos_token": "</s>"}
+    template = ChatTemplate(
+        re.sub(r"strftime_now\([^)]*\)", "'today'", path.read_text("utf-8")), variables
+    )
+    call = {**CALL, "function": {"name": "f", "arguments": {"x": 1}}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    plain = [USER, {**ANSWER, "content": "<think>hm</think>It is 4."}, USER, ANSWER]
+    for talk, tools in ((plain, None), ([USER, turn, RESULT, ANSWER], TOOLS)):
+        try:
+            [expected], _ = render_jinja_template(
+                [talk], tools, chat_template=template.source, **variables
+            )
+        except (jinja2.TemplateError, TypeError):
+            with pytest.raises(Refused):
+                template.render(talk, tools)
+            continue
+        assert template.render(talk, tools) == expected
+        if tools is None:  # templates of models that see take lists of parts only
+            blind = path.stem.partition("_")[0] in ("idefics3", "smolvlm")
+            assert (left_out(template, talk, tools, expected) is not None) == blind
