@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import numpy as np
 from rich.table import Table
 
 from packstore.cli import Command, _html
+from packstore.cli._places import FEW, place_rows, sentences
 from packstore.cli.common import (
     add_dataset,
     heading,
@@ -19,16 +21,14 @@ from packstore.cli.common import (
     progress_of,
     stdout_console,
 )
-from packstore.records import IGNORE_INDEX, Packs
+from packstore.io.places import Places, knows_places, places_of
+from packstore.records import IGNORE_INDEX, Int64, Packs
 
 if TYPE_CHECKING:
     from packstore.io.dataset import Dataset
     from packstore.pipeline import Progress
 
 PERCENTILES = (0, 1, 10, 50, 90, 99, 100)
-FEW = 640
-"""Packs, ten steps of 64, below which how much steps differ is chance."""
-
 BARS = 40
 TITLES = {"p0": "min", "p50": "median", "p100": "max"}
 
@@ -42,30 +42,37 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     dataset = open_dataset(args)
     with progress_of("stats") as progress:
-        figures = _collect(dataset, progress)
+        figures, places = _collect(dataset, progress)
     summary = {name: _summary(values) for name, values in figures.items() if len(values)}
     if args.html:
-        _html.write(args.html, _page(dataset, figures, summary))
+        _html.write(args.html, _page(dataset, figures, summary, places))
     if args.json:
-        json.dump(summary, sys.stdout, indent=1)
+        told = {**summary, "places": places and dataclasses.asdict(places)}
+        json.dump(told, sys.stdout, indent=1)
         sys.stdout.write("\n")
         return 0
     console = stdout_console()
     console.print(_percentile_table(dataset, summary))
     console.print(f"fill: {_fill(dataset)}")
+    for sentence in sentences(_randomness(dataset, places), places):
+        console.print(sentence)
     for name in ("examples per pack", "sequence length"):
         console.print(_histogram(name, figures[name]))
     return 0
 
 
-def _collect(dataset: Dataset, progress: Progress) -> dict[str, Any]:
+def _collect(dataset: Dataset, progress: Progress) -> tuple[dict[str, Any], Places | None]:
     parts: list[dict[str, Any]] = []
+    drawn: list[tuple[Int64, Int64]] = []
     for done, packs in enumerate(dataset.iter_packs(), 1):
         parts.append(_figures(packs, dataset.manifest.kind, dataset.manifest.pack_size))
+        drawn.append((packs.example_ids, np.diff(packs.example_offsets)))
         progress("read", done, len(dataset.row_groups), "row groups")
-    if not parts:
-        return {}
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    every = np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in drawn)])
+    every.sort()
+    names = parts[0] if parts else ()
+    figures = {name: np.concatenate([part[name] for part in parts]) for name in names}
+    return figures, places_of(drawn, every) if knows_places(dataset.manifest) else None
 
 
 def _figures(packs: Packs, kind: str, pack_size: int) -> dict[str, Any]:
@@ -118,7 +125,12 @@ def _fill(dataset: Dataset) -> str:
     return text
 
 
-def _page(dataset: Dataset, figures: dict[str, Any], summary: dict[str, dict[str, float]]) -> str:
+def _page(
+    dataset: Dataset,
+    figures: dict[str, Any],
+    summary: dict[str, dict[str, float]],
+    places: Places | None,
+) -> str:
     m = dataset.manifest
     rows = [(name, *(_short(v) for v in values.values())) for name, values in summary.items()]
     columns = ("", *(TITLES.get(c, c) for c in next(iter(summary.values()), {})))
@@ -132,37 +144,41 @@ def _page(dataset: Dataset, figures: dict[str, Any], summary: dict[str, dict[str
         "strategy": str(m.statistics.planning.get("strategy", "")),
         "packs over the bound": number(m.statistics.planning.get("gap")),
     }
+    randomness = _randomness(dataset, places)
     drawn = [_html.histogram(n, v, "") for n, v in figures.items() if len(v) and v.min() < v.max()]
     return _html.page(
         "Packed dataset",
         f"{dataset.url}: kind {m.kind}, fingerprint {m.fingerprint[:12]}",
         [
             _html.section("Figures", _html.table(tuple(facts), [tuple(facts.values())])),
-            _html.section("Randomness", *_randomness(dataset)),
+            _html.section(
+                "Randomness",
+                _html.table(("", "found", "of random packs"), randomness)
+                if randomness
+                else _html.paragraph("Not recorded: these packs were not planned here."),
+            ),
             _html.section("Distributions", _html.charts(*drawn)),
             _html.section("Percentiles", _html.table(columns, rows)),
         ],
     )
 
 
-def _randomness(dataset: Dataset) -> tuple[str, ...]:
-    """How like the lengths are that meet in a pack or a step, where the plan has told it."""
+def _randomness(dataset: Dataset, places: Places | None) -> list[tuple[str, str, str]]:
+    """How like the places and lengths are that meet in a pack or a step; lengths as planned."""
     found = dict(dataset.manifest.statistics.planning.get("randomness", {}))
     if len(dataset) < FEW:
         found["design_effect"] = None
     titles = {
         "icc": ("correlation of lengths in a pack", "0"),
         "same_decile": ("two of a pack in the same decile of length", "0.1"),
-        "design_effect": (f"design effect of steps of 64 packs (from {FEW} packs on)", "1"),
+        "design_effect": (f"design effect of lengths on steps (from {FEW} packs on)", "1"),
     }
-    rows = [
+    lengths = [
         (title, "-" if found[name] is None else f"{found[name]:.3f}", random)
         for name, (title, random) in titles.items()
         if name in found
     ]
-    if not rows:
-        return (_html.paragraph("Not recorded: these packs were not planned here."),)
-    return (_html.table(("", "found", "of random packs"), rows),)
+    return [*place_rows(places), *lengths]
 
 
 def _short(value: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from packstore.cli import Command
+from packstore.cli._places import place_rows, sentences
 from packstore.cli.common import add_dataset, number, open_dataset, progress_of, stdout_console
 
 
@@ -33,6 +34,8 @@ def _run(args: argparse.Namespace) -> int:
     )
     if report.ok:
         console.print(f"ok: {counts}", style="green")
+        for sentence in sentences(place_rows(report.places), report.places):
+            console.print(sentence)
         return 0
     console.print(f"{number(len(report.problems))} problems: {counts}", style="red")
     return 1

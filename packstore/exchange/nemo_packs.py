@@ -54,7 +54,11 @@ def import_packs(
     refuse_existing(place, options.overwrite)
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
     config = PackConfig.of(
-        strategy="imported", pack_order="plain", kind="dpo", overwrite=options.overwrite
+        strategy="imported",
+        pack_order="plain",
+        shuffle=False,
+        kind="dpo",
+        overwrite=options.overwrite,
     )
     shape = PackShape(
         kind="dpo",

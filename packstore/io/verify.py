@@ -17,6 +17,7 @@ from packstore.errors import ConfigError, PackstoreError, quote, sentence
 from packstore.invariants import check_packs
 from packstore.io.manifest import Manifest
 from packstore.io.pack_index import PackIndex
+from packstore.io.places import Places, knows_places, places_of
 from packstore.io.reader import ShardReader
 from packstore.io.shard import FileHashes, ShardInfo, describe_shard
 from packstore.io.shard_bytes import ShardBytes, open_shard
@@ -44,12 +45,15 @@ class VerifyReport:
         problems: one sentence each; none if everything is as it should be.
         totals: what was really read.
         shards: shards that were looked at.
+        places: how random the places in the input are that meet in a pack; None: there are
+            problems, so not all were read, or the ids do not tell places.
     """
 
     url: str
     problems: tuple[str, ...]
     totals: Totals
     shards: int
+    places: Places | None = None
 
     @property
     def ok(self) -> bool:
@@ -64,6 +68,7 @@ class _Findings:
     problems: list[str] = field(default_factory=list)
     counter: PackCounter = field(default_factory=PackCounter)
     example_ids: list[Int64] = field(default_factory=list)
+    pack_examples: list[Int64] = field(default_factory=list)
     bytes: int = 0
 
 
@@ -72,16 +77,19 @@ def verify(
 ) -> VerifyReport:
     """Checks a dataset; :meth:`Dataset.verify` tells what.
 
-    Holds 8 bytes for every example, and for each job two windows of its shard and a row group.
+    Holds 16 bytes for every example and 8 for every pack, and for each job two windows of its shard
+    and a row group.
     """
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs must be at least 1; found {jobs}.")
     where = location.display
     counter, problems, ids, size = PackCounter(), list[str](), list[Int64](), 0
+    pack_examples = list[Int64]()
     index = _open_index(location, manifest, problems)
     for done, found in enumerate(_each_shard(location, manifest, index, jobs), 1):
         problems += found.problems
         ids += found.example_ids
+        pack_examples += found.pack_examples
         size += found.bytes
         counter.merge(found.counter)
         if progress is not None:
@@ -91,8 +99,13 @@ def verify(
         real = counter.statistics(manifest.pack_size, manifest.statistics.planning)
         problems += _differences(where, manifest.totals, totals, _names(totals))
         problems += _differences(where, manifest.statistics, real, _names(real))
-    problems += _repeated_ids(where, ids)
-    return VerifyReport(where, tuple(problems), totals, len(manifest.shards))
+    every = np.concatenate([np.empty(0, np.int64), *ids])
+    every.sort()
+    problems += _repeated_ids(where, every)
+    places = None
+    if not problems and knows_places(manifest):
+        places = places_of(list(zip(ids, pack_examples, strict=True)), every)
+    return VerifyReport(where, tuple(problems), totals, len(manifest.shards), places)
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -157,6 +170,7 @@ def _verify_shard(
         else:
             found.counter.add(packs)
             found.example_ids.append(packs.example_ids)
+            found.pack_examples.append(np.diff(packs.example_offsets))
             figures.append(pack_figures(packs, manifest.kind))
         first_row += rows
     found.problems += _check_hashes(where, shard, file)
@@ -213,9 +227,8 @@ def _differs(where: str, name: str, told: object, real: object) -> str:
     return sentence(where, must, quote(real, 80))
 
 
-def _repeated_ids(where: str, ids: list[Int64]) -> list[str]:
-    every = np.concatenate(ids) if ids else np.empty(0, np.int64)
-    every.sort()
+def _repeated_ids(where: str, every: Int64) -> list[str]:
+    """The complaint if two of the sorted ids are equal."""
     repeated = every[1:][every[1:] == every[:-1]]
     if not len(repeated):
         return []
