@@ -7,6 +7,7 @@ does anything else is refused.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +20,8 @@ from packstore.errors import CompatibilityError, sentence
 from packstore.torch.collate import PackedBatch
 from packstore.torch.layout import AttentionLayout
 from packstore.torch.logprobs import segment_logps
+
+USE_LOGITS = "Use logits: segment_logps(batch, logits=model(**batch.model_inputs()).logits)"
 
 PROBE_TOKENS = 6
 PROBE_LOGIT = 20.0
@@ -199,6 +202,9 @@ def _prove(model: Any, head: Head) -> None:
     with torch.autocast(head.weight.device.type, enabled=False):
         gap = _gap(model, head)
     half = torch.finfo(head.weight.dtype).bits < 32
+    if math.isnan(gap):
+        do = "Look at its weights: a training that diverged leaves such ones"
+        raise _unfit(model, "its logits must be finite", "nan", do)
     if not gap <= PROBE_LOGIT * (2e-2 if half else 1e-4):
         must = (
             "its logits must be its hidden states times its head, scaled and capped by its config"
@@ -242,7 +248,6 @@ def probe_inputs(weight: Tensor) -> dict[str, Any]:
     return {**inputs, "packed_layout": layout}
 
 
-def _unfit(model: Any, must: str, found: str) -> CompatibilityError:
+def _unfit(model: Any, must: str, found: str, do: str = USE_LOGITS) -> CompatibilityError:
     where = f"head of {type(model).__name__}"
-    do = "Use logits: segment_logps(batch, logits=model(**batch.model_inputs()).logits)"
     return CompatibilityError(sentence(where, must, found, do))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +16,8 @@ import torch
 from packstore.errors import ConfigError, quote, sentence
 from packstore.registry import missing_extra
 from packstore.torch.model import use_packed_attention
+
+logger = logging.getLogger(__name__)
 
 DType = Literal["float32", "bfloat16", "float64"]
 ADAPTER_FILE = "adapter_config.json"
@@ -35,7 +39,7 @@ def load_model(
         trainable: False freezes all weights; of an adapter, True frees its own alone.
 
     Raises:
-        ConfigError: no model is there, or it does not load.
+        ConfigError: no model is there, it does not load, or its files lack a weight.
         MissingExtraError: transformers, or peft for an adapter, is not installed.
         BackendError: the model cannot take packed batches.
     """
@@ -49,11 +53,14 @@ def load_model(
         raise missing_extra("load_model", "train", error) from error
     _check_folder(name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            name, dtype=getattr(torch, dtype), output_loading_info=True
+        )
     except Exception as error:  # the library raises whatever comes
         where = f"model {name}"
         must = "it must be a folder or hub name of a causal LM that transformers loads"
         raise ConfigError(sentence(where, must, quote(str(error), 200))) from error
+    _check_weights(name, loading)
     use_packed_attention(model, attention)
     return model.requires_grad_(trainable).eval()
 
@@ -125,12 +132,15 @@ def add_adapter(model: Any, path: str, trainable: bool) -> Any:
         trainable: False freezes it.
 
     Raises:
-        ConfigError: it is not one of this model.
+        ConfigError: it is not one of this model, or its files lack a weight.
         MissingExtraError: peft is not installed.
     """
+    peft = _peft()
     try:
-        return _peft().PeftModel.from_pretrained(model, path, is_trainable=trainable)
-    except (OSError, ValueError, RuntimeError) as error:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            return peft.PeftModel.from_pretrained(model, path, is_trainable=trainable)
+    except (OSError, ValueError, RuntimeError, UserWarning) as error:
         must = f"it must be an adapter of {adapter_base(path)}"
         raise ConfigError(sentence(f"adapter {path}", must, quote(str(error), 200))) from error
 
@@ -144,6 +154,24 @@ def _check_folder(name: str) -> None:
     local = folder.is_absolute() or name.startswith(".") or name.count("/") > 1
     if local and not folder.exists():
         raise ConfigError(sentence(f"model {name}", "the folder must exist", "nothing there"))
+
+
+def _check_weights(name: str, loading: Mapping[str, Any]) -> None:
+    """Refuses a model of which the library drew weights at random.
+
+    Args:
+        name: folder or hub name of the model.
+        loading: what ``from_pretrained`` says of the weights.
+    """
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        must = "its files must hold every weight of the model that its config.json describes"
+        found = f"{len(missing)} missing, {quote(missing[0])} first"
+        raise ConfigError(sentence(f"model {name}", must, found, "Copy the model's files anew"))
+    unused = sorted(loading["unexpected_keys"])
+    if unused:
+        text = "model %s: its config.json has no place for %d weights of its files, %s first"
+        logger.warning(text, name, len(unused), quote(unused[0]))
 
 
 def _peft() -> Any:

@@ -1,0 +1,109 @@
+"""Models and adapters are loaded whole, or refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="training needs accelerate")
+
+from safetensors.torch import load_file, save_file
+
+from packstore.errors import (
+    CompatibilityError,
+    ConfigError,
+)
+from packstore.testing import random_examples
+from packstore.torch.load import load_model
+from packstore.torch.train import train
+
+pytestmark = [  # PEFT's, with transformers 5.23
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of a short run."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    kit.tiny_model(dtype=torch.float32).save_pretrained(folder / "model")
+    packs = kit.packed(random_examples(24, seed=3), [1, 4, 2, 3, 2] * 2, "concat")
+    kit.write(str(folder / "data"), packs)
+    return {
+        "model": str(folder / "model"),
+        "dataset": str(folder / "data"),
+        "pairs_per_step": 8,
+        "cpu": True,
+    }
+
+
+def changed_copy(made: dict[str, Any], folder: Path, config: dict[str, Any], drop: str) -> str:
+    """The model with other values in its config, and without the weights named `drop`."""
+    shutil.copytree(made["model"], folder)
+    told = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**told, **config}))
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if not drop or drop not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "drop", "named"),
+    [
+        ({}, "layers.1.mlp.up_proj", "layers.1.mlp.up_proj.weight"),
+        ({"num_hidden_layers": 3}, "", "layers.2."),
+        ({"tie_word_embeddings": False}, "lm_head", "lm_head.weight"),
+    ],
+    ids=["a weight is gone", "more layers than weights", "no head"],
+)
+def test_weights_that_are_missing_are_not_drawn_at_random(
+    made: dict[str, Any], tmp_path: Path, config: dict[str, Any], drop: str, named: str
+) -> None:
+    folder = changed_copy(made, tmp_path / "model", config, drop)
+    with pytest.raises(ConfigError, match="its files must hold every weight") as caught:
+        load_model(folder)
+    assert named in str(caught.value)
+
+
+def test_weights_that_the_model_does_not_have_are_named(
+    made: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = changed_copy(made, tmp_path / "model", {"num_hidden_layers": 1}, "")
+    with caplog.at_level(logging.WARNING, logger="packstore"):
+        load_model(folder)
+    assert "has no place for 9 weights of its files" in caplog.text
+    caplog.clear()
+    load_model(made["model"])
+    tied = changed_copy(made, tmp_path / "tied", {"tie_word_embeddings": True}, "lm_head")
+    load_model(tied)
+    assert "weights" not in caplog.text
+
+
+def test_an_adapter_without_all_of_its_weights(made: dict[str, Any], tmp_path: Path) -> None:
+    """PEFT begins those that are missing anew, so that a part of the adapter does nothing."""
+    pytest.importorskip("peft", reason="LoRA needs peft")
+    settings = {**made, "lora_rank": 2, "max_steps": 1, "output": str(tmp_path / "out")}
+    folder = train(**settings).model
+    load_model(folder)
+    file = folder / "adapter_model.safetensors"
+    weights = load_file(file)
+    save_file({n: w for n, w in weights.items() if "layers.1.mlp" not in n}, file)
+    with pytest.raises(ConfigError, match=r"it must be an adapter of .*missing adapter keys"):
+        load_model(folder)
+
+
+def test_weights_that_are_not_numbers_are_named(made: dict[str, Any], tmp_path: Path) -> None:
+    folder = changed_copy(made, tmp_path / "model", {}, "")
+    weights = load_file(Path(folder, "model.safetensors"))
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(weights, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+    with pytest.raises(CompatibilityError, match="its logits must be finite; found nan"):
+        train(**{**made, "model": folder}, max_steps=1, output=str(tmp_path / "out"))
