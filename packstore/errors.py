@@ -19,6 +19,7 @@
     │   └── UnsupportedFormatError          a newer version, or an unknown required feature
     ├── CompatibilityError (ValueError)     two valid things do not belong together
     │                                       (dataset and model, state and dataset, ...)
+    ├── DivergedError (ArithmeticError)  the loss or gradient of a training is not finite
     ├── WorkerError (RuntimeError)          a process that reads for this one has died
     └── BackendError (RuntimeError)         an attention backend cannot do what is asked
 
@@ -128,6 +129,10 @@ class UnsupportedFormatError(FormatError):
 
 class CompatibilityError(PackstoreError, ValueError):
     """Two valid things do not belong together."""
+
+
+class DivergedError(PackstoreError, ArithmeticError):
+    """The loss or gradient of a training is not finite."""
 
 
 class WorkerError(PackstoreError, RuntimeError):

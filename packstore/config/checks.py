@@ -7,6 +7,7 @@ import difflib
 import functools
 import hashlib
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -104,7 +105,8 @@ def _fits(value: Any, hint: Any) -> bool:
             isinstance(k, str) and _fits(v, args[1]) for k, v in value.items()
         )
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and math.isfinite(value)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)

@@ -59,6 +59,7 @@ def train(config: TrainConfig | None = None, /, **settings: Any) -> TrainResult:
         ConfigError: settings that are missing, unknown, out of range or exclude each other.
         CompatibilityError: model, data, loss, tokenizer or checkpoint do not belong together.
         MissingExtraError: transformers, accelerate or peft is not installed.
+        DivergedError: loss or gradient are not finite; no model is written.
         PackstoreError: what is wrong with model, dataset or checkpoint, in a sentence.
     """
     config = TrainConfig.of(config, **settings)

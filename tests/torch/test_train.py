@@ -207,7 +207,10 @@ def test_precomputed_reference(made: SimpleNamespace, tmp_path: Path) -> None:
             values = np.concatenate([ref[i] for i in packs.example_ids.tolist()])
             writer.write(packs.example_ids, {"ref_logps": values})
     output = tmp_path / "out"
-    train(**settings(made, output, dataset=str(tmp_path / "copy"), ref_logps=url, warmup=0))
+    given = {"dataset": str(tmp_path / "copy"), "ref_logps": url, "warmup": 0}
+    with pytest.raises(CompatibilityError, match="it must say its model_rounded_sha256"):
+        train(**settings(made, output, **given))
+    train(**settings(made, output, **given, ref_logps_check="model"))
     steps = [line["example_ids"] for line in lines(output / "examples.jsonl")]
     floats = {i: v.tolist() for i, v in ref.items()}
     expected = list(plain_loop(made, steps, ref=floats))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+from packstore.errors import DivergedError, sentence
 from packstore.torch.collate import PackedBatch
 from packstore.torch.divisor import count_step
 from packstore.torch.grouped import GroupedMetrics
@@ -93,7 +95,9 @@ class Loop:
         if logs and self._window.packs:
             self.metrics = self._window.close()
             self._write({"step": self.step, "epoch": epoch, **self.metrics})
+            self._check_finite(self.metrics)
         evaluation = self.evaluate() if evaluates else None
+        self._check_finite(evaluation or {})
         improved = evaluation is not None and evaluation["eval/loss"] < self._best
         if improved and evaluation is not None:
             self._best = evaluation["eval/loss"]
@@ -129,6 +133,19 @@ class Loop:
         save_checkpoint(run.accelerator, run.policy, run.optimizer.optimizer, run.folder, state)
         if run.accelerator.is_main_process:
             prune(run.folder, run.config.keep_last, run.config.keep_every)
+
+    def _check_finite(self, record: dict[str, float]) -> None:
+        """Ends a run whose weights are lost before it writes them.
+
+        Raises:
+            DivergedError: on every rank, as the values are of all ranks.
+        """
+        for name in ("loss", "grad_norm", "eval/loss"):
+            if not math.isfinite(record.get(name, 0.0)):
+                where = f"training, step {self.step}"
+                do = "Lower learning_rate or lengthen warmup; earlier checkpoints are as they were"
+                must = "loss and gradient must be finite"
+                raise DivergedError(sentence(where, must, f"{name} {record[name]}", do))
 
     def _write(self, record: dict[str, float]) -> None:
         for sink in self.sinks:
