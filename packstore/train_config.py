@@ -156,6 +156,11 @@ class TrainConfig(
 
     def __post_init__(self) -> None:
         validate(self)
+        for name in (f.name for f in dataclasses.fields(self)):
+            if getattr(self, name) == "":
+                raise ConfigError(
+                    f"setting {name} must not be empty; leave it out for its default."
+                )
         for name, low in _MINIMUM.items():
             value = getattr(self, name)
             if value is not None and value < low:

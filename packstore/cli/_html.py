@@ -144,6 +144,18 @@ def lines(title: str, note: str, xs: Sequence[str], series: Mapping[str, Sequenc
     return _figure(title, note, list(zip(places, xs, strict=True)), heights, shapes, legend)
 
 
+def check_writable(path: str) -> None:
+    """Refuses a path where no page can be written, before the work that fills it.
+
+    Raises:
+        StorageError: its folder is not there, or it is a folder itself.
+    """
+    page = Path(path)
+    if page.is_dir() or not page.parent.is_dir():
+        reason = "Is a directory" if page.is_dir() else "No such file or directory"
+        raise StorageError(f"{path}: cannot be written: {reason}.")
+
+
 def write(path: str, text: str) -> None:
     """Writes a page.
 

@@ -57,6 +57,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.by not in (None, "file", *carried):
         known = ", ".join(["file", *carried])
         raise ConfigError(f"--by must be a carried column, of {known}; found {args.by!r}.")
+    if args.html:
+        _html.check_writable(args.html)
     name = args.loss or ("sft" if kind == "sft" else "dpo")
     with ranks(args.device) as device:
         from packstore.torch.evaluate import evaluate
@@ -149,7 +151,11 @@ def _parameters(args: argparse.Namespace) -> dict[str, Any]:
         given = {name: float(text) for name, text in texts.items()}
     except ValueError as error:
         raise ConfigError(f"--loss-parameter must have the form NAME=NUMBER; {error}.") from error
-    return {**given} if args.beta is None else {**given, "beta": args.beta}
+    if args.beta is None:
+        return {**given}
+    if "beta" in given:
+        raise ConfigError("give --beta or --loss-parameter beta, not both.")
+    return {**given, "beta": args.beta}
 
 
 def _table(title: str, metrics: dict[str, float], by: dict[str, dict[str, float]]) -> Table:

@@ -105,7 +105,8 @@ def _not_found(
         )
     missing = not location.exists()
     found = "no such folder" if missing else f"no {FOLDER}/{name}-….json in it"
-    hint = "Check the path" if missing else "Name the folder that `packstore pack` wrote"
+    command = "pack" if name == DATASET else "ref-logps"
+    hint = "Check the path" if missing else f"Name the folder that `packstore {command}` wrote"
     what = "a dataset" if name == DATASET else f"a {name} dataset"
     return DatasetNotFoundError(sentence(location.display, f"must be {what}", found, hint))
 

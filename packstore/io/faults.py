@@ -21,6 +21,18 @@ _EXTRAS = {
 }
 
 
+def named_place(url: str) -> str:
+    """`url`, refused where it is empty, which filesystems take for the current folder.
+
+    Raises:
+        StorageError: it is empty.
+    """
+    if not url:
+        must, do = "a place must have a name", "Write . for the current folder"
+        raise StorageError(sentence("storage", must, "none", do))
+    return url
+
+
 @contextlib.contextmanager
 def guarded(verb: str, url: str, options: Mapping[str, Any]) -> Iterator[None]:
     """Turns whatever a filesystem raises inside into a :class:`StorageError`.

@@ -21,7 +21,7 @@ from packstore.config.storage import RetryConfig
 from packstore.errors import DatasetExistsError, FormatError, StorageError, quote, sentence
 from packstore.io import clients, local, s3_upload
 from packstore.io.causes import NO_BUCKET, is_passing
-from packstore.io.faults import guarded, means_exists, missing_filesystem
+from packstore.io.faults import guarded, means_exists, missing_filesystem, named_place
 from packstore.io.guarded_file import GuardedFile
 from packstore.io.redact import display
 from packstore.io.retry import ask
@@ -55,7 +55,7 @@ class Location:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "url", os.fspath(self.url))
+        object.__setattr__(self, "url", named_place(os.fspath(self.url)))
         object.__setattr__(self, "storage_options", dict(self.storage_options))
 
     def __repr__(self) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from packstore.errors import FormatError, sentence
+from packstore.errors import FormatError, StorageError, sentence
 from packstore.torch.training.random_state import random_state
 
 FORMAT = 1
@@ -106,6 +107,9 @@ def save_checkpoint(
         optimizer: the torch optimizer, unwrapped.
         folder: of the checkpoints.
         state: fields of :class:`RunState` but `optimizer` and `random`.
+
+    Raises:
+        StorageError: it cannot be written.
     """
     from accelerate.utils import gather_object
 
@@ -124,8 +128,12 @@ def save_checkpoint(
             text = json.dumps({"format": FORMAT, **asdict(whole)})
             (partial / STATE).write_text(text, encoding="utf-8")
             commit(partial, final)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            do = "Make room; the checkpoints before it are as they were"
+            must = "it must be possible to write it"
+            raise StorageError(sentence(f"checkpoint {final}", must, str(error), do)) from error
         raise
     accelerator.wait_for_everyone()
 
@@ -162,9 +170,19 @@ def load_optimizer(
     checkpoint: Path,
     state: RunState,
 ) -> None:
-    """Puts the optimizer's state back; a collective call."""
+    """Puts the optimizer's state back; a collective call.
+
+    Raises:
+        FormatError: its file is damaged or not there.
+    """
     of_parameter: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in load_file(checkpoint / OPTIMIZER).items():
+    try:
+        tensors = load_file(checkpoint / OPTIMIZER)
+    except (OSError, SafetensorError) as error:
+        must = f"{OPTIMIZER} must hold the optimizer's state"
+        do = "Remove this checkpoint, to go on from the one before"
+        raise FormatError(sentence(f"checkpoint {checkpoint}", must, str(error), do)) from error
+    for name, tensor in tensors.items():
         parameter, _, entry = name.rpartition(".")
         of_parameter[parameter][entry] = tensor
     whole: dict[str, Any] = {"state": dict(of_parameter), "param_groups": state.optimizer}

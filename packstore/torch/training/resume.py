@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from packstore.errors import ConfigError, quote, sentence
+from packstore.errors import ConfigError, StorageError, quote, sentence
 from packstore.torch.loader import PackedDataLoader
 from packstore.torch.training.checkpoint import RunState, checkpoints, step_of
 from packstore.train_config import TrainConfig
@@ -28,13 +28,16 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     """The checkpoint to go on from, or None to begin.
 
     Raises:
-        ConfigError: there is none where one must be, or one where none must be.
+        ConfigError: there is none where one must be, or one where none must be; or the output
+            holds a model, but no checkpoint.
     """
     found = checkpoints(Path(config.output, "checkpoints"))
+    if not found:
+        _check_new(config.output)
     if config.resume not in ("auto", "never"):
         chosen = Path(config.resume)
         later = [path.name for path in found if step_of(path) > step_of(chosen)]
-        if later:
+        if later and chosen.is_dir():
             must = "its output must have no later checkpoints"
             do = "Remove them, or choose another output"
             raise ConfigError(sentence(f"resume {chosen}", must, ", ".join(later), do))
@@ -43,6 +46,28 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
         do = "Choose another output, or resume: auto"
         raise ConfigError(sentence(f"output {config.output}", "it must be new", found[-1].name, do))
     return found[-1] if found else None
+
+
+def make_output(config: TrainConfig) -> None:
+    """Makes the folder of the run.
+
+    Raises:
+        StorageError: it cannot be one.
+    """
+    try:
+        Path(config.output).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where, must = f"output {config.output}", "the output must be a folder that can be written"
+        raise StorageError(sentence(where, must, str(error.strerror), "Name another")) from error
+
+
+def _check_new(output: str) -> None:
+    """Refuses models that no run has left here: the end of this one would replace them."""
+    for name in ("model", "model-merged"):
+        if Path(output, name).exists():
+            must = "it must hold no model without checkpoints"
+            do = "Choose another output, or move it away"
+            raise ConfigError(sentence(f"output {output}", must, name, do))
 
 
 def check_unchanged(config: TrainConfig, before: Mapping[str, Any]) -> None:

@@ -40,7 +40,12 @@ from packstore.torch.training.reference import (
     check_precomputed,
     of_the_batch,
 )
-from packstore.torch.training.resume import check_unchanged, count_steps, find_checkpoint
+from packstore.torch.training.resume import (
+    check_unchanged,
+    count_steps,
+    find_checkpoint,
+    make_output,
+)
 from packstore.torch.training.sinks import tracker_names
 from packstore.train_config import TrainConfig
 
@@ -195,7 +200,7 @@ def _make_accelerator(config: TrainConfig) -> Any:
         do = "Start a new process for a run with others"
         raise ConfigError(sentence("training", must, quote(str(error), 200), do)) from error
     if accelerator.is_main_process:
-        Path(config.output).mkdir(parents=True, exist_ok=True)
+        make_output(config)
     else:
         logger.setLevel(logging.WARNING)
     return accelerator
@@ -204,7 +209,7 @@ def _make_accelerator(config: TrainConfig) -> Any:
 def _seed(seed: int, rank: int = 0) -> None:
     from accelerate.utils import set_seed
 
-    set_seed(seed + rank)
+    set_seed((seed + rank) % 2**32)  # what numpy takes
 
 
 def _open(config: TrainConfig, url: str) -> Dataset:

@@ -82,7 +82,7 @@ def keep_until(path: Path, step: int) -> None:
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-        except ValueError:
+        except (ValueError, KeyError, TypeError):
             break
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text("".join(kept), encoding="utf-8")
