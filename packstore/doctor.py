@@ -8,18 +8,19 @@ would leave out.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
 
-from packstore.config import PackConfig
+from packstore.config import MEANINGFUL, PackConfig
 from packstore.errors import ConfigError
 from packstore.intake import RecordIntake, open_intake
 from packstore.io.formats import FORMATS
 from packstore.lint import TextLint
 from packstore.records import SOURCE_SHIFT, Bool, Examples, Sample, Tally
+from packstore.runs import absent_fields
 from packstore.selection import Seen
 from packstore.tokenizer import Tokenizer
 
@@ -28,7 +29,6 @@ MEANING: dict[str, str] = {
     "no_bos": "the tokenizer begins texts with BOS, a sequence does not",
     "no_eos": "a response does not end with EOS, so the model is not taught to stop",
     "marker_no_token": "a marker of the chat template is no token, but text in pieces",
-    "reward_reversed": "the rejected side has the larger reward",
     "unknown_tokens": "text that the vocabulary cannot spell",
     "generation_prompt_always": "the chat template writes the generation prompt even where it is "
     "not asked for; behind the last turn it is stored, and not supervised",
@@ -39,6 +39,7 @@ MEANING: dict[str, str] = {
     "glued_prompt": "no white space parts the prompt from its answer",
     "duplicate_prompts": "the prompt of an earlier record again (dedup=prompt leaves it out)",
     "duplicate_records": "an earlier record again, rewards apart (dedup=pair leaves it out)",
+    "reward_default": "no rewards, while other records have some: 1 and 0 are taken",
 }
 """Checks on texts and on tokenized sequences, and notes of packing that need a word."""
 
@@ -100,7 +101,13 @@ def diagnose(
         tally.noted[check] = len(example_ids)
         for i in example_ids[: Tally.SAMPLES_PER_REASON]:
             tally.samples.append(Sample(check, _where(intake, i), ""))
-    return Diagnosis(intake.kind, tally.read, tuple(_findings(tally)))
+    findings = [*_absent(tally, config), *_findings(tally)]
+    return Diagnosis(intake.kind, tally.read, tuple(findings))
+
+
+def _absent(tally: Tally, config: PackConfig) -> Iterator[Finding]:
+    for name, written in absent_fields(tally, config):
+        yield Finding(f"mapped_field_absent: {name}={written}", "problem", tally.read, ())
 
 
 def _where(intake: RecordIntake, example_id: int) -> str:
@@ -125,9 +132,12 @@ def _findings(tally: Tally) -> list[Finding]:
         return Finding(check, level, count, tuple(_spell(s.where, s.detail) for s in samples))
 
     problems = [finding(c, "problem", n) for c, n in tally.dropped.most_common()]
-    noted = tally.noted.most_common()
+    noted = tally.events.most_common()
     problems += [finding(c, "problem", n) for c, n in noted if c in PROBLEMS]
-    return problems + [finding(c, "remark", n) for c, n in noted if c not in PROBLEMS]
+    remarks = [finding(c, "remark", n) for c, n in noted if c not in PROBLEMS]
+    unused = [(name, n) for name, n in tally.unused.most_common() if name in MEANINGFUL]
+    remarks += [finding(f"field_not_used: {name}", "remark", n) for name, n in unused]
+    return problems + remarks
 
 
 def _spell(where: str, detail: str) -> str:

@@ -66,8 +66,6 @@ class TextLint:
             yield "empty_prompt", ""
         if isinstance(prompt, str) and any(_glued(prompt, str(r)) for r in responses):
             yield "glued_prompt", f"{quote(prompt[-20:])} and {quote(str(responses[0])[:20])}"
-        if self._kind == "dpo" and parsed.rewards[0] < parsed.rewards[1]:
-            yield "reward_reversed", f"{parsed.rewards[0]:g} and {parsed.rewards[1]:g}"
         if dialogue and self._markers:
             yield "marker_no_token", " ".join(self._markers)
 

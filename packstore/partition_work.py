@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,8 @@ from packstore.records import Examples, Int64, Packs, Sample, Tally
 from packstore.seeds import U64
 from packstore.selection import Selection, dedup_keys
 from packstore.spill import Spill
+
+_COUNTS = [f.name for f in fields(Tally) if f.name != "samples"]
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class PackPartition:
         shared = {
             "what": what,
             "versions": versions,
-            "tally": {name: getattr(tally, name) for name in ("read", "dropped", "noted")},
+            "tally": {name: getattr(tally, name) for name in _COUNTS},
             "samples": [asdict(sample) for sample in tally.samples],
             "sources": {str(ordinal): source for ordinal, source in sources.items()},
         }
@@ -269,4 +271,5 @@ def _is_same(item: Input, source: Mapping[str, Any], version: str) -> bool:
 def _tally(value: Mapping[str, Any]) -> Tally:
     samples = [Sample(**sample) for sample in value["samples"]]
     counts = value["tally"]
-    return Tally(counts["read"], Counter(counts["dropped"]), Counter(counts["noted"]), samples)
+    told: dict[str, Any] = {n: Counter(v) if isinstance(v, dict) else v for n, v in counts.items()}
+    return Tally(**told, samples=samples)

@@ -38,7 +38,7 @@ from packstore.records import Int64, Tally
 from packstore.runs import (
     Progress,
     begun_with,
-    check_drops,
+    check_input,
     check_parts,
     commit,
     shape_of,
@@ -191,7 +191,7 @@ def _commit(
     tally = Tally()
     for partition in made:
         tally.add(partition.tally)
-    check_drops(tally, config)
+    check_input(tally, config)
     names = Selection(config, config.seed).parts
     kept = {name: sum(p.written[i].examples for p in made) for i, name in enumerate(names)}
     check_parts(kept, config)

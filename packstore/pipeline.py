@@ -34,7 +34,7 @@ from packstore.records import Tally
 from packstore.runs import (
     Progress,
     begun_with,
-    check_drops,
+    check_input,
     check_parts,
     commit,
     shape_of,
@@ -45,6 +45,9 @@ from packstore.selection import Selection, of_part
 from packstore.spill import Spill
 
 __all__ = ["Progress", "pack", "pack_into"]
+
+WARNED = ("reward_reversed", "reward_default")
+"""Events that mostly tell of a mistake in the data."""
 
 log = logging.getLogger("packstore")
 
@@ -124,7 +127,7 @@ def _pack_parts(
     with contextlib.ExitStack() as stack:
         spills = {part: stack.enter_context(Spill(config.spill_dir)) for part in select.parts}
         tally = _read(intake, select, spills, config, report)
-        check_drops(tally, config)
+        check_input(tally, config)
         kept = {part: spill.num_examples for part, spill in spills.items()}
         check_parts(kept, config)
         for (part, spill), job in zip(spills.items(), jobs, strict=True):
@@ -201,4 +204,5 @@ def _log_result(dataset: Dataset) -> None:
     for reason, count in m.records.dropped.items():
         log.warning("dropped %s records: %s", f"{count:,}", reason)
     for event, count in m.records.noted.items():
-        log.info("noted in %s records: %s", f"{count:,}", event)
+        level = logging.WARNING if event in WARNED else logging.INFO
+        log.log(level, "noted in %s records: %s", f"{count:,}", event)

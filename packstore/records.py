@@ -22,6 +22,9 @@ Column = npt.NDArray[np.generic]
 IGNORE_INDEX = -100
 """The label of a token that is not supervised (torch's own default)."""
 
+MAX_FIELDS = 100
+"""Names of fields that are counted at most; names may be data."""
+
 SOURCE_SHIFT = 40
 """``example_id = (ordinal of the source file << SOURCE_SHIFT) + ordinal of the record in it``."""
 
@@ -276,12 +279,20 @@ class Tally:
         dropped: records dropped, by reason; ``read == kept + sum(dropped)``.
         noted: records kept, but changed or remarkable, by event (a record may count under several).
         samples: the first few records of each reason or event.
+        used: name of a field -> records kept in which it was used.
+        unused: name of a field -> records kept in which it holds something that was not used.
+        scored: pairs kept that have rewards of their own.
+        unscored: pairs kept that have not.
     """
 
     read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     noted: Counter[str] = field(default_factory=Counter)
     samples: list[Sample] = field(default_factory=list)
+    used: Counter[str] = field(default_factory=Counter)
+    unused: Counter[str] = field(default_factory=Counter)
+    scored: int = 0
+    unscored: int = 0
 
     SAMPLES_PER_REASON = 3
 
@@ -289,6 +300,12 @@ class Tally:
     def kept(self) -> int:
         """Records read and not dropped."""
         return self.read - sum(self.dropped.values())
+
+    @property
+    def events(self) -> Counter[str]:
+        """`noted`, and ``reward_default``: pairs without rewards, where others have some."""
+        mixed = self.unscored if self.scored else 0
+        return self.noted + Counter(reward_default=mixed)
 
     def drop(self, reason: str, where: str, detail: str = "") -> None:
         """Counts one record as dropped under `reason`."""
@@ -305,6 +322,12 @@ class Tally:
         self.read += other.read
         self.dropped.update(other.dropped)
         self.noted.update(other.noted)
+        self.used.update(other.used)
+        for name, count in other.unused.items():
+            if name in self.unused or len(self.unused) < MAX_FIELDS:
+                self.unused[name] += count
+        self.scored += other.scored
+        self.unscored += other.unscored
         for sample in other.samples:
             if sum(s.reason == sample.reason for s in self.samples) < self.SAMPLES_PER_REASON:
                 self.samples.append(sample)

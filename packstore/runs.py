@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Protocol
 
-from packstore.config import PackConfig, fingerprint
-from packstore.errors import DropRateError, sentence
+from packstore.config import MEANINGFUL, PackConfig, fingerprint
+from packstore.errors import ConfigError, DropRateError, sentence
 from packstore.intake import Intake
 from packstore.io.job import WriteJob
 from packstore.io.manifest import build_manifest, commit_manifest
@@ -38,6 +39,12 @@ _DECIDING_SETTINGS = (
 """What changes the tokens of an example, beside truncation."""
 
 
+ASKED_TO_GO = (*DUPLICATES.values(), "unpaired_feedback")
+"""Reasons that a setting must ask for; they do not count against `max_drop_rate`."""
+
+log = logging.getLogger("packstore")
+
+
 class Progress(Protocol):
     """Told how far a stage is; called often, so it decides itself when to draw."""
 
@@ -45,10 +52,40 @@ class Progress(Protocol):
         """`done` of `total` (None: unknown) `unit` of `stage` are finished."""
 
 
+def check_input(tally: Tally, config: PackConfig) -> None:
+    """Refuses an input that is not what the settings say, and logs the fields that were not used.
+
+    Raises:
+        ConfigError: no record has a field that is mapped.
+        DropRateError: nothing, or too little, is left.
+    """
+    check_drops(tally, config)
+    for name, written in absent_fields(tally, config):
+        must = "a record must have the field that is mapped"
+        do = "Correct its name, or map nothing"
+        found = f"none of {tally.read:,}"
+        raise ConfigError(sentence(f"setting fields, {name}={written}", must, found, do))
+    log.info("fields used: %s", ", ".join(sorted(tally.used)))
+    counts = {n: f"{n} ({count:,} records)" for n, count in sorted(tally.unused.items())}
+    if meaningful := [text for name, text in counts.items() if name in MEANINGFUL]:
+        log.warning("fields not used: %s", ", ".join(meaningful))
+    if further := counts.keys() - MEANINGFUL:
+        log.info("further fields not used: %s", ", ".join(sorted(further)))
+
+
+def absent_fields(tally: Tally, config: PackConfig) -> list[tuple[str, str]]:
+    """The mapped fields, and their names in the input, that no record has."""
+    return [
+        (name, written)
+        for name, written in config.fields.items()
+        if tally.kept and not tally.used[written] and not tally.unused[written]
+    ]
+
+
 def check_drops(tally: Tally, config: PackConfig) -> None:
     """Raises :class:`DropRateError` if nothing, or too little, is left."""
-    repeated = sum(n for reason, n in tally.dropped.items() if reason in DUPLICATES.values())
-    dropped = tally.read - tally.kept - repeated  # those were asked to go
+    asked = sum(tally.dropped[reason] for reason in ASKED_TO_GO)
+    dropped = tally.read - tally.kept - asked
     if tally.kept and dropped <= config.max_drop_rate * tally.read:
         return
     reasons = ", ".join(f"{n:,} {reason}" for reason, n in tally.dropped.most_common())

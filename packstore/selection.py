@@ -73,7 +73,8 @@ class Selection:
 def of_part(tally: Tally, part: str, kept: dict[str, int]) -> Tally:
     """The tally of one part: what the other one has is dropped here, for that reason."""
     others = sum(kept.values()) - kept[part]
-    found = Tally(tally.read, tally.dropped.copy(), tally.noted.copy(), list(tally.samples))
+    found = Tally()
+    found.add(tally)
     if others:
         found.dropped[OTHER_PART[part]] += others
     return found

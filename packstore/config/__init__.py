@@ -1,9 +1,17 @@
 """Every setting, with its default: the only home of defaults."""
 
 from packstore.config.checks import fingerprint, setting, validate
+from packstore.config.fields import (
+    FEEDBACK,
+    FIELD_NAMES,
+    LIKELY,
+    MEANINGFUL,
+    NOT_TEXT,
+    REWARD_FIELDS,
+    SPELLINGS,
+)
 from packstore.config.loading import BatchConfig, ReadConfig
 from packstore.config.packing import (
-    FIELD_NAMES,
     PackConfig,
     PlanConfig,
     RunConfig,
@@ -16,7 +24,13 @@ from packstore.config.packing import (
 from packstore.config.storage import RetryConfig
 
 __all__ = [
+    "FEEDBACK",
     "FIELD_NAMES",
+    "LIKELY",
+    "MEANINGFUL",
+    "NOT_TEXT",
+    "REWARD_FIELDS",
+    "SPELLINGS",
     "BatchConfig",
     "PackConfig",
     "PlanConfig",

@@ -13,26 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from packstore.config.checks import setting, unknown, validate
+from packstore.config.fields import FIELD_NAMES
 from packstore.errors import ConfigError, UnknownNameError, spelled
-
-FIELD_NAMES = (
-    "prompt",
-    "chosen",
-    "rejected",
-    "chosen_reward",
-    "rejected_reward",
-    "messages",
-    "response",
-    "responses",
-    "scores",
-    "chosen_labels",
-    "rejected_labels",
-    "response_labels",
-    "tools",
-    "input_ids",
-    "labels",
-)
-"""The canonical field names of a record, which ``fields`` may map to the names in the input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +46,11 @@ class TokenizeConfig(SizeConfig):
     )
     carry: tuple[str, ...] = setting(
         (), "further scalar columns to keep, NAME or NAME:TYPE (string, int64, float64, bool)"
+    )
+    implicit_prompt: Literal["hh", "common_prefix"] = setting(
+        "hh",
+        "texts without a prompt: dialogues of the form of Anthropic's HH only, or any texts, whose "
+        "common beginning is then the prompt",
     )
     tokenizer_engine: Literal["auto", "tokenizers", "fastokens", "gigatoken", "sentencepiece"] = (
         setting(
@@ -114,6 +101,11 @@ class TokenizeConfig(SizeConfig):
     )
     missing_field: Literal["error", "drop"] = setting(
         "error", "a record without a field that its kind needs"
+    )
+    unpaired_feedback: Literal["error", "drop", "keep"] = setting(
+        "error",
+        "a single answer that its label calls bad; drop: the good ones are packed as sft; keep: "
+        "the label means something else",
     )
     wrong_type: Literal["drop", "error"] = setting(
         "drop", "a field of the wrong type, such as a number where text must be"
@@ -224,7 +216,7 @@ class WorkConfig:
 class RunConfig(WorkConfig):
     """How the job runs. None of these changes a byte of the result."""
 
-    max_drop_rate: float = setting(0.5, "fail if a larger share of the records is dropped (0 to 1)")
+    max_drop_rate: float = setting(0.1, "fail if a larger share of the records is dropped (0 to 1)")
     fresh: bool = setting(
         False, "give up an unfinished run at the same place instead of going on with it"
     )

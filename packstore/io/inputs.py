@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from packstore.config import PackConfig
+from packstore.config import NOT_TEXT, SPELLINGS, PackConfig
 from packstore.errors import InputError, quote, sentence, spelled
 from packstore.io.commit import FOLDER
 from packstore.io.formats import COMPRESSIONS, FORMATS, SUFFIXES, Piece, ReadOptions
@@ -30,16 +31,6 @@ BLOCK_BYTES = 2 << 20
 and smaller ones stay in the cache of the processor."""
 
 _KNOWN = f"one of {' '.join(SUFFIXES)}, and {' or '.join(COMPRESSIONS)} after it"
-_NOT_TEXT = (
-    "chosen_reward",
-    "rejected_reward",
-    "messages",
-    "responses",
-    "scores",
-    "tools",
-    "input_ids",
-    "labels",
-)
 
 
 @dataclass(frozen=True)
@@ -222,7 +213,9 @@ def json_columns(config: PackConfig) -> frozenset[str]:
     """Columns that are not text, under the names that they have in the input."""
     carried = (entry.rpartition(":") for entry in config.carry)
     typed = {name for name, colon, type_ in carried if colon and type_ != "string"}
-    return frozenset({config.fields.get(name, name) for name in _NOT_TEXT} | typed)
+    mapped = config.fields
+    names = ((mapped[n],) if n in mapped else SPELLINGS.get(n, (n,)) for n in NOT_TEXT)
+    return frozenset(itertools.chain(*names, typed))
 
 
 def _files(url: str, options: Mapping[str, Any]) -> list[tuple[str, Location]]:

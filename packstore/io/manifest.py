@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -22,12 +22,17 @@ from packstore.schema import FORMAT_VERSION, KINDS, pack_schema
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """What became of the input: ``read == packed + sum(dropped)``; `noted` ones are in."""
+    """What became of the input: ``read == packed + sum(dropped)``; `noted` ones are in.
+
+    `fields_used` and `fields_not_used` count the records that have a field, by its name.
+    """
 
     read: int
     packed: int
     dropped: Mapping[str, int]
     noted: Mapping[str, int]
+    fields_used: Mapping[str, int] = field(default_factory=dict)
+    fields_not_used: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -175,7 +180,9 @@ def build_manifest(
             read=tally.read,
             packed=tally.kept,
             dropped=dict(sorted(tally.dropped.items())),
-            noted=dict(sorted(tally.noted.items())),
+            noted=dict(sorted(tally.events.items())),
+            fields_used=dict(sorted(tally.used.items())),
+            fields_not_used=dict(sorted(tally.unused.items())),
         ),
         provenance=provenance,
         shards=tuple(shards),

@@ -35,6 +35,7 @@ MAX_FOOTER_BYTES, GROUP_FOOTER_BYTES = 1 << 24, 1 << 16
 FILE_FORMATS = ("parquet", "arrow")
 _HEX = re.compile(r"[0-9a-f]*")
 _GROUP_COLUMNS = tuple(f.name for f in dataclasses.fields(RowGroups) if f.name != "crc32")
+_OPTIONAL = ("fields_used", "fields_not_used")
 _SUMS = ("examples", "sequences", "tokens", "supervised_tokens", "bytes")
 
 
@@ -46,6 +47,8 @@ def dump(manifest: Manifest) -> bytes:
     head |= {"kind": fields.pop("kind"), "num_responses": manifest.num_responses} | fields
     if manifest.pack_index is None:
         del head["pack_index"]
+    told = dataclasses.asdict(manifest.records)
+    head["records"] = {n: v for n, v in told.items() if v or n not in _OPTIONAL}
     lines = [b' "%s": %s' % (name.encode(), _compact(value)) for name, value in head.items()]
     rows = b",\n".join(b"  " + shard for shard in shards)
     lines.append(b' "shards": [\n%s\n ]' % rows if shards else b' "shards": []')
@@ -263,6 +266,7 @@ def _records(top: Fields) -> Records:
         packed=top.count("packed"),
         dropped=top.counts("dropped"),
         noted=top.counts("noted"),
+        **{name: top.counts(name) for name in _OPTIONAL if top.has(name)},
     )
 
 

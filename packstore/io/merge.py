@@ -194,14 +194,14 @@ def _plannings(statistics: Statistics) -> list[Any]:
 
 
 def _records(parts: Sequence[Records]) -> Records:
-    dropped: Counter[str] = Counter()
-    noted: Counter[str] = Counter()
-    for part in parts:
-        dropped.update(part.dropped)
-        noted.update(part.noted)
+    def added(name: str) -> dict[str, int]:
+        total: Counter[str] = Counter()
+        for part in parts:
+            total.update(getattr(part, name))
+        return dict(sorted(total.items()))
+
     return Records(
         read=sum(p.read for p in parts),
         packed=sum(p.packed for p in parts),
-        dropped=dict(sorted(dropped.items())),
-        noted=dict(sorted(noted.items())),
+        **{f.name: added(f.name) for f in fields(Records) if f.name not in ("read", "packed")},
     )

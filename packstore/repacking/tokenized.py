@@ -140,14 +140,18 @@ def _pair(record: Record) -> tuple[list[tuple[Int32, Bool]], list[float]]:
     sequences = [
         _sequence(prompt, _need(record, name), record.get(f"{name}_labels"), name) for name in names
     ]
-    rewards = [
-        _number(record.get(f"{name}_reward"), default, f"{name}_reward")
-        for name, default in zip(names, (1.0, 0.0), strict=True)
-    ]
-    return sequences, rewards
+    rewards = [record.get(f"{name}_reward") for name in names]
+    if all(reward is None for reward in rewards):
+        return sequences, [1.0, 0.0]
+    if any(reward is None for reward in rewards):
+        raise _Wrong("its rewards must stand on both sides, or on none")
+    return sequences, [_number(r, f"{n}_reward") for r, n in zip(rewards, names, strict=True)]
 
 
 def _single(record: Record) -> tuple[list[tuple[Int32, Bool]], list[float]]:
+    label = record.get("label")
+    if isinstance(label, bool | np.bool_) and not label:
+        raise _Wrong("it must be an answer to learn; found label False: leave such records out")
     if record.get("input_ids") is None:
         prompt, response = _need(record, "prompt"), _need(record, "response")
         return [_sequence(prompt, response, None, "response")], [1.0]
@@ -167,7 +171,7 @@ def _ranking(record: Record) -> tuple[list[tuple[Int32, Bool]], list[float]]:
         raise _Wrong("it must have two responses at least, and as many scores")
     pairs = zip(responses, labels, strict=True)
     sequences = [_sequence(prompt, x, own, f"response {i}") for i, (x, own) in enumerate(pairs)]
-    return sequences, [_number(score, None, "a score") for score in scores]
+    return sequences, [_number(score, "a score") for score in scores]
 
 
 _PARSE = {"dpo": _pair, "sft": _single, "ranked": _ranking}
@@ -209,11 +213,10 @@ def _ids(value: Any, name: str) -> Int32:
 
 def _ref_logps(record: Record) -> list[float]:
     values = [record.get(f"ref_{name}_logps") for name in ("chosen", "rejected")]
-    return [_number(v, None, "a reference log-prob") for v in values if v is not None]
+    return [_number(v, "a reference log-prob") for v in values if v is not None]
 
 
-def _number(value: Any, default: float | None, name: str) -> float:
-    value = default if value is None else value
+def _number(value: Any, name: str) -> float:
     try:
         found = float(value)
     except (TypeError, ValueError):

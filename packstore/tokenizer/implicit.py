@@ -29,13 +29,14 @@ def split_messages(dialogues: Sequence[list[Message]]) -> tuple[list[Message], l
 def split_texts(texts: Sequence[str]) -> tuple[str, list[str]]:
     """The common prompt of whole texts, and what each side adds.
 
-    HH dialogues are read as turns: the prompt is the longest common prefix of turns with the header
-    of the assistant turn that follows. Other texts part at the end of the last common word.
+    Dialogues of the HH form are read as turns: the prompt is the longest common prefix of turns
+    with the header of the assistant turn that follows. Other texts part at the end of the last
+    common word.
 
     Raises:
         Refused: ``no_common_prompt``.
     """
-    if all(HUMAN in text and ASSISTANT in text for text in texts):
+    if is_hh(texts):
         turns = [_hh_turns(text) for text in texts]
         cut = _common_turns(turns, lambda turn: turn.startswith(ASSISTANT))
         size = len("".join(turns[0][:cut])) + len(ASSISTANT)
@@ -44,6 +45,13 @@ def split_texts(texts: Sequence[str]) -> tuple[str, list[str]]:
     if size == 0:
         raise Refused("no_common_prompt", "the sides share no beginning")
     return texts[0][:size], [text[size:] for text in texts]
+
+
+def is_hh(texts: Sequence[str]) -> bool:
+    """Whether all texts are dialogues of the Anthropic HH form."""
+    return all(
+        ASSISTANT in text and (HUMAN in text or text.startswith(HUMAN.lstrip())) for text in texts
+    )
 
 
 def _hh_turns(text: str) -> list[str]:

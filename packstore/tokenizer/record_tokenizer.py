@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from packstore.config import SelectConfig, TokenizeConfig
+from packstore.config import REWARD_FIELDS, SelectConfig, TokenizeConfig
 from packstore.errors import TokenizerError, sentence
 from packstore.records import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.carry import carried_values, parse_carry, to_columns
 from packstore.tokenizer.drafts import check_responses, draft_plain, draft_record
 from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.fastest import FASTER
+from packstore.tokenizer.fields import check_feedback, feedback_field, names_of, unused
+from packstore.tokenizer.ids import id_sequences
 from packstore.tokenizer.keys import record_keys
 from packstore.tokenizer.overlong import fit
 from packstore.tokenizer.refusals import Refused, raise_if_error
-from packstore.tokenizer.sequences import Draft, Mode, Sequences, Tokens, starts_with
-from packstore.tokenizer.shapes import Parsed, parse_record
+from packstore.tokenizer.sequences import Draft, Mode, Sequences, Tokens
+from packstore.tokenizer.shapes import DEFAULT_REWARDS, PLAIN_FIELDS, parse_record
 from packstore.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("packstore")
 
-PAIR_REWARDS = (1.0, 0.0)
 STRICT = ("tokenizers", *FASTER)
 """Engines that raise an error for text with lone surrogates."""
 
@@ -45,6 +47,9 @@ class _Block:
         ids: the sequences that are ids already, by their place among all sequences.
         refused: why records are refused, by place in the block.
         events: what there is to note of records, likewise.
+        used: name of a field -> records in which it was used, plain pairs apart.
+        plain: pairs of plain texts, of which no more than these was looked at.
+        scored: places of the records that have rewards of their own.
     """
 
     def __init__(self) -> None:
@@ -57,14 +62,18 @@ class _Block:
         self.ids: dict[int, Tokens] = {}
         self.refused: dict[int, Refused] = {}
         self.events: dict[int, list[str]] = {}
+        self.used: Counter[str] = Counter()
+        self.plain = 0
+        self.scored: set[int] = set()
 
     def add_pair(self, i: int, drafts: tuple[Draft, Draft]) -> None:
         """Adds record `i`, of which nothing is carried, and which has no rewards of its own."""
         self.records.append(i)
         self.counts.append(2)
-        self.rewards += PAIR_REWARDS
+        self.rewards += DEFAULT_REWARDS
         self.carried.append([])
         self.drafts += drafts
+        self.plain += 1
 
 
 class RecordTokenizer:
@@ -87,6 +96,7 @@ class RecordTokenizer:
         self.carry = parse_carry(config)
         self._wants_keys = isinstance(config, SelectConfig) and config.selects
         self._mode: Mode = "literal" if config.special_tokens == "literal" else "control"
+        self._judges = kind == "sft" and config.unpaired_feedback != "keep"
         self._hint = ""
         plain = not (self._wants_keys or self.carry or config.fields or config.thinking == "strip")
         if tokenizer and kind == "dpo" and plain:
@@ -106,12 +116,16 @@ class RecordTokenizer:
             TokenizerError: text without a tokenizer, or messages without a chat template.
         """
         block, trusting = _Block(), self._trusting
-        hint = self._hint
+        names = names_of(rows.values)
+        hint = self._hint if REWARD_FIELDS.isdisjoint(names) else ""
+        feedback = feedback_field(rows.values, names) if self._judges else None
         for i, value in enumerate(rows.values):
             if hint and (drafts := draft_plain(value, hint, self._mode, not trusting)):
                 block.add_pair(i, drafts)
                 continue
             try:
+                if feedback:
+                    check_feedback(value, feedback)
                 self._prepare(block, i, value)
             except Refused as error:
                 # Its traceback holds the block: a cycle, of which a long job would make many.
@@ -133,7 +147,18 @@ class RecordTokenizer:
                 continue
             for event in dict.fromkeys(block.events[i]):
                 tally.note(event, rows.where(i))
+        self._count(tally, block, rows, names - {feedback or ""})
         return self._examples(rows, block, sequences, firsts), tally
+
+    def _count(self, tally: Tally, block: _Block, rows: Rows, names: set[str]) -> None:
+        """Counts fields that were used or not, and pairs with rewards of their own."""
+        block.used.update(dict.fromkeys(PLAIN_FIELDS, block.plain) if block.plain else {})
+        records = [rows.values[i] for i in block.records]
+        tally.used = block.used
+        tally.unused = unused(records, names, block.used)
+        if self.kind == "dpo":
+            tally.scored = len(block.scored - block.refused.keys())
+            tally.unscored = tally.kept - tally.scored
 
     def _prepare(self, block: _Block, i: int, value: object) -> None:
         """Adds record `i` to the block.
@@ -144,13 +169,18 @@ class RecordTokenizer:
         parsed = check_responses(parse_record(value, self.kind, self.config), self.config)
         carried = carried_values(value, self.carry) if isinstance(value, dict) else []
         if isinstance(parsed.prompt, np.ndarray):
-            for place, tokens in enumerate(self._from_ids(parsed), len(block.rewards)):
-                block.ids[place] = tokens
+            events: list[str] = []
+            sides = (parsed.prompt, parsed.responses, parsed.supervised)
+            found = id_sequences(*sides, self.tokenizer)
+            block.ids.update(enumerate(found, len(block.rewards)))
         else:
             drafts, events = draft_record(parsed, self._needed(), self.config)
             block.drafts += drafts
-            if events:
-                block.events[i] = events
+        if events or parsed.events:
+            block.events[i] = [*parsed.events, *events]
+        block.used.update({*parsed.fields, *self.carry})
+        if parsed.scored:
+            block.scored.add(i)
         if self._wants_keys:
             block.keys.append(record_keys(parsed))
         block.records.append(i)
@@ -163,24 +193,6 @@ class RecordTokenizer:
             must = "it must be given, as the records hold text"
             raise TokenizerError(sentence("setting tokenizer", must, "none"))
         return self.tokenizer
-
-    def _from_ids(self, parsed: Parsed) -> list[Tokens]:
-        """Sequences of records that are token ids already; BOS and EOS are as they are there."""
-        sequences = []
-        for i, response in enumerate(parsed.responses):
-            ids = np.concatenate([np.asarray(parsed.prompt), np.asarray(response)]).astype(np.int32)
-            supervised = np.arange(len(ids)) >= len(parsed.prompt)
-            if parsed.supervised is not None:
-                supervised[len(parsed.prompt) :] = parsed.supervised[i]
-            supervised[:1] = False
-            head = 0
-            if self.tokenizer is not None:
-                if len(ids) and ids.max() >= self.tokenizer.vocab_size:
-                    detail = f"id {ids.max()} in a vocabulary of {self.tokenizer.vocab_size}"
-                    raise Refused("wrong_type", detail)
-                head = int(starts_with(ids, self.tokenizer.bos_id))
-            sequences.append(Tokens(ids, supervised, head))
-        return sequences
 
     def _encode(self, block: _Block) -> Sequences:
         """The sequences of all records, in order."""

@@ -8,6 +8,8 @@ from packstore.errors import RecordError, sentence
 REASONS: dict[str, tuple[str, str | None]] = {
     "not_an_object": ("a record must be an object with named fields", "wrong_type"),
     "missing_field": ("a record must have the fields of its kind", "missing_field"),
+    "one_reward": ("rewards must stand on both sides, or on none", "missing_field"),
+    "unpaired_feedback": ("an answer must be one to learn", "unpaired_feedback"),
     "wrong_type": ("every field must be of its type", "wrong_type"),
     "bad_role": ("the roles of messages must be known and in a sensible order", "wrong_type"),
     "invalid_unicode": ("text must be valid Unicode", "invalid_unicode"),
@@ -26,12 +28,19 @@ REASONS: dict[str, tuple[str, str | None]] = {
 
 
 class Refused(Exception):
-    """One record cannot become an example, for a reason in :data:`REASONS`."""
+    """One record cannot become an example, for a reason in :data:`REASONS`.
 
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(reason, detail)
+    Args:
+        reason: see above.
+        detail: what was found.
+        do: the remedy, where there is a better one than to correct the record.
+    """
+
+    def __init__(self, reason: str, detail: str, do: str = "Correct it") -> None:
+        super().__init__(reason, detail, do)
         self.reason = reason
         self.detail = detail
+        self.do = do
 
 
 def raise_if_error(refused: Refused, where: str, config: TokenizeConfig) -> None:
@@ -42,5 +51,5 @@ def raise_if_error(refused: Refused, where: str, config: TokenizeConfig) -> None
     """
     rule, setting = REASONS[refused.reason]
     if setting is not None and getattr(config, setting) == "error":
-        do = f"Correct it, or set {setting} to drop to count and leave out such records"
+        do = f"{refused.do}, or set {setting} to drop to count and leave out such records"
         raise RecordError(sentence(where, rule, refused.detail, do)) from None

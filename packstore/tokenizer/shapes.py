@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from packstore.config import TokenizeConfig
+from packstore.config import REWARD_FIELDS, TokenizeConfig
 from packstore.errors import RecordError, quote, sentence
-from packstore.records import IGNORE_INDEX, Bool, Int32
-from packstore.tokenizer.implicit import split_messages, split_texts
+from packstore.records import Bool, Int32
+from packstore.tokenizer.fields import Fields, number
+from packstore.tokenizer.ids import as_ids, supervised_ids
+from packstore.tokenizer.implicit import is_hh, split_messages, split_texts
 from packstore.tokenizer.messages import normalize_messages, normalize_tools
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.template import Message, Tools
 
-SPELLINGS: dict[str, tuple[str, ...]] = {
-    "chosen": ("chosen", "chosen_response"),
-    "rejected": ("rejected", "rejected_response"),
-    "messages": ("messages", "conversations"),
-    "response": ("response", "completion"),
-}
-"""Names of fields that have more than one, where the settings name none."""
+PLAIN_FIELDS = ("prompt", "chosen", "rejected")
+"""The fields of a pair of plain texts."""
+
+DEFAULT_REWARDS = (1.0, 0.0)
+"""Rewards of the sides of a pair that has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,9 @@ class Parsed:
         rewards: one per response.
         tools: descriptions for the chat template.
         supervised: of responses that are ids, which of them are; None: all.
+        fields: the names, as the record has them, of the fields that this was made of.
+        scored: whether the record gives the rewards.
+        events: what there is to note of it.
     """
 
     prompt: str | list[Message] | Int32
@@ -43,35 +46,9 @@ class Parsed:
     rewards: list[float]
     tools: Tools = None
     supervised: list[Bool] | None = None
-
-
-class Fields:
-    """Looks fields up by their canonical names; null counts as absent."""
-
-    def __init__(self, record: Mapping[str, Any], config: TokenizeConfig) -> None:
-        self._record = record
-        self._names = config.fields
-
-    def get(self, name: str) -> Any:
-        """The value, or None."""
-        mapped = self._names.get(name)
-        for spelling in (mapped,) if mapped else SPELLINGS.get(name, (name,)):
-            if self._record.get(spelling) is not None:
-                return self._record[spelling]
-        return None
-
-    def need(self, name: str) -> Any:
-        """The value.
-
-        Raises:
-            Refused: ``missing_field``.
-        """
-        value = self.get(name)
-        if value is None:
-            written = self._names.get(name, name)
-            there = ", ".join(repr(k) for k in self._record) or "none"
-            raise Refused("missing_field", f"no field {written!r} among {there}")
-        return value
+    fields: Collection[str] = PLAIN_FIELDS
+    scored: bool = False
+    events: tuple[str, ...] = ()
 
 
 def detect_kind(record: object, config: TokenizeConfig, where: str = "the first record") -> str:
@@ -92,8 +69,24 @@ def detect_kind(record: object, config: TokenizeConfig, where: str = "the first 
             return "sft"
     found = f"fields {', '.join(map(repr, record))}" if isinstance(record, dict) else quote(record)
     must = "it must have chosen and rejected, or messages, or responses and scores, or input_ids"
-    do = "Name the fields with `fields`, e.g. chosen=better rejected=worse"
+    do = f"Name the fields: {_proposed(record, config)}"
     raise RecordError(sentence(where, must, found, do))
+
+
+def _proposed(record: object, config: TokenizeConfig) -> str:
+    """Flags that would map the fields of a record of no kind, as far as their names tell."""
+    if isinstance(record, dict):
+        fields = Fields(record, config)
+        for names in (
+            ("chosen", "rejected"),
+            ("messages",),
+            ("responses", "scores"),
+            ("response",),
+        ):
+            if likely := [(n, fields.likely(n)) for n in names if fields.likely(n)]:
+                likely += [("prompt", p)] if (p := fields.likely("prompt")) else []
+                return " ".join(f"--field {name}={there}" for name, there in sorted(likely))
+    return "--field chosen=better --field rejected=worse, for example"
 
 
 def parse_record(record: object, kind: str, config: TokenizeConfig) -> Parsed:
@@ -118,19 +111,27 @@ def parse_record(record: object, kind: str, config: TokenizeConfig) -> Parsed:
             )
         if not isinstance(scores, list) or len(scores) != len(responses):
             raise Refused("wrong_type", f"scores must be {len(responses)} numbers, {_size(scores)}")
-        rewards = [_number(score, "a score") for score in scores]
+        rewards = [number(score, "a score") for score in scores]
         labels = fields.get("response_labels") or [None] * len(responses)
         if not isinstance(labels, list) or len(labels) != len(responses):
             must = f"response_labels must be {len(responses)} lists"
             raise Refused("wrong_type", f"{must}, {_size(labels)}")
     else:
-        prompt, responses = fields.get("prompt"), [fields.need("chosen"), fields.need("rejected")]
-        labels = [fields.get("chosen_labels"), fields.get("rejected_labels")]
-        rewards = [
-            _number(default if (r := fields.get(name)) is None else r, name)
-            for name, default in (("chosen_reward", 1.0), ("rejected_reward", 0.0))
-        ]
+        return _parse_pair(fields)
     return _assemble(fields, prompt, responses, rewards, labels)
+
+
+def _parse_pair(fields: Fields) -> Parsed:
+    # Who maps a prompt says that there is one: then none is implied.
+    prompt = fields.need("prompt") if "prompt" in fields.config.fields else fields.get("prompt")
+    sides = [fields.need("chosen"), fields.need("rejected")]
+    labels = [fields.get("chosen_labels"), fields.get("rejected_labels")]
+    rewards = fields.rewards()
+    parsed = _assemble(fields, prompt, sides, list(rewards or DEFAULT_REWARDS), labels)
+    if rewards is None:
+        return parsed
+    events = ("reward_reversed",) if rewards[0] < rewards[1] else ()
+    return replace(parsed, scored=True, events=events)
 
 
 def _plain_pair(record: Mapping[str, Any]) -> Parsed | None:
@@ -138,25 +139,53 @@ def _plain_pair(record: Mapping[str, Any]) -> Parsed | None:
     prompt, chosen, rejected = record.get("prompt"), record.get("chosen"), record.get("rejected")
     if not (isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)):
         return None
-    if record.get("chosen_reward") is not None or record.get("rejected_reward") is not None:
+    if not REWARD_FIELDS.isdisjoint(record):
         return None
-    return Parsed(prompt=prompt, responses=[chosen, rejected], rewards=[1.0, 0.0])
+    return Parsed(prompt=prompt, responses=[chosen, rejected], rewards=[*DEFAULT_REWARDS])
 
 
 def _parse_sft(fields: Fields) -> Parsed:
-    if fields.get("input_ids") is not None:
-        ids = _ids(fields.get("input_ids"))
+    if (written := fields.get("input_ids")) is not None:
+        ids = as_ids(written, "input_ids")
         return Parsed(
             prompt=np.empty(0, np.int32),
             responses=[ids],
             rewards=[1.0],
-            supervised=[_supervised(ids, fields.need("labels"))],
+            supervised=[supervised_ids(ids, fields.need("labels"))],
+            fields=fields.used,
         )
-    if fields.get("messages") is None and fields.get("response") is not None:
-        return _assemble(fields, fields.need("prompt"), [fields.get("response")], [1.0])
-    messages = normalize_messages(fields.need("messages"))
+    if (messages := fields.get("messages")) is None:
+        if (response := fields.get("response")) is None:
+            raise fields.missing("messages")
+        return _assemble(fields, fields.need("prompt"), [response], [1.0])
+    dialogue = _with_system(fields, normalize_messages(_parsed_json(messages)))
     tools = normalize_tools(fields.get("tools"))
-    return Parsed(prompt=[], responses=[messages], rewards=[1.0], tools=tools)
+    return Parsed(prompt=[], responses=[dialogue], rewards=[1.0], tools=tools, fields=fields.used)
+
+
+def _parsed_json(messages: object) -> object:
+    """Messages that are written as JSON text, as columns of text hold them."""
+    if isinstance(messages, str) and messages.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(messages)
+        except (ValueError, RecursionError) as error:
+            raise Refused("wrong_type", f"messages must be a list: {error}") from None
+    return messages
+
+
+def _with_system(fields: Fields, messages: list[Message]) -> list[Message]:
+    """The messages, and before them the text of the field `system`, if they have no such turn."""
+    used = fields.used.copy()
+    text = fields.get("system")
+    if text is None or text == "":
+        return messages
+    if not isinstance(text, str):
+        raise Refused("wrong_type", f"system must be text, found {quote(text)}")
+    if messages and messages[0]["role"] in ("system", "developer"):
+        if messages[0]["content"] != text:
+            fields.used = used
+        return messages
+    return [{"role": "system", "content": text}, *messages]
 
 
 def _assemble(
@@ -167,23 +196,76 @@ def _assemble(
     labels: Sequence[Any] = (),
 ) -> Parsed:
     sides = [s for s in (prompt, *responses) if s is not None]
+    tools: Tools = None
+    supervised = None
     if all(_holds(s, int) for s in sides):
-        first, *ids = [_ids(s) for s in (fields.need("prompt"), *responses)]
-        supervised = None
-        if any(own is not None for own in labels):
-            supervised = [_supervised(x, own) for x, own in zip(ids, labels, strict=True)]
-        return Parsed(prompt=first, responses=ids, rewards=rewards, supervised=supervised)
-    if all(isinstance(s, str) for s in sides):
         if prompt is None:
-            prompt, responses = split_texts(responses)
-        return Parsed(prompt=prompt, responses=responses, rewards=rewards)
-    if not all(isinstance(s, str | dict) or _holds(s, dict) for s in sides):
-        wrong = next(s for s in sides if not isinstance(s, str))
-        must = "prompt and responses must be text, messages, or ids throughout"
-        raise Refused("wrong_type", f"{must}, found {quote(wrong)}")
-    begin, ends = _as_dialogue(prompt, responses)
-    tools = normalize_tools(fields.get("tools"))
-    return Parsed(prompt=begin, responses=ends, rewards=rewards, tools=tools)
+            raise fields.missing("prompt")
+        names = _names(responses)
+        first, *ids = [as_ids(s, n) for s, n in zip((prompt, *responses), names, strict=True)]
+        if any(own is not None for own in labels):
+            supervised = [supervised_ids(x, own) for x, own in zip(ids, labels, strict=True)]
+        prompt, responses = first, ids
+    elif all(isinstance(s, str) for s in sides):
+        if prompt is None:
+            prompt, responses = _split(fields, responses)
+    else:
+        _check_messages(prompt, responses)
+        prompt, responses = _as_dialogue(prompt, responses)
+        prompt = _with_system(fields, prompt)
+        tools = normalize_tools(fields.get("tools"))
+    return Parsed(
+        prompt=prompt,
+        responses=responses,
+        rewards=rewards,
+        tools=tools,
+        supervised=supervised,
+        fields=fields.used,
+    )
+
+
+def _split(fields: Fields, texts: list[str]) -> tuple[str, list[str]]:
+    """The common beginning of two whole texts, and what each side adds.
+
+    Raises:
+        Refused: ``missing_field`` where they might as well be two responses.
+    """
+    if fields.config.implicit_prompt != "common_prefix" and not is_hh(texts):
+        refused = fields.missing("prompt")
+        if fields.likely("prompt") is None:
+            do = "Name the field that holds it (--field prompt=NAME)"
+            whole = "if each side is a whole text, set implicit_prompt to common_prefix"
+            refused.do = f"{do}, or, {whole}"
+        raise refused
+    return split_texts(texts)
+
+
+def _check_messages(prompt: Any, responses: list[Any]) -> None:
+    """Refuses what is neither text nor messages."""
+    sides = dict(zip(_names(responses), (prompt, *responses), strict=True))
+    forms = {name: _form(side) for name, side in sides.items() if side is not None}
+    if set(forms.values()) <= {"text", "messages"}:
+        return
+    found = ", ".join(f"{name} {form}" for name, form in forms.items())
+    if wrong := next((name for name, form in forms.items() if form is None), None):
+        found = f"{wrong} {quote(sides[wrong])}"
+    must = "prompt and responses must be text, messages, or ids throughout"
+    raise Refused("wrong_type", f"{must}, found {found}")
+
+
+def _form(side: object) -> str | None:
+    if isinstance(side, str):
+        return "text"
+    if isinstance(side, dict) or _holds(side, dict):
+        return "messages"
+    return "ids" if _holds(side, int) else None
+
+
+def _names(responses: list[Any]) -> list[str]:
+    """Names of the prompt and of each response, for texts of errors."""
+    sides = {1: ["response"], 2: ["chosen", "rejected"]}
+    numbered = [f"response {i + 1}" for i in range(len(responses))]
+    return ["prompt", *sides.get(len(responses), numbered)]
 
 
 def _as_dialogue(prompt: Any, responses: list[Any]) -> tuple[list[Message], list[list[Message]]]:
@@ -203,36 +285,6 @@ def _as_dialogue(prompt: Any, responses: list[Any]) -> tuple[list[Message], list
 def _holds(value: object, kind: type) -> bool:
     """Whether `value` is a list that is empty or begins with a `kind`."""
     return isinstance(value, list) and (not value or type(value[0]) is kind)
-
-
-def _ids(value: object, *, labels: bool = False) -> Int32:
-    low = IGNORE_INDEX if labels else 0
-    if value == []:
-        return np.empty(0, np.int32)
-    try:
-        array = np.asarray(value if isinstance(value, list) else None)
-    except ValueError:  # lists of different lengths
-        array = np.asarray(None)
-    if array.ndim != 1 or array.dtype.kind != "i" or np.any((array < low) | (array >= 1 << 31)):
-        raise Refused("wrong_type", f"ids must be a list of whole numbers, found {quote(value)}")
-    return array.astype(np.int32)
-
-
-def _supervised(ids: Int32, labels: object) -> Bool:
-    """Which ids are supervised, by their labels; None: all."""
-    if labels is None:
-        return np.ones(len(ids), np.bool_)
-    told = _ids(labels, labels=True)
-    if len(ids) != len(told) or np.any((told != ids) & (told != IGNORE_INDEX)):
-        raise Refused("wrong_type", "each label must be the id at its place, or -100")
-    on: Bool = told != IGNORE_INDEX
-    return on
-
-
-def _number(value: object, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise Refused("wrong_type", f"{name} must be a finite number, found {quote(value)}")
-    return float(value)
 
 
 def _size(value: object) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from packstore.errors import TokenizerError, quote, sentence, spelled
 from packstore.tokenizer.builtin_templates import BUILTIN
@@ -98,12 +100,15 @@ def load_tokenizer(
     if engine != "auto":
         ENGINES.check(engine)
     if isinstance(source, str | PathLike):
-        found = _from_path(Path(source), engine)
+        found = _from_path(_local(source), engine)
     elif hasattr(source, "to_str") and engine in FILE_ENGINES["tokenizers"]:
         found = _Found("tokenizers.Tokenizer", "tokenizers", source.to_str().encode())
     else:
         must = "it must be a path or a tokenizers.Tokenizer"
-        raise TokenizerError(sentence("tokenizer", must, quote(source)))
+        do = "Save it, e.g. tokenizer.save_pretrained(FOLDER), and give the folder"
+        raise TokenizerError(
+            sentence("tokenizer", must, f"an object of type {type(source).__name__}", do)
+        )
     where = f"tokenizer {source}" if isinstance(source, str | PathLike) else "tokenizer"
     loaded = ENGINES.load(found.engine)(found.payload, where)
     if dropout := getattr(loaded, "dropout", 0.0):
@@ -127,6 +132,26 @@ def load_tokenizer(
     if engine == "auto":
         return fastest(tokenizer)
     return tokenizer.with_engine(engine)  # so does a tokenizer that the engine does not know
+
+
+def _local(source: str | PathLike[str]) -> Path:
+    """The path that `source` names.
+
+    Raises:
+        TokenizerError: it is a URL, or has the form of a name on a hub.
+    """
+    name, path = fspath(source), Path(source)
+    do = ""
+    if "://" in name:
+        url = urlsplit(name)
+        name = f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"  # no secrets
+        do = "Copy it to a local folder, and give that"
+    elif not path.exists() and re.fullmatch(r"[\w-]+/[\w.-]+", name) and not path.parent.exists():
+        do = f"Of a name on a hub: `hf download {name} --local-dir FOLDER`, and give that"
+    if do:
+        must = "it must be a file or folder on this machine"
+        raise TokenizerError(sentence(f"tokenizer {name}", must, "", do))
+    return path
 
 
 def _from_path(path: Path, engine: str) -> _Found:

@@ -137,7 +137,7 @@ def test_missing_and_wrong_fields(run, byte_level):
     values = [{"prompt": "p", "chosen": "c"}, wrong, "text"]
     _, tally = run(tokenizer, *values, missing_field="drop")
     assert dict(tally.dropped) == {"missing_field": 1, "wrong_type": 1, "not_an_object": 1}
-    with pytest.raises(RecordError, match="found True"):
+    with pytest.raises(RecordError, match="found chosen True"):
         run(tokenizer, wrong, wrong_type="error")
 
 
@@ -171,7 +171,8 @@ def test_merging_system_and_user_is_no_boundary_merge(run, byte_level):
 
 
 def test_token_ids_pass_through(rows, sequences, byte_level):
-    record = {"prompt": [5, 6], "chosen": [7], "rejected": [8, 9], "rejected_reward": -1.5}
+    record = {"prompt": [5, 6], "chosen": [7], "rejected": [8, 9]}
+    record |= {"chosen_reward": 1, "rejected_reward": -1.5}
     for tokenizer in (None, byte_level(bos=True)):
         examples, _ = RecordTokenizer(tokenizer, TokenizeConfig(), "dpo")(rows([record]))
         assert sequences(examples) == [

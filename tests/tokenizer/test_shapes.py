@@ -27,15 +27,23 @@ def parts(record, kind="dpo", config=CONFIG):
     return as_list(found.prompt), [as_list(r) for r in found.responses], found.rewards
 
 
+CHAT = {"chosen": [user("p"), assistant("c")], "rejected": [user("p"), assistant("r")]}
+
 GOOD = {
     "text": ({"prompt": "p", "chosen": "c", "rejected": "r"}, ("p", ["c", "r"], [1.0, 0.0])),
     "nemo": (
-        {"prompt": "p", "chosen_response": "c", "rejected_response": "r", "chosen_reward": 3},
-        ("p", ["c", "r"], [3.0, 0.0]),
+        {
+            "prompt": "p",
+            "chosen_response": "c",
+            "rejected_response": "r",
+            "chosen_reward": 3,
+            "rejected_reward": 1,
+        },
+        ("p", ["c", "r"], [3.0, 1.0]),
     ),
     "null means absent": (
-        {"prompt": None, "chosen": "the c", "rejected": "the r", "rejected_reward": None},
-        ("the", [" c", " r"], [1.0, 0.0]),
+        {"prompt": None, **CHAT, "rejected_reward": None},
+        ([user("p")], [[assistant("c")], [assistant("r")]], [1.0, 0.0]),
     ),
     "message prompt": (
         {"prompt": [user("p")], "chosen": "c", "rejected": "r"},
@@ -54,7 +62,7 @@ GOOD = {
         ([user("p")], [[assistant("c")], [assistant("r")]], [1.0, 0.0]),
     ),
     "whole dialogues": (
-        {"chosen": [user("p"), assistant("c")], "rejected": [user("p"), assistant("r")]},
+        CHAT,
         ([user("p")], [[assistant("c")], [assistant("r")]], [1.0, 0.0]),
     ),
     "ids": (
@@ -77,7 +85,7 @@ OTHER_KINDS = {
     "share gpt": ("sft", {"conversations": [{"from": "human", "value": "p"}]}),
     "completion": ("sft", {"prompt": "p", "completion": "a"}),
     "sft ids": ("sft", {"input_ids": [1, 2], "labels": [-100, 2]}),
-    "dpo": ("dpo", {"chosen": "a b", "rejected": "a c"}),
+    "dpo": ("dpo", CHAT),
 }
 
 

@@ -16,6 +16,10 @@ from packstore.tokenizer.carry import TYPES
 from packstore.tokenizer.engines import ENGINES
 
 
+class AutoLike:
+    """An object that is no tokenizer of the library `tokenizers`, as transformers has them."""
+
+
 def word_level(**specials: int) -> tokenizers.Tokenizer:
     vocab = {"a": 0, "b": 1, **specials}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="a"))
@@ -111,6 +115,26 @@ def test_bos_and_eos_by_the_post_processor():
     assert (t.bos_token, t.eos_token, t.adds_bos) == ("[X]", "[Y]", True)
 
 
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        (
+            AutoLike(),
+            r"found an object of type AutoLike\. Save it, e\.g\. tokenizer\.save_pretrained\(FOLD",
+        ),
+        ("s3://key:secret@bucket/t", r"^tokenizer s3://bucket/t: .* Copy it to a local folder"),
+        ("Qwen/Qwen3-0.6B", r"hf download Qwen/Qwen3-0\.6B --local-dir FOLDER"),
+        ("nowhere/tokenizer/x.json", "readable file or folder"),
+    ],
+)
+def test_a_tokenizer_that_is_elsewhere_names_the_way(
+    source: object, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TokenizerError, match=found):
+        load_tokenizer(source)
+
+
 def folder(tmp_path: Path, made: tokenizers.Tokenizer, **files: object) -> Path:
     made.save(str(tmp_path / "tokenizer.json"))
     for name, value in files.items():
@@ -158,7 +182,7 @@ BAD = {
     "not a tokenizer.json": (lambda p: write(p, b"{}"), {}, "tokenizers library"),
     "not a model": (lambda p: write(p, b"junk"), {}, "SentencePiece"),
     "not UTF-8": (lambda p: write(p, b"{\xff}"), {}, "tokenizers library"),
-    "no path": (lambda p: 17, {}, "found 17"),
+    "no path": (lambda p: 17, {}, "found an object of type int"),
     "wrong engine": (lambda p: write(p, b"{}"), {"engine": "sentencepiece"}, "its own kind"),
     "no template": (lambda p: word_level(), {"chat_template": "nope"}, "chatml, plain"),
     "syntax": (lambda p: word_level(), {"chat_template": "a\n{% if %}"}, "line 2"),

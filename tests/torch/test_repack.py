@@ -294,14 +294,14 @@ def test_overlong_examples_are_left_out_and_counted(
     size = int(np.quantile(tokens, 0.8))
     for data in (stored(), stored(each=3)):
         caplog.clear()
-        stream = repacked(data, {"pack_size": size})
+        stream = repacked(data, {"pack_size": size, "max_drop_rate": 0.5})
         found = sorted(i for pack in ids(packs_of(stream)) for i in pack)
         assert found == np.flatnonzero(tokens <= size).tolist()
         assert stream.left_out == (tokens > size).sum() > 0
         assert stream.totals.examples == N - stream.left_out
         assert f"{stream.left_out} of {N} examples that do not" in caplog.text
     longest = np.maximum.reduceat(random_examples(N).lengths, np.arange(0, 2 * N, 2))
-    stream = repacked(stored(), {"max_length": 15})
+    stream = repacked(stored(), {"max_length": 15, "max_drop_rate": 0.5})
     found = sorted(i for pack in ids(packs_of(stream)) for i in pack)
     assert found == np.flatnonzero(longest <= 15).tolist()
 

@@ -101,7 +101,18 @@ def test_shapes_of_records(record: dict[str, Any], ids: list[int], labels: list[
         ({"input_ids": [1, 2], "loss_mask": [1]}, "one value for each"),
         ({"text": "hi"}, "it must be a mapping with chosen"),
         ({"prompt": [1], "responses": [[2]], "scores": [1]}, "two responses at least"),
-        ({"prompt": [1], "chosen": [2], "rejected": [3], "chosen_reward": "x"}, "finite number"),
+        ({"prompt": [1], "chosen": [2], "rejected": [3], "chosen_reward": "x"}, "both sides"),
+        (
+            {
+                "prompt": [1],
+                "chosen": [2],
+                "rejected": [3],
+                "chosen_reward": "x",
+                "rejected_reward": 1,
+            },
+            "finite number",
+        ),
+        ({"prompt": [1], "response": [2], "label": False}, "leave such records out"),
     ],
 )
 def test_what_is_no_record_is_refused(record: dict[str, Any], said: str) -> None:

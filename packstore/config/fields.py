@@ -1,0 +1,79 @@
+"""Names of the fields of a record: the canonical ones, and other ones that mean the same."""
+
+from __future__ import annotations
+
+FIELD_NAMES = (
+    "prompt",
+    "chosen",
+    "rejected",
+    "chosen_reward",
+    "rejected_reward",
+    "messages",
+    "response",
+    "responses",
+    "scores",
+    "chosen_labels",
+    "rejected_labels",
+    "response_labels",
+    "tools",
+    "system",
+    "input_ids",
+    "labels",
+)
+"""The canonical field names of a record, which ``fields`` may map to the names in the input."""
+
+NOT_TEXT = (
+    "chosen_reward",
+    "rejected_reward",
+    "messages",
+    "responses",
+    "scores",
+    "tools",
+    "input_ids",
+    "labels",
+)
+"""Fields whose values are no text: in CSV their cells are read as JSON."""
+
+SPELLINGS: dict[str, tuple[str, ...]] = {
+    "chosen": ("chosen", "chosen_response"),
+    "rejected": ("rejected", "rejected_response"),
+    "messages": ("messages", "conversations"),
+    "response": ("response", "completion"),
+    **{
+        f"{side}_reward": (
+            f"{side}_reward",
+            f"reward_{side}",
+            f"{side}_score",
+            f"score_{side}",
+            f"{side}_rating",
+            f"rating_{side}",
+            f"{side}-rating",
+        )
+        for side in ("chosen", "rejected")
+    },
+}
+"""Canonical name -> names that are looked for, in this order, where `fields` maps none."""
+
+REWARD_FIELDS = frozenset(SPELLINGS["chosen_reward"] + SPELLINGS["rejected_reward"])
+
+LIKELY: dict[str, tuple[str, ...]] = {
+    "prompt": ("instruction", "question", "query", "problem", "input", "context", "user"),
+    "chosen": ("better", "preferred", "accepted", "positive", "winner", "chosen_answer"),
+    "rejected": ("worse", "dispreferred", "negative", "loser", "rejected_answer"),
+    "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
+    "response": ("output", "answer", "target", "solution"),
+    "responses": ("answers", "completions", "candidates"),
+    "scores": ("rewards", "ratings", "ranks"),
+}
+"""Canonical name -> names that an error proposes to map to it; they are never taken unasked."""
+
+FEEDBACK = ("label", "kto_tag")
+"""Names of a field that says of a single answer whether it is good."""
+
+MEANINGFUL = REWARD_FIELDS.union(
+    ("system", "system_prompt", "system_message", "tools", "functions"),
+    ("image", "images", "video", "videos", "audio", "audios"),
+    ("weight", "weights", "sample_weight", "margin"),
+    ("history", "input", "context"),
+)
+"""Names that change what a record says or counts: nobody may miss that they were not used."""
