@@ -9,8 +9,8 @@ from packstore.torch.dataset import PackedDataset
 from packstore.torch.divisor import StepDivisor, count_step
 from packstore.torch.guard import FirstStepGuard
 from packstore.torch.head import Head, PackedPolicy, find_head, packed_logps
-from packstore.torch.hf_collator import InputBatches, PackCollator, PackedLoss
-from packstore.torch.hf_trainer import TrainerBatches, TrainerPolicy
+from packstore.torch.hf_collator import PackCollator, PackedLoss
+from packstore.torch.hf_trainer import PackedTrainerMixin
 from packstore.torch.inputs import packed_seq_params
 from packstore.torch.isolation import check_isolation
 from packstore.torch.loader import PackedDataLoader
@@ -38,7 +38,6 @@ __all__ = [
     "ContextSplit",
     "FirstStepGuard",
     "Head",
-    "InputBatches",
     "LossOutput",
     "Metrics",
     "MixedPacks",
@@ -48,14 +47,13 @@ __all__ = [
     "PackedDataset",
     "PackedLoss",
     "PackedPolicy",
+    "PackedTrainerMixin",
     "PreferenceLoss",
     "RepackedPacks",
     "Source",
     "StepDivisor",
     "TokenizedBatches",
     "TokenizedPacks",
-    "TrainerBatches",
-    "TrainerPolicy",
     "check_isolation",
     "check_model",
     "check_tokenizer",

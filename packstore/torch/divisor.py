@@ -17,6 +17,7 @@ gradients afterwards divides it by the number of ranks: ``.averaged(ranks)``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -124,6 +125,28 @@ def count_step(
     sums = [sum(c.count for c in counts), sum(c.sft_count or 0 for c in counts)]
     count, sft_count = all_reduce_sums(sums, group, device)
     return StepDivisor(max(count, 1), max(sft_count, 1) if loss_fn.sft_weight else None)
+
+
+def check_accumulation(batch: PackedBatch, *, given: bool) -> None:
+    """Refuses a planned batch where Accelerate accumulates by its own count of batches.
+
+    Args:
+        batch: that a loss is to be differentiated of.
+        given: by what the loss is divided is given, and accounts for Accelerate's division.
+
+    Raises:
+        ConfigError: optimizer steps would not be those of the loader, or losses divided twice.
+    """
+    accelerate: Any = sys.modules.get("accelerate.state")
+    if batch.step is None or accelerate is None or not accelerate.GradientState._shared_state:
+        return
+    state = accelerate.GradientState()
+    if state.num_steps == 1 or (given and state.sync_gradients == batch.step.last):
+        return
+    must = "optimizer steps and the division of losses must be those of the loader"
+    found = f"gradient_accumulation_steps={state.num_steps}, by which it does both"
+    do = "Make the Accelerator without it, use no_sync until batch.step.last, and step there"
+    raise ConfigError(sentence("Accelerate", must, found, do))
 
 
 def _check_whole(steps: Sequence[StepInfo]) -> None:

@@ -1,59 +1,53 @@
 """A data collator and a loss function for transformers' Trainer, and for TRL's on top of it.
 
-The model stays as it is, so that the Trainer saves it as ever::
-
-    Trainer(
-        use_packed_attention(model),
-        TrainingArguments(…, accelerator_config={"dispatch_batches": False},
-                          dataloader_drop_last=True, remove_unused_columns=False),
-        train_dataset=PackedDataset(url, rank=0, world_size=1),   # Accelerate deals it to the ranks
-        data_collator=PackCollator("dpo"),
-        compute_loss_func=PackedLoss(loss_fn),
-    ).train()
-
-`per_device_train_batch_size` is then packs; over records of token ids it is examples, which the
-collator lays end to end. What the Trainer counts as items is what the loss divides by, over
-accumulation and ranks. The logits are made, as the Trainer calls the model; where they are too
-large, and where a step is to hold so many pairs, take :mod:`packstore.torch.hf_trainer`.
+The model stays as it is, so that the Trainer saves it as ever; :mod:`packstore.torch.hf_trainer`
+puts both into a trainer. `per_device_train_batch_size` is then packs; over records of token ids it
+is examples, which the collator lays end to end. What the Trainer counts as items is what the loss
+divides by, over accumulation and ranks. The logits are made, as the Trainer calls the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from packstore.config import PackConfig
-from packstore.errors import ConfigError
+from packstore.errors import ConfigError, sentence
 from packstore.records import Packs
 from packstore.torch.collate import PackedBatch, collate
 from packstore.torch.divisor import StepDivisor
-from packstore.torch.head import packed_logps
-from packstore.torch.hf_trainer import BatchLoader, check_counts
 from packstore.torch.logprobs import segment_logps
 from packstore.torch.loss import PreferenceLoss
 from packstore.torch.metrics import Metrics
 
 
 class PackedLabels:
-    """What the Trainer takes for labels: a batch, which counts its examples.
+    """What the Trainer takes for labels: a batch, which counts what its loss divides by.
 
     Attributes:
         batch: the batch.
+        loss_fn: the loss whose count it is; None: examples are counted.
     """
 
-    def __init__(self, batch: PackedBatch) -> None:
-        self.batch = batch
+    def __init__(self, batch: PackedBatch, loss_fn: PreferenceLoss | None = None) -> None:
+        self.batch, self.loss_fn = batch, loss_fn
 
     def __getitem__(self, key: Any) -> Self:
         """Itself: examples have no first token that nothing predicts."""
         return self
 
     def ne(self, ignored: int) -> Tensor:
-        """True for each example that counts."""
-        return self.batch.weights > 0
+        """True for each example that counts, or for each thing that the loss counts."""
+        weights = self.batch.weights
+        if self.loss_fn is None:
+            return weights > 0
+        count = int(self.loss_fn.count(self.batch).count)
+        return torch.ones(count, dtype=torch.bool, device=weights.device)
 
     def detach(self) -> Self:
         """Itself."""
@@ -61,20 +55,20 @@ class PackedLabels:
 
     def to(self, device: Any, **_: Any) -> PackedLabels:
         """The batch on `device`."""
-        return PackedLabels(self.batch.to(device))
+        return PackedLabels(self.batch.to(device), self.loss_fn)
 
 
 class PackedInputs(dict[str, Any]):
     """Keyword arguments of the model's forward call, and ``labels``."""
 
     @classmethod
-    def of(cls, batch: PackedBatch) -> PackedInputs:
+    def of(cls, labels: PackedLabels) -> PackedInputs:
         """Those of a batch."""
-        return cls(**batch.model_inputs(), labels=PackedLabels(batch))
+        return cls(**labels.batch.model_inputs(), labels=labels)
 
     def to(self, device: Any, **_: Any) -> PackedInputs:
         """The same on `device`."""
-        return PackedInputs.of(self["labels"].batch.to(device))
+        return PackedInputs.of(self["labels"].to(device))
 
 
 class PackCollator:
@@ -84,10 +78,18 @@ class PackCollator:
         kind: ``dpo``, ``sft`` or ``ranked``.
         config: of records, the `layout` and what is to be carried; they are told in
             :mod:`packstore.repacking.tokenized`. Their number and lengths are not looked at.
+        loss_fn: the loss; needed where it divides by something else than examples: tokens (`sft`),
+            ranked pairs, or packs.
     """
 
-    def __init__(self, kind: str = "dpo", config: PackConfig | None = None) -> None:
-        self.kind, self.config = kind, config or PackConfig()
+    def __init__(
+        self,
+        kind: str = "dpo",
+        config: PackConfig | None = None,
+        *,
+        loss_fn: PreferenceLoss | None = None,
+    ) -> None:
+        self.kind, self.config, self.loss_fn = kind, config or PackConfig(), loss_fn
 
     def __call__(self, items: Sequence[Packs | Mapping[str, Any]]) -> PackedInputs:
         """The batch of these items.
@@ -103,47 +105,36 @@ class PackCollator:
             from packstore.torch.unpacked import lay_end_to_end
 
             packs = [lay_end_to_end(items, self.kind, self.config)]
-        return PackedInputs.of(collate(packs, self.kind))
-
-
-class InputBatches:
-    """The batches of a loader as inputs of an unchanged model, for ``get_train_dataloader``.
-
-    Args:
-        loader: a :class:`~packstore.torch.PackedDataLoader`.
-    """
-
-    def __init__(self, loader: BatchLoader) -> None:
-        self.loader = loader
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[PackedInputs]:
-        return map(PackedInputs.of, self.loader)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Moves to the beginning of `epoch`."""
-        self.loader.set_epoch(epoch)
+        return PackedInputs.of(PackedLabels(collate(packs, self.kind), self.loss_fn))
 
 
 class PackedLoss:
-    """The Trainer's ``compute_loss_func``: a sum over examples, divided by those of the whole step.
+    """The Trainer's ``compute_loss_func``: a sum over pairs, divided by those of the whole step.
+
+    Policy and reference take one route: logits of the model's own forward call, in the precision
+    that Accelerate runs the policy in.
 
     Args:
         loss_fn: the loss.
         reference: a frozen model on the device of the policy; default: the batch's ``ref_logps``.
 
     Attributes:
-        metrics: ``metrics.means()`` tells those since the last call, over all ranks.
+        metrics: ``metrics.means()`` tells those of training since the last call, over all ranks.
+        held_out: the same of evaluation.
 
     Raises:
         ConfigError: the loss divides by two different counts, and the Trainer counts one.
     """
 
     def __init__(self, loss_fn: PreferenceLoss, reference: nn.Module | None = None) -> None:
-        check_counts(loss_fn)
-        self.loss_fn, self.reference, self.metrics = loss_fn, reference, Metrics()
+        if loss_fn.sft_weight and loss_fn.sft_average == "token":
+            must = (
+                "the SFT term must be divided by the number of pairs, which is all that it counts"
+            )
+            do = "Use sft_average='sequence_mean' or 'sequence_sum', or a loop of your own"
+            raise ConfigError(sentence("transformers' Trainer", must, "a mean over tokens", do))
+        self.loss_fn, self.reference = loss_fn, reference
+        self.metrics, self.held_out = Metrics(), Metrics()
 
     def __call__(
         self,
@@ -151,17 +142,44 @@ class PackedLoss:
         labels: PackedLabels,
         num_items_in_batch: Tensor | float | None = None,
     ) -> Tensor:
-        """The loss of a batch over the count of its step, or over its own if there is none."""
+        """The loss of a batch over the count of its step, or over its own if there is none.
+
+        Raises:
+            ConfigError: the collator counted examples, and the loss divides by something else.
+        """
+        self._check(labels)
         logits = outputs["logits"]
         batch = labels.batch.to(logits.device)
-        divisor = ref_logps = None
+        divisor = self.loss_fn.count(batch)
         if num_items_in_batch is not None:
             count = float(num_items_in_batch)
             divisor = StepDivisor(count, count if self.loss_fn.sft_weight else None)
+        ref_logps = None
         if self.reference is not None and self.loss_fn.reference:
-            with torch.no_grad():
-                ref_logps = packed_logps(self.reference, batch)
+            with torch.no_grad(), _policy_precision(logits.device):
+                of_reference = self.reference(**batch.model_inputs()).logits
+            ref_logps = segment_logps(batch, logits=of_reference)
         logps = segment_logps(batch, logits=logits)
         out = self.loss_fn(logps, batch, ref_logps, divisor=divisor)
-        self.metrics.add(out.metrics)
+        (self.metrics if torch.is_grad_enabled() else self.held_out).add(out.metrics)
         return out.loss
+
+    def _check(self, labels: PackedLabels) -> None:
+        loss_fn = self.loss_fn
+        of_examples = labels.batch.kind == "dpo" and loss_fn.reduction == "sum"
+        if loss_fn.only_sft:
+            of_examples = loss_fn.sft_average != "token"
+        if not of_examples and labels.loss_fn is not loss_fn:
+            must = f"the collator must count what {loss_fn!r} divides by"
+            do = f"Make it PackCollator({labels.batch.kind!r}, loss_fn=loss_fn), of the same loss"
+            raise ConfigError(sentence("PackedLoss", must, "examples or those of another loss", do))
+
+
+def _policy_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast as Accelerate has it around the forward call of a model that it prepared."""
+    accelerate: Any = sys.modules.get("accelerate.state")
+    if accelerate is None or not accelerate.is_initialized():
+        return nullcontext()
+    precision = accelerate.AcceleratorState().mixed_precision
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)

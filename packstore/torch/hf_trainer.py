@@ -1,124 +1,85 @@
-"""What it takes to train on packs with transformers' Trainer: a module and an iterable.
+"""What a trainer on top of transformers' Trainer needs for packed batches, TRL's ones included.
 
-The Trainer counts what its batches hold as ``labels`` over an optimizer step, its accumulation and
-all ranks, hands the count to the model, and undoes the averaging of gradients over the ranks. Here
-``labels`` holds one entry for each pair, so its count is the divisor of the step::
+A mixin in front of the trainer::
 
-    class PackedTrainer(Trainer):
-        def get_train_dataloader(self):
-            return TrainerBatches(loader, loss_fn)
+    class PackedTrainer(PackedTrainerMixin, Trainer):       # or TRL's DPOTrainer
+        pass
 
-    PackedTrainer(TrainerPolicy(model, loss_fn), TrainingArguments(…), train_dataset=loader).train()
+    PackedTrainer(
+        use_packed_attention(model),
+        TrainingArguments(output_dir="run"),
+        train_dataset=PackedDataset(url, rank=0, world_size=1),   # Accelerate deals it to the ranks
+        data_collator=PackCollator("dpo"),
+        packed_loss=PackedLoss(loss_fn, reference),
+    ).train()
 
-`per_device_train_batch_size` then says nothing: the loader makes the batches.
+Everything else is the trainer's: saving, resuming, evaluation, accumulation, mixed precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor, nn
+from typing import Any
 
 from packstore.errors import ConfigError, sentence
-from packstore.torch.collate import PackedBatch
-from packstore.torch.divisor import StepDivisor
-from packstore.torch.head import PackedPolicy
-from packstore.torch.loss import PreferenceLoss
-from packstore.torch.metrics import Metrics
+from packstore.torch.dataset import PackedDataset
+from packstore.torch.hf_collator import PackedLoss
 
 
-class BatchLoader(Protocol):
-    """A loader of packed batches."""
+class PackedTrainerMixin:
+    """Takes the loss from :class:`~packstore.torch.PackedLoss`, and logs its metrics.
 
-    def __iter__(self) -> Iterator[PackedBatch]: ...
-
-    def __len__(self) -> int: ...
-
-    def set_epoch(self, epoch: int) -> None:
-        """Moves to the beginning of `epoch`."""
-
-
-class TrainerBatches:
-    """The batches of a loader as inputs of :class:`TrainerPolicy`.
+    They stand beside the Trainer's own, under TRL's names (``rewards/accuracies``, ``logps/chosen``
+    …), with ``eval_`` in front in an evaluation, whose ``eval_loss`` is the mean over all pairs.
 
     Args:
-        loader: a :class:`~packstore.torch.PackedDataLoader`.
-        loss_fn: the loss, which says what counts.
+        packed_loss: the loss.
+        args, kwargs: the trainer's.
 
     Raises:
-        ConfigError: the loss divides by two different counts, and the Trainer counts one.
+        ConfigError: a dataset of packs that splits itself over the ranks, as the trainer does too.
     """
 
-    def __init__(self, loader: BatchLoader, loss_fn: PreferenceLoss) -> None:
-        check_counts(loss_fn)
-        self.loader, self.loss_fn = loader, loss_fn
+    loss_is_scaled_for_ga = True
 
-    def __len__(self) -> int:
-        return len(self.loader)
+    def __init__(self, *args: Any, packed_loss: PackedLoss, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.packed_loss = self.compute_loss_func = packed_loss
+        trainer: Any = self
+        for dataset in (trainer.train_dataset, trainer.eval_dataset):
+            _check_whole(dataset)
+        if isinstance(trainer.train_dataset, PackedDataset):
+            # Else the ranks would get the first packs again to fill up the last batch.
+            trainer.args.dataloader_drop_last = True
+        loading = trainer.accelerator.dataloader_config
+        if loading.dispatch_batches is None:  # a batch cannot be cut and sent to other ranks
+            loading.dispatch_batches = False
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in self.loader:
-            counted = torch.zeros(int(self.loss_fn.count(batch).count), dtype=torch.int64)
-            yield {"batch": batch, "labels": counted}
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own, which asks `compute_loss_func`; TRL's would take a mean per batch."""
+        from transformers import Trainer
 
-    def set_epoch(self, epoch: int) -> None:
-        """Moves to the beginning of `epoch`."""
-        self.loader.set_epoch(epoch)
+        own: Any = self
+        return Trainer.compute_loss(own, *args, **kwargs)
 
-
-class TrainerPolicy(nn.Module):
-    """A causal LM with its loss, as the Trainer calls it.
-
-    Reference log-probs are those of the batch. What the Trainer logs as `loss` is the loss of the
-    optimizer step; ``metrics.means()`` has the rest.
-
-    Args:
-        model: a Hugging Face causal LM, as :func:`use_packed_attention` left it.
-        loss_fn: the loss.
-        chunk_size: see :func:`segment_logps`.
-
-    Raises:
-        ConfigError: the loss divides by two different counts, and the Trainer counts one.
-        CompatibilityError: the head is not a plain one, see :func:`find_head`.
-    """
-
-    accepts_loss_kwargs = True
-    """By which the Trainer hands over its count, and does not divide by its accumulation."""
-
-    def __init__(
-        self, model: nn.Module, loss_fn: PreferenceLoss, *, chunk_size: int | None = None
-    ) -> None:
-        super().__init__()
-        check_counts(loss_fn)
-        self.policy = PackedPolicy(model, chunk_size=chunk_size)
-        self.loss_fn, self.metrics = loss_fn, Metrics()
-
-    def forward(
-        self,
-        batch: PackedBatch,
-        labels: Tensor | None = None,
-        num_items_in_batch: Tensor | float | None = None,
-    ) -> dict[str, Tensor]:
-        """The loss of a batch over the count of its optimizer step, or its own if there is none."""
-        logps = self.policy(batch)
-        divisor = None
-        if num_items_in_batch is not None:
-            count = float(num_items_in_batch)
-            divisor = StepDivisor(count, count if self.loss_fn.sft_weight else None)
-        out = self.loss_fn(logps, batch.to(logps.device), divisor=divisor)
-        self.metrics.add(out.metrics)
-        return {"loss": out.loss}
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds the metrics since the last call, over all ranks; a collective call."""
+        trained = [name for name in logs if name == "loss"]
+        held_out = [n for n in logs if n.endswith("_loss") and n != "train_loss"]
+        if trained:
+            own = self.packed_loss.metrics.means()
+            logs |= {name: value for name, value in own.items() if name != "loss"}
+        elif held_out:
+            prefix = held_out[0].removesuffix("loss")
+            means = self.packed_loss.held_out.means()
+            logs |= {f"{prefix}{name}": value for name, value in means.items()}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
-def check_counts(loss_fn: PreferenceLoss) -> None:
-    """Refuses a loss that divides by more than the one count that the Trainer gives.
-
-    Raises:
-        ConfigError: it does.
-    """
-    if loss_fn.sft_weight and loss_fn.sft_average == "token":
-        must = "the SFT term must be divided by the number of pairs, which is all that it counts"
-        do = "Use sft_average='sequence_mean' or 'sequence_sum', or a loop with count_step"
-        raise ConfigError(sentence("transformers' Trainer", must, "a mean over tokens", do))
+def _check_whole(dataset: Any) -> None:
+    """Refuses a dataset of packs, or one of several, that gives only this rank's share."""
+    for one in dataset.values() if isinstance(dataset, dict) else [dataset]:
+        if isinstance(one, PackedDataset) and one.world_size != 1:
+            must = "the trainer deals packs to the ranks, so the dataset must not"
+            found = f"a PackedDataset of rank {one.rank} of {one.world_size}"
+            do = "Make it with rank=0, world_size=1"
+            raise ConfigError(sentence("PackedTrainerMixin", must, found, do))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.torch.collate import PackedBatch
-from packstore.torch.divisor import StepDivisor, default_divisor
+from packstore.torch.divisor import StepDivisor, check_accumulation, default_divisor
 from packstore.torch.logprobs import segment_token_counts
 from packstore.torch.loss_output import LossOutput, detached, divide, output
 from packstore.torch.loss_variants.sft import sft
@@ -119,11 +119,13 @@ class PreferenceLoss:
                 planned, its own count.
 
         Raises:
-            ConfigError: a reference is needed and missing, a tensor has another shape, or the
-                count of the step is not known.
+            ConfigError: a reference is needed and missing, a tensor has another shape, the count
+                of the step is not known, or Accelerate accumulates by other steps.
             CompatibilityError: the batch holds single sequences and the loss compares two.
         """
         sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
+        if logps.requires_grad:
+            check_accumulation(batch, given=divisor is not None)
         count, sft_count = self._divisors(batch, divisor)
         if self.only_sft:
             term, metrics = self._likelihood(sums, batch)

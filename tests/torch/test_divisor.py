@@ -15,7 +15,7 @@ from packstore.errors import ConfigError
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, PreferenceLoss, collate
 from packstore.torch.divisor import StepDivisor, count_step
-from packstore.torch.hf_trainer import TrainerPolicy
+from packstore.torch.hf_collator import PackedLoss
 from packstore.torch.steps import StepInfo
 
 SIZES = (3, 1, 2)
@@ -76,11 +76,11 @@ def test_a_planned_step_is_known_from_one_batch(step: list[PackedBatch]) -> None
         count_step([step[0], next(planned(step, 5, index=1))], loss_of())
 
 
-def test_refusals(kit: SimpleNamespace, step: list[PackedBatch]) -> None:
+def test_refusals(step: list[PackedBatch]) -> None:
     batch = step[0]
     logps = torch.zeros(batch.num_segments)
     for divisor in (10, StepDivisor(10)):
         with pytest.raises(ConfigError, match="the SFT term"):
             loss_of(sft_weight=1.0)(logps, batch, divisor=divisor)
     with pytest.raises(ConfigError, match="which is all that it counts; found a mean over tokens"):
-        TrainerPolicy(kit.tiny_model(), loss_of(sft_weight=1.0))
+        PackedLoss(loss_of(sft_weight=1.0))

@@ -6,6 +6,8 @@ import itertools
 import os
 import runpy
 import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +16,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from packstore.errors import ConfigError
 from packstore.io.dataset import Dataset
 from packstore.testing import random_examples
-from packstore.torch import PackedDataLoader, PackedDataset
+from packstore.torch import (
+    PackedDataLoader,
+    PackedDataset,
+    PackedPolicy,
+    PreferenceLoss,
+    count_step,
+    use_packed_attention,
+)
 
 launch = runpy.run_path(str(Path(__file__).with_name("ranks.py")))["launch"]
 N = 17
@@ -35,12 +45,26 @@ def ids(batches: Any) -> list[int]:
     return [i for b in batches for i, w in zip(b.example_ids.tolist(), b.weights, strict=True) if w]
 
 
-def on_rank(task: tuple[str, str]) -> dict[str, Any]:
+def gradients_of_steps(accelerator: Any, url: str, weights: Any) -> list[Any]:
+    """Of each optimizer step, where the loader says that one ends."""
+    model = use_packed_attention(weights)
+    policy = accelerator.prepare(PackedPolicy(model))
+    found, loss_fn = [], PreferenceLoss("sft")
+    for batch in PackedDataLoader(PackedDataset(url), pairs_per_step=7, tail="pad"):
+        with nullcontext() if batch.step.last else accelerator.no_sync(policy):
+            accelerator.backward(loss_fn(policy(batch), batch).loss)
+        if batch.step.last:
+            found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+            model.zero_grad()
+    return found
+
+
+def on_rank(task: tuple[str, str, Any]) -> dict[str, Any]:
     """One of two processes under Accelerate."""
     warnings.simplefilter("ignore")
     from accelerate import Accelerator, DataLoaderConfiguration
 
-    url, folder = task
+    url, folder, _ = task
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # gloo is connected already
@@ -58,6 +82,8 @@ def on_rank(task: tuple[str, str]) -> dict[str, Any]:
     out["wrapped"] = [p.example_ids.tolist()[0] for p in accelerator.prepare(plain)]
     out["plain"] = [p.example_ids.tolist()[0] for p in DataLoader(PackedDataset(url), None)]
 
+    out["gradients"] = gradients_of_steps(accelerator, url, task[2])
+
     accelerator.register_for_checkpointing(loader)
     batches = iter(loader)
     out["before"] = ids(itertools.islice(batches, 3))
@@ -70,10 +96,10 @@ def on_rank(task: tuple[str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_accelerate(stored: Dataset, tmp_path: Path) -> None:
+def test_accelerate(kit: SimpleNamespace, stored: Dataset, tmp_path: Path) -> None:
     """`prepare` leaves our loader as it is; what Accelerate is to shard must be whole."""
     pytest.importorskip("accelerate", reason="accelerate is in the extra train")
-    task = (stored.url, str(tmp_path / "checkpoint"))
+    task = (stored.url, str(tmp_path / "checkpoint"), kit.tiny_model())
     ranks = launch(__file__, task, WORLD, tmp_path)
     assert all(rank["untouched"] for rank in ranks)
     for how in ("ours", "plain"):
@@ -81,6 +107,56 @@ def test_accelerate(stored: Dataset, tmp_path: Path) -> None:
     assert set(ranks[0]["wrapped"] + ranks[1]["wrapped"]) == set(range(N))
     for rank in ranks:
         assert rank["before"] + rank["after"] == rank["ours"]
+    model, loss_fn = use_packed_attention(kit.tiny_model()), PreferenceLoss("sft")
+    steps = list(PackedDataLoader(PackedDataset(stored), packs_per_batch=7, tail="pad"))
+    for number, whole in enumerate(steps):  # as one batch on one process
+        model.zero_grad()
+        loss_fn(PackedPolicy(model)(whole), whole).loss.backward()
+        for rank in ranks:
+            assert len(rank["gradients"]) == len(steps)
+            for name, parameter in model.named_parameters():
+                gap = (rank["gradients"][number][name] - parameter.grad).abs().max()
+                assert gap < 1e-9, (number, name)
+
+
+@pytest.fixture
+def accumulating() -> Iterator[Any]:
+    """An Accelerator that accumulates two batches; what it leaves in the process is removed."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is in the extra train")
+    yield accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerate.state.GradientState._reset_state()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerate_out_of_phase(stored: Dataset, accumulating: Any) -> None:
+    """It counts batches, and divides each loss by them: not the steps of the loader."""
+    model = torch.nn.Linear(1, 1)
+    loss_fn, seen = PreferenceLoss("sft"), []
+    for how in ({"pairs_per_step": 3}, {"accumulation": 2, "tail": "pad"}):
+        for batch in PackedDataLoader(PackedDataset(stored), **how):
+            logps = torch.zeros(batch.num_segments, requires_grad=True)
+            with pytest.raises(ConfigError, match=r"Accelerate: optimizer steps .* must be those"):
+                loss_fn(logps, batch)
+            with torch.no_grad():
+                loss_fn(logps.detach(), batch)  # an evaluation
+            with accumulating.accumulate(model):
+                divisor = count_step([batch], loss_fn).averaged(2)
+                try:
+                    loss_fn(logps, batch, divisor=divisor)
+                    seen.append(True)
+                except ConfigError:
+                    seen.append(False)
+    assert len(set(seen)) == 2  # in phase here and there, by chance
+
+
+def test_accelerate_in_phase(stored: Dataset, accumulating: Any) -> None:
+    """Who gives the divisor may accumulate, as long as the steps are the loader's."""
+    loss_fn = PreferenceLoss("sft")
+    for batch in PackedDataLoader(PackedDataset(stored), accumulation=2):
+        logps = torch.zeros(batch.num_segments, requires_grad=True)
+        with accumulating.accumulate(torch.nn.Linear(1, 1)):
+            assert accumulating.sync_gradients == batch.step.last
+            loss_fn(logps, batch, divisor=count_step([batch], loss_fn).averaged(2))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -29,7 +29,7 @@ from packstore.torch import use_packed_attention as prepare
 from packstore.torch.divisor import count_step
 from packstore.torch.head import PackedPolicy
 from packstore.torch.hf_collator import PackCollator, PackedLoss
-from packstore.torch.hf_trainer import TrainerBatches, TrainerPolicy
+from packstore.torch.hf_trainer import PackedTrainerMixin
 from packstore.torch.metrics import Metrics, all_reduce_sums
 
 PACKS = (3, 1, 2, 1, 1, 2, 1, 1)  # pairs of each: uneven over ranks, accumulation and steps
@@ -64,6 +64,15 @@ def whole_step(model: Any, loss_fn: PreferenceLoss, count: int) -> tuple[float, 
     out = loss_fn(PackedPolicy(model)(batch), batch, REFERENCE[: 2 * len(pairs)])
     out.loss.backward()
     return float(out.loss.detach()), take_gradients(model)
+
+
+def logged_by(model: Any, loss_fn: PreferenceLoss, count: int) -> dict[str, float]:
+    """Means of the metrics of the first `count` packs, under TRL's names."""
+    metrics = Metrics()
+    for batch in batches()[:count]:
+        with torch.no_grad():
+            metrics.add(loss_fn(PackedPolicy(model)(batch), batch).metrics)
+    return {n: v for n, v in metrics.means().items() if n.startswith(("rewards/", "logps/"))}
 
 
 def take_gradients(model: Any) -> dict[str, Tensor]:
@@ -120,31 +129,6 @@ def under_accelerate(model: Any, loss_fn: PreferenceLoss) -> dict[str, Any]:
     return {"gradients": take_gradients(model), "synced": accelerator.sync_gradients}
 
 
-class Loader(list[PackedBatch]):
-    """The batches of a rank as a loader gives them."""
-
-    def set_epoch(self, epoch: int) -> None:
-        pass
-
-
-def under_trainer(model: Any, loss_fn: PreferenceLoss, folder: str) -> dict[str, Any]:
-    """The gradient as what one step of plain descent at rate 1 takes away, and the logged loss."""
-    from transformers import Trainer
-
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    accumulation = STEP_PACKS // world
-
-    class PackedTrainer(Trainer):
-        def get_train_dataloader(self) -> Any:
-            loader = Loader(batches(rank, world)[:accumulation])
-            return TrainerBatches(loader, loss_fn)
-
-    policy = TrainerPolicy(model, loss_fn)
-    trainer = PackedTrainer(policy, one_step(folder, accumulation), train_dataset=batches())
-    return {**descended(trainer, model), "metrics": policy.metrics.means()}
-
-
 class Dealt(IterableDataset[Packs]):
     """All packs, as a dataset that knows no ranks: Accelerate deals them."""
 
@@ -157,25 +141,28 @@ class Dealt(IterableDataset[Packs]):
 
 
 def under_collator(model: Any, loss_fn: PreferenceLoss, folder: str) -> dict[str, Any]:
-    """The same with our collator and loss function, and the Trainer's own loader."""
+    """The gradient as what one step of plain descent at rate 1 takes away, and what is logged."""
     from transformers import Trainer
 
+    class PackedTrainer(PackedTrainerMixin, Trainer):
+        pass
+
     seen: list[int] = []
+    world = dist.get_world_size() if dist.is_initialized() else 1
 
     def collator(packs: Any) -> Any:
         inputs = PackCollator("dpo")(packs)
         seen.extend(inputs["labels"].batch.example_ids.tolist())
         return inputs
 
-    compute = PackedLoss(loss_fn)
-    trainer = Trainer(
+    trainer = PackedTrainer(
         model,
-        one_step(folder, STEP_PACKS // dist.get_world_size()),
+        one_step(folder, STEP_PACKS // world),
         train_dataset=Dealt(),
         data_collator=collator,
-        compute_loss_func=compute,
+        packed_loss=PackedLoss(loss_fn),
     )
-    return {**descended(trainer, model), "metrics": compute.metrics.means(), "seen": seen}
+    return {**descended(trainer, model), "seen": seen}
 
 
 def one_step(folder: str, accumulation: int) -> Any:
@@ -196,20 +183,17 @@ def one_step(folder: str, accumulation: int) -> Any:
         report_to=[],
         disable_tqdm=True,
         per_device_train_batch_size=1,
-        remove_unused_columns=False,
-        dataloader_drop_last=True,
         dataloader_pin_memory=False,
-        accelerator_config={"dispatch_batches": False},
     )
 
 
 def descended(trainer: Any, model: Any) -> dict[str, Any]:
-    """What training takes away, and the losses that it logs."""
+    """What training takes away, and what it logs of its step."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainer.train()
     found = {name: before[name] - p.detach() for name, p in model.named_parameters()}
-    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"gradients": found, "loss": logged}
+    (logged,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {"gradients": found, "logged": logged}
 
 
 def vocabulary_shares(task: dict[str, Tensor], batch: PackedBatch) -> dict[str, Any]:
@@ -247,9 +231,6 @@ def on_rank(task: dict[str, Any]) -> dict[str, Any]:
     }
     if task["accelerate"]:
         found["accelerate"] = under_accelerate(prepare(task["model"]), with_sft)
-        found["trainer"] = under_trainer(
-            prepare(deepcopy(task["model"])), loss_of(), task["folder"]
-        )
         found["collator"] = under_collator(prepare(task["model"]), loss_of(), task["folder"])
     return found
 
@@ -314,22 +295,15 @@ def test_two_processes_under_accelerate(kit: SimpleNamespace, ranks: list[dict[s
 
 
 def test_two_processes_under_the_trainer(kit: SimpleNamespace, ranks: list[dict[str, Any]]) -> None:
+    """Each rank gets its own packs, none twice, though Accelerate dispatches by default."""
     pytest.importorskip("accelerate", reason="the Trainer needs it")
-    loss, expected = whole_step(prepare(kit.tiny_model()), loss_of(), STEP_PACKS)
-    for found in ranks:
-        assert_equal(found["trainer"]["gradients"], expected)
-        assert found["trainer"]["metrics"]["loss"] == pytest.approx(loss, abs=1e-6)
-    assert ranks[0]["trainer"]["loss"] == [pytest.approx(loss, abs=1e-4)]
-
-
-def test_two_processes_with_the_collator(kit: SimpleNamespace, ranks: list[dict[str, Any]]) -> None:
-    """dispatch_batches=False: each rank gets its own packs, none twice."""
-    pytest.importorskip("accelerate", reason="the Trainer needs it")
-    loss, expected = whole_step(prepare(kit.tiny_model()), loss_of(), STEP_PACKS)
+    model = prepare(kit.tiny_model())
+    loss, expected = whole_step(model, loss_of(), STEP_PACKS)
     for found in ranks:
         assert_equal(found["collator"]["gradients"], expected)
-        assert found["collator"]["metrics"]["loss"] == pytest.approx(loss, abs=1e-6)
-    assert ranks[0]["collator"]["loss"] == [pytest.approx(loss, abs=1e-4)]
+        assert found["collator"]["logged"]["loss"] == pytest.approx(loss, abs=1e-4)
+        for name, value in logged_by(model, loss_of(), STEP_PACKS).items():
+            assert found["collator"]["logged"][name] == pytest.approx(value, abs=1e-6), name
     first = [found["collator"]["seen"] for found in ranks]
     pairs = sum(PACKS[:STEP_PACKS])
     assert not set(first[0]) & set(first[1])
@@ -341,9 +315,9 @@ def test_one_process_under_the_trainer(kit: SimpleNamespace, tmp_path: Path) -> 
     loss_fn = loss_of(sft_weight=0.3, sft_average="sequence_mean")
     model = prepare(kit.tiny_model())
     loss, expected = whole_step(model, loss_fn, STEP_PACKS)
-    found = under_trainer(model, loss_fn, str(tmp_path))
+    found = under_collator(model, loss_fn, str(tmp_path))
     assert_equal(found["gradients"], expected)
-    assert found["loss"] == [pytest.approx(loss, abs=1e-4)]
+    assert found["logged"]["loss"] == pytest.approx(loss, abs=1e-4)
 
 
 def test_a_split_vocabulary(vocabulary: dict[str, Tensor], ranks: list[dict[str, Any]]) -> None:

@@ -15,11 +15,9 @@ from torch.nn.functional import logsigmoid
 
 from packstore.config import PackConfig
 from packstore.torch import (
-    InputBatches,
     PackCollator,
-    PackedDataLoader,
-    PackedDataset,
     PackedLoss,
+    PackedTrainerMixin,
     PreferenceLoss,
     use_packed_attention,
 )
@@ -99,19 +97,13 @@ def trainer_of(
     folder: Path,
     tokenizer: Any,
     rows: Any,
-    loader: Any,
     **sizes: int,
 ) -> Any:
-    """TRL's trainer with our collator and loss; with a loader, with its batches."""
+    """TRL's trainer with our collator and loss."""
     from datasets import Dataset
-    from transformers import Trainer
 
-    class PackedDPOTrainer(trl.DPOTrainer):  # type: ignore[misc, name-defined]
-        loss_is_scaled_for_ga = True
-        compute_loss = Trainer.compute_loss  # TRL's own takes a mean per batch
-
-        def get_train_dataloader(self) -> Any:
-            return super().get_train_dataloader() if loader is None else InputBatches(loader)
+    class PackedDPOTrainer(PackedTrainerMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
+        pass
 
     model = use_packed_attention(kit.tiny_model())
     reference = use_packed_attention(copy.deepcopy(model)).requires_grad_(False)
@@ -132,16 +124,15 @@ def trainer_of(
         train_sampling_strategy="sequential",
         **sizes,
     )
-    trainer = PackedDPOTrainer(
+    return PackedDPOTrainer(
         model,
         ref_model=reference,
         args=arguments,
         train_dataset=Dataset.from_list(rows),
         data_collator=PackCollator("dpo", PackConfig(layout="shared_prefix")),
         processing_class=tokenizer,
+        packed_loss=PackedLoss(PreferenceLoss("dpo", beta=BETA), reference),
     )
-    trainer.compute_loss_func = PackedLoss(PreferenceLoss("dpo", beta=BETA), reference)
-    return trainer
 
 
 def logged(trainer: Any) -> list[float]:
@@ -158,29 +149,55 @@ def test_its_records_through_our_collator(
 ) -> None:
     """A micro-batch of 3 records is one packed row; two of them are a step."""
     sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
-    trainer = trainer_of(trl, kit, tmp_path, tokenizer, rows, None, **sizes)
+    trainer = trainer_of(trl, kit, tmp_path, tokenizer, rows, **sizes)
     expected = plain_losses(kit, list(groups(list(trainer.train_dataset))))
     assert logged(trainer) == pytest.approx(expected, abs=1e-4)
     assert max(expected) - min(expected) > 0.05
 
 
-def test_packed_batches_in_its_loop(
+def test_its_own_defaults(
     trl: Any, kit: SimpleNamespace, tmp_path: Path, tokenizer: Any, rows: Any
 ) -> None:
-    """Steps of two batches of packs with different numbers of pairs."""
-    records = list(trainer_of(trl, kit, tmp_path, tokenizer, rows, None).train_dataset)
-    data = PackedDataset(
-        records, repack=PackConfig(pack_size=62, strategy="first_fit_decreasing"), shuffle=False
+    """bf16 and gradient checkpointing are on; metrics are TRL's, also in evaluation."""
+    from datasets import Dataset
+
+    class PackedDPOTrainer(PackedTrainerMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
+        pass
+
+    model = use_packed_attention(kit.tiny_model(dtype=torch.float32))
+    reference = copy.deepcopy(model).requires_grad_(False)
+    arguments = trl.DPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,  # a machine without a GPU
+        max_steps=3,
+        logging_steps=1,
+        report_to=[],
+        eval_strategy="steps",
+        eval_steps=3,
+        save_steps=3,
+        metric_for_best_model="eval_rewards/accuracies",
     )
-    loader = PackedDataLoader(data, accumulation=2)
-    batches = list(loader)
-    numbers = [b.num_examples for b in batches]
-    assert len(batches) >= 2 * STEPS
-    assert len(set(numbers)) > 1
-    steps = [
-        [records[i] for b in batches[2 * s : 2 * s + 2] for i in b.example_ids.tolist()]
-        for s in range(STEPS)
-    ]
-    trainer = trainer_of(trl, kit, tmp_path, tokenizer, rows, loader, gradient_accumulation_steps=2)
-    found = logged(trainer)
-    assert found == pytest.approx(plain_losses(kit, steps), abs=1e-4)
+    assert arguments.bf16
+    assert arguments.gradient_checkpointing
+    trainer = PackedDPOTrainer(
+        model,
+        ref_model=reference,
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows[:5]),
+        data_collator=PackCollator("dpo"),
+        processing_class=tokenizer,
+        packed_loss=PackedLoss(PreferenceLoss("dpo", beta=BETA), reference),
+    )
+    trainer.train()
+    trained = [entry for entry in trainer.state.log_history if "loss" in entry]
+    (held_out,) = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert trained[0]["loss"] == pytest.approx(0.6931472, abs=1e-6)
+    assert trained[0]["rewards/margins"] == 0  # policy and reference take one route
+    assert trained[1]["rewards/margins"] != 0
+    names = [f"rewards/{n}" for n in ("chosen", "rejected", "margins", "accuracies")]
+    names += ["logps/chosen", "logps/rejected"]
+    for entry in trained:
+        assert set(names) <= entry.keys()
+    assert {f"eval_{name}" for name in names} <= held_out.keys()
+    assert trainer.state.best_metric == held_out["eval_rewards/accuracies"]

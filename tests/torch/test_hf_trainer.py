@@ -1,0 +1,166 @@
+"""transformers' Trainer on packs, with its own defaults: trains, evaluates, saves and resumes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from packstore.errors import ConfigError
+from packstore.io.dataset import Dataset
+from packstore.testing import random_examples
+from packstore.torch import (
+    Metrics,
+    PackCollator,
+    PackedDataLoader,
+    PackedDataset,
+    PackedLoss,
+    PackedPolicy,
+    PackedTrainerMixin,
+    PreferenceLoss,
+    use_packed_attention,
+)
+
+SIZES = (3, 1, 2, 1, 1, 2, 1, 2)
+STEPS = 4
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    pytest.importorskip("accelerate", reason="the Trainer needs it")
+    return pytest.importorskip("transformers", reason="its Trainer")
+
+
+def stored(kit: SimpleNamespace, folder: Path, kind: str = "dpo") -> Dataset:
+    examples = random_examples(sum(SIZES), seed=4, kind=kind)
+    packs = kit.packed(examples, list(SIZES), "shared_prefix")
+    data: Dataset = kit.write(str(folder / kind), packs, kind, "shared_prefix")
+    return data
+
+
+def whole(data: Dataset) -> PackedDataset:
+    return PackedDataset(data, rank=0, world_size=1, shuffle=False)
+
+
+def trainer_of(
+    transformers: Any, model: Any, data: Dataset, loss: PackedLoss, folder: Path, **arguments: Any
+) -> Any:
+    class PackedTrainer(PackedTrainerMixin, transformers.Trainer):  # type: ignore[misc, name-defined]
+        pass
+
+    defaults = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "max_steps": STEPS}
+    return PackedTrainer(
+        model,
+        transformers.TrainingArguments(
+            output_dir=str(folder), logging_steps=1, **(defaults | arguments)
+        ),
+        train_dataset=whole(data),
+        eval_dataset=whole(data),
+        data_collator=PackCollator(data.manifest.kind, loss_fn=loss.loss_fn),
+        packed_loss=loss,
+    )
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_its_defaults(
+    transformers: Any, kit: SimpleNamespace, tmp_path: Path, precision: str
+) -> None:
+    """Whole: metrics in training and evaluation, the best model, its files, and resuming."""
+    data = stored(kit, tmp_path)
+    how = {
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_rewards/margins",
+        "bf16": precision == "bf16",
+        "gradient_checkpointing": True,
+    }
+    logs, best = [], []
+    for resume in (None, str(tmp_path / "run" / "checkpoint-2")):
+        model = use_packed_attention(kit.tiny_model(dtype=torch.float32))
+        reference = copy.deepcopy(model).requires_grad_(False)
+        loss = PackedLoss(PreferenceLoss("dpo", beta=0.3), reference)
+        trainer = trainer_of(transformers, model, data, loss, tmp_path / "run", **how)
+        trainer.train(resume_from_checkpoint=resume)
+        logs.append(trainer.state.log_history)
+        best.append(trainer.state.best_metric)
+    trained = [entry for entry in logs[0] if "loss" in entry]
+    assert trained[0]["loss"] == pytest.approx(0.6931472, abs=1e-6)
+    for name in ("chosen", "rejected", "margins"):  # one route: exactly equal before the first step
+        assert trained[0][f"rewards/{name}"] == 0
+    held_out = [entry for entry in logs[0] if "eval_loss" in entry]
+    assert [entry["step"] for entry in held_out] == [*range(1, STEPS + 1)]
+    assert best[0] == max(entry["eval_rewards/margins"] for entry in held_out) == best[1]
+    ours = {"loss", "rewards/chosen", "rewards/accuracies", "logps/chosen", "logps/rejected"}
+    assert all(ours <= entry.keys() for entry in trained)
+    assert all({f"eval_{name}" for name in ours} <= entry.keys() for entry in held_out)
+    for before, after in zip(logs[0], logs[1], strict=True):
+        for name in ours & before.keys():
+            assert after[name] == pytest.approx(before[name], abs=1e-5), name
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4")
+    assert {*again.state_dict()} == {*model.state_dict()}
+    if precision == "float32":
+        exact = Metrics()
+        last = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "run" / "checkpoint-4", dtype=torch.float32
+        )
+        policies = [PackedPolicy(use_packed_attention(m)) for m in (last, reference)]
+        with torch.no_grad():
+            for batch in PackedDataLoader(whole(data), mode="eval"):
+                logps, ref_logps = (policy(batch) for policy in policies)
+                exact.add(loss.loss_fn(logps, batch, ref_logps).metrics)
+        for name, value in exact.means().items():  # over pairs, though batches hold 8 packs
+            assert held_out[-1][f"eval_{name}"] == pytest.approx(value, abs=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("sft", {}), ("sft", {"sft_average": "sequence_mean"}), ("ranked", {"pairs": "all"})],
+)
+def test_it_divides_by_what_the_loss_counts(
+    transformers: Any, kit: SimpleNamespace, tmp_path: Path, kind: str, settings: Any
+) -> None:
+    """Tokens of `sft`, pairs of ranked responses: the logged loss is that of the whole step."""
+    data = stored(kit, tmp_path, kind)
+    name = "sft" if kind == "sft" else "simpo"
+    loss_fn = PreferenceLoss(name, **settings)
+    model = use_packed_attention(kit.tiny_model())
+    with torch.no_grad():
+        loader = PackedDataLoader(whole(data), packs_per_batch=len(SIZES))
+        (batch,) = loader
+        expected = float(loss_fn(PackedPolicy(model)(batch), batch).loss)
+    how = {"max_steps": 1, "per_device_train_batch_size": 1, "save_strategy": "no"}
+    how |= {"gradient_accumulation_steps": len(SIZES)}
+    trainer = trainer_of(transformers, model, data, PackedLoss(loss_fn), tmp_path / "run", **how)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_refusals(transformers: Any, kit: SimpleNamespace, tmp_path: Path) -> None:
+    data = stored(kit, tmp_path, "ranked")
+    model = use_packed_attention(kit.tiny_model())
+    loss = PackedLoss(PreferenceLoss("simpo"))
+    trainer = trainer_of(transformers, model, data, loss, tmp_path / "run")
+    trainer.data_collator = PackCollator("ranked")
+    with pytest.raises(ConfigError, match=r"Make it PackCollator\('ranked', loss_fn=loss_fn\)"):
+        trainer.train()
+
+    class PackedTrainer(PackedTrainerMixin, transformers.Trainer):  # type: ignore[misc, name-defined]
+        pass
+
+    with pytest.raises(ConfigError, match=r"rank 1 of 2\. Make it with rank=0, world_size=1"):
+        PackedTrainer(
+            model,
+            transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True),
+            train_dataset=PackedDataset(data, rank=1, world_size=2),
+            packed_loss=loss,
+        )
