@@ -191,7 +191,7 @@ def _commit(
     tally = Tally()
     for partition in made:
         tally.add(partition.tally)
-    check_input(tally, config)
+    check_input(tally, config, jobs[0])
     names = Selection(config, config.seed).parts
     kept = {name: sum(p.written[i].examples for p in made) for i, name in enumerate(names)}
     check_parts(kept, config)

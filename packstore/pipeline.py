@@ -127,7 +127,7 @@ def _pack_parts(
     with contextlib.ExitStack() as stack:
         spills = {part: stack.enter_context(Spill(config.spill_dir)) for part in select.parts}
         tally = _read(intake, select, spills, config, report)
-        check_input(tally, config)
+        check_input(tally, config, jobs[0])
         kept = {part: spill.num_examples for part, spill in spills.items()}
         check_parts(kept, config)
         for (part, spill), job in zip(spills.items(), jobs, strict=True):

@@ -52,15 +52,17 @@ class Progress(Protocol):
         """`done` of `total` (None: unknown) `unit` of `stage` are finished."""
 
 
-def check_input(tally: Tally, config: PackConfig) -> None:
+def check_input(tally: Tally, config: PackConfig, job: WriteJob) -> None:
     """Refuses an input that is not what the settings say, and logs the fields that were not used.
+
+    The settings of a dataset that is extended were right for its first records, and stay.
 
     Raises:
         ConfigError: no record has a field that is mapped.
         DropRateError: nothing, or too little, is left.
     """
     check_drops(tally, config)
-    for name, written in absent_fields(tally, config):
+    for name, written in absent_fields(tally, config) if job.extends is None else ():
         must = "a record must have the field that is mapped"
         do = "Correct its name, or map nothing"
         found = f"none of {tally.read:,}"

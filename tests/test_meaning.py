@@ -166,3 +166,17 @@ def test_doctor_names_them(tokenizer: Tokenizer) -> None:
     )
     feedback = [{"prompt": "p", "completion": " a", "label": bool(i)} for i in range(2)]
     assert checks(feedback)["unpaired_feedback"] == ("problem", 1)
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_what_is_appended_may_lack_a_mapped_field(
+    do_pack: Pack, tokenizer: Tokenizer, tmp_path: Path, partitions: int
+) -> None:
+    """The mapping is that of the dataset, where it was right, and append cannot change it."""
+    fields = {"chosen_reward": "score_chosen", "rejected_reward": "score_rejected"}
+    first = do_pack(SCORED, fields=fields, partitions=partitions)
+    source = tmp_path / "more.jsonl"
+    source.write_text("".join(json.dumps(r) + "\n" for r in PAIRS))
+    both = packstore.append(first.url, source, tokenizer)
+    assert both.manifest.records.fields_used["prompt"] == 40
+    assert both.manifest.records.fields_used["score_chosen"] == 20
