@@ -32,6 +32,7 @@ MEANING: dict[str, str] = {
     "unknown_tokens": "text that the vocabulary cannot spell",
     "generation_prompt_always": "the chat template writes the generation prompt even where it is "
     "not asked for; behind the last turn it is stored, and not supervised",
+    "empty_thinking": "a turn begins with an empty thinking block, which is not supervised",
     "arguments_quoted": "arguments of tool calls that are JSON text, quoted by the chat template; "
     "tool_arguments=object parses them first",
     "reasoning_unrendered": "thoughts of a supervised turn that the chat template leaves out",

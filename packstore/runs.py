@@ -26,13 +26,16 @@ _DECIDING_TOKENIZER = (
     "eos_id",
     "adds_bos",
     "chat_template_sha256",
+    "tool_use_template_sha256",
     "chat_template_date",
 )
 _DECIDING_SETTINGS = (
     "fields",
     "append_eos",
     "add_bos",
+    "template_variables",
     "thinking",
+    "tool_arguments",
     "special_tokens",
     "invalid_unicode",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -52,7 +53,12 @@ def key_values(items: list[str], flag: str) -> dict[str, str]:
 
 
 class _KeyValue(argparse.Action):
-    """Collects KEY=VALUE items into a dict."""
+    """Collects KEY=VALUE items into a dict, all values as text."""
+
+    @staticmethod
+    def read(text: str) -> Any:
+        """The value of an item."""
+        return text
 
     def __call__(
         self,
@@ -63,10 +69,23 @@ class _KeyValue(argparse.Action):
     ) -> None:
         pairs = dict(getattr(namespace, self.dest, None) or {})
         try:
-            pairs.update(key_values([values], option_string or ""))
+            found = key_values([values], option_string or "")
+            pairs.update({key: self.read(value) for key, value in found.items()})
         except ConfigError as error:
             parser.error(str(error))
         setattr(namespace, self.dest, pairs)
+
+
+class _KeyJson(_KeyValue):
+    """Collects KEY=VALUE items into a dict, values as JSON; what is none is text."""
+
+    @staticmethod
+    def read(text: str) -> Any:
+        """The value of an item."""
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
 
 
 def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
@@ -82,7 +101,8 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     if origin is tuple:
         return {**common, "action": "append", "metavar": "NAME"}
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return {**common, "action": _KeyValue, "metavar": "KEY=VALUE"}
+        action = _KeyJson if field.metadata.get("json") else _KeyValue
+        return {**common, "action": action, "metavar": "KEY=VALUE"}
     base = options[0] if options else hint
     if base is bool:
         return {**common, "action": argparse.BooleanOptionalAction}

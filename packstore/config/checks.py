@@ -104,6 +104,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping) and all(
             isinstance(k, str) and _fits(v, args[1]) for k, v in value.items()
         )
+    if hint is Any:
+        return True
     if hint is float:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number and math.isfinite(value)
@@ -122,9 +124,37 @@ def _spell(hint: Any) -> str:
         return "a list of strings"
     if origin is not None:
         return f"a mapping from string to {_spell(typing.get_args(hint)[1])}"
-    return {type(None): "None", int: "a whole number", float: "a number", str: "a string"}.get(
-        hint, getattr(hint, "__name__", str(hint))
-    )
+    return {
+        Any: "a JSON value",
+        type(None): "None",
+        int: "a whole number",
+        float: "a number",
+        str: "a string",
+    }.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables of chat templates that come from the records."""
+
+
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Checks the variables that chat templates get.
+
+    Raises:
+        ConfigError: a name that is taken, or a value that JSON cannot hold.
+    """
+    for name, value in variables.items():
+        if name in RESERVED_VARIABLES:
+            raise ConfigError(
+                f"setting template_variables must leave {name} out: it comes from the records."
+            )
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"setting template_variables must hold JSON values; found {quote(value)} as "
+                f"{name} ({error})."
+            ) from error
 
 
 def unknown(name: str, known: set[str], lister: str) -> str:

@@ -16,6 +16,7 @@ FIELD_NAMES = (
     "rejected_labels",
     "response_labels",
     "tools",
+    "chat_template_kwargs",
     "system",
     "input_ids",
     "labels",

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from packstore.config.checks import setting, unknown, validate
+from packstore.config.checks import check_variables, setting, unknown, validate
 from packstore.config.fields import FIELD_NAMES
 from packstore.errors import ConfigError, UnknownNameError, spelled
 
@@ -60,6 +60,13 @@ class TokenizeConfig(SizeConfig):
     chat_template: str | None = setting(
         None, "for chat messages: a Jinja file or text, or chatml, plain; default: the tokenizer's"
     )
+    template_variables: Mapping[str, Any] = setting(
+        dict,
+        "variables of the chat template, values as JSON, e.g. enable_thinking=false (repeatable); "
+        "chat_template_kwargs of a record goes before",
+        flag="template_variable",
+        json=True,
+    )
     append_eos: bool | None = setting(
         None, "end each response with EOS; default: for plain text, not where a template ends turns"
     )
@@ -71,6 +78,9 @@ class TokenizeConfig(SizeConfig):
     )
     thinking: Literal["template", "strip"] = setting(
         "template", "reasoning of assistant turns: as the template renders it, or removed first"
+    )
+    empty_thinking: Literal["unsupervised", "supervised"] = setting(
+        "unsupervised", "an empty <think> block at the beginning of an assistant turn"
     )
     tool_arguments: Literal["record", "object"] = setting(
         "record", "arguments of tool calls that are JSON text: as the record has them, or parsed"
@@ -116,6 +126,7 @@ class TokenizeConfig(SizeConfig):
 
     def __post_init__(self) -> None:
         validate(self)
+        check_variables(self.template_variables)
         for name in self.fields:
             if name not in FIELD_NAMES:
                 raise UnknownNameError(

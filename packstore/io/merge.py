@@ -24,7 +24,13 @@ MAX_SOURCES = 1 << (63 - SOURCE_SHIFT)
 """Ids have 63 bits, and the lower ones count the records of a source."""
 
 _SHAPE = ("kind", "layout", "pack_size", "file_format", "features", "carry", "pad_to_multiple")
-_TOKENIZER = ("bos_id", "eos_id", "chat_template_sha256", "chat_template_date")
+_TOKENIZER = (
+    "bos_id",
+    "eos_id",
+    "chat_template_sha256",
+    "tool_use_template_sha256",
+    "chat_template_date",
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from packstore.tokenizer.shapes import Parsed
 from packstore.tokenizer.shown import is_plain, left_out, quotes_arguments, shows_tools
 from packstore.tokenizer.template import ChatTemplate, Message, Tools
 from packstore.tokenizer.tokenizer import Tokenizer
-from packstore.tokenizer.turns import render_turns
+from packstore.tokenizer.turns import after_empty_thinking, render_turns
 
 
 def draft_messages(
@@ -23,7 +23,8 @@ def draft_messages(
         Refused: the template refuses the record, or no turn is supervised.
         TokenizerError: there is no chat template.
     """
-    template = tokenizer.template
+    variables = {**config.template_variables, **(parsed.variables or {})}
+    template = tokenizer.template_for(parsed.tools, variables)
     if template is None:
         raise TokenizerError(
             sentence(
@@ -55,6 +56,11 @@ def draft_messages(
                 detail = f"{refused.detail}; tool_arguments=object parses arguments that are text"
                 raise Refused(refused.reason, detail) from None
             raise
+        if config.empty_thinking == "unsupervised":
+            bare = [after_empty_thinking(text, span) for span in spans]
+            if bare != spans:
+                spans = bare
+                events.append("empty_thinking")
         tools = None if drafts else parsed.tools  # one side tells whether tools are shown
         events += _remarks(template, messages, len(prompt), tools, text, config)
         if written and text.endswith(written):

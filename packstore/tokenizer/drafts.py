@@ -122,7 +122,7 @@ def _handle_specials(
     parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig
 ) -> tuple[Parsed, str, list[str]]:
     """Applies the policy to control strings that stand in the record itself."""
-    value: list[Any] = [parsed.prompt, parsed.responses, parsed.tools]
+    value: list[Any] = [parsed.prompt, parsed.responses, parsed.tools, parsed.variables]
     try:
         if isinstance(parsed.prompt, str):
             written = "\n".join([parsed.prompt, *value[1]])
@@ -142,14 +142,15 @@ def _handle_specials(
         raise Refused("special_tokens", f"the text holds {found[0]!r}")
     if policy == "control" or isinstance(parsed.prompt, str):
         return parsed, "", [f"special_tokens_{policy}"]
-    source = tokenizer.template.source if tokenizer.template else ""
+    template = tokenizer.template_for(parsed.tools, {})
+    source = template.source if template else ""
     [guard] = free_characters(written + source, 1)
 
     def protect(text: str) -> str:
         return tokenizer.controls.sub(lambda match: guard.join(match[0]), text)
 
-    prompt, responses, tools = map_strings(value, protect)
-    parsed = replace(parsed, prompt=prompt, responses=responses, tools=tools)
+    prompt, responses, tools, own = map_strings(value, protect)
+    parsed = replace(parsed, prompt=prompt, responses=responses, tools=tools, variables=own)
     return parsed, guard, ["special_tokens_literal"]
 
 
@@ -158,7 +159,7 @@ def _harmless(parsed: Parsed, hint: str) -> bool:
 
     The brackets of what could stand around them as JSON are not those of a control string.
     """
-    if parsed.tools or not hint.startswith("<"):
+    if parsed.tools or parsed.variables or not hint.startswith("<"):
         return False
     for message in itertools.chain(parsed.prompt, *parsed.responses):
         for value in message.values():

@@ -19,6 +19,8 @@ def record_keys(parsed: Parsed) -> tuple[int, int]:
     there is none either, all of the record counts as prompt.
     """
     whole = [parsed.prompt, *parsed.responses, parsed.tools]
+    if parsed.variables:
+        whole.append(parsed.variables)
     prompt: Any = parsed.prompt
     if len(prompt) == 0 and isinstance(prompt, list):
         prompt = _before_answer(parsed.responses[0])

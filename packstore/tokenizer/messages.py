@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from packstore.config.checks import RESERVED_VARIABLES
 from packstore.errors import quote
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.template import Message, Tools
@@ -77,6 +78,20 @@ def normalize_messages(value: object) -> list[Message]:
     return found
 
 
+def parsed_json(messages: object) -> object:
+    """Messages that are written as JSON text, as columns of text hold them.
+
+    Raises:
+        Refused: ``wrong_type``.
+    """
+    if isinstance(messages, str) and messages.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(messages)
+        except (ValueError, RecursionError) as error:
+            raise Refused("wrong_type", f"messages must be a list: {error}") from None
+    return messages
+
+
 def normalize_tools(value: object) -> Tools:
     """Tool descriptions, given as a list or as its JSON text; None where there are none.
 
@@ -90,6 +105,27 @@ def normalize_tools(value: object) -> Tools:
     if not isinstance(value, list):
         raise Refused("wrong_type", f"tools must be a list, found {quote(value)}")
     return value
+
+
+def normalize_variables(value: object) -> dict[str, Any] | None:
+    """Variables of the chat template, given as an object or as its JSON text; None without.
+
+    Null counts as absent: tables put it where other records have a variable.
+
+    Raises:
+        Refused: ``wrong_type``.
+    """
+    if isinstance(value, str):
+        value = _json(value, "chat_template_kwargs") if value.strip() else None
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        must = "chat_template_kwargs must be an object"
+        raise Refused("wrong_type", f"{must}, found {quote(value)}")
+    for name in value:
+        if not isinstance(name, str) or name in RESERVED_VARIABLES:
+            raise Refused("wrong_type", f"chat_template_kwargs must not hold {quote(name)}")
+    return _without_nulls(value) or None
 
 
 def strip_thinking(text: str) -> str:

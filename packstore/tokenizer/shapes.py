@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,12 @@ from packstore.records import Bool, Int32
 from packstore.tokenizer.fields import Fields, number
 from packstore.tokenizer.ids import as_ids, supervised_ids
 from packstore.tokenizer.implicit import is_hh, split_messages, split_texts
-from packstore.tokenizer.messages import normalize_messages, normalize_tools
+from packstore.tokenizer.messages import (
+    normalize_messages,
+    normalize_tools,
+    normalize_variables,
+    parsed_json,
+)
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.template import Message, Tools
 
@@ -35,6 +39,7 @@ class Parsed:
         responses: K of the same.
         rewards: one per response.
         tools: descriptions for the chat template.
+        variables: variables of the chat template that the record has of its own.
         supervised: of responses that are ids, which of them are; None: all.
         fields: the names, as the record has them, of the fields that this was made of.
         scored: whether the record gives the rewards.
@@ -45,6 +50,7 @@ class Parsed:
     responses: list[str] | list[list[Message]] | list[Int32]
     rewards: list[float]
     tools: Tools = None
+    variables: dict[str, Any] | None = None
     supervised: list[Bool] | None = None
     fields: Collection[str] = PLAIN_FIELDS
     scored: bool = False
@@ -158,19 +164,16 @@ def _parse_sft(fields: Fields) -> Parsed:
         if (response := fields.get("response")) is None:
             raise fields.missing("messages")
         return _assemble(fields, fields.need("prompt"), [response], [1.0])
-    dialogue = _with_system(fields, normalize_messages(_parsed_json(messages)))
+    dialogue = _with_system(fields, normalize_messages(parsed_json(messages)))
     tools = normalize_tools(fields.get("tools"))
-    return Parsed(prompt=[], responses=[dialogue], rewards=[1.0], tools=tools, fields=fields.used)
-
-
-def _parsed_json(messages: object) -> object:
-    """Messages that are written as JSON text, as columns of text hold them."""
-    if isinstance(messages, str) and messages.lstrip()[:1] in ("[", "{"):
-        try:
-            return json.loads(messages)
-        except (ValueError, RecursionError) as error:
-            raise Refused("wrong_type", f"messages must be a list: {error}") from None
-    return messages
+    return Parsed(
+        prompt=[],
+        responses=[dialogue],
+        rewards=[1.0],
+        tools=tools,
+        variables=normalize_variables(fields.get("chat_template_kwargs")),
+        fields=fields.used,
+    )
 
 
 def _with_system(fields: Fields, messages: list[Message]) -> list[Message]:
@@ -197,7 +200,7 @@ def _assemble(
 ) -> Parsed:
     sides = [s for s in (prompt, *responses) if s is not None]
     tools: Tools = None
-    supervised = None
+    variables = supervised = None
     if all(_holds(s, int) for s in sides):
         if prompt is None:
             raise fields.missing("prompt")
@@ -214,11 +217,13 @@ def _assemble(
         prompt, responses = _as_dialogue(prompt, responses)
         prompt = _with_system(fields, prompt)
         tools = normalize_tools(fields.get("tools"))
+        variables = normalize_variables(fields.get("chat_template_kwargs"))
     return Parsed(
         prompt=prompt,
         responses=responses,
         rewards=rewards,
         tools=tools,
+        variables=variables,
         supervised=supervised,
         fields=fields.used,
     )

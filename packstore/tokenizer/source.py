@@ -90,7 +90,8 @@ def load_tokenizer(
             like are read too: they name EOS, BOS and the template.
         engine: a name in :data:`packstore.tokenizer.engines.ENGINES`; ``auto``: by the file.
         chat_template: ``chatml`` or ``plain``, a Jinja file, Jinja text, or the name of one of the
-            tokenizer's own templates; None: the tokenizer's default one.
+            tokenizer's own templates; None: the tokenizer's default one, and for records with tools
+            its ``tool_use``, if it has that.
 
     Raises:
         TokenizerError: nothing there, or it does not load.
@@ -121,12 +122,16 @@ def load_tokenizer(
         engine_name=found.engine,
         payload=found.payload,
         chat_template=_choose_template(chat_template, found.templates),
+        tool_template=found.templates.get("tool_use") if chat_template is None else None,
         files=found.hashes,
         **_roles(loaded, found.settings),
     )
     loaded.register(tokenizer.marks)
     tokenizer = tokenizer.with_engine(found.engine, loaded)
-    _ = tokenizer.template  # a syntax error shows here, not in a worker
+    _ = (
+        tokenizer.template,
+        tokenizer.tool_use_template,
+    )  # a syntax error shows here, not in a worker
     if found.engine != "tokenizers" or engine == "tokenizers":
         return tokenizer
     if engine == "auto":
@@ -203,6 +208,8 @@ def _add_templates(found: _Found, folder: Path) -> None:
     text = found.read(folder / "chat_template.jinja")
     if text is not None:
         found.templates["default"] = text
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found.templates[path.stem] = found.read(path) or ""
 
 
 def _choose_template(wanted: str | None, own: Mapping[str, str]) -> str | None:

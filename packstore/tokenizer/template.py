@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -49,7 +49,12 @@ class _Generation(Extension):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template and the token strings that it may use (``bos_token``, ...).
+    """A chat template, the token strings that it may use (``bos_token``, ...), and variables.
+
+    Attributes:
+        source: Jinja text.
+        tokens: name -> string of a token, None where the tokenizer has none.
+        variables: JSON values that the template asks for by name, such as ``enable_thinking``.
 
     Raises:
         TokenizerError: on construction, if the template has a syntax error or is too long; on
@@ -58,6 +63,7 @@ class ChatTemplate:
 
     source: str
     tokens: Mapping[str, str | None]
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _ = self._compiled
@@ -123,6 +129,13 @@ class ChatTemplate:
                     grade += 1 + ("probe_of_call" in text.partition(talk[2]["content"])[0])
         return grade
 
+    def with_variables(self, variables: Mapping[str, Any]) -> Self:
+        """The same template with these variables; it is not compiled again."""
+        other = object.__new__(type(self))
+        own = {"source": self.source, "tokens": self.tokens, "_compiled": self._compiled}
+        other.__dict__.update(own, variables=dict(variables))
+        return other
+
     def render(
         self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False
     ) -> str:
@@ -160,12 +173,11 @@ class ChatTemplate:
         compiled: Template | None = None,
         **variables: Any,
     ) -> str:
-        tokens = {name: token for name, token in self.tokens.items() if token is not None}
-        context = {"messages": list(messages), "tools": tools, "documents": None}
+        context = {**self._context, "messages": list(messages), "tools": tools, **variables}
         parts, size = [], 0
         CURRENT.account = Account()
         try:
-            for part in (compiled or self._compiled).generate(**tokens, **context, **variables):
+            for part in (compiled or self._compiled).generate(context):
                 parts.append(part)
                 size += len(part)
                 if size > MAX_RENDERED:
@@ -175,6 +187,12 @@ class ChatTemplate:
         except Exception as error:  # foreign code on foreign data: anything can be raised
             raise Refused("template_refused", f"{type(error).__name__}: {error}") from error
         return "".join(parts)
+
+    @cached_property
+    def _context(self) -> dict[str, Any]:
+        """Variables of every rendering; a given one hides a token of its name."""
+        tokens = {name: token for name, token in self.tokens.items() if token is not None}
+        return {**tokens, **self.variables, "documents": None}
 
     @cached_property
     def _compiled(self) -> Template:
@@ -193,7 +211,7 @@ class ChatTemplate:
             raise TokenizerError(sentence(where, "it must be valid Jinja", str(error))) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"source": self.source, "tokens": self.tokens}
+        return {"source": self.source, "tokens": self.tokens, "variables": self.variables}
 
 
 def _raise_exception(message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,10 @@ import numpy as np
 from packstore.identity import PROBES, probe_sha256, vocabulary_sha256
 from packstore.tokenizer.control import control_pattern
 from packstore.tokenizer.engines import ENGINES, Engine
-from packstore.tokenizer.template import TEMPLATE_DATE, ChatTemplate
+from packstore.tokenizer.template import TEMPLATE_DATE, ChatTemplate, Tools
+
+VARIED_TEMPLATES = 64
+"""Chat templates with variables of their own that are kept for the next record that wants them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,7 @@ class Tokenizer:
         unk_token: string of the unknown token, if known.
         adds_bos: whether the tokenizer begins plain text with BOS.
         chat_template: text of the chat template, if there is one.
+        tool_template: text of the one for records with tools, where that is another one.
         files: sha256 of each further file that was read, by name.
     """
 
@@ -46,6 +51,7 @@ class Tokenizer:
     unk_token: str | None = None
     adds_bos: bool = False
     chat_template: str | None = field(default=None, repr=False)
+    tool_template: str | None = field(default=None, repr=False)
     files: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -125,6 +131,40 @@ class Tokenizer:
         return ChatTemplate(self.chat_template, self._token_strings())
 
     @cached_property
+    def tool_use_template(self) -> ChatTemplate | None:
+        """The compiled chat template for records with tools, where that is another one.
+
+        Raises:
+            TokenizerError: it has a syntax error.
+        """
+        if self.tool_template is None:
+            return None
+        return ChatTemplate(self.tool_template, self._token_strings())
+
+    def template_for(self, tools: Tools, variables: Mapping[str, Any]) -> ChatTemplate | None:
+        """The chat template for a record with these tools and variables, as transformers chooses.
+
+        Raises:
+            TokenizerError: the template has a syntax error.
+        """
+        template = self.tool_use_template if tools else None
+        template = template or self.template
+        if template is None or not variables:
+            return template
+        key = template.source, json.dumps(variables, sort_keys=True)
+        found = self._varied.get(key)
+        if found is None:
+            if len(self._varied) >= VARIED_TEMPLATES:
+                self._varied.clear()
+            found = self._varied[key] = template.with_variables(variables)
+        return found
+
+    @cached_property
+    def _varied(self) -> dict[tuple[str, str], ChatTemplate]:
+        """Templates with variables that were used already."""
+        return {}
+
+    @cached_property
     def separable(self) -> frozenset[str]:
         """Control strings around which text may be cut and encoded piecewise, with equal ids.
 
@@ -169,7 +209,7 @@ class Tokenizer:
 
     def provenance(self) -> dict[str, Any]:
         """What the manifest records of the tokenizer and its chat template, as JSON values."""
-        template = self.chat_template
+        template, for_tools = self.chat_template, self.tool_template
         return {
             "name": self.name,
             "sha256": self.sha256,
@@ -187,6 +227,9 @@ class Tokenizer:
             "adds_bos": self.adds_bos,
             "chat_template": template,
             "chat_template_sha256": template and hashlib.sha256(template.encode()).hexdigest(),
+            "tool_use_template": for_tools,
+            "tool_use_template_sha256": for_tools
+            and hashlib.sha256(for_tools.encode()).hexdigest(),
             "chat_template_date": TEMPLATE_DATE,
         }
 
@@ -202,5 +245,5 @@ class Tokenizer:
         return None if token is None else self.engine.token_to_id(token)
 
     def __getstate__(self) -> dict[str, Any]:
-        rebuilt = {"engine", "template", "controls", "control_hint"}
+        rebuilt = {"engine", "template", "tool_use_template", "_varied", "controls", "control_hint"}
         return {name: value for name, value in self.__dict__.items() if name not in rebuilt}

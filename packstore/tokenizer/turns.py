@@ -12,6 +12,8 @@ from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.sandbox import as_json
 from packstore.tokenizer.template import ChatTemplate, Message, Span, Tools
 
+_EMPTY_THINKING = re.compile(r"(<think>)?\n*</think>\n{0,2}")
+
 
 def render_turns(
     template: ChatTemplate,
@@ -55,6 +57,18 @@ def render_turns(
     if not spans:
         raise Refused("unsupervised", "the template marks no words of the assistant")
     return text, spans[-1:] if last_only else spans
+
+
+def after_empty_thinking(text: str, span: Span) -> Span:
+    """The span without a thinking block at its beginning in which nothing is thought.
+
+    Templates put it before answers without thoughts; its opening tag may stand in the prompt.
+    """
+    start, end = span
+    found = _EMPTY_THINKING.match(text, start, end)
+    if found and (found[1] or text[:start].rstrip("\n").endswith("<think>")):
+        return found.end(), end
+    return span
 
 
 class _Finder:

@@ -23,15 +23,15 @@ THOUGHT = "<think>\nhm\n</think>\n\nyes"
 
 
 def test_thinking_of_qwen(tokenizer, run, byte_level):
-    """The template puts an empty block before an answer; what was thought stays or goes."""
+    """What was thought stays or goes; the empty block that the template writes is not learned."""
     record = {"prompt": [USER], "chosen": THOUGHT, "rejected": "no"}
     texts, _ = run(tokenizer("qwen3"), record)
     assert [said for _, said in texts] == [
         THOUGHT + "<|im_end|>\n",
-        "<think>\n\n</think>\n\nno<|im_end|>\n",
+        "no<|im_end|>\n",
     ]
     texts, _ = run(tokenizer("qwen3"), record, thinking="strip")
-    assert texts[0][1] == "<think>\n\n</think>\n\nyes<|im_end|>\n"
+    assert texts[0][1] == "yes<|im_end|>\n"
     texts, _ = run(byte_level(), {**record, "prompt": "p"}, thinking="strip")
     assert texts[0] == ("pyes</s>", "yes</s>")
 
