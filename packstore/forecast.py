@@ -1,8 +1,8 @@
 """What packing would give, from a sample of the records: nothing is written.
 
 The sample is tokenized once; each combination of pack size, layout and strategy is then planned
-from lengths alone. Counts are those of all records: of a sample they are scaled by records, and
-their error is estimated from how much neighbouring places of the sample differ.
+from lengths alone. Counts are those of all records: of a sample they are estimated as ratios to
+records, and their error from how much neighbouring places of the sample differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STRATEGIES = ("pool", "best_fit_decreasing")
 LAYOUTS = ("concat", "shared_prefix")
 
 SAMPLE = 20_000
-"""Records that are looked at by default: shares of fill are then known to about 0.1 %."""
+"""Records that are looked at by default, at most: fill is then known to about 0.1 %."""
 
 ENOUGH_FILL = 0.99
 ENOUGH_RECORDS = 0.999
@@ -69,7 +69,7 @@ class Options:
         pack_sizes, layouts, strategies: every combination of these. None: what the settings
             `pack_size`, `layout` and `strategy` say; where they are not given, `PACK_SIZES`,
             `LAYOUTS` and `STRATEGIES`.
-        sample: records that are looked at.
+        sample: records that are looked at, at most.
         records: records in all, if they are more than the input has: counts are scaled to them.
         training: how an epoch is cut into steps.
     """
@@ -148,24 +148,27 @@ def forecast(
     )
     report = None if progress is None else lambda n: progress("read", n, None, "records")
     sample = intake.sample(options.sample, base.seed, report)
-    layouts = {"concat", *tried[1]}
-    measured = Measured(intake, layouts, base.pad_to_multiple)
+    total = max(sample.records, options.records or sample.total or 0)
+    measure = functools.partial(Measured, multiple=base.pad_to_multiple, sample=sample, total=total)
+    measured = measure(intake, {"concat", *tried[1]})
     if not measured.tally.kept:
         raise InputError("no record of the sample could be used: run `packstore doctor` on it.")
-    scale = max(1.0, (options.records or sample.total or 0) / sample.records)
-    choose = functools.partial(
-        choice_of, training=options.training, scale=scale, known=sample.total is not None
-    )
-    if base.overlong.startswith("truncate") and isinstance(intake, RecordIntake):
-        cut = _cut(intake, base.pad_to_multiple)
-        choices = [choose(cut(one.pack_size, one.layout), one) for one in combinations]
-    else:
-        choices = [choose(measured, one) for one in combinations]
+
+    @functools.cache
+    def cut(pack_size: int, layout: str) -> Measured:
+        """Sizes of the examples as they are cut for packs of a size and layout."""
+        if not (base.overlong.startswith("truncate") and isinstance(intake, RecordIntake)):
+            return measured
+        return measure(intake.sized(pack_size, layout), {"concat", layout})
+
+    choices = [
+        choice_of(cut(one.pack_size, one.layout), one, options.training) for one in combinations
+    ]
     return Forecast(
         kind=intake.kind,
         tally=measured.tally,
         sample=sample,
-        scale=scale,
+        scale=total / sample.records,
         choices=tuple(choices),
         recommended=_recommended(choices),
         example_tokens={layout: measured.tokens[layout] for layout in ("concat", *tried[1])},
@@ -190,16 +193,6 @@ def _limitless(config: PackConfig) -> PackConfig:
     if config.overlong.startswith("truncate"):
         return config
     return replace(config, pack_size=MAX_PACK_SIZE, max_length=None, overlong="drop")
-
-
-def _cut(intake: RecordIntake, multiple: int) -> Callable[[int, str], Measured]:
-    """Sizes of the examples once they are cut for a pack size and a layout."""
-
-    @functools.cache
-    def measured(pack_size: int, layout: str) -> Measured:
-        return Measured(intake.sized(pack_size, layout), {"concat", layout}, multiple)
-
-    return measured
 
 
 def _recommended(choices: Sequence[Choice]) -> Choice | None:

@@ -62,12 +62,12 @@ class Intake(Protocol):
     def sample(
         self, records: int, seed: int, report: Callable[[int], None] | None = None
     ) -> Sampling:
-        """Leaves about `records` of them, from all over; iterating then gives those each time.
+        """Leaves at most `records` of them, from all over; iterating then gives those each time.
 
         An iterable that may have no end keeps its first ones instead.
 
         Args:
-            records: how many are wanted; all stay if there are no more.
+            records: how many are wanted at most; all stay if there are no more.
             seed: decides which.
             report: told how many records were read so far.
         """

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from packstore.config import PackConfig
 from packstore.intake import Intake
+from packstore.io.sampling import Sampling
 from packstore.pack.layout import sizes
 from packstore.pack.plan import Plan, plan
 from packstore.pack.statistics import sums
@@ -83,6 +84,13 @@ class Choice:
 class Measured:
     """Sizes of the examples of a sample.
 
+    Args:
+        intake: gives the sample, place by place.
+        layouts: whose sizes are wanted.
+        multiple: what sequences are padded to.
+        sample: how it was taken.
+        total: records that figures are estimated for.
+
     Attributes:
         tally: what became of the records, those apart that are too long.
         read: int64 `[B]`, records read of each place of the sample.
@@ -94,8 +102,10 @@ class Measured:
         sequence_tokens: int32 `[S]`.
     """
 
-    def __init__(self, intake: Intake, layouts: set[str], multiple: int) -> None:
-        self.tally = Tally()
+    def __init__(
+        self, intake: Intake, layouts: set[str], multiple: int, sample: Sampling, total: int
+    ) -> None:
+        self.tally, self.sample, self.total = Tally(), sample, total
         read: list[int] = []
         overlong: list[int] = []
         place: list[Int64] = []
@@ -126,55 +136,69 @@ class Measured:
         """float64 `[B]`: sums of values `[E]`."""
         return np.asarray(np.bincount(self.place, values, len(self.read)), np.float64)
 
-    def error(self, values: npt.NDArray[Any], scale: float) -> float:
-        """Two standard errors of the sum of `values` `[B]`, as an estimate of `scale` times it."""
-        return 2 * scale * standard_error(values, self.read, 1 / scale)
+    def estimate(self, values: npt.NDArray[Any]) -> tuple[float, float]:
+        """The sum over all records of what has these sums `[B]` in the places of the sample.
+
+        Returns:
+            The sum, as a ratio to records, and two standard errors of it.
+        """
+        weights = np.full(len(self.read), float(self.sample.run))
+        weights[-1] = self.sample.last_run
+        weights /= weights @ self.read / self.total
+        known = self.read.sum() / self.total
+        return float(weights @ values), 2 * standard_error(values, self.read, weights, known)
 
 
-def standard_error(values: npt.NDArray[Any], records: npt.NDArray[Any], known: float) -> float:
-    """Standard error of the sum of `values` of an even sample, as an estimate by records.
+def standard_error(
+    values: npt.NDArray[Any],
+    records: npt.NDArray[Any],
+    weights: npt.NDArray[Any],
+    known: float,
+) -> float:
+    """Standard error of the weighted sum of `values`, as a ratio to records.
 
-    By successive differences of neighbouring places: that the places are spread evenly makes it
-    smaller. Source: Wolter, "Introduction to Variance Estimation", chapter 8, estimator v2.
+    From the differences of neighbouring places, as one place was drawn from each run of neighbours.
+    Source: Wolter, "Introduction to Variance Estimation", chapter 8, successive differences.
 
     Args:
-        values: `[B]`, of the places of the sample, in the order of the input.
-        records: `[B]`, of each place.
+        values, records, weights: `[B]`, of the places of the sample, in the order of the input.
         known: share of the input that is in the sample, 0..1.
     """
+    if known >= 1:
+        return 0.0
     if len(values) < 2:
-        return 0.0 if known >= 1 else float(np.sum(values))
-    off = values - values.sum() / records.sum() * records
+        return float(weights @ values)
+    off = weights * (values - (weights @ values) / (weights @ records) * records)
     variance = np.sum(np.diff(off) ** 2) / (2 * (len(off) - 1))
-    return float(np.sqrt(max(1 - known, 0) * len(off) * variance))
+    return float(np.sqrt((1 - known) * len(off) * variance))
 
 
-def choice_of(
-    measured: Measured, config: PackConfig, training: Training, scale: float, known: bool
-) -> Choice:
+def choice_of(measured: Measured, config: PackConfig, training: Training) -> Choice:
     """Plans one combination.
 
     Args:
         measured: the sample.
         config: all settings.
         training: how an epoch is cut into steps.
-        scale: records in all, over those of the sample.
-        known: whether the sample is from all over the input, so that its error can be told.
     """
     layout = config.layout
     tokens, padded = measured.tokens[layout], measured.padded[layout]
     fits: Bool = (padded <= config.pack_size) & (measured.longest <= config.sequence_limit)
     found = plan(padded[fits], config=config)
     found = replace(found, tokens=int(tokens[fits].sum()))
-    overlong = measured.by_place(~fits) + measured.overlong
-    packs_error, overlong_error = None, None
-    if known:
-        stored = measured.error(measured.by_place(tokens * fits), scale)
+    examples, _ = measured.estimate(measured.by_place(fits))
+    overlong, overlong_error = measured.estimate(measured.by_place(~fits) + measured.overlong)
+    stored, stored_error = measured.estimate(measured.by_place(tokens * fits))
+    packs = round(stored / max(found.tokens, 1) * found.num_packs)
+    scale = measured.total / measured.sample.records
+    errors: tuple[int | None, int | None] = (None, None)
+    if measured.sample.total is not None:
         # The plan of all records need not have the gap that the plan of a few has.
         gap = max(found.gap, 1) * (scale - 1)
-        packs_error = round(stored / max(found.tokens, 1) * found.num_packs + gap)
-        overlong_error = round(max(measured.error(overlong, scale), UNSEEN * (scale - 1)))
-    packs = round(found.num_packs * scale)
+        errors = (
+            round(stored_error / max(found.tokens, 1) * found.num_packs + gap),
+            round(max(overlong_error, UNSEEN * (scale - 1))),
+        )
     per_pack = found.examples_per_pack[1]
     return Choice(
         pack_size=found.pack_size,
@@ -182,10 +206,10 @@ def choice_of(
         strategy=found.strategy,
         chosen=found.chosen,
         packs=packs,
-        examples=round(found.num_examples * scale),
-        overlong=round(overlong.sum() * scale),
-        packs_error=packs_error,
-        overlong_error=overlong_error,
+        examples=round(examples),
+        overlong=round(overlong),
+        packs_error=errors[0],
+        overlong_error=errors[1],
         fill_rate=found.fill_rate,
         fill_but_emptiest=_fill_but_emptiest(found, tokens[fits]),
         aligned_fill_rate=found.aligned_fill_rate,

@@ -58,7 +58,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         tried.add_argument(many, one, action="append", metavar=metavar, help=f"default: {text}")
     tried.add_argument(
         "--sample", type=int, metavar="N",
-        help="records to look at, from all over the input; default: 20000",
+        help="records to look at, at most, from all over the input; default: 20000",
     )  # fmt: skip
     tried.add_argument(
         "--seed", type=int, metavar="N", default=argparse.SUPPRESS,

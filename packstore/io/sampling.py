@@ -6,23 +6,30 @@ are kept, and only they are tokenized.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
 
-import numpy as np
-
-from packstore.io.inputs import Block
 from packstore.records import Int64
 from packstore.seeds import derive
 
 SAMPLE_BLOCK_BYTES = 1 << 16
 """Bytes of a block of a sample, about: small, so that a sample has many places."""
 
-_WHOLE = 1 << 32
-_STEP = 0x9E3779B9
-"""2^32 over the golden ratio: its multiples modulo 2^32 are spread evenly over any range, so the
-blocks whose multiple is below some bound are spread evenly over the input."""
+
+class _Counted(Protocol):
+    @property
+    def records(self) -> int: ...
+
+
+B = TypeVar("B", bound=_Counted)
+
+
+class RowGroup(NamedTuple):
+    """A row group of a dataset: its number, and the examples in it."""
+
+    number: int
+    records: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +40,16 @@ class Sampling:
         records: in the sample.
         total: in the whole input; None: not known, as only its beginning was read.
         places: blocks or row groups of the sample; its records are neighbours inside of each.
+        run: each place was drawn from so many neighbours.
+        last_run: those that the last place was drawn from.
         seed: what decided the places.
     """
 
     records: int
     total: int | None
     places: int
+    run: int
+    last_run: int
     seed: int
 
     @property
@@ -47,63 +58,90 @@ class Sampling:
         return self.records == self.total
 
 
-def sample_blocks(
-    blocks: Iterable[Block],
-    records: int,
-    seed: int,
-    report: Callable[[int], None] | None = None,
-) -> tuple[list[Block], Sampling]:
-    """The fewest blocks that hold `records`, spread evenly over the input, in input order.
+class _Drawn(NamedTuple):
+    """A block that was drawn from a run of neighbours, the first of which has this number."""
 
-    Every block has the same chance. Memory holds the sample alone.
+    first: int
+    run: int
+    block: _Counted
+
+
+def sample_blocks(
+    blocks: Iterable[B], records: int, seed: int, report: Callable[[int], None] | None = None
+) -> tuple[list[B], Sampling]:
+    """One block of every run of neighbours, in input order: `records` at most, or one block.
+
+    Runs are as short as that allows, powers of two but for the last. Each block of a run has the
+    same chance. Memory holds the sample alone.
 
     Args:
         blocks: all blocks of the input.
-        records: how many are wanted; there may be fewer, and a few more.
-        seed: decides where the sample begins.
+        records: how many are wanted at most; at least a third of them come, if there are as many,
+            and blocks hold about as many records each.
+        seed: decides which block of a run is taken.
         report: told how many records were read so far.
     """
-    start = derive(seed, "sample") % _WHOLE
-    kept: list[tuple[int, int, Block]] = []  # a heap: the largest place comes first
+    run = 1
+    kept: list[_Drawn] = []  # of complete runs, and at the end of ever shorter ones
     held = total = 0
     for number, block in enumerate(blocks):
         total += block.records
         if report:
             report(total)
-        place = -((start + number * _STEP) % _WHOLE)
-        if held >= records and place < kept[0][0]:
-            continue
-        heapq.heappush(kept, (place, number, block))
-        held += block.records
-        while held - kept[0][2].records >= records:
-            held -= heapq.heappop(kept)[2].records
-    chosen = [block for _, _, block in sorted(kept, key=lambda entry: entry[1])]
-    return chosen, Sampling(records=held, total=total, places=len(chosen), seed=seed)
+        held += _append(kept, _Drawn(number, 1, block), run, seed)
+        while held > records and run <= number:  # a longer run has nothing to draw from
+            run *= 2
+            before, kept = kept, []
+            held = sum(_append(kept, drawn, run, seed) for drawn in before)
+    while len(kept) > 1 and kept[-2].run < run:  # the rest is the last run
+        kept[-2:] = [_draw(kept[-2], kept[-1], seed)]
+    chosen: list[B] = [drawn.block for drawn in kept]  # type: ignore[misc]
+    return chosen, Sampling(
+        records=sum(block.records for block in chosen),
+        total=total,
+        places=len(chosen),
+        run=run,
+        last_run=kept[-1].run if kept else run,
+        seed=seed,
+    )
 
 
-def head_blocks(blocks: Iterable[Block], records: int, seed: int) -> tuple[list[Block], Sampling]:
+def _append(kept: list[_Drawn], drawn: _Drawn, run: int, seed: int) -> int:
+    """Appends one, draws from the last two as long as their runs are equal and shorter than `run`.
+
+    Returns:
+        Records that are held more than before.
+    """
+    more = drawn.block.records
+    kept.append(drawn)
+    while len(kept) > 1 and kept[-2].run == kept[-1].run < run:
+        more -= kept[-2].block.records + kept[-1].block.records
+        kept[-2:] = [_draw(kept[-2], kept[-1], seed)]
+        more += kept[-1].block.records
+    return more
+
+
+def _draw(a: _Drawn, b: _Drawn, seed: int) -> _Drawn:
+    """One of two, with chances as large as their runs."""
+    run = a.run + b.run
+    first = derive(seed, "sample", a.first, run) % run < a.run
+    return _Drawn(a.first, run, a.block if first else b.block)
+
+
+def head_blocks(blocks: Iterable[B], records: int, seed: int) -> tuple[list[B], Sampling]:
     """The first blocks, of an input that may have no end; its total is known if it ended."""
-    kept: list[Block] = []
+    kept: list[B] = []
     held = 0
     stream = iter(blocks)
     while held < records and (block := next(stream, None)):
         kept.append(block)
         held += block.records
     total = held if held < records or next(stream, None) is None else None
-    return kept, Sampling(records=held, total=total, places=len(kept), seed=seed)
+    return kept, Sampling(records=held, total=total, places=len(kept), run=1, last_run=1, seed=seed)
 
 
-def sample_groups(examples: Int64, records: int, seed: int) -> tuple[Sequence[int], Sampling]:
-    """The fewest row groups that hold `records`, chosen as blocks are; in order.
-
-    Args:
-        examples: of each row group.
-        records: how many are wanted.
-        seed: decides where the sample begins.
-    """
-    start = derive(seed, "sample") % _WHOLE
-    order = np.argsort((start + np.arange(len(examples), dtype=np.uint64) * _STEP) % _WHOLE)
-    enough = int(np.searchsorted(np.cumsum(examples[order]), records)) + 1
-    chosen = np.sort(order[:enough])
-    held, total = int(examples[chosen].sum()), int(examples.sum())
-    return chosen.tolist(), Sampling(records=held, total=total, places=len(chosen), seed=seed)
+def sample_groups(examples: Int64, records: int, seed: int) -> tuple[list[int], Sampling]:
+    """Numbers of row groups, chosen as blocks are; `examples` are those of each."""
+    groups = (RowGroup(number, n) for number, n in enumerate(examples.tolist()))
+    chosen, sampling = sample_blocks(groups, records, seed)
+    return [group.number for group in chosen], sampling
