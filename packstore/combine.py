@@ -21,9 +21,9 @@ from packstore.io.commit import FOLDER
 from packstore.io.dataset import Dataset, find_dataset
 from packstore.io.dataset import open as open_dataset
 from packstore.io.faults import guarded
-from packstore.io.job import DATA, WriteJob, writing
+from packstore.io.job import DATA, AppendedBefore, WriteJob, writing
 from packstore.io.manifest import Manifest, commit_manifest
-from packstore.io.merge import Part, check_parts, merge
+from packstore.io.merge import Part, check_parts, merge, origins
 from packstore.io.named import named_paths
 from packstore.io.pack_index import PackIndexWriter
 from packstore.io.shard import ShardInfo
@@ -31,6 +31,7 @@ from packstore.io.staging import Staging
 from packstore.io.storage import Location
 from packstore.io.upkeep import copy_file, together
 from packstore.pipeline import Progress, pack_into
+from packstore.runs import without_paths
 from packstore.version import VERSION
 
 log = logging.getLogger("packstore")
@@ -71,7 +72,9 @@ def append(
     Raises:
         CompatibilityError: another tokenizer, template or kind.
         ConfigError: a setting that the dataset decides; a dataset that is not the newest version.
-        DatasetExistsError: these very records were appended before.
+        DatasetExistsError: these very records are in it. Where they are what was appended last,
+            the dataset is returned as it is, so that a call may be repeated after it has ended
+            well.
         PackstoreError: as :func:`packstore.pack`; the dataset is then as it was before.
     """
     base = dataset if isinstance(dataset, Dataset) else open_dataset(dataset, storage_options)
@@ -86,7 +89,11 @@ def append(
         job.extends = base
         if tokenizer is None and not packed:
             tokenizer = _tokenizer_of(base)
-        pack_into(job, more, tokenizer, config, progress)
+        try:
+            pack_into(job, more, tokenizer, config, progress)
+        except AppendedBefore:
+            log.info("%s: already there, same input and settings", base.url)
+            return base
     grown = open_dataset(base.location.url, base.location.storage_options)
     added = grown.manifest.records.packed - base.manifest.records.packed
     log.info("appended %s records: version %d of %s", f"{added:,}", grown.version, grown.url)
@@ -120,8 +127,13 @@ def concat(
     if isinstance(datasets, str | Dataset):
         raise ConfigError("concat takes a list of datasets; found one.")
     parts = [d if isinstance(d, Dataset) else open_dataset(d, storage_options) for d in datasets]
-    check_parts([Part(d.url, d.manifest) for d in parts])
+    told = [Part(d.url, d.manifest) for d in parts]
+    check_parts(told)
     location = Location(out, storage_options or {})
+    there = None if overwrite else _concatenated_before(location, told)
+    if there is not None:
+        log.info("%s: already there, of the same datasets", there.url)
+        return there
     about = {"parts": [d.manifest.fingerprint for d in parts], "out": location.display}
     libraries = {"packstore": VERSION, "pyarrow": version("pyarrow")}
     run = fingerprint(about["parts"])[:12]
@@ -138,6 +150,16 @@ def concat(
             raise
         job.done()
     return open_dataset(out, storage_options)
+
+
+def _concatenated_before(location: Location, parts: Sequence[Part]) -> Dataset | None:
+    """The dataset at `location` if it is that of `parts`, one after another."""
+    there = find_dataset(location.url, location.storage_options)
+    if there is None:
+        return None
+    now = [origin for part in parts for origin in origins(part)]
+    before = there.manifest.provenance.get("combined_from")
+    return there if without_paths(before) == without_paths(now) else None
 
 
 def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> PackConfig:

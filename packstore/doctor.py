@@ -17,7 +17,7 @@ import numpy as np
 from packstore.config import MEANINGFUL, PackConfig
 from packstore.errors import ConfigError
 from packstore.intake import RecordIntake, open_intake
-from packstore.io.formats import FORMATS
+from packstore.io.record_places import place_of
 from packstore.lint import TextLint
 from packstore.records import SOURCE_SHIFT, Bool, Examples, Sample, Tally
 from packstore.runs import absent_fields
@@ -101,7 +101,9 @@ def diagnose(
     for check, example_ids in lint.found.items():
         tally.noted[check] = len(example_ids)
         for i in example_ids[: Tally.SAMPLES_PER_REASON]:
-            tally.samples.append(Sample(check, _where(intake, i), ""))
+            source, ordinal = divmod(i, 1 << SOURCE_SHIFT)
+            where = place_of(intake.paths[source], ordinal)
+            tally.samples.append(Sample(check, where, ""))
     findings = [*_absent(tally, config), *_findings(tally)]
     return Diagnosis(intake.kind, tally.read, tuple(findings))
 
@@ -109,16 +111,6 @@ def diagnose(
 def _absent(tally: Tally, config: PackConfig) -> Iterator[Finding]:
     for name, written in absent_fields(tally, config):
         yield Finding(f"mapped_field_absent: {name}={written}", "problem", tally.read, ())
-
-
-def _where(intake: RecordIntake, example_id: int) -> str:
-    """Place of a record, as :meth:`packstore.records.Rows.where` spells it."""
-    source, ordinal = divmod(example_id, 1 << SOURCE_SHIFT)
-    path = intake.provenance()["sources"][source]["path"]
-    unit = "row" if path == "<table>" else "item"
-    if intake.inputs:
-        unit = FORMATS.load(intake.inputs[source].format).unit
-    return f"{path}, {unit} {ordinal + 1}"
 
 
 def _counting(config: PackConfig) -> PackConfig:

@@ -155,10 +155,20 @@ class RecordIntake:
         other._config = replace(self._config, pack_size=pack_size, layout=layout)
         return other
 
+    def read_through(self) -> None:
+        """Reads what was not read yet, so that its sources are known; nothing is tokenized."""
+        for _ in self._blocks:
+            pass
+
     @property
     def inputs(self) -> tuple[Input, ...]:
         """The files that are read; none where the records are in memory."""
         return self._reader.inputs
+
+    @property
+    def paths(self) -> dict[int, str]:
+        """Ordinal of each input -> its path, as the manifest names it."""
+        return self._reader.paths
 
     def tokenize(self) -> Tokenize:
         """What turns a block into a part, here or in a worker."""

@@ -138,7 +138,8 @@ class PackPartition:
             return made
         # As they are before they are read: what changes meanwhile is then seen to be another.
         versions = {str(s.input.ordinal): object_version(s.input.location, "") for s in slices}
-        select = Selection(self._config, self._config.seed, repeated)
+        paths = {s.input.ordinal: s.input.path for s in slices}
+        select = Selection(self._config, self._config.seed, repeated, paths)
         tally, sources = Tally(), dict[int, dict[str, Any]]()
         spills = [Spill(self._config.spill_dir) for _ in select.parts]
         try:

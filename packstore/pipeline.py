@@ -18,7 +18,8 @@ from typing import Any
 from packstore.config import PackConfig, fingerprint
 from packstore.engines import ENGINES
 from packstore.errors import ConfigError
-from packstore.intake import Intake, open_intake
+from packstore.finished import finished_before
+from packstore.intake import Intake, RecordIntake, open_intake
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
 from packstore.io.job import WriteJob, writing
@@ -81,21 +82,32 @@ def pack(
         `validation_fraction` it is that in ``OUT/train``; the other is in ``OUT/validation``.
 
     Raises:
+        DatasetExistsError: a dataset of other input or settings is at `out`, and `overwrite` is
+            False. One of the same input and settings is returned as it is, so that a call may be
+            repeated after it has ended well.
         PackstoreError: see :mod:`packstore.errors`; `out` is then as it was before.
     """
     config = PackConfig.of(config, **settings)
     STRATEGIES.check(config.strategy)
     ENGINES.check(config.engine)
     options = dict(storage_options or {})
-    places = [Location(out, options)]
+    places: dict[str | None, Location] = {None: Location(out, options)}
     if len(parts := Selection(config, config.seed).parts) > 1:
-        places = [places[0].join(part) for part in parts]
+        places = {part: places[None].join(part) for part in parts}
+    there: dict[str | None, Dataset] = {}
+    if not config.overwrite:
+        opening = partial(open_intake, source, tokenizer, config, options)
+        there = finished_before(places, opening, config)
+    if there and len(there) == len(places):
+        log.info("%s: already there, same input and settings", Location(out, options).display)
+        return next(iter(there.values()))
     with contextlib.ExitStack() as stack:
         jobs = [
-            stack.enter_context(writing(place, config.overwrite, config.fresh)) for place in places
+            stack.enter_context(writing(place, config.overwrite or part in there, config.fresh))
+            for part, place in places.items()
         ]
         _pack_parts(jobs, source, tokenizer, config, progress or _no_progress)
-    datasets = [open_dataset(place.url, storage_options=storage_options) for place in places]
+    datasets = [open_dataset(p.url, storage_options=storage_options) for p in places.values()]
     for dataset in datasets:
         _log_result(dataset)
     return datasets[0]
@@ -123,7 +135,8 @@ def _pack_parts(
     if config.partitions > 1:
         write_partitions(intake, jobs, config, report)
         return
-    select = Selection(config, config.seed)
+    paths = intake.paths if isinstance(intake, RecordIntake) else None
+    select = Selection(config, config.seed, paths=paths)
     with contextlib.ExitStack() as stack:
         spills = {part: stack.enter_context(Spill(config.spill_dir)) for part in select.parts}
         tally = _read(intake, select, spills, config, report)

@@ -6,11 +6,12 @@ depends on the number of workers, and memory holds 8 bytes of a record.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from packstore.config import SelectConfig
+from packstore.io.record_places import place_of
 from packstore.records import SOURCE_SHIFT, Bool, Examples, Int64, Tally
 from packstore.seeds import U64, derive, mixed
 
@@ -31,10 +32,18 @@ class Selection:
         seed: decides, with the prompt of an example alone, the part that gets it.
         repeated: int64, sorted: ids of the duplicates, where they are known; None: an example is
             one if an earlier one that came by here has its key.
+        paths: ordinal of each input -> its path, to tell where a duplicate is.
     """
 
-    def __init__(self, config: SelectConfig, seed: int, repeated: Int64 | None = None) -> None:
+    def __init__(
+        self,
+        config: SelectConfig,
+        seed: int,
+        repeated: Int64 | None = None,
+        paths: Mapping[int, str] | None = None,
+    ) -> None:
         self._config, self._repeated = config, repeated
+        self._paths = paths or {}
         self._seen = Seen()
         self._salt = np.uint64(derive(seed, "validation"))
         self.parts = (TRAIN, VALIDATION) if config.validation_fraction else (TRAIN,)
@@ -45,7 +54,7 @@ class Selection:
             new = self._new(examples)
             for i in np.flatnonzero(~new).tolist():
                 source, ordinal = divmod(int(examples.example_ids[i]), 1 << SOURCE_SHIFT)
-                where = f"input {source + 1}, record {ordinal + 1}"
+                where = place_of(self._paths[source], ordinal)
                 tally.drop(DUPLICATES[self._config.dedup], where, "an earlier record has it too")
             if not new.all():
                 examples = examples.take(np.flatnonzero(new))

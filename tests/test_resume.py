@@ -132,7 +132,7 @@ def test_another_job_is_refused(place: str, pack: Callable[..., Any], tmp_path: 
     assert not set(before) & set(files(place))
     assert {*new.manifest.provenance["sources"][0]} >= {"sha256"}
     assert clean(place, spill_dir=str(tmp_path)).removable == []
-    with pytest.raises(DatasetExistsError):
+    with pytest.raises(DatasetExistsError, match="pack_size 96 then, 64 now"):
         pack(place)
 
 

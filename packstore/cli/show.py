@@ -13,6 +13,7 @@ from rich.text import Text
 from packstore.cli import Command
 from packstore.cli.common import add_dataset, decoder_of, open_dataset, stdout_console
 from packstore.errors import ConfigError
+from packstore.io.record_places import place_of
 from packstore.records import IGNORE_INDEX, SOURCE_SHIFT, Int32, Packs
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 _STYLES = {"chosen": "green", "rejected": "red", "response": "cyan"}
 _PROMPT, _UNSUPERVISED = "dim", "yellow"
-_ORDINAL = (1 << SOURCE_SHIFT) - 1
 
 Decode = Callable[[list[int]], str] | None
 """From ids to text; None: show the ids."""
@@ -92,13 +92,21 @@ def _show_pack(
         start, stop = int(bounds[i]), int(bounds[i + 1])
         omitted = int(packs.lengths[sequences][i]) - (stop - start)
         title = (
-            f"source {example_id >> SOURCE_SHIFT}, record {(example_id & _ORDINAL) + 1} · {name} · "
+            f"{_place(dataset, int(example_id))} · {name} · "
             f"reward {packs.reward[sequences][i]:g} · tokens {start}–{stop}"
         )
         title += f" · first {omitted} shared with the first segment" if omitted else ""
-        console.print(f"── {title}", style="blue", markup=False)
+        console.print(title, style="blue", markup=False)
         part = slice(start, stop)
         console.print(_paint(ids[part], labels[part], name, decode, console.is_terminal))
+
+
+def _place(dataset: Dataset, example_id: int) -> str:
+    """Where the record of an example was read, as far as the manifest tells."""
+    source, ordinal = divmod(example_id, 1 << SOURCE_SHIFT)
+    sources = dataset.manifest.provenance.get("sources", ())
+    known = source < len(sources) and sources[source].get("path")
+    return place_of(known or f"source {source}", ordinal)
 
 
 def _name(kind: str, response: int) -> str:

@@ -22,6 +22,7 @@ from packstore.errors import InputError, quote, sentence, spelled
 from packstore.io.commit import FOLDER
 from packstore.io.formats import COMPRESSIONS, FORMATS, SUFFIXES, Piece, ReadOptions
 from packstore.io.memory import is_table, record_pieces, table_records
+from packstore.io.record_places import format_of
 from packstore.io.storage import Location
 from packstore.io.streams import HashedStream, decompressed, drain, staged
 from packstore.records import Rows
@@ -148,6 +149,13 @@ class InputReader:
         return tuple(self._inputs)
 
     @property
+    def paths(self) -> dict[int, str]:
+        """Ordinal of each input -> its path, as `sources` names it."""
+        if self._memory:
+            return {0: self._memory[0]}
+        return {item.ordinal: item.path for item in self._inputs}
+
+    @property
     def ends(self) -> bool:
         """Whether the input surely ends: files, tables, and what knows its length."""
         return self._memory is None or self._sized
@@ -242,7 +250,7 @@ def _files_of_folder(folder: Location) -> list[tuple[str, Location]]:
         must = "must be a file or folder of records"
         do = "Give it to pack() alone, as the whole input, to pack it anew"
         raise InputError(sentence(folder.display, must, "a packed dataset", do))
-    names = [name for name, _ in folder.files() if name[0] not in "._" and _guess(name)[0]]
+    names = [name for name, _ in folder.files() if name[0] not in "._" and format_of(name)[0]]
     if not names:
         must = f"the folder must hold a file named {_KNOWN}"
         raise InputError(sentence(folder.display, must, "none", "Name the files, or a glob"))
@@ -252,19 +260,11 @@ def _files_of_folder(folder: Location) -> list[tuple[str, Location]]:
 
 def _format_of(path: str) -> tuple[str, str | None]:
     """Format and compression by the name of a file."""
-    form, compression = _guess(path)
+    form, compression = format_of(path)
     if form is None:
         do = "Rename it, or name the wanted files alone"
         raise InputError(sentence(path, f"its name must end in {_KNOWN}", quote(_name(path)), do))
     return form, compression
-
-
-def _guess(path: str) -> tuple[str | None, str | None]:
-    stem, suffix = os.path.splitext(path.lower())
-    compression = COMPRESSIONS.get(suffix)
-    if compression:
-        suffix = os.path.splitext(stem)[1]
-    return SUFFIXES.get(suffix), compression
 
 
 def _name(path: str) -> str:

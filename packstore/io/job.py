@@ -44,6 +44,10 @@ log = logging.getLogger("packstore")
 DATA = "data"
 
 
+class AppendedBefore(DatasetExistsError):
+    """What a job appends is the last part of the dataset that it extends."""
+
+
 class WriteJob:
     """What :func:`writing` gives: the lease and the journal of a place.
 
@@ -93,6 +97,7 @@ class WriteJob:
         """Most likely a call that was repeated though it had ended well.
 
         Raises:
+            AppendedBefore: these very records are its last part, appended with the same settings.
             DatasetExistsError: the dataset that it extends holds these very records.
         """
         old, new = (
@@ -104,6 +109,9 @@ class WriteJob:
         if not new <= old:
             log.warning("%d of %d inputs are in the dataset already", len(new & old), len(new))
             return
+        last = (self.extends.manifest.provenance if self.extends else {}).get("combined_from")
+        if last and last[-1].get("lineage") == about.get("lineage"):
+            raise AppendedBefore(self.location.display)
         must = "records that are appended must not be in it yet"
         do = "To have them twice, pack them elsewhere and use concat"
         found = "these very ones, by the hash of the input"

@@ -230,21 +230,21 @@ def refuse_other(
         CompatibilityError: says what differs, and what to do.
     """
     for run, other in runs.items():
-        if differences := _differences(other, about):
-            more = "" if len(differences) <= 4 else f", and {len(differences) - 4} more"
+        if found := differences(other, about):
+            more = "" if len(found) <= 4 else f", and {len(found) - 4} more"
             raise CompatibilityError(
                 sentence(
                     location.display,
                     f"an unfinished run ({run}) must be gone on with as it was begun",
-                    "; ".join(differences[:4]) + more,
+                    "; ".join(found[:4]) + more,
                     "Repeat its call to finish it, give it up (fresh=True, --fresh, or "
                     "`packstore clean --delete`), or name another place",
                 )
             )
 
 
-def _differences(other: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
-    """What was begun, and what is asked for now, where they differ."""
+def differences(other: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
+    """Where two jobs differ: `name X then, Y now` for each part of `about` that is another."""
     if not other:
         return ["a head that cannot be read"]
     before, now = dict(_flat(other)), dict(_flat(about))

@@ -57,7 +57,7 @@ def merge(parts: Sequence[Part]) -> Manifest:
     first = parts[0].manifest
     manifests = [part.manifest for part in parts]
     sources = [source for m in manifests for source in m.provenance["sources"]]
-    origins = [origin for part in parts for origin in _origins(part)]
+    found = [origin for part in parts for origin in origins(part)]
     provenance = {k: v for k, v in first.provenance.items() if k != "repacked_from"}
     merged = replace(
         first,
@@ -66,10 +66,10 @@ def merge(parts: Sequence[Part]) -> Manifest:
         records=_records([m.records for m in manifests]),
         provenance={
             **provenance,
-            "lineage": _lineage(origins),
+            "lineage": _lineage(found),
             "sources": sources,
             "package_version": VERSION,
-            "combined_from": origins,
+            "combined_from": found,
         },
         shards=_moved(manifests),
         pack_index=None,
@@ -144,7 +144,7 @@ def _moved(manifests: Sequence[Manifest]) -> tuple[ShardInfo, ...]:
     return tuple(shards)
 
 
-def _origins(part: Part) -> list[dict[str, Any]]:
+def origins(part: Part) -> list[dict[str, Any]]:
     """What the dataset was combined from, or itself."""
     manifest = part.manifest
     if "combined_from" in manifest.provenance:

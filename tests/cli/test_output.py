@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("pack {0}/packed {0}/again --overwrite", "dpo dataset {0}/again\n"),
         ("inspect {0}/packed", " {0}/pairs.jsonl "),
         ("stats {0}/packed", "dataset {0}/packed\n"),
-        ("show {0}/packed", " · rejected · reward 0 · tokens "),
+        ("show {0}/packed", "{0}/pairs.jsonl, line 7 · rejected · reward 0 · tokens "),
         ("plan {0}/pairs.jsonl --tokenizer {0}/tokenizer.json", "  padded  gap  saved  packs "),
     ],
     ids=lambda text: text.split()[0] if " {" in text else "",
@@ -95,7 +95,7 @@ def test_names_beyond_the_locale(folder: Path) -> None:
     assert done.returncode == 0, done.stderr.decode()
     assert "dpo dataset 果" in done.stdout.decode()
     shown = run(folder, "inspect", out, **PLAIN).stdout.decode()
-    for text in (" 数据.jsonl ", " 分词.json ", " 来源 "):
+    for text in (" 数据.jsonl ", " 分词.json ", " 来源:string "):
         assert text in shown
     wrong = run(folder, "pack", missing, "o", *options, **PLAIN)
     assert wrong.stderr.decode().startswith("packstore: error: 无.jsonl: must exist")

@@ -49,7 +49,8 @@ def _start(server: Server, program: list[str], folder: Path) -> tuple[subprocess
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
     ports = free_ports(server.ports)
-    home = {"HOME": str(data), "TMPDIR": str(data)}
+    # gcsfs reads no times of another zone, and real stores tell none.
+    home = {"HOME": str(data), "TMPDIR": str(data), "TZ": "UTC"}
     with open(folder / "log", "ab") as log:
         process = subprocess.Popen(
             [*program, *server.arguments(data, ports)],

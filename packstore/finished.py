@@ -1,0 +1,89 @@
+"""Jobs that are called again after they have committed, as schedulers do: nothing is left to do."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from packstore.config import PackConfig
+from packstore.errors import DatasetExistsError, DatasetNotFoundError, sentence
+from packstore.intake import Intake, RecordIntake
+from packstore.io.dataset import Dataset
+from packstore.io.dataset import open as open_dataset
+from packstore.io.journal import differences
+from packstore.io.storage import Location
+from packstore.runs import with_lineage, without_paths
+
+log = logging.getLogger("packstore")
+
+
+def finished_before(
+    places: Mapping[str | None, Location],
+    open_intake: Callable[[], Intake],
+    config: PackConfig,
+) -> dict[str | None, Dataset]:
+    """The datasets of this job that it has committed before, by part.
+
+    The input is read only where all else agrees, and then hashed, not tokenized.
+
+    Args:
+        places: of the dataset of each part; the only one is part None.
+        open_intake: opens the input; called if a dataset is at one of the places.
+        config: all settings.
+
+    Raises:
+        DatasetExistsError: a dataset of other input or settings is there; says what differs.
+    """
+    newest = {part: _newest(place) for part, place in places.items()}
+    there = {part: dataset for part, dataset in newest.items() if dataset is not None}
+    if not there:
+        return {}
+    intake = open_intake()
+    for part, dataset in there.items():
+        _refuse_other(dataset, _about(intake, part, config, []), without=("sources", "lineage"))
+    if isinstance(intake, RecordIntake):
+        if len(there) < len(places) and not intake.inputs:  # it could not be read once more
+            _refuse(next(iter(there.values())), "only one part of two")
+        intake.read_through()
+    for part, dataset in there.items():
+        _refuse_other(dataset, _about(intake, part, config, None))
+    return there
+
+
+def _newest(place: Location) -> Dataset | None:
+    try:
+        return open_dataset(place.url, place.storage_options)
+    except DatasetNotFoundError:
+        return None
+
+
+def _about(
+    intake: Intake, part: str | None, config: PackConfig, sources: Sequence[Any] | None
+) -> dict[str, Any]:
+    """The provenance that the manifest would get, with `sources` where the input was not read."""
+    if isinstance(intake, RecordIntake):
+        provenance = intake.provenance(sources)
+    else:
+        provenance = intake.provenance()
+    about = with_lineage(provenance, intake.kind, config)
+    found: dict[str, Any] = json.loads(json.dumps({**about, "part": part} if part else about))
+    return found
+
+
+def _refuse_other(dataset: Dataset, now: Mapping[str, Any], without: Sequence[str] = ()) -> None:
+    """Raises :class:`DatasetExistsError` if `dataset` was not made of what `now` says."""
+    before, now = (
+        {name: value for name, value in without_paths(about).items() if name not in without}
+        for about in (dataset.manifest.provenance, now)
+    )
+    if before != now:
+        _refuse(dataset, "; ".join(differences(before, now)[:2]))
+
+
+def _refuse(dataset: Dataset, difference: str) -> None:
+    must = "must not hold another dataset yet"
+    found = f"version {dataset.version} of one ({difference})"
+    do = "Name another place, or overwrite it (overwrite=True, --overwrite)"
+    raise DatasetExistsError(sentence(dataset.url, must, found, do))

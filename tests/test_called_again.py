@@ -1,0 +1,186 @@
+"""A call that is made again after it has ended well, as schedulers do, finds its work done."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+import packstore
+from packstore.cli import main
+from packstore.errors import DatasetExistsError
+from packstore.io.dataset import Dataset
+
+THERE = "already there, same input and settings"
+PAIRS = [
+    {"prompt": f"What is {i}? ", "chosen": f"It is {i}.", "rejected": "No idea."} for i in range(60)
+]
+
+
+def learn(words: str) -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([words], trainer)
+    return made
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return learn("What is it? No idea.")
+
+
+def write(path: Path, records: list[dict[str, str]]) -> str:
+    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    return write(tmp_path / "pairs.jsonl", PAIRS)
+
+
+def files(dataset: Dataset) -> dict[str, bytes]:
+    folder = Path(str(dataset.location.local_path))
+    return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def of_file(folder: Path, tokenizer: Tokenizer) -> tuple[Any, Any]:
+    return write(folder / "more.jsonl", PAIRS), tokenizer
+
+
+def of_list(folder: Path, tokenizer: Tokenizer) -> tuple[Any, Any]:
+    return PAIRS, tokenizer
+
+
+def of_generator(folder: Path, tokenizer: Tokenizer) -> tuple[Any, Any]:
+    return (record for record in PAIRS), tokenizer
+
+
+def of_dataset(folder: Path, tokenizer: Tokenizer) -> tuple[Any, Any]:
+    return packstore.pack(PAIRS, str(folder / "base"), tokenizer), None
+
+
+@pytest.mark.parametrize("make", [of_file, of_list, of_generator, of_dataset])
+def test_pack(
+    make: Callable[[Path, Tokenizer], tuple[Any, Any]],
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = {} if make is of_dataset else {"dedup": "pair", "carry": ["prompt"]}
+    source, own = make(tmp_path, tokenizer)
+    out = str(tmp_path / "ds")
+    first = packstore.pack(source, out, own, pack_size=256, **settings)
+    before = files(first)
+    if make is of_generator:
+        source, _ = make(tmp_path, tokenizer)
+    with caplog.at_level(logging.INFO, "packstore"):
+        again = packstore.pack(source, out, own, pack_size=256, **settings)
+    assert THERE in caplog.text
+    assert (again.version, again.manifest.fingerprint) == (1, first.manifest.fingerprint)
+    assert files(again) == before
+
+
+def test_the_command_succeeds(
+    source: str, tmp_path: Path, tokenizer: Tokenizer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    command = [
+        "pack",
+        source,
+        str(tmp_path / "ds"),
+        "--tokenizer",
+        str(tmp_path / "tokenizer.json"),
+    ]
+    assert main(command) == 0
+    first = capfd.readouterr().out
+    assert main(command) == 0
+    assert capfd.readouterr().out == first
+    assert main([*command, "--pack-size", "512"]) == 1
+    assert "pack_size 8192 then, 512 now" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_another_job_is_refused(
+    partitions: int, source: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    out, settings = str(tmp_path / "ds"), {"pack_size": 256, "partitions": partitions}
+    first = packstore.pack(source, out, tokenizer, **settings)
+    before = files(first)
+    again = packstore.pack(source, out, tokenizer, num_workers=2, **settings)
+    assert again.version == 1
+    with pytest.raises(DatasetExistsError, match=r"settings.seed 0 then, 1 now\)"):
+        packstore.pack(source, out, tokenizer, seed=1, **settings)
+    with pytest.raises(DatasetExistsError, match=r"version 1 of one \(tokenizer\..* then"):
+        packstore.pack(source, out, learn("quite other words"), **settings)
+    write(Path(source), PAIRS[1:])
+    with pytest.raises(DatasetExistsError, match=r"version 1 of one \(sources\..* then"):
+        packstore.pack(source, out, tokenizer, **settings)
+    assert files(first) == before
+    assert packstore.pack(source, out, tokenizer, overwrite=True, **settings).version == 2
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+@pytest.mark.parametrize("lost", [None, "train", "validation"])
+def test_both_parts(
+    lost: str | None, partitions: int, source: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """A job that is killed between its two commits leaves one of them."""
+    out = tmp_path / "ds"
+    settings = {"pack_size": 256, "validation_fraction": 0.3, "partitions": partitions}
+    packstore.pack(source, str(out), tokenizer, **settings)
+    prints = [packstore.open(out / p).manifest.fingerprint for p in ("train", "validation")]
+    if lost:
+        for manifest in (out / lost / "_packstore").iterdir():
+            manifest.unlink()
+    found = packstore.pack(source, str(out), tokenizer, **settings)
+    assert found.url.endswith("train")
+    again = [packstore.open(out / p) for p in ("train", "validation")]
+    assert [d.manifest.fingerprint for d in again] == prints
+    assert all(d.verify().ok for d in again)
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_append(
+    partitions: int,
+    source: str,
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    out = str(tmp_path / "ds")
+    packstore.pack(source, out, tokenizer, pack_size=256, partitions=partitions)
+    more = write(tmp_path / "more.jsonl", [{**r, "prompt": "Why? "} for r in PAIRS])
+    grown = packstore.append(out, more, tokenizer)
+    before = files(grown)
+    with caplog.at_level(logging.INFO, "packstore"):
+        again = packstore.append(out, more, tokenizer)
+    assert THERE in caplog.text
+    assert (again.version, again.manifest.fingerprint) == (2, grown.manifest.fingerprint)
+    assert files(again) == before
+    for part, settings in ((source, {}), (more, {"fields": {"prompt": "chosen"}})):
+        with pytest.raises(DatasetExistsError, match="must not be in it yet"):
+            packstore.append(out, part, tokenizer, **settings)
+
+
+def test_concat(
+    source: str, tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    a = packstore.pack(source, str(tmp_path / "a"), tokenizer, pack_size=256)
+    b = packstore.pack(PAIRS[:9], str(tmp_path / "b"), tokenizer, pack_size=256)
+    whole = packstore.concat([a, b], str(tmp_path / "whole"))
+    with caplog.at_level(logging.INFO, "packstore"):
+        again = packstore.concat([a, b], str(tmp_path / "whole"))
+    assert "already there, of the same datasets" in caplog.text
+    assert (again.version, again.manifest.fingerprint) == (1, whole.manifest.fingerprint)
+    with pytest.raises(DatasetExistsError):
+        packstore.concat([b, a], str(tmp_path / "whole"))
