@@ -7,10 +7,9 @@ vectorised over the packs of a batch.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from packstore.errors import FormatError, sentence
-from packstore.records import IGNORE_INDEX, Bool, Int64, Packs
+from packstore.records import IGNORE_INDEX, Bool, Int32, Int64, Packs, to_offsets
 
 RULES: dict[str, str] = {
     "columns-agree": "labels must be as many as input_ids, lengths as reward, carried values as "
@@ -56,24 +55,10 @@ def check_packs(
     Raises:
         FormatError: the first broken rule, with its name and the row.
     """
-
-    def fail(rule: str, pack: int, found: str = "") -> None:
-        place = f"{where}, row {first_row + pack}"
-        raise FormatError(sentence(place, f"{RULES[rule]} [{rule}]", found))
-
-    def need(rule: str, ok: Bool, offsets: Int64 | None = None) -> None:
-        """Fails at the first False of `ok`: one value per pack, or per element with its offsets."""
-        if not ok.all():
-            bad = int(np.argmin(ok))
-            pack = bad if offsets is None else int(np.searchsorted(offsets, bad, "right")) - 1
-            place = "" if offsets is None else f"element {bad - int(offsets[pack])} of the row"
-            fail(rule, pack, place)
-
-    _check_shapes(packs, fail, need)
+    need = _Need(where, first_row)
+    need("columns-agree", np.array([len(packs.labels) == len(packs.input_ids)]))
+    segments = _check_structure(packs, pack_size, need)
     tokens, bounds = packs.token_offsets, packs.seq_boundaries
-    need("pack-nonempty", np.diff(packs.example_offsets) > 0)
-    if pack_size is not None:
-        need("pack-size", np.diff(tokens) <= pack_size)
     top = np.iinfo(np.int32).max if vocab_size is None else vocab_size
     ids = packs.input_ids
     # Read as unsigned, an id below 0 is a large one.
@@ -82,8 +67,6 @@ def check_packs(
     supervised = packs.labels != IGNORE_INDEX
     need("labels-are-ids", supervised <= (packs.labels == ids), tokens)
     need("reward-finite", np.isfinite(packs.reward), packs.sequence_offsets)
-
-    lengths = packs.segment_lengths
     pack_of = np.repeat(np.arange(len(packs)), np.diff(packs.sequence_offsets))
     inside = np.ones(len(bounds), np.bool_)
     inside[packs.boundary_offsets[1:] - 1] = False
@@ -94,34 +77,91 @@ def check_packs(
         np.logical_or.reduceat(supervised, starts) if len(starts) else np.ones(0, np.bool_),
         packs.sequence_offsets,
     )
-    if layout == "concat":
-        need("lengths-concat", packs.lengths == lengths, packs.sequence_offsets)
-    else:
+    _check_lengths(packs, segments, layout, need)
+    if layout == "shared_prefix":
         _check_prefix(packs, starts, supervised, need)
 
 
-def _check_shapes(packs: Packs, fail, need) -> None:  # type: ignore[no-untyped-def]
-    """Rules that the other checks take for granted."""
-    if len(packs.labels) != len(packs.input_ids) or len(packs.reward) != len(packs.lengths):
-        fail("columns-agree", 0)
-    if len(packs.seq_boundaries) != len(packs.lengths) + len(packs):
-        fail("boundaries-count", 0)
+def check_structure(packs: Packs, layout: str, pack_size: int, where: str) -> None:
+    """Checks the rules that indexing relies on, and no token.
+
+    Every reader of stored packs runs it, as hashes prove nothing about who wrote a file: a negative
+    length would otherwise become a write outside of an array.
+
+    Args:
+        packs: the packs; their ids may be signed and their labels left out.
+        layout: ``concat`` or ``shared_prefix``.
+        pack_size: tokens of a pack at most.
+        where: what the packs are, for the error text.
+
+    Raises:
+        FormatError: the first broken rule, with its name and the row.
+    """
+    need = _Need(where, 0)
+    segments = _check_structure(packs, pack_size, need)
+    need("reward-finite", np.isfinite(packs.reward), packs.sequence_offsets)
+    _check_lengths(packs, segments, layout, need)
+
+
+class _Need:
+    """Raises at the first value that breaks a rule.
+
+    Args:
+        where: what the packs are.
+        first_row: number of the first pack in `where`.
+    """
+
+    def __init__(self, where: str, first_row: int) -> None:
+        self._where, self._first_row = where, first_row
+
+    def __call__(self, rule: str, ok: Bool, offsets: Int64 | None = None) -> None:
+        """Fails at the first False of `ok`: one value per pack, or per element with its offsets."""
+        if ok.all():
+            return
+        bad = int(np.argmin(ok))
+        pack = bad if offsets is None else int(np.searchsorted(offsets, bad, "right")) - 1
+        found = "" if offsets is None else f"element {bad - int(offsets[pack])} of the row"
+        place = f"{self._where}, row {self._first_row + pack}"
+        raise FormatError(sentence(place, f"{RULES[rule]} [{rule}]", found))
+
+
+def _check_structure(packs: Packs, pack_size: int | None, need: _Need) -> Int32:
+    """Checks rules that the other checks take for granted; returns the segments' tokens, `[S]`."""
+    bounds = packs.seq_boundaries
+    need("columns-agree", np.array([len(packs.reward) == len(packs.lengths)]))
+    need("boundaries-count", np.array([len(bounds) == len(packs.lengths) + len(packs)]))
     if not len(packs):
-        return
-    where, bounds = packs.boundary_offsets, packs.seq_boundaries
-    limits = np.repeat(np.diff(packs.token_offsets), np.diff(where))
-    need("boundaries-span", (bounds >= 0) & (bounds <= limits), where)
+        return np.empty(0, np.int32)
+    rows, where = packs.sequence_offsets, packs.boundary_offsets
+    tokens = np.diff(packs.token_offsets)
+    need("boundaries-span", bounds >= 0, where)  # so no difference of two overflows
     need("boundaries-span", bounds[where[:-1]] == 0)
-    need("boundaries-span", bounds[where[1:] - 1] == np.diff(packs.token_offsets))
-    need("segments-nonempty", packs.segment_lengths > 0, packs.sequence_offsets)
-    need("responses-count", packs.num_responses > 0, packs.example_offsets)
-    per_pack = np.zeros(len(packs), np.int64)
-    example_pack = np.repeat(np.arange(len(packs)), np.diff(packs.example_offsets))
-    np.add.at(per_pack, example_pack, packs.num_responses)
-    need("responses-count", per_pack == np.diff(packs.sequence_offsets))
+    need("boundaries-span", bounds[where[1:] - 1] == tokens)
+    segments = packs.segment_lengths
+    need("segments-nonempty", segments > 0, rows)
+    need("pack-nonempty", np.diff(packs.example_offsets) > 0)
+    if pack_size is not None:
+        need("pack-size", tokens <= pack_size)
+    k = packs.num_responses
+    need("responses-count", k > 0, packs.example_offsets)
+    firsts = to_offsets(k)  # of each example its first sequence, and their number
+    need("responses-count", np.diff(firsts[packs.example_offsets]) == np.diff(rows))
+    return segments
 
 
-def _check_prefix(packs: Packs, starts: npt.NDArray[np.int64], supervised: Bool, need) -> None:  # type: ignore[no-untyped-def]
+def _check_lengths(packs: Packs, segments: Int32, layout: str, need: _Need) -> None:
+    """Checks what segments leave out, of packs whose shapes are right."""
+    rows, k = packs.sequence_offsets, packs.num_responses
+    if layout == "concat":
+        need("lengths-concat", packs.lengths == segments, rows)
+        return
+    left_out = packs.lengths.astype(np.int64) - segments  # a wild length may overflow
+    firsts = to_offsets(k)
+    need("prefix-first-whole", left_out[firsts[:-1]] == 0, packs.example_offsets)
+    need("prefix-offset", (left_out >= 0) & (left_out < np.repeat(segments[firsts[:-1]], k)), rows)
+
+
+def _check_prefix(packs: Packs, starts: Int64, supervised: Bool, need: _Need) -> None:
     """The offsets of layout shared_prefix are exactly what the definition gives.
 
     With p the number of tokens before the first supervised one, two sequences share the leading
@@ -134,7 +174,6 @@ def _check_prefix(packs: Packs, starts: npt.NDArray[np.int64], supervised: Bool,
     k = packs.num_responses
     is_first = np.zeros(len(offsets), np.bool_)
     is_first[np.cumsum(k) - k] = True
-    need("prefix-first-whole", (offsets == 0) | ~is_first, rows)
     first = starts[np.repeat(np.flatnonzero(is_first), k)]
     where_on = np.flatnonzero(supervised)
     prompt = where_on[np.searchsorted(where_on, starts)] - starts

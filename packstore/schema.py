@@ -148,7 +148,7 @@ def from_arrow(batch: pa.RecordBatch, kind: str) -> Packs:
     Raises:
         FormatError: a column is missing, has another type, or holds nulls.
     """
-    flat = partial(_flat, batch)
+    flat = partial(flat_column, batch)
     columns = _columns(flat, batch.schema.names, kind)
     ids, tokens = columns["input_ids"], columns["token_offsets"]
     if "labels" in batch.schema.names:
@@ -162,6 +162,7 @@ def signed_packs(
     columns: pa.RecordBatch | Mapping[str, tuple[Any, Int64]],
     kind: str,
     room: Callable[[int], Int32] = lambda n: np.empty(n, np.int32),
+    vocab_size: int | None = None,
 ) -> Packs:
     """As :func:`from_arrow`, but with ids and labels in one: 4 bytes a token.
 
@@ -172,21 +173,25 @@ def signed_packs(
             the types are known to be right.
         kind: what an example is.
         room: makes the array of so many signed ids.
+        vocab_size: ids must be below it, if known.
 
     Returns:
         packs whose `input_ids`, a copy, are such signed ids, and whose labels are empty.
 
     Raises:
-        FormatError: as :func:`from_arrow`, or an id is below 0.
+        FormatError: as :func:`from_arrow`, or an id is below 0 or not below `vocab_size`.
     """
     if isinstance(columns, pa.RecordBatch):
-        names, flat = columns.schema.names, partial(_flat, columns)
+        names, flat = columns.schema.names, partial(flat_column, columns)
     else:
         names, flat = list(columns), partial(_known, columns)
     found = _columns(flat, names, kind)
     ids, tokens = found["input_ids"], found["token_offsets"]
-    if len(ids) and ids.min() < 0:
-        raise FormatError("column 'input_ids': a token id must be at least 0.")
+    top = np.iinfo(np.int32).max if vocab_size is None else vocab_size
+    # Read as unsigned, an id below 0 is a large one.
+    if len(ids) and ids.view(np.uint32).max() >= top:
+        must = f"a token id must be at least 0 and below {top} [ids-range]"
+        raise FormatError(sentence("column 'input_ids'", must))
     if "labels" in names:
         signed = np.right_shift(_labels(flat, tokens), 31, out=room(len(ids)))
         signed ^= ids
@@ -316,8 +321,17 @@ def _list_array(values: Column, offsets: Int64, type_: pa.DataType) -> pa.ListAr
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), flat, type=type_)
 
 
-def _flat(batch: pa.RecordBatch, name: str, value: pa.DataType | None) -> tuple[Any, Int64]:
-    """Values and offsets of a list column, without copying numbers and without pandas."""
+def flat_column(batch: pa.RecordBatch, name: str, value: pa.DataType | None) -> tuple[Any, Int64]:
+    """Values and int64 `[P + 1]` offsets of a list column; numbers are views of its buffer.
+
+    Args:
+        batch: rows of a shard.
+        name: the column.
+        value: the type that its values must have; None: any.
+
+    Raises:
+        FormatError: it is missing, has another type, holds nulls, or its offsets do not rise.
+    """
     position = batch.schema.get_field_index(name)
     if position < 0:
         raise FormatError(sentence(f"column {name!r}", "every shard must have it", "none"))
@@ -329,6 +343,9 @@ def _flat(batch: pa.RecordBatch, name: str, value: pa.DataType | None) -> tuple[
         expected = f"list<{value}>" if value is not None else "a list"
         raise FormatError(sentence(f"column {name!r}", f"its type must be {expected}", str(type_)))
     offsets = _numbers(column.offsets).astype(np.int64)
+    # Arrow's own check looks at the first and last offset alone.
+    if offsets[0] < 0 or offsets[-1] > len(column.values) or np.any(np.diff(offsets) < 0):
+        raise FormatError(sentence(f"column {name!r}", "its offsets must rise inside its values"))
     child = column.values.slice(offsets[0], offsets[-1] - offsets[0])
     if column.null_count or child.null_count:
         raise FormatError(sentence(f"column {name!r}", "it must not hold nulls", "nulls"))
@@ -338,6 +355,7 @@ def _flat(batch: pa.RecordBatch, name: str, value: pa.DataType | None) -> tuple[
 def _numbers(array: pa.Array) -> Any:
     """A numeric Arrow array as a numpy view of its buffer (``to_numpy`` would import pandas)."""
     if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
+        array.validate(full=True)  # offsets of strings may lead anywhere
         return np.array(array.to_pylist(), _OBJECT.get(str(array.type), object))
     buffer = array.buffers()[1]
     dtype = np.dtype(_NUMPY[str(array.type)])

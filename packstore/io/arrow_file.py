@@ -3,8 +3,9 @@
 Given a file object, Arrow's own threads would read it: one that still holds a Python object when
 the interpreter ends can abort the process. Here Arrow only sees bytes that are there.
 
-Source: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format, and ``File.fbs``, which
-declares the footer: a table whose fourth field lists a ``Block`` of 24 bytes for each record batch.
+Source: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format; ``File.fbs``, which
+declares the footer: a table whose fourth field lists a ``Block`` of 24 bytes for each record batch;
+and ``Message.fbs``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from packstore.errors import IntegrityError
 _MAGIC = b"ARROW1"
 _TAIL = 4 + len(_MAGIC)  # after the table: its length, and the magic word
 _BATCHES = 3  # of the fields of the table: version, schema, dictionaries, record batches
+_HEADER = 2  # of a message: version, type of the header, header, bytes of the body
+_COMPRESSION = 3  # of a record batch: rows, nodes, buffers, compression
 _BLOCK = struct.Struct("<qi4xq")  # offset, bytes of its metadata, bytes of its body
 
 
@@ -46,20 +49,51 @@ class ArrowFile:
     def batch(self, data: bytes | memoryview) -> pa.RecordBatch:
         """The record batch whose bytes these are: its buffers are views of them."""
         message = pa.ipc.read_message(pa.py_buffer(data))
+        if message.type != "record batch" or _is_compressed(bytes(message.metadata)):
+            raise IntegrityError("its record batches must stand there, and not be compressed")
         return pa.ipc.read_record_batch(message, self.schema)
 
 
 def _blocks(table: bytes) -> list[tuple[int, int, int]]:
     """Of each record batch its offset, bytes of metadata and bytes of the body."""
     try:
-        (root,) = struct.unpack_from("<I", table)
-        (back,) = struct.unpack_from("<i", table, root)
-        (field,) = struct.unpack_from("<H", table, root - back + 4 + 2 * _BATCHES)
-        if not field:
+        place = _field(table, _root(table), _BATCHES)
+        if place is None:
             return []
-        (ahead,) = struct.unpack_from("<I", table, root + field)
-        start = root + field + ahead
-        (number,) = struct.unpack_from("<I", table, start)
-        return [_BLOCK.unpack_from(table, start + 4 + i * _BLOCK.size) for i in range(number)]
+        start = place + _u32(table, place)
+        return [
+            _BLOCK.unpack_from(table, start + 4 + i * _BLOCK.size)
+            for i in range(_u32(table, start))
+        ]
     except struct.error as error:
         raise IntegrityError("its footer must list the record batches") from error
+
+
+def _is_compressed(message: bytes) -> bool:
+    """Whether a record batch says so: a few bytes could then ask for any amount of memory."""
+    try:
+        header = _field(message, _root(message), _HEADER)
+        if header is None:
+            raise IntegrityError("its record batches must have a header")
+        return _field(message, header + _u32(message, header), _COMPRESSION) is not None
+    except struct.error as error:
+        raise IntegrityError("its record batches must have a header") from error
+
+
+def _root(table: bytes) -> int:
+    return _u32(table, 0)
+
+
+def _u32(table: bytes, place: int) -> int:
+    (value,) = struct.unpack_from("<I", table, place)
+    return int(value)
+
+
+def _field(table: bytes, root: int, number: int) -> int | None:
+    """Where a field of a flatbuffers table lies; None if it is left out."""
+    (back,) = struct.unpack_from("<i", table, root)
+    known = struct.unpack_from("<H", table, root - back)[0]  # bytes of the list of fields
+    if known < 6 + 2 * number:
+        return None
+    (ahead,) = struct.unpack_from("<H", table, root - back + 4 + 2 * number)
+    return root + int(ahead) if ahead else None

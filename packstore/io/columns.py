@@ -2,66 +2,93 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from packstore.errors import IntegrityError, sentence
-from packstore.io.arrow_file import ArrowFile
+from packstore.errors import IntegrityError
+from packstore.io.checksums import column_ranges
 from packstore.io.manifest import Manifest
+from packstore.io.pages import MAX_GROUP_BYTES, check_group
+from packstore.io.reader import ShardReader
 from packstore.io.shard import ShardInfo
 from packstore.io.storage import Location
 from packstore.io.stored_file import decoding
+from packstore.io.window import Window
 from packstore.records import Int64
+from packstore.schema import flat_column
 
 
 def read_columns(
     location: Location, manifest: Manifest, shard: ShardInfo, names: Sequence[str]
-) -> Iterator[pa.RecordBatch]:
-    """Columns `names` of each row group of `shard`, in order.
+) -> Iterator[Mapping[str, tuple[Any, Int64]]]:
+    """Columns `names` of each row group of `shard`, in order: values, and offsets of the packs.
+
+    Of Parquet only these columns are fetched and their pages verified; of Arrow whole batches.
 
     Raises:
         StorageError: the shard is missing, or the store refuses.
-        IntegrityError: its bytes are not those that were written.
+        IntegrityError: its bytes are not those that were written, or counts of them do not agree.
     """
-    where = location.join(shard.path).display
-    footer = location.read_bytes(shard.path, shard.bytes - shard.footer_bytes, shard.bytes)
-    if hashlib.sha256(footer).hexdigest() != shard.footer_sha256:
-        must = "its footer must have the sha256 that the manifest tells"
-        raise IntegrityError(sentence(where, must))
-    if manifest.file_format == "arrow":
-        with decoding(where):
-            arrow = ArrowFile(footer, shard.bytes)
-            for start, end in arrow.ranges:
-                yield _arrow_batch(location, shard, arrow, start, end).select(list(names))
-        return
-    with decoding(where), location.open_read(shard.path, cache_type="none") as file:
-        metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
-        parquet = pq.ParquetFile(
-            file, metadata=metadata, page_checksum_verification=True, pre_buffer=False
-        )
-        for i in range(parquet.num_row_groups):
-            table = parquet.read_row_group(i, columns=list(names), use_threads=False)
-            (batch,) = table.combine_chunks().to_batches()
-            yield batch
+    reader = ShardReader(location, manifest, shard)
+    for group in range(len(shard.row_groups)):
+        if manifest.file_format == "arrow":
+            batch = reader.read_batch(group)
+        else:
+            batch = _parquet_columns(location, reader, group, names)
+        with decoding(f"{reader.where}, row group {group}"):
+            columns = {name: flat_column(batch, name, None) for name in names}
+            _check_counts(columns, int(shard.row_groups.rows[group]))
+        yield columns
 
 
-def _arrow_batch(
-    location: Location, shard: ShardInfo, arrow: ArrowFile, start: int, end: int
+def _parquet_columns(
+    location: Location, reader: ShardReader, group: int, names: Sequence[str]
 ) -> pa.RecordBatch:
-    """A batch with all of its columns; of a local file only what is looked at is read."""
-    path = location.join(shard.path).local_path
-    if path is None:
-        return arrow.batch(location.read_bytes(shard.path, start, end))
-    with pa.memory_map(path) as file:
-        file.seek(start)
-        return arrow.batch(file.read_buffer(end - start))
+    """The columns of a row group, by one read of the bytes from the first to the last of them."""
+    metadata, shard = reader.metadata, reader.shard
+    with decoding(f"{reader.where}, row group {group}"):
+        every = column_ranges(metadata.row_group(group))
+        own = [every[metadata.schema.to_arrow_schema().get_field_index(name)] for name in names]
+        start, end = min(own)[0], max(stop for _, stop in own)
+        if not 0 <= start < end <= min(shard.bytes, start + MAX_GROUP_BYTES):
+            raise IntegrityError(f"its bytes {start} to {end} must lie in the file")
+    data = location.read_bytes(shard.path, start, end)
+    with decoding(f"{reader.where}, row group {group}"):
+        check_group(own, lambda a, b: data[a - start : b - start])
+        file = pq.ParquetFile(
+            Window(data, start, shard.bytes),
+            metadata=metadata,
+            page_checksum_verification=True,
+            pre_buffer=False,
+        )
+        table = file.read_row_group(group, columns=list(names), use_threads=False)
+        (batch,) = table.combine_chunks().to_batches()
+    return batch
 
 
-def flat_numbers(column: pa.ListArray) -> Int64:
+def _check_counts(columns: Mapping[str, tuple[Any, Int64]], rows: int) -> None:
+    """Refuses what would lead outside of arrays; see :func:`packstore.invariants.check_structure`.
+
+    Sums are compared with the manifest by whoever takes them.
+    """
+    for name, (values, offsets) in columns.items():
+        if len(offsets) != rows + 1:
+            raise IntegrityError(f"column {name} must have {rows} rows; found {len(offsets) - 1}")
+        if name in ("lengths", "num_responses") and len(values) and values.min() < 1:
+            raise IntegrityError(f"column {name} must hold positive numbers; found {values.min()}")
+    if "seq_boundaries" in columns:
+        bounds, offsets = columns["seq_boundaries"]
+        steps = np.diff(bounds.astype(np.int64))
+        steps[offsets[1:-1] - 1] = 1  # from the end of one pack to the start of the next
+        if np.any(np.diff(offsets) < 1) or np.any(bounds[offsets[:-1]]) or np.any(steps < 1):
+            raise IntegrityError("column seq_boundaries must rise from 0 in each pack")
+
+
+def int64_values(column: pa.ListArray) -> Int64:
     """The elements of a list column of int32, as int64 (``to_numpy`` would import pandas)."""
     values = column.flatten()
     return np.frombuffer(values.buffers()[1], np.int32, len(values), 4 * values.offset).astype(

@@ -231,21 +231,23 @@ def shard_sizes(location: Location, manifest: Manifest, shard: ShardInfo) -> Pac
     """
     where = location.join(shard.path).display
     batches = read_columns(location, manifest, shard, _NEEDED)
-    parts = [_sizes(*(batch.column(name) for name in _NEEDED)) for batch in batches]
+    parts = [_sizes(*(columns[name] for name in _NEEDED)) for columns in batches]
     sizes = PackSizes(*(np.concatenate([getattr(p, n) for p in parts] or [_NONE]) for n in _SIZES))
     _check_sums(sizes, shard, where)
     return sizes
 
 
-def _sizes(bounds: Any, examples: Any) -> PackSizes:
+def _sizes(boundaries: tuple[Any, Int64], examples: tuple[Any, Int64]) -> PackSizes:
     """Sizes of packs from the columns `seq_boundaries` and `example_ids`."""
-    starts = _numbers(bounds.offsets)
-    steps = np.diff(_numbers(bounds.values)[starts[0] : starts[-1]])
-    first = starts[:-1] - starts[0]
+    bounds, starts = boundaries
+    steps = np.diff(bounds.astype(np.int64))
+    first = starts[:-1]
     steps[first[1:] - 1] = 0  # from the end of one pack to the start of the next
+    if not len(steps):
+        raise IntegrityError("a pack must hold at least one example")
     return PackSizes(
         tokens=np.add.reduceat(steps, first),
-        examples=np.diff(_numbers(examples.offsets)),
+        examples=np.diff(examples[1]),
         squares=np.add.reduceat(steps**2, first),
     )
 

@@ -24,6 +24,7 @@ from packstore.errors import (
     StorageError,
     sentence,
 )
+from packstore.invariants import check_structure
 from packstore.io import local
 from packstore.io.arrow_file import ArrowFile
 from packstore.io.cache import Cache, Key
@@ -36,6 +37,7 @@ from packstore.io.room import room
 from packstore.io.shard import ShardInfo
 from packstore.io.shard_bytes import ShardBytes
 from packstore.io.storage import Location
+from packstore.io.stored_file import DECODER_ERRORS
 from packstore.io.window import Window
 from packstore.records import Packs
 from packstore.schema import from_arrow, signed_packs
@@ -112,7 +114,7 @@ class ShardReader:
 
     def expect(self, group: int) -> None:
         """Has the system read row group `group` of a mapped file from its disk; never raises."""
-        with contextlib.suppress(PackstoreError, *_DECODER_ERRORS):
+        with contextlib.suppress(PackstoreError, *DECODER_ERRORS):
             start, end = self._arrow_file().ranges[group]
             local.will_read(self._path, start, end)
 
@@ -123,7 +125,9 @@ class ShardReader:
             IntegrityError: they are not those that were written.
         """
         with self._naming(f"row group {group}"):
-            packs = signed_packs(self._columns(group, fetched), self._manifest.kind, room)
+            manifest = self._manifest
+            columns = self._columns(group, fetched)
+            packs = signed_packs(columns, manifest.kind, room, manifest.vocab_size)
             return CompactPacks.of(self._checked(packs, group))
 
     def _columns(self, group: int, fetched: Fetched) -> pa.RecordBatch | dict[str, Flat]:
@@ -154,6 +158,7 @@ class ShardReader:
         expected = tuple(int(figure[group]) for figure in figures)
         if found != expected:
             raise IntegrityError(f"must have (rows, examples, tokens) {expected}; found {found}")
+        check_structure(packs, self._manifest.layout, self._manifest.pack_size, self.where)
         if base := self.shard.example_id_base:
             packs = replace(packs, example_ids=packs.example_ids + base)
         return packs
@@ -173,8 +178,18 @@ class ShardReader:
         return batches[0]
 
     @property
+    def metadata(self) -> pq.FileMetaData:
+        """Of a Parquet file, checked against the manifest; read once.
+
+        Raises:
+            StorageError: the shard is missing, or the store refuses.
+            IntegrityError: it is not what was written.
+        """
+        with self._naming("footer"):
+            return self._metadata
+
+    @property
     def _metadata(self) -> pq.FileMetaData:
-        """The Parquet metadata, read once."""
         with self._lock:
             if self._parsed is None:
                 self._parsed = self._read_metadata()
@@ -216,18 +231,12 @@ class ShardReader:
         """A batch of the Arrow file; a local one is mapped: it is a view of the page cache."""
         arrow = self._arrow_file()
         start, end = arrow.ranges[group]
-        if self._data is not None:
-            whole = getattr(self._data, "whole", self._data)
-        elif self._cache is not None and (mapped := self._cache.map(self._whole, self._copy)):
-            whole = mapped
-        elif self._location.local_path is not None:
-            return arrow.batch(local.map_part(self._path, start, end))
-        else:
-            return arrow.batch(self._read(start, end))
-        source = pa.BufferReader(pa.py_buffer(whole))
-        file = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(use_threads=False))
-        self._check(file.schema, file.num_record_batches)
-        return file.get_batch(group)
+        if self._data is None:
+            if self._cache is not None and (mapped := self._cache.map(self._whole, self._copy)):
+                return arrow.batch(memoryview(mapped)[start:end])
+            if self._location.local_path is not None:
+                return arrow.batch(local.map_part(self._path, start, end))
+        return arrow.batch(self._read(start, end))
 
     @property
     def _whole(self) -> Key:
@@ -283,12 +292,9 @@ class ShardReader:
             raise type(error)(place + text.removeprefix(self.where)) from error.__cause__
         except PackstoreError:
             raise
-        except _DECODER_ERRORS as error:
+        except DECODER_ERRORS as error:
             if isinstance(error, OSError) and error.errno:
                 with self._location.guard("read", self.shard.path):
                     raise
             must = "its bytes must be those that were written"
             raise IntegrityError(sentence(place, must, str(error), _REMEDY)) from error
-
-
-_DECODER_ERRORS = (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError, EOFError)

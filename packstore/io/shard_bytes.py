@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-import pyarrow as pa
-
 from packstore.errors import IntegrityError
-from packstore.io.manifest import Manifest
 from packstore.io.shard import ShardInfo
 from packstore.io.storage import Location
 
@@ -18,8 +15,8 @@ WINDOW_BYTES = 16 << 20
 class ShardBytes:
     """The bytes of a shard, for a reader that takes its row groups in their order.
 
-    Of a Parquet file two windows are in memory. The whole of an Arrow file is, or it is mapped if
-    it lies on the local disk, as its batches are views of it.
+    Two windows of it are in memory. Nothing is mapped: a file that gets shorter while it is read
+    would end the process.
 
     Args:
         location: the dataset.
@@ -72,39 +69,3 @@ class ShardBytes:
         cut = min(max(keep - self._start, 0), len(self._window))
         self._start, self._window = self._start + cut, self._window[cut:] + data
         return bool(data)
-
-
-class MappedShard(ShardBytes):
-    """The whole of an Arrow shard."""
-
-    def __init__(self, location: Location, shard: ShardInfo) -> None:
-        super().__init__(location, shard)
-        path = location.join(shard.path).local_path
-        if path is not None:
-            with location.guard("read", shard.path), pa.memory_map(path) as file:
-                self.whole = file.read_buffer(shard.bytes)
-        else:
-            self.whole = pa.py_buffer(location.read_bytes(shard.path, 0, shard.bytes))
-
-    def __getitem__(self, part: slice) -> bytes:
-        """Any bytes of it."""
-        return bytes(self.whole.slice(part.start, part.stop - part.start))
-
-    def hashes(self) -> dict[str, str]:
-        """As those of :class:`ShardBytes`."""
-        view = memoryview(self.whole)
-        footer = view[max(len(view) - self._shard.footer_bytes, 0) :]
-        return {
-            "sha256": hashlib.sha256(view).hexdigest(),
-            "footer_sha256": hashlib.sha256(footer).hexdigest(),
-        }
-
-
-def open_shard(location: Location, manifest: Manifest, shard: ShardInfo) -> ShardBytes:
-    """The bytes of a shard.
-
-    Raises:
-        StorageError: it is missing, or the store refuses.
-    """
-    arrow = manifest.file_format == "arrow"
-    return (MappedShard if arrow else ShardBytes)(location, shard)

@@ -70,6 +70,19 @@ def read_stored(location: Location, file: StoredFile) -> bytes:
     return data
 
 
+DECODER_ERRORS = (
+    pa.ArrowException,
+    OSError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    SystemError,
+    MemoryError,
+    EOFError,
+)
+"""What decoders raise at bytes that nobody wrote; a name for it says where they were."""
+
+
 @contextlib.contextmanager
 def decoding(where: str) -> Iterator[None]:
     """A context in which whatever a decoder raises becomes an :class:`IntegrityError`."""
@@ -77,6 +90,6 @@ def decoding(where: str) -> Iterator[None]:
         yield
     except PackstoreError:
         raise
-    except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
+    except DECODER_ERRORS as error:
         must = "its bytes must be those that were written"
         raise IntegrityError(sentence(where, must, str(error), _REMEDY)) from error

@@ -20,7 +20,7 @@ from packstore.io.pack_index import PackIndex
 from packstore.io.places import Places, knows_places, places_of
 from packstore.io.reader import ShardReader
 from packstore.io.shard import FileHashes, ShardInfo, describe_shard
-from packstore.io.shard_bytes import ShardBytes, open_shard
+from packstore.io.shard_bytes import ShardBytes
 from packstore.io.statistics import (
     PackCounter,
     Totals,
@@ -146,7 +146,7 @@ def _verify_shard(
     where = location.join(shard.path).display
     try:
         found.bytes = location.size(shard.path)
-        file = open_shard(location, manifest, shard)
+        file = ShardBytes(location, shard)
     except PackstoreError as error:
         found.problems.append(str(error))
         return found

@@ -27,7 +27,7 @@ import pyarrow as pa
 from packstore.config import WriteConfig
 from packstore.errors import PackstoreError
 from packstore.invariants import check_packs
-from packstore.io.columns import flat_numbers
+from packstore.io.columns import int64_values
 from packstore.io.commit import FOLDER
 from packstore.io.job import DATA, WriteJob
 from packstore.io.journal import Finished
@@ -219,7 +219,7 @@ class ShardWriter:
         batches = [batch for batch, _ in self._pending]
         figures = np.concatenate([f for _, f in self._pending])
         self._pending, self._pending_tokens = [], 0
-        lengths = np.concatenate([flat_numbers(b.column("lengths")) for b in batches])
+        lengths = np.concatenate([int64_values(b.column("lengths")) for b in batches])
         counter = PackCounter.of(figures, lengths)
         self._shard = self._shard or OpenShard(self._staging.path(), self._schema, self._config)
         group: Callable[[], Encoded] = partial(encode, batches, self._config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from packstore.config import PackConfig
 from packstore.errors import ConfigError, DropRateError, IntegrityError, RecordError, sentence
-from packstore.io.columns import flat_numbers, read_columns
+from packstore.io.columns import read_columns
 from packstore.io.dataset import Dataset
 from packstore.io.shard import ShardInfo
 from packstore.loss_counts import count_examples
@@ -202,15 +202,18 @@ def _from_lengths(dataset: Dataset, config: PackConfig) -> Iterator[Measured]:
     if fixed is None:
         names.append("num_responses")
 
-    def of_batch(batch: Any) -> Measured:
-        lengths = physical = flat_numbers(batch.column("lengths"))
+    def of_batch(columns: Mapping[str, tuple[Any, Int64]]) -> Measured:
+        lengths = physical = columns["lengths"][0].astype(np.int64)
         if "seq_boundaries" in names:
-            rises = np.diff(flat_numbers(batch.column("seq_boundaries")))
+            rises = np.diff(columns["seq_boundaries"][0])
             physical = rises[rises > 0]  # it falls between packs only
         if fixed is None:
-            counts = flat_numbers(batch.column("num_responses"))
+            counts = columns["num_responses"][0].astype(np.int64)
         else:
             counts = np.full(len(lengths) // fixed, fixed, np.int64)
+        if not len(physical) == len(lengths) == counts.sum():
+            must = "sequences must be as many as the examples have responses"
+            raise IntegrityError(sentence(dataset.url, f"{must} [responses-count]"))
         return sum_up(lengths, physical, to_offsets(counts))
 
     def of_shard(shard: ShardInfo) -> Measured:
