@@ -1,0 +1,102 @@
+"""Nothing that reads packs believes what they say, also where every hash fits."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import hostile
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import packstore.torch as pt
+from packstore.config import PackConfig
+from packstore.errors import IntegrityError
+from packstore.io.checksums import arrow_crc32
+from packstore.io.columns import read_columns
+from packstore.io.dataset import Dataset
+from packstore.io.dataset import open as open_dataset
+from packstore.io.manifest import Manifest
+from packstore.io.shard import FileHashes
+
+CASES = 90
+
+
+def test_hostile_values(tmp_path: Path) -> None:
+    """In a process whose freed memory is filled: a write outside of an array ends it."""
+    environment = {**os.environ, "MALLOC_PERTURB_": "165", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, hostile.__file__, "0", str(CASES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    lines = done.stdout.splitlines()
+    problems = [json.loads(line) for line in lines if line.startswith("{")]
+    assert not problems
+    assert done.returncode == 0, f"after case {lines[-1]}: {done.stderr[-2000:]}"
+    assert [int(line) for line in lines] == list(range(CASES))
+
+
+def golden(tmp_path: Path, name: str, change: Any) -> Dataset:
+    """A golden dataset whose first shard `change` writes anew, given its path and batches."""
+    folder = tmp_path / "ds"
+    hostile.shutil.copytree(hostile.GOLDEN / name, folder)
+    file = folder / "_packstore" / "manifest-000001.json"
+    manifest = Manifest.from_json(file.read_bytes())
+    shard = manifest.shards[0]
+    path = folder / shard.path
+    change(path, hostile.read_batches(path))
+    groups = shard.row_groups
+    if manifest.file_format == "arrow":
+        groups = replace(groups, crc32=arrow_crc32(str(path)))
+    hashes = FileHashes.of(io.BytesIO(path.read_bytes()))
+    shards = (replace(shard, row_groups=groups, **asdict(hashes)), *manifest.shards[1:])
+    totals = replace(manifest.totals, bytes=sum(s.bytes for s in shards))
+    file.write_bytes(replace(manifest, shards=shards, totals=totals, pack_index=None).to_json())
+    return open_dataset(str(folder))
+
+
+def test_compressed_arrow_bodies_are_refused(tmp_path: Path) -> None:
+    def compress(path: Path, batches: list[pa.RecordBatch]) -> None:
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        with pa.ipc.new_file(str(path), batches[0].schema, options=options) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+
+    data = golden(tmp_path, "dpo-concat-plain-arrow", compress)
+    with pytest.raises(IntegrityError, match="not be compressed"):
+        list(data.iter_packs())
+    with pytest.raises(IntegrityError, match="not be compressed"):
+        list(pt.PackedDataset(data.url))
+    assert any("not be compressed" in problem for problem in data.verify().problems)
+
+
+def test_dictionaries_that_grow_are_refused_where_sizes_are_read(tmp_path: Path) -> None:
+    """Some kilobytes that would become gigabytes, in columns that repacking reads alone."""
+
+    def bomb(path: Path, batches: list[pa.RecordBatch]) -> None:
+        schema = batches[0].schema
+        with pq.ParquetWriter(path, schema, use_dictionary=True, compression="zstd") as writer:
+            for batch in batches:
+                at = schema.get_field_index("lengths")
+                lists = pa.ListArray.from_arrays(
+                    np.linspace(0, 30_000_000, len(batch) + 1).astype(np.int32),
+                    pa.array(np.full(30_000_000, 9, np.int32)),
+                    type=schema.field(at).type,
+                )
+                writer.write_table(
+                    pa.Table.from_batches([batch.set_column(at, schema.field(at), lists)])
+                )
+
+    data = golden(tmp_path, "dpo-concat-plain", bomb)
+    before = pa.total_allocated_bytes()
+    with pytest.raises(IntegrityError, match="must have"):
+        list(read_columns(data.location, data.manifest, data.manifest.shards[0], ["lengths"]))
+    with pytest.raises(IntegrityError):
+        list(pt.PackedDataset(data.url, repack=PackConfig(pack_size=64)))
+    assert pa.total_allocated_bytes() - before < 1 << 24
