@@ -15,13 +15,11 @@ from packstore.records import Int64, Packs, range_indices, to_offsets
 from packstore.seeds import keys
 from packstore.torch.collate import PackedBatch, collate
 from packstore.torch.model import unwrapped, use_packed_attention
+from packstore.torch.probe import logits_of, one_pack, rounding_of
 
 PROMPTS = (7, 5)
 RESPONSES = ((6, 9), (1, 4))
 """Tokens of the prompts and of both responses of the two examples of the probe."""
-
-ROUNDING = {64: 1e-9, 32: 1e-4, 16: 5e-2}
-"""How far apart two ways to compute the same logits may be, over the largest logit, by bits."""
 
 MIXES = "other tokens in one segment must not move the logits of another"
 DIFFERS = "a segment must have the logits of its sequence alone"
@@ -46,8 +44,8 @@ class _Probe:
         """
         packs, prompts = _random_packs(self.vocab_size, self.shared)
         batch = collate(packs, "dpo").to(next(self.model.parameters()).device)
-        logits = _logits(self.model, batch)
-        rounding = ROUNDING[_bits(self.model, logits)] * float(logits.abs().max())
+        logits = logits_of(self.model, batch)
+        rounding = rounding_of(self.model, logits)
         effect = self._effect(batch, logits)
         if not effect > 0:
             raise self._failure(MATTERS, effect, rounding)
@@ -64,7 +62,7 @@ class _Probe:
         That is what a leak would do.
         """
         odd = (batch.position_ids % 2).bool()
-        moved = _logits(self.model, batch, self._others(batch, ~odd)).float() - logits.float()
+        moved = logits_of(self.model, batch, self._others(batch, ~odd)).float() - logits.float()
         return float(moved[odd].abs().amax(1).median())
 
     def _differences(
@@ -74,11 +72,11 @@ class _Probe:
         for segment in range(batch.num_segments):
             mine = batch.segment_ids == segment
             own = mine & (batch.position_ids >= int(private[segment]))
-            moved = _logits(self.model, batch, self._others(batch, own)).float() - logits
+            moved = logits_of(self.model, batch, self._others(batch, own)).float() - logits
             for other in {*batch.segment_ids[~mine].tolist()}:
                 yield MIXES, self._size(moved[batch.segment_ids == other])
             alone = collate(_alone(packs, batch, segment), "sft").to(logits.device)
-            apart = _logits(self.model, alone).float()[-int(mine.sum()) :] - logits[mine]
+            apart = logits_of(self.model, alone).float()[-int(mine.sum()) :] - logits[mine]
             yield DIFFERS, self._size(apart)
 
     def _size(self, difference: Tensor) -> float:
@@ -157,20 +155,6 @@ def check_isolation(
             inner.set_attn_implementation(previous)
 
 
-def _bits(model: nn.Module, logits: Tensor) -> int:
-    """Of the coarsest arithmetic on the way to the logits."""
-    parameter = next(model.parameters())
-    return 8 * min(logits.dtype.itemsize, parameter.dtype.itemsize)
-
-
-def _logits(model: nn.Module, batch: PackedBatch, input_ids: Tensor | None = None) -> Tensor:
-    inputs = batch.model_inputs()
-    if input_ids is not None:
-        inputs["input_ids"] = input_ids[None]
-    logits: Tensor = model(**inputs).logits[0]
-    return logits
-
-
 def _random_packs(vocab_size: int, shared: bool) -> tuple[Packs, Int64]:
     """One pack of two examples, and the prompt length of each sequence."""
     prompts = np.repeat(np.array(PROMPTS), 2)
@@ -181,7 +165,7 @@ def _random_packs(vocab_size: int, shared: bool) -> tuple[Packs, Int64]:
     left_out = (prompts - 1) * np.array([0, 1, 0, 1]) * shared
     tokens = np.concatenate([x[n:] for x, n in zip(ids, left_out, strict=True)]).astype(np.int32)
     bounds = to_offsets(lengths - left_out)
-    return _one_pack(tokens, lengths, bounds, np.array([2, 2])), prompts
+    return one_pack(tokens, lengths, bounds, np.array([2, 2])), prompts
 
 
 def _alone(packs: Packs, batch: PackedBatch, segment: int) -> Packs:
@@ -190,21 +174,4 @@ def _alone(packs: Packs, batch: PackedBatch, segment: int) -> Packs:
     starts = to_offsets(packs.lengths)
     own = range_indices(starts[segment : segment + 1], packs.lengths[segment : segment + 1])
     tokens = packs.input_ids[np.array(index)[own]]
-    return _one_pack(tokens, np.array([len(own)]), np.array([0, len(own)]), np.array([1]))
-
-
-def _one_pack(tokens: Any, lengths: Any, bounds: Any, responses: Any) -> Packs:
-    sizes = (len(tokens), len(lengths), len(responses))
-    offsets = [np.array([0, n]) for n in sizes]
-    return Packs(
-        input_ids=tokens,
-        labels=np.full_like(tokens, -100),
-        reward=np.zeros(len(lengths), np.float32),
-        lengths=lengths.astype(np.int32),
-        seq_boundaries=bounds.astype(np.int32),
-        example_ids=np.arange(len(responses)),
-        num_responses=responses.astype(np.int32),
-        token_offsets=offsets[0],
-        sequence_offsets=offsets[1],
-        example_offsets=offsets[2],
-    )
+    return one_pack(tokens, np.array([len(own)]), np.array([0, len(own)]), np.array([1]))

@@ -1,0 +1,48 @@
+"""What probes of a model share: packs, logits, and how far rounding may part them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from packstore.records import Packs
+from packstore.torch.collate import PackedBatch
+
+ROUNDING = {64: 1e-9, 32: 1e-4, 16: 5e-2}
+"""How far apart two ways to compute the same logits may be, over the largest logit, by bits."""
+
+
+def rounding_of(model: nn.Module, logits: Tensor) -> float:
+    """How far apart two ways to compute `logits` may be."""
+    # Of the coarsest arithmetic on the way to the logits.
+    bits = 8 * min(logits.dtype.itemsize, next(model.parameters()).dtype.itemsize)
+    return ROUNDING[bits] * float(logits.abs().max())
+
+
+def logits_of(model: nn.Module, batch: PackedBatch, input_ids: Tensor | None = None) -> Tensor:
+    """The model's logits of the row, `[T, V]`, perhaps for other tokens."""
+    inputs = batch.model_inputs()
+    if input_ids is not None:
+        inputs["input_ids"] = input_ids[None]
+    logits: Tensor = model(**inputs).logits[0]
+    return logits
+
+
+def one_pack(tokens: Any, lengths: Any, bounds: Any, responses: Any) -> Packs:
+    """One pack of these tokens; sequences of `lengths`, segments between `bounds`."""
+    sizes = (len(tokens), len(lengths), len(responses))
+    offsets = [np.array([0, n]) for n in sizes]
+    return Packs(
+        input_ids=tokens,
+        labels=np.full_like(tokens, -100),
+        reward=np.zeros(len(lengths), np.float32),
+        lengths=lengths.astype(np.int32),
+        seq_boundaries=bounds.astype(np.int32),
+        example_ids=np.arange(len(responses)),
+        num_responses=responses.astype(np.int32),
+        token_offsets=offsets[0],
+        sequence_offsets=offsets[1],
+        example_offsets=offsets[2],
+    )
