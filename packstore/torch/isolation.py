@@ -15,6 +15,7 @@ from packstore.records import Int64, Packs, range_indices, to_offsets
 from packstore.seeds import keys
 from packstore.torch.collate import PackedBatch, collate
 from packstore.torch.model import unwrapped, use_packed_attention
+from packstore.torch.own_attention import compare_with_own
 from packstore.torch.probe import logits_of, one_pack, rounding_of
 
 PROMPTS = (7, 5)
@@ -35,6 +36,7 @@ class _Probe:
     vocab_size: int
     shared: bool
     by_token: bool
+    experts: bool
 
     def run(self) -> float:
         """The largest difference seen.
@@ -45,7 +47,8 @@ class _Probe:
         packs, prompts = _random_packs(self.vocab_size, self.shared)
         batch = collate(packs, "dpo").to(next(self.model.parameters()).device)
         logits = logits_of(self.model, batch)
-        rounding = rounding_of(self.model, logits)
+        # Routers compute in float32, also with wider weights.
+        rounding = rounding_of(self.model, logits, bits=32 if self.experts else 64)
         effect = self._effect(batch, logits)
         if not effect > 0:
             raise self._failure(MATTERS, effect, rounding)
@@ -114,13 +117,17 @@ class _Probe:
 def check_isolation(
     model: nn.Module, backend: str | None = None, *, vocab_size: int | None = None
 ) -> float:
-    """Feeds a small random pack, in both layouts, and compares logits.
+    """Feeds small random packs, in both layouts, and compares logits.
 
     For each segment: other tokens in it move the logits of no other segment, and its logits are
-    those of the sequence by itself. The model is put in evaluation mode for it (no dropout, no
-    noise in routers), and left as it was. In half precision, rounding can send a token to another
-    expert, so there the median over the tokens of a segment counts if the model has experts. What
-    may differ is a quarter of what a token does to those that see it, and not more than rounding.
+    those of the sequence by itself. What may differ is a quarter of what a token does to those that
+    see it, and not more than rounding. The logits are also those of the model's own attention
+    (`eager`, or `sdpa` for long sequences), up to rounding, beyond every window and RoPE table that
+    the config names, as far as time and memory allow; a note in the log tells where that stops.
+
+    The model is put in evaluation mode for it (no dropout, no noise in routers), and left as it
+    was. Rounding can send a token to another expert: if the model has experts, the median over
+    tokens counts, in half precision and beside its own attention.
 
     Args:
         model: a Hugging Face causal LM, also inside PEFT, DistributedDataParallel, FSDP (then on
@@ -132,8 +139,9 @@ def check_isolation(
         The largest difference of logits that was seen, for the record (about 0).
 
     Raises:
-        BackendError: segments see each other, or positions do not start anew; or the model cannot
-            attend inside segments at all. The message names the likely cause.
+        BackendError: segments see each other, or positions do not start anew; the model computes
+            something else than by itself; or it cannot attend inside segments at all. The message
+            names the likely cause.
     """
     inner = unwrapped(model)
     config: Any = getattr(inner, "config", None)
@@ -148,7 +156,10 @@ def check_isolation(
         experts = any(getattr(text, name, None) for name in EXPERTS)
         by_token = experts and next(model.parameters()).dtype.itemsize == 2
         with torch.no_grad():
-            return max(_Probe(model, size, shared, by_token).run() for shared in (False, True))
+            worst = [
+                _Probe(model, size, shared, by_token, experts).run() for shared in (False, True)
+            ]
+            return max(*worst, compare_with_own(model, size, by_token=experts))
     finally:
         model.train(training)
         if backend is not None:

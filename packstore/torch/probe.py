@@ -14,10 +14,15 @@ ROUNDING = {64: 1e-9, 32: 1e-4, 16: 5e-2}
 """How far apart two ways to compute the same logits may be, over the largest logit, by bits."""
 
 
-def rounding_of(model: nn.Module, logits: Tensor) -> float:
-    """How far apart two ways to compute `logits` may be."""
-    # Of the coarsest arithmetic on the way to the logits.
-    bits = 8 * min(logits.dtype.itemsize, next(model.parameters()).dtype.itemsize)
+def rounding_of(model: nn.Module, logits: Tensor, bits: int = 64) -> float:
+    """How far apart two ways to compute `logits` may be.
+
+    Args:
+        model: whose weights have a dtype.
+        logits: the model's.
+        bits: of other arithmetic on the way; the coarsest counts.
+    """
+    bits = min(bits, *(8 * x.dtype.itemsize for x in (logits, next(model.parameters()))))
     return ROUNDING[bits] * float(logits.abs().max())
 
 

@@ -42,7 +42,8 @@ def use_own_tables(model: nn.Module, config: Any) -> None:
         if rotary and _note_layout not in parent._forward_pre_hooks.values():
             parent.register_forward_pre_hook(_note_layout, with_kwargs=True)
             parent.register_forward_hook(_forget_layout, always_call=True)
-    kinds = sorted(kind for kind in rope_kinds(config) if _by_length(kind))
+    kinds = [str(part.get("rope_type", part.get("type"))) for part in rope_parts(config)]
+    kinds = [kind for kind in kinds if by_length(kind)]
     # HunYuan's fixed tables are called dynamic in its config, and otherwise in its module.
     if kinds and not any(hasattr(module, "rope_type") for module in model.modules()):
         must = f"RoPE of type {kinds[0]!r} must come from a rotary module of transformers"
@@ -51,21 +52,21 @@ def use_own_tables(model: nn.Module, config: Any) -> None:
         raise BackendError(sentence(where, must, "a module of its own", do))
 
 
-def rope_kinds(config: Any) -> set[str]:
-    """The types of RoPE that a text config names, of all kinds of layers."""
+def rope_parts(config: Any) -> list[Mapping[str, Any]]:
+    """The RoPE settings of a text config: one mapping, or one for each kind of layer."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    parts = [given, *(p for p in given.values() if isinstance(p, Mapping))]
-    return {str(p.get("rope_type", p.get("type"))) for p in parts} - {"None"}
+    return [given, *(part for part in given.values() if isinstance(part, Mapping))]
 
 
-def _by_length(kind: str) -> bool:
+def by_length(kind: str) -> bool:
+    """True for a type of RoPE whose tables depend on the longest position."""
     return "dynamic" in kind or kind == "longrope"
 
 
 def _depends(module: nn.Module) -> bool:
     kinds = getattr(module, "rope_type", None)
     names = kinds.values() if isinstance(kinds, Mapping) else [kinds]
-    return any(isinstance(name, str) and _by_length(name) for name in names)
+    return any(isinstance(name, str) and by_length(name) for name in names)
 
 
 def _note_layout(module: nn.Module, _: Any, kwargs: Mapping[str, Any]) -> None:
@@ -86,7 +87,7 @@ def _per_sequence(module: Any, args: Any, kwargs: Mapping[str, Any], output: Any
     given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False), **kwargs)
     layer_type = given.get("layer_type")
     kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
-    if not ours or not _by_length(kind):
+    if not ours or not by_length(kind):
         return None
     layout: AttentionLayout | None = getattr(module, LAYOUT, None)
     if layout is None:

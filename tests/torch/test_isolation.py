@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from packstore.errors import BackendError
-from packstore.torch import check_isolation, use_packed_attention
+from packstore.torch import check_isolation, own_attention, use_packed_attention
 from packstore.torch.attention import ATTENTION
 
 
@@ -199,3 +199,87 @@ def test_it_says_when_it_cannot_tell(
     torch.manual_seed(0)
     with pytest.raises(BackendError, match=f"{must}.*within rounding.*the probe in float32"):
         check_isolation(model, new_backend(rounded))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("phimoe", {}),
+        ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 2}),
+        ("smollm3", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2}),
+    ],
+)
+@pytest.mark.parametrize("window", [8, 60])
+def test_it_fails_where_a_window_is_dropped(
+    kit: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    settings: dict[str, Any],
+    window: int,
+) -> None:
+    """Packed and single sequences agree with each other, and not with the model's own attention."""
+    more = {"sliding_window": window, "max_position_embeddings": 128}
+    model = kit.tiny_family(name, torch.float32, **more, **settings)
+    assert check_isolation(model, "sdpa") < 1e-3
+    monkeypatch.setattr("packstore.torch.model.window_of", lambda mask, keyword: keyword)
+    must = (
+        "beside attention 'eager': a sequence must have the logits that the model's own attention"
+    )
+    with pytest.raises(BackendError, match=f"{must}.*found a difference of .*a mask of its own"):
+        check_isolation(model, "sdpa")
+
+
+def test_it_fails_where_a_cap_is_dropped(
+    kit: SimpleNamespace, new_backend: Callable[[Any], str]
+) -> None:
+    def uncapped(q: Tensor, k: Tensor, v: Tensor, layout: Any, **settings: Any) -> Tensor:
+        return ATTENTION.load("reference")(q, k, v, layout, **{**settings, "softcap": None})
+
+    model = kit.tiny_family("gemma2", torch.float32, attn_logit_softcapping=0.5)
+    with pytest.raises(BackendError, match="that the model's own attention gives it"):
+        check_isolation(model, new_backend(uncapped))
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_it_fails_where_tables_come_from_the_longest_sequence(
+    kit: SimpleNamespace, kind: str
+) -> None:
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
+    if kind == "longrope":
+        rope |= {"original_max_position_embeddings": 48}
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 1.5]}
+    model = kit.tiny_family(
+        "llama", torch.float32, rope_parameters=rope, max_position_embeddings=48
+    )
+    check_isolation(model, "sdpa")
+    use_packed_attention(model, "sdpa")
+    model.model.rotary_emb._forward_hooks.clear()
+    with pytest.raises(BackendError, match="that the model's own attention gives it"):
+        check_isolation(model)
+
+
+def test_long_sequences_are_compared_with_sdpa_and_longer_ones_named(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("packstore.torch.own_attention.SCORES", 4 * 99**2)
+    model = kit.tiny_family(
+        "mistral", torch.float32, sliding_window=100, max_position_embeddings=10_000
+    )
+    called = []
+    real = model.set_attn_implementation
+    monkeypatch.setattr(model, "set_attn_implementation", lambda x: (called.append(x), real(x)))
+    with caplog.at_level("INFO", "packstore"):
+        check_isolation(model, "sdpa")
+    assert "sdpa" in called
+    assert "was compared" not in caplog.text
+    monkeypatch.setitem(
+        own_attention.WORK, "cpu", 99 * 4 * sum(map(torch.numel, model.parameters()))
+    )
+    with caplog.at_level("INFO", "packstore"):
+        check_isolation(model, "sdpa")
+    assert "the probe stops at 99 tokens: nothing beyond 100 was compared" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "dots1", "glm4_moe", "minimax_m2"])
+def test_routers_that_compute_in_float32_pass_in_float64(kit: SimpleNamespace, name: str) -> None:
+    assert check_isolation(kit.tiny_family(name), "reference") < 1e-3
