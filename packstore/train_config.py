@@ -70,6 +70,9 @@ class TrainModelConfig:
     dtype: Literal["float32", "bfloat16", "float64"] = setting("float32", "of the weights")
     mixed_precision: Literal["none", "bf16"] = setting("none", "of the computation, by autocast")
     attention: str = setting("auto", "backend of packed attention")
+    probe: bool = setting(
+        True, "before the first step, compare packed with unpacked logits of the model"
+    )
     gradient_checkpointing: bool = setting(
         False, "compute each layer again in the backward pass, to save memory"
     )

@@ -36,6 +36,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--attention", default="auto", metavar="NAME", help="backend (default: auto)"
     )
+    group.add_argument(
+        "--probe",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="first compare packed with unpacked logits of the model (default: True)",
+    )
     group.add_argument("--device", metavar="NAME", help="default: a GPU for each rank, else cpu")
     batching = group.add_mutually_exclusive_group()
     batching.add_argument(
@@ -48,6 +54,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def loaded(args: argparse.Namespace, path: str, adapter: str | None, device: torch.device) -> Any:
     """The model at `path` in the dtype and with the attention that were asked for, on `device`."""
+    from packstore.torch.arithmetic import autocast
+    from packstore.torch.isolation import probe_model
     from packstore.torch.load import add_adapter, is_adapter, load_model
 
     model = load_model(path, dtype=DTYPES[args.dtype], attention=args.attention)  # type: ignore[arg-type]
@@ -56,7 +64,11 @@ def loaded(args: argparse.Namespace, path: str, adapter: str | None, device: tor
             must = "the folder must hold an adapter_config.json"
             raise ConfigError(sentence(f"adapter {adapter}", must, "none"))
         model = add_adapter(model, adapter, False)
-    return model.to(device)
+    model = model.to(device)
+    if args.probe:
+        with autocast(device, args.mixed_precision):
+            probe_model(model)
+    return model
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from packstore.records import Packs
@@ -22,8 +23,17 @@ def rounding_of(model: nn.Module, logits: Tensor, bits: int = 64) -> float:
         logits: the model's.
         bits: of other arithmetic on the way; the coarsest counts.
     """
-    bits = min(bits, *(8 * x.dtype.itemsize for x in (logits, next(model.parameters()))))
+    bits = min(bits, 16 if is_half(model) else 64, 8 * logits.dtype.itemsize)
+    bits = min(bits, 8 * next(model.parameters()).dtype.itemsize)
     return ROUNDING[bits] * float(logits.abs().max())
+
+
+def is_half(model: nn.Module) -> bool:
+    """True if products are computed in about 16 bits: of the weights, by autocast, or as TF32."""
+    weight = next(model.parameters())
+    kind = weight.device.type
+    fast = kind == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return weight.dtype.itemsize == 2 or torch.is_autocast_enabled(kind) or fast
 
 
 def logits_of(model: nn.Module, batch: PackedBatch, input_ids: Tensor | None = None) -> Tensor:

@@ -21,19 +21,18 @@ from packstore.torch.compatibility import check_model, check_same_tokenizer, che
 from packstore.torch.dataset import PackedDataset
 from packstore.torch.grouped import FILE
 from packstore.torch.head import PackedPolicy
-from packstore.torch.load import add_lora, checkpoint_gradients, is_adapter, load_model
+from packstore.torch.load import load_model
 from packstore.torch.loader import PackedDataLoader
 from packstore.torch.loss import PreferenceLoss
 from packstore.torch.training.checkpoint import (
-    MODEL,
     RunState,
     load_optimizer,
     read_state,
 )
+from packstore.torch.training.model import make_model, probe
 from packstore.torch.training.optimizer import make_optimizer, make_schedule
 from packstore.torch.training.random_state import set_random_state
 from packstore.torch.training.reference import (
-    REF_ADAPTER,
     OwnAdapter,
     Reference,
     SecondModel,
@@ -119,8 +118,9 @@ def prepare(config: TrainConfig) -> Run:
     _check_data(config, loss_fn, dataset, validation)
     accelerator = _make_accelerator(config)
     _seed(config.seed)
-    model = _make_model(config, checkpoint, loss_fn)
+    model = make_model(config, checkpoint, loss_fn)
     check_model(dataset, model)
+    probe(config, accelerator, model)
     if loss_fn.reference:
         sides = [(config.ref_logps, dataset), (config.validation_ref_logps, validation)]
         before = None if state is None else state.config
@@ -180,6 +180,8 @@ class _Online:
             return OwnAdapter(self.policy, inner)
         path = config.reference_model or config.model
         model = load_model(path, dtype=config.dtype, attention=config.attention)
+        if config.reference_model is not None:
+            probe(config, self.accelerator, model)
         return SecondModel(model.to(self.accelerator.device), self.accelerator.autocast)
 
 
@@ -233,29 +235,6 @@ def _check_data(
     check_same_tokenizer(both)
     if config.tokenizer is not None:
         check_tokenizer(dataset, config.tokenizer, chat_template=False)
-
-
-def _make_model(config: TrainConfig, checkpoint: Path | None, loss_fn: PreferenceLoss) -> Any:
-    """The model with what is trained of it unfrozen, as it was at first or at the checkpoint."""
-    goes_on = is_adapter(config.model)
-    if goes_on and config.lora_rank is not None:
-        do = "Leave lora_rank out to train it further, or merge it first"
-        raise ConfigError(sentence("lora_rank", "the model must have no adapter", config.model, do))
-    path = config.model if checkpoint is None else checkpoint / MODEL
-    model = load_model(path, dtype=config.dtype, attention=config.attention, trainable=True)
-    if config.lora_rank is not None and checkpoint is None:
-        model = add_lora(
-            model,
-            config.lora_rank,
-            alpha=config.lora_alpha,
-            dropout=config.lora_dropout,
-            targets=config.lora_targets,
-        )
-    if goes_on and loss_fn.reference and config.reference_model is None:
-        model.load_adapter(config.model, REF_ADAPTER, is_trainable=False)
-    if config.gradient_checkpointing:
-        checkpoint_gradients(model)
-    return model
 
 
 def _make_loader(
