@@ -70,6 +70,9 @@ class TrainModelConfig:
     dtype: Literal["float32", "bfloat16", "float64"] = setting("float32", "of the weights")
     mixed_precision: Literal["none", "bf16"] = setting("none", "of the computation, by autocast")
     attention: str = setting("auto", "backend of packed attention")
+    disable_dropout: bool = setting(
+        True, "set the model's dropout to 0; that of the adapter is lora_dropout"
+    )
     probe: bool = setting(
         True, "before the first step, compare packed with unpacked logits of the model"
     )

@@ -92,8 +92,7 @@ def find_head(model: nn.Module) -> Head:
     proved = _PROVED.get(base)
     # An adapter or a new vocabulary puts another module in its place.
     if proved is None or proved.output is not base.get_output_embeddings():
-        proved = _read_head(base)
-        _prove(base, proved)
+        proved = _prove(base, _read_heads(base))
         _PROVED[base] = proved
     return proved
 
@@ -170,7 +169,8 @@ def _synchronises(model: nn.Module) -> bool:
     )
 
 
-def _read_head(model: Any) -> Head:
+def _read_heads(model: Any) -> list[Head]:
+    """The head behind the base model; and behind its decoder, which some families call alone."""
     find = getattr(model, "get_output_embeddings", None)
     output = find() if find is not None else None
     backbone = getattr(model, "base_model", model)
@@ -182,42 +182,57 @@ def _read_head(model: Any) -> Head:
     plain = isinstance(inner, nn.Linear) and type(weight) is nn.Parameter
     if weight is None or not plain or not weight.is_floating_point():
         must = "its head must be a matrix of its own, which LoRA, quantization and shards are not"
-        raise _unfit(model, must, f"{type(inner).__name__} of {type(weight).__name__}")
+        found = f"{type(inner).__name__} of {type(weight).__name__}"
+        if hasattr(inner, "base_layer"):
+            found = f"an adapter over it ({type(inner).__module__}.{type(inner).__name__})"
+        raise _unfit(model, must, found)
     config = model.config.get_text_config()
     scale = 1.0
     if getattr(model, "logit_scale", None) is not None:
         scale = float(model.logit_scale)
     elif getattr(config, "logits_scaling", None) is not None:
         scale = 1 / float(config.logits_scaling)
-    return Head(backbone, output, scale, getattr(config, "final_logit_softcapping", None))
+    softcap = getattr(config, "final_logit_softcapping", None)
+    backbones = {backbone: None, getattr(backbone, "decoder", backbone): None}
+    return [Head(each, output, scale, softcap) for each in backbones]
 
 
 @torch.no_grad()
-def _prove(model: Any, head: Head) -> None:
-    """Compares the model's own logits of a few tokens with those that the head says.
+def _prove(model: Any, heads: list[Head]) -> Head:
+    """Compares the model's own logits of a few tokens with those that each head says.
+
+    Returns:
+        The first that says the same.
 
     The hidden states on the way are scaled up, for both; and autocast is off, which would round the
     one and not the other.
     """
-    with torch.autocast(head.weight.device.type, enabled=False):
-        gap = _gap(model, head)
-    half = torch.finfo(head.weight.dtype).bits < 32
-    if math.isnan(gap):
+    weight = heads[0].weight
+    with torch.autocast(weight.device.type, enabled=False):
+        gaps = [_gap(model, head) for head in heads]
+    if any(gap is not None and math.isnan(gap) for gap in gaps):
         do = "Look at its weights: a training that diverged leaves such ones"
         raise _unfit(model, "its logits must be finite", "nan", do)
-    if not gap <= PROBE_LOGIT * (2e-2 if half else 1e-4):
-        must = (
-            "its logits must be its hidden states times its head, scaled and capped by its config"
-        )
-        raise _unfit(model, must, f"logits off by {gap:.2g}")
+    limit = PROBE_LOGIT * (2e-2 if torch.finfo(weight.dtype).bits < 32 else 1e-4)
+    for head, gap in zip(heads, gaps, strict=True):
+        if gap is not None and gap <= limit:
+            return head
+    known = [gap for gap in gaps if gap is not None]
+    if not known:
+        must = f"its base model must give the head hidden states of its width, {weight.shape[1]}"
+        raise _unfit(model, must, "layers between the two, or a base model that is not called")
+    must = "its logits must be its hidden states times its head, scaled and capped by its config"
+    raise _unfit(model, must, f"logits off by {min(known):.2g}")
 
 
-def _gap(model: Any, head: Head) -> float:
-    """The largest difference of the two."""
+def _gap(model: Any, head: Head) -> float | None:
+    """The largest difference of the two; None: the head does not follow on the backbone."""
     seen: list[Tensor] = []
 
     def enlarge(_: nn.Module, __: Any, output: Any) -> Any:
-        hidden = output.last_hidden_state
+        hidden = getattr(output, "last_hidden_state", None)
+        if hidden is None or hidden.shape[-1] != head.weight.shape[1]:
+            return output
         plain = linear(hidden, head.weight, head.bias).abs().max() * abs(head.logit_scale)
         output.last_hidden_state = hidden * (PROBE_LOGIT / plain.clamp(min=1e-9))
         seen.append(output.last_hidden_state)
@@ -230,6 +245,8 @@ def _gap(model: Any, head: Head) -> float:
     finally:
         handle.remove()
         model.train(training)
+    if not seen:
+        return None
     bias = None if head.bias is None else head.bias.double()
     logits = head.logit_scale * linear(seen[0].double(), head.weight.double(), bias)
     if head.softcap is not None:

@@ -171,7 +171,7 @@ def check_isolation(
     previous = config._attn_implementation if config is not None else None
     training = model.training
     if backend is not None:
-        use_packed_attention(model, backend)
+        use_packed_attention(model, backend, disable_dropout=False)
     try:
         model.eval()
         text = config.get_text_config()

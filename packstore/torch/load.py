@@ -29,6 +29,7 @@ def load_model(
     dtype: DType = "float32",
     attention: str = "auto",
     trainable: bool = False,
+    disable_dropout: bool = True,
 ) -> Any:
     """A causal LM that takes packed batches, in evaluation mode, on the CPU.
 
@@ -37,6 +38,7 @@ def load_model(
         dtype: of the weights.
         attention: backend of packed attention, see :func:`use_packed_attention`.
         trainable: False freezes all weights; of an adapter, True frees its own alone.
+        disable_dropout: False keeps the dropout of the model, see :func:`use_packed_attention`.
 
     Raises:
         ConfigError: no model is there, it does not load, or its files lack a weight.
@@ -45,7 +47,8 @@ def load_model(
     """
     name = os.fspath(path)
     if is_adapter(name):
-        base = load_model(adapter_base(name), dtype=dtype, attention=attention)
+        settings: Any = {"attention": attention, "disable_dropout": disable_dropout}
+        base = load_model(adapter_base(name), dtype=dtype, **settings)
         return add_adapter(base, name, trainable)
     try:
         from transformers import AutoModelForCausalLM
@@ -61,7 +64,7 @@ def load_model(
         must = "it must be a folder or hub name of a causal LM that transformers loads"
         raise ConfigError(sentence(where, must, quote(str(error), 200))) from error
     _check_weights(name, loading)
-    use_packed_attention(model, attention)
+    use_packed_attention(model, attention, disable_dropout=disable_dropout)
     return model.requires_grad_(trainable).eval()
 
 

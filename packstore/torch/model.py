@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from packstore.errors import BackendError, sentence
 from packstore.registry import missing_extra
+from packstore.torch import dropout
 from packstore.torch.attention import ATTENTION, Attend
 from packstore.torch.layout import AttentionLayout
 from packstore.torch.mask import RequestedMask, window_of
@@ -33,17 +34,21 @@ CALL = "Call the model with **batch.model_inputs()"
 UNPACKED = "Train it unpacked, with batch.model_inputs(style='padded')"
 
 
-def use_packed_attention(model: Model, backend: str = "auto") -> Model:
+def use_packed_attention(
+    model: Model, backend: str = "auto", *, disable_dropout: bool = True
+) -> Model:
     """Makes `model` attend inside segments only; call it with ``**batch.model_inputs()``.
 
     The model is changed in place: its attention implementation becomes ours, whatever its config
-    says of caches and masks. Weights and everything else stay.
+    says of caches and masks, and its dropout 0. Weights and everything else stay.
 
     Args:
         model: a Hugging Face causal LM, also inside PEFT, DistributedDataParallel, FSDP or
             ``torch.compile``.
         backend: a name of :data:`~packstore.torch.attention.ATTENTION`; or ``auto``, by device,
             dtype and what the model needs (see ``attention/_auto.py``; the choice is logged).
+        disable_dropout: sets the model's dropout to 0 and logs it, as TRL does; that of adapters
+            stays. False keeps it outside of attention; in attention it is refused.
 
     Returns:
         `model`.
@@ -64,7 +69,9 @@ def use_packed_attention(model: Model, backend: str = "auto") -> Model:
     text = config.get_text_config()
     kinds = {*(getattr(text, "layer_types", None) or ())}
     kinds |= {*(getattr(text, "layers_block_type", None) or ())}
-    if getattr(inner, "_is_stateful", False) or not kinds <= LAYER_TYPES:
+    # The flag is of the class: a hybrid whose layers are all attention has it too.
+    stateful = getattr(inner, "_is_stateful", False) and not kinds
+    if stateful or not kinds <= LAYER_TYPES:
         found = ", ".join(sorted(kinds - LAYER_TYPES)) or "recurrent layers"
         raise _unfit(inner, "tokens must meet in causal attention only", found)
     name = _register(backend)
@@ -73,6 +80,8 @@ def use_packed_attention(model: Model, backend: str = "auto") -> Model:
         must = "its attention must come from transformers' attention registry"
         raise _unfit(inner, must, "an attention of its own")
     use_own_tables(inner, text)
+    if disable_dropout:
+        dropout.disable_dropout(inner)
     return model
 
 
@@ -167,7 +176,11 @@ def _requested_mask(
 def _checked(query: Tensor, key: Tensor, layout: AttentionLayout | None) -> AttentionLayout:
     """The layout, if it is that of the tokens."""
     if layout is None:
-        do = f"{CALL}; if you did, its layers keep keywords from attention: train it unpacked"
+        do = (
+            f"{CALL}; to generate, give it back its own attention: "
+            "model.set_attn_implementation('sdpa'). If you did call it so, its layers keep "
+            "keywords from attention: train it unpacked"
+        )
         raise _refusal("the call must name the segments", "no layout", do)
     expected = layout.num_queries
     if query.shape[0] != 1 or query.shape[2] != expected:
@@ -182,20 +195,21 @@ def _checked(query: Tensor, key: Tensor, layout: AttentionLayout | None) -> Atte
 def _refuse_mask(mask: Any) -> None:
     if mask is not None:
         found = f"attention_mask of shape {tuple(mask.shape)}"
-        raise _refusal("the layout alone says which tokens see which", found)
+        do = f"{CALL}, and nothing else; if you did, it makes masks of its own: train it unpacked"
+        raise _refusal("the layout alone says which tokens see which", found, do)
 
 
 def _refuse_extras(module: nn.Module, extras: dict[str, Any]) -> None:
     for name in NOT_SUPPORTED:
         if extras.get(name) is not None:
-            raise _refusal(
-                "attention must be a softmax over the visible keys", f"a model with {name}"
-            )
+            must = "attention must be a softmax over the visible keys"
+            raise _refusal(must, f"a model with {name}", UNPACKED)
     if extras.get("dropout"):
-        found = f"dropout {extras['dropout']}"
-        raise _refusal("attention must be without dropout (config.attention_dropout = 0)", found)
+        must, found = "attention must be without dropout", f"dropout {extras['dropout']}"
+        do = "Prepare the model anew: disable_dropout=False leaves it on"
+        raise _refusal(must, found, do)
     if extras.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise _refusal("attention must be causal", "a model that looks ahead")
+        raise _refusal("attention must be causal", "a model that looks ahead", UNPACKED)
 
 
 def _refusal(must: str, found: str, do: str = f"{CALL}, and nothing else") -> BackendError:

@@ -92,7 +92,10 @@ def _per_sequence(module: Any, args: Any, kwargs: Mapping[str, Any], output: Any
     layout: AttentionLayout | None = getattr(module, LAYOUT, None)
     if layout is None:
         must = f"RoPE of type {kind!r} must know the segments"
-        do = "Call the model with **batch.model_inputs(); if you did, train it unpacked"
+        do = (
+            "Call the model with **batch.model_inputs(); to generate, give it back its own "
+            "attention: model.set_attn_implementation('sdpa')"
+        )
         raise BackendError(sentence("packed attention", must, "no layout", do))
     tables = _Tables(module, kind, given)
     sizes = tables.sizes(layout)

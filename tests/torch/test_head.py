@@ -221,3 +221,25 @@ def test_the_proof_knows_no_autocast(kit: SimpleNamespace, batch: PackedBatch) -
     with torch.autocast("cpu", torch.bfloat16):
         found = packed_logps(mixed, batch)
     assert (found - packed_logps(plain, batch)).abs().max() < 1
+
+
+def test_a_decoder_that_the_model_calls_without_its_base_model(
+    kit: SimpleNamespace, batch: PackedBatch
+) -> None:
+    model = use_packed_attention(kit.tiny_family("opt", torch.float32), "reference")
+    expected = segment_logps(batch, logits=model(**batch.model_inputs()).logits)
+    assert (packed_logps(model, batch) - expected).abs().max() < 1e-4
+    assert expected.abs().max() > 1
+
+
+def test_heads_with_layers_before_them_are_refused(kit: SimpleNamespace) -> None:
+    model = kit.tiny_family("electra", torch.float32, is_decoder=True)
+    with pytest.raises(CompatibilityError, match=r"hidden states of its width, 128; .*Use logits"):
+        find_head(model)
+
+
+@of_peft
+def test_an_adapter_on_the_head_is_named(kit: SimpleNamespace) -> None:
+    model = lora(kit.tiny_family("llama", torch.float32), target_modules=["lm_head"])
+    with pytest.raises(CompatibilityError, match=r"found an adapter over it \(peft\.tuners\.lora"):
+        find_head(model)

@@ -26,7 +26,7 @@ from transformers import (
 
 from packstore.errors import BackendError, CompatibilityError, UnknownNameError
 from packstore.testing import random_examples
-from packstore.torch import check_model, collate, use_packed_attention
+from packstore.torch import check_isolation, check_model, collate, use_packed_attention
 from packstore.torch.attention import ATTENTION, _auto
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2}
@@ -68,11 +68,79 @@ def test_refused_calls(
         model(**{**inputs, **change})
 
 
+DROPPING: dict[str, dict[str, float]] = {
+    "gpt2": {"resid_pdrop": 0.4, "embd_pdrop": 0.4, "attn_pdrop": 0.4},
+    "opt": {"dropout": 0.4, "attention_dropout": 0.4, "layerdrop": 0.5},  # numbers, no modules
+    "llama": {"attention_dropout": 0.4},
+}
+
+
+@pytest.mark.parametrize("name", list(DROPPING))
+def test_dropout_is_disabled_with_a_note(
+    kit: SimpleNamespace, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    model = kit.tiny_family(name, torch.float32, **DROPPING[name]).train()
+    inputs = collate(kit.packed(random_examples(2), [2], "concat"), "dpo").model_inputs()
+    with caplog.at_level("INFO", "packstore"):
+        use_packed_attention(model)
+    assert "dropout is disabled (disable_dropout=False keeps it): " in caplog.text
+    assert "0.4" in caplog.text
+    found = [model(**inputs).logits for _ in range(3)]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[0], model.eval()(**inputs).logits)
+    assert model.config.to_dict().items() >= DROPPING[name].items()
+    caplog.clear()
+    use_packed_attention(model)
+    assert not caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # PEFT's
+def test_dropout_that_was_asked_for_stays(kit: SimpleNamespace) -> None:
+    settings = {"resid_pdrop": 0.4, "embd_pdrop": 0.4, "attn_pdrop": 0.0}
+    model = kit.tiny_family("gpt2", torch.float32, **settings).train()
+    inputs = collate(kit.packed(random_examples(2), [2], "concat"), "dpo").model_inputs()
+    use_packed_attention(model, disable_dropout=False)
+    check_isolation(model, "sdpa")
+    assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
+    peft = pytest.importorskip("peft", reason="dropout of an adapter is PEFT's")
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["c_attn"], lora_dropout=0.3, fan_in_fan_out=True)
+    )
+    use_packed_attention(adapted)
+    dropouts = {n: m.p for n, m in adapted.named_modules() if isinstance(m, torch.nn.Dropout)}
+    assert {p for n, p in dropouts.items() if "lora_" in n} == {0.3}
+    assert {p for n, p in dropouts.items() if "lora_" not in n} == {0.0}
+
+
+def test_refusals_say_what_to_do(kit: SimpleNamespace) -> None:
+    inputs = collate(kit.packed(random_examples(2), [2], "concat"), "dpo").model_inputs()
+    sinks = use_packed_attention(kit.tiny_family("gpt_oss", torch.float32))
+    with pytest.raises(BackendError, match=r"a model with s_aux. Train it unpacked"):
+        sinks(**inputs)
+    masks = use_packed_attention(kit.tiny_family("biogpt", torch.float32))
+    with pytest.raises(BackendError, match=r"it makes masks of its own: train it unpacked"):
+        masks(**inputs)
+    plain = use_packed_attention(kit.tiny_model(dtype=torch.float32))
+    with pytest.raises(BackendError, match=r"to generate, .*set_attn_implementation\('sdpa'\)"):
+        plain.generate(torch.arange(4)[None], max_new_tokens=2)
+    plain.set_attn_implementation("sdpa")
+    plain.generate(torch.arange(4)[None], max_new_tokens=2)
+
+
+def test_a_hybrid_whose_layers_are_all_attention_is_none(kit: SimpleNamespace) -> None:
+    kinds = {"layer_types": ["attention"] * 2, "position_embedding_type": "rope"}
+    model = kit.tiny_family("granitemoehybrid", torch.float32, **kinds)
+    assert model._is_stateful
+    check_isolation(model, "sdpa")
+
+
 def test_dropout_is_refused_in_training_only(kit: SimpleNamespace) -> None:
-    model = use_packed_attention(kit.tiny_model(dtype=torch.float32, attention_dropout=0.1))
+    model = kit.tiny_model(dtype=torch.float32, attention_dropout=0.1)
+    use_packed_attention(model, disable_dropout=False)
     inputs = collate(kit.packed(random_examples(2), [2], "concat"), "dpo").model_inputs()
     model.eval()(**inputs)
-    with pytest.raises(BackendError, match=r"without dropout .*; found dropout 0.1"):
+    with pytest.raises(BackendError, match=r"without dropout; found dropout 0.1. .*leaves it on"):
         model.train()(**inputs)
 
 

@@ -21,7 +21,13 @@ def make_model(config: TrainConfig, checkpoint: Path | None, loss_fn: Preference
         do = "Leave lora_rank out to train it further, or merge it first"
         raise ConfigError(sentence("lora_rank", "the model must have no adapter", config.model, do))
     path = config.model if checkpoint is None else checkpoint / MODEL
-    model = load_model(path, dtype=config.dtype, attention=config.attention, trainable=True)
+    model = load_model(
+        path,
+        dtype=config.dtype,
+        attention=config.attention,
+        trainable=True,
+        disable_dropout=config.disable_dropout,
+    )
     if config.lora_rank is not None and checkpoint is None:
         model = add_lora(
             model,
