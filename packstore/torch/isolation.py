@@ -55,6 +55,10 @@ class _Probe:
         packs, prompts = _random_packs(self.vocab_size, self.shared)
         batch = collate(packs, "dpo").to(next(self.model.parameters()).device)
         logits = logits_of(self.model, batch)
+        if bool(logits.isnan().any()):
+            where = f"check_isolation({type(self.model).__name__})"
+            do = "Look at its weights: a training that diverged leaves such ones"
+            raise BackendError(sentence(where, "its logits must be finite", "nan", do))
         # Routers compute in float32, also with wider weights.
         rounding = rounding_of(self.model, logits, bits=32 if self.experts else 64)
         effect = self._effect(batch, logits)

@@ -178,6 +178,14 @@ def test_it_fails_on_a_broken_backend(
         check_isolation(kit.tiny_model(dtype=dtype), new_backend(attend))
 
 
+def test_weights_that_are_not_finite_are_named(kit: SimpleNamespace) -> None:
+    model = kit.tiny_model(dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight[0] = float("nan")
+    with pytest.raises(BackendError, match="its logits must be finite; found nan"):
+        check_isolation(model, "sdpa")
+
+
 def rounded(q: Tensor, k: Tensor, v: Tensor, layout: Any, **settings: Any) -> Tensor:
     """What coarse kernels give."""
     output = ATTENTION.load("reference")(q, k, v, layout, **settings)
