@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from packstore.errors import BackendError, sentence
+from packstore.errors import BackendError, CompatibilityError, sentence
 from packstore.records import Int64, Packs, range_indices, to_offsets
 from packstore.seeds import keys
 from packstore.torch.collate import PackedBatch, collate
@@ -58,7 +58,7 @@ class _Probe:
         if bool(logits.isnan().any()):
             where = f"check_isolation({type(self.model).__name__})"
             do = "Look at its weights: a training that diverged leaves such ones"
-            raise BackendError(sentence(where, "its logits must be finite", "nan", do))
+            raise CompatibilityError(sentence(where, "its logits must be finite", "nan", do))
         # Routers compute in float32, also with wider weights.
         rounding = rounding_of(self.model, logits, bits=32 if self.experts else 64)
         effect = self._effect(batch, logits)
@@ -169,6 +169,7 @@ def check_isolation(
         BackendError: segments see each other, or positions do not start anew; the model computes
             something else than by itself; or it cannot attend inside segments at all. The message
             names the likely cause.
+        CompatibilityError: logits that are not finite.
     """
     inner = unwrapped(model)
     config: Any = getattr(inner, "config", None)

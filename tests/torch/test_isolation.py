@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from packstore.errors import BackendError
+from packstore.errors import BackendError, CompatibilityError
 from packstore.torch import check_isolation, own_attention, use_packed_attention
 from packstore.torch.attention import ATTENTION
 
@@ -182,7 +182,7 @@ def test_weights_that_are_not_finite_are_named(kit: SimpleNamespace) -> None:
     model = kit.tiny_model(dtype=torch.float32)
     with torch.no_grad():
         model.lm_head.weight[0] = float("nan")
-    with pytest.raises(BackendError, match="its logits must be finite; found nan"):
+    with pytest.raises(CompatibilityError, match="its logits must be finite; found nan"):
         check_isolation(model, "sdpa")
 
 
