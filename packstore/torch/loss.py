@@ -156,13 +156,15 @@ class PreferenceLoss:
     ) -> tuple[Tensor, Tensor]:
         """Implicit rewards of each pair that has a weight: `[n]` chosen, `[n]` rejected.
 
+        Sums over tokens, also for a loss that looks at means.
+
         Args and errors as of a call; not for the loss ``sft``, which has no pairs.
         """
         sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
         index, weights = self._weights(batch, logps)
-        seen, beta = self._seen(sums.take(index.chosen, index.rejected))
+        pairs, beta = sums.take(index.chosen, index.rejected), self._beta
         some = weights > 0
-        return (beta * seen.u)[some], (beta * seen.v)[some]
+        return (beta * pairs.u)[some], (beta * pairs.v)[some]
 
     def count(self, batch: PackedBatch) -> StepDivisor:
         """What a batch adds to the divisor of its optimizer step, without looking at log-probs."""
@@ -242,25 +244,33 @@ class PreferenceLoss:
             term = self._reduce(losses, weights, example, batch)
         return term, metrics
 
-    def _seen(self, pairs: Pairs) -> tuple[Pairs, float]:
-        """The pairs as the first member sees them, and its beta."""
-        first = self.members[0]
-        return pairs.per_token() if first.averaged else pairs, first.parameters["beta"]
+    @property
+    def _beta(self) -> float:
+        """Of the first member, by which rewards are scaled."""
+        return self.members[0].parameters["beta"]
 
     def _metrics(self, pairs: Pairs, weights: Tensor) -> dict[str, SumAndCount]:
-        """Rewards are ``beta * (policy - reference)`` as the first member sees them."""
-        seen, beta = self._seen(pairs)
-        values = {
-            "rewards/chosen": beta * seen.u,
-            "rewards/rejected": beta * seen.v,
-            "rewards/margins": beta * seen.d,
-            "rewards/accuracies": (seen.d > 0).to(weights.dtype),
-            "rewards/squares": beta**2 * (seen.u**2 + seen.v**2) / 2,
-            "logps/chosen": pairs.chosen,
-            "logps/rejected": pairs.rejected,
-        }
+        """Rewards are ``beta * (policy - reference)``, summed over tokens as everywhere else.
+
+        Where the first member looks at means, those stand beside them.
+        """
+        values = _rewards("rewards", pairs, self._beta)
+        if self.members[0].averaged:
+            values |= _rewards("rewards_per_token", pairs.per_token(), self._beta)
+        values |= {"logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected}
         wide = weights.to(wide_dtype(weights.device))
         return {n: detached(((x.to(wide) * wide).sum(), wide.sum())) for n, x in values.items()}
+
+
+def _rewards(name: str, pairs: Pairs, beta: float) -> dict[str, Tensor]:
+    """Metrics of implicit rewards, `[n]` each."""
+    return {
+        f"{name}/chosen": beta * pairs.u,
+        f"{name}/rejected": beta * pairs.v,
+        f"{name}/margins": beta * pairs.d,
+        f"{name}/accuracies": (pairs.d > 0).to(pairs.chosen.dtype),
+        f"{name}/squares": beta**2 * (pairs.u**2 + pairs.v**2) / 2,
+    }
 
 
 def _pack_means(losses: Tensor, weights: Tensor, packs: Tensor, num_packs: int) -> SumAndCount:

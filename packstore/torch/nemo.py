@@ -104,9 +104,11 @@ def nemo_metrics(
         means over micro-batches; these are over all pairs.
     """
     beta = loss_fn.members[0].parameters["beta"]
-    chosen, rejected = means["rewards/chosen"] / beta, means["rewards/rejected"] / beta
+    # NeMo-Aligner's are what its loss looks at: means over tokens, if it averages.
+    seen = "rewards_per_token" if loss_fn.members[0].averaged else "rewards"
+    chosen, rejected = means[f"{seen}/chosen"] / beta, means[f"{seen}/rejected"] / beta
     every = (chosen + rejected) / 2
-    variance = max(means["rewards/squares"] / beta**2 - every**2, 0.0)
+    variance = max(means[f"{seen}/squares"] / beta**2 - every**2, 0.0)
     if pairs is not None:
         variance *= 2 * pairs / max(2 * pairs - 1, 1)
     preference = means.get("preference_loss", means["loss"])
@@ -114,7 +116,7 @@ def nemo_metrics(
         "loss": means["loss"],
         "preference_loss": preference / (loss_fn.members[0].weight or 1.0),
         "sft_loss": means.get("sft_loss", 0.0),
-        "acc": means["rewards/accuracies"],
+        "acc": means[f"{seen}/accuracies"],
         "rewards_chosen_mean": chosen,
         "rewards_rejected_mean": rejected,
         "rewards_all_mean": every,

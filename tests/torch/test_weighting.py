@@ -91,11 +91,29 @@ def test_metrics(kit: SimpleNamespace) -> None:
         torch.testing.assert_close(total, values.sum().detach())
         assert count == 5
         assert not total.requires_grad
+
+
+@pytest.mark.parametrize("name", ["dpo_norm", "ipo", "simpo", "orpo"])
+def test_rewards_are_sums_where_the_loss_averages_too(kit: SimpleNamespace, name: str) -> None:
+    """As under TRL's names; what the loss sees has names of its own."""
+    batch, logps, ref = make(kit, [2, 3])
+    loss_fn = PreferenceLoss(name, beta=0.3)
+    found = loss_fn(logps, batch, ref).metrics
+    gains = (logps - (ref if loss_fn.reference else 0)).detach()
     n = segment_token_counts(batch)
-    averaged = PreferenceLoss("dpo_norm", beta=0.3)(logps, batch, ref).metrics
-    torch.testing.assert_close(
-        averaged["rewards/margins"][0], (0.3 * (u / n[0::2] - v / n[1::2])).sum().detach()
-    )
+    for prefix, seen in (("rewards", gains), ("rewards_per_token", gains / n)):
+        u, v = 0.3 * seen[0::2], 0.3 * seen[1::2]
+        expected = {
+            "chosen": u,
+            "rejected": v,
+            "margins": u - v,
+            "accuracies": (u > v).double(),
+            "squares": (u**2 + v**2) / 2,
+        }
+        for part, values in expected.items():
+            torch.testing.assert_close(found[f"{prefix}/{part}"][0], values.sum())
+    chosen, rejected = loss_fn.pair_rewards(logps, batch, ref)
+    torch.testing.assert_close(chosen - rejected, 0.3 * (gains[0::2] - gains[1::2]))
 
 
 def test_a_mix(kit: SimpleNamespace) -> None:
