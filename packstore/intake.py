@@ -21,7 +21,7 @@ from packstore.io.sampling import Sampling, head_blocks, sample_blocks, sample_g
 from packstore.overlap import no_garbage_collection
 from packstore.pack.fill import unpack
 from packstore.pack.layout import sizes
-from packstore.records import Examples, Rows, Tally, to_offsets
+from packstore.records import Examples, Rows, Sample, Tally, to_offsets
 from packstore.tokenizer import (
     FASTER,
     RecordTokenizer,
@@ -239,7 +239,8 @@ class DatasetIntake:
         for group in self._groups:
             packs = self._dataset.read_packs(group)
             examples = unpack(packs)
-            tally = Tally(read=examples.num_examples)
+            kept = None if self._config.rejects is None else list[Sample]()
+            tally = Tally(read=examples.num_examples, rejected=kept)
             where = f"{self._dataset.url}, packs {rows[group]}–{rows[group + 1] - 1}"
             yield self._fitting(examples, tally, where), tally
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -21,6 +22,7 @@ from packstore.intake import Part
 from packstore.io.inputs import Block, Input, InputReader
 from packstore.io.journal import Finished, Journal
 from packstore.io.object_version import object_version
+from packstore.io.rejects import CompressedRejects
 from packstore.io.shard import PackShape
 from packstore.io.storage import Location
 from packstore.io.writer import ShardWriter
@@ -32,7 +34,7 @@ from packstore.seeds import U64
 from packstore.selection import Selection, dedup_keys
 from packstore.spill import Spill
 
-_COUNTS = [f.name for f in fields(Tally) if f.name != "samples"]
+_COUNTS = [f.name for f in fields(Tally) if f.name not in ("samples", "rejected")]
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,14 @@ class Partition:
         tally: what became of its records.
         sources: ordinal of an input -> its path, bytes, hash and records.
         resumed: an interrupted run had finished it.
+        rejects: its dropped records, compressed; empty where nobody wants them.
     """
 
     written: list[Written]
     tally: Tally
     sources: dict[int, dict[str, Any]]
     resumed: bool = False
+    rejects: bytes = b""
 
 
 Tokenizing = Callable[[Block], Part]
@@ -141,28 +145,32 @@ class PackPartition:
         paths = {s.input.ordinal: s.input.path for s in slices}
         select = Selection(self._config, self._config.seed, repeated, paths)
         tally, sources = Tally(), dict[int, dict[str, Any]]()
+        rejects = CompressedRejects()
         spills = [Spill(self._config.spill_dir) for _ in select.parts]
         try:
             for examples, part in _parts(self._config, slices, self._tokenize, sources):
                 for spill, own in zip(spills, select(examples, part).values(), strict=True):
                     lengths = sizes(own, self._config.layout, self._config.pad_to_multiple)
                     spill.append(own, lengths)
+                rejects.add(part.rejected)
                 tally.add(part)
             written = [self._write(number, *p) for p in zip(spills, self._places, strict=True)]
         finally:
             for spill in spills:
                 spill.close()
+        dropped = b"" if self._config.rejects is None else rejects.finish()
         shared = {
             "what": what,
             "versions": versions,
             "tally": {name: getattr(tally, name) for name in _COUNTS},
             "samples": [asdict(sample) for sample in tally.samples],
+            "rejects": b64encode(dropped).decode(),
             "sources": {str(ordinal): source for ordinal, source in sources.items()},
         }
         for journal, one in zip(self._journals(), written, strict=True):
             planned = {"planning": one.planning, "counts": one.counts.tolist()}
             journal.finished_partition(number, one.parts, {**shared, **planned})
-        return Partition(written, tally, sources)
+        return Partition(written, tally, sources, rejects=dropped)
 
     def _write(self, number: int, spill: Spill, place: tuple[Location, str]) -> Written:
         if not spill.num_examples:
@@ -198,12 +206,17 @@ class PackPartition:
             counts = np.array(about["counts"], np.int64)
             examples = sum(part.shard.examples for part in parts)
             written.append(Written(parts, examples, about["planning"], counts))
+        rejects = b64decode(about["rejects"])
+        if self._config.rejects is not None and not rejects:  # nobody wanted them then
+            return None
         sources = {int(ordinal): source for ordinal, source in about["sources"].items()}
         for one in slices:
             ordinal = one.input.ordinal
             if not _is_same(one.input, sources[ordinal], about["versions"][str(ordinal)]):
                 return None
-        return Partition(written, _tally(about), sources, resumed=True)
+        if self._config.rejects is None:
+            rejects = b""
+        return Partition(written, _tally(about), sources, resumed=True, rejects=rejects)
 
 
 def warm_up(config: PackConfig) -> None:

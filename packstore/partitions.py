@@ -30,6 +30,7 @@ from packstore.intake import Intake, RecordIntake
 from packstore.io.inputs import BLOCK_BYTES, Input
 from packstore.io.job import WriteJob
 from packstore.io.named import named_paths
+from packstore.io.rejects import RejectsFile
 from packstore.io.storage import Location
 from packstore.io.writer import ShardWriter
 from packstore.pack.merged import merged_statistics
@@ -41,6 +42,7 @@ from packstore.runs import (
     check_input,
     check_parts,
     commit,
+    log_drops,
     shape_of,
     with_lineage,
     without_paths,
@@ -86,7 +88,11 @@ def split(inputs: Sequence[tuple[Input, int]], partitions: int) -> list[list[Sli
 
 
 def write_partitions(
-    intake: Intake, jobs: Sequence[WriteJob], config: PackConfig, report: Progress
+    intake: Intake,
+    jobs: Sequence[WriteJob],
+    config: PackConfig,
+    rejects: RejectsFile,
+    report: Progress,
 ) -> None:
     """Has all partitions packed and written, and commits them at once.
 
@@ -94,6 +100,7 @@ def write_partitions(
         intake: knows the inputs and how they are tokenized.
         jobs: one for each part that the settings ask for.
         config: all settings.
+        rejects: gets the dropped records, partition by partition.
         report: told how many partitions are finished.
 
     Raises:
@@ -106,7 +113,8 @@ def write_partitions(
         raise ConfigError(sentence(f"partitions={config.partitions}", must, "another input"))
     runs = [_begin(intake, job, part, config) for part, job in _parts(jobs, config)]
     try:
-        made = _make(intake, jobs, runs, config, report)
+        made = _make(intake, jobs, runs, config, rejects, report)
+        rejects.publish()
         _commit(intake, jobs, runs, made, config)
     except BaseException as error:
         if jobs[0].keeps(error) and any(map(WriteJob.has_finished, jobs)):
@@ -141,6 +149,7 @@ def _make(
     jobs: Sequence[WriteJob],
     runs: Sequence[str],
     config: PackConfig,
+    rejects: RejectsFile,
     report: Progress,
 ) -> list[Partition]:
     """All partitions in order, each packed and written, or taken over."""
@@ -155,7 +164,8 @@ def _make(
     items: Iterable[Item] = zip(itertools.count(), slices, repeated, strict=False)
     made: list[Partition] = []
     for partition in _in_workers(work, items, config):
-        made.append(partition)
+        rejects.add_compressed(partition.rejects)
+        made.append(replace(partition, rejects=b""))
         report("write", len(made), config.partitions, "partitions")
     if resumed := sum(p.resumed for p in made):
         log.info("went on with an interrupted run: %d of %d partitions", resumed, len(made))
@@ -191,6 +201,7 @@ def _commit(
     tally = Tally()
     for partition in made:
         tally.add(partition.tally)
+    log_drops(tally)
     check_input(tally, config, jobs[0])
     names = Selection(config, config.seed).parts
     kept = {name: sum(p.written[i].examples for p in made) for i, name in enumerate(names)}

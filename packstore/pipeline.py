@@ -23,6 +23,7 @@ from packstore.intake import Intake, RecordIntake, open_intake
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
 from packstore.io.job import WriteJob, writing
+from packstore.io.rejects import RejectsFile
 from packstore.io.storage import Location
 from packstore.io.writer import ShardWriter
 from packstore.overlap import ahead, beside
@@ -38,6 +39,7 @@ from packstore.runs import (
     check_input,
     check_parts,
     commit,
+    log_drops,
     shape_of,
     with_lineage,
     without_paths,
@@ -132,14 +134,29 @@ def _pack_parts(
     intake = open_intake(source, tokenizer, config, dict(jobs[0].location.storage_options))
     for job in jobs:
         job.check_fits(intake.kind, intake.carry, intake.provenance)
+    inputs = [i.location for i in intake.inputs] if isinstance(intake, RecordIntake) else []
+    options = jobs[0].location.storage_options
+    with RejectsFile(config.rejects, options, config.spill_dir, inputs) as rejects:
+        _pack_all(jobs, intake, config, rejects, report)
+
+
+def _pack_all(
+    jobs: Sequence[WriteJob],
+    intake: Intake,
+    config: PackConfig,
+    rejects: RejectsFile,
+    report: Progress,
+) -> None:
     if config.partitions > 1:
-        write_partitions(intake, jobs, config, report)
+        write_partitions(intake, jobs, config, rejects, report)
         return
     paths = intake.paths if isinstance(intake, RecordIntake) else None
     select = Selection(config, config.seed, paths=paths)
     with contextlib.ExitStack() as stack:
         spills = {part: stack.enter_context(Spill(config.spill_dir)) for part in select.parts}
-        tally = _read(intake, select, spills, config, report)
+        tally = _read(intake, select, spills, config, rejects, report)
+        rejects.publish()
+        log_drops(tally)
         check_input(tally, config, jobs[0])
         kept = {part: spill.num_examples for part, spill in spills.items()}
         check_parts(kept, config)
@@ -158,6 +175,7 @@ def _read(
     select: Selection,
     spills: Mapping[str, Spill],
     config: PackConfig,
+    rejects: RejectsFile,
     report: Progress,
 ) -> Tally:
     """All examples to the spills; returns what became of the records."""
@@ -167,6 +185,7 @@ def _read(
         for examples, part in parts:
             for name, own in select(examples, part).items():
                 spills[name].append(own, sizes(own, config.layout, config.pad_to_multiple))
+            rejects.add(part.rejected)
             tally.add(part)
             report("read", tally.read, None, "records")
     report("read", tally.read, tally.read, "records")
@@ -214,8 +233,6 @@ def _log_result(dataset: Dataset) -> None:
         log.info(
             "kept the order of the input, by shuffle=False: packs hold neighbours of the input"
         )
-    for reason, count in m.records.dropped.items():
-        log.warning("dropped %s records: %s", f"{count:,}", reason)
     for event, count in m.records.noted.items():
         level = logging.WARNING if event in WARNED else logging.INFO
         log.log(level, "noted in %s records: %s", f"{count:,}", event)

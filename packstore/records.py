@@ -283,6 +283,7 @@ class Tally:
         unused: name of a field -> records kept in which it holds something that was not used.
         scored: pairs kept that have rewards of their own.
         unscored: pairs kept that have not.
+        rejected: every record dropped, of a single block; None: only the samples are kept.
     """
 
     read: int = 0
@@ -293,6 +294,7 @@ class Tally:
     unused: Counter[str] = field(default_factory=Counter)
     scored: int = 0
     unscored: int = 0
+    rejected: list[Sample] | None = None
 
     SAMPLES_PER_REASON = 3
 
@@ -310,6 +312,8 @@ class Tally:
     def drop(self, reason: str, where: str, detail: str = "") -> None:
         """Counts one record as dropped under `reason`."""
         self.dropped[reason] += 1
+        if self.rejected is not None:
+            self.rejected.append(Sample(reason, where, detail))
         self._sample(reason, where, detail, self.dropped[reason])
 
     def note(self, event: str, where: str, detail: str = "") -> None:

@@ -78,6 +78,14 @@ def check_input(tally: Tally, config: PackConfig, job: WriteJob) -> None:
         log.info("further fields not used: %s", ", ".join(sorted(further)))
 
 
+def log_drops(tally: Tally) -> None:
+    """Logs how many records were dropped for each reason, and the first of them."""
+    for reason, count in sorted(tally.dropped.items()):
+        first = next((s for s in tally.samples if s.reason == reason), None)
+        text = "" if first is None else f"; the first: {first.where}: {first.detail}"
+        log.warning("dropped %s records: %s%s", f"{count:,}", reason, text)
+
+
 def absent_fields(tally: Tally, config: PackConfig) -> list[tuple[str, str]]:
     """The mapped fields, and their names in the input, that no record has."""
     return [

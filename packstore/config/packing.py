@@ -228,6 +228,10 @@ class RunConfig(WorkConfig):
     """How the job runs. None of these changes a byte of the result."""
 
     max_drop_rate: float = setting(0.1, "fail if a larger share of the records is dropped (0 to 1)")
+    rejects: str | None = setting(
+        None,
+        "file or URL that gets each dropped record: place, reason and detail, as JSON lines",
+    )
     fresh: bool = setting(
         False, "give up an unfinished run at the same place instead of going on with it"
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from packstore.config import REWARD_FIELDS, SelectConfig, TokenizeConfig
+from packstore.config import REWARD_FIELDS, RunConfig, SelectConfig, TokenizeConfig
 from packstore.errors import TokenizerError, sentence
 from packstore.records import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.carry import carried_values, parse_carry, to_columns
@@ -94,6 +94,7 @@ class RecordTokenizer:
         self.config = config
         self.kind = kind
         self.carry = parse_carry(config)
+        self._keeps_rejects = isinstance(config, RunConfig) and config.rejects is not None
         self._wants_keys = isinstance(config, SelectConfig) and config.selects
         self._mode: Mode = "literal" if config.special_tokens == "literal" else "control"
         self._judges = kind == "sft" and config.unpaired_feedback != "keep"
@@ -139,7 +140,7 @@ class RecordTokenizer:
             return self(rows)
         firsts = to_offsets(np.array(block.counts, np.int64))
         sequences = self._judge(block, sequences, firsts)
-        tally = Tally(read=len(rows.values))
+        tally = Tally(read=len(rows.values), rejected=[] if self._keeps_rejects else None)
         for i in sorted({*block.refused, *block.events}):
             if refused := block.refused.get(i):
                 raise_if_error(refused, rows.where(i), self.config)

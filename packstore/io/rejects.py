@@ -1,0 +1,153 @@
+"""The file of dropped records: one JSON line each, in the order in which they were read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+from packstore.errors import ConfigError, sentence
+from packstore.io.faults import guarded
+from packstore.io.owned import OwnedFolder
+from packstore.io.staging import ELSEWHERE
+from packstore.io.storage import Location
+from packstore.records import Sample
+
+_CHUNK = 1 << 20
+_NUMBER = re.compile(r"(\d+)$")
+
+
+class RejectsFile:
+    """Collects lines in a local file, which appears in its place once all records were read.
+
+    What was in its place is replaced then, and stays if the job ends before. A context manager.
+
+    Args:
+        url: local path or any fsspec URL; None: there is no such file, and nothing is collected.
+        storage_options: passed to its fsspec filesystem.
+        spill_dir: local folder to collect in; None: the system's.
+        inputs: the files that the job reads, none of which it may be.
+
+    Raises:
+        ConfigError: `url` is a folder, or one of `inputs`.
+    """
+
+    def __init__(
+        self,
+        url: str | None,
+        storage_options: Mapping[str, Any],
+        spill_dir: str | None,
+        inputs: Sequence[Location] = (),
+    ) -> None:
+        self._place = None if url is None else Location(url, storage_options)
+        self._folder: OwnedFolder | None = None
+        self._file: BinaryIO | None = None
+        if self._place is None:
+            return
+        taken = {_identity(location) for location in inputs}
+        if _identity(self._place) in taken or self._place.is_dir():
+            must = "rejects must name a file that is no input and no folder"
+            raise ConfigError(sentence(self._place.display, must))
+        with guarded("write", spill_dir or "temporary files", {}):
+            self._folder = OwnedFolder(ELSEWHERE, spill_dir)
+            self._file = open(os.path.join(self._folder.name, "rejects"), "w+b")  # noqa: SIM115
+
+    def add(self, samples: Sequence[Sample] | None) -> None:
+        """Adds the dropped records of a block."""
+        self._write(lines_of(samples or ()))
+
+    def add_compressed(self, data: bytes) -> None:
+        """Adds lines that :class:`CompressedRejects` collected elsewhere."""
+        inflate = zlib.decompressobj()
+        self._write(inflate.decompress(data, _CHUNK))
+        while inflate.unconsumed_tail:
+            self._write(inflate.decompress(inflate.unconsumed_tail, _CHUNK))
+
+    def publish(self) -> None:
+        """Makes the file appear, whole.
+
+        Raises:
+            StorageError: no space, no permission, or the store refuses.
+        """
+        if self._place is None or self._file is None:
+            return
+        with guarded("write", self._file.name, {}):
+            self._file.flush()
+        path = self._place.local_path
+        if path is None:
+            self._place.put_file(self._file.name, "")
+            return
+        beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.partial")
+        try:
+            with guarded("write", path, {}):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                shutil.copyfile(self._file.name, beside)
+                with open(beside, "rb+") as file:
+                    os.fsync(file.fileno())
+            self._place.put_file(beside, "")
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _write(self, data: bytes) -> None:
+        if self._file is not None and data:
+            with guarded("write", self._file.name, {}):
+                self._file.write(data)
+
+
+class CompressedRejects:
+    """Collects the dropped records of a partition where it is made."""
+
+    def __init__(self) -> None:
+        self._deflate = zlib.compressobj(1)
+        self._parts: list[bytes] = []
+
+    def add(self, samples: Sequence[Sample] | None) -> None:
+        """Adds those of a block."""
+        if samples:
+            self._parts.append(self._deflate.compress(lines_of(samples)))
+
+    def finish(self) -> bytes:
+        """All lines, for :meth:`RejectsFile.add_compressed`."""
+        return b"".join([*self._parts, self._deflate.flush()])
+
+
+def lines_of(samples: Iterable[Sample]) -> bytes:
+    """A JSON line for each: `place`, `reason` and `detail`, in the order of their places."""
+    lines = (
+        json.dumps({"place": s.where, "reason": s.reason, "detail": s.detail}, ensure_ascii=False)
+        for s in sorted(samples, key=_number)
+    )
+    # A lone surrogate, which UTF-8 cannot hold, becomes its escape in JSON.
+    return "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
+
+
+def _number(sample: Sample) -> int:
+    """The line, row or item of a record; 0 where its place tells none."""
+    found = _NUMBER.search(sample.where)
+    return int(found[1]) if found else 0
+
+
+def _identity(location: Location) -> str:
+    path = location.local_path
+    return location.url if path is None else os.path.realpath(path)
