@@ -127,7 +127,7 @@ def test_a_partition_takes_blocks_from_all_over(files: int) -> None:
         assert len(ordinals) == files if files <= 8 else len(ordinals) >= 15
         assert np.diff([-1, *ordinals, files]).max() <= max(2, files // 12)
     reads = sum(map(len, split(inputs, number)))
-    assert reads == {1: 8, 3: 24, 40: 160, 400: 400}[files]
+    assert reads == {1: 8, 3: 24, 40: 160, 400: 800}[files]
 
 
 def test_small_files_and_more_partitions_than_blocks(tmp_path: Path) -> None:
@@ -326,3 +326,23 @@ def test_packs_of_a_partition_hold_examples_from_all_over(tmp_path: Path, files:
     # Of some 600 packs, that of a random draw has a deviation of 0.06.
     assert effect is not None
     assert effect < 1.25
+
+
+def test_files_of_unequal_size_meet_in_packs_all_the_same(tmp_path: Path) -> None:
+    """Each is a source: what is small lies in every partition too."""
+    paths, rng = [], np.random.default_rng(0)
+    for source in range(60):
+        records = 300 if source % 2 else 100
+        lines = [
+            json.dumps({"prompt": [source + 1] * 40, "chosen": [2] * int(n), "rejected": [3]})
+            for n in rng.integers(1, 40, records)
+        ]
+        paths.append(str(tmp_path / f"{source:02d}.jsonl"))
+        Path(paths[-1]).write_text("\n".join(lines) + "\n")
+    made = packstore.pack(paths, tmp_path / "out", partitions=4, num_workers=0, pack_size=1024)
+    places = made.verify().places
+    assert places is not None
+    assert places.sources == 60
+    assert places.sources_per_example == pytest.approx(places.sources_of_a_draw, rel=0.03)
+    assert places.design_effect is not None
+    assert places.design_effect < 1.1 + 3 * places.deviation
