@@ -19,6 +19,7 @@ from packstore.identity import PROBES, probe_sha256, vocabulary_sha256
 from packstore.io.dataset import Dataset
 from packstore.io.manifest import Manifest
 from packstore.registry import missing_extra
+from packstore.torch.rope import rope_parts
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +27,19 @@ _PACK_AGAIN = "Use the tokenizer that the dataset was packed with, or pack again
 
 
 def check_model(data: Dataset | Manifest, model: Any) -> None:
-    """Refuses a model whose vocabulary does not hold the dataset's token ids.
+    """Refuses a model whose vocabulary or positions do not hold the dataset's sequences.
 
     A larger vocabulary is fine: heads are often padded. BOS and EOS of the model's config that are
     not those of the dataset are logged only: a config often names several EOS, or still those of
-    the base model. Padding is not compared, as packs hold none.
+    the base model. Padding is not compared, as packs hold none. RoPE has no end, so a sequence
+    beyond `max_position_embeddings` is logged as well; a table of positions has one.
 
     Args:
         data: the dataset, or its manifest.
         model: a Hugging Face model, also inside DistributedDataParallel or PEFT; or its config.
 
     Raises:
-        CompatibilityError: the ids do not fit.
+        CompatibilityError: the ids do not fit, or a sequence is longer than a table of positions.
         ConfigError: `model` does not tell its vocabulary size.
     """
     manifest = _manifest(data)
@@ -59,6 +61,7 @@ def check_model(data: Dataset | Manifest, model: Any) -> None:
                 "Use the model that belongs to the tokenizer, or pack again with the model's own",
             )
         )
+    _check_positions(manifest, text)
     for role in ("bos", "eos"):
         told, own = _tokenizer(manifest).get(f"{role}_id"), getattr(text, f"{role}_token_id", None)
         known = own if isinstance(own, Sequence) else [own]
@@ -66,6 +69,28 @@ def check_model(data: Dataset | Manifest, model: Any) -> None:
             logger.warning(
                 "the model's config says %s is %s, the dataset was packed with %s", role, own, told
             )
+
+
+def _check_positions(manifest: Manifest, text: Any) -> None:
+    """Compares the longest sequence with the positions that the model knows."""
+    places, longest = (
+        getattr(text, "max_position_embeddings", None),
+        manifest.statistics.longest_sequence,
+    )
+    if not isinstance(places, int) or longest <= places:
+        return
+    kinds = [str(p.get("rope_type", p.get("type", "default"))) for p in rope_parts(text) if p]
+    found = f"a sequence of {longest} tokens"
+    if not kinds and getattr(text, "position_embedding_type", None) != "nope":
+        must = f"sequences must have at most the model's {places} positions"
+        do = f"Pack again with max_length={places}"
+        raise CompatibilityError(sentence("dataset and model", must, found, do))
+    if not any("dynamic" in kind for kind in kinds):  # made for longer ones
+        logger.warning(
+            "dataset and model: %s, and the model was made for %d positions; RoPE goes on beyond",
+            found,
+            places,
+        )
 
 
 def check_tokenizer(

@@ -20,6 +20,7 @@ from packstore.errors import CompatibilityError, sentence
 from packstore.torch.collate import PackedBatch
 from packstore.torch.layout import AttentionLayout
 from packstore.torch.logprobs import segment_logps
+from packstore.torch.routers import check_router_loss
 
 USE_LOGITS = "Use logits: segment_logps(batch, logits=model(**batch.model_inputs()).logits)"
 
@@ -118,7 +119,7 @@ def packed_logps(model: nn.Module, batch: PackedBatch, *, chunk_size: int | None
                 "Wrap the other way round: DDP(PackedPolicy(model)), and call that with the batch",
             )
         )
-    return find_head(model).logps(batch, chunk_size=chunk_size)
+    return _logps(model, batch, chunk_size)
 
 
 class PackedPolicy(nn.Module):
@@ -143,7 +144,13 @@ class PackedPolicy(nn.Module):
     def forward(self, batch: PackedBatch) -> Tensor:
         """The log-probs `[S]`, from the batch on any device."""
         batch = batch.to(next(self.model.parameters()).device)
-        return find_head(self.model).logps(batch, chunk_size=self.chunk_size)
+        return _logps(self.model, batch, self.chunk_size)
+
+
+def _logps(model: nn.Module, batch: PackedBatch, chunk_size: int | None) -> Tensor:
+    if torch.is_grad_enabled():
+        check_router_loss(_unwrapped(model))
+    return find_head(model).logps(batch, chunk_size=chunk_size)
 
 
 def _unwrapped(model: Any) -> Any:

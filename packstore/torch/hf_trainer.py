@@ -23,6 +23,8 @@ from typing import Any
 from packstore.errors import ConfigError, sentence
 from packstore.torch.dataset import PackedDataset
 from packstore.torch.hf_collator import PackedLoss
+from packstore.torch.model import unwrapped
+from packstore.torch.routers import check_router_loss
 
 
 class PackedTrainerMixin:
@@ -37,6 +39,7 @@ class PackedTrainerMixin:
 
     Raises:
         ConfigError: a dataset of packs that splits itself over the ranks, as the trainer does too.
+        CompatibilityError: the model's config asks for the load-balancing loss of its experts.
     """
 
     loss_is_scaled_for_ga = True
@@ -45,6 +48,7 @@ class PackedTrainerMixin:
         super().__init__(*args, **kwargs)
         self.packed_loss = self.compute_loss_func = packed_loss
         trainer: Any = self
+        check_router_loss(unwrapped(trainer.model))
         for dataset in (trainer.train_dataset, trainer.eval_dataset):
             _check_whole(dataset)
         if isinstance(trainer.train_dataset, PackedDataset):

@@ -22,6 +22,7 @@ from packstore.errors import CompatibilityError, ConfigError
 from packstore.identity import PROBES, probe_sha256, vocabulary_sha256
 from packstore.io.dataset import Dataset
 from packstore.io.manifest import Manifest
+from packstore.testing import random_examples
 from packstore.torch import check_model
 from packstore.torch.compatibility import check_same_tokenizer, check_tokenizer
 
@@ -294,3 +295,36 @@ def test_a_file_without_transformers(
     check_tokenizer(ds, real / "small_bpe")
     with pytest.raises(ImportError, match="train"):
         check_tokenizer(ds, real / "t5_unigram")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "ctrl"])
+def test_sequences_beyond_a_table_of_positions_are_refused(
+    kit: SimpleNamespace, tmp_path: Path, name: str
+) -> None:
+    dataset = kit.write(str(tmp_path / "d"), kit.packed(random_examples(9, seed=1), [9], "concat"))
+    longest = dataset.manifest.statistics.longest_sequence
+    check_model(dataset, kit.tiny_family(name, torch.float32, max_position_embeddings=longest))
+    model = kit.tiny_family(name, torch.float32, max_position_embeddings=longest - 1)
+    found = rf"at most the model's {longest - 1} positions; found a sequence of {longest} tokens"
+    with pytest.raises(CompatibilityError, match=f"{found}.*max_length={longest - 1}"):
+        check_model(dataset, model)
+    with pytest.raises(CompatibilityError, match=found):
+        check_model(dataset.manifest, model.config)
+
+
+def test_sequences_beyond_the_positions_of_rope_are_logged(
+    kit: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = kit.write(str(tmp_path / "d"), kit.packed(random_examples(9, seed=1), [9], "concat"))
+    longest = dataset.manifest.statistics.longest_sequence
+    model = kit.tiny_family("llama", torch.float32, max_position_embeddings=longest)
+    check_model(dataset, model)
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model.config.max_position_embeddings -= 1
+    check_model(dataset, model)
+    assert not caplog.text
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    check_model(dataset, model)
+    assert (
+        f"a sequence of {longest} tokens, and the model was made for {longest - 1}" in caplog.text
+    )

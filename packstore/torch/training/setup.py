@@ -24,6 +24,8 @@ from packstore.torch.head import PackedPolicy
 from packstore.torch.load import load_model
 from packstore.torch.loader import PackedDataLoader
 from packstore.torch.loss import PreferenceLoss
+from packstore.torch.model import unwrapped
+from packstore.torch.routers import check_router_loss
 from packstore.torch.training.checkpoint import (
     RunState,
     load_optimizer,
@@ -119,7 +121,9 @@ def prepare(config: TrainConfig) -> Run:
     accelerator = _make_accelerator(config)
     _seed(config.seed)
     model = make_model(config, checkpoint, loss_fn)
-    check_model(dataset, model)
+    for data in filter(None, (dataset, validation)):
+        check_model(data, model)
+    check_router_loss(unwrapped(model))
     probe(config, accelerator, model)
     if loss_fn.reference:
         sides = [(config.ref_logps, dataset), (config.validation_ref_logps, validation)]
