@@ -9,10 +9,13 @@ asked for a few times already.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from packstore.io.causes import is_passing
+from packstore.errors import StorageError, sentence
+from packstore.io.causes import NO_BUCKET, is_passing
+from packstore.io.redact import display
 
 BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 """Schemes of stores that keep objects in buckets (containers)."""
@@ -85,7 +88,23 @@ def create(fs: Any, path: str, data: bytes) -> None:
     fs.pipe_file(path, data, mode="create", **how)
 
 
-def lacks_bucket(fs: Any, path: str, url: str) -> bool:
+def glob(fs: Any, pattern: str, url: str) -> dict[str, Any]:
+    """What matches, by path; raises :class:`StorageError` if the bucket is missing."""
+    with contextlib.suppress(FileNotFoundError):  # so says the client of Google
+        if found := fs.glob(pattern, detail=True):
+            return dict(found)
+    refuse_missing_bucket(fs, pattern, url)
+    return {}
+
+
+def refuse_missing_bucket(fs: Any, path: str, url: str) -> None:
+    """Raises :class:`StorageError` if what is not found at `path` is missing with its bucket."""
+    if _lacks_bucket(fs, path, url):
+        where = display(url)
+        raise StorageError(sentence(where, "cannot list", NO_BUCKET.what, NO_BUCKET.do)) from None
+
+
+def _lacks_bucket(fs: Any, path: str, url: str) -> bool:
     """Whether what is not found at `path` is missing because its whole bucket is."""
     if url.partition("://")[0] not in BUCKETS:
         return False

@@ -235,6 +235,7 @@ def _files(url: str, options: Mapping[str, Any]) -> list[tuple[str, Location]]:
         return [(location.display, location)]
     # In a URL a question mark begins the query.
     if not any(c in url for c in ("*[" if "://" in url else "*?[")):
+        location.files()  # says so where its bucket is missing
         raise InputError(sentence(location.display, "must exist", "no such file", "Check the path"))
     dotted = _name(url).startswith(".")
     matches = [m for m in location.glob() if dotted or not _name(m.url).startswith(".")]

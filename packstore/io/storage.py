@@ -18,9 +18,9 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from packstore.config.storage import RetryConfig
-from packstore.errors import DatasetExistsError, FormatError, StorageError, quote, sentence
+from packstore.errors import DatasetExistsError, FormatError, quote, sentence
 from packstore.io import clients, local, s3_upload
-from packstore.io.causes import NO_BUCKET, is_passing
+from packstore.io.causes import is_passing
 from packstore.io.faults import guarded, means_exists, missing_filesystem, named_place
 from packstore.io.guarded_file import GuardedFile
 from packstore.io.redact import display
@@ -108,11 +108,7 @@ class Location:
             try:
                 return list(fs.ls(full, detail=True))
             except (FileNotFoundError, NotADirectoryError):
-                if clients.lacks_bucket(fs, full, self.url):
-                    do = NO_BUCKET.do
-                    raise StorageError(
-                        sentence(self.display, "cannot list", NO_BUCKET.what, do)
-                    ) from None
+                clients.refuse_missing_bucket(fs, full, self.url)
                 return []
 
         found = self.ask("list", path, listed)
@@ -123,7 +119,7 @@ class Location:
     def glob(self) -> list[Location]:
         """The files that match the URL as a pattern (``*``, ``**``, ``?``, ``[...]``), by name."""
         fs, full = self._open()
-        found = self.ask("list", "", lambda: fs.glob(full, detail=True))
+        found = self.ask("list", "", lambda: clients.glob(fs, full, self.url))
         paths = sorted(path for path, info in found.items() if info["type"] == "file")
         urls = paths if local.is_local(fs) else [fs.unstrip_protocol(p) for p in paths]
         return [Location(url, self.storage_options) for url in urls]

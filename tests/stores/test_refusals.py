@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 import packstore
 from packstore.config import ReadConfig
 from packstore.errors import StorageError
+from packstore.io.inputs import InputReader
 from packstore.io.storage import Location
 from packstore.torch import PackedDataLoader, PackedDataset
 
@@ -94,6 +95,9 @@ def test_no_such_bucket(store: Store, tmp_path: Path) -> None:
             action()
     with pytest.raises(StorageError, match="found no such bucket"):
         packstore.open(place.url, storage_options=store.options)
+    for source in (place.join("a.jsonl").url, place.join("*.jsonl").url):
+        with pytest.raises(StorageError, match="cannot list; found no such bucket"):
+            InputReader(source, store.options)
 
 
 def test_a_bucket_removed_while_it_is_read(s3: Store, pairs: Path, tokenizer: Tokenizer) -> None:
