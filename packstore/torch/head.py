@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from packstore.errors import CompatibilityError, sentence
+from packstore.torch.bypassed import check_not_compiled, check_own_precision
 from packstore.torch.collate import PackedBatch
 from packstore.torch.layout import AttentionLayout
 from packstore.torch.logprobs import segment_logps
@@ -87,9 +88,11 @@ def find_head(model: nn.Module) -> Head:
 
     Raises:
         CompatibilityError: no head, one that is not a plain matrix of its own (adapted by LoRA,
-            quantized, sharded), or one that does something that its config does not say.
+            quantized, sharded), one that does something that its config does not say, or a
+            model that Accelerate prepared for mixed precision.
     """
     base = _unwrapped(model)
+    check_own_precision(base)
     proved = _PROVED.get(base)
     # An adapter or a new vocabulary puts another module in its place.
     if proved is None or proved.output is not base.get_output_embeddings():
@@ -107,9 +110,11 @@ def packed_logps(model: nn.Module, batch: PackedBatch, *, chunk_size: int | None
         chunk_size: see :func:`segment_logps`.
 
     Raises:
-        CompatibilityError: the head is not a plain one, see :func:`find_head`; or gradients are on
-            and the model is inside a wrapper that would not see this call, and so not reduce them.
+        CompatibilityError: the head is not a plain one, see :func:`find_head`; the model is
+            compiled; or gradients are on and it is inside a wrapper that would not see this call,
+            and so not reduce them.
     """
+    check_not_compiled(model)
     if torch.is_grad_enabled() and _synchronises(model):
         raise CompatibilityError(
             sentence(
@@ -133,11 +138,13 @@ class PackedPolicy(nn.Module):
         chunk_size: see :func:`segment_logps`.
 
     Raises:
-        CompatibilityError: the head is not a plain one, see :func:`find_head`.
+        CompatibilityError: the head is not a plain one, see :func:`find_head`; or the model is
+            compiled: compile this module instead.
     """
 
     def __init__(self, model: nn.Module, *, chunk_size: int | None = None) -> None:
         super().__init__()
+        check_not_compiled(model)
         self.model, self.chunk_size = model, chunk_size
         find_head(model)
 

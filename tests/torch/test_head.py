@@ -243,3 +243,58 @@ def test_an_adapter_on_the_head_is_named(kit: SimpleNamespace) -> None:
     model = lora(kit.tiny_family("llama", torch.float32), target_modules=["lm_head"])
     with pytest.raises(CompatibilityError, match=r"found an adapter over it \(peft\.tuners\.lora"):
         find_head(model)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, in dynamo
+def test_a_compiler_is_not_stripped(kit: SimpleNamespace, batch: PackedBatch) -> None:
+    """The backbone is called without the head: what compiles the model's own call would not run."""
+    frames = 0
+
+    def counter(graph: Any, _: Any) -> Any:
+        nonlocal frames
+        frames += 1
+        return graph.forward
+
+    model = use_packed_attention(kit.tiny_model())
+    expected = packed_logps(model, batch)
+    in_place = use_packed_attention(kit.tiny_model())
+    in_place.compile(backend=counter)
+    for compiled in (torch.compile(model, backend=counter), in_place):
+        for call in (lambda m: packed_logps(m, batch), PackedPolicy):
+            with pytest.raises(
+                CompatibilityError, match=r"torch\.compile\(PackedPolicy\(model\)\)"
+            ):
+                call(compiled)
+    assert not frames
+    found = torch.compile(PackedPolicy(model), backend=counter)(batch)
+    assert frames
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    base = use_packed_attention(kit.tiny_model())
+    base.model.compile(backend=counter)  # the part that is called
+    frames = 0
+    torch.testing.assert_close(packed_logps(base, batch), expected, rtol=0, atol=1e-12)
+    assert frames
+
+
+@pytest.mark.parametrize("proved", [False, True])
+def test_a_forward_call_that_accelerate_changed(
+    kit: SimpleNamespace, batch: PackedBatch, proved: bool
+) -> None:
+    """Its mixed precision would be passed over; the head is not to blame."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is in the extra train")
+    model = use_packed_attention(kit.tiny_model(dtype=torch.float32))
+    if proved:
+        find_head(model)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    try:
+        prepared = accelerator.prepare_model(model, evaluation_mode=True)
+        for call in (find_head, lambda m: packed_logps(m, batch), PackedPolicy):
+            with pytest.raises(CompatibilityError, match="runs in mixed precision"):
+                call(prepared)
+        plain = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+        exact = packed_logps(plain, batch)
+        policy = accelerator.prepare_model(PackedPolicy(plain), evaluation_mode=True)
+        assert 1e-6 < (policy(batch) - exact).abs().max() < 1
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
