@@ -29,6 +29,9 @@ A message is one line and says where, what must hold, what was found, and what t
 
 from __future__ import annotations
 
+import re
+from typing import NamedTuple
+
 
 def sentence(where: str, must: str, found: str = "", do: str = "") -> str:
     """One line of the form ``where: must; found X. Do this.``
@@ -59,6 +62,58 @@ def spelled(path: str) -> str:
         return path.encode(errors="surrogateescape").decode(errors="replace")
     except UnicodeEncodeError:  # other surrogates: no name of a file
         return path.encode(errors="replace").decode()
+
+
+class Login(NamedTuple):
+    """One part of a chained URL, divided at the login before its host.
+
+    Attributes:
+        scheme: with ``://``; empty: the part is no URL.
+        login: user and password, as far as the last ``@`` that may end them; empty: none.
+        rest: host and path; empty: it cannot be told where the login ends.
+        cut: the login has a ``/``, ``?`` or ``#``, where clients end it too early.
+    """
+
+    scheme: str
+    login: str
+    rest: str
+    cut: bool = False
+
+
+def logins(url: str) -> list[Login]:
+    """The parts of a URL, of which ``::`` chains several.
+
+    A password may hold ``@``, and by mistake ``/``: then nobody can tell where it ends, and all up
+    to the last ``@`` is the login. An ``@`` in a path after a host, or after a host and a port,
+    belongs to no login.
+    """
+    return [_login(part) for part in re.split(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)", url)]
+
+
+def display(url: str) -> str:
+    """The URL without user, password and query string: for messages and manifests."""
+    parts = logins(spelled(url))
+    return "::".join(
+        scheme + (rest.partition("?")[0] if scheme and rest else rest or "***")
+        for scheme, _, rest, _ in parts
+    )
+
+
+def _login(part: str) -> Login:
+    scheme, colon, rest = part.partition("://")
+    if not colon:
+        return Login("", "", part)
+    scheme += colon
+    host = re.split("[/?#]", rest, maxsplit=1)[0]
+    password = re.search(r":(?![0-9]*$)", re.sub(r"^\[[^]]*\]", "", host)) is not None
+    if not password:
+        login, _, name = host.rpartition("@")
+        return Login(scheme, login, name + rest[len(host) :])
+    login, at, name = rest.rpartition("@")
+    if not at:
+        return Login(scheme, "", rest)
+    # After a question mark, the last @ may be one of the query, and a secret may follow it.
+    return Login(scheme, login, "" if "?" in login else name, "@" not in host)
 
 
 def _one_line(text: str, limit: int = 600) -> str:

@@ -6,10 +6,17 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from packstore.errors import MissingExtraError, PackstoreError, StorageError, sentence
+from packstore.errors import (
+    MissingExtraError,
+    PackstoreError,
+    StorageError,
+    display,
+    logins,
+    sentence,
+)
 from packstore.io.causes import DENIED, NO_BUCKET, Cause, cause_of, code_of
 from packstore.io.clients import BUCKETS
-from packstore.io.redact import Secrets, display
+from packstore.io.redact import Secrets
 from packstore.registry import missing_extra
 
 _PAYER = "if its bucket lets the requester pay, add the storage option requester_pays=true"
@@ -22,14 +29,19 @@ _EXTRAS = {
 
 
 def named_place(url: str) -> str:
-    """`url`, refused where it is empty, which filesystems take for the current folder.
+    """`url`, refused where a filesystem would take it for another place than is meant.
 
     Raises:
-        StorageError: it is empty.
+        StorageError: it is empty, which is the current folder; or its login has a ``/``, ``?`` or
+            ``#``, after which the host would begin in the password.
     """
     if not url:
         must, do = "a place must have a name", "Write . for the current folder"
         raise StorageError(sentence("storage", must, "none", do))
+    if any(login.cut for login in logins(url)):
+        must = "a login in a URL must not hold a slash, question mark or hash"
+        do = "Write %2F, %3F or %23 for it, or give the login as storage options"
+        raise StorageError(sentence(display(url), must, "one", do))
     return url
 
 

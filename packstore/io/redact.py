@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote as percent
 
-from packstore.errors import spelled
+from packstore.errors import logins
 
 _NAME = re.compile(r"key|secret|token|pass|cred|sas|auth|connection|headers|cookie|sig", re.I)
 _HIDDEN = "***"
@@ -17,7 +17,7 @@ _FORMS = re.compile(
     r"(?P<name>(?:AccountKey|SharedAccessSignature|X-Amz-(?:Signature|Credential|Security-Token)"
     r"|[?&;]sig|Authorization|aws_secret_access_key|aws_session_token)\s*[=:]\s*"
     r"|Bearer\s+|://)"
-    r"(?P<value>(?<=://)[^/@\s]+(?=@)|(?<!://)[^&;\s'\",)]+)",
+    r"(?P<value>(?<=://)[^/\s]+(?=@)|(?<!://)[^&;\s'\",)]+)",
     re.I,
 )
 
@@ -31,14 +31,6 @@ _KINDS: tuple[type[Exception], ...] = (
     TimeoutError,
     OSError,
 )
-
-
-def display(url: str) -> str:
-    """The URL without user, password and query string: for messages and manifests."""
-    url = spelled(url)
-    if "://" not in url:
-        return url
-    return re.sub(r"(?<=://)[^/@]*@", "", url.partition("?")[0])
 
 
 class Secrets:
@@ -75,14 +67,18 @@ class Secrets:
 
 
 def _of_url(url: str) -> Iterator[str]:
-    if "://" not in url:
-        return
-    login = re.search(r"://([^/@]+)@", url)
-    if login:
-        yield login.group(1)
-        yield from (part for part in login.group(1).split(":")[1:] if part)
-    if query := url.partition("?")[2]:
-        yield query
+    for scheme, login, rest, _ in logins(url):
+        if login:
+            yield login
+            password = login.partition(":")[2]
+            # Clients end a login at other characters than its author, and tell the pieces.
+            pieces = [p for p in re.split("[@:/?#]", password) if len(p) > 2]
+            yield from filter(None, (password, *pieces))
+        if scheme and (query := rest.partition("?")[2]):
+            yield query
+    if any(login.login and not login.rest for login in logins(url)):
+        # It cannot be told where the login ends: all that may be of it, or of a query.
+        yield from (p for p in re.split("[@&]", url.partition("?")[2]) if len(p) > 2)
 
 
 def _of_options(options: Any, hide: bool = False) -> Iterator[str]:

@@ -18,12 +18,11 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from packstore.config.storage import RetryConfig
-from packstore.errors import DatasetExistsError, FormatError, quote, sentence
+from packstore.errors import DatasetExistsError, FormatError, display, quote, sentence
 from packstore.io import clients, local, s3_upload
 from packstore.io.causes import is_passing
 from packstore.io.faults import guarded, means_exists, missing_filesystem, named_place
 from packstore.io.guarded_file import GuardedFile
-from packstore.io.redact import display
 from packstore.io.retry import ask
 
 T = TypeVar("T")
@@ -132,15 +131,13 @@ class Location:
             how: options of fsspec's ``open``, such as ``cache_type``.
         """
         fs, full = self._at(path)
-        raw = self.ask(
-            "read",
-            path,
-            lambda: (
-                io.FileIO(local.only_regular(full))
-                if local.is_local(fs)
-                else fs.open(full, "rb", **how)
-            ),
-        )
+
+        def opened() -> Any:
+            if local.is_local(fs):
+                return io.FileIO(local.only_regular(full))
+            return fs.open(full, "rb", **how)
+
+        raw = self.ask("read", path, opened)
         return io.BufferedReader(GuardedFile(raw, partial(self.ask, "read", path)), 1 << 20)
 
     def read_bytes(self, path: str = "", start: int | None = None, end: int | None = None) -> bytes:
@@ -201,9 +198,8 @@ class Location:
                 fs.invalidate_cache()  # a listing from before the put does not have the file
                 if maybe_ours and fs.cat_file(full) == data:
                     return
-                raise DatasetExistsError(
-                    sentence(self.join(path).display, "must not exist yet", "it does")
-                ) from error
+                said = sentence(self.join(path).display, "must not exist yet", "it does")
+                raise DatasetExistsError(said) from error
 
         self.ask("write", path, create)
 
@@ -286,9 +282,8 @@ def check_relative(path: str, where: str) -> str:
         FormatError: it is absolute, a URL, climbs out with ``..``, or holds odd characters.
     """
     if not all(_PART.fullmatch(part) for part in path.split("/")):
-        raise FormatError(
-            sentence(where, "a path must be relative and stay inside the dataset", quote(path))
-        )
+        must = "a path must be relative and stay inside the dataset"
+        raise FormatError(sentence(where, must, quote(path)))
     return path
 
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from packstore.errors import TokenizerError, quote, sentence, spelled
+from packstore.errors import TokenizerError, display, quote, sentence, spelled
 from packstore.tokenizer.builtin_templates import BUILTIN
 from packstore.tokenizer.engines import ENGINES, Engine
 from packstore.tokenizer.fastest import FASTER, fastest
@@ -148,8 +147,7 @@ def _local(source: str | PathLike[str]) -> Path:
     name, path = fspath(source), Path(source)
     do = ""
     if "://" in name:
-        url = urlsplit(name)
-        name = f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"  # no secrets
+        name = display(name)
         do = "Copy it to a local folder, and give that"
     elif not path.exists() and re.fullmatch(r"[\w-]+/[\w.-]+", name) and not path.parent.exists():
         do = f"Of a name on a hub: `hf download {name} --local-dir FOLDER`, and give that"

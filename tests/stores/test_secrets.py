@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import traceback
@@ -16,11 +17,14 @@ from tokenizers import Tokenizer
 
 import packstore
 from packstore.config import ReadConfig
+from packstore.errors import display
 from packstore.io.clean import clean
 from packstore.io.preflight import preflight
+from packstore.io.redact import Secrets
 from packstore.io.side import SideWriter, open_side
 from packstore.io.storage import Location
 from packstore.io.writer import ShardWriter
+from packstore.tokenizer import load_tokenizer
 
 QUICK = {"retry_attempts": 2, "retry_backoff": 0.01}
 TOKEN = "ya29.t0ken-of-a-test"
@@ -158,3 +162,53 @@ def test_signed_addresses(
         told.error(lambda url=source: packstore.pack(url, tmp_path / "x", tokenizer, **settings))  # type: ignore[misc]
     told.texts.append(caplog.text)
     told.check(secrets)
+
+
+LOGINS = [  # URL, what of it is shown, what nobody may see
+    ("http://user:p@ssW0RD@host/r.jsonl", "http://host/r.jsonl", "ssW0RD"),
+    ("http://us@er:passW0RD@host/r.jsonl", "http://host/r.jsonl", "passW0RD"),
+    ("s3://AKIA:abc/SECRET@bucket/r.jsonl", "s3://bucket/r.jsonl", "SECRET"),
+    ("s3://AKIA:abc/SEC/R@ETS@bucket/r.jsonl", "s3://bucket/r.jsonl", "ETS"),
+    ("ftp://user:abc?SECRET@host/r.jsonl", "ftp://***", "SECRET"),
+    ("ftp://user:a#SECRET@host/r.jsonl", "ftp://host/r.jsonl", "SECRET"),
+    ("simplecache::ftp://user:p@ss/W0RD@host/r.jsonl", "simplecache::ftp://host/r.jsonl", "W0RD"),
+    ("zip://a.jsonl::ftp://u:abc/W0RD@host/a.zip", "zip://a.jsonl::ftp://host/a.zip", "W0RD"),
+    ("https://user:pw@host/x?sig=a@SECRET", "https://***", "SECRET"),
+]
+PLAIN = [  # URLs without a password, as they are shown
+    ("http://host:8080/a@b/c", "http://host:8080/a@b/c"),
+    ("http://[::1]:8080/a@b", "http://[::1]:8080/a@b"),
+    ("s3://bucket/a:b@c", "s3://bucket/a:b@c"),
+    ("abfs://container@account.net/x@y", "abfs://account.net/x@y"),
+    ("https://host/a?token=x@y", "https://host/a"),
+    ("folder/a:b@c", "folder/a:b@c"),
+]
+
+
+@pytest.mark.parametrize(("url", "shown", "secret"), LOGINS)
+def test_a_login_with_odd_characters_is_hidden(url: str, shown: str, secret: str) -> None:
+    assert display(url) == shown
+    hidden = Secrets(url, {}).hide(f"403 for {url} by aiohttp, at {quote(url)}")
+    assert secret not in hidden
+    with contextlib.suppress(packstore.errors.StorageError):
+        assert secret not in repr(Location(url))
+
+
+@pytest.mark.parametrize(("url", "shown"), PLAIN)
+def test_an_address_without_a_password_is_shown(url: str, shown: str) -> None:
+    assert display(url) == shown
+    assert Location(url).display == shown
+
+
+def test_a_login_with_a_slash_is_refused() -> None:
+    for url in ("s3://AKIA:abc/SECRET@bucket/r.jsonl", "http://user:abc?SECRET@host/r.jsonl"):
+        with pytest.raises(packstore.errors.StorageError, match="Write %2F") as caught:
+            packstore.pack(url, "never", "never")
+        assert "SECRET" not in str(caught.value)
+
+
+def test_a_tokenizer_by_address_tells_no_password() -> None:
+    for login in ("user:p@ss/W0RD", "user:abc?x#W0RD", "user:W0RD"):
+        with pytest.raises(packstore.errors.TokenizerError) as caught:
+            load_tokenizer(f"http://{login}@host/tokenizer.json")
+        assert "W0RD" not in str(caught.value)
