@@ -52,10 +52,7 @@ def draft_messages(
                 prompts=prompts,
             )
         except Refused as refused:
-            if refused.reason == "template_refused" and any(text_arguments(messages)):
-                detail = f"{refused.detail}; tool_arguments=object parses arguments that are text"
-                raise Refused(refused.reason, detail) from None
-            raise
+            raise _explained(refused, template, messages, parsed.tools, config) from None
         if config.empty_thinking == "unsupervised":
             bare = [after_empty_thinking(text, span) for span in spans]
             if bare != spans:
@@ -94,6 +91,30 @@ def _as_taken(
     return [{**m, "content": ""} if m["content"] is None else m for m in messages]
 
 
+def _explained(
+    refused: Refused,
+    template: ChatTemplate,
+    messages: list[Message],
+    tools: Tools,
+    config: TokenizeConfig,
+) -> Refused:
+    """The refusal of a dialogue by its cause: a turn that is not shown cannot be found either."""
+    if refused.reason != "template_refused":
+        return refused
+    try:
+        missing = left_out(template, messages, tools, template.render(messages, tools))
+    except Refused:
+        if any(text_arguments(messages)):
+            detail = f"{refused.detail}; tool_arguments=object parses arguments that are text"
+            return Refused(refused.reason, detail)
+        return refused
+    return _unrendered(missing) if missing and config.unrendered != "keep" else refused
+
+
+def _unrendered(name: str) -> Refused:
+    return Refused("unrendered", f"{name} cannot be found in the rendered text")
+
+
 def _remarks(
     template: ChatTemplate,
     messages: list[Message],
@@ -122,7 +143,7 @@ def _remarks(
         missing = "the tools"
     if missing is not None:
         if config.unrendered != "keep":
-            raise Refused("unrendered", f"{missing} cannot be found in the rendered text")
+            raise _unrendered(missing)
         events.append("unrendered")
     if quotes_arguments(messages, text):
         events.append("arguments_quoted")

@@ -12,7 +12,11 @@ from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.sandbox import as_json
 from packstore.tokenizer.template import ChatTemplate, Message, Span, Tools
 
-_EMPTY_THINKING = re.compile(r"(<think>)?\n*</think>\n{0,2}")
+_EMPTY_THINKING = re.compile(r"\n*(<think>)?\n*</think>\n{0,2}")
+
+
+_OPEN_MARKER = re.compile("<[^<>]*$")
+"""A marker that is cut in two."""
 
 
 def render_turns(
@@ -98,12 +102,13 @@ class _Finder:
 
     def start(self, i: int, low: int) -> int:
         """Where message `i` begins: after the generation prompt, and not before `low`."""
-        header = ""
+        header = before = ""
         try:
             prompt = self._prompt(i)
             if self._text.startswith(prompt):
                 return len(prompt)
-            header = prompt.removeprefix(self._before(i))
+            before = self._before(i)
+            header = prompt.removeprefix(before)
         except Refused:
             if i > 0:  # only a dialogue that the assistant opens has no prompt to render
                 raise
@@ -111,9 +116,16 @@ class _Finder:
         at = self._text.rfind(header, low, end if begin is None else begin) if header else -1
         if at >= 0:
             return at + len(header)
-        if begin is None:
+        if begin is not None:
+            return begin
+        # A prompt may open thoughts that a call has none of: what both share is the header.
+        shared = ""
+        if self._text.startswith(before):
+            size = shared_characters(header, self._text[len(before) :])
+            shared = _OPEN_MARKER.sub("", header[:size])
+        if not shared:
             raise _lost(i)
-        return begin
+        return len(before) + len(shared)
 
     def _before(self, i: int) -> str:
         """The first `i` messages, without a prompt for what follows."""

@@ -59,6 +59,19 @@ def test_an_answer_that_is_only_a_call_shows_the_call(run, byte_level):
     assert [s for _, s in run(tokenizer, pair)[0]] == [said, "no<|end|>"]
 
 
+@pytest.mark.parametrize("opened", ["<think>\n", "<|think|>"])
+def test_a_call_without_the_thoughts_that_the_prompt_opens(run, byte_level, opened):
+    """DeepSeek's prompts for a next answer open a thought, their calls have none."""
+    asks = "{% if add_generation_prompt %}[assistant]"
+    template = ONLY_NULL.replace(asks, asks + opened).replace("({{ c", "<|call|>({{ c")
+    texts, tally = run(byte_level(template=template), {"messages": [USER, CALLING]}, kind="sft")
+    assert texts[0][1] == '<|call|>(function f{"x":1})<|end|>'
+    assert not tally.noted
+    talk = [USER, CALLING, RESULT, ANSWER]
+    texts, _ = run(byte_level(template=template), {"messages": talk}, kind="sft")
+    assert texts[0][1] == '<|call|>(function f{"x":1})<|end|>It is 4.<|end|>'
+
+
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
 def test_a_template_that_takes_no_null_gets_no_text(tokenizer, run, content):
     """Qwen's looks for tags in the content, so null would be an error."""
@@ -88,6 +101,12 @@ def test_null_is_never_written_as_none(run, byte_level, template):
             {"messages": [USER, CALLING]},
             "the arguments of f in message 2",
         ),
+        (
+            "{% for m in messages %}{% if m.content %}[{{ m.role }}]{{ m.content }};{% endif %}"
+            "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}",
+            {"messages": [USER, CALLING]},
+            "the call of f in message 2",
+        ),
         (skipping("tool"), {"messages": [USER, ANSWER, RESULT, ANSWER]}, "message 3"),
         (skipping("tool"), {"messages": [USER, {**ANSWER, "content": "t"}, {**RESULT, "content":
          "r"}, ANSWER]}, "message 3"),
@@ -100,11 +119,14 @@ def test_what_the_template_leaves_out(run, byte_level, template, record, detail)
     texts, tally = run(tokenizer, record, kind="sft")
     assert (texts, dict(tally.dropped)) == ([], {"unrendered": 1})
     assert detail in tally.samples[0].detail
-    texts, tally = run(tokenizer, record, kind="sft", unrendered="keep")
-    assert len(texts) == 1
-    assert dict(tally.noted) == {"unrendered": 1}
     with pytest.raises(RecordError, match=detail):
         run(tokenizer, record, kind="sft", unrendered="error")
+    texts, tally = run(tokenizer, record, kind="sft", unrendered="keep")
+    if "<a>" in template:  # nothing of the answer is there
+        assert dict(tally.dropped) == {"template_refused": 1}
+        return
+    assert len(texts) == 1
+    assert dict(tally.noted) == {"unrendered": 1}
 
 
 def test_tools_that_no_side_shows(run, byte_level):

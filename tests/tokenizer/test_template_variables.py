@@ -198,6 +198,9 @@ def test_thoughts_and_blocks_that_stand_elsewhere_stay_supervised(tokenizer, run
     opened = BODY.replace("[assistant]", "[assistant]<think>\n").replace(
         "[{{ m.role }}]", "[{{ m.role }}]{{ '<think>\n' if m.role == 'assistant' }}"
     )
+    short = BODY.replace("{{ m.content }}", "\n<think></think>\n{{ m.content }}")
+    talk[1]["content"] = "b"
+    assert run(byte_level(template=short), {"messages": talk}, kind="sft")[0][0][1] == "b;"
     talk[1]["content"] = "\n</think>\n\n  b"
     texts, tally = run(byte_level(template=opened), {"messages": talk}, kind="sft")
     assert texts[0][1] == "  b;"
