@@ -32,6 +32,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
 
 def sentence(where: str, must: str, found: str = "", do: str = "") -> str:
     """One line of the form ``where: must; found X. Do this.``
@@ -50,6 +52,14 @@ def quote(value: object, limit: int = 60) -> str:
     """`value` as a short, quoted, printable excerpt for an error message."""
     text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def visible(text: str) -> str:
+    """`text` with its control characters, other than tab and newline, as ``\\x1b`` and the like.
+
+    A terminal would obey them: clear the screen, set the clipboard, or hide what follows.
+    """
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def spelled(path: str) -> str:

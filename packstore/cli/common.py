@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from packstore.cli.settings import key_values
-from packstore.errors import ConfigError
+from packstore.errors import ConfigError, visible
 
 if TYPE_CHECKING:
     from packstore.io.dataset import Dataset
@@ -29,9 +31,23 @@ UNFOLDED = 1 << 20
 """Columns of output that is no terminal: none of its cells is folded, so it can be searched."""
 
 
+class _Screen(Console):
+    """A console for texts of foreign data: no markup is read, no control character is printed."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """The segments of `renderable`, each with its control characters made visible."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+
 def stdout_console() -> Console:
-    """A console on stdout; without a terminal, no line is folded, whatever COLUMNS says."""
-    console = Console(highlight=False, soft_wrap=True)
+    """A console on stdout, which prints no control characters and reads no markup.
+
+    Without a terminal, no line is folded, whatever COLUMNS says.
+    """
+    console = _Screen(highlight=False, soft_wrap=True, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = UNFOLDED
     return console
@@ -39,7 +55,7 @@ def stdout_console() -> Console:
 
 def heading(text: str) -> Text:
     """The title of a table, on one line also where the table is narrower, and no markup."""
-    return Text(text, no_wrap=True, overflow="ignore")
+    return Text(visible(text), no_wrap=True, overflow="ignore")
 
 
 def add_storage_options(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +120,7 @@ def two_columns(title: str, rows: dict[str, object]) -> Table:
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows.items():
-        table.add_row(name, Text(number(value)))  # no markup: a path may hold [a]
+        table.add_row(visible(name), Text(number(value)))
     return table
 
 
@@ -118,7 +134,12 @@ def number(value: object) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return str(value)
+    return visible(str(value))
+
+
+def print_json(text: str) -> None:
+    """Prints JSON; control characters that JSON allows in its texts are escaped as well."""
+    sys.stdout.write(re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rich.table import Table
+from rich.text import Text
 
 from packstore.cli import Command
 from packstore.cli.common import (
@@ -53,10 +54,10 @@ def _run(args: argparse.Namespace) -> int:
         texts = (MEANING.get(finding.check, ""), *finding.examples)
         style = "red" if finding.level == "problem" else "yellow"
         table.add_row(
-            f"[{style}]{finding.level}: {finding.check}[/]",
+            Text(f"{finding.level}: {finding.check}", style),
             number(finding.records),
             share,
-            "\n".join(t for t in texts if t).replace("[", r"\["),
+            "\n".join(t for t in texts if t),
         )
     if diagnosis.findings:
         console.print(table)

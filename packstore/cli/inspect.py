@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from rich.table import Table
 
 from packstore.cli import Command
-from packstore.cli.common import add_dataset, number, open_dataset, stdout_console, two_columns
+from packstore.cli.common import (
+    add_dataset,
+    number,
+    open_dataset,
+    print_json,
+    stdout_console,
+    two_columns,
+)
+from packstore.errors import visible
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +28,7 @@ def _run(args: argparse.Namespace) -> int:
     dataset = open_dataset(args)
     m = dataset.manifest
     if args.json:
-        sys.stdout.write(m.to_json().decode())
+        print_json(m.to_json().decode())
         return 0
     console = stdout_console()
     stats, totals = m.statistics, m.totals
@@ -61,8 +68,8 @@ def _records(records: Any) -> Table:
     table.add_column("records", justify="right")
     table.add_column("share", justify="right")
     rows = [("read", records.read), ("packed", records.packed)]
-    rows += [(f"dropped: {reason}", n) for reason, n in records.dropped.items()]
-    rows += [(f"noted: {event}", n) for event, n in records.noted.items()]
+    rows += [(f"dropped: {visible(reason)}", n) for reason, n in records.dropped.items()]
+    rows += [(f"noted: {visible(event)}", n) for event, n in records.noted.items()]
     for what, n in rows:
         table.add_row(what, number(n), f"{n / max(records.read, 1):.1%}")
     return table

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from packstore.cli import Command
 from packstore.cli.common import add_dataset, decoder_of, open_dataset, stdout_console
-from packstore.errors import ConfigError
+from packstore.errors import ConfigError, visible
 from packstore.io.record_places import place_of
 from packstore.records import IGNORE_INDEX, SOURCE_SHIFT, Int32, Packs
 
@@ -125,7 +125,7 @@ def _paint(
     edges = np.flatnonzero(np.diff(on)) + 1
     text = Text()
     for run, supervised in zip(np.split(ids, edges), on[np.r_[0, edges]], strict=True):
-        plain = " ".join(map(str, run)) if decode is None else decode(run.tolist())
+        plain = " ".join(map(str, run)) if decode is None else visible(decode(run.tolist()))
         if supervised:
             style = _STYLES.get(name, _STYLES["response"])
             text.append(plain if colour else f"⟦{plain}⟧", style)
