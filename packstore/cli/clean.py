@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
     if match is None:
         raise ConfigError(f"--older-than must be a number and s, m, h or d; found {text!r}.")
     return float(match[1]) * _UNITS[match[2] or "s"]

@@ -227,7 +227,7 @@ def _status(error: BaseException) -> int | None:
     for holder in (error, answer):
         for name in ("status_code", "status", "code"):  # azure and requests, aiohttp, gcsfs
             status = getattr(holder, name, None)
-            if isinstance(status, int) or (isinstance(status, str) and status.isdigit()):
+            if isinstance(status, int) or (isinstance(status, str) and status.isdecimal()):
                 return int(status)
     return None
 

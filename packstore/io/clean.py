@@ -34,7 +34,7 @@ OLD_SECONDS = 86_400.0
 """Files that no journal explains are spared for a day: a job of an older release may run."""
 
 _UPLOAD = "unfinished upload"
-_MANIFEST = re.compile(rf"{FOLDER}/(?:{DATASET}|{SIDE})-\d{{6,}}\.json")
+_MANIFEST = re.compile(rf"{FOLDER}/(?:{DATASET}|{SIDE})-[0-9]{{6,}}\.json")
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class _Survey:
             why = "lease of a dead job"
         if why:
             return Leftover(file.path, file.bytes, why)
-        if name.startswith(".") or re.search(r"\.json\.\d+$", name):
+        if name.startswith(".") or re.search(r"\.json\.[0-9]+$", name):
             return Leftover(file.path, file.bytes, "unfinished file")
         young = file.age is None or file.age < self._older_than
         spared = "its age is not known" if file.age is None else "it is too young to tell"

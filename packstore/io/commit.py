@@ -23,7 +23,7 @@ DATASET = "manifest"
 
 def versions(location: Location, name: str = DATASET) -> dict[int, int]:
     """The committed versions of a dataset -> bytes of their manifest, oldest first."""
-    pattern = re.compile(rf"{name}-(\d{{6,}})\.json")
+    pattern = re.compile(rf"{name}-([0-9]{{6,}})\.json")
     matches = ((pattern.fullmatch(e.name), e.size) for e in location.files(FOLDER))
     return dict(sorted((int(m.group(1)), size) for m, size in matches if m))
 

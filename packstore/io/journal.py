@@ -42,7 +42,7 @@ from packstore.records import PackSizes
 RUNS = f"{FOLDER}/runs"
 VERSION = 1
 
-_NAME = re.compile(r"([0-9a-f]{12})-(head|index|\d{5,})\.json")
+_NAME = re.compile(r"([0-9a-f]{12})-(head|index|[0-9]{5,})\.json")
 _CHECKS = 4
 """Shards that are hashed at a time."""
 

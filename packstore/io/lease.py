@@ -44,7 +44,7 @@ LOCK = ".packstore-lock-"
 """Begins the names of the lock files."""
 
 _ATTEMPTS = 20
-_NAME = re.compile(r"lease-(\d{6,})\.json")
+_NAME = re.compile(r"lease-([0-9]{6,})\.json")
 
 
 class Lease:

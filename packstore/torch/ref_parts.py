@@ -23,7 +23,7 @@ PARTS = 1024
 Values = tuple[Int64, npt.NDArray[np.integer], Float32]
 """Example ids `[E]`, sequences of each `[E]`, log-probs `[S]`."""
 
-_NAME = re.compile(r"(\d{5})-([0-9a-f]{64})\.bin")
+_NAME = re.compile(r"([0-9]{5})-([0-9a-f]{64})\.bin")
 
 
 class Parts:

@@ -226,3 +226,13 @@ def test_text_that_is_not_unicode_is_refused(good):
     manifest.provenance["sources"][0]["path"] = "\udcff.jsonl"
     with pytest.raises(FormatError, match="valid Unicode"):
         manifest.to_json()
+
+
+def test_digits_of_other_scripts_number_no_version(kit, anywhere):
+    made = kit.Written(anywhere)
+    made.dataset([kit.some_packs(20)])
+    for six in ("٠٠٠٠٠٩", "００００００９", "੦੦੦੦੦੯"):
+        made.location.create_bytes(f"_packstore/manifest-{six}.json", b"{}")
+    assert set(module.versions(made.location)) == {1}
+    assert read_manifest(made.location)[1] == 1
+    assert refuse_existing(made.location, overwrite=True) == 2

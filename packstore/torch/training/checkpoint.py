@@ -34,7 +34,7 @@ from packstore.torch.training.random_state import random_state
 
 FORMAT = 1
 MODEL, OPTIMIZER, STATE = "model", "optimizer.safetensors", "state.json"
-_NAME = re.compile(r"step-(\d{8})")
+_NAME = re.compile(r"step-([0-9]{8})")
 
 
 @dataclass(frozen=True, kw_only=True)
