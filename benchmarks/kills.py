@@ -150,8 +150,9 @@ def cleaned(place: Place) -> list[str]:
     spill = str(place.folder / "tmp")
     tempfile.tempdir = spill
     options = place.reached()
-    clean(place.url, delete=True, spill_dir=spill, storage_options=options)
-    left = clean(place.url, spill_dir=spill, storage_options=options).leftovers
+    how = {"older_than": 0, "no_writers": True, "spill_dir": spill, "storage_options": options}
+    clean(place.url, delete=True, **how)
+    left = clean(place.url, **how).leftovers
     return [f"{item.path}: {item.why}" for item in left]
 
 

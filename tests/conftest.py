@@ -35,6 +35,14 @@ def shared_data() -> Path:
 
 
 @pytest.fixture
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What dead jobs of other tests left in the system's folder is not seen."""
+    own = tmp_path / "temporary"
+    own.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(own))
+
+
+@pytest.fixture
 def no_collector() -> Iterator[None]:
     """Pauses the collector of cycles, for tests of text that is nested without end.
 

@@ -25,6 +25,7 @@ from packstore.io.dataset import Dataset
 from packstore.io.side import SideWriter
 from packstore.io.storage import Location
 
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_bytes": 1}
 
 
@@ -75,7 +76,7 @@ def test_append_adds_a_version(tmp_path: Path) -> None:
     ]
     assert [s["records"] for s in third.manifest.provenance["sources"]] == [60, 40, 25]
     assert third.manifest.records.packed == third.manifest.records.read == 125
-    assert clean(str(place)).removable == []
+    assert clean(str(place)).leftovers == []
 
 
 def test_statistics_and_index_are_those_of_the_packs(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_concat_copies_shards_as_they_are(tmp_path: Path, where: str) -> None:
     assert packstore.concat([twice, b], out, overwrite=True).verify().ok
     with pytest.raises(DatasetExistsError, match="must not hold a dataset yet"):
         packstore.concat([a, b], out)
-    assert clean(out).removable == []
+    assert clean(out).leftovers == []
 
 
 def test_the_same_however_it_was_combined(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_append_checks_what_it_extends(tmp_path: Path) -> None:
         packstore.append(str(place), pairs(60))
     assert packstore.append(str(place), pairs(40, 60)).version == 2  # a call that is repeated
     assert packstore.open(place).version == 2
-    assert clean(str(place)).removable == []
+    assert clean(str(place)).leftovers == []
 
 
 def test_the_tokenizer_must_be_the_same(tmp_path: Path) -> None:
@@ -252,9 +253,12 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["concat", a, a, str(tmp_path / "out")]) == 0
     assert "200 examples" in capsys.readouterr().out
     Location(a).create_bytes("data/x.parquet", b"1234")
-    assert main(["clean", a, "--older-than", "0"]) == 0
+    assert main(["clean", a, "--older-than", "0"]) == 1
+    assert "no_writers=True (--no-writers)" in capsys.readouterr().err
+    anyway = ["--older-than", "0", "--no-writers"]
+    assert main(["clean", a, *anyway]) == 0
     assert "would remove 1 files, 4 bytes" in capsys.readouterr().out
-    assert main(["clean", a, "--older-than", "0", "--delete"]) == 0
+    assert main(["clean", a, *anyway, "--delete"]) == 0
     assert main(["clean", a, "--older-than", "soon"]) == 1
     assert "nothing to remove" not in capsys.readouterr().out
     assert main(["clean", a]) == 0

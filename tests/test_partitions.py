@@ -35,6 +35,7 @@ from packstore.pack.statistics import design_effect
 from packstore.partitions import split
 
 FILES, RECORDS = 5, 2400
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 SETTINGS: dict[str, Any] = {"pack_size": 256, "shard_bytes": 100_000, "row_group_tokens": 8192}
 
 
@@ -254,7 +255,7 @@ def test_a_killed_run_goes_on(
     assert found, caplog.text
     assert kept.stat().st_ino == before
     assert files(out) == files(tmp_path / "whole")
-    assert [clean(str(out / part)).removable for part in ("train", "validation")] == [[], []]
+    assert [clean(str(out / part)).leftovers for part in ("train", "validation")] == [[], []]
 
 
 def test_a_partition_whose_input_changed_is_made_again(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from packstore.io.job import WriteJob, writing
 from packstore.io.manifest import commit_manifest
 from packstore.io.storage import Location
 
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_bytes": 1}
 
 
@@ -98,7 +99,7 @@ def test_a_rerun_goes_on(
     assert "going on with an interrupted run: 5 shards" in caplog.text
     assert not set(before) & set(after)
     assert files(place) == whole
-    assert clean(place, spill_dir=str(tmp_path)).removable == []
+    assert clean(place, spill_dir=str(tmp_path)).leftovers == []
 
 
 def test_a_shard_that_changed_is_written_again(
@@ -131,7 +132,7 @@ def test_another_job_is_refused(place: str, pack: Callable[..., Any], tmp_path: 
     new = pack(place, pack_size=96, fresh=True)
     assert not set(before) & set(files(place))
     assert {*new.manifest.provenance["sources"][0]} >= {"sha256"}
-    assert clean(place, spill_dir=str(tmp_path)).removable == []
+    assert clean(place, spill_dir=str(tmp_path)).leftovers == []
     with pytest.raises(DatasetExistsError, match="pack_size 96 then, 64 now"):
         pack(place)
 
@@ -150,7 +151,7 @@ def test_only_one_job_at_a_time(place: str, pack: Callable[..., Any]) -> None:
         with pytest.raises(DatasetBusyError, match=r"only one job .* found that process \d+ on"):
             pack(place, overwrite=True)
         with pytest.raises(DatasetBusyError):
-            clean(place, delete=True)
+            clean(place, delete=True, older_than=0, no_writers=True)
         assert "process" in (clean(place).writer or "")
         job.confirm(first.manifest.shards)
     assert pack(place, overwrite=True).version == 2
@@ -179,7 +180,7 @@ def test_many_writers_at_once_have_one_winner(place: str, pack: Callable[..., An
         assert dataset.manifest.fingerprint in outcomes
         winners = [o for o in outcomes if not o.endswith("Error")]
         assert len(winners) == dataset.version - int(overwrite)
-    assert clean(place).removable == []
+    assert clean(place).leftovers == []
 
 
 def test_a_version_that_came_meanwhile_is_not_replaced(
@@ -197,7 +198,7 @@ def test_a_version_that_came_meanwhile_is_not_replaced(
     current = packstore.open(place)
     assert (current.version, current.manifest.pairs) == (2, 120)
     assert current.verify().ok
-    assert clean(place).removable == []
+    assert clean(place).leftovers == []
 
 
 def test_a_job_that_lost_its_lease_or_a_shard_stops(
@@ -280,16 +281,15 @@ def test_clean_removes_what_no_version_names(
         break_put(patch, 3, KeyboardInterrupt())
         pack(place, pairs(43), overwrite=True)
     location.create_bytes("data/from-somewhere.parquet", b"12345")
-    report = clean(place, spill_dir=str(tmp_path))
-    spared = [x for x in report.leftovers if x.spared]
-    assert [(x.path, x.bytes) for x in spared] == [("data/from-somewhere.parquet", 5)]
-    assert {x.path for x in report.removable} == files(place).keys() - whole.keys() - {
-        "data/from-somewhere.parquet"
-    }
-    clean(place, delete=True, spill_dir=str(tmp_path))
-    assert files(place) == whole | {"data/from-somewhere.parquet": b"12345"}
-    clean(place, delete=True, older_than=0, keep_versions=2, spill_dir=str(tmp_path))
-    assert "data/from-somewhere.parquet" not in files(place)
+    left = files(place)
+    report = clean(place, delete=True, spill_dir=str(tmp_path))
+    assert {x.spared for x in report.leftovers} == {"it is too young"}
+    assert {x.path for x in report.leftovers} == left.keys() - whole.keys()
+    assert files(place) == left
+    everything: dict[str, Any] = {"delete": True, "older_than": 0, "no_writers": True}
+    clean(place, **everything, spill_dir=str(tmp_path))
+    assert files(place) == whole
+    clean(place, **everything, keep_versions=2, spill_dir=str(tmp_path))
     with pytest.raises(DatasetNotFoundError, match="must have version 1; found 2 to 3"):
         packstore.open(place, version=1)
     for version in (2, 3):

@@ -25,9 +25,16 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--older-than",
-        default="1d",
+        default="7d",
         metavar="AGE",
-        help="spare files that no journal explains for so long, e.g. 30m, 12h, 7d (default: 1d)",
+        help="spare what is younger, e.g. 90m, 12h, 30d: a job may be about to commit it "
+        "(default: 7d; below 1h only with --no-writers)",
+    )
+    parser.add_argument(
+        "--no-writers",
+        action="store_true",
+        help="no job writes there, on any machine: allows any --older-than. If one does, this "
+        "removes what it has written, and the version that it commits lacks files",
     )
     parser.add_argument("--spill-dir", metavar="DIR", help="where jobs put temporary files")
     parser.add_argument("--all", action="store_true", help="list every file")
@@ -41,6 +48,7 @@ def _run(args: argparse.Namespace) -> int:
         delete=args.delete,
         keep_versions=args.keep_versions,
         older_than=_seconds(args.older_than),
+        no_writers=args.no_writers,
         spill_dir=args.spill_dir,
         storage_options=storage_options(args),
     )
@@ -58,8 +66,8 @@ def _run(args: argparse.Namespace) -> int:
     if not report.lists_uploads and "://" in report.url:
         console.print("unfinished uploads: this store does not list them", style="dim")
     if report.writer:
-        console.print(f"{report.writer} is writing here: nothing can be removed until it ends")
-    elif not going:
+        console.print(f"{report.writer} is writing here: what it has written is spared by its age")
+    if not going:
         console.print("nothing to remove", style="green")
     elif report.deleted:
         console.print(f"removed {amount}", style="green")
@@ -79,7 +87,8 @@ COMMAND = Command(
     help="list or remove what killed jobs left, and old versions",
     examples="  packstore clean prefs-8k\n"
     "  packstore clean s3://bucket/prefs-8k --delete\n"
-    "  packstore clean prefs-8k --keep-versions 2 --delete\n",
+    "  packstore clean prefs-8k --keep-versions 2 --delete\n"
+    "  packstore clean prefs-8k --older-than 0 --no-writers --delete\n",
     configure=_configure,
     run=_run,
 )

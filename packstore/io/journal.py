@@ -35,7 +35,7 @@ from packstore.io.manifest_json import dump_shard, parse_shard
 from packstore.io.shard import ShardInfo
 from packstore.io.statistics import PackCounter
 from packstore.io.storage import Location, check_relative
-from packstore.io.upkeep import remove_all
+from packstore.io.upkeep import remove_all, replace_bytes
 from packstore.loss_counts import COUNTS
 from packstore.records import PackSizes
 
@@ -45,7 +45,6 @@ VERSION = 1
 _NAME = re.compile(r"([0-9a-f]{12})-(head|index|[0-9]{5,})\.json")
 _CHECKS = 4
 """Shards that are hashed at a time."""
-
 _CHUNK = 1 << 20
 _CONSEQUENCES = ("lineage", "plan")
 """Parts of a head that differ only where another part does, mostly."""
@@ -108,8 +107,9 @@ class Journal:
         """Begins a run if it was not begun yet; returns the names of its entries."""
         self.run = run
         noted = {number for found, number, _ in self._files() if found == run}
-        if "head" not in noted:
-            self._put("head", {"journal_version": VERSION, **about})
+        # A rerun puts it again, so that `clean` sees the files that are taken over as young.
+        head = {"journal_version": VERSION, **about}
+        replace_bytes(self._location, _path(run, "head"), _text(head))
         return noted
 
     def finished(self, number: int, part: Finished) -> None:
@@ -137,9 +137,9 @@ class Journal:
         except (FormatError, KeyError, TypeError):
             return None
         except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return None
-            raise
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            return None
         return (parts, about) if all(self._are_whole(parts)) else None
 
     def intends(self, path: str) -> None:
@@ -187,14 +187,10 @@ class Journal:
         return digest.hexdigest() == shard.sha256
 
     def _put(self, name: str, value: Mapping[str, Any]) -> None:
-        text = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
-        line = orjson.dumps({"sha256": hashlib.sha256(text).hexdigest()})
-        data = line + b"\n" + text + b"\n"
         try:
-            self._location.create_bytes(_path(self.run, name), data)
-        except DatasetExistsError:  # of a run before this one, which was cut off
-            self._location.remove(_path(self.run, name))
-            self._location.create_bytes(_path(self.run, name), data)
+            self._location.create_bytes(_path(self.run, name), _text(value))
+        except DatasetExistsError:  # by a run before
+            replace_bytes(self._location, _path(self.run, name), _text(value))
 
     def _read(self, path: str) -> dict[str, Any]:
         """Raises :class:`FormatError` if it is not what was put."""
@@ -269,6 +265,11 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any
 
 def _path(run: str, name: str) -> str:
     return f"{RUNS}/{run}-{name}.json"
+
+
+def _text(value: Mapping[str, Any]) -> bytes:
+    text = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    return b'{"sha256":"%s"}\n%s\n' % (hashlib.sha256(text).hexdigest().encode(), text)
 
 
 def _entry(part: Finished) -> dict[str, Any]:

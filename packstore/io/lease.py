@@ -156,6 +156,13 @@ def holder(location: Location) -> str | None:
     return _name(about)
 
 
+def working_here(location: Location) -> str | None:
+    """Who writes there now and surely lives, as its lock is held on this machine; for people."""
+    found = _numbers(location)
+    about = _read(location, found[-1]) if found else None
+    return _name(about) if about and _state(location, about) == "held" else None
+
+
 def _lives(location: Location, number: int, about: dict[str, Any]) -> bool:
     """Whether the holder of a lease does, by its lock, else by its heartbeat."""
     found = _state(location, about)

@@ -90,6 +90,7 @@ def replace_bytes(location: Location, path: str, data: bytes) -> None:
         return
     full = os.path.join(root, path)
     with location.guard("write", path):
+        make_folder(os.path.dirname(full))
         temporary = f"{full}.{os.getpid()}"
         with open(temporary, "wb") as file:
             file.write(data)
@@ -191,9 +192,10 @@ def _sync(folder: str) -> None:
 
 
 def _age(entry: dict[str, Any]) -> float | None:
+    """By the youngest time that is told: a file that was linked or moved keeps its `mtime`."""
     names = ("LastModified", "mtime", "last_modified", "updated", "created")
     ages = (_since(entry.get(name)) for name in names)
-    return next((age for age in ages if age is not None), None)
+    return min((age for age in ages if age is not None), default=None)
 
 
 def _since(when: Any) -> float | None:

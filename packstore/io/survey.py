@@ -1,0 +1,278 @@
+"""Lists everything at a place that is not part of a version that stays, and tells what may go.
+
+Age alone decides, by the times that the store tells: a file may be that of a job whose commit is
+still under way, however dead its lease or journal look. All files of a run are as young as the
+youngest of them, so that a long job keeps what it wrote first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from packstore.errors import PackstoreError
+from packstore.io.commit import DATASET, FOLDER, manifest_path, versions
+from packstore.io.job import DATA
+from packstore.io.journal import RUNS, Journal
+from packstore.io.lease import LOCK, holder
+from packstore.io.named import paths_of
+from packstore.io.owned import SPILL, abandoned, state
+from packstore.io.side_manifest import SIDE
+from packstore.io.staging import ELSEWHERE, IN_DATASET
+from packstore.io.storage import Location
+from packstore.io.upkeep import Found, Upload, abort_upload, list_folder, together, uploads
+
+BATCH = 1000
+"""Files that are removed between two looks at what may go."""
+
+_UPLOAD = "unfinished upload"
+_MANIFEST = re.compile(rf"{FOLDER}/(?:{DATASET}|{SIDE})-[0-9]{{6,}}\.json")
+_RUN = re.compile(r"(?:data|_packstore/runs)/\.?([0-9a-f]{12})-.*")
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Something that no version refers to.
+
+    Attributes:
+        path: relative to the dataset; absolute for temporary folders elsewhere on this machine.
+        bytes: what it takes; of an unfinished upload not known, 0.
+        why: what it is.
+        spared: why it stays, empty if it goes.
+    """
+
+    path: str
+    bytes: int
+    why: str
+    spared: str = ""
+
+
+class Survey:
+    """Everything at a place that is not part of a version that stays.
+
+    Args:
+        location: the dataset.
+        keep: how many of the newest versions stay; None: all.
+        older_than: seconds; what is younger, or of unknown age, is spared. 0: nothing is.
+        spill_dir: where jobs put temporary files, beside the system's folder.
+
+    Attributes:
+        uploads: unfinished ones, as listed last; None where the store does not list them.
+    """
+
+    def __init__(
+        self, location: Location, keep: int | None, older_than: float, spill_dir: str | None
+    ) -> None:
+        self._location, self._keep, self._older_than = location, keep, older_than
+        self._temporary = {spill_dir or tempfile.gettempdir(), tempfile.gettempdir()}
+        self._journal = Journal(location)
+        self._known: dict[tuple[str, int], set[str]] = {}
+        self._staying: set[str] = set()
+        self._folders: set[str] = set()
+        self._young: dict[str, float | None] = {}
+        self.uploads: list[Upload] | None = None
+
+    def leftovers(self) -> list[Leftover]:
+        """All of it; manifests first, journals last: in this order it may be removed."""
+        folder = list_folder(self._location, FOLDER)
+        dropped = dict[str, str]()
+        found = [*self._old_versions(DATASET, folder, dropped)]
+        found += self._old_versions(SIDE, folder, dropped)
+        data, notes = list_folder(self._location, DATA), list_folder(self._location, RUNS)
+        self.uploads = uploads(self._location)
+        begun = [Found(u.path, 0, u.age) for u in self.uploads or ()]
+        self._young = _youngest([*data, *notes, *begun])
+        runs = dict.fromkeys(match[1] for f in notes if (match := _RUN.fullmatch(f.path)))
+        explained = {p: run for run in runs for p in self._journal.files_of(run)}
+        for file in (*data, *self._administration(folder)):
+            if file.path not in self._staying:
+                run = explained.get(file.path) or _run_of(file.path)
+                why = dropped.get(file.path) or _why(file.path, run if run in runs else None)
+                found.append(self._judged(file, why, run))
+        for file in sorted(set(begun)):
+            run = _run_of(file.path)
+            of_run = f" of the interrupted run {run}" if run in runs else ""
+            found.append(self._judged(file, _UPLOAD + of_run, run))
+        found += self._folders_here()
+        for file in notes:
+            run = _run_of(file.path)
+            why = f"journal of the interrupted run {run}" if run else "unfinished file"
+            found.append(self._judged(file, why, run))
+        return list({item.path: item for item in found}.values())
+
+    def remove(self, found: Sequence[Leftover]) -> None:
+        """Removes what was found and may still go: manifests first, journals last.
+
+        Versions and ages are looked at again right before each batch, as jobs may be at work.
+        """
+        for _, items in itertools.groupby(sorted(found, key=_turn), _turn):
+            waiting = list(items)
+            while waiting:
+                batch, waiting = waiting[:BATCH], waiting[BATCH:]
+                going = {item.path for item in self.leftovers() if not item.spared}
+                together(partial(self._remove, item) for item in batch if item.path in going)
+        root = self._location.local_path
+        if root is not None:
+            with contextlib.suppress(OSError):  # none, or not empty
+                os.rmdir(os.path.join(root, RUNS))
+
+    def _old_versions(
+        self, name: str, folder: Sequence[Found], dropped: dict[str, str]
+    ) -> Iterator[Leftover]:
+        """Versions that go; the files of those that stay are noted, and files of theirs alone.
+
+        A version is as old as its successor: until then it was the current one.
+        """
+        ages = {file.path: file.age for file in folder}
+        sizes = versions(self._location, name)
+        numbers = list(sizes)
+        gone = numbers[: -self._keep] if self._keep else []
+        for place, number in enumerate(numbers):
+            path = manifest_path(number, name)
+            if number in gone:
+                successor = manifest_path(numbers[place + 1], name)
+                spared = self._spared(ages.get(successor))
+                yield Leftover(path, sizes[number], f"version {number}", spared)
+                if not spared:
+                    for own in self._paths(name, number):
+                        dropped[own] = f"only of version {number}"
+                    continue
+            self._staying |= self._paths(name, number)
+
+    def _paths(self, name: str, number: int) -> set[str]:
+        """The files of a version, which never change; none if another cleaner has removed it."""
+        if (name, number) not in self._known:
+            try:
+                self._known[name, number] = paths_of(self._location, [number], name)
+            except PackstoreError:
+                if number in versions(self._location, name):
+                    raise
+                return set()
+        return self._known[name, number]
+
+    def _remove(self, item: Leftover) -> None:
+        if item.path in self._folders:
+            _remove_local(item.path)
+        elif item.why.startswith(_UPLOAD):
+            for upload in self.uploads or ():
+                if upload.path == item.path:
+                    abort_upload(self._location, upload)
+        else:
+            self._location.remove(item.path)
+
+    def _judged(self, file: Found, why: str, run: str | None = None) -> Leftover:
+        """A file, which goes if it is old, and all files of its run are."""
+        age = file.age
+        if run in self._young and age is not None:
+            of_run = self._young[run]
+            age = None if of_run is None else min(age, of_run)
+        return Leftover(file.path, file.bytes, why, self._spared(age))
+
+    def _spared(self, age: float | None) -> str:
+        if self._older_than <= 0:
+            return ""
+        if age is None:
+            return "its age is not known"
+        return "it is too young" if age < self._older_than else ""
+
+    def _administration(self, folder: Sequence[Found]) -> Iterator[Found]:
+        """Files beside the manifests that may have to go."""
+        dead = holder(self._location) is None
+        for file in folder:
+            name = file.path.rpartition("/")[2]
+            if _MANIFEST.fullmatch(file.path):
+                continue
+            if name.startswith(LOCK):
+                root = self._location.local_path
+                if root is None or state(os.path.join(root, file.path)) == "held":
+                    continue
+            if name.startswith("lease-") and not dead:
+                continue
+            yield file
+
+    def _folders_here(self) -> Iterator[Leftover]:
+        """Temporary folders and lock files of dead jobs of this user on this machine."""
+        root = self._location.local_path
+        places = [(folder, prefix) for folder in self._temporary for prefix in (SPILL, ELSEWHERE)]
+        if root is not None:
+            places.append((os.path.join(root, FOLDER), IN_DATASET))
+        found = {item for folder, prefix in places for item in abandoned(folder, prefix)}
+        sizes = dict(found) | {
+            lock: 0 for folder in self._temporary for lock in _free_locks(folder)
+        }
+        for path, size in sorted(sizes.items()):
+            self._folders.add(path)
+            yield self._judged(Found(path, size, _age_here(path)), "temporary files of a dead job")
+
+
+def _youngest(files: Sequence[Found]) -> dict[str, float | None]:
+    """The age of the youngest file of each run; None if one is not known."""
+    found: dict[str, float | None] = {}
+    for file in files:
+        if run := _run_of(file.path):
+            known = found.get(run, file.age)
+            none = known is None or file.age is None
+            found[run] = None if none else min(known, file.age)  # type: ignore[type-var]
+    return found
+
+
+def _run_of(path: str) -> str | None:
+    match = _RUN.fullmatch(path)
+    return match[1] if match else None
+
+
+def _why(path: str, run: str | None) -> str:
+    name = path.rpartition("/")[2]
+    if run:
+        return f"of the interrupted run {run}"
+    if name.startswith("lease-"):
+        return "lease of a dead job"
+    if name.startswith(".") or re.search(r"\.json\.[0-9]+$", name):
+        return "unfinished file"
+    return "no version and no journal names it"
+
+
+def _turn(item: Leftover) -> int:
+    """Order of removal: what is left by a killed `clean` must still be explained."""
+    if _MANIFEST.fullmatch(item.path):
+        return 0
+    journal = item.path.startswith(f"{RUNS}/")
+    return 1 + journal + (journal and item.path.endswith("-head.json"))
+
+
+def _free_locks(folder: str) -> Iterator[str]:
+    """Lock files of dead jobs."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = os.listdir(folder)
+    for name in names:
+        path = os.path.join(folder, name)
+        if name.startswith(LOCK) and state(path) == "free":
+            yield path
+
+
+def _age_here(path: str) -> float | None:
+    """Seconds since anything in a local folder, or the file, changed."""
+    times = []
+    with contextlib.suppress(OSError):
+        for folder, _, names in os.walk(path):
+            times += [os.lstat(os.path.join(folder, name)).st_mtime for name in [*names, ""]]
+        times.append(os.lstat(path).st_mtime)
+        return max(0.0, time.time() - max(times))
+    return None
+
+
+def _remove_local(path: str) -> None:
+    if os.path.isdir(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(FileNotFoundError):  # another cleaner was faster
+            os.unlink(path)

@@ -1,0 +1,252 @@
+"""`clean` beside jobs: only what no version names, and what is old, goes."""
+
+from __future__ import annotations
+
+import threading
+import types
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import packstore
+from packstore.errors import ConfigError, DatasetBusyError
+from packstore.io import lease, upkeep
+from packstore.io.clean import clean
+from packstore.io.commit import manifest_path
+from packstore.io.storage import Location
+
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_bytes": 1}
+DAY = 86_400.0
+
+
+def pairs(n: int, first: int = 0) -> list[dict[str, list[int]]]:
+    return [
+        {"prompt": [5, 6, 7], "chosen": [8, 10 + i, 11 + i], "rejected": [9] * (1 + i % 7)}
+        for i in range(first, first + n)
+    ]
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "local":
+        return str(tmp_path / "ds")
+    return f"memory://{uuid.uuid4().hex}/ds"
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Callable[..., Any]:
+    def run(out: str, records: Any = None, **settings: Any) -> Any:
+        spill = {"spill_dir": str(tmp_path)}
+        return packstore.pack(records or pairs(60), out, **{**SETTINGS, **spill, **settings})
+
+    return run
+
+
+def files(url: str) -> set[str]:
+    place = Location(url)
+    fs, root = place._open()
+    return {path[len(root) :].lstrip("/") for path in fs.find(root)}
+
+
+def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Everything that is there now is so much older."""
+    import time
+
+    ahead = types.SimpleNamespace(time=lambda: time.time() + seconds)
+    monkeypatch.setattr(upkeep, "time", ahead)
+
+
+def held_put(monkeypatch: pytest.MonkeyPatch, number: int) -> tuple[threading.Event, ...]:
+    """The put of a manifest says that it begins, and waits for leave."""
+    reached, go, real = threading.Event(), threading.Event(), Location.create_bytes
+
+    def create(self: Location, path: str, data: bytes) -> None:
+        if path == manifest_path(number) and not reached.is_set():
+            reached.set()
+            assert go.wait(120)
+        real(self, path, data)
+
+    monkeypatch.setattr(Location, "create_bytes", create)
+    return reached, go
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_late_commit_finds_its_shards(
+    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, dead: bool
+) -> None:
+    """A writer stopped before its put, with a lease that looks alive, or dead."""
+    pack(place)
+    reached, go = held_put(monkeypatch, 2)
+    writer = threading.Thread(target=lambda: pack(place, pairs(40, 100), overwrite=True))
+    writer.start()
+    assert reached.wait(120)
+    before = files(place)
+    if dead:
+        monkeypatch.setattr(lease, "_state", lambda *_: "free")
+    report = clean(place, delete=True)
+    assert report.removable == []
+    assert files(place) == before
+    go.set()
+    writer.join()
+    late = packstore.open(place)
+    assert late.version == 2
+    assert late.verify().ok
+
+
+def test_a_put_that_outlives_its_sender(
+    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is dead, its lock free, and its manifest arrives after `clean`."""
+    sent: list[tuple[str, bytes]] = []
+    real = Location.create_bytes
+
+    def create(self: Location, path: str, data: bytes) -> None:
+        if path == manifest_path(1):
+            sent.append((path, data))
+            raise KeyboardInterrupt
+        real(self, path, data)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        patch.setattr(Location, "create_bytes", create)
+        pack(place)
+    clean(place, delete=True)
+    Location(place).create_bytes(*sent[0])
+    assert packstore.open(place).verify().ok
+
+
+def test_small_ages_need_a_word(place: str, pack: Callable[..., Any], tmp_path: Path) -> None:
+    pack(place)
+    for age in (0, 3599.0, -1):
+        with pytest.raises(ConfigError, match=r"at least 3600 s.*no_writers=True"):
+            clean(place, older_than=age)
+    clean(place, older_than=3600)
+    reached, go = threading.Event(), threading.Event()
+
+    def records() -> Any:
+        yield from pairs(10)
+        reached.set()
+        assert go.wait(120)
+
+    writer = threading.Thread(target=lambda: pack(place, records(), overwrite=True))
+    writer.start()
+    assert reached.wait(120)
+    with pytest.raises(DatasetBusyError, match=r"that process \d+ on .* is at work"):
+        clean(place, delete=True, older_than=0, no_writers=True)
+    assert "process" in (clean(place, delete=True).writer or "")
+    go.set()
+    writer.join()
+    assert packstore.open(place).version == 2
+
+
+def test_a_run_is_as_young_as_its_youngest_file(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location = Location(place)
+    location.create_bytes("_packstore/x", b"")
+    location.create_bytes("data/0123456789ab-00000-aa.parquet", b"1")
+    location.create_bytes("data/ba9876543210-00000-aa.parquet", b"1")
+    location.create_bytes("_packstore/runs/0123456789ab-head.json", b"1")
+    listed = upkeep.list_folder
+
+    def aged(where: Location, folder: str) -> list[upkeep.Found]:
+        old = [f._replace(age=9 * DAY) for f in listed(where, folder)]
+        return [f._replace(age=60.0) if "head" in f.path else f for f in old]
+
+    monkeypatch.setattr("packstore.io.survey.list_folder", aged)
+    clean(place, delete=True)
+    assert files(place) == {
+        "data/0123456789ab-00000-aa.parquet",
+        "_packstore/runs/0123456789ab-head.json",
+    }
+
+
+def test_an_unknown_age_is_spared(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    location = Location(place)
+    location.create_bytes("_packstore/x", b"")
+    location.create_bytes("data/x.parquet", b"1")
+    listed = upkeep.list_folder
+    monkeypatch.setattr(
+        "packstore.io.survey.list_folder",
+        lambda *a: [f._replace(age=None) for f in listed(*a)],
+    )
+    assert {x.spared for x in clean(place, delete=True).leftovers} == {"its age is not known"}
+    assert len(files(place)) == 2
+    clean(place, delete=True, older_than=0, no_writers=True)
+    assert files(place) == set()
+
+
+def test_versions_that_were_replaced_lately_stay(
+    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in (30, 31, 32):
+        pack(place, pairs(n), overwrite=True)
+    report = clean(place, delete=True, keep_versions=1)
+    assert [x.why for x in report.leftovers] == ["version 1", "version 2"]
+    assert report.removable == []
+    assert packstore.open(place, version=1).verify().ok
+    later(monkeypatch, 8 * DAY)
+    clean(place, delete=True, keep_versions=1)
+    newest = packstore.open(place)
+    assert newest.verify().ok
+    shards = {s.path for s in newest.manifest.shards}
+    assert {p for p in files(place) if p.startswith("data/")} == shards
+
+
+def test_what_is_named_meanwhile_stays(
+    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version is committed, of old files, between the survey and the removal."""
+    pack(place)
+    location = Location(place)
+    path = manifest_path(1)
+    text = location.read_bytes(path)
+    location.remove(path)
+    location.create_bytes("data/x.parquet", b"1")
+    later(monkeypatch, 8 * DAY)
+    from packstore.io.survey import Survey
+
+    real = Survey.remove
+
+    def remove(self: Survey, found: Any) -> None:
+        assert len(found) > 2
+        location.create_bytes(path, text)
+        real(self, found)
+
+    monkeypatch.setattr(Survey, "remove", remove)
+    clean(place, delete=True)
+    assert packstore.open(place).verify().ok
+    assert "data/x.parquet" not in files(place)
+
+
+def test_two_cleaners_are_harmless(
+    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Everything that one wants to remove was removed by another an instant before."""
+    for n in (30, 31):
+        pack(place, pairs(n), overwrite=True)
+    Location(place).create_bytes("data/x.parquet", b"1")
+    (tmp_path / "packstore-spill-dead").mkdir()
+    (tmp_path / "packstore-spill-dead" / "lock").write_bytes(b"")
+    (tmp_path / f"{lease.LOCK}{'0' * 32}").write_bytes(b"")
+    from packstore.io.survey import Survey
+
+    how: dict[str, Any] = {"delete": True, "older_than": 0, "no_writers": True}
+    how |= {"keep_versions": 1, "spill_dir": str(tmp_path)}
+    real, nested = Survey._remove, []
+
+    def remove(self: Survey, item: Any) -> None:
+        if not nested:
+            nested.append(True)
+            clean(place, **how)
+        real(self, item)
+
+    monkeypatch.setattr(Survey, "_remove", remove)
+    report = clean(place, **how)
+    assert len(report.removable) >= 5
+    assert not (tmp_path / "packstore-spill-dead").exists()
+    assert packstore.open(place).verify().ok
+    assert "data/x.parquet" not in files(place)
