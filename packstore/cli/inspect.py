@@ -17,6 +17,7 @@ from packstore.cli.common import (
     two_columns,
 )
 from packstore.errors import visible
+from packstore.io.seal import seal
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,7 @@ def _run(args: argparse.Namespace) -> int:
     dataset = open_dataset(args)
     m = dataset.manifest
     if args.json:
-        print_json(m.to_json().decode())
+        print_json(seal(m.to_json()).decode())
         return 0
     console = stdout_console()
     stats, totals = m.statistics, m.totals

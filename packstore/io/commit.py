@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 
 from packstore.errors import DatasetExistsError, DatasetNotFoundError, FormatError, sentence
+from packstore.io.seal import seal, unsealed
 from packstore.io.storage import Location
 
 FOLDER = "_packstore"
@@ -31,11 +32,12 @@ def versions(location: Location, name: str = DATASET) -> dict[int, int]:
 def read_committed(
     location: Location, version: int | None = None, name: str = DATASET
 ) -> tuple[bytes, str, int]:
-    """The text of a manifest, its place for error texts, and its version.
+    """The text of a manifest without its hash, its place for error texts, and its version.
 
     Raises:
         DatasetNotFoundError: nothing, or no such version, was committed there.
         FormatError: the manifest is too large.
+        IntegrityError: it does not have the hash that it names.
     """
     sizes = versions(location, name)
     number = version if version is not None else max(sizes, default=0)
@@ -44,7 +46,8 @@ def read_committed(
     path = manifest_path(number, name)
     if sizes[number] > MAX_MANIFEST_BYTES:
         raise _too_large(location, path, sizes[number])
-    return location.read_bytes(path), location.join(path).display, number
+    where = location.join(path).display
+    return unsealed(location.read_bytes(path), where), where, number
 
 
 def refuse_existing(location: Location, overwrite: bool, name: str = DATASET) -> int:
@@ -73,7 +76,11 @@ def commit(
     name: str = DATASET,
     version: int | None = None,
 ) -> int:
-    """Puts the text of the next manifest, if its number is still free; see `commit_manifest`."""
+    """Puts the text of the next manifest, with its hash, if its number is still free.
+
+    See `commit_manifest`.
+    """
+    data = seal(data)
     promised = version is not None
     following = refuse_existing(location, overwrite or promised, name)
     version = following if version is None else version

@@ -18,6 +18,7 @@ from packstore.errors import (
 from packstore.io import commit as module
 from packstore.io.commit import manifest_path, refuse_existing
 from packstore.io.manifest import Manifest, commit_manifest, read_manifest
+from packstore.io.seal import unsealed
 from packstore.io.storage import Location
 
 pytestmark = pytest.mark.usefixtures("no_collector")
@@ -29,7 +30,7 @@ def good(kit, tmp_path_factory) -> bytes:
     made = kit.Written(str(tmp_path_factory.mktemp("m") / "ds"))
     ds = made.dataset([kit.some_packs(60)], shard_bytes=1)
     assert len(ds.manifest.shards) > 1
-    return ds.location.read_bytes(manifest_path(1))
+    return unsealed(ds.location.read_bytes(manifest_path(1)), "manifest")
 
 
 def parsed(data: bytes, change: Callable[[Any], Any]) -> Manifest:

@@ -23,6 +23,7 @@ from packstore.io.checksums import batch_crc32, crc32_of
 from packstore.io.dataset import open as open_dataset
 from packstore.io.local import map_part
 from packstore.io.manifest import commit_manifest
+from packstore.io.seal import seal, unsealed
 from packstore.io.storage import Location
 from packstore.io.writer import ShardWriter
 from packstore.pack.fill import fill
@@ -302,7 +303,8 @@ def test_one_shard_in_the_place_of_another(kit, written):
 def test_the_file_must_have_the_schema_of_the_manifest(kit, written):
     ds = written.dataset([kit.some_packs(60)])
     path = f"{written.location.url}/_packstore/manifest-000001.json"
-    damaged(path, lambda data: data.replace(b'"features": []', b'"features": ["label_spans"]'))
+    old, new = b'"features": []', b'"features": ["label_spans"]'
+    damaged(path, lambda data: seal(unsealed(data, path).replace(old, new)))
     with pytest.raises(IntegrityError, match="its schema must be the one that the manifest"):
         open_dataset(ds.url).read_packs(0)
 
