@@ -145,7 +145,12 @@ def test_carried_columns_have_the_type_of_their_values(
 ) -> None:
     records = [{**p, "n": v} for p, v in zip(PAIRS, values * 10, strict=True)]
     packed = packstore.pack(
-        records, str(tmp_path / "ds"), tokenizer, carry=["n"], missing_field="drop"
+        records,
+        str(tmp_path / "ds"),
+        tokenizer,
+        carry=["n"],
+        missing_field="drop",
+        max_drop_rate=0.9,
     )
     assert dict(packed.manifest.carry) == {"n": type_}
     (group,) = packed.iter_packs()
