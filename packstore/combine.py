@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Any
 
 from packstore.config import PackConfig, RunConfig, fingerprint
-from packstore.errors import ConfigError, IntegrityError, PackstoreError, TokenizerError, sentence
+from packstore.errors import ConfigError, IntegrityError, TokenizerError, sentence
 from packstore.io.commit import FOLDER
 from packstore.io.dataset import Dataset, find_dataset
 from packstore.io.dataset import open as open_dataset
@@ -24,7 +24,6 @@ from packstore.io.faults import guarded
 from packstore.io.job import DATA, AppendedBefore, WriteJob, writing
 from packstore.io.manifest import Manifest, commit_manifest
 from packstore.io.merge import Part, check_parts, merge, origins
-from packstore.io.named import named_paths
 from packstore.io.pack_index import PackIndexWriter
 from packstore.io.shard import ShardInfo
 from packstore.io.staging import Staging
@@ -144,9 +143,7 @@ def concat(
             job.confirm(manifest.shards)
             commit_manifest(location, manifest, version=job.version)
         except BaseException as error:
-            if not job.keeps(error):
-                with contextlib.suppress(PackstoreError):
-                    job.discard(run, named_paths(location))
+            job.leave(error, finished=True)
             raise
         job.done()
     return open_dataset(out, storage_options)

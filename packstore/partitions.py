@@ -13,7 +13,6 @@ once before, for the keys of their examples alone.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
@@ -25,11 +24,10 @@ import numpy as np
 
 from packstore.config import PackConfig, fingerprint
 from packstore.engines import ENGINES
-from packstore.errors import ConfigError, InputError, PackstoreError, sentence
+from packstore.errors import ConfigError, InputError, sentence
 from packstore.intake import Intake, RecordIntake
 from packstore.io.inputs import BLOCK_BYTES, Input
 from packstore.io.job import WriteJob
-from packstore.io.named import named_paths
 from packstore.io.rejects import RejectsFile
 from packstore.io.storage import Location
 from packstore.io.writer import ShardWriter
@@ -111,7 +109,7 @@ def write_partitions(
     Raises:
         ConfigError: the input is not files of records.
         PackstoreError: see :mod:`packstore.errors`; nothing was committed. What is finished stays
-            where a rerun may end better, as after a failure of the store; else nothing does.
+            for a rerun, which may end better after a failure of the store; else for `clean`.
     """
     if not isinstance(intake, RecordIntake) or not intake.inputs:
         must = "the input must be files of records"
@@ -122,12 +120,9 @@ def write_partitions(
         rejects.publish()
         _commit(intake, jobs, runs, made, config)
     except BaseException as error:
-        if jobs[0].keeps(error) and any(map(WriteJob.has_finished, jobs)):
-            log.warning("the finished partitions stay: run it again to go on, or `packstore clean`")
-            raise
-        with contextlib.suppress(PackstoreError):
-            for job, run in zip(jobs, runs, strict=True):
-                job.discard(run, named_paths(job.location))
+        finished = any(map(WriteJob.has_finished, jobs))
+        for job in jobs:
+            job.leave(error, finished)
         raise
 
 
@@ -225,7 +220,6 @@ def _commit(
             for finished in parts:
                 writer.take(finished)
             commit(job, shape, config, writer, known)
-        job.tidy(finished.shard for finished in parts)
 
 
 def _sources(intake: RecordIntake, made: Sequence[Partition]) -> list[dict[str, Any]]:

@@ -160,7 +160,7 @@ def test_statistics_of_plans_together() -> None:
         ('{"prompt": [1], "chosen": [2], "rejected": [3]}', {"max_drop_rate": 0.0}, DropRateError),
     ],
 )
-def test_a_failing_partition_leaves_nothing(
+def test_a_failing_partition_leaves_shards_to_clean(
     tmp_path: Path, line: str, settings: dict[str, Any], error: type[Exception] | None
 ) -> None:
     sources = [write(tmp_path / f"{i}.jsonl", i, 300) for i in range(3)]
@@ -171,7 +171,10 @@ def test_a_failing_partition_leaves_nothing(
         packstore.pack(
             sources, tmp_path / "out", partitions=3, num_workers=0, **SETTINGS, **settings
         )
-    assert not [p for p in (tmp_path / "out").rglob("*") if p.is_file()]
+    out = tmp_path / "out"
+    assert {p.parent.name for p in out.rglob("*") if p.is_file()} <= {"data"}
+    with pytest.raises(DatasetNotFoundError):
+        packstore.open(out)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ from packstore.io.owned import sweep
 from packstore.io.shard import ShardInfo
 from packstore.io.staging import IN_DATASET
 from packstore.io.storage import Location
-from packstore.io.upkeep import list_folder, pruned, remove_all
+from packstore.io.upkeep import list_folder, pruned
 from packstore.records import PackSizes
 
 log = logging.getLogger("packstore")
@@ -120,7 +120,7 @@ class WriteJob:
     def compare(self, about: Mapping[str, Any]) -> None:
         """Refuses an unfinished run of another job, by as much as is known of this one.
 
-        With `fresh`, unfinished runs are given up instead: what they wrote is removed.
+        With `fresh`, unfinished runs are given up instead: their journals are removed.
 
         Raises:
             CompatibilityError: says what differs.
@@ -132,7 +132,7 @@ class WriteJob:
         for run in list(unfinished):
             committed = any(path.startswith(f"{DATA}/{run}-") for path in named)
             if self._fresh or (committed and run != self._journal.run):
-                self.discard(run, named)
+                self._journal.remove(run)
                 del unfinished[run]
         refuse_other(self.location, unfinished, about)
 
@@ -185,6 +185,19 @@ class WriteJob:
         passing = isinstance(error, StorageError | KeyboardInterrupt | SystemExit)
         return passing and not final
 
+    def leave(self, error: BaseException, finished: bool) -> None:
+        """Ends the job after an error. No shard is removed: another job may be about to commit it.
+
+        The journal goes, so that another job is not refused, unless a rerun can go on with what is
+        `finished`, or another job has taken over and uses it.
+        """
+        if isinstance(error, DatasetBusyError):
+            return
+        if finished and self.keeps(error):
+            log.warning("the finished shards stay: run it again to go on, or `packstore clean` it")
+            return
+        self.done()
+
     def confirm(self, shards: Iterable[ShardInfo]) -> None:
         """What must hold in the moment of the commit.
 
@@ -201,31 +214,10 @@ class WriteJob:
                 raise StorageError(sentence(self.location.display, must, found, "Run it again"))
 
     def done(self) -> None:
-        """Removes the journal: the dataset is committed, or nothing of it is left; never fails."""
+        """Removes the journal: the dataset is committed, or given up; never fails."""
         with contextlib.suppress(PackstoreError):
             if self._journal.run:
                 self._journal.remove(self._journal.run)
-
-    def tidy(self, written: Iterable[ShardInfo]) -> None:
-        """After a commit, removes shards of the run that were made anew by other names."""
-        with contextlib.suppress(PackstoreError):
-            own = {shard.path for shard in written}
-            old = leftovers(self.location, self._journal, self._journal.run, own)
-            named = named_paths(self.location) if old else set()
-            remove_all(self.location, set(old) - named)
-
-    def discard(self, run: str, named: set[str]) -> None:
-        """Removes what a run wrote, but for the files in `named`, and its journal."""
-        remove_all(self.location, leftovers(self.location, self._journal, run, named))
-        self._journal.remove(run)
-
-
-def leftovers(location: Location, journal: Journal, run: str, named: set[str]) -> list[str]:
-    """The files of a run, journal apart, that are not in `named`."""
-    shards = [f.path for f in list_folder(location, DATA) if f.path.startswith(f"{DATA}/{run}-")]
-    there = {f.path for f in list_folder(location, FOLDER)}
-    others = [path for path in journal.files_of(run) if path in there]
-    return [path for path in (*shards, *others) if path not in named]
 
 
 @contextlib.contextmanager

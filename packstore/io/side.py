@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from packstore.config import fingerprint
 from packstore.errors import ConfigError, FormatError, PackstoreError, sentence
-from packstore.io.commit import FOLDER, commit, refuse_existing, versions
+from packstore.io.commit import FOLDER, commit, refuse_existing
 from packstore.io.dataset import Dataset
 from packstore.io.faults import guarded
 from packstore.io.journal import Journal
@@ -37,7 +37,7 @@ from packstore.io.side_reader import Side, open_side, open_side_at
 from packstore.io.staging import Staging
 from packstore.io.storage import Location
 from packstore.io.stored_file import StoredFile
-from packstore.io.upkeep import pruned, remove_all
+from packstore.io.upkeep import pruned
 from packstore.records import Int64, to_offsets
 from packstore.schema import KINDS
 from packstore.version import VERSION
@@ -52,9 +52,9 @@ Values = Mapping[str, npt.NDArray[Any]]
 
 
 class SideWriter:
-    """Writes a side dataset; a context manager that commits it, or removes it after an error.
+    """Writes a side dataset; a context manager that commits it, or gives it up after an error.
 
-    From its beginning to its end nobody else writes there, nor removes what it has written.
+    What it has put then stays for `clean`, as an equal job may be about to commit it.
 
     Args:
         url: a local folder or an fsspec URL.
@@ -112,7 +112,6 @@ class SideWriter:
         self._staging = Staging(self._location, (FOLDER, DATA), None)
         self._pending: list[pa.RecordBatch] = []
         self._shards: list[SideShard] = []
-        self._created: list[str] = []
         self.examples = self._pending_rows = 0
 
     def __enter__(self) -> Self:
@@ -190,16 +189,12 @@ class SideWriter:
         return version
 
     def abort(self) -> None:
-        """Removes what was written, except shards that a committed manifest names."""
+        """Gives up, and removes what is unfinished; shards that were put stay for `clean`."""
         self._staging.remove()
-        with contextlib.suppress(PackstoreError):
-            known = [open_side_at(self._location, v) for v in versions(self._location, SIDE)]
-            committed = {shard.path for side in known for shard in side.manifest.shards}
-            remove_all(self._location, set(self._created) - committed)
         self._leave()
 
     def _leave(self) -> None:
-        """Ends the job: what it wrote is part of a version, or removed; never fails."""
+        """Ends the job: what it wrote is part of a version, or given up; never fails."""
         with contextlib.suppress(PackstoreError):
             self._journal.remove(self._run)
         root = self._location.local_path
@@ -232,8 +227,6 @@ class SideWriter:
         name = f"{self._run}-{len(self._shards):05d}-{found.sha256[:16]}.parquet"
         path = f"{DATA}/{name}"
         shard = SideShard(path=path, bytes=found.bytes, sha256=found.sha256, rows=rows)
-        if not self._location.exists(shard.path):
-            self._created.append(shard.path)
         self._location.put_file(local, shard.path)
         if not self._staging.in_dataset:
             os.unlink(local)

@@ -11,8 +11,6 @@ Nothing of it is part of a dataset until a manifest names it (:mod:`packstore.io
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 from collections import deque
 from collections.abc import Callable
@@ -25,13 +23,11 @@ import numpy as np
 import pyarrow as pa
 
 from packstore.config import WriteConfig
-from packstore.errors import PackstoreError
 from packstore.invariants import check_packs
 from packstore.io.columns import int64_values
 from packstore.io.commit import FOLDER
 from packstore.io.job import DATA, WriteJob
 from packstore.io.journal import Finished
-from packstore.io.named import named_paths
 from packstore.io.open_shard import Encoded, OpenShard, encode
 from packstore.io.pack_index import PackIndexWriter
 from packstore.io.shard import PackShape, ShardInfo, describe_shard
@@ -39,11 +35,8 @@ from packstore.io.staging import Staging
 from packstore.io.statistics import PackCounter, group_figures, pack_figures, pack_sizes
 from packstore.io.storage import Location
 from packstore.io.stored_file import StoredFile
-from packstore.io.upkeep import remove_all
 from packstore.records import Int64, Packs
 from packstore.schema import pack_schema, to_arrow
-
-log = logging.getLogger("packstore")
 
 MAX_THREADS = 8
 """Row groups that are encoded at a time, at most; one process hardly fills packs for more."""
@@ -97,7 +90,6 @@ class ShardWriter:
         self._pending: list[tuple[pa.RecordBatch, Int64]] = []
         self._pending_tokens = self._rows = 0
         self._parts: list[Finished] = []
-        self._created: list[str] = []
         for part in job.resumed if job else ():
             self.take(part)
 
@@ -126,16 +118,14 @@ class ShardWriter:
 
     def _give_up(self, error: BaseException) -> None:
         """Leaves what a rerun can go on with, if anything."""
-        if self._parts and self._job is not None and self._job.keeps(error):
-            self._discard()
-            log.warning("the finished shards stay: run it again to go on, or `packstore clean` it")
-        else:
-            self.abort()
+        self._discard()
+        if self._job is not None:
+            self._job.leave(error, bool(self._parts))
+        self._staging.prune()
 
     def take(self, part: Finished) -> None:
         """Takes over a shard that was written elsewhere, and lies in its place."""
         self.counter.merge(part.counter)
-        self._created.append(part.shard.path)
         self._rows += part.shard.rows
         self._add(part)
 
@@ -187,11 +177,12 @@ class ShardWriter:
         return self._parts
 
     def abort(self) -> None:
-        """Removes what was written, except shards that a committed manifest names."""
+        """Gives up, and removes what is unfinished.
+
+        Shards that were put stay for `clean`: another job may be about to commit them, as they have
+        the same names wherever the same job runs.
+        """
         self._discard()
-        with contextlib.suppress(PackstoreError):
-            named = named_paths(self._location) if self._created else set()
-            remove_all(self._location, set(self._created) - named)
         if self._job is not None:
             self._job.done()
         self._staging.prune()
@@ -281,9 +272,7 @@ class ShardWriter:
             self.pack_index, self._index = info, None
 
     def _put(self, local_path: str, path: str) -> None:
-        """Makes a finished file appear in the dataset, and remembers that it was not there."""
-        if not self._location.exists(path):
-            self._created.append(path)
+        """Makes a finished file appear in the dataset."""
         self._location.put_file(local_path, path)
         if not self._staging.in_dataset:
             os.unlink(local_path)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import packstore
 from packstore.errors import FormatError, IntegrityError, StorageError
 from packstore.io import pack_index
+from packstore.io.clean import clean
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
 from packstore.io.pack_index import SCHEMA, SizeTable
@@ -184,13 +185,15 @@ def test_memory_of_the_writer_is_one_shard(kit, written, monkeypatch):
     assert portions == [s.rows for s in ds.manifest.shards]
 
 
-def test_a_failed_job_leaves_none(kit, tmp_path, anywhere):
+def test_a_failed_job_leaves_it_to_clean(kit, tmp_path, anywhere):
     made = kit.Written(anywhere)
     writer = made.writer()
     writer.write(kit.some_packs(60))
     assert writer.close()
     assert made.location.exists(writer.pack_index.path)
     writer.abort()
+    assert made.location.exists(writer.pack_index.path)
+    clean(anywhere, delete=True, older_than=0, no_writers=True)
     assert not made.location.exists(writer.pack_index.path)
     assert not made.location.files("_packstore")
 

@@ -128,4 +128,5 @@ def test_writers_at_once_have_one_winner(s3: Store, writers: int) -> None:
         done.set()
         reader.result(120)
     assert seen <= won
-    assert clean(url, storage_options=options).leftovers == []
+    clean(url, storage_options=options, delete=True, older_than=0, no_writers=True)
+    assert packstore.open(url, storage_options=options).verify().ok

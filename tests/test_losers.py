@@ -1,0 +1,116 @@
+"""Who loses, or does not know whether it has committed, removes nothing."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import packstore
+from packstore.errors import DatasetBusyError, DatasetExistsError, StorageError
+from packstore.io import lease
+from packstore.io.clean import clean
+from packstore.io.commit import manifest_path
+from packstore.io.job import WriteJob
+from packstore.io.storage import Location
+
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_bytes": 1}
+RECORDS = [
+    {"prompt": [5, 6, 7], "chosen": [8, 10 + i, 11 + i], "rejected": [9] * (1 + i % 7)}
+    for i in range(60)
+]
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "local":
+        return str(tmp_path / "ds")
+    return f"memory://{uuid.uuid4().hex}/ds"
+
+
+class Job(threading.Thread):
+    """Packs, and stops once where it is told to, by the names of method and path."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place, self.error, self.reached = place, None, threading.Event()
+        self.go = threading.Event()
+
+    def run(self) -> None:
+        try:
+            packstore.pack(RECORDS, self.place, **SETTINGS)
+        except Exception as error:
+            self.error = error
+        finally:
+            self.reached.set()
+
+    def stop_here(self) -> None:
+        if not self.reached.is_set():
+            self.reached.set()
+            assert self.go.wait(120)
+
+
+@pytest.mark.parametrize("wakes", ["before the look", "before the put"])
+def test_the_same_job_restarted_elsewhere(
+    place: str, monkeypatch: pytest.MonkeyPatch, wakes: str
+) -> None:
+    """The first one wakes while the second, which took over its shards, is about to commit."""
+    first, second = Job(place), Job(place)
+    confirm, create = WriteJob.confirm, Location.create_bytes
+
+    def stopped_confirm(self: WriteJob, shards: Any) -> None:
+        if threading.current_thread() is first and wakes == "before the look":
+            first.stop_here()
+        confirm(self, shards)
+
+    def stopped_create(self: Location, path: str, data: bytes) -> None:
+        if path == manifest_path(1):
+            job = threading.current_thread()
+            assert isinstance(job, Job)
+            job.stop_here()
+        create(self, path, data)
+
+    monkeypatch.setattr(WriteJob, "confirm", stopped_confirm)
+    monkeypatch.setattr(Location, "create_bytes", stopped_create)
+    first.start()
+    assert first.reached.wait(120)
+    with monkeypatch.context() as patch:
+        patch.setattr(lease, "_state", lambda *_: "free")  # suspended for so long
+        second.start()
+        assert second.reached.wait(120)
+    order = (first, second) if wakes == "before the look" else (second, first)
+    for job in order:
+        job.go.set()
+        job.join()
+    lost, won = order if wakes == "before the look" else order[::-1]
+    assert isinstance(lost.error, DatasetBusyError | DatasetExistsError | None)
+    assert won.error is None
+    assert packstore.open(place).verify().ok
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_put_whose_answer_is_lost(
+    place: str, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """Its manifest arrives after the job has ended with an error."""
+    create, sent = Location.create_bytes, list[tuple[str, bytes]]()
+
+    def no_answer(self: Location, path: str, data: bytes) -> None:
+        if path != manifest_path(1):
+            create(self, path, data)
+            return
+        sent.append((path, data))
+        raise DatasetExistsError("it is there.") if lost else StorageError("no answer.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Location, "create_bytes", no_answer)
+        with pytest.raises(StorageError):
+            packstore.pack(RECORDS, place, **SETTINGS)
+    Location(place).create_bytes(*sent[0])
+    assert packstore.open(place).verify().ok
+    clean(place, delete=True, older_than=0, no_writers=True)
+    assert packstore.open(place).verify().ok
