@@ -72,6 +72,13 @@ def planned_divisor(batch: PackedBatch, loss_fn: PreferenceLoss) -> StepDivisor 
     return StepDivisor(float(max(count, 1)), sft)
 
 
+def own_divisor(batch: PackedBatch, loss_fn: PreferenceLoss) -> StepDivisor:
+    """The count of a batch alone, whatever its step; at least 1, as all of it may be fillers."""
+    own = loss_fn.count(batch)
+    sft = None if own.sft_count is None else max(own.sft_count, 1.0)
+    return StepDivisor(max(own.count, 1.0), sft)
+
+
 def default_divisor(batch: PackedBatch, loss_fn: PreferenceLoss) -> StepDivisor | None:
     """What a batch's loss is divided by if nobody says; None: by its own count.
 

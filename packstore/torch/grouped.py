@@ -18,6 +18,7 @@ from packstore.errors import ConfigError, quote
 from packstore.io.dataset import Dataset
 from packstore.records import SOURCE_SHIFT
 from packstore.torch.collate import PackedBatch
+from packstore.torch.divisor import own_divisor
 from packstore.torch.loss import PreferenceLoss
 from packstore.torch.metrics import SumAndCount, all_reduce_sums, wide_dtype
 
@@ -82,7 +83,7 @@ class GroupedMetrics:
             both = torch.stack(self.loss_fn.pair_rewards(logps, batch, ref_logps), 1)
             self._rewards.append(both.double().cpu())
         for group, part in self._groups(batch):
-            own = self.loss_fn.count(part)
+            own = own_divisor(part, self.loss_fn)
             metrics = self.loss_fn(logps, part, ref_logps, divisor=own).metrics
             _add(self._sums, group, part, metrics)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from packstore.errors import sentence
 from packstore.torch.collate import PackedBatch
+from packstore.torch.divisor import own_divisor
 from packstore.torch.loss import PreferenceLoss
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,6 @@ class FirstStepGuard:
         return mean
 
     def _loss(self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor) -> float:
-        own = self.loss_fn.count(batch)
+        own = own_divisor(batch, self.loss_fn)
         out = self.loss_fn(logps, batch, ref_logps, divisor=own)
         return float(out.loss_sum / out.count.clamp(min=1))

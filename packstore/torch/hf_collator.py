@@ -20,7 +20,7 @@ from packstore.config import PackConfig
 from packstore.errors import ConfigError, sentence
 from packstore.records import Packs
 from packstore.torch.collate import PackedBatch, collate
-from packstore.torch.divisor import StepDivisor
+from packstore.torch.divisor import StepDivisor, own_divisor
 from packstore.torch.logprobs import segment_logps
 from packstore.torch.loss import PreferenceLoss
 from packstore.torch.metrics import Metrics
@@ -150,7 +150,7 @@ class PackedLoss:
         self._check(labels)
         logits = outputs["logits"]
         batch = labels.batch.to(logits.device)
-        divisor = self.loss_fn.count(batch)
+        divisor = own_divisor(batch, self.loss_fn)
         if num_items_in_batch is not None:
             count = float(num_items_in_batch)
             divisor = StepDivisor(count, count if self.loss_fn.sft_weight else None)

@@ -7,6 +7,7 @@ import json
 import math
 import runpy
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -234,3 +235,21 @@ def test_the_loss_with_a_likelihood_term_is_that_of_all_batches_as_one(
         for source in SOURCES:
             expected = found[0]["by"][source]["loss"]
             assert other["by"][source]["loss"] == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("sft_weight", [0.0, 0.4])
+def test_a_batch_of_fillers_alone_adds_nothing(pairs: Dataset, sft_weight: float) -> None:
+    """As a rank without a pack of its own has it."""
+    loss_fn = PreferenceLoss("dpo", beta=BETA, sft_weight=sft_weight)
+    found = []
+    for fillers in (0, 1):
+        grouped = GroupedMetrics(loss_fn, pairs, "source")
+        for batch in PackedDataLoader(PackedDataset(pairs, shuffle=False), mode="eval"):
+            logps = -torch.arange(batch.num_segments, dtype=torch.float64)
+            grouped.add(logps, batch, logps * 0.9)
+        for _ in range(fillers):
+            void = replace(batch, weights=torch.zeros_like(batch.weights))
+            grouped.add(logps, void, logps * 0.9)
+        found.append(grouped.figures(torch.device("cpu")))
+    assert found[0] == found[1]
+    assert math.isfinite(found[1]["metrics"]["loss"])

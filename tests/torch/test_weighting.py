@@ -16,10 +16,13 @@ from torch import Tensor
 from packstore.errors import CompatibilityError, ConfigError
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, PreferenceLoss, collate, segment_token_counts
-from packstore.torch.divisor import StepDivisor
+from packstore.torch.divisor import StepDivisor, own_divisor
 from packstore.torch.guard import FirstStepGuard
 from packstore.torch.loss_variants import LOSSES
 from packstore.torch.metrics import Metrics
+
+
+SFT = PreferenceLoss("sft")
 
 
 def make(
@@ -70,6 +73,13 @@ def test_fillers_count_nowhere(kit: SimpleNamespace) -> None:
         torch.testing.assert_close(found.loss, expected.loss)
         for name, values in found.metrics.items():
             torch.testing.assert_close(values, expected.metrics[name])
+
+
+def test_a_batch_of_fillers_alone_has_a_divisor(kit: SimpleNamespace) -> None:
+    batch, _, _ = make(kit, [2], fillers=1)
+    for loss_fn in (PreferenceLoss("dpo"), PreferenceLoss("dpo", sft_weight=1), SFT):
+        assert own_divisor(batch, loss_fn).count == 1
+        assert own_divisor(batch, loss_fn).sft_count == (1 if loss_fn.sft_weight else None)
 
 
 def test_metrics(kit: SimpleNamespace) -> None:
