@@ -6,6 +6,9 @@ shard is kept whole, as its batches are views of a mapped file. A file is named 
 shard and its place there, and is compared with the manifest's checksum whenever it is used: the
 bytes of another dataset, or damaged ones, are never given out.
 
+The cache never ends a training: where its folder fails (it is full, read-only, removed), the store
+is read instead, and a warning says so once.
+
 A file appears in one step, complete. Only making room takes a lock, which the system gives back if
 its holder is killed; so does the unfinished file of a killed writer show that nobody writes it.
 """
@@ -24,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
-from packstore.errors import StorageError, sentence
+from packstore.errors import PackstoreError, StorageError, sentence
 from packstore.io.faults import guarded
 
 log = logging.getLogger("packstore")
@@ -69,11 +72,9 @@ class Cache:
             key: what to read.
             good: whether bytes are those that were written; others are dropped, or not kept.
             fetch: reads them from the store; its errors are passed on.
-
-        Raises:
-            StorageError: the folder cannot be made, or is not the user's own.
         """
-        home = self.home()
+        if (home := self._home()) is None:
+            return fetch()
         with contextlib.suppress(OSError):
             data = _contents(_path(home, key), key.end - key.start)
             if data is not None and good(data):
@@ -85,16 +86,14 @@ class Cache:
         return data
 
     def map(self, key: Key, fill: Callable[[BinaryIO], object]) -> mmap.mmap | None:
-        """What is kept under `key`, mapped; None if there is no room for it on the disk.
+        """What is kept under `key`, mapped; None if the cache cannot keep it.
 
         Args:
             key: what to read.
             fill: writes it, a part at a time; its errors are passed on.
-
-        Raises:
-            StorageError: the folder cannot be made, or is not the user's own.
         """
-        home = self.home()
+        if (home := self._home()) is None:
+            return None
         mapped = _mapped(_path(home, key), key.end - key.start)
         if mapped is None:
             self._keep(home, key, fill)
@@ -124,6 +123,14 @@ class Cache:
             raise StorageError(sentence(home, must, what, "Name another cache_dir"))
         return home
 
+    def _home(self) -> str | None:
+        """The folder; None, with one warning, where it is no longer what `home` made of it."""
+        try:
+            return self.home()
+        except StorageError as error:
+            _tell(self.folder, str(error))
+            return None
+
     def _keep(self, home: str, key: Key, write: Callable[[BinaryIO], object]) -> None:
         """Makes a file appear; if the disk refuses, nothing is kept."""
         path, size = _path(home, key), key.end - key.start
@@ -136,10 +143,10 @@ class Cache:
                     write(file)
                     file.flush()
                     os.replace(unfinished, path)
-        except StorageError:
-            raise
-        except OSError as error:
-            _tell(home, error.strerror or str(error))
+        except PackstoreError:
+            raise  # of the store
+        except (OSError, ValueError) as error:  # ValueError: a file that is not of the cache
+            _tell(home, getattr(error, "strerror", None) or str(error))
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(unfinished)
@@ -193,18 +200,23 @@ def _evict(home: str, limit: int, own: str) -> int:
 
 
 def _finished(home: str) -> Iterator[_File]:
-    for bucket in os.scandir(home):
+    for bucket in _entries(home):
         if bucket.is_dir(follow_symlinks=False):
-            for entry in os.scandir(bucket.path):
+            for entry in _entries(bucket.path):
                 with contextlib.suppress(FileNotFoundError):
                     found = entry.stat(follow_symlinks=False)
                     yield _File(found.st_mtime_ns, found.st_size, entry.path)
 
 
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return list(entries)
+
+
 def _being_written(home: str, own: str) -> int:
     """Bytes that others are going to write; what a killed one left is removed."""
     total = 0
-    for entry in os.scandir(home):
+    for entry in _entries(home):
         if entry.name.startswith(_UNFINISHED) and entry.path != own:
             if _is_being_written(entry.path):
                 total += int(entry.name.removeprefix(_UNFINISHED).partition("-")[0])
@@ -228,12 +240,16 @@ def _path(home: str, key: Key) -> str:
 
 
 def _used(path: str) -> BinaryIO | None:
-    """A file, which is now the one used last."""
+    """A file, which is now the one used last; None if there is none that can be read."""
     try:
         file = _open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
-    os.utime(file.fileno())
+    except OSError as error:
+        _tell(os.path.dirname(os.path.dirname(path)), error.strerror or str(error))
+        return None
+    with contextlib.suppress(OSError):  # a disk that turned read-only still gives what it has
+        os.utime(file.fileno())
     return file
 
 
@@ -248,6 +264,9 @@ def _mapped(path: str, size: int) -> mmap.mmap | None:
     if (file := _used(path)) is None:
         return None
     with file:
-        if os.fstat(file.fileno()).st_size != size:
-            return None
-        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        try:
+            if os.fstat(file.fileno()).st_size == size:
+                return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        except OSError as error:
+            _tell(os.path.dirname(os.path.dirname(path)), error.strerror or str(error))
+    return None

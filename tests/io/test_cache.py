@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import pickle
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import types
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -163,7 +168,57 @@ def test_a_folder_that_others_may_have_prepared_is_refused(folder: Path, trap: s
         home.mkdir()
         home.chmod(0o777)
     with pytest.raises(StorageError, match="must be the user's own, and closed to others"):
-        Cache(str(folder), 1000).read(KEY, lambda data: True, lambda: b"")
+        Cache(str(folder), 1000).home()
+    # One that is prepared later is not used either, and the training goes on.
+    assert Cache(str(folder), 1000).read(KEY, lambda data: True, lambda: b"good") == b"good"
+    assert not list((folder / "elsewhere").rglob("*"))
+
+
+def fail(error: int) -> Callable[..., Any]:
+    def failing(*_: object, **__: object) -> Any:
+        raise OSError(error, os.strerror(error))
+
+    return failing
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["removed", "a file", "unreadable", "read-only", "full", "no utime", "foreign file", "no mmap"],
+)
+def test_no_failure_of_the_folder_ends_the_reading(
+    kit: Any,
+    stored: Dataset,
+    folder: Path,
+    damage: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is kept half, then the folder fails: the same packs come, with one warning."""
+    data = stored.cached(ReadConfig(cache_dir=str(folder)))
+    data.read_packs(0)
+    home = folder / f"packstore-{os.getuid()}"
+    patches = {
+        "unreadable": ("_open", errno.EACCES),
+        "read-only": ("_open", errno.EROFS),
+        "full": ("os.replace", errno.ENOSPC),
+        "no utime": ("os.utime", errno.EROFS),
+    }
+    if damage in ("removed", "a file"):
+        shutil.rmtree(folder)
+        folder.write_text("")
+    elif damage == "foreign file":
+        (home / "unfinished-of-another").mkdir()
+        (home / "account").unlink()
+    elif damage == "no mmap":
+        broken = types.SimpleNamespace(mmap=fail(errno.ENODEV), ACCESS_READ=mmap.ACCESS_READ)
+        monkeypatch.setattr("packstore.io.cache.mmap", broken)
+    if damage in patches:
+        name, code = patches[damage]
+        monkeypatch.setattr(f"packstore.io.cache.{name}", fail(code))
+    with caplog.at_level("WARNING", "packstore"):
+        for _ in range(2):
+            check(kit, data, stored)
+    assert caplog.text.count("not kept in the cache") <= 1
 
 
 def test_a_cache_that_cannot_be_written_is_no_obstacle(
