@@ -57,7 +57,8 @@ def use_packed_attention(
         UnknownNameError: no such backend.
         BackendError: the model mixes tokens other than by attention (recurrent layers,
             convolutions), is not a decoder alone, or does not take its attention from
-            transformers' registry; or its RoPE depends on the longest position in a way of its own.
+            transformers' registry; or its RoPE depends on the longest position in a way of its own;
+            or its positions do not count from 0.
         MissingExtraError: transformers, or the package of the backend, is not installed.
     """
     inner = unwrapped(model)
@@ -74,6 +75,12 @@ def use_packed_attention(
     if stateful or not kinds <= LAYER_TYPES:
         found = ", ".join(sorted(kinds - LAYER_TYPES)) or "recurrent layers"
         raise _unfit(inner, "tokens must meet in causal attention only", found)
+    if any(
+        "position" in path and getattr(module, "padding_idx", None) is not None
+        for path, module in inner.named_modules()
+    ):
+        must = "positions must count from 0"
+        raise _unfit(inner, must, "a table of positions that begins behind padding")
     name = _register(backend)
     inner.set_attn_implementation(name)
     if text._attn_implementation != name:

@@ -122,12 +122,9 @@ def _own_logits(
     before = inner.config._attn_implementation
     name = _choose(inner, "eager" if plain else "sdpa")
     try:
+        # Without position_ids: the model counts as it does by itself.
         rows = [
-            model(
-                input_ids=ids[None],
-                position_ids=torch.arange(len(ids), device=ids.device)[None],
-                use_cache=False,
-            ).logits[0]
+            model(input_ids=ids[None], use_cache=False).logits[0]
             for ids in torch.split(batch.input_ids, batch.lengths.tolist())
         ]
     finally:

@@ -116,6 +116,9 @@ REFUSED = {
     "gptj": "found an attention of its own",
     "codegen": "found an attention of its own",
     "xglm": "found an attention of its own",
+    "roberta": "found a table of positions that begins behind padding",
+    "camembert": "found a table of positions that begins behind padding",
+    "xmod": "found a table of positions that begins behind padding",
 }
 
 
