@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -153,6 +154,26 @@ def test_a_store_that_refuses_now_and_then_is_asked_again(
 ) -> None:
     server.fault = lambda path, n, m: status if m == 1 else None
     assert ids(server.url) == ids(stored.url)
+
+
+def test_a_store_that_restarts_is_waited_for(stored: Dataset, server: Server) -> None:
+    """By default: it says 503 for six seconds, and to every request in them."""
+    first: list[float] = []
+
+    def restarting(path: str, n: int, m: int) -> int | None:
+        first.append(time.monotonic())
+        return 503 if first[-1] - first[0] < 6 else None
+
+    server.fault = restarting
+    loader = PackedDataLoader(PackedDataset(server.url, lanes=4), packs_per_batch=2)
+    assert [i for b in loader for i in b.example_ids.tolist()] == ids(stored.url)
+
+
+def test_the_patience_ends(stored: Dataset, server: Server) -> None:
+    bad = a_shard(stored).name
+    server.fault = lambda path, n, m: 503 if path == bad and n > 2 else None
+    with pytest.raises(StorageError, match=rf"{bad}, row group .*Tried \d+ times\."):
+        ids(server.url, seconds=0.2)
 
 
 @pytest.mark.parametrize(("on_error", "tries"), [("raise", "once"), ("refetch", "3 times")])

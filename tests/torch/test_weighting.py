@@ -21,7 +21,6 @@ from packstore.torch.guard import FirstStepGuard
 from packstore.torch.loss_variants import LOSSES
 from packstore.torch.metrics import Metrics
 
-
 SFT = PreferenceLoss("sft")
 
 
