@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -98,8 +99,9 @@ def create(full: str, data: bytes) -> None:
             os.link(temporary, full)
         except FileExistsError:
             raise
-        except OSError:  # no hard links on this filesystem: still one winner, but not in one step
-            _write_new(full, data)
+        except OSError:  # no hard links on this filesystem
+            if not _rename_new(temporary, full):  # still one winner, but not in one step
+                _write_new(full, data)
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -108,9 +110,26 @@ def create(full: str, data: bytes) -> None:
 
 def _write_new(path: str, data: bytes) -> None:
     with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            os.unlink(path)  # ours: it was not there; half a manifest would close the dataset
+            raise
+
+
+def _rename_new(source: str, target: str) -> bool:
+    """Renames a file unless the new name is taken; False where the system cannot do that."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    here, no_replace = -100, 1  # AT_FDCWD, RENAME_NOREPLACE
+    if rename(here, os.fsencode(source), here, os.fsencode(target), no_replace) == 0:
+        return True
+    if ctypes.get_errno() == errno.EEXIST:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+    return False
 
 
 def settle(file: IO[bytes], durable: bool) -> None:

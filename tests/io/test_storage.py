@@ -49,6 +49,32 @@ def test_create_never_replaces(anywhere):
     assert [e.name for e in place.files()] == ["x.json"]
 
 
+@pytest.mark.parametrize("renames", [True, False])
+def test_a_full_disk_without_hard_links_leaves_no_half_file(tmp_path, monkeypatch, renames):
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, "no hard links here")
+
+    def full(handle: int) -> None:
+        os.ftruncate(handle, 3)
+        if os.path.exists(tmp_path / "x.json") or renames:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "link", refused)
+    if not renames:
+        monkeypatch.setattr("packstore.io.local._rename_new", lambda *_: False, raising=False)
+    place = Location(str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(StorageError, match="space"):
+            place.create_bytes("x.json", b"0123456789")
+    assert os.listdir(tmp_path) == []
+    place.create_bytes("x.json", b"0123456789")
+    assert place.read_bytes("x.json") == b"0123456789"
+    with pytest.raises(DatasetExistsError):
+        place.create_bytes("x.json", b"others")
+    assert os.listdir(tmp_path) == ["x.json"]
+
+
 @pytest.mark.parametrize("links", [True, False])
 def test_of_many_creators_exactly_one_wins(tmp_path, monkeypatch, links):
     def no_links(source: str, target: str) -> None:
