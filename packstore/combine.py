@@ -25,6 +25,7 @@ from packstore.io.job import DATA, AppendedBefore, WriteJob, writing
 from packstore.io.manifest import Manifest, commit_manifest
 from packstore.io.merge import Part, check_parts, merge, origins
 from packstore.io.pack_index import PackIndexWriter
+from packstore.io.presence import require_committed, require_files
 from packstore.io.shard import ShardInfo
 from packstore.io.staging import Staging
 from packstore.io.storage import Location
@@ -85,6 +86,7 @@ def append(
             must = f"only its newest version, {job.version - 1}, can be extended"
             found = f"version {base.version}"
             raise ConfigError(sentence(base.url, must, found, "Open it anew"))
+        require_files(base.location, base.manifest, base.version)
         job.extends = base
         if tokenizer is None and not packed:
             tokenizer = _tokenizer_of(base)
@@ -131,11 +133,14 @@ def concat(
     location = Location(out, storage_options or {})
     there = None if overwrite else _concatenated_before(location, told)
     if there is not None:
+        require_files(there.location, there.manifest, there.version)
         log.info("%s: already there, of the same datasets", there.url)
         return there
     about = {"parts": [d.manifest.fingerprint for d in parts], "out": location.display}
     libraries = {"packstore": VERSION, "pyarrow": version("pyarrow")}
     run = fingerprint(about["parts"])[:12]
+    for part in parts:
+        require_files(part.location, part.manifest, part.version)
     with writing(location, overwrite) as job:
         job.begin(run, {"call": "concat", "libraries": libraries, "parts": about["parts"]})
         try:
@@ -146,6 +151,7 @@ def concat(
             job.leave(error, finished=True)
             raise
         job.done()
+        require_committed(location, manifest, job.version)
     return open_dataset(out, storage_options)
 
 

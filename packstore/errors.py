@@ -13,7 +13,8 @@
     ├── StorageError (OSError)              a store refuses to read, write or list
     │   ├── DatasetBusyError (BlockingIOError)     another job writes there
     │   ├── DatasetExistsError (FileExistsError)
-    │   └── DatasetNotFoundError (FileNotFoundError)
+    │   ├── DatasetNotFoundError (FileNotFoundError)
+    │   └── MissingFilesError (FileNotFoundError)  a version names files that are not there
     ├── FormatError (ValueError)            stored bytes are not what the format says
     │   ├── IntegrityError                  a hash, checksum or count is not the recorded one
     │   └── UnsupportedFormatError          a newer version, or an unknown required feature
@@ -178,6 +179,10 @@ class DatasetExistsError(StorageError, FileExistsError):
 
 class DatasetNotFoundError(StorageError, FileNotFoundError):
     """The place holds no committed dataset."""
+
+
+class MissingFilesError(StorageError, FileNotFoundError):
+    """A committed version names files that are not there, or have another size."""
 
 
 class FormatError(PackstoreError, ValueError):

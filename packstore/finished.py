@@ -13,6 +13,7 @@ from packstore.intake import Intake, RecordIntake
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
 from packstore.io.journal import differences
+from packstore.io.presence import require_files
 from packstore.io.storage import Location
 from packstore.runs import with_lineage, without_paths
 
@@ -35,6 +36,7 @@ def finished_before(
 
     Raises:
         DatasetExistsError: a dataset of other input or settings is there; says what differs.
+        MissingFilesError: it is there, and lacks files.
     """
     newest = {part: _newest(place) for part, place in places.items()}
     there = {part: dataset for part, dataset in newest.items() if dataset is not None}
@@ -49,6 +51,7 @@ def finished_before(
         intake.read_through()
     for part, dataset in there.items():
         _refuse_other(dataset, _about(intake, part, config, None))
+        require_files(dataset.location, dataset.manifest, dataset.version)
     return there
 
 

@@ -13,6 +13,7 @@ from packstore.errors import ConfigError, DropRateError, sentence
 from packstore.intake import Intake
 from packstore.io.job import WriteJob
 from packstore.io.manifest import build_manifest, commit_manifest
+from packstore.io.presence import require_committed
 from packstore.io.shard import PackShape
 from packstore.io.writer import ShardWriter
 from packstore.records import Tally
@@ -182,5 +183,7 @@ def commit(
     manifest = build_manifest(shape, config, shards, writer.counter, *known)
     manifest = replace(manifest, pack_index=writer.pack_index)
     job.confirm(shards)
-    commit_manifest(job.location, job.whole(manifest), version=job.version)
+    whole = job.whole(manifest)
+    commit_manifest(job.location, whole, version=job.version)
     job.done()
+    require_committed(job.location, whole, job.version)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import packstore
-from packstore.errors import DatasetBusyError, DatasetExistsError, StorageError
+from packstore.errors import DatasetBusyError, DatasetExistsError, MissingFilesError, StorageError
 from packstore.io import lease
 from packstore.io.clean import clean
 from packstore.io.commit import manifest_path
@@ -114,3 +114,43 @@ def test_a_put_whose_answer_is_lost(
     assert packstore.open(place).verify().ok
     clean(place, delete=True, older_than=0, no_writers=True)
     assert packstore.open(place).verify().ok
+
+
+def pairs(n: int, first: int) -> list[dict[str, list[int]]]:
+    return [{"prompt": [5], "chosen": [10 + i], "rejected": [9]} for i in range(first, first + n)]
+
+
+@pytest.mark.parametrize("how", ["pack", "append", "concat"])
+def test_a_commit_without_its_shards_is_told(
+    place: str, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A shard is removed between the last look and the put."""
+    old = packstore.pack(RECORDS, place, **SETTINGS)
+    other = packstore.pack(RECORDS[:30], f"{place}-other", **SETTINGS)
+    create = Location.create_bytes
+
+    def removed(self: Location, path: str, data: bytes) -> None:
+        if path == manifest_path(2):
+            named = {s.path for s in old.manifest.shards}
+            own = [f"data/{e.name}" for e in self.files("data") if f"data/{e.name}" not in named]
+            self.remove(own[0])
+        create(self, path, data)
+
+    act = {
+        "pack": lambda: packstore.pack(pairs(20, 0), place, overwrite=True, **SETTINGS),
+        "append": lambda: packstore.append(place, pairs(20, 900)),
+        "concat": lambda: packstore.concat([place, other], place, overwrite=True),
+    }[how]
+    with monkeypatch.context() as patch:
+        patch.setattr(Location, "create_bytes", removed)
+        with pytest.raises(MissingFilesError, match=r"version 2, which was just .* found 1 of its"):
+            act()
+    broken = packstore.open(place)
+    assert broken.version == 2
+    with pytest.raises(MissingFilesError, match=r"Version 2 lacks files: 1 of .*--version 1\)"):
+        list(broken.iter_packs())
+    with pytest.raises(MissingFilesError, match="must have all files that version 2 names"):
+        packstore.append(place, pairs(20, 2000))
+    with pytest.raises(MissingFilesError, match="must have all files that version 2 names"):
+        packstore.concat([place, other], f"{place}-out")
+    assert packstore.open(place, version=1).verify().ok

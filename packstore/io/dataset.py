@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import os
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from packstore.io.compact import CompactPacks
 from packstore.io.manifest import Manifest, read_manifest
 from packstore.io.object_version import object_version
 from packstore.io.pack_index import SizeTable
+from packstore.io.presence import explaining
 from packstore.io.reader import Fetched
 from packstore.io.readers import ShardReaders
 from packstore.io.storage import Location
@@ -111,8 +113,7 @@ class Dataset:
         if reading.cache_bytes < largest:
             must = f"setting cache_bytes must be at least the largest shard of {self.url}"
             raise ConfigError(f"{must}, {largest}; found {reading.cache_bytes}.")
-        cache = Cache(os.path.abspath(reading.cache_dir), reading.cache_bytes)
-        cache.home()
+        (cache := Cache(os.path.abspath(reading.cache_dir), reading.cache_bytes)).home()
         return Dataset(self.location, self.manifest, self.version, cache)
 
     @cached_property
@@ -156,7 +157,8 @@ class Dataset:
             StorageError: a file is missing, or the store refuses.
             IntegrityError: its bytes are not those that were written.
         """
-        return self._sizes.all()
+        with self._whole():
+            return self._sizes.all()
 
     def sizes(self, packs: Int64) -> PackSizes:
         """Sizes of the packs with these numbers in file order, int64 `[n]`.
@@ -164,26 +166,31 @@ class Dataset:
         Looks them up shard by shard, so that memory does not grow with the dataset; raises as
         :attr:`pack_index`.
         """
-        return self._sizes.take(packs)
+        with self._whole():
+            return self._sizes.take(packs)
 
     def shard_sizes(self, shard: int) -> PackSizes:
         """Sizes of the packs of a shard; raises as :attr:`pack_index`."""
-        return self._sizes.shard(shard)
+        with self._whole():
+            return self._sizes.shard(shard)
 
     def read_packs(self, group: int) -> Packs:
         """Row group `group` of the dataset, checksums verified; safe to call from many threads.
 
         Raises:
-            StorageError: its shard is missing, or the store refuses.
+            MissingFilesError: this version lacks files; names one that is whole.
+            StorageError: the store refuses.
             IntegrityError: its bytes are not those that were written.
         """
         shard, index = self._place(group)
-        return self._readers[shard].read_packs(index)
+        with self._whole():
+            return self._readers[shard].read_packs(index)
 
     def fetch(self, group: int) -> Fetched:
         """The bytes of a row group, not looked at yet; raises as :meth:`read_packs`."""
         shard, index = self._place(group)
-        return self._readers[shard].fetch(index)
+        with self._whole():
+            return self._readers[shard].fetch(index)
 
     def decode(self, group: int, fetched: Fetched) -> CompactPacks:
         """A row group out of its bytes; raises as :meth:`read_packs`."""
@@ -227,6 +234,9 @@ class Dataset:
         """
         return verify(self.location, self.manifest, progress, jobs)
 
+    def _whole(self) -> contextlib.AbstractContextManager[None]:
+        return explaining(self.location, self.manifest, self.version)
+
     def _place(self, group: int) -> tuple[int, int]:
         """The shard of a row group, and its number there."""
         shard = bisect.bisect_right(self._first_groups, group) - 1
@@ -235,8 +245,7 @@ class Dataset:
     @cached_property
     def _first_groups(self) -> list[int]:
         """Number of the first row group of each shard."""
-        counts = [len(shard.row_groups) for shard in self.manifest.shards]
-        return list(itertools.accumulate(counts, initial=0))[:-1]
+        return [0, *itertools.accumulate(len(s.row_groups) for s in self.manifest.shards)][:-1]
 
     @cached_property
     def _sizes(self) -> SizeTable:

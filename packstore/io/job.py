@@ -21,6 +21,7 @@ from packstore.errors import (
     DatasetBusyError,
     DatasetExistsError,
     DatasetNotFoundError,
+    MissingFilesError,
     PackstoreError,
     StorageError,
     sentence,
@@ -181,7 +182,10 @@ class WriteJob:
 
     def keeps(self, error: BaseException) -> bool:
         """Whether what is finished stays for a rerun, which may well end better."""
-        final = isinstance(error, DatasetExistsError | DatasetNotFoundError | DatasetBusyError)
+        final = isinstance(
+            error,
+            DatasetExistsError | DatasetNotFoundError | DatasetBusyError | MissingFilesError,
+        )
         passing = isinstance(error, StorageError | KeyboardInterrupt | SystemExit)
         return passing and not final
 

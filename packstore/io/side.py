@@ -26,6 +26,7 @@ from packstore.io.faults import guarded
 from packstore.io.journal import Journal
 from packstore.io.lease import Lease
 from packstore.io.manifest import Manifest
+from packstore.io.presence import require_committed
 from packstore.io.side_manifest import (
     REF_LOGPS,
     SIDE,
@@ -186,6 +187,7 @@ class SideWriter:
         self._lease.confirm()
         version = commit(self._location, data, self._overwrite, SIDE)
         self._leave()
+        require_committed(self._location, SideManifest(**fields), version)
         return version
 
     def abort(self) -> None:
