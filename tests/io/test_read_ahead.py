@@ -325,14 +325,14 @@ def test_waits_double_and_vary(stored: Dataset, monkeypatch: pytest.MonkeyPatch)
         raise StorageError("busy.")
 
     wait = threading.Event.wait
-    source = reading(stored, batches_of(len(stored), 1), attempts=4, backoff=8.0)
+    source = reading(stored, batches_of(len(stored), 1), attempts=4, backoff=2.0)
     monkeypatch.setattr(stored, "fetch", failing)
     monkeypatch.setattr(threading.Event, "wait", note)
     with pytest.raises(StorageError, match=r"busy\. Tried 4 times"):
         source._reading.read(0)
     assert len(waits) == 3
     for number, seconds in enumerate(waits):
-        assert 4 * 2**number <= seconds <= 12 * 2**number
+        assert 2**number <= seconds <= 3 * 2**number
 
 
 class TestCrew:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import threading
 
 import numpy as np
@@ -84,7 +85,8 @@ def test_nothing_is_left_of_a_failure_in_a_thread(kit, written, tmp_path, monkey
     monkeypatch.setattr("packstore.io.writer.encode", failing)
     with pytest.raises(type(error)), written.writer() as writer:
         writer.write(kit.some_packs(300))
-    assert paths(tmp_path) == []
+    # Shards that were put stay for `clean`: a run elsewhere may name them.
+    assert all(re.fullmatch(r"dataset/data/[\w-]+\.parquet", path) for path in paths(tmp_path))
     assert not [t for t in threading.enumerate() if t.name.startswith("packstore-write")]
 
 
@@ -103,5 +105,6 @@ def test_a_full_disk_while_threads_encode(kit, written, tmp_path, monkeypatch):
         written.writer(shard_bytes=1 << 20) as writer,
     ):
         writer.write(kit.some_packs(300))
-    assert paths(tmp_path) == []
+    # Shards that were put stay for `clean`: a run elsewhere may name them.
+    assert all(re.fullmatch(r"dataset/data/[\w-]+\.parquet", path) for path in paths(tmp_path))
     assert not [t for t in threading.enumerate() if t.name.startswith("packstore-write")]

@@ -149,8 +149,9 @@ def test_inside_distributed_data_parallel(kit: SimpleNamespace, process_group: N
     wrapped = nn.parallel.DistributedDataParallel(model)
     assert use_packed_attention(wrapped, "sdpa") is wrapped
     assert_same(step(wrapped, batch), expected)
-    assert check_isolation(wrapped) < 1e-9
-    assert check_isolation(wrapped, "reference") < 1e-9
+    # The model's own attention takes its softmax in float32.
+    assert check_isolation(wrapped) < 1e-5
+    assert check_isolation(wrapped, "reference") < 1e-5
 
 
 def test_inside_peft(kit: SimpleNamespace) -> None:
@@ -195,4 +196,4 @@ def test_inside_fully_sharded(kit: SimpleNamespace, process_group: None) -> None
     fully_shard(model, mesh=mesh)
     found = step(model, batch)
     assert_same((found[0], [g.full_tensor() for g in found[1]]), (logits, expected))
-    assert check_isolation(model) < 1e-9
+    assert check_isolation(model) < 1e-5
