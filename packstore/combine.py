@@ -75,7 +75,8 @@ def append(
         DatasetExistsError: these very records are in it. Where they are what was appended last,
             the dataset is returned as it is, so that a call may be repeated after it has ended
             well.
-        PackstoreError: as :func:`packstore.pack`; the dataset is then as it was before.
+        PackstoreError: as :func:`packstore.pack`; the dataset then has the versions
+            that it had.
     """
     base = dataset if isinstance(dataset, Dataset) else open_dataset(dataset, storage_options)
     options = base.location.storage_options
@@ -123,7 +124,7 @@ def concat(
     Raises:
         CompatibilityError: they were not packed alike; says what differs.
         DatasetExistsError: a dataset is there, and `overwrite` is False.
-        PackstoreError: as :func:`packstore.pack`; `out` is then as it was before.
+        PackstoreError: as :func:`packstore.pack`; `out` then has the versions that it had.
     """
     if isinstance(datasets, str | Dataset):
         raise ConfigError("concat takes a list of datasets; found one.")

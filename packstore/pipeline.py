@@ -3,7 +3,7 @@
     read -> tokenize -> spill -> plan -> fill -> write -> commit
 
 Tokenizing runs in workers, the rest in this process. Nothing is visible to a reader before the last
-step, and nothing stays behind of a job that fails.
+step. Shards that a job put before it failed stay until ``packstore clean`` removes them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def pack(
         DatasetExistsError: a dataset of other input or settings is at `out`, and `overwrite` is
             False. One of the same input and settings is returned as it is, so that a call may be
             repeated after it has ended well.
-        PackstoreError: see :mod:`packstore.errors`; `out` is then as it was before.
+        PackstoreError: see :mod:`packstore.errors`; `out` then has the versions that it had.
     """
     config = PackConfig.of(config, **settings)
     STRATEGIES.check(config.strategy)

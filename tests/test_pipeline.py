@@ -16,7 +16,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import packstore
-from packstore.errors import ConfigError, DatasetExistsError, DropRateError
+from packstore.errors import (
+    ConfigError,
+    DatasetExistsError,
+    DatasetNotFoundError,
+    DropRateError,
+)
+from packstore.io.clean import clean
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.fill import unpack
 from packstore.records import Examples
@@ -236,7 +242,7 @@ def test_an_existing_dataset_is_kept(do_pack: Pack, tokenizer: Tokenizer) -> Non
     assert first.verify().ok
 
 
-def test_a_failing_job_leaves_nothing(
+def test_a_failing_job_leaves_nothing_but_shards_for_clean(
     do_pack: Pack, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
@@ -246,8 +252,13 @@ def test_a_failing_job_leaves_nothing(
     monkeypatch.setattr("packstore.runs.commit_manifest", fail)
     with pytest.raises(RuntimeError, match="at the very end"):
         packstore.pack(PAIRS, out, tokenizer, pack_size=256, spill_dir=str(tmp_path))
-    assert not out.exists() or not list(out.rglob("*"))
     assert not list(tmp_path.glob("packstore-spill-*"))
+    left = [path.relative_to(out) for path in out.rglob("*") if path.is_file()]
+    assert all(path.suffix in (".parquet", ".index") for path in left)
+    with pytest.raises(DatasetNotFoundError):
+        packstore.open(str(out))
+    clean(str(out), delete=True, older_than=0, no_writers=True)
+    assert not [path for path in out.rglob("*") if path.is_file()]
 
 
 def test_nemo_aligner_packs_the_same(shared_data: Path, do_pack: Pack) -> None:

@@ -39,7 +39,7 @@ def import_dataset(
 
     Raises:
         InputError: the file is not what it must be.
-        PackstoreError: see :mod:`packstore.errors`; `out` is then as it was before.
+        PackstoreError: see :mod:`packstore.errors`; `out` then has the versions that it had.
     """
     from packstore.exchange.importers import IMPORTERS
     from packstore.io.storage import Location
@@ -74,7 +74,7 @@ def export_dataset(
 
     Raises:
         CompatibilityError: the format cannot hold such a dataset.
-        PackstoreError: see :mod:`packstore.errors`; `out` is then as it was before.
+        PackstoreError: see :mod:`packstore.errors`; `out` then has the versions that it had.
     """
     from packstore.exchange.exporters import EXPORTERS
     from packstore.io.dataset import Dataset
