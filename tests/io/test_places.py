@@ -116,7 +116,7 @@ def test_verify_and_stats_say_how_random_the_places_are(
             assert f"{places.design_effect:.2f}" in out
             assert f"{places.sources_per_example:.3f}" in out
             assert ("hold neighbours of the input" in out) is not ok
-        assert f"{places.design_effect:.2f}" in page.read_text()
+        assert f"{places.design_effect:.2f}" in page.read_text(encoding="utf-8")
     mixed, sorted_ = found[made.url], found[kept.url]
     assert mixed is not None
     assert sorted_ is not None
