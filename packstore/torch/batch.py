@@ -10,15 +10,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packstore.errors import ConfigError
 from packstore.io.compact import labels_of, unsigned
 from packstore.records import IGNORE_INDEX, Column, Int64
-from packstore.torch.inputs import STYLES
+from packstore.registry import Registry
 from packstore.torch.layout import AttentionLayout, shared_lengths
 from packstore.torch.steps import StepInfo
 from packstore.torch.targets import Targets
 
 Style = Literal["hf", "flash", "megatron", "padded"]
+
+STYLES: Registry[Callable[[PackedBatch], dict[str, Any]]] = Registry(
+    "style of model_inputs",
+    {
+        "hf": "packstore.torch.inputs:hf",
+        "flash": "packstore.torch.inputs:flash",
+        "megatron": "packstore.torch.inputs:megatron",
+        "padded": "packstore.torch.inputs:padded",
+    },
+)
 
 
 class _Derived:
@@ -272,14 +281,10 @@ class PackedBatch:
                 back to the flat row with :meth:`unpad`.
 
         Raises:
-            ConfigError: no such style.
+            UnknownNameError: no such style.
             BackendError: a style that cannot express the shared prefixes of this batch.
         """
-        if style not in STYLES:
-            raise ConfigError(
-                f"model_inputs style must be one of: {', '.join(STYLES)}; found {style!r}."
-            )
-        return STYLES[style](self)
+        return STYLES.load(style)(self)
 
     def unpad(self, padded: Tensor) -> Tensor:
         """Values at padded sequences `[S, longest, ...]` as values at the row `[T, ...]`."""

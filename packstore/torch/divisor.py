@@ -20,15 +20,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from packstore.errors import ConfigError, sentence
 from packstore.torch.collate import PackedBatch
 from packstore.torch.metrics import all_reduce_sums
 from packstore.torch.steps import StepInfo
-
-if TYPE_CHECKING:
-    from packstore.torch.loss import PreferenceLoss
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,21 @@ class StepDivisor:
         return StepDivisor(self.count / times, sft)
 
 
-def planned_divisor(batch: PackedBatch, loss_fn: PreferenceLoss) -> StepDivisor | None:
+class CountedLoss(Protocol):
+    """Attributes of a :class:`~packstore.torch.PreferenceLoss` that decide its divisor."""
+
+    pairs: Any
+    reduction: Any
+    gradients: Any
+    sft_weight: float
+    sft_average: Any
+    only_sft: bool
+
+    def count(self, batch: PackedBatch) -> StepDivisor:
+        """The count of one batch."""
+
+
+def planned_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor | None:
     """The divisor of the step of `batch`; None if the loader does not know what the loss counts."""
     step = batch.step
     if step is None:
@@ -72,14 +83,14 @@ def planned_divisor(batch: PackedBatch, loss_fn: PreferenceLoss) -> StepDivisor 
     return StepDivisor(float(max(count, 1)), sft)
 
 
-def own_divisor(batch: PackedBatch, loss_fn: PreferenceLoss) -> StepDivisor:
+def own_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor:
     """The count of a batch alone, whatever its step; at least 1, as all of it may be fillers."""
     own = loss_fn.count(batch)
     sft = None if own.sft_count is None else max(own.sft_count, 1.0)
     return StepDivisor(max(own.count, 1.0), sft)
 
 
-def default_divisor(batch: PackedBatch, loss_fn: PreferenceLoss) -> StepDivisor | None:
+def default_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor | None:
     """What a batch's loss is divided by if nobody says; None: by its own count.
 
     Raises:
@@ -102,7 +113,7 @@ def default_divisor(batch: PackedBatch, loss_fn: PreferenceLoss) -> StepDivisor 
 
 
 def count_step(
-    batches: Sequence[PackedBatch], loss_fn: PreferenceLoss, *, group: Any = None
+    batches: Sequence[PackedBatch], loss_fn: CountedLoss, *, group: Any = None
 ) -> StepDivisor:
     """The count of an optimizer step, over its batches and all ranks.
 

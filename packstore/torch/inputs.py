@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from packstore.errors import BackendError, sentence
-
-if TYPE_CHECKING:
-    from packstore.torch.collate import PackedBatch
+from packstore.torch.batch import PackedBatch
 
 
 def hf(batch: PackedBatch) -> dict[str, Any]:
@@ -85,14 +82,6 @@ def padded(batch: PackedBatch) -> dict[str, Any]:
     input_ids[taken] = ids
     mask = position < batch.lengths[:, None]
     return {"input_ids": input_ids, "attention_mask": mask.long(), "use_cache": False}
-
-
-STYLES: dict[str, Callable[[PackedBatch], dict[str, Any]]] = {
-    "hf": hf,
-    "flash": flash,
-    "megatron": megatron,
-    "padded": padded,
-}
 
 
 def _row(batch: PackedBatch) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packstore.errors import BackendError, ConfigError
+from packstore.errors import BackendError, ConfigError, UnknownNameError
 from packstore.io.compact import CompactPacks, signed
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, collate
@@ -179,7 +179,7 @@ def test_refusals(kit: SimpleNamespace) -> None:
             batch.model_inputs(style)  # type: ignore[arg-type]
     with pytest.raises(BackendError, match=r"packed_seq_params: every segment must be whole"):
         packed_seq_params(batch)
-    with pytest.raises(ConfigError, match="one of: hf, flash, megatron, padded; found 'fsdp'"):
+    with pytest.raises(UnknownNameError, match="'fsdp'; choose one of: hf, flash, megatron, padded"):
         batch.model_inputs("fsdp")  # type: ignore[arg-type]
 
 
