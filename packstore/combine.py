@@ -82,7 +82,7 @@ def append(
     options = base.location.storage_options
     packed = isinstance(more, Dataset) or find_dataset(more, options) is not None
     config = _settings_of(base, settings, packed)
-    with writing(base.location, overwrite=True, fresh=config.fresh) as job:
+    with writing(base.location, overwrite=True, fresh=config.fresh, call="append") as job:
         if job.version != base.version + 1:
             must = f"only its newest version, {job.version - 1}, can be extended"
             found = f"version {base.version}"
@@ -142,7 +142,7 @@ def concat(
     run = fingerprint(about["parts"])[:12]
     for part in parts:
         require_files(part.location, part.manifest, part.version)
-    with writing(location, overwrite) as job:
+    with writing(location, overwrite, call="concat") as job:
         job.begin(run, {"call": "concat", "libraries": libraries, "parts": about["parts"]})
         try:
             manifest = _copied(job, parts, run)

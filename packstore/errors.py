@@ -11,7 +11,7 @@
     ├── DropRateError (ValueError)          more records were dropped than `max_drop_rate` allows
     ├── TokenizerError (ValueError)         a tokenizer or chat template does not load or misbehaves
     ├── StorageError (OSError)              a store refuses to read, write or list
-    │   ├── DatasetBusyError (BlockingIOError)     another job writes there
+    │   ├── DatasetBusyError (BlockingIOError)     a job writes where none may
     │   ├── DatasetExistsError (FileExistsError)
     │   ├── DatasetNotFoundError (FileNotFoundError)
     │   └── MissingFilesError (FileNotFoundError)  a version names files that are not there
@@ -170,7 +170,7 @@ class StorageError(PackstoreError, OSError):
 
 
 class DatasetBusyError(StorageError, BlockingIOError):
-    """Another job is writing to the place."""
+    """A job of this machine is writing to a place that is said to have no writer."""
 
 
 class DatasetExistsError(StorageError, FileExistsError):

@@ -1,4 +1,4 @@
-"""Jobs that were interrupted: the rerun, the refusal, the lease, and what is left behind."""
+"""Jobs that were interrupted: the rerun, the refusal, and what is left behind."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ import pytest
 import packstore
 from packstore.errors import (
     CompatibilityError,
-    DatasetBusyError,
     DatasetExistsError,
     DatasetNotFoundError,
     StorageError,
 )
-from packstore.io import lease
 from packstore.io.clean import clean
 from packstore.io.job import WriteJob, writing
 from packstore.io.manifest import commit_manifest
@@ -152,18 +150,6 @@ def test_a_bad_job_leaves_shards_to_clean(place: str, pack: Callable[..., Any]) 
     assert {path for path in files(place) if path.startswith("data/")} == shards
 
 
-def test_only_one_job_at_a_time(place: str, pack: Callable[..., Any]) -> None:
-    first = pack(place)
-    with writing(Location(place), overwrite=True) as job:
-        with pytest.raises(DatasetBusyError, match=r"only one job .* found that process \d+ on"):
-            pack(place, overwrite=True)
-        with pytest.raises(DatasetBusyError):
-            clean(place, delete=True, older_than=0, no_writers=True)
-        assert "process" in (clean(place).writer or "")
-        job.confirm(first.manifest.shards)
-    assert pack(place, overwrite=True).version == 2
-
-
 def test_many_writers_at_once_have_one_winner(place: str, pack: Callable[..., Any]) -> None:
     """Each of different records, then all replacing: nobody disturbs the winner."""
     for overwrite in (False, True):
@@ -174,7 +160,7 @@ def test_many_writers_at_once_have_one_winner(place: str, pack: Callable[..., An
             try:
                 dataset = pack(place, pairs(40, 100 * number), overwrite=overwrite)
                 outcomes.append(dataset.manifest.fingerprint)  # noqa: B023
-            except (DatasetBusyError, DatasetExistsError) as error:
+            except DatasetExistsError as error:
                 outcomes.append(type(error).__name__)  # noqa: B023
 
         threads = [threading.Thread(target=job, args=(n,)) for n in range(8)]
@@ -195,7 +181,7 @@ def test_many_writers_at_once_have_one_winner(place: str, pack: Callable[..., An
 def test_a_version_that_came_meanwhile_is_not_replaced(
     place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where leases fail, the number of the manifest still decides."""
+    """The number of the manifest decides."""
     first = pack(place)
 
     def confirm(self: WriteJob, shards: Any) -> None:
@@ -212,47 +198,14 @@ def test_a_version_that_came_meanwhile_is_not_replaced(
     assert clean(place).leftovers == []
 
 
-def test_a_job_that_lost_its_lease_or_a_shard_stops(
-    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_lost_a_shard_stops(place: str, pack: Callable[..., Any]) -> None:
     location = Location(place)
     shards = pack(place).manifest.shards
     with writing(location, overwrite=True) as job:
-        location.create_bytes("_packstore/lease-000009.json", b'{"host": "far", "pid": 7}')
-        with pytest.raises(DatasetBusyError, match="found that process 7 on far is at work"):
-            job.confirm(shards)
-        location.remove("_packstore/lease-000009.json")
+        job.confirm(shards)
         location.remove(shards[1].path)
         with pytest.raises(StorageError, match=r"its shards must stay .* removed or changed"):
             job.confirm(shards)
-
-
-@pytest.mark.parametrize("lives", [True, False])
-def test_the_heartbeat_of_another_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
-) -> None:
-    """Its lock is not here, so only the heartbeat tells."""
-    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.05 if lives else 600)
-    monkeypatch.setattr(lease, "PATIENCE_SECONDS", 120 if lives else 0.5)
-    location = Location(f"memory://{uuid.uuid4().hex}/ds")
-    folders = (tmp_path / name for name in ("here", "there"))
-    here, there = (str(f) for f in folders if f.mkdir() is None)
-    monkeypatch.setattr(lease.tempfile, "gettempdir", lambda: there)
-    first = lease.Lease.acquire(location)
-    monkeypatch.setattr(lease.tempfile, "gettempdir", lambda: here)
-    if lives:
-        with pytest.raises(DatasetBusyError):
-            lease.Lease.acquire(location)
-        first.release()
-    second = lease.Lease.acquire(location)
-    second.confirm()
-    if not lives:
-        with pytest.raises(DatasetBusyError):
-            first.confirm()
-        first.release()
-    second.confirm()
-    second.release()
-    assert files(location.url) == {}
 
 
 def test_a_reader_never_sees_a_mixture(place: str, pack: Callable[..., Any]) -> None:

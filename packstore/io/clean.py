@@ -13,10 +13,10 @@ from typing import Any
 from packstore.errors import ConfigError, DatasetBusyError, DatasetNotFoundError, sentence
 from packstore.io.commit import FOLDER
 from packstore.io.journal import RUNS
-from packstore.io.lease import holder, working_here
 from packstore.io.storage import Location
 from packstore.io.survey import Leftover, Survey
 from packstore.io.upkeep import list_folder
+from packstore.io.writers import WRITERS, writers
 
 __all__ = ["OLD_SECONDS", "CleanReport", "Leftover", "clean"]
 
@@ -93,20 +93,21 @@ def clean(
     location = Location(url, storage_options or {})
     _refuse_other_places(location)
     survey = Survey(location, keep_versions, older_than, spill_dir)
-    writer = holder(location)
-    if delete and no_writers and (name := working_here(location)):
+    at_work = writers(location)
+    if delete and no_writers and (here := [w for w in at_work if w.process.lives]):
         must = "no job may write there (no_writers)"
-        do = "Wait for it to end, or leave out no_writers (--no-writers)"
-        raise DatasetBusyError(sentence(location.display, must, f"that {name} is at work", do))
-    found = survey.leftovers()
+        found, do = here[0].text, "Wait for it to end, or leave out no_writers (--no-writers)"
+        raise DatasetBusyError(sentence(location.display, must, found, do))
+    leftovers = survey.leftovers()
     if delete:
-        survey.remove([x for x in found if not x.spared])
-    return CleanReport(location.display, found, delete, writer, survey.uploads is not None)
+        survey.remove([x for x in leftovers if not x.spared])
+    writer = at_work[0].text if at_work else None
+    return CleanReport(location.display, leftovers, delete, writer, survey.uploads is not None)
 
 
 def _refuse_other_places(location: Location) -> None:
     """Raises unless packstore has written there: nobody else's ``data`` is looked at."""
-    if not list_folder(location, FOLDER) and not list_folder(location, RUNS):
+    if not any(list_folder(location, folder) for folder in (FOLDER, RUNS, WRITERS)):
         must = "must be a dataset, or the place of an unfinished one"
         found = f"no {FOLDER} in it" if location.exists() else "no such folder"
         raise DatasetNotFoundError(sentence(location.display, must, found, "Check the path"))

@@ -8,6 +8,7 @@ one commits, and a reader needs one listing and one read. Side datasets do the s
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 from packstore.errors import DatasetExistsError, DatasetNotFoundError, FormatError, sentence
@@ -76,26 +77,35 @@ def commit(
     name: str = DATASET,
     version: int | None = None,
 ) -> int:
-    """Puts the text of the next manifest, with its hash, if its number is still free.
+    """Puts the text of a manifest, with its hash, if its number is still free.
 
-    See `commit_manifest`.
+    Args:
+        location: the dataset.
+        data: the text.
+        overwrite: replace a dataset that is there.
+        name: first part of the manifest's name.
+        version: the number that :func:`refuse_existing` gave when the job began; None: the next.
+
+    Returns:
+        The number. If the very same text has it already, an equal job was faster, or this put was
+        sent twice: that is this version.
+
+    Raises:
+        DatasetExistsError: another writer was faster.
     """
     data = seal(data)
-    promised = version is not None
-    following = refuse_existing(location, overwrite or promised, name)
-    version = following if version is None else version
-    path = manifest_path(version, name)
+    following = refuse_existing(location, overwrite or version is not None, name)
+    number = following if version is None else version
+    path = manifest_path(number, name)
     if len(data) > MAX_MANIFEST_BYTES:
         raise _too_large(location, path, len(data))
-    if version != following:
-        raise _too_late(location)
-    try:
-        location.create_bytes(path, data)
-    except DatasetExistsError as error:
-        # A put that was sent twice is refused the second time; who was promised a number is alone.
-        if not promised or location.read_bytes(path) != data:
-            raise _too_late(location) from error
-    return version
+    with contextlib.suppress(DatasetExistsError):
+        if number == following:
+            location.create_bytes(path, data)
+            return number
+    if number in versions(location, name) and location.read_bytes(path) == data:
+        return number
+    raise _too_late(location)
 
 
 def manifest_path(version: int, name: str = DATASET) -> str:

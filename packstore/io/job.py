@@ -1,11 +1,13 @@
-"""A job that writes to a place: alone there, and able to go on where a killed one stopped.
+"""A job that writes to a place, and is able to go on where a killed one stopped.
 
-1. Look whether a dataset may be put there, and take the lease.
-2. Remove the staging folders of dead jobs.
-3. Refuse to go on with an unfinished run of other settings or inputs.
+1. Look whether a dataset may be put there, and which number its manifest will have.
+2. Put a marker, and warn if there is that of another job (:mod:`packstore.io.writers`).
+3. Refuse to go on with an unfinished run of other settings or inputs, unless its job is at work.
 4. Take over the finished shards of the same run, by hash.
-5. Before the commit: the lease is still held, and every shard is there.
-6. After it: the journal goes.
+5. Before the commit: every shard is there.
+6. After it: the journal goes, and the marker.
+
+Of several jobs at work the one that puts the manifest of that number first wins.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from dataclasses import replace
 from typing import Any
 
 from packstore.errors import (
-    DatasetBusyError,
     DatasetExistsError,
     DatasetNotFoundError,
     MissingFilesError,
@@ -29,7 +30,6 @@ from packstore.errors import (
 from packstore.io.commit import FOLDER, refuse_existing
 from packstore.io.dataset import Dataset
 from packstore.io.journal import Finished, Journal, refuse_other
-from packstore.io.lease import Lease
 from packstore.io.manifest import Manifest
 from packstore.io.merge import Part, check_alike, merge
 from packstore.io.named import named_paths
@@ -38,6 +38,7 @@ from packstore.io.shard import ShardInfo
 from packstore.io.staging import IN_DATASET
 from packstore.io.storage import Location
 from packstore.io.upkeep import list_folder, pruned
+from packstore.io.writers import marked, writers
 from packstore.records import PackSizes
 
 log = logging.getLogger("packstore")
@@ -50,7 +51,7 @@ class AppendedBefore(DatasetExistsError):
 
 
 class WriteJob:
-    """What :func:`writing` gives: the lease and the journal of a place.
+    """What :func:`writing` gives: the next version of a place, and the journal there.
 
     Attributes:
         version: the number that the next manifest will have.
@@ -60,9 +61,9 @@ class WriteJob:
 
     extends: Dataset | None = None
 
-    def __init__(self, location: Location, lease: Lease, version: int, fresh: bool) -> None:
+    def __init__(self, location: Location, marker: str, version: int, fresh: bool) -> None:
         self.location, self.version = location, version
-        self._lease, self._fresh = lease, fresh
+        self._marker, self._fresh = marker, fresh
         self._journal = Journal(location)
         self.resumed: list[Finished] = []
 
@@ -121,7 +122,8 @@ class WriteJob:
     def compare(self, about: Mapping[str, Any]) -> None:
         """Refuses an unfinished run of another job, by as much as is known of this one.
 
-        With `fresh`, unfinished runs are given up instead: their journals are removed.
+        That of a job that seems to be at work is not refused: the manifest's number decides. With
+        `fresh`, unfinished runs are given up instead: their journals are removed.
 
         Raises:
             CompatibilityError: says what differs.
@@ -135,7 +137,8 @@ class WriteJob:
             if self._fresh or (committed and run != self._journal.run):
                 self._journal.remove(run)
                 del unfinished[run]
-        refuse_other(self.location, unfinished, about)
+        if unfinished and not writers(self.location, besides=self._marker):
+            refuse_other(self.location, unfinished, about)
 
     def begin_partitions(self, run: str, about: Mapping[str, Any]) -> None:
         """As :meth:`begin`; but each partition finds and takes over its own shards."""
@@ -182,10 +185,7 @@ class WriteJob:
 
     def keeps(self, error: BaseException) -> bool:
         """Whether what is finished stays for a rerun, which may well end better."""
-        final = isinstance(
-            error,
-            DatasetExistsError | DatasetNotFoundError | DatasetBusyError | MissingFilesError,
-        )
+        final = isinstance(error, DatasetExistsError | DatasetNotFoundError | MissingFilesError)
         passing = isinstance(error, StorageError | KeyboardInterrupt | SystemExit)
         return passing and not final
 
@@ -193,10 +193,8 @@ class WriteJob:
         """Ends the job after an error. No shard is removed: another job may be about to commit it.
 
         The journal goes, so that another job is not refused, unless a rerun can go on with what is
-        `finished`, or another job has taken over and uses it.
+        `finished`.
         """
-        if isinstance(error, DatasetBusyError):
-            return
         if finished and self.keeps(error):
             log.warning("the finished shards stay: run it again to go on, or `packstore clean` it")
             return
@@ -206,10 +204,8 @@ class WriteJob:
         """What must hold in the moment of the commit.
 
         Raises:
-            DatasetBusyError: another job took this one for dead.
             StorageError: a shard was removed.
         """
-        self._lease.confirm()
         there = {f.path: f.bytes for f in list_folder(self.location, DATA)}
         for shard in shards:
             if there.get(shard.path) != shard.bytes:
@@ -225,29 +221,28 @@ class WriteJob:
 
 
 @contextlib.contextmanager
-def writing(location: Location, overwrite: bool, fresh: bool = False) -> Iterator[WriteJob]:
-    """A context in which nobody else writes to `location`.
+def writing(
+    location: Location, overwrite: bool, fresh: bool = False, call: str = "pack"
+) -> Iterator[WriteJob]:
+    """A context in which a job writes to `location`, maybe beside others.
 
     Args:
         location: the dataset.
         overwrite: a dataset that is there is going to be replaced.
         fresh: give up unfinished runs there, rather than go on with them.
+        call: what the job does, for people.
 
     Raises:
         DatasetExistsError: a dataset is there, and `overwrite` is False.
-        DatasetBusyError: another job writes there.
         StorageError: the store refuses.
     """
-    refuse_existing(location, overwrite)
-    with pruned(location):
-        lease = Lease.acquire(location)
+    version = refuse_existing(location, overwrite)
+    with pruned(location), marked(location, call) as marker:
+        if location.local_path is not None:
+            sweep(os.path.join(location.local_path, FOLDER), IN_DATASET)
         try:
-            version = refuse_existing(location, overwrite)  # one may just have been committed
-            if location.local_path is not None:
-                sweep(os.path.join(location.local_path, FOLDER), IN_DATASET)
-            yield WriteJob(location, lease, version, fresh)
+            yield WriteJob(location, marker, version, fresh)
         finally:
             if location.local_path is not None:
                 with contextlib.suppress(OSError):
                     os.rmdir(os.path.join(location.local_path, FOLDER, "runs"))
-            lease.release()

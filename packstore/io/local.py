@@ -9,6 +9,7 @@ import mmap
 import os
 import stat
 import uuid
+from collections.abc import Callable
 from typing import IO, Any
 
 from packstore.errors import IntegrityError
@@ -87,6 +88,18 @@ def make_folder(folder: str) -> None:
         os.makedirs(folder, exist_ok=True)
     except FileExistsError as error:
         raise NotADirectoryError(folder) from error
+
+
+def in_its_folder(full: str, put: Callable[[], None]) -> None:
+    """Makes the folder of a file, and calls `put`; again if a job that ends has just removed it."""
+    for last in (False, False, True):
+        make_folder(os.path.dirname(full))
+        try:
+            return put()
+        except FileNotFoundError:
+            if last:
+                raise
+    return None
 
 
 def create(full: str, data: bytes) -> None:

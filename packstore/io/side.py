@@ -19,12 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packstore.config import fingerprint
-from packstore.errors import ConfigError, FormatError, PackstoreError, sentence
+from packstore.errors import ConfigError, FormatError, sentence
 from packstore.io.commit import FOLDER, commit, refuse_existing
 from packstore.io.dataset import Dataset
 from packstore.io.faults import guarded
-from packstore.io.journal import Journal
-from packstore.io.lease import Lease
 from packstore.io.manifest import Manifest
 from packstore.io.presence import require_committed
 from packstore.io.side_manifest import (
@@ -39,6 +37,7 @@ from packstore.io.staging import Staging
 from packstore.io.storage import Location
 from packstore.io.stored_file import StoredFile
 from packstore.io.upkeep import pruned
+from packstore.io.writers import marked
 from packstore.records import Int64, to_offsets
 from packstore.schema import KINDS
 from packstore.version import VERSION
@@ -72,7 +71,6 @@ class SideWriter:
 
     Raises:
         DatasetExistsError: one is there, and `overwrite` is False.
-        DatasetBusyError: another job writes there.
         FormatError: a column or a member of `made_with` that may not be.
     """
 
@@ -88,7 +86,7 @@ class SideWriter:
     ) -> None:
         manifest = source.manifest if isinstance(source, Dataset) else source
         self._location = Location(url, storage_options or {})
-        self._overwrite, self._expected = overwrite, manifest.totals.examples
+        self._expected = manifest.totals.examples
         self._manifest = SideManifest(
             kind=manifest.kind,
             lineage=manifest.lineage,
@@ -98,16 +96,12 @@ class SideWriter:
             package_version=VERSION,
         )
         self._manifest.check(self._location.display)
-        refuse_existing(self._location, overwrite, SIDE)
+        self._version = refuse_existing(self._location, overwrite, SIDE)
         head = self._manifest
         self._run = fingerprint([head.fingerprint, head.columns, head.made_with])[:12]
         with contextlib.ExitStack() as stack:
             stack.enter_context(pruned(self._location))
-            self._lease = Lease.acquire(self._location)
-            stack.callback(self._lease.release)
-            refuse_existing(self._location, overwrite, SIDE)  # one may just have been committed
-            self._journal = Journal(self._location)
-            self._journal.open(self._run, {"call": "side", "columns": head.columns})
+            stack.enter_context(marked(self._location, "side data"))
             # Also when it is forgotten.
             self._release = weakref.finalize(self, stack.pop_all().close)
         self._staging = Staging(self._location, (FOLDER, DATA), None)
@@ -171,7 +165,6 @@ class SideWriter:
         Raises:
             ConfigError: not every example of the dataset has its values.
             DatasetExistsError: another writer was faster.
-        DatasetBusyError: another job took this one for dead.
             StorageError: no space, no permission, or the store refuses.
         """
         if self.examples != self._expected:
@@ -184,25 +177,14 @@ class SideWriter:
         self._staging.remove()
         fields = {**vars(self._manifest), "shards": tuple(self._shards)}
         data = SideManifest(**fields).to_json()
-        self._lease.confirm()
-        version = commit(self._location, data, self._overwrite, SIDE)
-        self._leave()
-        require_committed(self._location, SideManifest(**fields), version)
-        return version
+        commit(self._location, data, True, SIDE, self._version)
+        self._release()
+        require_committed(self._location, SideManifest(**fields), self._version)
+        return self._version
 
     def abort(self) -> None:
         """Gives up, and removes what is unfinished; shards that were put stay for `clean`."""
         self._staging.remove()
-        self._leave()
-
-    def _leave(self) -> None:
-        """Ends the job: what it wrote is part of a version, or given up; never fails."""
-        with contextlib.suppress(PackstoreError):
-            self._journal.remove(self._run)
-        root = self._location.local_path
-        if root is not None:
-            with contextlib.suppress(OSError):
-                os.rmdir(os.path.join(root, FOLDER, "runs"))
         self._release()
 
     def _flush(self, rows: int) -> None:

@@ -162,8 +162,7 @@ class Location:
         fs, full = self._at(path)
         if local.is_local(fs):
             with self.guard("write", path):
-                local.make_folder(os.path.dirname(full))
-                os.replace(local_path, full)
+                local.in_its_folder(full, partial(os.replace, local_path, full))
                 local.sync_folder(os.path.dirname(full))
         elif clients.is_s3fs(fs):
             with self.guard("write", path):
@@ -187,8 +186,7 @@ class Location:
             nonlocal maybe_ours
             try:
                 if on_disk:
-                    local.make_folder(os.path.dirname(full))
-                    local.create(full, data)
+                    local.in_its_folder(full, partial(local.create, full, data))
                 else:
                     clients.create(fs, full, data)
             except Exception as error:

@@ -1,7 +1,7 @@
 """Lists everything at a place that is not part of a version that stays, and tells what may go.
 
 Age alone decides, by the times that the store tells: a file may be that of a job whose commit is
-still under way, however dead its lease or journal look. All files of a run are as young as the
+still under way, however dead its marker or journal look. All files of a run are as young as the
 youngest of them, so that a long job keeps what it wrote first.
 """
 
@@ -22,13 +22,13 @@ from packstore.errors import PackstoreError
 from packstore.io.commit import DATASET, FOLDER, manifest_path, versions
 from packstore.io.job import DATA
 from packstore.io.journal import RUNS, Journal
-from packstore.io.lease import LOCK, holder
 from packstore.io.named import paths_of
-from packstore.io.owned import SPILL, abandoned, state
+from packstore.io.owned import SPILL, abandoned
 from packstore.io.side_manifest import SIDE
 from packstore.io.staging import ELSEWHERE, IN_DATASET
 from packstore.io.storage import Location
 from packstore.io.upkeep import Found, Upload, abort_upload, list_folder, together, uploads
+from packstore.io.writers import WRITERS
 
 BATCH = 1000
 """Files that are removed between two looks at what may go."""
@@ -121,8 +121,9 @@ class Survey:
                 together(partial(self._remove, item) for item in batch if item.path in going)
         root = self._location.local_path
         if root is not None:
-            with contextlib.suppress(OSError):  # none, or not empty
-                os.rmdir(os.path.join(root, RUNS))
+            for folder in (RUNS, WRITERS):
+                with contextlib.suppress(OSError):  # none, or not empty
+                    os.rmdir(os.path.join(root, folder))
 
     def _old_versions(
         self, name: str, folder: Sequence[Found], dropped: dict[str, str]
@@ -160,7 +161,7 @@ class Survey:
 
     def _remove(self, item: Leftover) -> None:
         if item.path in self._folders:
-            _remove_local(item.path)
+            shutil.rmtree(item.path, ignore_errors=True)
         elif item.why.startswith(_UPLOAD):
             for upload in self.uploads or ():
                 if upload.path == item.path:
@@ -185,30 +186,17 @@ class Survey:
 
     def _administration(self, folder: Sequence[Found]) -> Iterator[Found]:
         """Files beside the manifests that may have to go."""
-        dead = holder(self._location) is None
-        for file in folder:
-            name = file.path.rpartition("/")[2]
-            if _MANIFEST.fullmatch(file.path):
-                continue
-            if name.startswith(LOCK):
-                root = self._location.local_path
-                if root is None or state(os.path.join(root, file.path)) == "held":
-                    continue
-            if name.startswith("lease-") and not dead:
-                continue
-            yield file
+        yield from (file for file in folder if not _MANIFEST.fullmatch(file.path))
+        yield from list_folder(self._location, WRITERS)
 
     def _folders_here(self) -> Iterator[Leftover]:
-        """Temporary folders and lock files of dead jobs of this user on this machine."""
+        """Temporary folders of dead jobs of this user on this machine."""
         root = self._location.local_path
         places = [(folder, prefix) for folder in self._temporary for prefix in (SPILL, ELSEWHERE)]
         if root is not None:
             places.append((os.path.join(root, FOLDER), IN_DATASET))
         found = {item for folder, prefix in places for item in abandoned(folder, prefix)}
-        sizes = dict(found) | {
-            lock: 0 for folder in self._temporary for lock in _free_locks(folder)
-        }
-        for path, size in sorted(sizes.items()):
+        for path, size in sorted(found):
             self._folders.add(path)
             yield self._judged(Found(path, size, _age_here(path)), "temporary files of a dead job")
 
@@ -233,9 +221,9 @@ def _why(path: str, run: str | None) -> str:
     name = path.rpartition("/")[2]
     if run:
         return f"of the interrupted run {run}"
-    if name.startswith("lease-"):
-        return "lease of a dead job"
-    if name.startswith(".") or re.search(r"\.json\.[0-9]+$", name):
+    if path.startswith(f"{WRITERS}/"):
+        return "marker of a job"
+    if name.startswith("."):
         return "unfinished file"
     return "no version and no journal names it"
 
@@ -248,19 +236,8 @@ def _turn(item: Leftover) -> int:
     return 1 + journal + (journal and item.path.endswith("-head.json"))
 
 
-def _free_locks(folder: str) -> Iterator[str]:
-    """Lock files of dead jobs."""
-    names: list[str] = []
-    with contextlib.suppress(OSError):
-        names = os.listdir(folder)
-    for name in names:
-        path = os.path.join(folder, name)
-        if name.startswith(LOCK) and state(path) == "free":
-            yield path
-
-
 def _age_here(path: str) -> float | None:
-    """Seconds since anything in a local folder, or the file, changed."""
+    """Seconds since anything in a local folder changed."""
     times = []
     with contextlib.suppress(OSError):
         for folder, _, names in os.walk(path):
@@ -268,11 +245,3 @@ def _age_here(path: str) -> float | None:
         times.append(os.lstat(path).st_mtime)
         return max(0.0, time.time() - max(times))
     return None
-
-
-def _remove_local(path: str) -> None:
-    if os.path.isdir(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(FileNotFoundError):  # another cleaner was faster
-            os.unlink(path)

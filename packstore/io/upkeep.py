@@ -6,13 +6,14 @@ import contextlib
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NamedTuple
 
-from packstore.io import clients
+from packstore.io import clients, local
 from packstore.io.storage import Location
 
 AT_ONCE = 16
@@ -90,11 +91,20 @@ def replace_bytes(location: Location, path: str, data: bytes) -> None:
         return
     full = os.path.join(root, path)
     with location.guard("write", path):
-        make_folder(os.path.dirname(full))
-        temporary = f"{full}.{os.getpid()}"
-        with open(temporary, "wb") as file:
-            file.write(data)
-        os.replace(temporary, full)
+        local.in_its_folder(full, partial(_replace, full, data))
+
+
+def _replace(full: str, data: bytes) -> None:
+    temporary = _beside(full)
+    with open(temporary, "wb") as file:
+        file.write(data)
+    os.replace(temporary, full)
+
+
+def _beside(full: str) -> str:
+    """A hidden name in the folder of a file, of which no other job thinks."""
+    folder, name = os.path.split(full)
+    return os.path.join(folder, f".{name}.{uuid.uuid4().hex}")
 
 
 def make_folder(path: str) -> list[str]:
@@ -168,9 +178,7 @@ def pruned(location: Location) -> Iterator[None]:
 
 def _link(source: str, target: str) -> None:
     make_folder(os.path.dirname(target))
-    temporary = f"{target}.{os.getpid()}"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)
+    temporary = _beside(target)
     try:
         os.link(source, temporary)
     except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import threading
 import uuid
@@ -33,6 +34,7 @@ from packstore.io import side_table
 from packstore.io.clean import clean
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
+from packstore.io.process import Process
 from packstore.io.side import SideWriter, open_side
 from packstore.io.side_manifest import SIDE_TYPES, check_side
 from packstore.io.side_table import SideTable
@@ -192,14 +194,13 @@ def test_a_failed_job_leaves_shards_to_clean(ds, anywhere, monkeypatch, shard_ro
 
 
 def test_a_failed_job_keeps_what_another_committed(ds, tmp_path) -> None:
-    """An equal job took it for dead, and was faster: the shards that it made are of that one."""
+    """An equal job was faster: the shards that it made are of that one."""
     url = str(tmp_path / "side")
     slow = SideWriter(url, ds, {"int64": "int64"})
     packs = [(p.example_ids, {"int64": p.example_ids}) for p in ds.iter_packs()]
     for ids, values in packs:
         slow.write(ids, values)
     slow._flush(slow.examples)
-    slow._lease.release()
     with SideWriter(url, ds, {"int64": "int64"}) as fast:
         for ids, values in packs:
             fast.write(ids, values)
@@ -208,17 +209,21 @@ def test_a_failed_job_keeps_what_another_committed(ds, tmp_path) -> None:
     assert len(files_of(tmp_path / "side")) == 2
 
 
-def test_only_one_writer_at_a_time(ds, anywhere) -> None:
+def test_the_writer_that_commits_first_wins(ds, anywhere, caplog) -> None:
     writer = SideWriter(anywhere, ds, {"int64": "int64"})
-    for act in (
-        lambda: SideWriter(anywhere, ds, {"int64": "int64"}),
-        lambda: clean(anywhere, delete=True, older_than=0, no_writers=True),
-    ):
-        with pytest.raises(DatasetBusyError, match=r"found that process \d+ on .* is at work"):
-            act()
+    with pytest.raises(DatasetBusyError, match=r"found 'side data', process \d+ of this machine"):
+        clean(anywhere, delete=True, older_than=0, no_writers=True)
+    with caplog.at_level(logging.WARNING, "packstore"):
+        late = SideWriter(anywhere, ds, {"float64": "float64"})
+    assert "another job may be writing here ('side data', process" in caplog.text
     for packs in ds.iter_packs():
         writer.write(packs.example_ids, {"int64": packs.example_ids})
+        late.write(packs.example_ids, {"float64": packs.example_ids.astype(float)})
     writer.commit()
+    with pytest.raises(DatasetExistsError, match="only one writer may commit at a time"):
+        late.commit()
+    late.abort()
+    clean(anywhere, delete=True, older_than=0, no_writers=True)
     with pytest.raises(DatasetExistsError):
         SideWriter(anywhere, ds, {"int64": "int64"})
     assert len(plainly(anywhere)) == 90
@@ -226,25 +231,26 @@ def test_only_one_writer_at_a_time(ds, anywhere) -> None:
 
 
 def test_what_a_killed_writer_left_goes(ds, anywhere, monkeypatch) -> None:
+    far = Process("another", 7, "8")
+    monkeypatch.setattr("packstore.io.writers.this_process", lambda: far)
     monkeypatch.setattr(module, "SHARD_ROWS", 20)
     writer = SideWriter(anywhere, ds, {"int64": "int64"})
     for packs in ds.iter_packs():
         writer.write(packs.example_ids, {"int64": packs.example_ids})
     place = writer._location
     assert len(place.files("data")) == 4
-    writer._release()  # as the system does with the lock
     clean(anywhere, delete=True)
     assert len(place.files("data")) == 4
     report = clean(anywhere, delete=True, older_than=0, no_writers=True)
-    assert {x.why.rpartition(" ")[0] for x in report.removable} >= {"of the interrupted run"}
-    left = [entry.name for folder in ("data", "_packstore/runs") for entry in place.files(folder)]
-    assert left == []
+    assert sum(x.path.startswith("data/") for x in report.removable) == 4
+    assert [*place.files("data"), *place.files("_packstore/writers")] == []
 
 
 def test_removals_are_side_by_side(ds, monkeypatch) -> None:
     """Two requests are under way at a time; the second waits for none."""
     url = f"memory://{uuid.uuid4().hex}"
     monkeypatch.setattr(module, "SHARD_ROWS", 20)
+    monkeypatch.setattr("packstore.io.writers.this_process", lambda: Process("another", 7, "8"))
     writer = SideWriter(url, ds, {"int64": "int64"})
     for packs in ds.iter_packs():
         writer.write(packs.example_ids, {"int64": packs.example_ids})
@@ -256,7 +262,6 @@ def test_removals_are_side_by_side(ds, monkeypatch) -> None:
         real(self, path)
 
     monkeypatch.setattr(Location, "remove", remove)
-    writer._release()  # as the system does with the lock
     clean(url, delete=True, older_than=0, no_writers=True)
     assert writer._location.files("data") == []
 

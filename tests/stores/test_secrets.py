@@ -98,7 +98,7 @@ def test_nothing_tells_a_secret(
     put = ShardWriter._put
 
     def stop(self: ShardWriter, local_path: str, path: str) -> None:
-        if "-00002-" in path:  # with lease and journal there
+        if "-00002-" in path:  # with marker and journal there
             told.files(place)
             told.add(self, self._job)
             raise KeyboardInterrupt
@@ -107,7 +107,7 @@ def test_nothing_tells_a_secret(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
         patch.setattr(ShardWriter, "_put", stop)
         pack()
-    assert any("lease-" in text for text in told.texts)
+    assert any("writers/" in text for text in told.texts)
     assert any("-00001.json" in text for text in told.texts)
     told.error(lambda: pack(seed=1))
     data = pack(partitions=2, fresh=True)

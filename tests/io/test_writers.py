@@ -1,0 +1,218 @@
+"""Markers of jobs: they warn, are removed, and never decide anything."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+import packstore
+from packstore.errors import DatasetExistsError, StorageError
+from packstore.io import upkeep
+from packstore.io.clean import clean
+from packstore.io.process import Process, this_process
+from packstore.io.storage import Location
+from packstore.io.writers import WRITERS, marked, writers
+
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_bytes": 1}
+PROC = pytest.mark.skipif(not this_process().machine, reason="needs /proc and a machine id")
+
+
+def pairs(n: int, first: int = 0) -> list[dict[str, list[int]]]:
+    return [
+        {"prompt": [5, 6, 7], "chosen": [8, 10 + i, 11 + i], "rejected": [9] * (1 + i % 7)}
+        for i in range(first, first + n)
+    ]
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "local":
+        return str(tmp_path / "ds")
+    return f"memory://{uuid.uuid4().hex}/ds"
+
+
+def put_marker(place: str, process: Process) -> str:
+    path = f"{WRITERS}/{uuid.uuid4().hex}.json"
+    text = orjson.dumps({"call": "append", **process._asdict()})
+    Location(place).create_bytes(path, text)
+    return path
+
+
+@PROC
+def test_a_process_is_found_again() -> None:
+    me = this_process()
+    assert me.is_of_this_machine
+    assert me.lives
+    assert not me._replace(started="1").lives  # its number was given again
+    assert not me._replace(machine="another").lives
+    assert not me._replace(pid=0).lives
+    assert not me._replace(pid=1 << 70).lives
+    code = "from packstore.io.process import this_process as t; print(*t(), flush=True); input()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
+    ) as job:
+        assert job.stdout is not None
+        machine, pid, started = job.stdout.readline().split()
+        other = Process(machine, int(pid), started)
+        assert other.lives
+        job.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOWAIT)
+        assert not other.lives  # also while its parent has not asked for it
+    assert not other.lives
+
+
+@pytest.mark.parametrize(
+    ("process", "age", "warned"),
+    [
+        (Process("another", 7, "8"), 0, True),
+        (Process("another", 7, "8"), 3700, False),
+        (Process("", 0, ""), 0, True),
+        pytest.param(this_process()._replace(started="1"), 0, False, marks=PROC),
+        pytest.param(this_process(), 3700, True, marks=PROC),
+    ],
+    ids=["elsewhere", "old", "unknown", "dead", "lives"],
+)
+def test_another_job_is_warned_of(
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    process: Process,
+    age: float,
+    warned: bool,
+) -> None:
+    path, listed = put_marker(place, process), upkeep.list_folder
+
+    def aged(where: Location, folder: str) -> list[upkeep.Found]:
+        return [f._replace(age=age) if f.path == path else f for f in listed(where, folder)]
+
+    monkeypatch.setattr("packstore.io.writers.list_folder", aged)
+    with caplog.at_level(logging.WARNING, "packstore"):
+        packstore.pack(pairs(20), place, **SETTINGS)
+    told = "the one that commits last will be refused"
+    assert (told in caplog.text) == warned
+    assert (clean(place).writer is not None) == warned
+    assert [f"{WRITERS}/{e.name}" for e in Location(place).files(WRITERS)] == [path]
+
+
+def test_an_unreadable_marker_is_of_some_job(place: str) -> None:
+    for text in (b"", b"[]", b"null", b'{"call": 1}', b'{"pid": "x"}', b"\xff"):
+        Location(place).create_bytes(f"{WRITERS}/{uuid.uuid4().hex}.json", text)
+    assert len(writers(Location(place))) == 6
+    assert all("another machine" in w.text for w in writers(Location(place)))
+
+
+def test_a_marker_goes_however_its_job_ends(place: str) -> None:
+    location = Location(place)
+    for error in (None, KeyboardInterrupt()):
+        try:
+            with marked(location, "pack") as path:
+                assert location.exists(path)
+                if error:
+                    raise error
+        except KeyboardInterrupt:
+            pass
+        assert not location.exists(path)
+    assert not location.exists(WRITERS)
+
+
+def test_a_store_may_refuse_markers(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    create, listed = Location.create_bytes, upkeep.list_folder
+
+    def no_markers(self: Location, path: str, data: bytes) -> None:
+        if path.startswith(WRITERS):
+            raise StorageError("not here.")
+        create(self, path, data)
+
+    def no_list(where: Location, folder: str) -> list[upkeep.Found]:
+        if folder == WRITERS:
+            raise StorageError("nor this.")
+        return listed(where, folder)
+
+    monkeypatch.setattr(Location, "create_bytes", no_markers)
+    monkeypatch.setattr("packstore.io.writers.list_folder", no_list)
+    assert packstore.pack(pairs(20), place, **SETTINGS).verify().ok
+
+
+@pytest.mark.parametrize("first_wins", [True, False])
+def test_a_second_job_is_warned_and_never_blocked(
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    first_wins: bool,
+) -> None:
+    """Of other settings, while the first one has finished shards; who commits first wins."""
+    put, reached, go, errors = Location.put_file, threading.Event(), threading.Event(), list[Any]()
+
+    def stopped(self: Location, local_path: str, path: str) -> None:
+        put(self, local_path, path)
+        if threading.current_thread() is first and not reached.is_set():
+            reached.set()
+            assert go.wait(120)
+
+    def pack(records: Any, **settings: Any) -> None:
+        try:
+            packstore.pack(records, place, **{**SETTINGS, **settings})
+        except DatasetExistsError as error:
+            errors.append(error)
+
+    monkeypatch.setattr(Location, "put_file", stopped)
+    first = threading.Thread(target=pack, args=(pairs(60),))
+    first.start()
+    assert reached.wait(120)
+    records = iter(pairs(40, 900))
+
+    def slow() -> Any:
+        yield next(records)
+        if first_wins:
+            go.set()
+            first.join()
+        yield from records
+
+    with caplog.at_level(logging.WARNING, "packstore"):
+        pack(slow(), pack_size=96)
+    assert "another job may be writing here ('pack', process" in caplog.text
+    go.set()
+    first.join()
+    (lost,) = errors
+    assert "only one writer may commit at a time" in str(lost)
+    dataset = packstore.open(place)
+    assert dataset.manifest.pack_size == (64 if first_wins else 96)
+    assert dataset.verify().ok
+    clean(place, delete=True, older_than=0, no_writers=True)
+    assert packstore.open(place).verify().ok
+    assert clean(place).leftovers == []
+
+
+@PROC
+def test_what_a_killed_job_left_is_no_writer(tmp_path: Path) -> None:
+    place = str(tmp_path / "ds")
+    code = f"""
+import packstore, sys, time
+def records():
+    yield {{"prompt": [5], "chosen": [6], "rejected": [7]}}
+    print("reading", flush=True)
+    time.sleep(600)
+packstore.pack(records(), {place!r}, pack_size=64)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == b"reading\n"
+        assert f"'pack', process {job.pid} of this machine" == clean(place).writer
+        job.send_signal(signal.SIGKILL)
+    report = clean(place)
+    assert report.writer is None
+    assert {x.why for x in report.leftovers} >= {"marker of a job"}
+    clean(place, delete=True, older_than=0, no_writers=True)
+    assert not list((tmp_path / "ds").rglob("*.json"))
