@@ -25,7 +25,8 @@
     └── BackendError (RuntimeError)         an attention backend cannot do what is asked
 
 A message is one line and says where, what must hold, what was found, and what to do:
-:func:`sentence` puts those four parts together.
+:func:`sentence` puts those four parts together. What callers know besides (the row group that was
+being read, how often it was tried) they add as notes; :func:`told` gives both.
 """
 
 from __future__ import annotations
@@ -47,6 +48,18 @@ def sentence(where: str, must: str, found: str = "", do: str = "") -> str:
         text += f"; found {_one_line(found)}"
     text = text.rstrip(".") + "."
     return f"{text} {_one_line(do, 400).rstrip('.')}." if do else text
+
+
+def add_place(error: BaseException, place: str) -> None:
+    """Notes, once, what was being read: a part of the file that the error names."""
+    note = f"While reading {place}."
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def told(error: BaseException) -> str:
+    """The message of an error and its notes, on one line."""
+    return " ".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def quote(value: object, limit: int = 60) -> str:
@@ -166,7 +179,13 @@ class TokenizerError(PackstoreError, ValueError):
 
 
 class StorageError(PackstoreError, OSError):
-    """A store refuses to read, write or list."""
+    """A store refuses to read, write or list.
+
+    Attributes:
+        passing: True: asking again helps; False: it never does; None: it seldom does.
+    """
+
+    passing: bool | None = None
 
 
 class DatasetBusyError(StorageError, BlockingIOError):
@@ -183,6 +202,8 @@ class DatasetNotFoundError(StorageError, FileNotFoundError):
 
 class MissingFilesError(StorageError, FileNotFoundError):
     """A committed version names files that are not there, or have another size."""
+
+    passing: bool | None = False
 
 
 class FormatError(PackstoreError, ValueError):

@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 from packstore.cli import main
-from packstore.errors import PackstoreError
+from packstore.errors import PackstoreError, told
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -173,7 +173,7 @@ def run_python(block: Block, where: str, names: dict[str, Any]) -> str:
         except PackstoreError as error:
             if block.output is None:
                 raise
-            print(f"{type(error).__name__}: {error}")
+            print(f"{type(error).__name__}: {told(error)}")
     return out.getvalue()
 
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from packstore.errors import PackstoreError, quote
+from packstore.errors import PackstoreError, quote, told
 from packstore.registry import Registry
 from packstore.version import VERSION
 
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PackstoreError as error:
         if args.debug:
             raise
-        print(f"packstore: error: {error}", file=sys.stderr)
+        print(f"packstore: error: {told(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("packstore: interrupted", file=sys.stderr)

@@ -83,13 +83,13 @@ class ReadConfig:
     )
     attempts: int | None = setting(
         None,
-        "how often a row group is asked for at most; default: 4 times, and where the store is "
-        "throttled, restarts or cannot be reached as often as `seconds` allow",
+        "how often a row group is asked for at most; default: 4 times, and where the store "
+        "throttles, restarts or cannot be reached as often as `seconds` allow",
     )
     backoff: float = setting(
         0.25, "seconds before the second attempt; doubled before each further, up to 20"
     )
-    seconds: float = setting(120.0, "no attempt begins later than this after the first")
+    seconds: float = setting(120.0, "the last attempt begins so long after the first")
     requests: int = setting(24, "row groups that are fetched and decoded at a time")
     read_ahead_bytes: int | None = setting(
         None,

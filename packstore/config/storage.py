@@ -21,12 +21,14 @@ class RetryConfig:
     go: into workers, over the command line, into every command.
     """
 
-    attempts: int = setting(6, "how often one request is made at most")
+    attempts: int | None = setting(
+        None, "how often one request is made at most; default: as often as `seconds` allow"
+    )
     backoff: float = setting(
         0.5, "seconds before the second attempt; doubled before each further, times 0.5 to 1.5"
     )
-    longest_wait: float = setting(20.0, "seconds between two attempts at most")
-    seconds: float = setting(120.0, "no attempt begins later than this after the first")
+    longest_wait: float = setting(20.0, "seconds between two attempts at most, times 0.5 to 1.5")
+    seconds: float = setting(120.0, "the last attempt begins so long after the first")
 
     def __post_init__(self) -> None:
         validate(self)
@@ -52,7 +54,7 @@ def _number(name: str, value: Any, kind: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return int(value) if kind == "int" else float(value)
+        return int(value) if "int" in kind else float(value)
     except ValueError:
         raise ConfigError(
             f"storage option {name} must be a number; found {quote(value)}."

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from packstore.errors import StorageError, display, sentence
-from packstore.io.causes import NO_BUCKET, is_passing
+from packstore.io.error_causes import NO_BUCKET, is_passing
 
 BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 """Schemes of stores that keep objects in buckets (containers)."""

@@ -14,8 +14,8 @@ from packstore.errors import (
     logins,
     sentence,
 )
-from packstore.io.causes import DENIED, NO_BUCKET, Cause, cause_of, code_of
 from packstore.io.clients import BUCKETS
+from packstore.io.error_causes import DENIED, NO_BUCKET, Cause, cause_of, code_of
 from packstore.io.redact import Secrets
 from packstore.registry import missing_extra
 
@@ -85,18 +85,10 @@ def means_exists(error: BaseException) -> bool:
 
 
 def storage_error(
-    error: Exception, verb: str, url: str, options: Mapping[str, Any], tried: int = 1
+    error: Exception, verb: str, url: str, options: Mapping[str, Any]
 ) -> StorageError:
-    """The named error for what a filesystem raised.
-
-    Args:
-        error: what it raised.
-        verb: what was being done.
-        url: to what.
-        options: the storage options.
-        tried: how often.
-    """
-    cause = cause_of(error)
+    """The named error for what a filesystem raised while it did `verb` to `url`."""
+    cause, code = cause_of(error), code_of(error)
     scheme = url.partition("://")[0]
     if cause is None:
         text = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -106,6 +98,7 @@ def storage_error(
         cause = NO_BUCKET  # all that a put can miss
     elif cause is DENIED and scheme in ("s3", "s3a", "gs", "gcs"):
         cause = cause._replace(do=f"{cause.do}; {_PAYER}")
-    what = f"{cause.what} ({code})" if (code := code_of(error)) and cause.do else cause.what
-    do = f"{cause.do}. Tried {tried} times" if tried > 1 else cause.do
-    return StorageError(sentence(display(url), f"cannot {verb}", what, do))
+    what = f"{cause.what} ({code})" if code and cause.do else cause.what
+    named = StorageError(sentence(display(url), f"cannot {verb}", what, cause.do))
+    named.passing = cause.passing
+    return named

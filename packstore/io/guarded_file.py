@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
-
-from packstore.io.retry import asked_once
 
 
 class GuardedFile(io.RawIOBase):
@@ -16,11 +14,17 @@ class GuardedFile(io.RawIOBase):
 
     Args:
         raw: the file.
-        ask: makes one request to it, and names its errors.
+        ask: makes one request to it, names its errors, and asks again.
+        guard: makes a context that names errors.
     """
 
-    def __init__(self, raw: Any, ask: Callable[[Callable[[], int]], int]) -> None:
-        self._raw, self._ask = raw, ask
+    def __init__(
+        self,
+        raw: Any,
+        ask: Callable[[Callable[[], int]], int],
+        guard: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._raw, self._ask, self._guard = raw, ask, guard
 
     def readable(self) -> bool:
         """Always."""
@@ -32,16 +36,16 @@ class GuardedFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Fills `buffer`, or as much of it as there are bytes."""
-        again = self.seekable()
-        place = self._raw.tell() if again else 0
+        if not self.seekable():
+            with self._guard():
+                return int(self._raw.readinto(buffer) or 0)
+        place = self._raw.tell()
 
         def read() -> int:
-            if again:
-                self._raw.seek(place)  # a read that failed may have moved on
+            self._raw.seek(place)  # a read that failed may have moved on
             return int(self._raw.readinto(buffer) or 0)
 
-        with nullcontext() if again else asked_once():
-            return self._ask(read)
+        return self._ask(read)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Moves to a place in the file."""

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from packstore.errors import DatasetExistsError, IntegrityError, PackstoreError, sentence
+from packstore.errors import DatasetExistsError, IntegrityError, PackstoreError, sentence, told
 from packstore.io.commit import versions
 from packstore.io.dataset import Dataset, open
 from packstore.io.faults import guarded
@@ -64,7 +64,7 @@ def _tried(what: str, try_it: Callable[[], str]) -> Finding:
     try:
         return Finding(what, True, try_it())
     except PackstoreError as error:
-        return Finding(what, False, str(error))
+        return Finding(what, False, told(error))
 
 
 def _versions(location: Location) -> str:
@@ -94,7 +94,7 @@ def _read(location: Location) -> Iterator[Finding]:
             return
         dataset = open(location.url, location.storage_options)
     except PackstoreError as error:
-        yield Finding("dataset", False, str(error))
+        yield Finding("dataset", False, told(error))
         return
     shards = dataset.manifest.shards
     yield Finding("dataset", True, f"version {dataset.version}, {len(shards)} shards")

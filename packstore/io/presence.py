@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from packstore.errors import MissingFilesError, PackstoreError, StorageError, sentence
+from packstore.errors import MissingFilesError, PackstoreError, StorageError, sentence, told
 from packstore.io.commit import versions
 from packstore.io.manifest import Manifest, read_manifest
 from packstore.io.side_manifest import SideManifest
@@ -77,10 +77,10 @@ def explaining(location: Location, manifest: Manifest, version: int) -> Iterator
     try:
         yield
     except StorageError as error:
-        told = _explained(error, location, manifest, version)
-        if told is None:
+        explained = _explained(error, location, manifest, version)
+        if explained is None:
             raise
-        raise told from error.__cause__
+        raise explained from error.__cause__
 
 
 def _explained(
@@ -90,8 +90,8 @@ def _explained(
         return None
     with contextlib.suppress(PackstoreError):
         if (found := lacking(location, manifest)).paths:
-            told = f"Version {version} lacks files: {found.text}"
-            return MissingFilesError(f"{error} {told}. {whole_version(location, version)}.")
+            lacks = f"Version {version} lacks files: {found.text}"
+            return MissingFilesError(f"{told(error)} {lacks}. {whole_version(location, version)}.")
     return None
 
 

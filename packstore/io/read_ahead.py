@@ -21,8 +21,8 @@ from packstore.errors import IntegrityError, sentence
 from packstore.io.compact import TOKEN_BYTES, CompactPacks
 from packstore.io.crew import Crew, Job, Later
 from packstore.io.dataset import Dataset
+from packstore.io.fetcher import GroupFetcher
 from packstore.io.order import PackOrder
-from packstore.io.refetch import GroupFetcher
 from packstore.records import Int64, Packs
 
 _PLANNED = 512

@@ -22,6 +22,7 @@ from packstore.errors import (
     IntegrityError,
     PackstoreError,
     StorageError,
+    add_place,
     sentence,
 )
 from packstore.invariants import check_structure
@@ -286,10 +287,8 @@ class ShardReader:
         except FormatError as error:
             raise IntegrityError(sentence(place, str(error).rstrip("."), "", _REMEDY)) from error
         except StorageError as error:
-            text = str(error)
-            if what in text or not text.startswith(self.where):
-                raise
-            raise type(error)(place + text.removeprefix(self.where)) from error.__cause__
+            add_place(error, place)
+            raise
         except PackstoreError:
             raise
         except DECODER_ERRORS as error:

@@ -1,69 +1,68 @@
-"""Asking a store again: when that may help, and never for longer than the settings say."""
+"""The one loop that asks again."""
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
+import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from packstore.config.storage import RetryConfig
-from packstore.errors import PackstoreError
-from packstore.io.causes import is_passing
-from packstore.io.faults import storage_error
-from packstore.io.redact import Secrets
+from packstore.errors import StorageError
 
 T = TypeVar("T")
 log = logging.getLogger("packstore")
 
+_WARN_AFTER = (4, 8)  # attempts: short failures are nobody's business
 _jitter = random.Random()  # times of waiting only; the global generator belongs to the training
-_once: contextvars.ContextVar[bool] = contextvars.ContextVar("asked_once", default=False)
+_retries: contextvars.ContextVar[bool] = contextvars.ContextVar("retries", default=False)
 
 
-@contextlib.contextmanager
-def asked_once() -> Iterator[None]:
-    """A context in which nothing is asked again, because the caller does that itself."""
-    token = _once.set(True)
-    try:
-        yield
-    finally:
-        _once.reset(token)
-
-
-def ask(
-    call: Callable[[], T], verb: str, url: str, options: Mapping[str, Any], config: RetryConfig
+def retrying(
+    call: Callable[[], T],
+    policy: RetryConfig,
+    refusals: int = 1,
+    pause: Callable[[float], object] = time.sleep,
 ) -> T:
-    """What `call` returns; it is called again after throttling and errors that pass.
+    """Returns what `call` returns; calls it again while its :class:`StorageError` may pass.
 
-    The waits double, are spread by a random factor of 0.5 to 1.5 (so that many workers do not come
-    back at once), and are bounded in number and in time.
+    The waits double, times a random factor of 0.5 to 1.5 so that many workers do not come back at
+    once; the last attempt begins `policy.seconds` after the first. Inside `call` nothing else asks
+    again: patience does not multiply.
 
     Args:
-        call: one request, or several that may be made again together.
-        verb: what it does, for the error: ``read``, ``write``, ``list`` or ``remove``.
-        url: to what.
-        options: the storage options, whose secrets must not be told.
-        config: how patiently.
+        call: one request, or several that may be made again together; it names its errors.
+        policy: how patiently.
+        refusals: attempts at most where the error seldom passes by itself.
+        pause: waits so many seconds; True: nobody wants the answer any more.
 
     Raises:
-        StorageError: the store refuses, or still fails after the last attempt.
+        StorageError: the store refuses, or still fails after the last attempt; a note counts them.
     """
-    end, attempt = time.monotonic() + config.seconds, 0
-    while True:
-        attempt += 1
-        try:
-            return call()
-        except PackstoreError:
-            raise
-        except Exception as error:
-            named = storage_error(error, verb, url, options, attempt)
-            wait = min(config.backoff * 2 ** (attempt - 1), config.longest_wait)
-            wait *= _jitter.uniform(0.5, 1.5)
-            late = attempt >= config.attempts or time.monotonic() + wait > end
-            if late or _once.get() or not is_passing(error):
-                raise named from Secrets(url, options).hide_in(error)
-            log.info("%s Asking again in %.1f s.", named, wait)
-        time.sleep(wait)
+    if _retries.get():
+        return call()
+    token, end = _retries.set(True), time.monotonic() + policy.seconds
+    try:
+        for attempt in itertools.count(1):
+            try:
+                return call()
+            except StorageError as error:
+                most = {True: policy.attempts, None: refusals, False: 1}[error.passing]
+                left = end - time.monotonic()
+                over = left <= 0 or (most is not None and attempt >= most)
+                if not over:
+                    wait = min(policy.backoff * 2.0 ** min(attempt - 1, 64), policy.longest_wait)
+                    wait = min(wait * _jitter.uniform(0.5, 1.5), left)
+                    level = logging.WARNING if attempt in _WARN_AFTER else logging.INFO
+                    log.log(level, "%s Asking again in %.1f s.", error, wait)
+                    over = bool(pause(wait))
+                if over:
+                    if attempt > 1:
+                        error.add_note(f"Tried {attempt} times.")
+                    raise
+        raise AssertionError
+    finally:
+        _retries.reset(token)

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from packstore.errors import StorageError
-from packstore.io.causes import code_of
 from packstore.io.clients import PART_BYTES, PARTS_AT_ONCE
+from packstore.io.error_causes import code_of
 
 T = TypeVar("T")
 MAX_PARTS = 10_000

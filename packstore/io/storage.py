@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, TypeVar
 from packstore.config.storage import RetryConfig
 from packstore.errors import DatasetExistsError, FormatError, display, quote, sentence
 from packstore.io import clients, local, s3_upload
-from packstore.io.causes import is_passing
+from packstore.io.error_causes import is_passing
 from packstore.io.faults import guarded, means_exists, missing_filesystem, named_place
 from packstore.io.guarded_file import GuardedFile
-from packstore.io.retry import ask
+from packstore.io.retry import retrying
 
 T = TypeVar("T")
 
@@ -138,7 +138,8 @@ class Location:
             return fs.open(full, "rb", **how)
 
         raw = self.ask("read", path, opened)
-        return io.BufferedReader(GuardedFile(raw, partial(self.ask, "read", path)), 1 << 20)
+        file = GuardedFile(raw, partial(self.ask, "read", path), partial(self.guard, "read", path))
+        return io.BufferedReader(file, 1 << 20)
 
     def read_bytes(self, path: str = "", start: int | None = None, end: int | None = None) -> bytes:
         """Bytes `start` to `end`, exclusive, of the file; fewer if it is shorter."""
@@ -224,15 +225,19 @@ class Location:
         s3_upload.give_up(fs, full, upload_id, partial(self.ask, "remove", path))
 
     def ask(self, verb: str, path: str, call: Callable[[], T]) -> T:
-        """What `call` returns, which may be called again; see :func:`packstore.io.retry.ask`.
+        """What `call` returns, its errors named; see :func:`packstore.io.retry.retrying`.
 
         Args:
             verb: what it does: ``read``, ``write``, ``list`` or ``remove``.
             path: to what, relative to this location.
             call: makes one request to the filesystem.
         """
-        place = self.join(path)
-        return ask(call, verb, place.url, self.storage_options, self._split_options[0])
+
+        def named() -> T:
+            with self.guard(verb, path):
+                return call()
+
+        return retrying(named, self._split_options[0])
 
     def guard(self, verb: str, path: str = "") -> contextlib.AbstractContextManager[None]:
         """A context in which whatever a filesystem raises becomes a :class:`StorageError`."""

@@ -15,7 +15,7 @@ from packstore.errors import IntegrityError, StorageError, sentence
 from packstore.io.compact import TOKEN_BYTES, CompactPacks, signed, unsigned
 from packstore.io.crew import Crew, Job
 from packstore.io.dataset import Dataset
-from packstore.io.refetch import GroupFetcher
+from packstore.io.fetcher import GroupFetcher
 from packstore.pack.fill import fill, unpack
 from packstore.records import Bool, Examples, Int64, Packs, to_offsets
 from packstore.repacking.plan import EpochPlan

@@ -307,7 +307,7 @@ def test_the_first_error_is_that_of_the_batch_it_belongs_to(
     batches = iter(reading(stored, batches_of(len(stored), 1), on_error="raise"))
     for _ in range(int(np.flatnonzero(groups == bad)[0])):
         next(batches)
-    with pytest.raises(StorageError, match=r"no\. Tried once"):
+    with pytest.raises(StorageError, match=r"^no\.$"):
         next(batches)
     assert not reader_threads()
 
@@ -328,7 +328,7 @@ def test_waits_double_and_vary(stored: Dataset, monkeypatch: pytest.MonkeyPatch)
     source = reading(stored, batches_of(len(stored), 1), attempts=4, backoff=2.0)
     monkeypatch.setattr(stored, "fetch", failing)
     monkeypatch.setattr(threading.Event, "wait", note)
-    with pytest.raises(StorageError, match=r"busy\. Tried 4 times"):
+    with pytest.raises(StorageError, match=r"(?s)busy\..*Tried 4 times"):
         source._reading.read(0)
     assert len(waits) == 3
     for number, seconds in enumerate(waits):

@@ -64,5 +64,5 @@ def test_damage_in_the_store_names_the_object(s3: Store) -> None:
     fs.invalidate_cache()
     etag = fs.info(path)["ETag"].strip('"')
     reading: Any = ReadConfig(backoff=0, attempts=4)
-    with pytest.raises(IntegrityError, match=rf"{shard.path}.*Fetched 2 times of ETag {etag}"):
+    with pytest.raises(IntegrityError, match=rf"(?s){shard.path}.*Fetched 2 times of ETag {etag}"):
         list(PackedDataset(data, reading=reading))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 from stores import Store
 
 from packstore.config.storage import RetryConfig
-from packstore.errors import ConfigError, DatasetExistsError, StorageError
+from packstore.errors import ConfigError, DatasetExistsError, StorageError, told
 from packstore.io import clients
-from packstore.io.retry import ask, asked_once
+from packstore.io.faults import guarded
+from packstore.io.retry import retrying
 from packstore.io.storage import Location
 
 FAST = {"retry_attempts": 3, "retry_backoff": 0.001}
@@ -34,7 +36,15 @@ def failing(times: int, error: Exception) -> Callable[[], str]:
 
 
 def asked(call: Callable[[], str], **config: Any) -> str:
-    return ask(call, "read", "s3://b/x", {}, RetryConfig(**{"backoff": 0.001, **config}))
+    return retrying(named(call), RetryConfig(**{"backoff": 0.001, **config}))
+
+
+def named(call: Callable[[], str]) -> Callable[[], str]:
+    def naming() -> str:
+        with guarded("read", "s3://b/x", {}):
+            return call()
+
+    return naming
 
 
 class Answer(Exception):
@@ -86,18 +96,68 @@ def test_what_lasts_is_not(error: Exception, text: str) -> None:
     calls = failing(1, error)
     with pytest.raises(StorageError, match=text) as caught:
         asked(calls)
-    assert "Tried" not in str(caught.value)
+    assert "Tried" not in told(caught.value)
     assert calls() == "after 2"
 
 
-def test_time_is_bounded_too() -> None:
-    with pytest.raises(StorageError, match="no connection"):
-        asked(failing(9, ConnectionResetError()), attempts=10**9, backoff=30.0, seconds=1.0)
+def waiting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that only waits move on; returns the waits."""
+    waits: list[float] = []
+    monkeypatch.setattr(time, "monotonic", lambda: sum(waits))
+    return waits
 
 
-def test_a_caller_that_asks_again_itself() -> None:
-    with asked_once(), pytest.raises(StorageError):
-        asked(failing(1, TimeoutError()))
+def test_time_alone_is_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default: the waits double up to about 20 s, and the last attempt begins after 120 s."""
+    waits = waiting(monkeypatch)
+    call = named(failing(10**9, ConnectionResetError()))
+    with pytest.raises(StorageError, match=r"(?s)no connection.*Tried \d+ times"):
+        retrying(call, RetryConfig(), pause=waits.append)
+    assert sum(waits) == pytest.approx(120)
+    assert 0.25 <= waits[0] <= 0.75
+    assert 10 <= max(waits) <= 30
+    assert len(waits) > 8
+
+
+def test_a_store_that_is_back_in_time_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = waiting(monkeypatch)
+
+    def call() -> str:
+        if sum(waits) < 119:
+            raise TimeoutError
+        return "back"
+
+    assert retrying(named(call), RetryConfig(), pause=waits.append) == "back"
+
+
+def test_who_stops_waits_no_longer() -> None:
+    with pytest.raises(StorageError) as caught:
+        retrying(named(failing(9, TimeoutError())), RetryConfig(), pause=lambda _: True)
+    assert "Tried" not in told(caught.value)
+
+
+def test_patience_does_not_multiply() -> None:
+    inner = failing(3, TimeoutError())  # the fourth works
+    with pytest.raises(StorageError, match=r"Tried 3 times\.$"):
+        asked(lambda: asked(inner), attempts=3)
+    assert inner() == "after 4"
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"),
+    [(PermissionError(13, "no"), 4), (FileNotFoundError(2, "no"), 1), (TimeoutError(), 6)],
+)
+def test_refusals_have_a_bound_of_their_own(error: Exception, tries: int) -> None:
+    """In a running training, rights may be renewed; a file that is missing stays missing."""
+    calls = []
+
+    def call() -> str:
+        calls.append(1)
+        raise error
+
+    with pytest.raises(StorageError):
+        retrying(named(call), RetryConfig(attempts=6, backoff=0), refusals=4)
+    assert len(calls) == tries
 
 
 def test_settings_come_with_the_storage_options() -> None:
@@ -190,7 +250,7 @@ def test_no_upload_is_left(
         assert place.read_bytes("large") == large.read_bytes()
         assert len(broken) == 1
     else:
-        with pytest.raises(StorageError, match=r"large: cannot write; .* Tried 3 times"):
+        with pytest.raises(StorageError, match=r"(?s)large: cannot write; .*Tried 3 times"):
             place.put_file(str(large), "large")
         assert place.files() == []
     client = store.client()

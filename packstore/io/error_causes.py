@@ -1,0 +1,238 @@
+"""Causes and remedies of what the clients of stores raise.
+
+Every client has errors of its own, some of them wrapped twice. They have in common a code of the
+store, an HTTP status, an errno, or the name of the exception; these are looked up along the chain
+of causes, so that no client needs to be imported. Codes: the S3 API's list of error responses,
+Azure's Blob service error codes, and the statuses that Google's JSON API documents.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Cause(NamedTuple):
+    """What is wrong, and what to do about it.
+
+    Attributes:
+        what: completes "found …".
+        do: the remedy.
+        passing: True: asking again helps, within a minute or two; False: it never does; None: it
+            may, if the store's own state is behind the times (rights, keys).
+    """
+
+    what: str
+    do: str = ""
+    passing: bool | None = None
+
+
+_LATER = "Check the network, or run again later"
+_OTHER_PLACE = "Free some space or name another place"
+_THROTTLED = Cause(
+    "that it throttles",
+    "Run again later, make fewer requests at a time, or be more patient (storage option "
+    "retry_seconds)",
+    True,
+)
+_FAILING = Cause("an error inside the store", "Run again later, or ask who operates it", True)
+_UNREACHABLE = Cause(
+    "no connection", "Check the network, the endpoint and the proxy settings", True
+)
+_TIMEOUT = Cause("no answer in time", _LATER, True)
+_CUT = Cause("an answer that ended too early", _LATER, True)
+_DAMAGED = Cause("bytes that were damaged on the way", _LATER, True)
+DENIED = Cause("permission denied", "Check that these credentials may do this here")
+_UNKNOWN_KEYS = Cause(
+    "credentials that the store does not accept", "Check the key, the secret and the endpoint"
+)
+_EXPIRED = Cause("credentials that have expired", "Log in again, or renew the token")
+_NO_KEYS = Cause(
+    "no credentials",
+    "Set them in the environment or a profile, or add the storage option anon=true for public data",
+)
+NO_BUCKET = Cause("no such bucket", "Check its name, or make it first", False)
+_CLOCK = Cause("that this machine's clock is wrong", "Set the clock (NTP)")
+_REGION = Cause(
+    "that the bucket is in another region",
+    "Set AWS_DEFAULT_REGION to the region of the bucket, or check the endpoint",
+)
+_PAYS = Cause("a bucket that lets the requester pay", "Add the storage option requester_pays=true")
+_NO_CONDITION = Cause(
+    "a store that does not know this kind of request",
+    "packstore needs conditional puts to commit: name another store, or a newer release of it",
+)
+_FROZEN = Cause("an object in an archive", "Restore it to a class that can be read")
+_TLS = Cause("a failure of TLS", "Check the endpoint: http or https?")
+
+_NAMED: tuple[tuple[Cause, str], ...] = (
+    (
+        _THROTTLED,
+        "SlowDown Throttling ThrottlingException RequestLimitExceeded TooManyRequests "
+        "TooManyRequestsException BandwidthLimitExceeded ServerBusy 429 503",
+    ),
+    (
+        _FAILING,
+        "InternalError ServiceUnavailable OperationAborted ConditionalRequestConflict 500 502",
+    ),
+    (
+        _TIMEOUT,
+        "RequestTimeout OperationTimedOut ReadTimeoutError ConnectTimeoutError ServerTimeoutError "
+        "FSTimeoutError ReadTimeout Timeout ServiceResponseTimeoutError 408 504 ETIMEDOUT "
+        "TimeoutError",
+    ),
+    (
+        _CUT,
+        "IncompleteBody ClientPayloadError IncompleteRead IncompleteReadError "
+        "ResponseStreamingError ChunkedEncodingError ContentLengthError ResponseParserError "
+        "ContentDecodingError ChecksumError",
+    ),
+    (
+        _DAMAGED,
+        "BadDigest XAmzContentChecksumMismatch XAmzContentSHA256Mismatch FlexibleChecksumError",
+    ),
+    (
+        _UNREACHABLE,
+        "EndpointConnectionError ConnectionClosedError ClientConnectionError "
+        "ServerDisconnectedError ClientConnectorError HTTPClientError ServiceRequestError "
+        "ServiceResponseError ProxyError RemoteDisconnected ECONNREFUSED ECONNRESET ECONNABORTED "
+        "EPIPE EHOSTUNREACH ENETUNREACH ENETDOWN ConnectionError",
+    ),
+    (
+        DENIED,
+        "AccessDenied AllAccessDisabled AuthorizationFailure AuthorizationPermissionMismatch "
+        "InsufficientAccountPermissions InvalidPayer 403",
+    ),
+    (
+        _UNKNOWN_KEYS,
+        "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken InvalidSecurity "
+        "AuthenticationFailed InvalidAuthenticationInfo ClientAuthenticationError 401",
+    ),
+    (
+        _EXPIRED,
+        "ExpiredToken ExpiredTokenException TokenRefreshRequired RequestExpired RefreshError",
+    ),
+    (
+        _NO_KEYS,
+        "NoCredentialsError PartialCredentialsError CredentialUnavailableError "
+        "DefaultCredentialsError",
+    ),
+    (NO_BUCKET, "NoSuchBucket ContainerNotFound ContainerBeingDeleted"),
+    (_CLOCK, "RequestTimeTooSkewed"),
+    (
+        _REGION,
+        "PermanentRedirect TemporaryRedirect AuthorizationHeaderMalformed "
+        "IllegalLocationConstraintException 301",
+    ),
+    (_NO_CONDITION, "NotImplemented 501"),
+    (_FROZEN, "InvalidObjectState BlobArchived"),
+    (
+        Cause("no space left in the store", _OTHER_PLACE),
+        "QuotaExceeded StorageFull XMinioStorageFull 507",
+    ),
+    (
+        Cause(
+            "a certificate that is not trusted",
+            "Check the endpoint, or name the certificates to trust",
+        ),
+        "ClientConnectorCertificateError",
+    ),
+    (_TLS, "SSLError ClientConnectorSSLError"),
+    (Cause("no space left on the device", _OTHER_PLACE), "ENOSPC"),
+    (Cause("File too large", "Raise the limit on file sizes (ulimit -f)"), "EFBIG"),
+    (Cause("disk quota exceeded", _OTHER_PLACE), "EDQUOT"),
+    (Cause("a read-only filesystem", "Name another place"), "EROFS"),
+    (Cause("no such file or folder", "Check the path", False), "FileNotFoundError"),
+    (
+        Cause("permission denied", "Check the rights of the folder, or the credentials"),
+        "PermissionError",
+    ),
+    (
+        Cause("a file where a folder must be", "Name another folder", False),
+        "NotADirectoryError",
+    ),
+    (Cause("a folder where a file must be", "Name a file", False), "IsADirectoryError"),
+)
+_CAUSES = {name: cause for cause, names in _NAMED for name in names.split()}
+
+_TEXTS: tuple[tuple[str, Cause], ...] = (
+    ("requester pays", _PAYS),
+    ("Forbidden: ", DENIED),  # gcsfs, which says nothing else
+    ("Invalid bucket name", Cause("a bucket name that cannot be", "Check it", False)),
+)
+
+
+def cause_of(error: BaseException) -> Cause | None:
+    """The cause of an error of a client; None if nothing is known of such an error.
+
+    What says most decides, wherever in the chain of causes it stands: a text, then a code of the
+    store, the class of a client, an HTTP status, an errno, and last a builtin class.
+    """
+    chain = list(_chain(error))
+    for link in chain:
+        if isinstance(link, socket.gaierror):
+            passing = True if link.errno == socket.EAI_AGAIN else None
+            return _UNREACHABLE._replace(what="no such host", passing=passing)
+        text = str(link)
+        if found := next((cause for part, cause in _TEXTS if part in text), None):
+            return found
+    for names in zip(*map(_names, chain), strict=True):
+        if name := next((n for several in names for n in several if n in _CAUSES), None):
+            return _CAUSES[name]
+    return None
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether asking again helps: throttling, an error of the server, a lost connection."""
+    cause = cause_of(error)
+    return cause is not None and cause.passing is True
+
+
+def code_of(error: BaseException) -> str | None:
+    """The store's own code for its answer, if it gave one (``NoSuchBucket``)."""
+    return next((code for link in _chain(error) if (code := _code(link))), None)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and its causes: first the one that was raised last."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _names(error: BaseException) -> tuple[list[str], ...]:
+    """Names under which an error may stand in the table, the ones that say most first."""
+    kinds = type(error).__mro__
+    number = error.errno if isinstance(error, OSError) else None
+    return (
+        [_code(error) or ""],
+        [kind.__name__ for kind in kinds if kind.__module__ != "builtins"],
+        [_status(error)],
+        [errno.errorcode.get(number or 0, "")],
+        [kind.__name__ for kind in kinds if kind.__module__ == "builtins"],
+    )
+
+
+def _code(error: BaseException) -> str | None:
+    answer = getattr(error, "response", None)
+    if isinstance(answer, dict):  # botocore
+        return str(answer.get("Error", {}).get("Code") or "") or None
+    code = getattr(error, "error_code", None)  # azure
+    return str(getattr(code, "value", code)) if code else None
+
+
+def _status(error: BaseException) -> str:
+    answer = getattr(error, "response", None)
+    if isinstance(answer, dict):  # botocore
+        return str(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
+    for holder in (error, answer):
+        for name in ("status_code", "status", "code"):  # azure and requests, aiohttp, gcsfs
+            status = str(getattr(holder, name, ""))
+            if status.isdecimal():
+                return status
+    return ""
