@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import random
+import re
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ SLOW_DOWN = (
     b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>SlowDown</Code>'
     b"<Message>Please reduce your request rate.</Message></Error>"
 )
+LISTING = re.compile(r"[?&]list-type=2(&|$)")
 INTERNAL = SLOW_DOWN.replace(b"SlowDown", b"InternalError")
 
 
@@ -61,7 +63,7 @@ class Faults:
             own = random.Random(self._rng.random())
             if self._rng.random() >= self.rate:
                 return None, own
-            fitting = [k for k in self.kinds or FATES if method in FATES[k]]
+            fitting = [k for k in self.kinds or FATES if method in (FATES | RARE)[k]]
             kind = self._rng.choice(fitting)
             self.counts[kind] += 1
         return kind, own
@@ -82,6 +84,13 @@ FATES: dict[str, tuple[str, ...]] = {
     "flip up": WRITING,  # one bit of what is sent
     "cut up": WRITING,  # half of what is sent
 }
+RARE: dict[str, tuple[str, ...]] = {
+    "late": ("PUT", "DELETE"),  # the connection ends, and it is done up to LATE_S later
+    "stale": READING,  # a listing gets an answer that it got up to STALE_S before
+    "wait": ALL,  # as "delay", up to LATE_S
+}
+"""Fates that are dealt to those alone who name them in `kinds`."""
+LATE_S, STALE_S = 3.0, 3.0
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -98,9 +107,14 @@ class _Handler(BaseHTTPRequestHandler):
         elif kind in ("error 503", "slow down"):
             text = SLOW_DOWN if kind == "slow down" else b""
             self._answer(Answer(503, [("Content-Type", "application/xml")], text))
+        elif kind == "stale" and (old := self.server.listed(self.path)):
+            self._answer(old)
         else:
-            if kind == "delay":
-                time.sleep(rng.uniform(0.05, 0.3))
+            if kind in ("delay", "wait"):
+                time.sleep(rng.uniform(0.05, 0.3 if kind == "delay" else LATE_S))
+            if kind == "late":
+                self._hang_up()
+                time.sleep(rng.uniform(0, LATE_S))
             if kind == "flip up" and body:
                 body = flipped(body, rng)
             try:
@@ -108,7 +122,10 @@ class _Handler(BaseHTTPRequestHandler):
             except (OSError, http.client.HTTPException):
                 self._hang_up()
                 return
-            self._give(kind, answer, rng)
+            if self.command == "GET" and answer.status == 200 and LISTING.search(self.path):
+                self.server.lists[self.path] = (time.monotonic(), answer)
+            if kind != "late":
+                self._give(kind, answer, rng)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
 
@@ -191,6 +208,12 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, behind: tuple[str, int], faults: Faults) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.behind, self.faults = behind, faults
+        self.lists: dict[str, tuple[float, Answer]] = {}
+
+    def listed(self, path: str) -> Answer | None:
+        """What a listing was answered a short time ago."""
+        at, answer = self.lists.get(path, (-STALE_S, None))
+        return answer if time.monotonic() - at < STALE_S else None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no news here."""

@@ -1,0 +1,326 @@
+"""Writers, cleaners, readers and openers at one dataset, stopped, woken and killed at random.
+
+    python benchmarks/chaos.py --commits 2000 --out benchmarks/results/chaos.json
+    python benchmarks/chaos.py --places local --seconds 10 --seed 7
+
+Every role is a process in a loop: three replace the dataset, append to it and concatenate it, two
+clean it, one reads epochs, one opens it. They are stopped for fractions of a second or for many
+(others commit meanwhile), and killed; a writer that was killed mostly begins its last job again.
+On an object store most requests go over a proxy that delays them, loses their answers, does them
+after it hung up, and answers listings from older answers.
+
+An observer with means of its own watches: each version has its files and verifies, no manifest is
+ever replaced, no version goes but by `clean`, each job that told of success has its version with
+its records behind those of the version before, and every error is one of packstore's that tells
+the place. A run is cut into rounds. In each, what earlier rounds wrote is old enough to be cleaned:
+the clock of the cleaners says so. At its end all is quiet, every version is verified once more, two
+cleaners remove at once what nobody needs, and nothing else may be left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests" / "support"))
+
+import chaos_jobs  # noqa: E402
+from chaos_jobs import KEEP, ROLES, SETTINGS, Log, Scene, names, records  # noqa: E402
+from chaos_observer import Observer  # noqa: E402
+from fault_proxy import LATE_S, Faults, faulty  # noqa: E402
+from kill_points import in_child  # noqa: E402
+from server_kinds import BUCKET  # noqa: E402
+from stores import Store, serving  # noqa: E402
+
+import packstore  # noqa: E402
+from packstore.io.clean import clean  # noqa: E402
+
+KINDS = ("refuse", "error 500", "slow down", "delay", "done but lost", "late", "stale", "wait")
+DRAIN_S = 300
+"""After so long a process that was asked to end has hung."""
+
+
+def spawn(work: Callable[[], object]) -> int:
+    """A child that does `work`; everything is imported already."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        work()
+        status = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def play(scene: Scene, name: str) -> None:
+    """One process of a run."""
+    tempfile.tempdir = str(scene.folder / "tmp")
+    log = Log(scene, name)
+    ROLES[name.partition("-")[0]](scene, log, name)
+
+
+class Troupe:
+    """The processes of a round, by name."""
+
+    def __init__(self, scene: Scene, cast: list[str], rng: random.Random) -> None:
+        self.scene, self.rng = scene, rng
+        self.counts: Counter[str] = Counter()
+        self.failed: list[str] = []
+        self._pids = {name: spawn(lambda n=name: play(scene, n)) for name in cast}
+        self._wake: dict[str, float] = {}
+
+    def disturb(self, longest: float) -> None:
+        """Stops, kills or wakes one of them."""
+        now = time.monotonic()
+        for name in [n for n, at in self._wake.items() if at <= now]:
+            self._signal(name, signal.SIGCONT)
+            del self._wake[name]
+        name = self.rng.choice(list(self._pids))
+        draw = self.rng.random()
+        if draw < 0.3:
+            self._signal(name, signal.SIGKILL)
+            os.waitpid(self._pids[name], 0)
+            self._wake.pop(name, None)
+            self._pids[name] = spawn(lambda: play(self.scene, name))
+        elif name not in self._wake:
+            self._signal(name, signal.SIGSTOP)
+            bound = longest if draw < 0.4 else 1.0
+            self._wake[name] = now + self.rng.uniform(0, bound)
+
+    def end(self) -> None:
+        """Wakes all, and waits until each has finished what it does."""
+        (self.scene.folder / "stop").touch()
+        for name in self._pids:
+            self._signal(name, signal.SIGCONT)
+        until = time.monotonic() + DRAIN_S
+        for name, pid in self._pids.items():
+            status = None
+            while status is None and time.monotonic() < until:
+                done, found = os.waitpid(pid, os.WNOHANG)
+                status = found if done else time.sleep(0.02)
+            if status is None:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            if status:
+                self.failed.append(f"{name} ended with status {status}")
+            elif status is None:
+                self.failed.append(f"{name} did not end within {DRAIN_S} s")
+
+    def _signal(self, name: str, what: signal.Signals) -> None:
+        self.counts[what.name] += 1
+        os.kill(self._pids[name], what)
+
+
+def play_round(scene: Scene, number: int, seconds: float, calm: float) -> dict[str, Any]:
+    """One round, with its end: what was done to whom."""
+    (scene.folder / "stop").unlink(missing_ok=True)
+    time.sleep(2)  # stores tell whole seconds
+    (scene.folder / "began").write_text(str(time.time() - 1))
+    rng = random.Random(f"{scene.seed}-{number}")
+    troupe = Troupe(scene, list(names(3)), rng)
+    eye = spawn(lambda: watch(scene))
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(rng.uniform(0, 2 * calm))
+        troupe.disturb(longest=min(20.0, seconds / 3))
+    troupe.end()
+    if os.waitpid(eye, 0)[1]:
+        troupe.failed.append("the observer failed")
+    if scene.proxy:
+        time.sleep(LATE_S + 0.5)  # what is done late
+    return {"signals": dict(troupe.counts), "failed": troupe.failed}
+
+
+def watch(scene: Scene) -> None:
+    """The observer's part in a round."""
+    observer, path = Observer(scene), scene.folder / "observer.json"
+    observer.load(path)
+    while not scene.is_over:
+        observer.look()
+        time.sleep(0.2)
+    observer.save(path)
+
+
+def look_back(scene: Scene) -> dict[str, Any]:
+    """When all is quiet: what must hold."""
+    observer, path = Observer(scene), scene.folder / "observer.json"
+    observer.load(path)
+    verified = observer.verify_all()
+    observer.save(path)
+    return {"verified_at_the_end": verified, "newest": max(observer.seen, default=0)}
+
+
+def sweep(scene: Scene) -> list[str]:
+    """Cleans twice at once, with no age and no writers; returns what is still there and why."""
+    tmp = str(scene.folder / "tmp")
+    tempfile.tempdir = tmp
+    how: dict[str, Any] = {"keep_versions": KEEP, "older_than": 0, "no_writers": True}
+    how |= {"spill_dir": tmp, "storage_options": scene.options(False)}
+    problems: list[str] = []
+
+    def run() -> None:
+        try:
+            clean(scene.url, delete=True, **how)
+        except Exception as error:
+            problems.append(f"clean: {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    left = [f"{x.path}: {x.why}" for x in clean(scene.url, **how).leftovers]
+    observer, path = Observer(scene), scene.folder / "observer.json"
+    observer.load(path)
+    there = observer.look()
+    wanted = {p for v in there for p in observer.seen[v].files}
+    files = [f for f in observer.raw.files() if "/manifest-" not in f]
+    left += [f"{f}: no version names it" for f in files if f not in wanted]
+    left += [f"{name}: temporary" for name in sorted(os.listdir(tmp))]
+    observer.save(path)
+    return problems + [f"after clean: {x}" for x in left]
+
+
+def report_of(scene: Scene) -> dict[str, Any]:
+    """What the logs and the observer tell together."""
+    observer = Observer(scene)
+    observer.load(scene.folder / "observer.json")
+    told = observer.check_logs()
+    return {**told, "problems": observer.problems}
+
+
+def run(scene: Scene, commits: int, seconds: float, round_s: float, calm: float) -> dict[str, Any]:
+    """Rounds until there are so many commits, or so much time has passed."""
+    for name in ("logs", "inputs", "tmp"):
+        (scene.folder / name).mkdir(parents=True)
+    in_child(lambda: prepare(scene))
+    began, number, signals = time.monotonic(), 0, Counter[str]()
+    wrong: list[str] = []
+    newest = 0
+    while newest < commits and (left := seconds - (time.monotonic() - began)) > 0:
+        found = play_round(scene, number, min(round_s, max(left, 1)), calm)
+        signals.update(found["signals"])
+        wrong += found["failed"]
+        newest = in_child(lambda: look_back(scene))["newest"]
+        wrong += in_child(lambda: sweep(scene))
+        number += 1
+        print(f"round {number}: {newest} versions, {len(wrong)} problems", file=sys.stderr)
+    found = in_child(lambda: report_of(scene))
+    problems = wrong + found.pop("problems")
+    unnamed = found.pop("unnamed")
+    return {
+        "seed": scene.seed,
+        "rounds": number,
+        "seconds": round(time.monotonic() - began, 1),
+        **found,
+        "signals": dict(signals),
+        "unnamed_errors": len(unnamed),
+        "problems": len(problems),
+        "first_problems": problems[:20],
+        "first_unnamed": unnamed[:10],
+    }
+
+
+def prepare(scene: Scene) -> None:
+    """The first version."""
+    options = scene.options(False)
+    packstore.pack(records(scene, 0), scene.url, storage_options=options, **SETTINGS)
+
+
+@contextlib.contextmanager
+def proxied(endpoint: str, rate: float, seed: int) -> Iterator[str]:
+    """A proxy in a process of its own, as this one only forks and must have no threads."""
+    reading, writing = os.pipe()
+
+    def serve() -> None:
+        with faulty(endpoint, Faults(rate, seed, KINDS)) as there:
+            os.write(writing, there.encode() + b"\n")
+            while True:
+                time.sleep(60)
+
+    pid = spawn(serve)
+    os.close(writing)
+    try:
+        with os.fdopen(reading) as pipe:
+            yield pipe.readline().strip()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def warm_up(folder: Path) -> None:
+    """Loads what children would load each on their own: kernels, and torch."""
+    scene = Scene("warm", folder, 0)
+    (folder / "began").write_text("0")
+    packstore.pack(records(scene, 0), scene.url, **SETTINGS)
+    sum(1 for _ in chaos_jobs.PackedDataset(scene.url))
+    packstore.append(scene.url, records(scene, 1), num_workers=0).verify(jobs=1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    choices = ["local", "s3", "moto"]
+    parser.add_argument("--places", nargs="+", default=choices, choices=choices)
+    parser.add_argument("--commits", type=int, default=10**9, help="at each place")
+    parser.add_argument("--seconds", type=float, default=3600, help="at each place, at most")
+    parser.add_argument("--round", type=float, default=60, help="seconds of a round")
+    parser.add_argument("--calm", type=float, default=0.3, help="seconds between two signals")
+    parser.add_argument("--rate", type=float, default=0.05, help="of requests that fail")
+    parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
+    parser.add_argument("--endpoint", help="of a server that runs; default: one is started")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
+    print(f"seed {seed}", file=sys.stderr)
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
+    report: dict[str, Any] = {
+        "command": ["python", "benchmarks/chaos.py", *sys.argv[1:]],
+        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
+        "versions": {"packstore": packstore.__version__, "python": platform.python_version()},
+        "cores": os.cpu_count(),
+    }
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        folder = Path(name)
+        (folder / "warm").mkdir()
+        in_child(lambda: warm_up(folder / "warm"))  # kernels are kept on the disk
+        for place in args.places:
+            with contextlib.ExitStack() as stack:
+                scene = Scene("chaos-ds", folder / place, seed)
+                if place != "local":
+                    endpoint = args.endpoint or stack.enter_context(
+                        serving(place, folder / "servers" / place)
+                    )
+                    store = Store(place, BUCKET, f"chaos-{os.getpid()}-{seed}", endpoint)
+                    proxy = stack.enter_context(proxied(endpoint, args.rate, seed))
+                    scene = Scene("chaos-ds", folder / place, seed, store, proxy)
+                report[place] = run(scene, args.commits, args.seconds, args.round, args.calm)
+            if args.out:
+                args.out.write_text(json.dumps(report, indent=1) + "\n")
+            print(place, json.dumps(report[place]), flush=True)
+    bad = [p for p in args.places if report[p]["problems"] or report[p]["unnamed_errors"]]
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

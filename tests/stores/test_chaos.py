@@ -1,0 +1,50 @@
+"""Writers, cleaners, readers at one dataset, stopped and killed; benchmarks/chaos.py for hours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from stores import Store
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 8
+
+
+def storm(folder: Path, place: str, *arguments: str) -> None:
+    """Two rounds at a place, with another seed each time; it is told when something is wrong."""
+    script = str(ROOT / "benchmarks" / "chaos.py")
+    command = [sys.executable, "-W", "ignore", script, "--places", place, *arguments]
+    command += ["--seconds", str(SECONDS), "--round", str(SECONDS // 2)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+        env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+    )
+    told = done.stdout + done.stderr
+    assert done.returncode == 0, told
+    found = json.loads(done.stdout.partition(" ")[2])
+    assert (found["problems"], found["unnamed_errors"]) == (0, 0), told
+    assert found["commits"] > 0
+    assert found["signals"]
+
+
+@pytest.mark.slow
+def test_on_a_local_disk(tmp_path: Path) -> None:
+    storm(tmp_path, "local")
+
+
+@pytest.mark.slow
+def test_on_s3(s3: Store, tmp_path: Path) -> None:
+    storm(tmp_path, "s3", "--endpoint", s3.endpoint)
+
+
+@pytest.mark.slow
+def test_on_moto(moto: Store, tmp_path: Path) -> None:
+    storm(tmp_path, "moto", "--endpoint", moto.endpoint)
