@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from packstore.errors import FormatError, quote, sentence
 
-TOP = 2**63 - 1
+_TOP = 2**63 - 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -34,17 +33,10 @@ class Fields:
             self.refuse(name, "a string", value)
         return str(value)
 
-    def choice(self, name: str, choices: tuple[str, ...]) -> str:
-        """One of some strings."""
-        value = self.text(name)
-        if value not in choices:
-            self.refuse(name, "one of: " + ", ".join(choices), value)
-        return value
-
     def count(self, name: str, low: int = 0) -> int:
         """A whole number of at least `low` that fits in 64 bits."""
         value = self._get(name)
-        if type(value) is not int or not low <= value <= TOP:
+        if type(value) is not int or not low <= value <= _TOP:
             self.refuse(name, f"a whole number of at least {low}", value)
         return int(value)
 
@@ -55,23 +47,12 @@ class Fields:
             self.refuse(name, "64 hexadecimal digits", value)
         return value
 
-    def real(self, name: str) -> float:
-        """A number of at least 0."""
-        value = self._get(name)
-        if type(value) not in (int, float) or value < 0:
-            self.refuse(name, "a number of at least 0", value)
-        return float(value)
-
     def items(self, name: str) -> list[Any]:
         """A list of anything."""
         value = self._get(name)
         if not isinstance(value, list):
             self.refuse(name, "a list", value)
         return list(value)
-
-    def has(self, name: str) -> bool:
-        """Whether an optional field is there."""
-        return name in self._values
 
     def child(self, name: str) -> Fields:
         """An object."""
@@ -81,16 +62,6 @@ class Fields:
         """An object whose members may be anything."""
         return dict(self.child(name)._values)
 
-    def counts(self, name: str) -> dict[str, int]:
-        """An object whose members are whole numbers of at least 0."""
-        inner = self.child(name)
-        return {key: inner.count(key) for key in inner._values}
-
-    def texts(self, name: str) -> dict[str, str]:
-        """An object whose members are strings."""
-        inner = self.child(name)
-        return {key: inner.text(key) for key in inner._values}
-
     def refuse(self, name: str, must: str, value: object) -> NoReturn:
         """Raises: field `name` must be `must`, `value` was found."""
         raise FormatError(sentence(self.where, f"field {name!r} must be {must}", quote(value)))
@@ -99,10 +70,3 @@ class Fields:
         if name not in self._values:
             raise FormatError(sentence(self.where, f"must have a field {name!r}", "none"))
         return self._values[name]
-
-
-def require(ok: bool, where: str, must: str, found: Mapping[str, object]) -> None:
-    """Raises :class:`FormatError` unless `ok`, telling the figures that contradict each other."""
-    if not ok:
-        figures = ", ".join(f"{name} {value}" for name, value in found.items())
-        raise FormatError(sentence(where, must, figures))

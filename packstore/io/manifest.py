@@ -16,6 +16,7 @@ from packstore.io.shard import PackShape, ShardInfo
 from packstore.io.statistics import PackCounter, Statistics, Totals
 from packstore.io.storage import Location
 from packstore.io.stored_file import StoredFile
+from packstore.io.typed_json import Count, Positive, Whole
 from packstore.records import Tally
 from packstore.schema import FORMAT_VERSION, KINDS, pack_schema
 
@@ -27,12 +28,12 @@ class Records:
     `fields_used` and `fields_not_used` count the records that have a field, by its name.
     """
 
-    read: int
-    packed: int
-    dropped: Mapping[str, int]
-    noted: Mapping[str, int]
-    fields_used: Mapping[str, int] = field(default_factory=dict)
-    fields_not_used: Mapping[str, int] = field(default_factory=dict)
+    read: Count
+    packed: Count
+    dropped: Mapping[str, Count]
+    noted: Mapping[str, Count]
+    fields_used: Mapping[str, Count] = field(default_factory=dict)
+    fields_not_used: Mapping[str, Count] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,9 +51,9 @@ class Manifest:
 
     kind: str
     layout: str
-    pack_size: int
+    pack_size: Positive
     strategy: str
-    seed: int
+    seed: Whole
     pack_order: str
     file_format: str
     features: tuple[str, ...]

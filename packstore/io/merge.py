@@ -16,7 +16,7 @@ from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.io.manifest import Manifest, Records
 from packstore.io.manifest_json import check_manifest
 from packstore.io.shard import ShardInfo
-from packstore.io.statistics import Spread, Statistics, Totals
+from packstore.io.statistics import NO_STATISTICS, Spread, Statistics, Totals
 from packstore.records import SOURCE_SHIFT
 from packstore.version import VERSION
 
@@ -174,7 +174,7 @@ def _statistics(manifests: Sequence[Manifest]) -> Statistics:
     planning = {"parts": [plan for m in manifests for plan in _plannings(m.statistics)]}
     full = [m for m in manifests if m.totals.packs]
     if not full:
-        return Statistics(planning=planning)
+        return replace(NO_STATISTICS, planning=planning)
     totals, parts = _totals(full), [m.statistics for m in full]
     histogram: Counter[str] = Counter()
     for part in parts:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from packstore.errors import IntegrityError
+from packstore.io.typed_json import Checksums, Count, Positive, Sha256
 from packstore.records import Int64
 
 
@@ -35,7 +36,7 @@ class PackShape:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowGroups:
-    """The row groups of a shard: int64 `[G]` each.
+    """The row groups of a shard: int64 `[G]` each, checksums uint32.
 
     Attributes:
         rows, examples, tokens: of the row group.
@@ -47,7 +48,7 @@ class RowGroups:
     examples: Int64
     tokens: Int64
     longest: Int64
-    crc32: Int64
+    crc32: Checksums
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -66,16 +67,16 @@ class ShardInfo:
     """
 
     path: str
-    rows: int
-    examples: int
-    sequences: int
-    tokens: int
-    supervised_tokens: int
-    bytes: int
-    sha256: str
-    footer_bytes: int
-    footer_sha256: str
-    example_id_base: int
+    rows: Count
+    examples: Count
+    sequences: Count
+    tokens: Count
+    supervised_tokens: Count
+    bytes: Count
+    sha256: Sha256
+    footer_bytes: Positive
+    footer_sha256: Sha256
+    example_id_base: Count
     row_groups: RowGroups
 
 
@@ -113,7 +114,7 @@ class FileHashes:
 
 
 def describe_shard(
-    path: str, groups: Sequence[Int64], hashes: FileHashes, crc32: Int64
+    path: str, groups: Sequence[Int64], hashes: FileHashes, crc32: Int64 | Checksums
 ) -> ShardInfo:
     """What the manifest says about a shard.
 
@@ -121,7 +122,7 @@ def describe_shard(
         path: relative to the dataset.
         groups: for each row group int64 `[6]`, as ``statistics.group_figures`` returns it.
         hashes: of the file.
-        crc32: int64 `[G]`, of each row group.
+        crc32: `[G]`, of each row group.
     """
     table = np.stack(groups, axis=1) if groups else np.zeros((6, 0), np.int64)
     rows, examples, sequences, tokens, supervised, longest = table
@@ -138,6 +139,10 @@ def describe_shard(
         footer_sha256=hashes.footer_sha256,
         example_id_base=0,
         row_groups=RowGroups(
-            rows=rows, examples=examples, tokens=tokens, longest=longest, crc32=crc32
+            rows=rows,
+            examples=examples,
+            tokens=tokens,
+            longest=longest,
+            crc32=crc32.astype(np.uint32),
         ),
     )

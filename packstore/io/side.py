@@ -94,6 +94,7 @@ class SideWriter:
             columns=dict(columns),
             made_with=dict(made_with or {}),
             package_version=VERSION,
+            shards=(),
         )
         self._manifest.check(self._location.display)
         self._version = refuse_existing(self._location, overwrite, SIDE)

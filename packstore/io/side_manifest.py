@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
+import msgspec
 import orjson
 import pyarrow as pa
 
@@ -17,9 +18,10 @@ from packstore.errors import (
     quote,
     sentence,
 )
-from packstore.io.fields import Fields, require
 from packstore.io.manifest import Manifest
+from packstore.io.storage import check_relative
 from packstore.io.stored_file import StoredFile
+from packstore.io.typed_json import Positive, Sha256, Whole, decode, require
 from packstore.schema import CARRY_TYPES, COLUMNS, KINDS, list_of
 
 SIDE_VERSION = 1
@@ -44,7 +46,14 @@ its sequences."""
 class SideShard(StoredFile):
     """One file of a side dataset: a row for each of `rows` examples."""
 
-    rows: int
+    rows: Positive
+
+
+class _Head(msgspec.Struct):
+    """The part that tells whether this reader knows the rest."""
+
+    side_version: Whole
+    features: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +71,12 @@ class SideManifest:
     """
 
     kind: str
-    lineage: str
-    fingerprint: str
+    lineage: Sha256
+    fingerprint: Sha256
     columns: Mapping[str, str]
     made_with: Mapping[str, str | int | float | bool | None]
     package_version: str
-    shards: tuple[SideShard, ...] = ()
+    shards: tuple[SideShard, ...]
 
     @property
     def examples(self) -> int:
@@ -100,25 +109,13 @@ class SideManifest:
             UnsupportedFormatError: a higher version, or a required feature, none of which is known.
             FormatError: anything missing, of the wrong type, or contradictory.
         """
-        try:
-            top = Fields(orjson.loads(data), where)
-        except orjson.JSONDecodeError as error:
-            raise FormatError(sentence(where, "must be valid JSON", str(error))) from error
-        version, features = top.count("side_version"), top.items("features")
-        if version != SIDE_VERSION or features:
+        head = decode(data, _Head, where)
+        if head.side_version != SIDE_VERSION or head.features:
             must = f"its version must be {SIDE_VERSION}, and it must need no features"
-            found = f"version {version}, features {quote(features)}"
+            found = f"version {head.side_version}, features {quote(head.features)}"
             do = "Upgrade packstore to read this side dataset"
             raise UnsupportedFormatError(sentence(where, must, found, do))
-        manifest = cls(
-            kind=top.choice("kind", tuple(KINDS)),
-            lineage=top.sha256("lineage"),
-            fingerprint=top.sha256("fingerprint"),
-            columns=top.texts("columns"),
-            made_with=top.mapping("made_with"),
-            package_version=top.text("package_version"),
-            shards=tuple(_parse_shard(s, where) for s in top.items("shards")),
-        )
+        manifest = decode(data, cls, where)
         manifest.check(where)
         return manifest
 
@@ -132,10 +129,10 @@ class SideManifest:
         paths = {s.path for s in self.shards}
         figures = {"shards": len(self.shards), "paths": len(paths)}
         require(len(paths) == len(self.shards), where, "shards must have different paths", figures)
-        for shard in self.shards:
-            require(
-                shard.rows > 0, f"{where}, shard {shard.path}", "it must have rows", {"rows": 0}
-            )
+        for path in paths:
+            check_relative(path, where)
+        must = f"field kind must be one of: {', '.join(KINDS)}"
+        require(self.kind in KINDS, where, must, {"kind": quote(self.kind)})
 
 
 def check_columns(columns: Mapping[str, str], where: str) -> None:
@@ -175,9 +172,3 @@ def check_side(side: SideManifest, data: Manifest, where: str) -> None:
     if side.examples < data.totals.examples:
         must = f"it must have values for each of {data.totals.examples} examples"
         raise CompatibilityError(sentence(where, must, f"{side.examples}", do))
-
-
-def _parse_shard(value: object, where: str) -> SideShard:
-    fields = Fields(value, f"{where}, a shard")
-    file: Mapping[str, Any] = dataclasses.asdict(StoredFile.parse(fields))
-    return SideShard(**file, rows=fields.count("rows"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from packstore.io.typed_json import Count, Real
 from packstore.loss_counts import count_packs
 from packstore.records import IGNORE_INDEX, Int64, Packs, PackSizes
 
@@ -20,22 +21,22 @@ _NONE = 2**63 - 1
 class Totals:
     """Sums over a dataset; `logical_tokens` are those that an unpacked run would feed."""
 
-    packs: int = 0
-    examples: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    supervised_tokens: int = 0
-    logical_tokens: int = 0
-    bytes: int = 0
+    packs: Count
+    examples: Count
+    sequences: Count
+    tokens: Count
+    supervised_tokens: Count
+    logical_tokens: Count
+    bytes: Count
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
     """Smallest, mean and largest of some numbers."""
 
-    min: int = 0
-    mean: float = 0.0
-    max: int = 0
+    min: Count
+    mean: Real
+    max: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +54,27 @@ class Statistics:
         planning: what the planner tells about its work.
     """
 
-    fill_rate: float = 0.0
-    examples_per_pack: Spread = field(default_factory=Spread)
-    longest_sequence: int = 0
-    most_segments: int = 0
-    shortest_pack: int = 0
-    length_histogram: Mapping[str, int] = field(default_factory=dict)
-    planning: Mapping[str, Any] = field(default_factory=dict)
+    fill_rate: Real
+    examples_per_pack: Spread
+    longest_sequence: Count
+    most_segments: Count
+    shortest_pack: Count
+    length_histogram: Mapping[str, Count]
+    planning: Mapping[str, Any]
+
+
+NO_TOTALS = Totals(
+    packs=0, examples=0, sequences=0, tokens=0, supervised_tokens=0, logical_tokens=0, bytes=0
+)
+NO_STATISTICS = Statistics(
+    fill_rate=0.0,
+    examples_per_pack=Spread(min=0, mean=0.0, max=0),
+    longest_sequence=0,
+    most_segments=0,
+    shortest_pack=0,
+    length_histogram={},
+    planning={},
+)
 
 
 def pack_figures(packs: Packs, kind: str) -> Int64:
@@ -161,7 +176,7 @@ class PackCounter:
     def statistics(self, pack_size: int, planning: Mapping[str, Any]) -> Statistics:
         """The statistics; all zero where there are no packs."""
         if not self.packs:
-            return Statistics(planning=planning)
+            return replace(NO_STATISTICS, planning=planning)
         return Statistics(
             fill_rate=self.tokens / (self.packs * pack_size),
             examples_per_pack=Spread(

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from packstore.errors import IntegrityError, PackstoreError, quote, sentence
-from packstore.io.fields import Fields
-from packstore.io.storage import Location, check_relative
+from packstore.io.storage import Location
+from packstore.io.typed_json import Count, Sha256
 
 _REMEDY = "The file was damaged or replaced: copy it again"
 
@@ -27,8 +27,8 @@ class StoredFile:
     """
 
     path: str
-    bytes: int
-    sha256: str
+    bytes: Count
+    sha256: Sha256
 
     @classmethod
     def of(cls, path: str, local_path: str) -> StoredFile:
@@ -36,19 +36,6 @@ class StoredFile:
         with open(local_path, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             return cls(path=path, bytes=file.tell(), sha256=sha256)
-
-    @classmethod
-    def parse(cls, fields: Fields) -> StoredFile:
-        """That of a manifest.
-
-        Raises:
-            FormatError: a field is missing or wrong, or the path leaves the dataset.
-        """
-        return cls(
-            path=check_relative(fields.text("path"), fields.where),
-            bytes=fields.count("bytes"),
-            sha256=fields.sha256("sha256"),
-        )
 
 
 def read_stored(location: Location, file: StoredFile) -> bytes:

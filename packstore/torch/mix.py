@@ -27,7 +27,7 @@ from packstore.config import fingerprint
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
-from packstore.io.statistics import Totals
+from packstore.io.statistics import NO_TOTALS, Totals
 from packstore.loss_counts import COUNTS
 from packstore.records import Int64, Packs, PackSizes
 from packstore.torch.compatibility import check_same_tokenizer
@@ -133,7 +133,8 @@ class MixedPacks:
         """Packs of the epoch; its examples and tokens as expected."""
         counts = self.counts(len(self))
         examples, tokens = counts.examples.sum(), counts.tokens.sum()
-        return Totals(packs=len(self), examples=round(examples), tokens=round(tokens))
+        packs = len(self)
+        return replace(NO_TOTALS, packs=packs, examples=round(examples), tokens=round(tokens))
 
     def __len__(self) -> int:
         return self._schedule.length

@@ -15,13 +15,14 @@ sizes are known, and any of them can be read at any time: :mod:`packstore.repack
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from packstore.config import PackConfig, ReadConfig, fingerprint
 from packstore.io.dataset import Dataset
-from packstore.io.statistics import Totals
+from packstore.io.statistics import NO_TOTALS, Totals
 from packstore.records import Int64, Packs, PackSizes
 from packstore.torch.stream import Identity
 from packstore.version import VERSION
@@ -55,7 +56,7 @@ class _PlannedPacks:
         """Packs, examples and tokens of the epoch."""
         tokens = int(self._sizes.tokens.sum(dtype=np.int64))
         examples = len(self._sizes.tokens) - self.left_out
-        return Totals(packs=len(self), examples=examples, tokens=tokens)
+        return replace(NO_TOTALS, packs=len(self), examples=examples, tokens=tokens)
 
     def __len__(self) -> int:
         return len(self._plan)

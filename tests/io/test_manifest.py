@@ -137,15 +137,24 @@ def test_every_field_is_needed_and_typed(good):
         (lambda m: m["shards"][0].update(path="/etc/passwd"), "stay inside the dataset"),
         (lambda m: m["shards"][0].update(path="s3://b/x"), "stay inside the dataset"),
         (lambda m: m["shards"][0].update(path=m["shards"][1]["path"]), "different paths"),
-        (lambda m: m["shards"][0].update(sha256="0" * 63), "64 hexadecimal digits"),
+        (
+            lambda m: m["shards"][0].update(sha256="0" * 63),
+            r"field shards\[0\].sha256: must be 64 hexadecimal digits in lower case; found '000",
+        ),
         (lambda m: m["shards"][0].update(footer_bytes=1 << 40), "its footer must fit in the file"),
         (lambda m: m.update(pack_size=2), "at most pack_size tokens"),
         (lambda m: m.update(kind="sft"), "sequences must be 1 times the examples"),
-        (lambda m: m.update(kind="kto"), "field 'kind' must be one of: dpo, sft, ranked"),
+        (lambda m: m.update(kind="kto"), "field kind must be one of: dpo, sft, ranked"),
         (lambda m: m.update(carry={"a": "complex"}), "its type must be one of: string"),
-        (lambda m: m["provenance"].update(tokenizer=3), "field 'tokenizer'"),
-        (lambda m: m["provenance"]["sources"].append({}), "source 1: must have a field 'path'"),
-        (lambda m: m["totals"].update(bytes=True), "field 'bytes' must be a whole number"),
+        (lambda m: m["provenance"].update(tokenizer=3), "field provenance.tokenizer: must be"),
+        (
+            lambda m: m["provenance"]["sources"].append({}),
+            r"provenance.sources\[1\]: must have a field 'path'",
+        ),
+        (
+            lambda m: m["totals"].update(bytes=True),
+            r"the place, field totals.bytes: must be a whole number; found True\.",
+        ),
     ],
 )
 def test_contradictions_are_named(good, change, message):
@@ -157,6 +166,12 @@ def test_contradictions_are_named(good, change, message):
 def test_not_a_manifest(data):
     with pytest.raises(FormatError, match="the place"):
         Manifest.from_json(data, "the place")
+
+
+@pytest.mark.parametrize("junk", [b'"later\xff": 1,', b'"later": "\xff",', b'"later": ["\xc3("],'])
+def test_letters_of_unknown_fields_must_be_utf8(good, junk):
+    with pytest.raises(FormatError, match="the place: must be valid JSON"):
+        Manifest.from_json(good.replace(b"{", b"{" + junk, 1), "the place")
 
 
 @settings(max_examples=300)

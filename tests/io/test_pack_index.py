@@ -326,7 +326,7 @@ def test_another_shape_is_refused(kit, written, change):
         ({"path": "/etc/passwd"}, "a path must be relative and stay inside"),
         ({"path": "s3://bucket/index"}, "a path must be relative and stay inside"),
         ({"bytes": 1 << 40}, "its bytes must be few for its packs"),
-        ({"sha256": "0"}, "64 hexadecimal digits"),
+        ({"sha256": "0"}, r"field pack_index.sha256: must be 64 hexadecimal digits"),
         (None, "must be a JSON object"),
     ],
 )

@@ -2,7 +2,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from packstore.io.statistics import PackCounter, Spread, Statistics, Totals, group_figures
+from packstore.io.statistics import (
+    NO_STATISTICS,
+    PackCounter,
+    Spread,
+    Statistics,
+    Totals,
+    group_figures,
+)
 from packstore.io.statistics import pack_figures as figures_of
 from packstore.records import IGNORE_INDEX
 from packstore.testing import random_examples
@@ -64,4 +71,4 @@ def test_buckets_begin_at_powers_of_two(kit):
 
 
 def test_no_packs():
-    assert PackCounter().statistics(100, {}) == Statistics()
+    assert PackCounter().statistics(100, {}) == NO_STATISTICS
