@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from packstore.errors import StorageError, sentence
-from packstore.io.owned import SPILL, OwnedFolder
+from packstore.io import temporary
 from packstore.pack.fill import gather
 from packstore.records import Column, Examples, Int32, Int64
 
@@ -54,11 +54,11 @@ class Spill:
 
     def __init__(self, folder: str | None) -> None:
         try:
-            self._folder = OwnedFolder(SPILL, folder)
+            self._folder = temporary.make(temporary.SPILL, folder)
         except OSError as error:
             raise _full(error, folder) from error
         self._segments: list[_Store] = []
-        self._lengths = Path(self._folder.name, "lengths")
+        self._lengths = Path(self._folder, "lengths")
         self.num_examples = 0
 
     def __enter__(self) -> Self:
@@ -74,7 +74,7 @@ class Spill:
 
     def close(self) -> None:
         """Removes its files."""
-        self._folder.cleanup()
+        temporary.remove(self._folder)
 
     def append(self, examples: Examples, lengths: Int32) -> None:
         """Adds `examples` behind those that are already here.
@@ -144,7 +144,7 @@ class Spill:
         self._segments = []
 
     def _store(self, kind: str, number: int) -> _Store:
-        return _Store(Path(self._folder.name), f"{kind}-{number:05d}")
+        return _Store(Path(self._folder), f"{kind}-{number:05d}")
 
 
 class _Store:

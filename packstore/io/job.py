@@ -33,9 +33,7 @@ from packstore.io.journal import Finished, Journal, refuse_other
 from packstore.io.manifest import Manifest
 from packstore.io.merge import Part, check_alike, merge
 from packstore.io.named import named_paths
-from packstore.io.owned import sweep
 from packstore.io.shard import ShardInfo
-from packstore.io.staging import IN_DATASET
 from packstore.io.storage import Location
 from packstore.io.upkeep import list_folder, pruned
 from packstore.io.writers import marked, writers
@@ -238,8 +236,6 @@ def writing(
     """
     version = refuse_existing(location, overwrite)
     with pruned(location), marked(location, call) as marker:
-        if location.local_path is not None:
-            sweep(os.path.join(location.local_path, FOLDER), IN_DATASET)
         try:
             yield WriteJob(location, marker, version, fresh)
         finally:

@@ -13,9 +13,8 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from packstore.errors import ConfigError, sentence
+from packstore.io import temporary
 from packstore.io.faults import guarded
-from packstore.io.owned import OwnedFolder
-from packstore.io.staging import ELSEWHERE
 from packstore.io.storage import Location
 from packstore.records import Sample
 
@@ -46,7 +45,7 @@ class RejectsFile:
         inputs: Sequence[Location] = (),
     ) -> None:
         self._place = None if url is None else Location(url, storage_options)
-        self._folder: OwnedFolder | None = None
+        self._folder = ""
         self._file: BinaryIO | None = None
         if self._place is None:
             return
@@ -55,8 +54,8 @@ class RejectsFile:
             must = "rejects must name a file that is no input and no folder"
             raise ConfigError(sentence(self._place.display, must))
         with guarded("write", spill_dir or "temporary files", {}):
-            self._folder = OwnedFolder(ELSEWHERE, spill_dir)
-            self._file = open(os.path.join(self._folder.name, "rejects"), "w+b")  # noqa: SIM115
+            self._folder = temporary.make(temporary.STAGING, spill_dir)
+            self._file = open(os.path.join(self._folder, "rejects"), "w+b")  # noqa: SIM115
 
     def add(self, samples: Sequence[Sample] | None) -> None:
         """Adds the dropped records of a block."""
@@ -106,8 +105,8 @@ class RejectsFile:
     ) -> None:
         if self._file is not None:
             self._file.close()
-        if self._folder is not None:
-            self._folder.cleanup()
+        if self._folder:
+            temporary.remove(self._folder)
 
     def _write(self, data: bytes) -> None:
         if self._file is not None and data:

@@ -7,13 +7,10 @@ import os
 import tempfile
 import threading
 
+from packstore.io import temporary
 from packstore.io.faults import guarded
-from packstore.io.owned import OwnedFolder
 from packstore.io.storage import Location
 from packstore.io.upkeep import make_folder
-
-IN_DATASET, ELSEWHERE = ".staging-", "packstore-staging-"
-"""Begin the names of staging folders, inside a local dataset and in the folder for spills."""
 
 
 class Staging:
@@ -29,7 +26,7 @@ class Staging:
 
     def __init__(self, location: Location, folders: tuple[str, ...], spill_dir: str | None) -> None:
         self._root, self._spill_dir, self._folders = location.local_path, spill_dir, folders
-        self._folder: OwnedFolder | None = None
+        self._folder = ""
         self._made: list[str] = []
         self._count = 0
         self._lock = threading.Lock()
@@ -42,25 +39,25 @@ class Staging:
     def path(self) -> str:
         """A fresh path in the folder; safe to call from many threads."""
         with self._lock:
-            return self._fresh()
+            if not self._folder:
+                self._folder = self._make()
+            self._count += 1
+            return os.path.join(self._folder, str(self._count))
 
-    def _fresh(self) -> str:
-        if self._folder is None:
-            parent, prefix = self._spill_dir, ELSEWHERE
-            with guarded("write", self._root or parent or tempfile.gettempdir(), {}):
-                if self._root is not None:
-                    for folder in self._folders:
-                        self._made += make_folder(os.path.join(self._root, folder))
-                    parent, prefix = os.path.join(self._root, self._folders[0]), IN_DATASET
-                self._folder = OwnedFolder(prefix, parent)
-        self._count += 1
-        return os.path.join(self._folder.name, str(self._count))
+    def _make(self) -> str:
+        with guarded("write", self._root or self._spill_dir or tempfile.gettempdir(), {}):
+            if self._root is None:
+                return temporary.make(temporary.STAGING, self._spill_dir)
+            for folder in self._folders:
+                self._made += make_folder(os.path.join(self._root, folder))
+            parent = os.path.join(self._root, self._folders[0])
+            return temporary.make(temporary.IN_DATASET, parent)
 
     def remove(self) -> None:
         """Removes the folder and what is left in it."""
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        if self._folder:
+            temporary.remove(self._folder)
+            self._folder = ""
 
     def prune(self) -> None:
         """Removes the folders of a local dataset that this job made and left empty."""

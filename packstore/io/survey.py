@@ -11,21 +11,18 @@ import contextlib
 import itertools
 import os
 import re
-import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from packstore.errors import PackstoreError
+from packstore.io import temporary
 from packstore.io.commit import DATASET, FOLDER, manifest_path, versions
 from packstore.io.job import DATA
 from packstore.io.journal import RUNS, Journal
 from packstore.io.named import paths_of
-from packstore.io.owned import SPILL, abandoned
 from packstore.io.side_manifest import SIDE
-from packstore.io.staging import ELSEWHERE, IN_DATASET
 from packstore.io.storage import Location
 from packstore.io.upkeep import Found, Upload, abort_upload, list_folder, together, uploads
 from packstore.io.writers import WRITERS
@@ -161,7 +158,7 @@ class Survey:
 
     def _remove(self, item: Leftover) -> None:
         if item.path in self._folders:
-            shutil.rmtree(item.path, ignore_errors=True)
+            temporary.remove(item.path)
         elif item.why.startswith(_UPLOAD):
             for upload in self.uploads or ():
                 if upload.path == item.path:
@@ -192,13 +189,14 @@ class Survey:
     def _folders_here(self) -> Iterator[Leftover]:
         """Temporary folders of dead jobs of this user on this machine."""
         root = self._location.local_path
-        places = [(folder, prefix) for folder in self._temporary for prefix in (SPILL, ELSEWHERE)]
+        prefixes = (temporary.SPILL, temporary.STAGING)
+        places = [(folder, prefix) for folder in self._temporary for prefix in prefixes]
         if root is not None:
-            places.append((os.path.join(root, FOLDER), IN_DATASET))
-        found = {item for folder, prefix in places for item in abandoned(folder, prefix)}
-        for path, size in sorted(found):
+            places.append((os.path.join(root, FOLDER), temporary.IN_DATASET))
+        found = {item for folder, prefix in places for item in temporary.left(folder, prefix)}
+        for path, size, age, _ in sorted(found):
             self._folders.add(path)
-            yield self._judged(Found(path, size, _age_here(path)), "temporary files of a dead job")
+            yield self._judged(Found(path, size, age), "temporary files of a dead job")
 
 
 def _youngest(files: Sequence[Found]) -> dict[str, float | None]:
@@ -234,14 +232,3 @@ def _turn(item: Leftover) -> int:
         return 0
     journal = item.path.startswith(f"{RUNS}/")
     return 1 + journal + (journal and item.path.endswith("-head.json"))
-
-
-def _age_here(path: str) -> float | None:
-    """Seconds since anything in a local folder changed."""
-    times = []
-    with contextlib.suppress(OSError):
-        for folder, _, names in os.walk(path):
-            times += [os.lstat(os.path.join(folder, name)).st_mtime for name in [*names, ""]]
-        times.append(os.lstat(path).st_mtime)
-        return max(0.0, time.time() - max(times))
-    return None

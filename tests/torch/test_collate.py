@@ -179,7 +179,9 @@ def test_refusals(kit: SimpleNamespace) -> None:
             batch.model_inputs(style)  # type: ignore[arg-type]
     with pytest.raises(BackendError, match=r"packed_seq_params: every segment must be whole"):
         packed_seq_params(batch)
-    with pytest.raises(UnknownNameError, match="'fsdp'; choose one of: hf, flash, megatron, padded"):
+    with pytest.raises(
+        UnknownNameError, match="'fsdp'; choose one of: hf, flash, megatron, padded"
+    ):
         batch.model_inputs("fsdp")  # type: ignore[arg-type]
 
 
