@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test check docs floors clean
+.PHONY: demo test check docs package floors clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -22,6 +22,10 @@ check: $(VENV)/installed
 
 docs: $(VENV)/installed
 	$(BIN)/mkdocs build --strict
+
+# sdist and wheel, tried in clean environments: EXTRAS='--extra s3', EXTRAS='--extra all'.
+package:
+	$(PYTHON) tests/packaging.py $(EXTRAS)
 
 # torch first and by version: asked for later, as a dependency, pip may choose a CUDA build of
 # several gigabytes where a CPU build is at hand.

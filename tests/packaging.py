@@ -1,0 +1,140 @@
+"""Builds the sdist and the wheel, installs the wheel in clean environments, and tries it there.
+
+    python tests/packaging.py                        the core dependencies alone
+    python tests/packaging.py --extra s3 --extra lp  also these extras, each in an environment
+    python tests/packaging.py --extra all            also every extra that is tried
+    python tests/packaging.py --python python3.13    with another interpreter (repeatable)
+    python tests/packaging.py --oldest               with the oldest releases in pyproject.toml
+
+``tests/support/smoke.py`` is what runs there. Packages come from the index that pip uses here.
+``flash`` and ``flash4`` need a GPU and its compiler, so ``all`` leaves them out; ``docs`` and
+``dev`` are for work on packstore itself, and `make test` installs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SMOKE = ROOT / "tests" / "support" / "smoke.py"
+TORCH = "torch==2.13.0"
+"""Installed first, as the Makefile does, so that a CPU build is taken where there is one."""
+NEEDS_TORCH = frozenset({"torch", "train"})
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+NOT_TRIED = frozenset({"flash", "flash4", "docs", "dev"})
+MADE = frozenset({"PKG-INFO", "setup.cfg"})
+NOT_IN_SDIST = (".ci/", ".gitignore")
+"""What is of use in the repository alone."""
+
+
+def run(*command: str | Path, folder: Path = ROOT) -> str:
+    """Output of a command, which must succeed."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=folder,
+        env=clean,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"packaging: {' '.join(map(str, command))} failed:\n{done.stdout}")
+    return done.stdout
+
+
+def environment(folder: Path, python: str, *groups: list[str]) -> Path:
+    """Makes a virtual environment, installs each group of packages; returns its interpreter."""
+    run(python, "-m", "venv", folder)
+    inside = folder / "bin" / "python"
+    for packages in filter(None, groups):
+        run(inside, "-m", "pip", "install", "--quiet", *packages)
+    return inside
+
+
+def floors(extra: str) -> list[str]:
+    """The oldest release of each dependency that pyproject.toml names for this extra."""
+    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"].get(extra, [])]
+    return [name.replace(">=", "==") for name in wanted if not name.startswith("packstore[")]
+
+
+def sources() -> list[str]:
+    """What git tracks and a source distribution must hold."""
+    tracked = run("git", "ls-files").splitlines()
+    return [name for name in tracked if not name.startswith(NOT_IN_SDIST)]
+
+
+def build(work: Path, python: str) -> Path:
+    """Builds the sdist of what is here, and the wheel from that sdist; returns the wheel."""
+    inside = environment(work / "build", python, ["build"])
+    run(inside, "-m", "build", "--outdir", work / "dist", ROOT)
+    (sdist,), (wheel,) = (work / "dist").glob("*.tar.gz"), (work / "dist").glob("*.whl")
+    with tarfile.open(sdist) as archive:
+        held = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    tracked = set(sources())
+    made = {name for name in held if name in MADE or name.startswith("packstore.egg-info/")}
+    code = {name for name in names if not name.startswith("packstore-")}
+    for what, wrong in (
+        ("sdist lacks", tracked - held),
+        ("sdist holds, and git does not track", held - tracked - made),
+        ("wheel lacks", {name for name in tracked if name.startswith("packstore/")} - code),
+        ("wheel holds, and git does not track", code - tracked),
+    ):
+        if wrong:
+            sys.exit(f"packaging: the {what}, {len(wrong)} files: {sorted(wrong)[:9]}")
+    if not any(name.endswith("licenses/LICENSE") for name in names):
+        sys.exit("packaging: the wheel has no LICENSE")
+    for path, count in ((sdist, len(held)), (wheel, len(names))):
+        print(f"{path.name}: {count} files, {path.stat().st_size:,} bytes", flush=True)
+    return wheel
+
+
+def attempt(work: Path, python: str, wheel: Path, extra: str, oldest: bool) -> None:
+    """Installs the wheel with one extra, or with none, and runs its parts of the smoke test."""
+    first = [TORCH] if extra in NEEDS_TORCH and not oldest else []
+    target = [f"{wheel}[{extra}]" if extra else str(wheel), *(floors(extra) if oldest else [])]
+    inside = environment(work / f"with-{extra or 'core'}", python, first, target)
+    run(inside, "-m", "pip", "check")
+    releases = "the oldest releases" if oldest else "the newest releases"
+    print(f"{run(inside, '--version').strip()}, packstore[{extra}], {releases}:", flush=True)
+    empty = work / f"empty-{extra or 'core'}"
+    empty.mkdir()
+    parts = ["core", *([extra] if extra else [])]
+    printed = run(inside, "-I", SMOKE, *parts, folder=empty)
+    print("".join(line + "\n" for line in printed.splitlines() if line.startswith("  ")), end="")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--extra", action="append", default=[], metavar="NAME")
+    parser.add_argument("--python", action="append", default=[], metavar="PATH")
+    parser.add_argument("--oldest", action="store_true")
+    args = parser.parse_args()
+    known = [name for name in PROJECT["optional-dependencies"] if name not in NOT_TRIED]
+    extras = known if args.extra == ["all"] else args.extra
+    if unknown := set(extras) - set(known):
+        parser.error(f"no extra {', '.join(sorted(unknown))}; choose from {', '.join(known)}")
+    for python in args.python or [sys.executable]:
+        with tempfile.TemporaryDirectory() as folder:
+            work = Path(folder)
+            wheel = build(work, python)
+            for extra in ("", *extras):
+                attempt(work, python, wheel, extra, args.oldest)
+    print("packaging: all passed")
+
+
+if __name__ == "__main__":
+    main()

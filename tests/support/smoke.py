@@ -1,0 +1,267 @@
+"""What an installed packstore must do, whatever else is installed; run by ``tests/packaging.py``.
+
+    python -I tests/support/smoke.py core torch     in the environment to try, in an empty folder
+
+A part packs or reads a few made-up records. ``core`` needs the core dependencies alone: it packs
+token ids and texts, reads them back, verifies them, and calls every command that reads a dataset.
+The other parts are named like the extras of ``pyproject.toml``.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import itertools
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+import packstore
+
+PAIRS = 40
+SIDES = ("prompt", "chosen", "rejected")
+
+
+def texts(first: int = 0) -> list[dict[str, str]]:
+    """Pairs of text, each with a text of its own."""
+    return [
+        {"prompt": f"What is {i} and one?", "chosen": f"It is {i + 1}.", "rejected": f"Not {i}."}
+        for i in range(first, first + PAIRS)
+    ]
+
+
+def token_ids() -> list[dict[str, list[int]]]:
+    """Pairs of token ids."""
+    rng = np.random.default_rng(0)
+    return [
+        {side: rng.integers(3, 90, int(rng.integers(2, 9))).tolist() for side in SIDES}
+        for _ in range(PAIRS)
+    ]
+
+
+def text_file(name: str = "pairs.jsonl", first: int = 0) -> str:
+    """The pairs of text as a file."""
+    lines = "".join(json.dumps(record) + "\n" for record in texts(first))
+    Path(name).write_text(lines, encoding="utf-8")
+    return name
+
+
+def tokenizer() -> str:
+    """A byte-level tokenizer, trained on the texts."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([text for record in texts() for text in record.values()], trainer)
+    made.save("tokenizer.json")
+    return "tokenizer.json"
+
+
+def command(*arguments: str) -> str:
+    """Calls the installed command; returns its output."""
+    program = Path(sysconfig.get_path("scripts")) / "packstore"
+    call = [str(program), *arguments]
+    done = subprocess.run(call, capture_output=True, encoding="utf-8", check=False)
+    assert done.returncode == 0, f"{' '.join(call)}: {done.stderr}"
+    return done.stdout
+
+
+def sequences(dataset: packstore.Dataset) -> list[list[int]]:
+    """The ids of all sequences of a dataset, sorted."""
+    found = []
+    for batch in dataset.iter_batches():
+        for row in batch.select(["input_ids", "seq_boundaries"]).to_pylist():
+            ids, ends = row["input_ids"], row["seq_boundaries"]
+            found += [ids[a:b] for a, b in itertools.pairwise(ends)]
+    return sorted(found)
+
+
+def core() -> str:
+    """Packs, reads and verifies without any extra."""
+    heavy = [name for name in ("torch", "transformers") if find_spec(name)]
+    made = packstore.pack(token_ids(), "ids", pack_size=64)
+    dataset = packstore.open("ids")
+    assert dataset.manifest.fingerprint == made.manifest.fingerprint
+    expected = [r["prompt"] + r[side] for r in token_ids() for side in ("chosen", "rejected")]
+    assert sequences(dataset) == sorted(expected)
+    assert dataset.verify().ok
+    assert packstore.plan([3, 4, 5], pack_size=8).num_packs == 2
+    command("pack", text_file(), "texts", "--tokenizer", tokenizer(), "--pack-size", "128")
+    assert f"{PAIRS} examples" in command("verify", "texts")
+    assert "pairs.jsonl" in command("inspect", "texts")
+    assert "supervised" in command("show", "texts", "--pack", "0")
+    command("stats", "texts")
+    command("doctor", "pairs.jsonl", "--tokenizer", "tokenizer.json")
+    command("append", "texts", text_file("more.jsonl", PAIRS))
+    assert packstore.open("texts").manifest.pairs == 2 * PAIRS
+    beside = f"beside {', '.join(heavy)}" if heavy else "without torch"
+    return f"{PAIRS} pairs of ids and {PAIRS} of text packed, read back, verified, {beside}"
+
+
+def torch() -> str:
+    """Streams packs into batches, and takes a loss and its gradient."""
+    import torch
+
+    import packstore.torch as pt
+
+    packstore.pack(token_ids(), "for-torch", pack_size=64)
+    loader = pt.PackedDataLoader(pt.PackedDataset("for-torch", seed=0), packs_per_batch=2)
+    loss_fn, pairs = pt.PreferenceLoss("dpo", beta=0.1), 0
+    for batch in loader:
+        logps = torch.zeros(2 * batch.num_examples, requires_grad=True)
+        out = loss_fn(logps, batch, ref_logps=torch.zeros(2 * batch.num_examples))
+        out.loss.backward()
+        assert logps.grad is not None
+        assert torch.isfinite(logps.grad).all()
+        pairs += batch.num_examples
+    assert pairs == PAIRS
+    return f"{PAIRS} pairs in batches, with a loss and its gradient"
+
+
+def train() -> str:
+    """Trains a tiny model by ``packstore train``."""
+    from tokenizers import Tokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    command("pack", text_file(), "for-train", "--tokenizer", tokenizer(), "--pack-size", "128")
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained("model")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_file("tokenizer.json"), eos_token="</s>"
+    )
+    fast.save_pretrained("model")
+    where = ("--model", "model", "--dataset", "for-train", "--output", "run")
+    command("train", *where, "--pairs-per-step", "8", "--epochs", "1")
+    assert "accurac" in command(
+        "evaluate", "for-train", "--model", "run/model", "--ref-model", "model"
+    )
+    return "a tiny model trained and evaluated from the command line"
+
+
+def sentencepiece() -> str:
+    """Packs texts with a SentencePiece model."""
+    import sentencepiece
+
+    lines = [text for record in texts() for text in record.values()]
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(lines),
+        model_prefix="pieces",
+        vocab_size=60,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    made = packstore.pack(text_file(), "pieces", tokenizer="pieces.model", pack_size=128)
+    return f"{made.manifest.pairs} pairs packed with a SentencePiece model"
+
+
+def fast() -> str:
+    """Finds the ids of the reference engine with each of the faster ones."""
+    source, path, found = text_file(), tokenizer(), []
+    for engine in ("tokenizers", "fastokens", "gigatoken"):
+        made = packstore.pack(
+            source, f"by-{engine}", tokenizer=path, pack_size=128, tokenizer_engine=engine
+        )
+        found.append(sequences(made))
+    assert found[0] == found[1] == found[2]
+    return "the same ids from three tokenizer engines"
+
+
+def lp() -> str:
+    """Plans by a linear program."""
+    lengths = np.random.default_rng(0).integers(1, 60, 200)
+    plan = packstore.plan(lengths, pack_size=64, strategy="column_generation")
+    assert plan.num_packs >= -(-int(lengths.sum()) // 64)
+    return f"200 lengths in {plan.num_packs} packs by column generation"
+
+
+def ray() -> str:
+    """Packs on a local Ray cluster, and finds the bytes of local workers."""
+    here = packstore.pack(text_file(), "here", tokenizer=tokenizer(), pack_size=128)
+    there = packstore.pack(
+        "pairs.jsonl", "there", tokenizer="tokenizer.json", pack_size=128, engine="ray"
+    )
+    assert there.manifest.fingerprint == here.manifest.fingerprint
+    return "the same bytes on a local Ray cluster"
+
+
+def http_() -> str:
+    """Reads a dataset from a web server on this machine."""
+    packstore.pack(token_ids(), "on-web", pack_size=64)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Ranges) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        report = packstore.open(f"http://127.0.0.1:{server.server_port}/on-web").verify()
+        server.shutdown()
+    assert report.ok, report.problems
+    return "a dataset read and verified over HTTP"
+
+
+class Ranges(http.server.SimpleHTTPRequestHandler):
+    """Serves the current folder, with requests for ranges, which the base class ignores."""
+
+    def do_GET(self) -> None:
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if not found:
+            super().do_GET()
+            return
+        data = Path(self.translate_path(self.path)).read_bytes()
+        start, end = int(found[1]), min(int(found[2]) + 1, len(data))
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
+        self.send_header("Content-Length", str(end - start))
+        self.end_headers()
+        self.wfile.write(data[start:end])
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def filesystem(protocol: str) -> str:
+    """Finds the filesystem of an object store, which the whole suite tries on real servers."""
+    import fsspec
+
+    found = fsspec.get_filesystem_class(protocol)
+    return f"{protocol}:// is {found.__module__}.{found.__name__}; nothing was sent"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "core": core,
+    "torch": torch,
+    "train": train,
+    "sentencepiece": sentencepiece,
+    "fast": fast,
+    "lp": lp,
+    "ray": ray,
+    "http": http_,
+    "s3": functools.partial(filesystem, "s3"),
+    "gcs": functools.partial(filesystem, "gs"),
+    "azure": functools.partial(filesystem, "az"),
+}
+
+
+if __name__ == "__main__":
+    where = Path(packstore.__file__)
+    assert where.is_relative_to(sys.prefix), f"packstore is not the installed one: {where}"
+    for name in sys.argv[1:]:
+        print(f"  {name}: {PARTS[name]()}", flush=True)

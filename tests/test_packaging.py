@@ -1,0 +1,65 @@
+"""What a release is made of. ``tests/packaging.py`` installs and tries it; that takes minutes."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+SCRIPT = runpy.run_path(str(ROOT / "tests" / "packaging.py"))
+
+
+def test_the_license_is_the_one_that_is_declared() -> None:
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License\n                           Version 2.0" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert PROJECT["license"] == citation["license"] == "Apache-2.0"
+    assert PROJECT["license-files"] == ["LICENSE"]
+
+
+def test_the_smoke_test_has_a_part_for_every_extra() -> None:
+    parts = set(runpy.run_path(str(ROOT / "tests" / "support" / "smoke.py"))["PARTS"])
+    assert parts == {"core"} | set(PROJECT["optional-dependencies"]) - SCRIPT["NOT_TRIED"]
+
+
+def test_the_oldest_python_is_the_one_of_the_classifiers() -> None:
+    classifiers = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if ":: 3." in c]
+    assert PROJECT["requires-python"] == f">={classifiers[0]}"
+    page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    assert f"| Python | {', '.join(classifiers)} |" in page
+
+
+@pytest.mark.slow
+def test_the_sdist_holds_what_git_tracks(tmp_path: Path) -> None:
+    try:
+        too_old = int(version("setuptools").partition(".")[0]) < 77
+    except PackageNotFoundError:
+        too_old = True
+    if too_old or not (ROOT / ".git").exists():
+        pytest.skip("setuptools 77 or newer, and a checkout of git")
+    tracked = [name for name in SCRIPT["sources"]() if (ROOT / name).exists()]
+    for name in tracked:
+        place = tmp_path / "tree" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, place)
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=tmp_path / "tree", capture_output=True, encoding="utf-8", check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert set(tracked) <= held
