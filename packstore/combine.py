@@ -82,7 +82,8 @@ def append(
     options = base.location.storage_options
     packed = isinstance(more, Dataset) or find_dataset(more, options) is not None
     config = _settings_of(base, settings, packed)
-    with writing(base.location, overwrite=True, fresh=config.fresh, call="append") as job:
+    lone = config.single_writer
+    with writing(base.location, True, config.fresh, "append", single_writer=lone) as job:
         if job.version != base.version + 1:
             must = f"only its newest version, {job.version - 1}, can be extended"
             found = f"version {base.version}"
@@ -107,6 +108,7 @@ def concat(
     out: str,
     *,
     overwrite: bool = False,
+    single_writer: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Dataset:
     """One dataset of the packs of several, in order, whose shards are copied as they are.
@@ -119,6 +121,7 @@ def concat(
         datasets: the datasets, or their places; one may be `out` itself.
         out: folder or fsspec URL of the new dataset.
         overwrite: replace a dataset that is there.
+        single_writer: no other job writes there meanwhile; needed where two could both commit.
         storage_options: passed to the fsspec filesystems of `out`, and of places given as texts.
 
     Raises:
@@ -142,7 +145,7 @@ def concat(
     run = fingerprint(about["parts"])[:12]
     for part in parts:
         require_files(part.location, part.manifest, part.version)
-    with writing(location, overwrite, call="concat") as job:
+    with writing(location, overwrite, call="concat", single_writer=single_writer) as job:
         job.begin(run, {"call": "concat", "libraries": libraries, "parts": about["parts"]})
         try:
             manifest = _copied(job, parts, run)

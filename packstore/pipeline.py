@@ -104,8 +104,9 @@ def pack(
         log.info("%s: already there, same input and settings", Location(out, options).display)
         return next(iter(there.values()))
     with contextlib.ExitStack() as stack:
+        opened = partial(writing, fresh=config.fresh, single_writer=config.single_writer)
         jobs = [
-            stack.enter_context(writing(place, config.overwrite or part in there, config.fresh))
+            stack.enter_context(opened(place, config.overwrite or part in there))
             for part, place in places.items()
         ]
         _pack_parts(jobs, source, tokenizer, config, progress or _no_progress)

@@ -69,6 +69,15 @@ def add_storage_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_single_writer(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--single-writer``."""
+    parser.add_argument(
+        "--single-writer",
+        action="store_true",
+        help="no other job writes there meanwhile: for stores where two could both commit",
+    )
+
+
 def storage_options(args: argparse.Namespace) -> dict[str, Any]:
     """The storage options that were given; true, false, null, {…} and […] are read as JSON."""
     given: dict[str, Any] = dict(key_values(args.storage_option, "--storage-option"))

@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 
 from packstore.cli import Command
-from packstore.cli.common import add_storage_options, number, stdout_console, storage_options
+from packstore.cli.common import (
+    add_single_writer,
+    add_storage_options,
+    number,
+    stdout_console,
+    storage_options,
+)
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -14,6 +20,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("out", metavar="OUT", help="folder or URL of the new dataset")
     parser.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
+    add_single_writer(parser)
     add_storage_options(parser)
 
 
@@ -21,7 +28,11 @@ def _run(args: argparse.Namespace) -> int:
     from packstore.combine import concat
 
     dataset = concat(
-        args.datasets, args.out, overwrite=args.overwrite, storage_options=storage_options(args)
+        args.datasets,
+        args.out,
+        overwrite=args.overwrite,
+        single_writer=args.single_writer,
+        storage_options=storage_options(args),
     )
     m = dataset.manifest
     stdout_console().print(

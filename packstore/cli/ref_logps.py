@@ -8,6 +8,7 @@ from packstore.cli import Command
 from packstore.cli._model import add_model, loaded, ranks, say
 from packstore.cli.common import (
     add_dataset,
+    add_single_writer,
     open_dataset,
     progress_of,
     stdout_console,
@@ -21,6 +22,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="folder or URL of the side dataset")
     add_model(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
+    add_single_writer(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -35,6 +37,7 @@ def _run(args: argparse.Namespace) -> int:
                 dataset,
                 args.out,
                 overwrite=args.overwrite,
+                single_writer=args.single_writer,
                 storage_options=storage_options(args),
                 progress=progress,
                 mixed_precision=args.mixed_precision,

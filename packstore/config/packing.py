@@ -235,6 +235,10 @@ class RunConfig(WorkConfig):
     fresh: bool = setting(
         False, "give up an unfinished run at the same place instead of going on with it"
     )
+    single_writer: bool = setting(
+        False,
+        "no other job writes there meanwhile: for stores where two could both commit (sftp, …)",
+    )
 
     def __post_init__(self) -> None:
         validate(self)

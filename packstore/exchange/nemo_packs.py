@@ -19,10 +19,11 @@ from packstore.errors import InputError, sentence
 from packstore.exchange.importers import ImportOptions
 from packstore.exchange.object_array import Row, numbers, read_rows, reals
 from packstore.invariants import check_packs
-from packstore.io.commit import refuse_existing
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
+from packstore.io.job import writing
 from packstore.io.manifest import build_manifest, commit_manifest
+from packstore.io.presence import require_committed
 from packstore.io.shard import PackShape
 from packstore.io.storage import Location
 from packstore.io.streams import HashedStream, decompressed
@@ -51,7 +52,6 @@ def import_packs(
         FormatError: a pack breaks a rule of the format; names the row.
         DatasetExistsError: a dataset is there.
     """
-    refuse_existing(place, options.overwrite)
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
     config = PackConfig.of(
         strategy="imported",
@@ -68,7 +68,9 @@ def import_packs(
         vocab_size=tokenizer.vocab_size if tokenizer else None,
     )
     run = fingerprint({"imported": "nemo", "version": VERSION})[:12]
+    lone = options.single_writer
     with (
+        writing(place, options.overwrite, call="import", single_writer=lone) as job,
         source.open_read() as raw,
         ShardWriter(place, shape, config, run) as writer,
     ):
@@ -90,7 +92,8 @@ def import_packs(
         tally = Tally(read=pairs)
         manifest = build_manifest(shape, config, shards, writer.counter, tally, {}, provenance)
         manifest = replace(manifest, pack_index=writer.pack_index)
-        commit_manifest(place, manifest, overwrite=options.overwrite)
+        commit_manifest(place, manifest, version=job.version)
+        require_committed(place, manifest, job.version)
     progress("import", manifest.num_packs, manifest.num_packs, "packs")
     return open_dataset(place.url, place.storage_options)
 

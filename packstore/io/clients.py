@@ -10,6 +10,7 @@ asked for a few times already.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,8 @@ PART_BYTES = 8 << 20
 """Bytes of a file that are sent in one request."""
 
 PARTS_AT_ONCE = 4
+
+_MEMORY = threading.Lock()
 
 
 def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -55,6 +58,24 @@ def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     return fs, path
 
 
+_EXCLUSIVE = ("s3fs", "gcsfs", "adlfs")
+
+
+def creates_exclusively(fs: Any) -> bool:
+    """Whether `create` is known to let one of many writers win; local disks have their own way.
+
+    Most filesystems of fsspec look whether the file is there, and then write it.
+    """
+    module = type(fs).__module__
+    return module.partition(".")[0] in _EXCLUSIVE or module == "fsspec.implementations.memory"
+
+
+def make_parent(fs: Any, path: str) -> None:
+    """Makes the folder of a file, on filesystems that may have real ones (sftp, …)."""
+    if not creates_exclusively(fs):
+        fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+
 def is_s3(url: str) -> bool:
     """Whether the URL is one of S3, and of nothing around it (``simplecache::s3://``)."""
     return url.startswith(("s3://", "s3a://"))
@@ -78,13 +99,17 @@ def put_file(fs: Any, local_path: str, path: str) -> None:
         how = {"chunksize": PART_BYTES}
     elif type(fs).__module__.startswith("adlfs"):
         how = {"max_concurrency": PARTS_AT_ONCE}
+    make_parent(fs, path)
     fs.put_file(local_path, path, **how)
 
 
 def create(fs: Any, path: str, data: bytes) -> None:
     """Puts bytes only if nothing is there; raises what the client raises if something is."""
     how = {"retry_total": 0} if type(fs).__module__.startswith("adlfs") else {}
-    fs.pipe_file(path, data, mode="create", **how)
+    make_parent(fs, path)
+    # In memory it looks first and writes then, which threads could do at the same time.
+    with _MEMORY if type(fs).__module__.endswith(".memory") else contextlib.nullcontext():
+        fs.pipe_file(path, data, mode="create", **how)
 
 
 def glob(fs: Any, pattern: str, url: str) -> dict[str, Any]:

@@ -11,7 +11,13 @@ from __future__ import annotations
 import contextlib
 import re
 
-from packstore.errors import DatasetExistsError, DatasetNotFoundError, FormatError, sentence
+from packstore.errors import (
+    ConfigError,
+    DatasetExistsError,
+    DatasetNotFoundError,
+    FormatError,
+    sentence,
+)
 from packstore.io.seal import seal, unsealed
 from packstore.io.storage import Location
 
@@ -49,6 +55,24 @@ def read_committed(
         raise _too_large(location, path, sizes[number])
     where = location.join(path).display
     return unsealed(location.read_bytes(path), where), where, number
+
+
+def require_exclusive(location: Location, single_writer: bool) -> None:
+    """Refuses a place where two writers could both commit, unless there is but one.
+
+    Args:
+        location: the dataset.
+        single_writer: no other job writes there meanwhile.
+
+    Raises:
+        ConfigError: exclusive creation is not proved of its filesystem.
+    """
+    if single_writer or location.creates_exclusively:
+        return
+    must = "only one writer at a time may commit there"
+    found = "a filesystem that is not known to create a file only if it is absent"
+    do = "Where no other job writes there, say so: single_writer=True (--single-writer)"
+    raise ConfigError(sentence(location.display, must, found, do))
 
 
 def refuse_existing(location: Location, overwrite: bool, name: str = DATASET) -> int:

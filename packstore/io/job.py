@@ -27,7 +27,7 @@ from packstore.errors import (
     StorageError,
     sentence,
 )
-from packstore.io.commit import FOLDER, refuse_existing
+from packstore.io.commit import FOLDER, refuse_existing, require_exclusive
 from packstore.io.dataset import Dataset
 from packstore.io.journal import Finished, Journal, refuse_other
 from packstore.io.manifest import Manifest
@@ -220,7 +220,12 @@ class WriteJob:
 
 @contextlib.contextmanager
 def writing(
-    location: Location, overwrite: bool, fresh: bool = False, call: str = "pack"
+    location: Location,
+    overwrite: bool,
+    fresh: bool = False,
+    call: str = "pack",
+    *,
+    single_writer: bool = False,
 ) -> Iterator[WriteJob]:
     """A context in which a job writes to `location`, maybe beside others.
 
@@ -229,11 +234,14 @@ def writing(
         overwrite: a dataset that is there is going to be replaced.
         fresh: give up unfinished runs there, rather than go on with them.
         call: what the job does, for people.
+        single_writer: no other job writes there meanwhile.
 
     Raises:
+        ConfigError: two writers could both commit there, and `single_writer` is False.
         DatasetExistsError: a dataset is there, and `overwrite` is False.
         StorageError: the store refuses.
     """
+    require_exclusive(location, single_writer)
     version = refuse_existing(location, overwrite)
     with pruned(location), marked(location, call) as marker:
         try:

@@ -123,7 +123,7 @@ class _Trial:
             written = _tried("write", self._write)
             yield written
             if written.ok:
-                yield _tried("commit", self._write_again)
+                yield self._commit()
                 yield _tried("speed", self._measure)
         finally:
             removed = _tried("clean up", self._remove)
@@ -135,6 +135,12 @@ class _Trial:
     def _write(self) -> str:
         self._location.create_bytes(self._name, b"first")
         return "allowed"
+
+    def _commit(self) -> Finding:
+        if self._location.creates_exclusively:
+            return _tried("commit", self._write_again)
+        known = "this filesystem is not known to create a file only if it is absent"
+        return Finding("commit", None, f"one writer at a time (--single-writer): {known}")
 
     def _write_again(self) -> str:
         try:

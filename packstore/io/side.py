@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from packstore.config import fingerprint
 from packstore.errors import ConfigError, FormatError, sentence
-from packstore.io.commit import FOLDER, commit, refuse_existing
+from packstore.io.commit import FOLDER, commit, refuse_existing, require_exclusive
 from packstore.io.dataset import Dataset
 from packstore.io.faults import guarded
 from packstore.io.manifest import Manifest
@@ -64,12 +64,14 @@ class SideWriter:
         made_with: what made the values, such as `model`, `model_sha256`, `tokenizer_sha256`,
             `chat_template_sha256`, `dtype`, `attention`, `head_dtype`: texts, numbers, booleans.
         overwrite: replace a side dataset that is already there.
+        single_writer: no other job writes there meanwhile; needed where two could both commit.
         storage_options: what fsspec's filesystem takes.
 
     Attributes:
         examples: written so far.
 
     Raises:
+        ConfigError: two writers could both commit there, and `single_writer` is False.
         DatasetExistsError: one is there, and `overwrite` is False.
         FormatError: a column or a member of `made_with` that may not be.
     """
@@ -82,6 +84,7 @@ class SideWriter:
         *,
         made_with: Mapping[str, str | int | float | bool | None] | None = None,
         overwrite: bool = False,
+        single_writer: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         manifest = source.manifest if isinstance(source, Dataset) else source
@@ -97,6 +100,7 @@ class SideWriter:
             shards=(),
         )
         self._manifest.check(self._location.display)
+        require_exclusive(self._location, single_writer)
         self._version = refuse_existing(self._location, overwrite, SIDE)
         head = self._manifest
         self._run = fingerprint([head.fingerprint, head.columns, head.made_with])[:12]

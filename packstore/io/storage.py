@@ -74,6 +74,12 @@ class Location:
         fs, root = self._open()
         return root if local.is_local(fs) else None
 
+    @property
+    def creates_exclusively(self) -> bool:
+        """Whether of many that create a file at once exactly one is known to win."""
+        fs, _ = self._open()
+        return local.is_local(fs) or clients.creates_exclusively(fs)
+
     def join(self, path: str) -> Location:
         """The location at `path` below this one."""
         if not path:

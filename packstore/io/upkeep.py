@@ -87,7 +87,12 @@ def replace_bytes(location: Location, path: str, data: bytes) -> None:
     root = location.local_path
     if root is None:
         fs, full = location._at(path)
-        location.ask("write", path, lambda: fs.pipe_file(full, data))
+
+        def put() -> None:
+            clients.make_parent(fs, full)
+            fs.pipe_file(full, data)
+
+        location.ask("write", path, put)
         return
     full = os.path.join(root, path)
     with location.guard("write", path):
@@ -135,7 +140,8 @@ def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
         with target.guard("write", to):
             _link(full, there)
         return True
-    if type(fs) is not type(other) or source.storage_options != target.storage_options:
+    alike = type(fs) is type(other) and source.storage_options == target.storage_options
+    if not alike or not clients.creates_exclusively(fs):  # others may have a root of their own
         return False
     target.ask("write", to, lambda: fs.cp_file(full, there))
     return True

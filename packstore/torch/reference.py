@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from packstore.config import BatchConfig, fingerprint
 from packstore.errors import FormatError, sentence
-from packstore.io.commit import refuse_existing
+from packstore.io.commit import refuse_existing, require_exclusive
 from packstore.io.dataset import Dataset
 from packstore.io.side import Side, SideWriter, open_side
 from packstore.io.side_manifest import REF_LOGPS, SIDE
@@ -55,6 +55,7 @@ def write_ref_logps(
     *,
     mixed_precision: Precision = "none",
     overwrite: bool = False,
+    single_writer: bool = False,
     storage_options: dict[str, Any] | None = None,
     progress: Progress | None = None,
     **batching: int | None,
@@ -72,6 +73,7 @@ def write_ref_logps(
         mixed_precision: ``bf16`` computes in bfloat16 by autocast, as a training with that setting
             does; ``none`` in the autocast that is on around this call, if one is.
         overwrite: replace a side dataset that is already there.
+        single_writer: no other job writes there meanwhile; needed where two could both commit.
         storage_options: of `url`.
         progress: told about finished packs, on this rank.
         batching: `packs_per_batch` (default 1) or `tokens_per_batch`.
@@ -91,6 +93,7 @@ def write_ref_logps(
     location = Location(url, storage_options or {})
 
     def begin() -> tuple[MadeWith, list[int]]:
+        require_exclusive(location, single_writer)
         refuse_existing(location, overwrite, SIDE)
         with lower():
             made_with = describe_reference(model, dataset)
@@ -109,6 +112,7 @@ def write_ref_logps(
             {REF_LOGPS: "list<float32>"},
             made_with=made_with,
             overwrite=overwrite,
+            single_writer=single_writer,
             storage_options=storage_options,
         ) as writer:
             for ids, counts, logps in parts.read():

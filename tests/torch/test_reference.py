@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import packstore
-from packstore.errors import CompatibilityError, DatasetExistsError, FormatError
+from packstore.errors import CompatibilityError, ConfigError, DatasetExistsError, FormatError
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
 from packstore.io.side import open_side
@@ -215,6 +215,10 @@ def test_what_it_was_made_with(kit: SimpleNamespace, pairs: Dataset, tmp_path: P
     assert (made["adapter"], made["device"], made["packs_per_batch"]) == (False, "cpu", None)
     with pytest.raises(DatasetExistsError):
         write_ref_logps(model, pairs, str(tmp_path / "ref"))
+    far = f"dir::file://{tmp_path}/far"
+    with pytest.raises(ConfigError, match="only one writer at a time may commit there"):
+        write_ref_logps(model, pairs, far)
+    assert write_ref_logps(model, pairs, far, single_writer=True).version == 1
     assert write_ref_logps(model, pairs, str(tmp_path / "ref"), overwrite=True).version == 2
 
 

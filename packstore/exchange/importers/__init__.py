@@ -24,6 +24,10 @@ class ImportOptions:
     )
     pack_size: int | None = setting(None, "tokens of a pack at most; default: of the longest pack")
     overwrite: bool = setting(False, "replace a dataset that is already there")
+    single_writer: bool = setting(
+        False,
+        "no other job writes there meanwhile: for stores where two could both commit (sftp, …)",
+    )
 
     def __post_init__(self) -> None:
         validate(self)
