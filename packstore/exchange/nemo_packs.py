@@ -2,8 +2,8 @@
 
 ``numpy.save`` of an array of dicts: `input_ids` and `labels` (whole tokens, not shifted), `reward`
 and `lengths` of chosen, rejected, chosen, ..., and `seq_boundaries`. That is layout ``concat`` of
-our own format, so the packs stay as they are and in their order. The file is a pickle; how it is
-read without running it is in :mod:`packstore.exchange.pickles`.
+our own format, so the packs stay as they are and in their order. The file is a pickle, which
+:mod:`packstore.exchange.pickles` reads without running foreign code.
 """
 
 from __future__ import annotations

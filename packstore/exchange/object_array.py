@@ -1,23 +1,23 @@
-"""Reads an ``.npy`` file that holds an array of Python dicts of lists of numbers, row by row."""
+"""Reads an ``.npy`` file that holds an array of Python dicts of lists of numbers."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from packstore.errors import InputError, PackstoreError, quote, sentence
-from packstore.exchange.pickles import Machine
-from packstore.exchange.values import List, kind_of
+from packstore.exchange.pickles import load
 from packstore.records import Int64
 
-Row = dict[str, List]
+Row = dict[str, list[Any]]
 
 
 def read_rows(stream: BinaryIO, path: str, keys: frozenset[str]) -> Iterator[Row]:
-    """The rows of the array, one after another.
+    """Yields the rows of the array, all of which are in memory.
 
     Args:
         stream: the file; it is read to its end.
@@ -25,55 +25,63 @@ def read_rows(stream: BinaryIO, path: str, keys: frozenset[str]) -> Iterator[Row
         keys: the keys of every row, no more and no less; each value is a list.
 
     Raises:
-        InputError: it is not such a file, asks for anything else, or ends early.
+        InputError: it is not such a file, or asks for anything else.
     """
-    declared, rows = _declared(stream, path), 0
-    for row in Machine(stream, path, keys).run():
-        rows += 1
-        if rows > declared:
-            break
+    declared, rows = _declared(stream, path), load(stream.read(), path)
+    if len(rows) != declared:
+        must = f"must hold the {declared} rows of its header"
+        raise InputError(sentence(path, must, str(len(rows))))
+    seen: set[int] = set()
+    for number, row in enumerate(rows):
+        where = f"{path}, row {number}"
+        if type(row) is not dict or row.keys() != keys:
+            must = f"must be a dict with the keys {', '.join(sorted(keys))}"
+            found = ", ".join(map(_kind, row)) if type(row) is dict else _kind(row)
+            raise InputError(sentence(where, must, found))
+        for name, values in row.items():
+            if type(values) is not list:
+                raise InputError(sentence(f"{where}, {name}", "must be a list", _kind(values)))
+        # Of a few bytes, a list that is used again and again would become any number of packs.
+        used = {id(row), *map(id, row.values())}
+        if len(used) <= len(keys) or used & seen:
+            raise InputError(
+                sentence(where, "must have lists of its own", "one that is used twice")
+            )
+        seen |= used
         yield row
-    if rows != declared:
-        found = f"more than {declared}" if rows > declared else str(rows)
-        raise InputError(sentence(path, f"must hold the {declared} rows of its header", found))
 
 
-def numbers(values: List, where: str) -> Int64:
-    """A list of whole numbers as int64.
+def numbers(values: list[Any], where: str) -> Int64:
+    """Returns a list of whole numbers as int64.
 
     Raises:
         InputError: there is anything else in it.
     """
-    parts: list[npt.ArrayLike] = []
-    for part in values.parts:
-        if type(part) is int and -(1 << 63) <= part < 1 << 63:
-            parts.append([part])
-        elif isinstance(part, np.ndarray):
-            parts.append(part)
-        else:
-            raise InputError(sentence(where, "must be whole numbers of 64 bits", kind_of(part)))
-    if values.rows:
-        raise InputError(sentence(where, "must be whole numbers of 64 bits", "a dict"))
-    return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
+    if set(map(type, values)) <= {int}:
+        with contextlib.suppress(OverflowError):
+            return np.array(values, np.int64)
+    other = [v for v in values if type(v) is not int]
+    wrong = other[0] if other else max(values, key=abs)
+    raise InputError(sentence(where, "must be whole numbers of 64 bits", _kind(wrong)))
 
 
-def reals(values: List, where: str) -> npt.NDArray[np.float64]:
-    """A list of numbers as float64.
+def reals(values: list[Any], where: str) -> npt.NDArray[np.float64]:
+    """Returns a list of numbers as float64.
 
     Raises:
         InputError: there is anything else in it.
     """
-    parts: list[npt.ArrayLike] = []
-    for part in values.parts:
-        if type(part) is float or (type(part) is int and abs(part) < 1 << 63):
-            parts.append([float(part)])
-        elif isinstance(part, np.ndarray):
-            parts.append(part)
-        else:
-            raise InputError(sentence(where, "must be numbers", kind_of(part)))
-    if values.rows:
-        raise InputError(sentence(where, "must be numbers", "a dict"))
-    return np.concatenate(parts, dtype=np.float64) if parts else np.empty(0, np.float64)
+    if set(map(type, values)) <= {int, float}:
+        return np.array(values, np.float64)
+    wrong = next(v for v in values if type(v) not in (int, float))
+    raise InputError(sentence(where, "must be numbers", _kind(wrong)))
+
+
+def _kind(value: Any) -> str:
+    """A value for error texts: short, however deep it is."""
+    if value is None or isinstance(value, str | int | float):
+        return quote(value)
+    return "a " + type(value).__name__.lstrip("_")
 
 
 def _declared(stream: BinaryIO, path: str) -> int:

@@ -1,11 +1,10 @@
-"""A machine for the few instructions of a pickle that an array of dicts of numbers needs.
+"""Unpickles an array of dicts of lists of numbers, as ``numpy.save`` writes it, and nothing else.
 
-``numpy.save`` writes such an array as a pickle, and a pickle is a program: ``numpy.load`` with
-``allow_pickle`` runs whatever the file asks for. This machine runs nothing. It knows three names,
-which are tokens and never called (numpy's array, its data type, and what puts an array together);
-it makes numbers, texts, lists and dicts; everything else it refuses. What it makes is as large as
-the file at most: no instruction copies a list, and the memo gives back texts and names only. Rows
-are given as soon as they are complete, so one is in memory.
+A pickle is a program: ``numpy.load`` with ``allow_pickle`` runs whatever the file asks for. Here
+Python's own ``Unpickler`` runs it, but gets four names at most, none of which is numpy's: they are
+stand-ins that take the arguments that ``numpy.save`` writes, and make nothing but a holder of the
+rows. Before that, :func:`_scan` passes once over the file and refuses every instruction that such a
+file does not have, and what would take memory or stack out of proportion to its size.
 
 What the instructions mean is in Python's ``pickletools``, which also showed what numpy 1 and 2
 write (protocols 3 and 4; ``numpy.core`` and ``numpy._core``).
@@ -13,256 +12,200 @@ write (protocols 3 and 4; ``numpy.core`` and ``numpy._core``).
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, NoReturn
+import io
+import pickle
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from packstore.errors import InputError, quote, sentence
-from packstore.exchange.values import MARK, ROW, Array, DType, List, Name, kind_of
-from packstore.exchange.window import INT1, INT2, INT4, Window
+from packstore.errors import InputError, PackstoreError, quote, sentence
+from packstore.pack.kernels import jit
 
-MAX_TEXT = 256
+_TEXT = 256
 """Bytes of a text or a name at most: the file holds the names of a few lists, no prose."""
+_TUPLES = 16
+"""Tuples at most, of which numpy writes seven: hashing one within another takes stack for each."""
+_LISTS = 8
+"""Bytes of the file at least for each list or dict, which take up to 250 bytes of memory."""
+_LONG = 9
+"""Bytes of a whole number at most, 64 bits and the sign: larger ones can have equal hashes."""
 
-MAX_WAITING = 1 << 16
-"""Values at most that wait to be put somewhere; numpy puts them after a thousand."""
+_NO, _LINES = -1, -9
+_SIZES = np.full(256, _NO, np.int64)
+"""Instruction -> bytes behind it. Negative: `_NO` instruction of such a file; `_LINES`, two lines;
+else minus the bytes of a length, less one, which so many bytes follow."""
+for _codes, _size in (
+    (b"(]})N\x88\x89\x93\x94\x85\x86\x87tRbaesu.", 0),
+    (b"\x80Kqh", 1),
+    (b"M", 2),
+    (b"Jrj", 4),
+    (b"\x95G", 8),
+    (b"\x8a\x8cC", -2),
+    (b"X", -5),
+    (b"c", _LINES),
+):
+    _SIZES[list(_codes)] = _size
 
-_ARRAY, _DTYPE = "numpy.ndarray", "numpy.dtype"
-_RECONSTRUCT = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+_FAULTS = (
+    "an end in the middle",
+    "the instruction {}",
+    "a long text or number",
+    "more tuples than such a file has",
+    "more lists than such a file has",
+    "bytes behind its end",
+    "a memo that is larger than the file",
+)
+_END, _CODE, _LENGTH, _DEEP, _MANY, _BEHIND, _MEMO = range(len(_FAULTS))
 
 
-class Machine:
-    """Runs the instructions of one file.
+def load(data: bytes, path: str) -> list[Any]:
+    """Returns the objects of the pickled array in `data`, which are of built-in types.
+
+    They take at most about 40 times the memory of `data`, and of a real file about 10 times. A
+    list may be in several places.
 
     Args:
-        stream: stands behind the header of the file.
+        data: the file behind its header.
         path: what error texts call it.
-        keys: the keys of every row.
+
+    Raises:
+        InputError: the file asks for anything else.
     """
-
-    def __init__(self, stream: BinaryIO, path: str, keys: frozenset[str]) -> None:
-        self._bytes, self._path, self._keys = Window(stream), path, keys
-        self._stack: list[Any] = []
-        self._memo: dict[int, str | bytes | Name] = {}
-        self._memoized = self._given = 0
-        self._ready: dict[str, List] | None = None
-
-    def run(self) -> Iterator[dict[str, List]]:
-        """Gives each row as soon as it is complete.
-
-        Raises:
-            InputError: the file asks for anything else than an array of such rows.
-        """
-        try:
-            while (code := self._bytes.peek()) != ord("."):
-                self._step(code)
-                if self._ready is not None:
-                    row, self._ready = self._ready, None
-                    self._given += 1
-                    yield row
-            self._stop()
-        except EOFError:
-            self.refuse("an end in the middle")
-
-    def _step(self, code: int) -> None:
-        if code in (INT1, INT2, INT4):
-            self._whole_numbers(code)
-        elif code in _ACTIONS:
-            self._bytes.take(1)
-            _ACTIONS[code](self)
-        else:
-            self.refuse(f"the instruction {bytes([code])!r}")
-        if len(self._stack) > MAX_WAITING:
-            self.refuse("values that are put nowhere")
-
-    def _stop(self) -> None:
-        self._bytes.take(1)
-        top = self._stack[0] if len(self._stack) == 1 else None
-        if not isinstance(top, Array) or top.rows is None:
-            self.refuse("something else at its end")
-        if top.shape != (self._given,) or top.rows.rows != self._given or top.rows.parts:
-            must = f"the array must be of the {self._given} rows that are in the file"
-            raise InputError(sentence(self._path, must, "another shape, or rows elsewhere"))
-        if not self._bytes.at_end():
-            self.refuse("bytes behind its end")
-
-    def refuse(self, found: str) -> NoReturn:
-        """Raises :class:`InputError` for what stands here."""
-        where = f"{self._path}, row {self._given}, byte {self._bytes.position} behind the header"
-        must = "must be what numpy.save writes of dicts of lists of numbers, and nothing else"
-        raise InputError(sentence(where, must, found, "Import only files that NeMo-Aligner wrote"))
-
-    def pop(self) -> Any:
-        """The topmost value."""
-        if not self._stack or self._stack[-1] is MARK:
-            self.refuse("an instruction without its values")
-        return self._stack.pop()
-
-    def pop_to_mark(self) -> list[Any]:
-        """The values above the topmost mark, which goes too."""
-        marks = (i for i in range(len(self._stack) - 1, -1, -1) if self._stack[i] is MARK)
-        if (mark := next(marks, None)) is None:
-            self.refuse("an instruction without its mark")
-        values = self._stack[mark + 1 :]
-        del self._stack[mark:]
-        return values
-
-    def push(self, value: Any) -> None:
-        """Puts a value on top."""
-        self._stack.append(value)
-
-    def push_tuple(self, values: list[Any]) -> None:
-        """Puts values together."""
-        if any(isinstance(value, np.ndarray) for value in values):
-            self.refuse("a tuple in place of a list")
-        self.push(tuple(values))
-
-    def _whole_numbers(self, code: int) -> None:
-        """One whole number; in a list that is being filled, all that follow one another."""
-        stack = self._stack
-        filling = len(stack) > 1 and stack[-1] is MARK and isinstance(stack[-2], List)
-        if filling or (stack and isinstance(stack[-1], np.ndarray)):
-            self.push(self._bytes.run())
-        else:
-            size = {INT1: 1, INT2: 2, INT4: 4}[code]
-            self._bytes.take(1)
-            self.push(int.from_bytes(self._bytes.take(size), "little", signed=size == 4))
-
-    def small(self, size: int) -> bytes:
-        """The next bytes, which are a text."""
-        if size > MAX_TEXT:
-            self.refuse("a long text")
-        return self._bytes.take(size)
-
-    def unsigned(self, size: int) -> int:
-        """The next bytes as a number."""
-        return int.from_bytes(self._bytes.take(size), "little")
-
-    def line(self) -> str:
-        """The next bytes up to the end of a line."""
-        text = b""
-        while (byte := self._bytes.take(1)) != b"\n":
-            text += byte
-            if len(text) > MAX_TEXT:
-                self.refuse("a long name")
-        return text.decode("ascii", "replace")
-
-    def name(self, module: str, name: str) -> None:
-        """A name, if it is one of the three."""
-        if (whole := f"{module}.{name}") not in (*_RECONSTRUCT, _ARRAY, _DTYPE):
-            self.refuse(f"the name {quote(whole, 120)}")
-        self.push(Name(whole))
-
-    def name_on_stack(self) -> None:
-        """A name that stands on the stack."""
-        name, module = self.pop(), self.pop()
-        if not isinstance(name, str) or not isinstance(module, str):
-            self.refuse("a name that is no text")
-        self.name(module, name)
-
-    def put(self, number: int) -> None:
-        """Remembers the topmost value, if it may stand in several places."""
-        value = self.pop()
-        self.push(value)
-        self._memo.pop(number, None)
-        self._memoized += 1
-        if isinstance(value, str | bytes | Name):
-            self._memo[number] = value
-
-    def put_next(self) -> None:
-        """Remembers the topmost value under the next number."""
-        self.put(self._memoized)
-
-    def get(self, number: int) -> None:
-        """The value that is remembered under a number."""
-        if number not in self._memo:
-            self.refuse("a list or another value that is used twice")
-        self.push(self._memo[number])
-
-    def reduce(self) -> None:
-        """What a call would give: nothing is called."""
-        arguments, called = self.pop(), self.pop()
-        if not isinstance(called, Name) or not isinstance(arguments, tuple):
-            self.refuse("a call of something else")
-        name = called.name
-        if name in _RECONSTRUCT and arguments == (Name(_ARRAY), (0,), b"b"):
-            self.push(Array())
-        elif name == _DTYPE and arguments in (("O8", False, True), ("O", False, True)):
-            self.push(DType())
-        else:
-            self.refuse("a call of something else")
-
-    def build(self) -> None:
-        """The state of the data type, which says nothing, or of the array, which is its rows."""
-        state, made = self.pop(), self.pop()
-        if isinstance(made, Array) and isinstance(state, tuple) and len(state) == 5:
-            _, made.shape, dtype, _, rows = state
-            if not isinstance(dtype, DType) or not isinstance(rows, List):
-                self.refuse("an array of something else")
-            made.rows = rows
-        elif not isinstance(made, DType) or not isinstance(state, tuple):
-            self.refuse("a state of something else")
-        self.push(made)
-
-    def append(self, values: list[Any]) -> None:
-        """Puts values into the list below them."""
-        into = self._stack[-1] if self._stack else None
-        if not isinstance(into, List):
-            self.refuse("values for no list")
-        others = [value for value in values if value is not ROW]
-        into.rows += len(values) - len(others)
-        into.parts += others
-
-    def set(self, values: list[Any]) -> None:
-        """Puts keys and values into the dict below them; with all keys it is a row."""
-        into = self._stack[-1] if self._stack else None
-        if not isinstance(into, dict) or len(values) % 2:
-            self.refuse("values for no dict")
-        where = f"{self._path}, row {self._given}"
-        for key, value in zip(values[::2], values[1::2], strict=True):
-            if not isinstance(key, str) or key not in self._keys or key in into:
-                must = f"must have the keys {', '.join(sorted(self._keys))}, each once"
-                raise InputError(sentence(where, must, kind_of(key)))
-            if not isinstance(value, List):
-                raise InputError(sentence(f"{where}, {key}", "must be a list", kind_of(value)))
-            into[key] = value
-        if len(into) == len(self._keys):
-            self._stack[-1], self._ready = ROW, into
+    fault, at = _scan(np.frombuffer(data, np.uint8), _SIZES)
+    if fault >= 0:
+        found = _FAULTS[fault].format(quote(data[at : at + 1]))
+        raise _refusal(f"{path}, byte {at} behind the header", found)
+    try:
+        array = _Unpickler(io.BufferedReader(io.BytesIO(data), 1 << 20)).load()
+    except PackstoreError as error:
+        raise _refusal(path, str(error)) from None
+    except Exception as error:  # the instructions do not fit together, in one of many ways
+        raise _refusal(path, quote(f"{type(error).__name__}: {error}", 120)) from error
+    if not isinstance(array, _Array) or array.rows is None:
+        raise _refusal(path, "something else at its end")
+    if array.shape != (len(array.rows),):
+        must = f"the array must be of the {len(array.rows)} rows that are in the file"
+        raise InputError(sentence(path, must, "another shape"))
+    return array.rows
 
 
-_ACTIONS: dict[int, Callable[[Machine], object]] = {
-    0x80: lambda m: m.small(1),  # the protocol
-    0x95: lambda m: m.small(8),  # bytes of a frame
-    ord("("): lambda m: m.push(MARK),
-    ord("]"): lambda m: m.push(List()),
-    ord("}"): lambda m: m.push({}),
-    ord(")"): lambda m: m.push(()),
-    ord("N"): lambda m: m.push(None),
-    0x88: lambda m: m.push(True),
-    0x89: lambda m: m.push(False),
-    0x8A: lambda m: m.push(int.from_bytes(m.small(m.unsigned(1)), "little", signed=True)),
-    ord("G"): lambda m: m.push(struct.unpack(">d", m.small(8))[0]),
-    0x8C: lambda m: m.push(m.small(m.unsigned(1)).decode("utf-8", "replace")),
-    ord("X"): lambda m: m.push(m.small(m.unsigned(4)).decode("utf-8", "replace")),
-    ord("C"): lambda m: m.push(m.small(m.unsigned(1))),
-    ord("c"): lambda m: m.name(m.line(), m.line()),
-    0x93: Machine.name_on_stack,
-    0x94: Machine.put_next,
-    ord("q"): lambda m: m.put(m.unsigned(1)),
-    ord("r"): lambda m: m.put(m.unsigned(4)),
-    ord("h"): lambda m: m.get(m.unsigned(1)),
-    ord("j"): lambda m: m.get(m.unsigned(4)),
-    0x85: lambda m: m.push_tuple([m.pop()]),
-    0x86: lambda m: m.push_tuple([m.pop(), m.pop()][::-1]),
-    0x87: lambda m: m.push_tuple([m.pop(), m.pop(), m.pop()][::-1]),
-    ord("t"): lambda m: m.push_tuple(m.pop_to_mark()),
-    ord("R"): Machine.reduce,
-    ord("b"): Machine.build,
-    ord("a"): lambda m: m.append([m.pop()]),
-    ord("e"): lambda m: m.append(m.pop_to_mark()),
-    ord("s"): lambda m: m.set([m.pop(), m.pop()][::-1]),
-    ord("u"): lambda m: m.set(m.pop_to_mark()),
+class _Array:
+    """Holds the rows of the array, once it has got its state."""
+
+    __slots__ = ("rows", "shape")
+
+    def __init__(self) -> None:
+        self.rows: list[Any] | None = None
+        self.shape: object = None
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, _, rows = state
+        if not isinstance(dtype, _DType) or type(rows) is not list:
+            raise InputError("an array of something else")
+        self.shape, self.rows = shape, rows
+
+
+class _DType:
+    """The data type of objects, whose state says nothing more."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+class _Name:
+    """A name of numpy's. As an instance without attributes it can be neither changed nor made."""
+
+    __slots__ = ()
+
+    def __call__(self, *arguments: Any) -> Any:
+        raise InputError("a call of something else")
+
+
+class _MakeArray(_Name):
+    __slots__ = ()
+
+    def __call__(self, *arguments: Any) -> Any:
+        return _Array() if arguments == (_NDARRAY, (0,), b"b") else super().__call__()
+
+
+class _MakeDType(_Name):
+    __slots__ = ()
+
+    def __call__(self, *arguments: Any) -> Any:
+        ok = arguments in (("O8", False, True), ("O", False, True))
+        return _DType() if ok else super().__call__()
+
+
+_NDARRAY, _MAKE_ARRAY = _Name(), _MakeArray()
+_NAMES: dict[str, _Name] = {
+    "numpy.ndarray": _NDARRAY,
+    "numpy.dtype": _MakeDType(),
+    "numpy.core.multiarray._reconstruct": _MAKE_ARRAY,
+    "numpy._core.multiarray._reconstruct": _MAKE_ARRAY,
 }
-"""Instruction -> what it does."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> _Name:
+        """Returns the stand-in of one of the four names; nothing is imported."""
+        if (whole := f"{module}.{name}") not in _NAMES:
+            raise InputError(f"the name {quote(whole, 120)}")
+        return _NAMES[whole]
+
+
+def _refusal(where: str, found: str) -> InputError:
+    must = "must be what numpy.save writes of dicts of lists of numbers, and nothing else"
+    return InputError(sentence(where, must, found, "Import only files that NeMo-Aligner wrote"))
+
+
+@jit
+def _scan(data: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> tuple[int, int]:
+    """Returns what is wrong with the instructions, an index of `_FAULTS` or -1, and the place."""
+    at = start = tuples = lists = count = 0
+    end = len(data)
+    while at < end:
+        start, code = at, data[at]
+        size, at, count = sizes[code], at + 1, count + 1
+        if size == _NO:
+            return _CODE, start
+        if size == _LINES:
+            lines = 2
+            while lines and at < end:
+                if at - start > _TEXT:
+                    return _LENGTH, start
+                lines -= data[at] == 0x0A
+                at += 1
+            size = lines  # more than nothing where the file ended
+        elif size < 0:
+            prefix, size = -1 - size, 0
+            if at + prefix > end:
+                return _END, start
+            for place in range(prefix):
+                size += np.int64(data[at + place]) << (8 * place)
+            at += prefix
+            if size > (_LONG if code == 0x8A else _TEXT):
+                return _LENGTH, start
+        at += size
+        if at > end:
+            return _END, start
+        if (
+            code == 0x72
+            and (  # LONG_BINPUT
+                (np.int64(data[at - 1]) << 24 | np.int64(data[at - 2]) << 16)
+                | (np.int64(data[at - 3]) << 8 | np.int64(data[at - 4]))
+            )
+            > count
+        ):
+            return _MEMO, start
+        tuples += 0x85 <= code <= 0x87 or code == 0x74
+        lists += code == 0x5D or code == 0x7D
+        if tuples > _TUPLES:
+            return _DEEP, start
+        if lists * _LISTS > end + 64:
+            return _MANY, start
+        if code == 0x2E:
+            return (-1, at) if at == end else (_BEHIND, at)
+    return _END, start

@@ -20,7 +20,7 @@ from packstore.errors import (
     InputError,
     PackstoreError,
 )
-from packstore.exchange import export_dataset, import_dataset, pickles, window
+from packstore.exchange import export_dataset, import_dataset
 from packstore.exchange.nemo_packs import KEYS
 from packstore.exchange.object_array import numbers, read_rows, reals
 
@@ -119,10 +119,7 @@ def test_what_its_reader_makes_of_it(tmp_path: Path, kit: SimpleNamespace) -> No
 
 @pytest.mark.parametrize("rows", [1, 999, 1000, 1001, 2001])
 @pytest.mark.parametrize("protocol", [3, 4, 5])
-def test_any_number_of_rows(
-    rows: int, protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pickles, "MAX_WAITING", 1100)  # rows go into the list by the thousand
+def test_any_number_of_rows(rows: int, protocol: int, tmp_path: Path) -> None:
     row = {
         "input_ids": [1, 300, 70_000, 2],
         "labels": [-100, 300, -100, 2],
@@ -141,8 +138,7 @@ def test_any_number_of_rows(
         assert plain((tmp_path / "y.npy").read_bytes()) == copies
 
 
-@pytest.mark.parametrize("size", [17, 64, 1000])
-def test_any_window(size: int, monkeypatch: pytest.MonkeyPatch, kit: SimpleNamespace) -> None:
+def test_numbers_of_any_size(kit: SimpleNamespace) -> None:
     rows = kit.rows(kit.dataset(9))
     rows[0]["input_ids"] = [
         *range(-3, 300),
@@ -151,8 +147,8 @@ def test_any_window(size: int, monkeypatch: pytest.MonkeyPatch, kit: SimpleNames
         (1 << 63) - 1,
     ]
     rows[1]["reward"] = [1, 2.5, -3]
-    monkeypatch.setattr(window, "WINDOW", size)
-    assert plain(saved(rows)) == rows
+    for protocol in (3, 4, 5):
+        assert plain(saved(rows, protocol)) == rows
 
 
 def test_it_stays_out_of_the_way_of_what_is_there(
