@@ -19,7 +19,7 @@ from packstore.tokenizer.fastest import FASTER
 from packstore.tokenizer.fields import check_feedback, feedback_field, names_of, unused
 from packstore.tokenizer.ids import id_sequences
 from packstore.tokenizer.keys import record_keys
-from packstore.tokenizer.overlong import fit
+from packstore.tokenizer.overlong import fit, refuse_surely_overlong
 from packstore.tokenizer.refusals import Refused, raise_if_error
 from packstore.tokenizer.sequences import Draft, Mode, Sequences, Tokens
 from packstore.tokenizer.shapes import DEFAULT_REWARDS, PLAIN_FIELDS, parse_record
@@ -121,10 +121,11 @@ class RecordTokenizer:
         hint = self._hint if REWARD_FIELDS.isdisjoint(names) else ""
         feedback = feedback_field(rows.values, names) if self._judges else None
         for i, value in enumerate(rows.values):
-            if hint and (drafts := draft_plain(value, hint, self._mode, not trusting)):
-                block.add_pair(i, drafts)
-                continue
             try:
+                if hint and (drafts := draft_plain(value, hint, self._mode, not trusting)):
+                    refuse_surely_overlong(drafts, self._needed(), self.config)
+                    block.add_pair(i, drafts)
+                    continue
                 if feedback:
                     check_feedback(value, feedback)
                 self._prepare(block, i, value)
@@ -176,6 +177,7 @@ class RecordTokenizer:
             block.ids.update(enumerate(found, len(block.rewards)))
         else:
             drafts, events = draft_record(parsed, self._needed(), self.config)
+            refuse_surely_overlong(drafts, self._needed(), self.config)
             block.drafts += drafts
         if events or parsed.events:
             block.events[i] = [*parsed.events, *events]

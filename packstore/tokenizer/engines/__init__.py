@@ -12,6 +12,7 @@ import numpy as np
 from packstore.errors import PackstoreError, TokenizerError, sentence
 from packstore.records import Int32, Int64, to_offsets
 from packstore.registry import Registry
+from packstore.tokenizer.token_bound import TokenBound
 
 
 class Engine(Protocol):
@@ -20,10 +21,15 @@ class Engine(Protocol):
     Attributes:
         version: the library's version.
         specials: control tokens by their string: the strings that may become control ids.
+        token_bound: tells how many tokens a text has at least; None where nobody can.
     """
 
     version: str
     specials: Mapping[str, int]
+
+    @property
+    def token_bound(self) -> TokenBound | None:
+        """See above."""
 
     def register(self, tokens: Sequence[str]) -> None:
         """Makes `tokens` control tokens, where they are in the vocabulary."""

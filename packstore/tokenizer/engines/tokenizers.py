@@ -6,6 +6,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Self
 
 import tokenizers
@@ -13,6 +14,7 @@ import tokenizers
 from packstore.errors import TokenizerError, sentence
 from packstore.records import Int32, Int64
 from packstore.tokenizer.engines import flatten, inside
+from packstore.tokenizer.token_bound import TokenBound
 
 MAX_IDS = 1 << 24
 """Ids are below it; the largest vocabularies have a tenth of that."""
@@ -80,12 +82,18 @@ class TokenizersEngine:
         engine._load()
         return engine
 
+    @cached_property
+    def token_bound(self) -> TokenBound | None:
+        """Tells how many tokens a text has at least; worked out when a long text comes."""
+        return TokenBound.of(self._tokenizer)
+
     def register(self, tokens: Sequence[str]) -> None:
         """Makes `tokens` control tokens, where they are in the vocabulary."""
         known = [t for t in tokens if self._tokenizer.token_to_id(t) is not None]
         if new := [t for t in known if t not in self.specials]:
             self._tokenizer.add_special_tokens(new)
             self._size = None
+            self.__dict__.pop("token_bound", None)
             self._find_specials()
             self._load()
 
