@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from packstore.cli import main
+from packstore.cli import main, parser
 from packstore.errors import PackstoreError, told
 
 ROOT = Path(__file__).parents[1]
@@ -82,6 +82,20 @@ def test_code_does_what_the_page_says(
     shutil.copytree(folder, tmp_path / "here")
     with inside(tmp_path / "here"):
         run_page(page, dict(names))
+
+
+def test_the_readme_runs(quickstart: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, names = quickstart
+    shutil.copytree(folder / "prefs-packed", tmp_path / "prefs-8k")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (shell,) = re.findall(r"^```sh\n(.*?)^```$", readme, re.M | re.S)
+    commands = [line.split()[1:] for line in shell.splitlines() if line.startswith("packstore ")]
+    assert [command[0] for command in commands if parser().parse_args(command)] == [
+        "pack",
+        "train",
+    ]
+    with inside(tmp_path):
+        run_page(ROOT / "README.md", dict(names))
 
 
 def test_a_wrong_output_is_found() -> None:
