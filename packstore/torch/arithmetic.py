@@ -1,4 +1,4 @@
-"""The arithmetic that a model computes log-probs in: what decides their last digits, and more.
+"""The numerics of a forward pass: weight dtype, autocast, attention backend, matmul rounding.
 
 Two runs of one model give the same bits if weights, autocast, attention backend, kind of device and
 products of float32 are the same. bf16 weights and float32 weights under bf16 autocast are not: the
@@ -26,10 +26,10 @@ Arithmetic = dict[str, str | None]
 
 
 def autocast(device: torch.device, mixed_precision: Precision) -> AbstractContextManager[Any]:
-    """The context to compute in.
+    """Returns the autocast context for `mixed_precision`.
 
     Raises:
-        ConfigError: no such precision.
+        ConfigError: `mixed_precision` is unknown.
     """
     if mixed_precision not in get_args(Precision):
         known = " or ".join(get_args(Precision))
@@ -42,18 +42,18 @@ def autocast(device: torch.device, mixed_precision: Precision) -> AbstractContex
 def describe_arithmetic(
     model: nn.Module, device: torch.device | None = None, *, adapter: bool = True
 ) -> Arithmetic:
-    """How `model` computes in the autocast that is on around this call.
+    """Describes the numerics of `model` under the autocast that is active around this call.
 
     Args:
-        model: a Hugging Face causal LM, as ``use_packed_attention`` left it; it runs a few tokens.
-        device: that it will be on; default: that it is on.
-        adapter: False leaves the weights of adapters out.
+        model: a Hugging Face causal LM prepared by ``use_packed_attention``; it runs a few tokens.
+        device: the device that the model will run on; default: its current one.
+        adapter: False ignores the weights of adapters.
 
     Returns:
-        ``weight_dtype``: of all floating weights (several: sorted, with commas);
-        ``autocast_dtype``: None without autocast; ``attention``: the backend, also where it is
-        chosen by ``auto``; ``head_dtype``: that log-probs are summed in; ``device``: ``cpu``, or
-        ``cuda`` with its architecture; ``float32_matmul``: how products of float32 are rounded.
+        ``weight_dtype``: dtypes of all floating weights (several: sorted, comma-separated);
+        ``autocast_dtype``: None without autocast; ``attention``: the backend, resolved where it is
+        ``auto``; ``head_dtype``: the dtype that log-probs are summed in; ``device``: ``cpu``, or
+        ``cuda`` with its architecture; ``float32_matmul``: how float32 products are rounded.
     """
     weight = find_head(model).weight
     device = device or weight.device
@@ -71,12 +71,12 @@ def describe_arithmetic(
 
 
 def short(dtype: torch.dtype) -> str:
-    """Its name without the module."""
+    """Returns the name of the dtype without its module: ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_added(name: str) -> bool:
-    """True for the name of a tensor that PEFT added to a model."""
+    """Returns True for the name of a tensor that PEFT added to a model."""
     return "lora_" in name or ".modules_to_save." in name
 
 
@@ -87,7 +87,7 @@ def _weight_dtype(model: nn.Module, adapter: bool) -> str:
 
 
 def _attention(model: nn.Module, device: torch.device, lower: torch.dtype | None) -> str:
-    """The backend by the name that users give; several of ``auto``: sorted, with commas."""
+    """The backend's public name; several chosen by ``auto``: sorted, comma-separated."""
     name = str(unwrapped(model).config._attn_implementation).removeprefix("packstore_")
     if name.isdigit():
         return ATTENTION.names()[int(name)]

@@ -1,4 +1,4 @@
-"""One or more packs as a flat row of tokens, in the tensors that attention and loss ask for."""
+"""One or more packs as a flat row of tokens, with the tensors that attention and loss need."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STYLES: Registry[Callable[[PackedBatch], dict[str, Any]]] = Registry(
 
 
 class _Derived:
-    """A field that is worked out of others when it is first asked for, on their device."""
+    """A field computed from others on first access, on their device."""
 
     def __init__(self, make: Callable[[PackedBatch], Tensor | None]) -> None:
         self._make = make
@@ -59,7 +59,7 @@ def _labels(batch: PackedBatch) -> Tensor:
 
 
 def _wide(change: Callable[[Any], Any], signed: Tensor) -> Tensor:
-    """On a CPU by numpy: torch would split so little work over threads, which wait for another."""
+    """Uses numpy on a CPU: torch would split this little work over threads and wait for them."""
     if signed.device.type == "cpu":
         return torch.from_numpy(change(signed.numpy()).astype(np.int64))
     wide: Tensor = change(signed).long()
@@ -120,7 +120,7 @@ def _cu_seqlens_k(batch: PackedBatch) -> Tensor:
 
 
 def _kv_index(batch: PackedBatch) -> Tensor | None:
-    """The token at each place of the logical sequences: a shared prefix lies in the first one."""
+    """The token at each place of the logical sequences; a shared prefix is stored once."""
     size = batch._logical_tokens
     if size == batch.num_tokens:
         return None
@@ -141,8 +141,8 @@ def _kv_index(batch: PackedBatch) -> Tensor | None:
 class PackedBatch:
     """One or more packs as one flat row of T tokens: S segments, E examples, P packs.
 
-    A batch of :func:`collate` holds the ids and labels of a token in 4 bytes; what is as long as
-    the row is worked out when it is first asked for, on the device where the batch is by then.
+    A batch of :func:`collate` holds the id and label of a token in 4 bytes. Tensors of length T are
+    computed on first access, on the device where the batch is by then.
 
     Attributes:
         kind: ``dpo``, ``sft`` or ``ranked``.
@@ -151,7 +151,7 @@ class PackedBatch:
         position_ids: int64 `[T]`, of each token in its logical sequence.
         segment_ids: int64 `[T]`, the segment of each token.
         target_index: int64 `[n]`, the supervised tokens; each is predicted by the token before it.
-            Tokens that are not supervised may fill it up: they count nowhere.
+            It may be padded with unsupervised tokens, which are ignored.
         cu_seqlens: int32 `[S + 1]`, where each segment starts in the row.
         cu_seqlens_k: int32 `[S + 1]`, offsets of the logical sequences laid end to end.
         kv_index: int64 `[sum of lengths]`, the token of the row at each place of the logical
@@ -163,15 +163,15 @@ class PackedBatch:
         ref_logps: float32 `[S]`, log-probs of a reference model, or None.
         example_ids: int64 `[E]`.
         num_responses: int32 `[E]`, the segments of each example, which lie one after another.
-        weights: float32 `[E]`, 1, or 0 where a pack only fills up the last batch.
+        weights: float32 `[E]`, 1; or 0 for a pack that only pads the last batch.
         pack_ids: int64 `[E]`, the pack of each example.
-        sources: int64 `[E]`, where each example came from: its place in the mix, else 0.
+        sources: int64 `[E]`, the index of each example's source in the mix, else 0.
         num_packs: P.
         columns: carried columns and joined side data, `[E]` each: tensors, or numpy arrays of
             strings.
         step: the optimizer step that the batch belongs to, if the loader planned steps.
         cu_seqlens_unpadded: int32 `[S + 1]`, offsets of the segments without the padding at their
-            ends, laid end to end; None if no segment was padded. Where it is not, `cu_seqlens`,
+            ends, laid end to end; None if no segment is padded. If set, `cu_seqlens`,
             `cu_seqlens_k` and `kv_index` include the padding; `lengths` never does.
     """
 
@@ -208,14 +208,14 @@ class PackedBatch:
 
     @classmethod
     def of(cls, logical_tokens: int, signed: Tensor | None = None, **fields: Any) -> Self:
-        """A batch whose further fields are derived.
+        """Makes a batch from the fields that cannot be derived.
 
         Args:
             logical_tokens: sum of the lengths.
-            signed: int32 `[T]`, ids of tokens that are supervised, ``~id`` of others; None: the
-                fields hold ids and labels.
-            fields: all that cannot be derived; of packs ``_examples``, their examples, ``_void``,
-                which of them have weight 0, and ``_pack_sources``, int64 `[P]` or None.
+            signed: int32 `[T]`, the id of each token, bit-inverted (``~id``) where unsupervised;
+                None: `fields` hold ids and labels.
+            fields: the other fields; for packs ``_examples`` (examples per pack), ``_void`` (the
+                packs of weight 0) and ``_pack_sources`` (int64 `[P]`, or None).
         """
         batch = object.__new__(cls)
         if signed is not None:
@@ -235,12 +235,12 @@ class PackedBatch:
 
     @property
     def num_examples(self) -> int:
-        """E, fillers of weight 0 included."""
+        """E, including fillers of weight 0."""
         return len(self.example_ids)
 
     @property
     def targets(self) -> Targets:
-        """What is to be predicted, and where."""
+        """The tokens to predict, and the rows that predict them."""
         ids = self.labels[self.target_index]
         fills = ids == IGNORE_INDEX
         return Targets(
@@ -251,7 +251,7 @@ class PackedBatch:
 
     @property
     def layout(self) -> AttentionLayout:
-        """Which tokens see which."""
+        """The keys that each query may see."""
         return AttentionLayout(
             cu_seqlens_q=self.cu_seqlens,
             cu_seqlens_k=self.cu_seqlens_k,
@@ -263,36 +263,36 @@ class PackedBatch:
         )
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
-        """The batch with all tensors on `device`."""
+        """Returns the batch with all tensors on `device`."""
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """The batch in page-locked memory, from which copies to a GPU can overlap with work."""
+        """Returns the batch in page-locked memory, so that copies to a GPU overlap with work."""
         return self._map(Tensor.pin_memory)
 
     def model_inputs(self, style: Style = "hf") -> dict[str, Any]:
-        """Keyword arguments for the model's forward call.
+        """Returns keyword arguments for the model's forward call.
 
         Args:
             style: ``hf``: for a model that :func:`use_packed_attention` prepared. ``flash``: for an
                 unchanged Hugging Face model with a flash-attention implementation. ``megatron``:
                 under the names that Megatron's packed-sequence code reads. ``padded``: the logical
-                sequences as padded rows `[S, longest]` with a mask, for any model; bring its output
-                back to the flat row with :meth:`unpad`.
+                sequences as padded rows `[S, longest]` with a mask, for any model; :meth:`unpad`
+                brings its output back to the flat row.
 
         Raises:
-            UnknownNameError: no such style.
-            BackendError: a style that cannot express the shared prefixes of this batch.
+            UnknownNameError: `style` is unknown.
+            BackendError: the style cannot express the shared prefixes of this batch.
         """
         return STYLES.load(style)(self)
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """Values at padded sequences `[S, longest, ...]` as values at the row `[T, ...]`."""
+        """Maps values of padded sequences `[S, longest, ...]` to values of the row `[T, ...]`."""
         return padded[self.segment_ids, self.position_ids]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The batch with changed tensors; those that are derived later are not among them."""
-        # How many targets there are is known here; a GPU would have to be waited for.
+        """Applies `change` to the tensors that exist; others are derived later."""
+        # Derived first: the number of targets, derived on a GPU, would force a synchronisation.
         _ = self.target_index, self.weights, self.sources
         fields = {n: change(x) if isinstance(x, Tensor) else x for n, x in vars(self).items()}
         columns = {n: change(x) if isinstance(x, Tensor) else x for n, x in self.columns.items()}

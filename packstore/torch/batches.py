@@ -1,4 +1,4 @@
-"""The batches of one rank, wherever they are made: in the training process, or in workers."""
+"""The batches of one rank, made in the training process or in its workers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from packstore.torch.stream import PackStream
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where the loader stands once a batch was given out.
+    """The loader's position after a batch was yielded.
 
     Attributes:
-        index: of the step in the epoch.
-        start, stop: places of its packs among those that were to come.
-        done: batches of the step that are out.
-        batches: of the step, on the rank that has most.
+        index: index of the step in the epoch.
+        start, stop: range of its packs among those not yet yielded when the iteration began.
+        done: batches of the step that were yielded.
+        batches: batches of the step, on the rank that has most.
     """
 
     index: int
@@ -43,7 +43,7 @@ class Mark:
     batches: int
 
     def position(self, unseen: Unseen, cut: Mapping[str, Any]) -> Position:
-        """The same as a position."""
+        """Returns the mark as a :class:`Position`."""
         if self.done == self.batches:
             return unseen.after(self.stop, self.index + 1)
         at = unseen.after(self.start, self.index)
@@ -54,28 +54,28 @@ _CHUNK = 32
 """Batches whose packs are looked up at once."""
 
 _Ahead = tuple[Step, int, Int64, int, Mark]
-"""Of a batch that is being read: its step, batches of that on this rank, sources, fillers, mark."""
+"""A batch being read: its step, the step's batches on this rank, sources, fillers, mark."""
 
 
 class Batches(IterableDataset[tuple[PackedBatch, Mark]]):
-    """The batches of one rank from a position on; in a worker, every n-th of them."""
+    """Yields the batches of one rank from a position on; in one of n workers, every n-th."""
 
     def __init__(self, data: PackedDataset, config: BatchConfig) -> None:
         self.data, self.config = data, config
         self.cut = cut_of(config, data.world_size)
         self._start = Position()
-        # Epoch, next, step and batches, where workers that live on see them.
+        # Epoch, next, step and batches, in memory shared with persistent workers.
         self._cells = shared_integers(4)
 
     def begin(self, position: Position) -> Position:
-        """The next iteration begins at `position`, which comes back in terms of these settings."""
+        """Starts the next iteration at `position`; returns it as these settings express it."""
         self._start = start = self._own(position)
         cells = [self.data.epoch, start.next, start.step, start.batches]
         self._cells.copy_(torch.tensor(cells))
         return start
 
     def count(self, position: Position) -> int:
-        """Batches of this rank from `position` on."""
+        """Counts the batches of this rank from `position` on."""
         start, config, ranks = self._own(position), self.config, self.data.world_size
         cutter = self._cutter(start)
         if cutter.fixed is None or (config.balance and config.at_end == "uneven"):
@@ -103,7 +103,7 @@ class Batches(IterableDataset[tuple[PackedBatch, Mark]]):
         ahead: deque[_Ahead] = deque()
         wanted = self._wanted(start, number, workers, ahead)
         reading = stream.read(wanted, stride=self.data.world_size * workers)
-        # Opens the pack index while the first packs are read.
+        # The pack index opens while the first packs are read.
         lookup = threading.Thread(target=_look_up, args=(stream, start.next))
         lookup.start()
         for packs in reading:
@@ -120,12 +120,12 @@ class Batches(IterableDataset[tuple[PackedBatch, Mark]]):
         workers: int,
         ahead: deque[_Ahead],
     ) -> Iterator[Int64]:
-        """Indices of the packs of each batch; what else there is to know of it goes to `ahead`."""
+        """Yields the indices of each batch's packs; appends its other fields to `ahead`."""
         cutter, skipped = self._cutter(start), start.batches
         turn = 0
         dealt: list[tuple[Step, int, int, Mark]] = []
         places: list[Int64] = []
-        chunk = 1  # the first batch is known at once, those after it more cheaply
+        chunk = 1  # the first batch without delay; later ones in chunks, which is cheaper
         for index, step in enumerate(cutter, start=start.step):
             shares = deal(step, self.data.rank, self.data.world_size, self.config)
             for batch in range(skipped, len(shares)):
@@ -149,7 +149,7 @@ class Batches(IterableDataset[tuple[PackedBatch, Mark]]):
         places: list[Int64],
         ahead: deque[_Ahead],
     ) -> Iterator[Int64]:
-        """Indices of the packs at the places of some batches."""
+        """Yields the indices of each batch's packs, looked up for several batches at once."""
         if not places:
             return
         indices = cutter.unseen[np.concatenate(places)]
@@ -160,7 +160,7 @@ class Batches(IterableDataset[tuple[PackedBatch, Mark]]):
             yield indices[part]
 
     def _own(self, position: Position) -> Position:
-        """`position` as these settings cut the epoch."""
+        """Converts `position` to the step boundaries of these settings."""
         return position if position.cut == self.cut else settled(self.data.stream, position)
 
     def _cutter(self, start: Position) -> StepCutter:

@@ -1,7 +1,7 @@
-"""Refuses models whose own forward call does something that a call of their parts would pass over.
+"""Refuses models whose forward call does more than its backbone and head do.
 
-Log-probs without logits call the backbone and then the head. Whatever was put around the forward
-call of the whole model does not run: a compiler, or the mixed precision of Accelerate.
+Log-probs without logits call the backbone and then the head, so a wrapper around the forward call
+of the whole model does not run: a compiler, or Accelerate's mixed precision.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from packstore.errors import CompatibilityError, sentence
 
 
 def check_not_compiled(model: nn.Module) -> None:
-    """Refuses a model whose forward call is compiled, also in place or inside of wrappers.
+    """Refuses a model whose forward call is compiled, also in place or inside wrappers.
 
     Raises:
-        CompatibilityError: it is.
+        CompatibilityError: the forward call is compiled.
     """
     layer: Any = model
     while layer is not None:
@@ -33,7 +33,7 @@ def check_own_precision(model: nn.Module) -> None:
     """Refuses a model whose forward call Accelerate has put under autocast.
 
     Raises:
-        CompatibilityError: it has.
+        CompatibilityError: the forward call runs under Accelerate's autocast.
     """
     if "_original_forward" in vars(model):  # Accelerate's name for what it replaced
         must = "its parts must compute as its forward call does"
@@ -46,7 +46,7 @@ def check_own_precision(model: nn.Module) -> None:
 
 
 def _inside(model: Any) -> Any:
-    """What a wrapper (DDP, PEFT) holds; None of a model."""
+    """The model inside a wrapper (DDP, PEFT); None if there is no wrapper."""
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         return model.get_base_model()
     module = getattr(model, "module", None)

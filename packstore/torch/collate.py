@@ -29,18 +29,18 @@ def collate(
     step: StepInfo | None = None,
     fillers: int = 0,
 ) -> PackedBatch:
-    """One batch of all packs, laid end to end.
+    """Lays packs end to end as one batch.
 
     Args:
         packs: the packs; a sequence of them is joined first.
         kind: what an example is: ``dpo``, ``sft`` or ``ranked``.
-        ref_logps: float32 `[S]`, log-probs of a reference model; default: those of the packs.
-        sources: int64 `[P]`, where each pack came from; default: 0.
+        ref_logps: float32 `[S]`, log-probs of a reference model in nats; default: the packs' own.
+        sources: int64 `[P]`, the source of each pack in a mix; default: 0.
         step: the optimizer step that the batch belongs to.
-        fillers: how many packs at the end get weight 0.
+        fillers: number of packs at the end that get weight 0.
 
     Raises:
-        ConfigError: no packs, or `ref_logps` of another length.
+        ConfigError: there are no packs, or `ref_logps` has another length.
     """
     if not len(packs):
         raise ConfigError("a batch must hold at least one pack; found none.")
@@ -81,13 +81,13 @@ def collate(
 
 @dataclass(slots=True)
 class _Flat:
-    """Some packs end to end; all arrays are their own.
+    """Packs laid end to end, in arrays that share no memory with them.
 
     Attributes:
-        tokens: what is as long as the row: ``signed``, or ``input_ids`` and ``labels``.
+        tokens: the tensors of length T: ``signed``, or ``input_ids`` and ``labels``.
         starts: int32 `[S + 1]`, offsets of the segments.
-        examples: of each pack.
-        stand_ins: numbers of the packs that stand in for others.
+        examples: number of examples of each pack.
+        stand_ins: indices of packs that replace others.
     """
 
     tokens: dict[str, Tensor]
@@ -103,7 +103,7 @@ class _Flat:
 
 
 def _of_rows(rows: Sequence[CompactRow]) -> _Flat:
-    """Rows of row groups: ids and labels stay in one."""
+    """Rows of row groups, whose ids and labels stay in one array."""
     parts = [(row.group, row.group.cuts[row.index]) for row in rows]
     tokens = np.concatenate([group.packs.input_ids[cut[0] : cut[3]] for group, cut in parts])
     columns = [group.sequences[:, cut[1] : cut[4]] for group, cut in parts]
@@ -166,12 +166,12 @@ def _joined(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> Tensor:
 
 
 def _column(values: Column) -> Tensor | Column:
-    """A tensor of numbers; what torch has no type for (strings) stays an array."""
+    """Returns numbers as a tensor; strings, which torch has no dtype for, stay an array."""
     return torch.from_numpy(np.array(values)) if values.dtype.kind in "biuf" else values
 
 
 def _tensor(values: npt.NDArray[Any], dtype: npt.DTypeLike) -> Tensor:
-    """A tensor that owns its memory (stored columns are read-only views)."""
+    """Copies, as stored columns are read-only views."""
     return torch.from_numpy(np.array(values, dtype))
 
 

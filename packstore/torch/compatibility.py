@@ -1,6 +1,7 @@
-"""Whether data and model belong together: refused is what would train on wrong ids.
+"""Checks that dataset, model and tokenizer belong together.
 
-A difference that some sound setups have (another EOS in the model's config) is logged instead.
+A mismatch that would train on wrong ids raises. A difference that also occurs in sound setups
+(another EOS in the model's config) is logged.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ _PACK_AGAIN = "Use the tokenizer that the dataset was packed with, or pack again
 def check_model(data: Dataset | Manifest, model: Any) -> None:
     """Refuses a model whose vocabulary or positions do not hold the dataset's sequences.
 
-    A larger vocabulary is fine: heads are often padded. BOS and EOS of the model's config that are
-    not those of the dataset are logged only: a config often names several EOS, or still those of
-    the base model. Padding is not compared, as packs hold none. RoPE has no end, so a sequence
-    beyond `max_position_embeddings` is logged as well; a table of positions has one.
+    A larger vocabulary is fine: heads are often padded. A BOS or EOS of the model's config that
+    differs from the dataset's is only logged: a config often names several EOS, or still the base
+    model's. Padding is not compared, as packs hold none. A sequence beyond
+    `max_position_embeddings` is logged with RoPE, which has no limit, and refused with a table of
+    learned positions.
 
     Args:
         data: the dataset, or its manifest.
-        model: a Hugging Face model, also inside DistributedDataParallel or PEFT; or its config.
+        model: a Hugging Face model, optionally wrapped in DDP or PEFT; or its config.
 
     Raises:
         CompatibilityError: the ids do not fit, or a sequence is longer than a table of positions.
-        ConfigError: `model` does not tell its vocabulary size.
+        ConfigError: `model` has no vocabulary size.
     """
     manifest = _manifest(data)
     while not hasattr(model, "config") and hasattr(model, "module"):
@@ -72,7 +74,7 @@ def check_model(data: Dataset | Manifest, model: Any) -> None:
 
 
 def _check_positions(manifest: Manifest, text: Any) -> None:
-    """Compares the longest sequence with the positions that the model knows."""
+    """Compares the longest sequence with the model's positions."""
     places, longest = (
         getattr(text, "max_position_embeddings", None),
         manifest.statistics.longest_sequence,
@@ -96,23 +98,24 @@ def _check_positions(manifest: Manifest, text: Any) -> None:
 def check_tokenizer(
     data: Dataset | Manifest, tokenizer: Any, *, chat_template: bool = True
 ) -> None:
-    """Refuses a tokenizer that is not the one that the dataset was packed with.
+    """Refuses a tokenizer other than the one that the dataset was packed with.
 
-    It is the same if its file is; or if each id is the same token and the same texts become the
-    same ids, so that a tokenizer that was loaded and saved again is not refused. Further tokens
-    behind those of the dataset are fine.
+    Two tokenizers are the same if their files are; or if each id is the same token and the same
+    texts become the same ids, so that a tokenizer that was loaded and saved again is accepted.
+    Additional tokens after the dataset's are fine.
 
     Args:
         data: the dataset, or its manifest.
         tokenizer: path of a ``tokenizer.json`` or of a Hugging Face folder, a Hugging Face
             tokenizer, or a ``tokenizers.Tokenizer``.
-        chat_template: whether templates are compared, where both are known. False for records that
-            were no chats.
+        chat_template: compare chat templates where both are known; pass False for records that
+            are not chats.
 
     Raises:
         CompatibilityError: another vocabulary, other ids for a text, another BOS, EOS or template.
         ConfigError: `tokenizer` is none of these.
-        MissingExtraError: a file of other bytes has to be loaded, and transformers is not there.
+        MissingExtraError: the file's bytes differ, so that it must be loaded, and transformers is
+            not installed.
     """
     manifest = _manifest(data)
     told = _tokenizer(manifest)
@@ -137,10 +140,10 @@ def check_tokenizer(
 def check_same_tokenizer(data: Iterable[Dataset | Manifest]) -> None:
     """Refuses datasets that were packed with different tokenizers, as for one mix.
 
-    Datasets that do not know their tokenizer (records of token ids) are passed over.
+    Datasets that record no tokenizer (records of token ids) are skipped.
 
     Raises:
-        CompatibilityError: names the first that differs from those before it.
+        CompatibilityError: names the first dataset that differs from those before it.
     """
     first: tuple[int, Mapping[str, Any]] | None = None
     for number, one in enumerate(data):
@@ -198,12 +201,12 @@ def _load(path: Path) -> Any:
         if path.is_dir():
             return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         return PreTrainedTokenizerFast(tokenizer_file=str(path))
-    except Exception as error:  # the library raises whatever comes
+    except Exception as error:  # the library raises errors of any class
         raise ConfigError(f"tokenizer {path} does not load: {quote(str(error), 200)}.") from error
 
 
 def _compare(told: Mapping[str, Any], tokenizer: Any) -> None:
-    """Vocabulary, ids of the probes and special ids of a loaded tokenizer."""
+    """Compares vocabulary, ids of probe texts and special ids of a loaded tokenizer."""
     if not hasattr(tokenizer, "get_vocab") or not hasattr(tokenizer, "encode"):
         raise ConfigError(
             "check_tokenizer takes a path, a Hugging Face tokenizer or a tokenizers.Tokenizer; "
@@ -229,7 +232,7 @@ def _compare(told: Mapping[str, Any], tokenizer: Any) -> None:
 
 
 def _templates(value: object) -> list[str]:
-    """The templates of a tokenizer, which may have several by name."""
+    """The chat templates of a tokenizer, which may have several by name."""
     if isinstance(value, Mapping):
         return [str(v) for v in value.values()]
     if isinstance(value, list):
@@ -238,7 +241,7 @@ def _templates(value: object) -> list[str]:
 
 
 def _stored_templates(path: Path) -> list[str]:
-    """Those that lie in the folder of a tokenizer file."""
+    """The chat templates in the folder of a tokenizer file."""
     folder = path if path.is_dir() else path.parent
     found = []
     for name in ("tokenizer_config.json", "chat_template.json"):
@@ -251,7 +254,7 @@ def _stored_templates(path: Path) -> list[str]:
 
 
 def _compare_template(manifest: Manifest, templates: list[str]) -> None:
-    """One that was chosen when packing may differ: that is logged."""
+    """Compares chat templates; logs a difference if packing overrode the tokenizer's template."""
     expected = _tokenizer(manifest).get("chat_template")
     if expected is None or not templates or expected.strip() in (t.strip() for t in templates):
         return

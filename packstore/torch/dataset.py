@@ -1,4 +1,4 @@
-"""Packs of a dataset in the global order, split over ranks and workers."""
+"""The packs of a dataset in their global order, split over ranks and workers."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from packstore.torch.stream import Identity, PackStream, Shuffle, StoredPacks
 
 STATE_VERSION = 1
 _TOGETHER = 8
-"""Packs that are looked up and taken at once."""
+"""Packs looked up at once."""
 
 
 class PackedDataset(IterableDataset[Packs]):
-    """The packs of one rank, one at a time: every pack once an epoch over all ranks and workers.
+    """Yields the packs of one rank; over all ranks and workers, every pack once per epoch.
 
     Pack i of the global order goes to rank ``i % world_size``. The order is a pure function of the
-    dataset, `seed`, `lanes` and the epoch, and not of the number of ranks or workers. Iterating
-    again gives the same epoch again; call :meth:`set_epoch` before each, also with workers that
-    live on (``persistent_workers=True``), which see it.
+    dataset, `seed`, `lanes` and the epoch, independent of the number of ranks and workers.
+    Iterating again repeats the epoch; call :meth:`set_epoch` before each. Persistent workers
+    (``persistent_workers=True``) follow it.
 
     Files are opened in the process that reads them, so the object is safe to fork and to pickle.
 
     Args:
-        source: a dataset's URL or local folder, what ``packstore.open`` returned, or a stream,
-            which has an order of its own. With `repack` also tokenized records that were never
-            packed: a list of dicts, a Hugging Face ``Dataset``, or the like.
-        seed: of the order.
-        shuffle: False gives file order; ``stratified`` evens out the examples of every stretch.
-        lanes: row groups that are open at once over all ranks.
-        rank: of this process; default: torch.distributed's, else the variable RANK, else 0.
-        world_size: number of ranks; default likewise, WORLD_SIZE, 1.
-        storage_options: what fsspec's filesystem takes, with a URL.
-        reading: how row groups are fetched, and what becomes of one that cannot be read.
+        source: a dataset's URL or local folder, a dataset opened by ``packstore.open``, or a
+            stream, which has its own order. With `repack` also tokenized records that were never
+            packed: a list of dicts, a Hugging Face ``Dataset``, or similar.
+        seed: seed of the order.
+        shuffle: False reads in file order; ``stratified`` spreads examples evenly over the epoch.
+        lanes: row groups open at once, over all ranks.
+        rank: rank of this process; default: torch.distributed's, else the variable RANK, else 0.
+        world_size: number of ranks; default: torch.distributed's, else WORLD_SIZE, else 1.
+        storage_options: options of the fsspec filesystem, with a URL.
+        reading: how row groups are fetched, and what happens to one that cannot be read.
         side: side datasets or their URLs, whose columns join the packs by example id.
-        repack: packs a dataset anew in each epoch: pack size, strategy, layout and the like.
+        repack: settings to repack the dataset in each epoch: pack size, strategy, layout, ….
 
     Raises:
-        DatasetNotFoundError: no dataset is there.
+        DatasetNotFoundError: `source` holds no dataset.
         ConfigError: `rank` is not below `world_size`, only one of them is given, or `repack` comes
             with a stream or with ``stratified``.
         CompatibilityError: a side dataset does not belong to the dataset.
@@ -100,45 +100,45 @@ class PackedDataset(IterableDataset[Packs]):
 
     @property
     def num_packs(self) -> int:
-        """Packs of the epoch, over all ranks."""
+        """Number of packs of the epoch, over all ranks."""
         return len(self.stream)
 
     @property
     def quarantined(self) -> list[str]:
-        """What this process has left out (`on_error` quarantine): each a shard and row group."""
+        """Row groups that this process skipped (`on_error` quarantine), as shard and row group."""
         stream: Any = getattr(self.stream, "stream", self.stream)
         groups = sorted(getattr(stream, "quarantined", ()))
         return [stream.dataset.group_name(group) for group in groups]
 
     @property
     def start(self) -> Position:
-        """Where the next iteration begins: at the beginning, or where a loaded state was taken."""
+        """Position where the next iteration begins: the epoch's start or a loaded state's."""
         return self._start.peek()
 
     @property
     def moves(self) -> int:
-        """How often an epoch or a position was set."""
+        """Number of times that an epoch or a position was set."""
         return self._start.times_set
 
     def __len__(self) -> int:
-        """Packs that the next iteration gives on this rank, over all its workers."""
+        """Packs that the next iteration yields on this rank, over all its workers."""
         left = len(Unseen(self.num_packs, settled(self.stream, self.start)))
         return len(range(self.rank, left, self.world_size))
 
     def __iter__(self) -> Iterator[Packs]:
-        """The packs, each as :class:`Packs` of one row; in a worker, that worker's share."""
+        """Yields packs, each as :class:`Packs` of one row; in a worker, that worker's share."""
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         self.position = settled(self.stream, self.begin())
         return self._packs(number, workers)
 
     def set_epoch(self, epoch: int) -> None:
-        """Moves to the beginning of `epoch`; within the current epoch it changes nothing."""
+        """Moves to the beginning of `epoch`; does nothing for the current epoch."""
         if epoch != self.epoch:
             self._move(epoch, Position())
 
     def begin(self) -> Position:
-        """Begins an iteration: returns where, and rewinds the one after it."""
+        """Begins an iteration: returns its position, and rewinds the next one."""
         epoch = self._start.new_epoch()
         if epoch is not None and epoch != self.epoch:
             self.epoch = epoch
@@ -147,13 +147,13 @@ class PackedDataset(IterableDataset[Packs]):
         return self.position
 
     def plan(self, *, world_size: int | None = None, epochs: int = 1, **batching: Any) -> StepPlan:
-        """What a loader with the settings `batching` will give, from the beginning of this epoch.
+        """Plans the steps of a loader with these settings, from the beginning of this epoch.
 
-        Needs no ranks: ``PackedDataset(url).plan(world_size=64, packs_per_batch=2)``.
+        Works without starting ranks: ``PackedDataset(url).plan(world_size=64, packs_per_batch=2)``.
 
         Args:
             world_size: number of ranks; default: that of the dataset.
-            epochs: how many, this one and those after it.
+            epochs: number of epochs, from this one on.
             batching: fields of :class:`packstore.config.BatchConfig`.
 
         Raises:
@@ -166,18 +166,18 @@ class PackedDataset(IterableDataset[Packs]):
             self.stream.set_epoch(self.epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: small, JSON-able, equal on all ranks that took the same number of steps.
+        """Returns the position as JSON values, equal on all ranks after the same number of steps.
 
-        All packs before ``next`` were given out, over all ranks; inside an optimizer step also
-        ``batches`` of the step that begins there, which is cut as ``cut`` says.
+        All packs before ``next`` were yielded, over all ranks; inside an optimizer step also
+        ``batches`` of the step that begins there, with the step boundaries of ``cut``.
         """
         return {**self._identity(), "epoch": self.epoch, **self.position.to_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state` was taken, with any number of ranks and workers.
+        """Resumes where `state` was taken, with any number of ranks and workers.
 
         Raises:
-            CompatibilityError: the state is of another dataset, version, seed or order.
+            CompatibilityError: the state belongs to another dataset, version, seed or order.
         """
         for name, expected in self._identity().items():
             if state.get(name) != expected:
@@ -206,7 +206,7 @@ class PackedDataset(IterableDataset[Packs]):
         unseen = Unseen(self.num_packs, self.position)
         step, turn = self.world_size * workers, self.position.step
         own = range(self.rank + self.world_size * number, len(unseen), step)
-        # The first pack alone, so that it waits for no other.
+        # The first pack alone, so that it does not wait for others.
         cuts = [0, *range(1, len(own), _TOGETHER), len(own)] if own else []
         places = (np.array(own[a:b]) for a, b in pairwise(cuts))
         given = 0
@@ -222,7 +222,7 @@ class PackedDataset(IterableDataset[Packs]):
 
 
 def _unstored(source: Any, repack: PackConfig | None, seed: int, shuffle: Shuffle) -> PackStream:
-    """A stream as it is, or one of records that were never packed."""
+    """Returns a stream unchanged; makes one of records that were never packed."""
     if hasattr(source, "identity") and hasattr(source, "sizes"):
         if repack is not None:
             raise ConfigError(
@@ -241,7 +241,7 @@ def _unstored(source: Any, repack: PackConfig | None, seed: int, shuffle: Shuffl
 
 
 def placement(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Rank and world size as given, or as the launcher says."""
+    """Returns rank and world size: the arguments, or those of the launcher."""
     if (rank is None) != (world_size is None):
         raise ConfigError("rank and world_size go together; give both or neither.")
     if rank is None or world_size is None:

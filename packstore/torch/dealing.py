@@ -1,4 +1,4 @@
-"""A step dealt to the ranks: which packs each gets in each batch, and what fills a short one."""
+"""Distributes the packs of an optimizer step over ranks and batches, and fills short batches."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from packstore.torch.steps import Step, StepCutter
 from packstore.torch.stream import PackStream
 
 Share = tuple[Int64, int]
-"""Places of the packs of one batch, and how many at the end are fillers of weight 0."""
+"""Positions of a batch's packs, and how many at the end are fillers of weight 0."""
 
 
 def deal(step: Step, rank: int, world_size: int, config: BatchConfig) -> list[Share]:
-    """The batches of `rank` in `step`.
+    """Returns the batches of `rank` in `step`.
 
     Pack ``i`` of a batch goes to rank ``i % world_size``, unless the ranks are balanced. A rank
-    without a pack in some batch gets one of its own of the step once more, with weight 0, and runs
-    as often as the others. Tail ``uneven`` fills nothing.
+    without a pack in some batch repeats one of its packs of the step with weight 0, so that all
+    ranks run equally many batches. The tail ``uneven`` adds no fillers.
     """
     largest_first = config.largest_first and len(step.edges) > 2
     if not largest_first and not config.balance and _is_full(step, world_size, config):
@@ -49,37 +49,37 @@ def deal(step: Step, rank: int, world_size: int, config: BatchConfig) -> list[Sh
 
 
 def fillers(step: Step, world_size: int, config: BatchConfig) -> int:
-    """Fillers of weight 0 in `step`, over all ranks."""
+    """Counts the fillers of weight 0 in `step`, over all ranks."""
     if config.at_end == "uneven":
         return 0
     return sum(max(world_size - (b - a), 0) for a, b in pairwise(step.edges))
 
 
 def _is_full(step: Step, world_size: int, config: BatchConfig) -> bool:
-    """Whether all its batches are as large as they can be, with nothing to fill."""
+    """Returns True if all batches of the step are full and need no fillers."""
     fixed = config.tokens_per_batch is None and config.pairs_per_step is None
     packs = step.stop - step.start
     return fixed and packs == world_size * config.width * (len(step.edges) - 1)
 
 
 def _load(step: Step, ranks: list[Int64]) -> int:
-    """The most tokens that a rank has in a batch that is dealt so."""
+    """The most tokens of any rank in a batch with this distribution."""
     return max(int(step.sizes.tokens[places - step.start].sum()) for places in ranks)
 
 
 def _load_in_turn(step: Step, start: int, stop: int, world_size: int) -> int:
-    """The same of a batch that is dealt in turn."""
+    """The most tokens of any rank in a batch distributed round-robin."""
     rows = np.zeros((-(-(stop - start) // world_size), world_size), np.int64)
     rows.flat[: stop - start] = step.sizes.tokens[start - step.start : stop - step.start]
     return int(rows.sum(0).max())
 
 
 def _balanced(step: Step, world_size: int, config: BatchConfig) -> list[list[Int64]]:
-    """For each batch, the places of each rank: sums of squares as even as may be.
+    """The positions of each rank in each batch, with sums of squared lengths as even as possible.
 
-    With packs per batch a whole step is spread at once, and each rank takes its largest packs
-    first, so that like meets like. With a token budget each batch is spread on its own, and dealt
-    in turn where some rank would go over the budget.
+    With packs per batch the whole step is balanced at once, and each rank takes its largest packs
+    first, so that packs of similar size run together. With a token budget each batch is balanced
+    alone, and round-robin where some rank would exceed the budget.
     """
     sizes, start = step.sizes, step.start
     if config.tokens_per_batch is None:
@@ -98,9 +98,9 @@ def _balanced(step: Step, world_size: int, config: BatchConfig) -> list[list[Int
 
 
 def spread(work: Int64, ranks: int) -> list[Int64]:
-    """Indices of `work` dealt to `ranks`, as many to each as in turn: sums as even as may be.
+    """Assigns indices of `work` to `ranks`, equally many each, with sums as even as possible.
 
-    Largest first, each to the rank with the least so far that has room (Graham, "Bounds on
+    Largest first, each to the rank with the smallest sum that has a free slot (Graham, "Bounds on
     multiprocessing timing anomalies", 1969, with equal counts).
     """
     each, extra = divmod(len(work), ranks)
@@ -120,15 +120,15 @@ def spread(work: Int64, ranks: int) -> list[Int64]:
 
 
 def cut_of(config: BatchConfig, world_size: int) -> dict[str, Any]:
-    """What decides how packs are cut into steps and dealt, as JSON values."""
+    """Returns the settings that decide step boundaries and distribution, as JSON values."""
     return {"world_size": world_size, **config.changed()}
 
 
 def settled(stream: PackStream, position: Position) -> Position:
-    """`position` without reference to a step: which packs are out, for any settings to go on from.
+    """Converts `position` to the set of yielded packs, from which any settings can resume.
 
     Raises:
-        CompatibilityError: the settings that it names are none.
+        CompatibilityError: the settings that it names are invalid.
     """
     if not position.batches:
         return position

@@ -1,8 +1,8 @@
-"""What the losses of one optimizer step are divided by: counts over its batches and all ranks.
+"""The divisor of an optimizer step's losses: counts over its batches and all ranks.
 
-A loss is a sum; the gradient of a step is fair to every pair if all its sums are divided by one
-number, the pairs of the whole step. A batch of a loader knows it, on every rank, so a loop has
-nothing to say of it::
+A loss is a sum. Every pair weighs the same in the gradient of a step if all its sums are divided
+by one number: the pairs of the whole step. A loader's batch carries that number on every rank, so
+a loop need not pass it::
 
     loss_fn = PreferenceLoss("dpo")          # gradients="mean": DDP and FSDP average over ranks
     for batch in loader:
@@ -10,9 +10,9 @@ nothing to say of it::
         if batch.step.last:
             optimizer.step()
 
-For experts, ``divisor=`` is what a loss is divided by, and nothing else. ``count_step(batches,
-loss_fn)`` gives the count of the whole step, also of batches that no loader planned; who averages
-gradients afterwards divides it by the number of ranks: ``.averaged(ranks)``.
+For experts, ``divisor=`` replaces it. ``count_step(batches, loss_fn)`` returns the count of the
+whole step, also for batches that no loader planned; if gradients are averaged afterwards, divide
+it by the number of ranks: ``.averaged(ranks)``.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from packstore.torch.steps import StepInfo
 
 @dataclass(frozen=True)
 class StepDivisor:
-    """What the sums of a :class:`~packstore.torch.LossOutput` are divided by.
+    """Divisors of the sums of a :class:`~packstore.torch.LossOutput`.
 
     Attributes:
-        count: for `loss_sum`; of a step, the sum of all its `count`.
-        sft_count: for `sft_sum`, or None.
+        count: divides `loss_sum`; for a step, the sum of `count` over its batches.
+        sft_count: divides `sft_sum`, or None.
     """
 
     count: float
     sft_count: float | None = None
 
     def averaged(self, times: int) -> StepDivisor:
-        """For a trainer that averages what should be summed, over `times` parts.
+        """Returns the divisor for a trainer that averages over `times` parts instead of summing.
 
         DDP and FSDP average gradients over the ranks; Accelerate also divides each loss by
         `gradient_accumulation_steps`.
@@ -61,11 +61,11 @@ class CountedLoss(Protocol):
     only_sft: bool
 
     def count(self, batch: PackedBatch) -> StepDivisor:
-        """The count of one batch."""
+        """Returns the count of one batch."""
 
 
 def planned_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor | None:
-    """The divisor of the step of `batch`; None if the loader does not know what the loss counts."""
+    """Returns the divisor of the batch's step; None if the loader did not count it."""
     step = batch.step
     if step is None:
         return None
@@ -84,17 +84,17 @@ def planned_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor | N
 
 
 def own_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor:
-    """The count of a batch alone, whatever its step; at least 1, as all of it may be fillers."""
+    """Returns the count of this batch alone; at least 1, as it may consist of fillers."""
     own = loss_fn.count(batch)
     sft = None if own.sft_count is None else max(own.sft_count, 1.0)
     return StepDivisor(max(own.count, 1.0), sft)
 
 
 def default_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor | None:
-    """What a batch's loss is divided by if nobody says; None: by its own count.
+    """Returns the divisor used by default; None: the batch's own count.
 
     Raises:
-        ConfigError: the batch is one of several of its step, and nobody counted the step.
+        ConfigError: the batch is one of several of its step, and the step was not counted.
     """
     step = batch.step
     if step is None:
@@ -115,19 +115,19 @@ def default_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor | N
 def count_step(
     batches: Sequence[PackedBatch], loss_fn: CountedLoss, *, group: Any = None
 ) -> StepDivisor:
-    """The count of an optimizer step, over its batches and all ranks.
+    """Counts an optimizer step, over its batches and all ranks; a collective call.
 
     Args:
-        batches: this rank's batches of the step; one is enough if it knows what the loss counts.
-            None at all is fine on a rank that has nothing to do in an uneven step, if the ranks
-            that have batches count them too.
+        batches: this rank's batches of the step; one suffices if its loader counted the step.
+            An empty list is fine on a rank without work in an uneven step, as long as the ranks
+            with batches call this too.
         loss_fn: the loss.
         group: the data-parallel process group; default: all ranks, if torch.distributed runs.
             With NCCL the batches must be on their GPU.
 
     Raises:
-        ConfigError: the batches belong to different steps, or are fewer than their step has and
-            nobody counted it.
+        ConfigError: the batches belong to different steps, or some of an uncounted step are
+            missing.
     """
     steps = [batch.step for batch in batches if batch.step is not None]
     if len(found := {step.index for step in steps}) > 1:
@@ -146,14 +146,14 @@ def count_step(
 
 
 def check_accumulation(batch: PackedBatch, *, given: bool) -> None:
-    """Refuses a planned batch where Accelerate accumulates by its own count of batches.
+    """Refuses a planned batch while Accelerate accumulates gradients by its own count.
 
     Args:
-        batch: that a loss is to be differentiated of.
-        given: by what the loss is divided is given, and accounts for Accelerate's division.
+        batch: the batch whose loss is to be differentiated.
+        given: the caller passed a divisor, which accounts for Accelerate's division.
 
     Raises:
-        ConfigError: optimizer steps would not be those of the loader, or losses divided twice.
+        ConfigError: optimizer steps would differ from the loader's, or losses be divided twice.
     """
     accelerate: Any = sys.modules.get("accelerate.state")
     if batch.step is None or accelerate is None or not accelerate.GradientState._shared_state:
@@ -168,7 +168,7 @@ def check_accumulation(batch: PackedBatch, *, given: bool) -> None:
 
 
 def _check_whole(steps: Sequence[StepInfo]) -> None:
-    """Refuses some batches of a step for all of them."""
+    """Refuses an incomplete set of a step's batches."""
     if steps and {step.batch for step in steps} != set(range(steps[0].batches)):
         must = f"it must get all {steps[0].batches} batches of the step, which nobody counted"
         found = f"{len({step.batch for step in steps})}"

@@ -1,4 +1,4 @@
-"""Dropout, which preference training does without: it would part policy and reference at random."""
+"""Disables dropout, which would make policy and reference differ at random."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ logger = logging.getLogger("packstore")
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Sets the dropout of a model to 0, in place, and logs it; that of its adapters stays.
+    """Sets the dropout of a model to 0, in place, and logs it; adapters keep theirs.
 
-    Other than TRL's function of the name, it also reaches models that call dropout with a number of
-    their own, and those that leave out whole layers. The config stays as it is.
+    Unlike TRL's function of this name, it also covers functional dropout with a rate stored on a
+    module, and LayerDrop. The config is not changed.
     """
     changed: dict[str, float] = {}
     for path, module in model.named_modules():
         if any(part.startswith("lora_") for part in path.split(".")):
-            continue  # asked for where the adapter was made
+            continue  # the user chose it when making the adapter
         for name, value in list(vars(module).items()):
             drops = "drop" in name or (name == "p" and isinstance(module, _DropoutNd))
             if drops and isinstance(value, float) and value > 0:

@@ -1,11 +1,11 @@
-"""The metrics of a model over a whole dataset, each example once, also by a carried column.
+"""Metrics of a model over a whole dataset, each example once, optionally grouped by a column.
 
 ::
 
     figures = evaluate(model, packstore.open("held-out-8k"), loss="dpo", reference=ref, by="source")
     figures["metrics"]["rewards/accuracies"], figures["by"]["forum"]["loss"]
 
-``by="file"`` tells the input files apart, also of a dataset without carried columns.
+``by="file"`` groups by input file, and works without carried columns.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ def evaluate(
     mixed_precision: Precision = "none",
     **batching: Any,
 ) -> Figures:
-    """The metrics of `model` over `dataset`, exact for any packs, batches and ranks.
+    """Computes the metrics of `model` over `dataset`, exactly for any packing, batches and ranks.
 
-    A collective call where torch.distributed runs: the ranks share the packs.
+    A collective call if torch.distributed runs: the ranks share the packs.
 
     Args:
-        model: as :func:`~packstore.torch.load.load_model` gives it, whole on every rank.
-        dataset: packed; with fewer packs than ranks, some ranks only fill up.
+        model: a model from :func:`~packstore.torch.load.load_model`, whole on every rank.
+        dataset: a packed dataset; with fewer packs than ranks, some ranks run only fillers.
         loss: the loss, or its name.
         reference: the reference model, on the device of `model`.
         side: side datasets to join, such as precomputed ``ref_logps``.
         by: a carried or joined column of texts, integers or booleans; or ``file``, by the input
             file that each example came from.
-        rewards: also give the rewards of each pair; not for the loss ``sft``.
-        mixed_precision: of both models: ``bf16`` computes in bfloat16 by autocast, ``none`` in the
-            autocast that is on around this call, if one is.
+        rewards: also return the rewards of each pair; not for the loss ``sft``.
+        mixed_precision: for both models: ``bf16`` runs under bfloat16 autocast, ``none`` keeps the
+            autocast that is active around this call, if any.
         batching: `packs_per_batch` (default 1) or `tokens_per_batch`.
 
     Raises:
-        ConfigError: the loss needs a reference and there is none, or there is no such column.
+        ConfigError: the loss needs a reference and there is none, or `by` is no column.
         CompatibilityError: model, side dataset or loss do not belong to the dataset.
-        UnknownNameError: no such loss.
+        UnknownNameError: `loss` is unknown.
     """
     loss_fn = loss if isinstance(loss, PreferenceLoss) else PreferenceLoss(loss)
     models = [model] if reference is None or not loss_fn.reference else [model, reference]

@@ -1,10 +1,10 @@
 """Log-probs of chosen tokens from hidden states and the output head, a tile of logits at a time.
 
-A tile is some tokens times some columns of the vocabulary, so memory is bounded whatever the
-vocabulary is. The forward pass keeps one number a token, the log of the sum of exponentials; the
-backward pass computes the tiles again. The vocabulary is the outer loop: the gradient of a column
-is then summed over all tokens in float32 before it is rounded once to the dtype of the head, and
-no float32 copy of the head, nor of its gradient, ever exists.
+A tile is some tokens times some columns of the vocabulary, so memory is bounded for any vocabulary
+size. The forward pass keeps one number per token, the log-sum-exp of its logits; the backward pass
+recomputes the tiles. The vocabulary is the outer loop: the gradient of a column is summed over all
+tokens in float32 and rounded once to the dtype of the head, so that no float32 copy of the head or
+of its gradient exists.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CPU_CHUNK = 2**21
-"""Logits of a tile on a CPU, 8 MiB: larger ones leave its caches, and are no faster
+"""Logits per tile on a CPU, 8 MiB: larger tiles leave its caches, and are no faster
 (``benchmarks/logprobs.py``)."""
 
 GPU_CHUNK = 2**26
-"""Logits of a tile elsewhere, 256 MiB: few large products."""
+"""Logits per tile on other devices, 256 MiB: few large products."""
 
 HALF = (torch.bfloat16, torch.float16)
 
 
 class Projection(NamedTuple):
-    """How logits follow from the product of hidden states and head.
+    """Parameters that turn the product of hidden states and head into logits.
 
     Attributes:
         scale: factor on the product (and its bias).
-        softcap: then ``c * tanh(logits / c)``, or None.
-        chunk_size: logits that exist at once.
-        group: process group over which the vocabulary is split in rank order, or None.
+        softcap: ``c`` of a final ``c * tanh(logits / c)``, or None.
+        chunk_size: number of logits held at once.
+        group: process group that shards the vocabulary in rank order, or None.
     """
 
     scale: float = 1.0
@@ -45,10 +45,10 @@ class Projection(NamedTuple):
 
 
 class HeadLogProbs(torch.autograd.Function):
-    """``log softmax(cap(scale * (hidden @ weight.T + bias)))[target]``, `[n]`.
+    """``log softmax(cap(scale * (hidden @ weight.T + bias)))[target]``, `[n]`, in nats.
 
     Arguments are hidden `[n, H]`, weight `[V, H]`, bias `[V]` or None, targets int64 `[n]` and a
-    :class:`Projection`. With a group, weight and bias are this rank's share of the vocabulary, and
+    :class:`Projection`. With a group, weight and bias are this rank's shard of the vocabulary, and
     the gradient of the hidden states is summed over the ranks.
     """
 
@@ -65,7 +65,7 @@ class HeadLogProbs(torch.autograd.Function):
         ctx.how, ctx.operand = how, _operand_dtype(hidden, weight)
         targets = targets - first_column(len(weight), how.group)
         exact = exact_dtype(hidden, weight)
-        # One row each: highest logit so far, sum of exponentials below it, logit of the target.
+        # Rows: highest logit so far, sum of exponentials relative to it, logit of the target.
         state = torch.zeros((3, len(hidden)), dtype=exact, device=hidden.device)
         state[0] = -math.inf
         inputs = hidden.to(ctx.operand)
@@ -82,7 +82,7 @@ class HeadLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of what needs one; nothing is computed for a frozen head or trunk."""
+        """Gradients of the inputs that need one; nothing is computed for a frozen head or trunk."""
         hidden, weight, bias, targets, log_total = ctx.saved_tensors
         how, operand = ctx.how, ctx.operand
         exact = log_total.dtype
@@ -117,7 +117,7 @@ class HeadLogProbs(torch.autograd.Function):
 
 
 class ShardedLogProbs(torch.autograd.Function):
-    """``log softmax(logits)[target]``, `[n]`, from this rank's columns of them, `[n, V / P]`."""
+    """``log softmax(logits)[target]``, `[n]`, from this rank's columns `[n, V / P]`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any) -> Tensor:
@@ -141,7 +141,7 @@ class ShardedLogProbs(torch.autograd.Function):
 
 
 def exact_dtype(*values: Tensor) -> torch.dtype:
-    """The widest dtype of the tensors, and at least float32."""
+    """Returns the widest dtype of the tensors, at least float32."""
     widest = torch.float32
     for value in values:
         widest = torch.promote_types(widest, value.dtype)
@@ -149,21 +149,22 @@ def exact_dtype(*values: Tensor) -> torch.dtype:
 
 
 def default_chunk(device: torch.device) -> int:
-    """Logits of a tile on `device`."""
+    """Returns the logits per tile on `device`."""
     return CPU_CHUNK if device.type == "cpu" else GPU_CHUNK
 
 
 def first_column(width: int, group: Any) -> int:
-    """Where this rank's share of the vocabulary begins; all shares are `width` wide."""
+    """Returns the first column of this rank's vocabulary shard; all shards are `width` wide."""
     return 0 if group is None else width * dist.get_rank(group)
 
 
 def merge(state: Tensor, group: Any) -> Tensor:
-    """Log of the sum of exponentials over all ranks, `[n]`; the target logits become whole.
+    """Returns the log-sum-exp over all ranks, `[n]`; sums the target logits in place.
 
     Args:
-        state: `[3, n]`: highest logit, sum of exponentials below it, logit of the target or 0.
-        group: where the other columns of the vocabulary are, or None.
+        state: `[3, n]`: highest logit, sum of exponentials relative to it, logit of the target or
+            0.
+        group: process group that shards the vocabulary, or None.
     """
     if group is not None:
         highest = state[0].clone()
@@ -181,7 +182,7 @@ def reduce(values: Tensor, group: Any) -> None:
 
 
 def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """What is multiplied: a GPU takes half precision as it is and adds up in float32."""
+    """The dtype of the operands: a GPU multiplies half precision and accumulates in float32."""
     device = hidden.device.type
     if device == "cuda":
         if torch.is_autocast_enabled(device):
@@ -192,7 +193,7 @@ def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _tiles(n: int, vocab: int, chunk_size: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Columns, and the runs of tokens that meet them: about square tiles of `chunk_size`."""
+    """Column slices, each with its row slices: roughly square tiles of `chunk_size` logits."""
     height = max(1, min(n, math.isqrt(chunk_size)))
     width = max(1, chunk_size // height)
     rows = [slice(i, min(i + height, n)) for i in range(0, n, height)]
@@ -206,7 +207,7 @@ def _part(bias: Tensor | None, columns: slice) -> Tensor | None:
 def _project(
     hidden: Tensor, head: Tensor, bias: Tensor | None, how: Projection
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits of a tile, and the slope of the cap at each, if there is one."""
+    """Logits of a tile, and the derivative of the softcap at each, if there is one."""
     logits = _product(hidden, head.T)
     if bias is not None:
         logits.add_(bias)
@@ -219,7 +220,7 @@ def _project(
 
 
 def _fold(state: Tensor, logits: Tensor, targets: Tensor) -> None:
-    """Takes a tile into `state`; `targets` are columns of the tile, or outside of it. Spends it."""
+    """Folds a tile into `state`, overwriting `logits`; `targets` may lie outside the tile."""
     inside = (targets >= 0) & (targets < logits.shape[-1])
     place = targets.clamp(0, logits.shape[-1] - 1)
     state[2] += logits.gather(-1, place[:, None]).squeeze(-1).where(inside, 0)
@@ -238,7 +239,7 @@ def _softmax_gap(logits: Tensor, log_total: Tensor, targets: Tensor) -> Tensor:
 
 
 def _accumulator(gradient: Tensor, exact: torch.dtype) -> Tensor:
-    """Zeros to sum into: `gradient` itself, where its dtype is wide enough."""
+    """Zeros to accumulate in: `gradient` itself if its dtype is wide enough."""
     if gradient.dtype == exact:
         return gradient.zero_()
     return torch.zeros_like(gradient, dtype=exact)

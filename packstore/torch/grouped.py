@@ -1,4 +1,4 @@
-"""Metrics of all examples, and of those of each source: exact over batches and ranks."""
+"""Metrics of all examples and of each group: exact over batches and ranks."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from packstore.torch.metrics import SumAndCount, all_reduce_sums, wide_dtype
 T = TypeVar("T")
 
 FILE = "file"
-"""What tells the input files apart, unless a column has that name."""
+"""Groups by input file, unless a column has this name."""
 
 Key = tuple[str | None, str]
-"""Group, None for all examples, and metric."""
+"""Group (None: all examples) and metric."""
 
 
 class Figures(TypedDict):
-    """What an evaluation gives.
+    """Result of an evaluation.
 
     Members:
-        metrics: the metrics of the loss, each its mean over all pairs (or tokens); ``examples``;
-            of the loss ``sft`` also ``perplexity``, the exponential of the mean over tokens.
-        by: the same of each value of the column, by name; empty without a column.
-        rewards: where they are asked for, ``[chosen, rejected]`` of each pair, in no order.
+        metrics: the mean of each metric of the loss over all pairs (or tokens); ``examples``; for
+            the loss ``sft`` also ``perplexity``, the exponential of the mean over tokens.
+        by: the same for each value of the grouping column; empty without one.
+        rewards: if requested, ``[chosen, rejected]`` of each pair, in no order.
     """
 
     metrics: dict[str, float]
@@ -47,11 +47,11 @@ class Figures(TypedDict):
 
 
 class GroupedMetrics:
-    """Adds up the metrics of batches, of all examples and of each group.
+    """Sums metrics over batches, for all examples and for each group.
 
     Args:
-        loss_fn: the loss, whose metrics they are.
-        dataset: that the batches are of.
+        loss_fn: the loss whose metrics are summed.
+        dataset: the dataset of the batches.
         by: a carried or joined column of texts, integers or booleans, or ``file``; None: no groups.
         rewards: also keep the rewards of each pair.
     """
@@ -72,12 +72,12 @@ class GroupedMetrics:
         """Adds a batch of this rank.
 
         Args:
-            logps: `[S]`, of the policy.
+            logps: `[S]`, log-probs of the policy in nats.
             batch: the batch, on the same device.
-            ref_logps: `[S]`, of the reference; None: those of the batch, or none are needed.
+            ref_logps: `[S]`, log-probs of the reference; None: the batch's, or none are needed.
 
         Raises:
-            ConfigError: there is no such column.
+            ConfigError: `by` is no column of the batch.
         """
         if self._rewards is not None:
             both = torch.stack(self.loss_fn.pair_rewards(logps, batch, ref_logps), 1)
@@ -95,7 +95,7 @@ class GroupedMetrics:
         return figures
 
     def _groups(self, batch: PackedBatch) -> Iterator[tuple[str | None, PackedBatch]]:
-        """The batch, and the batch with weight 0 but for the examples of each group."""
+        """Yields the batch, then for each group the batch with all other examples at weight 0."""
         yield None, batch
         if self.by is None:
             return
@@ -125,7 +125,7 @@ class GroupedMetrics:
 
 
 def _names(sources: list[Mapping[str, Any]]) -> list[str]:
-    """The last part of each file's path where it tells them apart, else all of it."""
+    """File names, or whole paths where names repeat."""
     paths = [str(source.get("path")) for source in sources]
     last = [PurePosixPath(path).name for path in paths]
     often = Counter(last)
@@ -147,7 +147,7 @@ def _add(
 
 
 def _figures(sums: dict[Key, Tensor], loss_fn: PreferenceLoss, device: torch.device) -> Figures:
-    """Means over all ranks, of which each saw other groups."""
+    """Means over all ranks, which may have seen different groups."""
     keys = _all_keys(sums)
     zero = torch.zeros(2, dtype=wide_dtype(device), device=device)
     totals = all_reduce_sums([x for key in keys for x in sums.get(key, zero)], device=device)
@@ -158,7 +158,7 @@ def _figures(sums: dict[Key, Tensor], loss_fn: PreferenceLoss, device: torch.dev
             place[name] = total
         else:
             place[name] = total / count if count else math.nan
-    # A group that only fillers belong to has no examples.
+    # A group with only fillers has no examples.
     figures["by"] = {name: own for name, own in figures["by"].items() if own["examples"]}
     for place in (figures["metrics"], *figures["by"].values()):
         if "sft_loss" in place:  # two means, over different counts
@@ -169,7 +169,7 @@ def _figures(sums: dict[Key, Tensor], loss_fn: PreferenceLoss, device: torch.dev
 
 
 def _of_all_ranks(own: list[T]) -> list[T]:
-    """What all ranks have, one rank after another."""
+    """Gathers the lists of all ranks, in rank order."""
     if not (dist.is_available() and dist.is_initialized()):
         return own
     found: list[list[T]] = [[] for _ in range(dist.get_world_size())]
@@ -178,7 +178,7 @@ def _of_all_ranks(own: list[T]) -> list[T]:
 
 
 def _all_keys(sums: dict[Key, Tensor]) -> list[Key]:
-    """The keys of all ranks, in one order on each."""
+    """The keys of all ranks, in the same order on each."""
     keys = list(dict.fromkeys(_of_all_ranks(list(sums))))
     groups = sorted({group for group, _ in keys if group is not None})
     order: dict[str | None, int] = {None: -1, **{g: i for i, g in enumerate(groups)}}

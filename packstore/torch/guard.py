@@ -1,4 +1,4 @@
-"""A look at the first step: an untrained policy is its reference, and the loss has to say so."""
+"""Checks the first step: an untrained policy equals its reference, and so must the log-probs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ CAUSES = (
 class FirstStepGuard:
     """Compares policy and reference once, at the first batch of a training run.
 
-    Where the policy is still its reference, each loss has the value of equal log-probs: ln 2 for
-    ``dpo``. A mismatch is logged as a warning, with the likely causes; training goes on. Not for a
-    run that continues from a checkpoint, where the two differ rightly.
+    While the policy still equals its reference, each loss has its value at equal log-probs: ln 2
+    for ``dpo``. A mismatch is logged as a warning with the likely causes; training goes on. Not for
+    a run that resumes from a checkpoint, where the two differ.
 
     Args:
-        loss_fn: the loss; without a reference model there is nothing to compare.
-        tolerance: nats by which the log-probs of a sequence may differ, in the mean.
+        loss_fn: the loss; one without a reference model is not checked.
+        tolerance: allowed mean difference of a sequence's log-probs, in nats.
     """
 
     def __init__(self, loss_fn: PreferenceLoss, *, tolerance: float = 0.1) -> None:
@@ -42,15 +42,16 @@ class FirstStepGuard:
     def __call__(
         self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None = None
     ) -> float | None:
-        """Looks at the first batch; later calls cost nothing.
+        """Checks the first batch; later calls return at once.
 
         Args:
-            logps: `[S]`, of the policy.
+            logps: `[S]`, log-probs of the policy in nats.
             batch: the batch.
-            ref_logps: `[S]`, of the reference model; default: those of the batch.
+            ref_logps: `[S]`, log-probs of the reference model; default: the batch's.
 
         Returns:
-            Mean distance of the log-probs of a sequence in nats; None if nothing was compared.
+            Mean absolute difference of a sequence's log-probs in nats; None if nothing was
+            compared.
         """
         ref_logps = batch.ref_logps if ref_logps is None else ref_logps
         if self._done or ref_logps is None:

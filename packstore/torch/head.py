@@ -1,8 +1,8 @@
-"""The output head of a Hugging Face model, so that its logits need never be made.
+"""Finds the output head of a Hugging Face model, so that log-probs need no logits.
 
-What stands between the last hidden states and the logits differs by family: a bias, a scale, a cap.
-It is read from the model's public interface, and then proved on the model itself, once: a head that
-does anything else is refused.
+The step from the last hidden states to the logits differs by model family: a bias, a scale, a
+softcap. It is read from the model's public interface and verified once against the model's own
+logits; a head that does anything else is refused.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ USE_LOGITS = "Use logits: segment_logps(batch, logits=model(**batch.model_inputs
 
 PROBE_TOKENS = 6
 PROBE_LOGIT = 20.0
-"""The largest logit of the probe: hidden states are scaled to it, so that a cap would show."""
+"""The probe's largest logit: hidden states are scaled up to it, so that a softcap takes effect."""
 
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """What makes logits of hidden states: ``cap(logit_scale * (hidden @ weight.T + bias))``.
+    """An output head: logits are ``cap(logit_scale * (hidden @ weight.T + bias))``.
 
     Attributes:
-        backbone: the model without its head; called with ``**batch.model_inputs()`` it gives
+        backbone: the model without its head; called with ``**batch.model_inputs()`` it returns
             `last_hidden_state`.
         output: the module that holds the weight.
         logit_scale: factor on the product.
-        softcap: then ``c * tanh(logits / c)``, or None.
+        softcap: ``c`` of a final ``c * tanh(logits / c)``, or None.
     """
 
     backbone: nn.Module
@@ -49,7 +49,7 @@ class Head:
 
     @property
     def weight(self) -> Tensor:
-        """`[V, H]`; with PEFT, that of the adapter that is active now."""
+        """`[V, H]`; with PEFT, that of the active adapter."""
         weight: Tensor = self.output.weight  # type: ignore[assignment]
         return weight
 
@@ -60,7 +60,7 @@ class Head:
         return bias
 
     def logps(self, batch: PackedBatch, *, chunk_size: int | None = None) -> Tensor:
-        """:func:`segment_logps` of the batch, `[S]`, without the logits."""
+        """Computes :func:`segment_logps` of the batch, `[S]`, without making the logits."""
         hidden = self.backbone(**batch.model_inputs()).last_hidden_state
         return segment_logps(
             batch,
@@ -77,24 +77,24 @@ _PROVED: WeakKeyDictionary[nn.Module, Head] = WeakKeyDictionary()
 
 
 def find_head(model: nn.Module) -> Head:
-    """The head of a causal LM, proved on the model the first time.
+    """Returns the head of a causal LM, verified on the model at the first call.
 
     Handles tied weights, biases (Phi), `final_logit_softcapping` (Gemma), `logits_scaling`
-    (Granite), `logit_scale` (Cohere), and the wrappers of DDP, torch.compile and PEFT, also with
-    the head among its `modules_to_save`.
+    (Granite), `logit_scale` (Cohere), and wrappers of DDP, torch.compile and PEFT, also with the
+    head among PEFT's `modules_to_save`.
 
     Args:
         model: a Hugging Face causal LM, or a wrapper of one.
 
     Raises:
-        CompatibilityError: no head, one that is not a plain matrix of its own (adapted by LoRA,
-            quantized, sharded), one that does something that its config does not say, or a
-            model that Accelerate prepared for mixed precision.
+        CompatibilityError: there is no head; it is not a plain matrix (adapted by LoRA, quantized,
+            sharded); it does something that its config does not declare; or Accelerate prepared
+            the model for mixed precision.
     """
     base = _unwrapped(model)
     check_own_precision(base)
     proved = _PROVED.get(base)
-    # An adapter or a new vocabulary puts another module in its place.
+    # Adding an adapter or resizing the vocabulary replaces the module.
     if proved is None or proved.output is not base.get_output_embeddings():
         proved = _prove(base, _read_heads(base))
         _PROVED[base] = proved
@@ -102,17 +102,17 @@ def find_head(model: nn.Module) -> Head:
 
 
 def packed_logps(model: nn.Module, batch: PackedBatch, *, chunk_size: int | None = None) -> Tensor:
-    """Log-probs of the segments of a batch under a model, `[S]`, without ever making the logits.
+    """Computes the log-probs of a batch's segments, `[S]` in nats, without making the logits.
 
     Args:
-        model: a Hugging Face causal LM, as :func:`use_packed_attention` left it.
+        model: a Hugging Face causal LM prepared by :func:`use_packed_attention`.
         batch: the batch, on the model's device.
         chunk_size: see :func:`segment_logps`.
 
     Raises:
         CompatibilityError: the head is not a plain one, see :func:`find_head`; the model is
-            compiled; or gradients are on and it is inside a wrapper that would not see this call,
-            and so not reduce them.
+            compiled; or gradients are enabled and the model is inside DDP or FSDP, which would not
+            see this call and so not reduce them.
     """
     check_not_compiled(model)
     if torch.is_grad_enabled() and _synchronises(model):
@@ -128,13 +128,13 @@ def packed_logps(model: nn.Module, batch: PackedBatch, *, chunk_size: int | None
 
 
 class PackedPolicy(nn.Module):
-    """A causal LM whose forward call takes a batch and gives the log-probs of its segments, `[S]`.
+    """A causal LM whose forward call takes a batch and returns its segments' log-probs, `[S]`.
 
-    The module to wrap in DDP or FSDP, and to hand to Accelerate: the head is then used inside of
-    the forward call that the wrapper sees, and gradients are reduced as for any other module.
+    Wrap this module in DDP or FSDP, or pass it to Accelerate: the head then runs inside the
+    forward call that the wrapper sees, and gradients are reduced as for any other module.
 
     Args:
-        model: a Hugging Face causal LM, as :func:`use_packed_attention` left it.
+        model: a Hugging Face causal LM prepared by :func:`use_packed_attention`.
         chunk_size: see :func:`segment_logps`.
 
     Raises:
@@ -149,7 +149,7 @@ class PackedPolicy(nn.Module):
         find_head(model)
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """The log-probs `[S]`, from the batch on any device."""
+        """Computes the log-probs `[S]` in nats; the batch may be on any device."""
         batch = batch.to(next(self.model.parameters()).device)
         return _logps(self.model, batch, self.chunk_size)
 
@@ -161,7 +161,7 @@ def _logps(model: nn.Module, batch: PackedBatch, chunk_size: int | None) -> Tens
 
 
 def _unwrapped(model: Any) -> Any:
-    """The Hugging Face model inside of wrappers."""
+    """The Hugging Face model inside its wrappers."""
     while True:
         if _synchronises(model):
             model = model.module
@@ -176,7 +176,7 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _synchronises(model: nn.Module) -> bool:
-    """True for a wrapper of data-parallel training (DDP, FSDP)."""
+    """Returns True for a wrapper of data-parallel training (DDP, FSDP)."""
     return isinstance(getattr(model, "module", None), nn.Module) and any(
         kind.__module__.startswith(("torch.nn.parallel", "torch.distributed"))
         for kind in type(model).__mro__
@@ -184,7 +184,7 @@ def _synchronises(model: nn.Module) -> bool:
 
 
 def _read_heads(model: Any) -> list[Head]:
-    """The head behind the base model; and behind its decoder, which some families call alone."""
+    """Candidate heads: after the base model, and after its decoder, which some families call."""
     find = getattr(model, "get_output_embeddings", None)
     output = find() if find is not None else None
     backbone = getattr(model, "base_model", model)
@@ -213,13 +213,12 @@ def _read_heads(model: Any) -> list[Head]:
 
 @torch.no_grad()
 def _prove(model: Any, heads: list[Head]) -> Head:
-    """Compares the model's own logits of a few tokens with those that each head says.
+    """Compares the model's logits of a few tokens with those of each candidate head.
+
+    Hidden states are scaled up for both. Autocast is off, as it would round only one of them.
 
     Returns:
-        The first that says the same.
-
-    The hidden states on the way are scaled up, for both; and autocast is off, which would round the
-    one and not the other.
+        The first head that agrees.
     """
     weight = heads[0].weight
     with torch.autocast(weight.device.type, enabled=False):
@@ -240,7 +239,7 @@ def _prove(model: Any, heads: list[Head]) -> Head:
 
 
 def _gap(model: Any, head: Head) -> float | None:
-    """The largest difference of the two; None: the head does not follow on the backbone."""
+    """The largest difference of the logits; None: the backbone's output does not fit the head."""
     seen: list[Tensor] = []
 
     def enlarge(_: nn.Module, __: Any, output: Any) -> Any:
@@ -269,7 +268,7 @@ def _gap(model: Any, head: Head) -> float | None:
 
 
 def probe_inputs(weight: Tensor) -> dict[str, Any]:
-    """A few tokens as one segment, for models with and without packed attention."""
+    """Returns model inputs of a few tokens in one segment, with or without packed attention."""
     n = PROBE_TOKENS
     ids = torch.arange(1, n + 1, device=weight.device)
     ends = torch.tensor([0, n], dtype=torch.int32, device=weight.device)

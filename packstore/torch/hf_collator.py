@@ -1,9 +1,9 @@
 """A data collator and a loss function for transformers' Trainer, and for TRL's on top of it.
 
-The model stays as it is, so that the Trainer saves it as ever; :mod:`packstore.torch.hf_trainer`
-puts both into a trainer. `per_device_train_batch_size` is then packs; over records of token ids it
-is examples, which the collator lays end to end. What the Trainer counts as items is what the loss
-divides by, over accumulation and ranks. The logits are made, as the Trainer calls the model.
+The model is unchanged, so that the Trainer saves it as usual; :mod:`packstore.torch.hf_trainer`
+puts both into a trainer. `per_device_train_batch_size` then counts packs; for records of token ids
+it counts examples, which the collator lays end to end. The Trainer's item count becomes the divisor
+of the loss, over accumulation and ranks. Logits are made, as the Trainer calls the model.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from packstore.torch.metrics import Metrics
 
 
 class PackedLabels:
-    """What the Trainer takes for labels: a batch, which counts what its loss divides by.
+    """A batch in the place of the Trainer's labels, which counts the items of its loss.
 
     Attributes:
         batch: the batch.
-        loss_fn: the loss whose count it is; None: examples are counted.
+        loss_fn: the loss whose items are counted; None: examples are counted.
     """
 
     def __init__(self, batch: PackedBatch, loss_fn: PreferenceLoss | None = None) -> None:
         self.batch, self.loss_fn = batch, loss_fn
 
     def __getitem__(self, key: Any) -> Self:
-        """Itself: examples have no first token that nothing predicts."""
+        """Returns itself: the Trainer's slice drops a first token, which the items here lack."""
         return self
 
     def ne(self, ignored: int) -> Tensor:
-        """True for each example that counts, or for each thing that the loss counts."""
+        """Returns True for each item that the loss counts; by default each example of weight 1."""
         weights = self.batch.weights
         if self.loss_fn is None:
             return weights > 0
@@ -50,11 +50,11 @@ class PackedLabels:
         return torch.ones(count, dtype=torch.bool, device=weights.device)
 
     def detach(self) -> Self:
-        """Itself."""
+        """Returns itself."""
         return self
 
     def to(self, device: Any, **_: Any) -> PackedLabels:
-        """The batch on `device`."""
+        """Returns the labels with the batch on `device`."""
         return PackedLabels(self.batch.to(device), self.loss_fn)
 
 
@@ -63,11 +63,11 @@ class PackedInputs(dict[str, Any]):
 
     @classmethod
     def of(cls, labels: PackedLabels) -> PackedInputs:
-        """Those of a batch."""
+        """Makes the inputs of a batch."""
         return cls(**labels.batch.model_inputs(), labels=labels)
 
     def to(self, device: Any, **_: Any) -> PackedInputs:
-        """The same on `device`."""
+        """Returns the inputs on `device`."""
         return PackedInputs.of(self["labels"].to(device))
 
 
@@ -76,9 +76,9 @@ class PackCollator:
 
     Args:
         kind: ``dpo``, ``sft`` or ``ranked``.
-        config: of records, the `layout` and what is to be carried; they are told in
-            :mod:`packstore.repacking.tokenized`. Their number and lengths are not looked at.
-        loss_fn: the loss; needed where it divides by something else than examples: tokens (`sft`),
+        config: for records, the `layout` and the carried columns; the shapes of records are in
+            :mod:`packstore.repacking.tokenized`. Limits on number and length do not apply.
+        loss_fn: the loss; required if it divides by something other than examples: tokens (`sft`),
             ranked pairs, or packs.
     """
 
@@ -92,11 +92,11 @@ class PackCollator:
         self.kind, self.config, self.loss_fn = kind, config or PackConfig(), loss_fn
 
     def __call__(self, items: Sequence[Packs | Mapping[str, Any]]) -> PackedInputs:
-        """The batch of these items.
+        """Collates these items into one batch.
 
         Raises:
             RecordError: a record is not of the kind.
-            ConfigError: no items.
+            ConfigError: there are no items.
         """
         if not items:
             raise ConfigError("a batch must hold at least one item; found none.")
@@ -109,18 +109,19 @@ class PackCollator:
 
 
 class PackedLoss:
-    """The Trainer's ``compute_loss_func``: a sum over pairs, divided by those of the whole step.
+    """The Trainer's ``compute_loss_func``: a sum over pairs, divided by the pairs of the step.
 
-    Policy and reference take one route: logits of the model's own forward call, in the precision
-    that Accelerate runs the policy in.
+    Policy and reference are computed alike: from the logits of the model's forward call, in the
+    precision that Accelerate runs the policy in.
 
     Args:
         loss_fn: the loss.
         reference: a frozen model on the device of the policy; default: the batch's ``ref_logps``.
 
     Attributes:
-        metrics: ``metrics.means()`` tells those of training since the last call, over all ranks.
-        held_out: the same of evaluation.
+        metrics: training metrics; ``metrics.means()`` covers the time since the last call, over
+            all ranks.
+        held_out: the same for evaluation.
 
     Raises:
         ConfigError: the loss divides by two different counts, and the Trainer counts one.
@@ -142,7 +143,7 @@ class PackedLoss:
         labels: PackedLabels,
         num_items_in_batch: Tensor | float | None = None,
     ) -> Tensor:
-        """The loss of a batch over the count of its step, or over its own if there is none.
+        """Returns the batch's loss divided by `num_items_in_batch`; None: by the batch's own count.
 
         Raises:
             ConfigError: the collator counted examples, and the loss divides by something else.
@@ -176,7 +177,7 @@ class PackedLoss:
 
 
 def _policy_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast as Accelerate has it around the forward call of a model that it prepared."""
+    """The autocast that Accelerate puts around the forward call of a prepared model."""
     accelerate: Any = sys.modules.get("accelerate.state")
     if accelerate is None or not accelerate.is_initialized():
         return nullcontext()

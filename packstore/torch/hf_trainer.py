@@ -1,6 +1,4 @@
-"""What a trainer on top of transformers' Trainer needs for packed batches, TRL's ones included.
-
-A mixin in front of the trainer::
+"""A mixin that makes transformers' Trainer, or a subclass such as TRL's, train on packed batches::
 
     class PackedTrainer(PackedTrainerMixin, Trainer):       # or TRL's DPOTrainer
         pass
@@ -8,12 +6,12 @@ A mixin in front of the trainer::
     PackedTrainer(
         use_packed_attention(model),
         TrainingArguments(output_dir="run"),
-        train_dataset=PackedDataset(url, rank=0, world_size=1),   # Accelerate deals it to the ranks
+        train_dataset=PackedDataset(url, rank=0, world_size=1),   # Accelerate shards it over ranks
         data_collator=PackCollator("dpo"),
         packed_loss=PackedLoss(loss_fn, reference),
     ).train()
 
-Everything else is the trainer's: saving, resuming, evaluation, accumulation, mixed precision.
+Saving, resuming, evaluation, accumulation and mixed precision remain the trainer's.
 """
 
 from __future__ import annotations
@@ -30,16 +28,17 @@ from packstore.torch.routers import check_router_loss
 class PackedTrainerMixin:
     """Takes the loss from :class:`~packstore.torch.PackedLoss`, and logs its metrics.
 
-    They stand beside the Trainer's own, under TRL's names (``rewards/accuracies``, ``logps/chosen``
-    …), with ``eval_`` in front in an evaluation, whose ``eval_loss`` is the mean over all pairs.
+    They appear beside the Trainer's own, under TRL's names (``rewards/accuracies``,
+    ``logps/chosen``, …), with the prefix ``eval_`` in an evaluation; ``eval_loss`` is the mean over
+    all pairs.
 
     Args:
         packed_loss: the loss.
-        args, kwargs: the trainer's.
+        args, kwargs: arguments of the trainer.
 
     Raises:
-        ConfigError: a dataset of packs that splits itself over the ranks, as the trainer does too.
-        CompatibilityError: the model's config asks for the load-balancing loss of its experts.
+        ConfigError: the dataset splits itself over the ranks, which the trainer does too.
+        CompatibilityError: the model's config enables the load-balancing loss of its experts.
     """
 
     loss_is_scaled_for_ga = True
@@ -52,14 +51,14 @@ class PackedTrainerMixin:
         for dataset in (trainer.train_dataset, trainer.eval_dataset):
             _check_whole(dataset)
         if isinstance(trainer.train_dataset, PackedDataset):
-            # Else the ranks would get the first packs again to fill up the last batch.
+            # Otherwise Accelerate repeats the first packs to fill up the last batch.
             trainer.args.dataloader_drop_last = True
         loading = trainer.accelerator.dataloader_config
-        if loading.dispatch_batches is None:  # a batch cannot be cut and sent to other ranks
+        if loading.dispatch_batches is None:  # a packed batch cannot be sliced for other ranks
             loading.dispatch_batches = False
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own, which asks `compute_loss_func`; TRL's would take a mean per batch."""
+        """Uses the Trainer's method, which calls `compute_loss_func`; TRL's averages per batch."""
         from transformers import Trainer
 
         own: Any = self
@@ -80,7 +79,7 @@ class PackedTrainerMixin:
 
 
 def _check_whole(dataset: Any) -> None:
-    """Refuses a dataset of packs, or one of several, that gives only this rank's share."""
+    """Refuses a dataset of packs, or one of several, that yields only this rank's share."""
     for one in dataset.values() if isinstance(dataset, dict) else [dataset]:
         if isinstance(one, PackedDataset) and one.world_size != 1:
             must = "the trainer deals packs to the ranks, so the dataset must not"

@@ -1,4 +1,4 @@
-"""A batch in the words of a model's forward call: one function for each style."""
+"""Converts a batch to the arguments of a model's forward call: one function per style."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from packstore.torch.batch import PackedBatch
 
 
 def hf(batch: PackedBatch) -> dict[str, Any]:
-    """For a model that :func:`~packstore.torch.use_packed_attention` prepared."""
+    """Inputs for a model prepared by :func:`~packstore.torch.use_packed_attention`."""
     return {**_row(batch), "use_cache": False, "packed_layout": batch.layout}
 
 
 def flash(batch: PackedBatch) -> dict[str, Any]:
-    """For an unchanged Hugging Face model with a flash-attention implementation."""
+    """Inputs for an unchanged Hugging Face model with a flash-attention implementation."""
     _refuse_shared(batch, "model_inputs(style='flash')")
     ends = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
     longest = {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}
@@ -25,12 +25,12 @@ def flash(batch: PackedBatch) -> dict[str, Any]:
 
 
 def megatron(batch: PackedBatch) -> dict[str, Any]:
-    """Under the names that NeMo's and Megatron-Bridge's packed-sequence code reads.
+    """Inputs with the names that NeMo's and Megatron-Bridge's packed-sequence code reads.
 
-    ``cu_seqlens`` are the physical offsets, ``cu_seqlens_unpadded`` (only of padded segments) those
-    of the tokens alone. Both end with a -1, at the place that the argmin beside them names: readers
-    cut there. Argmins and ``max_seqlen`` stay on the CPU, as their readers take them with
-    ``item()``, which on a GPU would wait for it.
+    ``cu_seqlens`` are the physical offsets; ``cu_seqlens_unpadded`` (only with padded segments)
+    exclude the padding. Both end with -1, whose index is the argmin beside them: readers cut
+    there. Argmins and ``max_seqlen`` stay on the CPU, as readers call ``item()`` on them, which
+    would synchronise a GPU.
     """
     _refuse_shared(batch, "model_inputs(style='megatron')")
     row = _row(batch)
@@ -49,15 +49,15 @@ def megatron(batch: PackedBatch) -> dict[str, Any]:
 
 
 def packed_seq_params(batch: PackedBatch) -> dict[str, Any]:
-    """Keyword arguments of Megatron-Core's `PackedSeqParams`, which this does not import.
+    """Returns keyword arguments of Megatron-Core's `PackedSeqParams`, without importing it.
 
-    As Transformer Engine has it: ``cu_seqlens_q`` and ``cu_seqlens_kv`` count the tokens alone, and
-    ``…_padded`` say where the padded segments lie; without padded segments these are None, as the
-    kernels for them are slower. All offsets are those of the whole row, also under context
-    parallelism. Several packs in a batch are one row.
+    As in Transformer Engine, ``cu_seqlens_q`` and ``cu_seqlens_kv`` exclude padding and
+    ``…_padded`` include it; the latter are None without padded segments, as the kernels for them
+    are slower. All offsets are those of the whole row, also under context parallelism. Several
+    packs in a batch are one row.
 
     Raises:
-        BackendError: shared prefixes, which self-attention offsets cannot express.
+        BackendError: the batch has shared prefixes, which self-attention offsets cannot express.
     """
     _refuse_shared(batch, "packed_seq_params")
     padded = None if batch.cu_seqlens_unpadded is None else batch.cu_seqlens
@@ -74,7 +74,7 @@ def packed_seq_params(batch: PackedBatch) -> dict[str, Any]:
 
 
 def padded(batch: PackedBatch) -> dict[str, Any]:
-    """The logical sequences as padded rows `[S, longest]` with a mask, for any model."""
+    """Inputs for any model: the logical sequences as padded rows `[S, longest]` with a mask."""
     ids = batch.input_ids if batch.kv_index is None else batch.input_ids[batch.kv_index]
     position = torch.arange(batch.max_seqlen_k, device=ids.device)
     taken = position < batch.cu_seqlens_k.diff()[:, None]

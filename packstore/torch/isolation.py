@@ -1,4 +1,4 @@
-"""A probe that anyone can run on their own model: does packing stay invisible to it?"""
+"""Probes a model: its logits must not depend on packing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from packstore.torch.probe import is_half, logits_of, one_pack, rounding_of
 
 PROMPTS = (7, 5)
 RESPONSES = ((6, 9), (1, 4))
-"""Tokens of the prompts and of both responses of the two examples of the probe."""
+"""Prompt and response lengths of the probe's two examples, in tokens."""
 
 MIXES = "other tokens in one segment must not move the logits of another"
 DIFFERS = "a segment must have the logits of its sequence alone"
@@ -33,12 +33,12 @@ logger = logging.getLogger("packstore")
 
 
 class _UnclearError(BackendError):
-    """Rounding hides what a leak would do."""
+    """Rounding is as large as the effect of a leak would be."""
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """One pack in one layout, and what its logits may differ by."""
+    """One pack in one layout, and the differences of its logits."""
 
     model: nn.Module
     vocab_size: int
@@ -47,10 +47,10 @@ class _Probe:
     experts: bool
 
     def run(self) -> float:
-        """The largest difference seen.
+        """Returns the largest difference seen.
 
         Raises:
-            BackendError: it is too large, or too small to tell a leak from rounding.
+            BackendError: it is too large, or a leak cannot be distinguished from rounding.
         """
         packs, prompts = _random_packs(self.vocab_size, self.shared)
         batch = collate(packs, "dpo").to(next(self.model.parameters()).device)
@@ -59,7 +59,7 @@ class _Probe:
             where = f"check_isolation({type(self.model).__name__})"
             do = "Look at its weights: a training that diverged leaves such ones"
             raise CompatibilityError(sentence(where, "its logits must be finite", "nan", do))
-        # Routers compute in float32, also with wider weights.
+        # Routers compute in float32 even if the weights are wider.
         rounding = rounding_of(self.model, logits, bits=32 if self.experts else 64)
         effect = self._effect(batch, logits)
         if not effect > 0:
@@ -72,9 +72,9 @@ class _Probe:
         return worst
 
     def _effect(self, batch: PackedBatch, logits: Tensor) -> float:
-        """How far a changed token moves the logits of the next one, which sees it: the median.
+        """Median change of a token's logits when the token before it changes.
 
-        That is what a leak would do.
+        A leak between segments would have this size.
         """
         odd = (batch.position_ids % 2).bool()
         moved = logits_of(self.model, batch, self._others(batch, ~odd)).float() - logits.float()
@@ -95,7 +95,7 @@ class _Probe:
             yield DIFFERS, self._size(apart)
 
     def _size(self, difference: Tensor) -> float:
-        """Of one segment: the largest; or the median over tokens, where single ones may jump."""
+        """The largest difference in a segment; the median over tokens if experts may switch."""
         rows = difference.abs().amax(1)
         return float(rows.median() if self.by_token else rows.max())
 
@@ -128,12 +128,12 @@ class _Probe:
 
 
 def probe_model(model: nn.Module) -> None:
-    """Runs :func:`check_isolation` before a model is used, and logs what it finds.
+    """Runs :func:`check_isolation` before a model is used, and logs the result.
 
-    Weights that are all but random, in half precision, may leave it open: that is logged.
+    With nearly random weights in half precision the result may be inconclusive, which is logged.
 
     Raises:
-        BackendError: as :func:`check_isolation`.
+        BackendError: see :func:`check_isolation`.
     """
     try:
         logger.info("probe: packed and unpacked logits differ by %.2g", check_isolation(model))
@@ -144,32 +144,32 @@ def probe_model(model: nn.Module) -> None:
 def check_isolation(
     model: nn.Module, backend: str | None = None, *, vocab_size: int | None = None
 ) -> float:
-    """Feeds small random packs, in both layouts, and compares logits.
+    """Runs small random packs, in both layouts, through the model and compares logits.
 
-    For each segment: other tokens in it move the logits of no other segment, and its logits are
-    those of the sequence by itself. What may differ is a quarter of what a token does to those that
-    see it, and not more than rounding. The logits are also those of the model's own attention
-    (`eager`, or `sdpa` for long sequences), up to rounding, beyond every window and RoPE table that
-    the config names, as far as time and memory allow; a note in the log tells where that stops.
+    For each segment: changing its tokens changes the logits of no other segment, and its logits
+    equal those of the sequence alone. Differences must stay within rounding, and below a quarter of
+    a token's effect on the tokens that see it. The logits must also equal those of the model's own
+    attention (`eager`, or `sdpa` for long sequences), up to rounding, beyond every window and RoPE
+    table of the config, as far as time and memory allow; the log says where that stops.
 
-    The model is put in evaluation mode for it (no dropout, no noise in routers), and left as it
-    was. Rounding can send a token to another expert: if the model has experts, the median over
-    tokens counts, in half precision and beside its own attention.
+    The model runs in evaluation mode (no dropout, no router noise) and is restored afterwards.
+    Rounding can send a token to another expert: for models with experts the median over tokens is
+    compared, in half precision and against the model's own attention.
 
     Args:
-        model: a Hugging Face causal LM, also inside PEFT, DistributedDataParallel, FSDP (then on
-            all ranks) or ``torch.compile``.
-        backend: attention backend to try; default: as :func:`use_packed_attention` left the model.
+        model: a Hugging Face causal LM, optionally inside PEFT, DDP, FSDP (then on all ranks) or
+            ``torch.compile``.
+        backend: attention backend to test; default: the one set by :func:`use_packed_attention`.
         vocab_size: token ids are drawn below it; default: the config's.
 
     Returns:
-        The largest difference of logits that was seen, for the record (about 0).
+        The largest difference of logits seen (about 0).
 
     Raises:
-        BackendError: segments see each other, or positions do not start anew; the model computes
-            something else than by itself; or it cannot attend inside segments at all. The message
-            names the likely cause.
-        CompatibilityError: logits that are not finite.
+        BackendError: segments see each other, positions do not restart, logits differ from the
+            model's own attention, or the model cannot attend inside segments. The message names
+            the likely cause.
+        CompatibilityError: logits are not finite.
     """
     inner = unwrapped(model)
     config: Any = getattr(inner, "config", None)
@@ -208,7 +208,7 @@ def _random_packs(vocab_size: int, shared: bool) -> tuple[Packs, Int64]:
 
 
 def _alone(packs: Packs, batch: PackedBatch, segment: int) -> Packs:
-    """The whole sequence of one segment as a pack of its own."""
+    """The complete sequence of one segment as a separate pack."""
     index = range(batch.num_tokens) if batch.kv_index is None else batch.kv_index.tolist()
     starts = to_offsets(packs.lengths)
     own = range_indices(starts[segment : segment + 1], packs.lengths[segment : segment + 1])

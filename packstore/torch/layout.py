@@ -1,4 +1,4 @@
-"""Where the segments of a flat row lie, in the terms of a variable-length attention call."""
+"""Offsets of the segments of a flat row, as variable-length attention kernels take them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from packstore.errors import BackendError, sentence
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayout:
-    """Which keys each query may see: query segment `i` attends to key run `i`, and to nothing else.
+    """The keys that each query may see: query segment `i` attends to key run `i` only.
 
-    Causal masks are aligned at the end: with n queries and m >= n keys, query `j` stands at
-    position ``m - n + j``. In layout ``concat`` both runs are the segment; in ``shared_prefix`` the
-    keys are the whole logical sequence, whose shared tokens `kv_index` takes from the example's
-    first segment.
+    Causal masks are aligned at the end: with n queries and m >= n keys, query `j` has position
+    ``m - n + j``. In layout ``concat`` both runs are the segment; in ``shared_prefix`` the keys are
+    the whole logical sequence, whose shared tokens `kv_index` takes from the example's first
+    segment.
 
     Attributes:
         cu_seqlens_q: int32 `[S + 1]`, offsets of the query segments.
@@ -28,8 +28,8 @@ class AttentionLayout:
         max_seqlen_q: longest query segment.
         max_seqlen_k: longest key run.
         num_queries: T, tokens of the row.
-        kv_index: int64 `[last of cu_seqlens_k]`, the token of the row that each key is; None: the
-            keys are the tokens of the row, in order.
+        kv_index: int64 `[last of cu_seqlens_k]`, the row index of each key; None: the keys are the
+            tokens of the row, in order.
     """
 
     cu_seqlens_q: Tensor
@@ -42,17 +42,17 @@ class AttentionLayout:
 
     @cached_property
     def sizes(self) -> tuple[list[int], list[int]]:
-        """Lengths of the query segments and of the key runs; waits for the device once a batch."""
+        """Lengths of the query segments and key runs; synchronises the device once per batch."""
         return self.cu_seqlens_q.diff().tolist(), self.cu_seqlens_k.diff().tolist()
 
     @cached_property
     def sequence_lengths(self) -> tuple[list[int], list[int]]:
-        """Tokens of the shortest and the longest sequence that each segment is part of.
+        """Lengths in tokens of the shortest and the longest sequence that each segment is part of.
 
-        Waits for the device once a batch.
+        Synchronises the device once per batch.
 
         Raises:
-            BackendError: a layout of shared keys that does not hold `lengths`.
+            BackendError: the layout shares keys and has no `lengths`.
         """
         if self.lengths is None:
             if self.kv_index is not None:
@@ -63,15 +63,15 @@ class AttentionLayout:
         return shortest, longest
 
     def keys(self, rows_TKH: Tensor) -> Tensor:
-        """K or V of the tokens `[T, K, H]` as K or V of the key runs."""
+        """Gathers K or V of the row's tokens, `[T, K, H]`, in the order of the key runs."""
         return rows_TKH if self.kv_index is None else rows_TKH.index_select(0, self.kv_index)
 
     def split(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Queries, keys and values of each segment in turn; `k` and `v` as :meth:`keys` gave them.
+        """Yields queries, keys and values of each segment; `k` and `v` come from :meth:`keys`.
 
-        Views from one split: its backward is one concatenation, where slices would each fill a
-        gradient as large as the row. Segments without queries, which fill up a fixed number of
-        segments, are passed over: they add nothing to the row.
+        Uses views of one split: its backward is one concatenation, while slices would each
+        allocate a gradient as large as the row. Empty segments, which pad the number of segments,
+        are skipped.
         """
         queries, keys = self.sizes
         parts = torch.split(q, queries), torch.split(k, keys), torch.split(v, keys)
@@ -79,7 +79,7 @@ class AttentionLayout:
 
 
 class _Row(Protocol):
-    """The parts of a batch that say which sequences share tokens."""
+    """The fields of a batch that define which sequences share tokens."""
 
     @property
     def cu_seqlens(self) -> Tensor: ...
@@ -92,9 +92,9 @@ class _Row(Protocol):
 
 
 def shared_lengths(row: _Row) -> Tensor:
-    """int32 `[2, S]`: the shortest and the longest sequence that each segment is part of.
+    """Lengths of the shortest and longest sequence that each segment is part of: int32 `[2, S]`.
 
-    An example's first segment holds the prefix of those that leave it out.
+    An example's first segment holds the prefix of the segments that omit it.
     """
     lengths, responses = row.lengths, row.num_responses.long()
     size = len(lengths)

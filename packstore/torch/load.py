@@ -1,4 +1,4 @@
-"""Hugging Face causal LMs for packed data: loaded, prepared for packed attention, with LoRA."""
+"""Loads Hugging Face causal LMs, prepares them for packed attention, and adds LoRA adapters."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ def load_model(
     trainable: bool = False,
     disable_dropout: bool = True,
 ) -> Any:
-    """A causal LM that takes packed batches, in evaluation mode, on the CPU.
+    """Loads a causal LM that takes packed batches, in evaluation mode, on the CPU.
 
     Args:
-        path: its folder or hub name; or the folder of a LoRA adapter, which names its base.
-        dtype: of the weights.
+        path: folder or hub name of the model; or the folder of a LoRA adapter, which names its
+            base model.
+        dtype: dtype of the weights.
         attention: backend of packed attention, see :func:`use_packed_attention`.
-        trainable: False freezes all weights; of an adapter, True frees its own alone.
+        trainable: False freezes all weights; True with an adapter trains the adapter only.
         disable_dropout: False keeps the dropout of the model, see :func:`use_packed_attention`.
 
     Raises:
-        ConfigError: no model is there, it does not load, or its files lack a weight.
+        ConfigError: the model does not exist or load, or its files lack a weight.
         MissingExtraError: transformers, or peft for an adapter, is not installed.
         BackendError: the model cannot take packed batches.
     """
@@ -59,7 +60,7 @@ def load_model(
         model, loading = AutoModelForCausalLM.from_pretrained(
             name, dtype=getattr(torch, dtype), output_loading_info=True
         )
-    except Exception as error:  # the library raises whatever comes
+    except Exception as error:  # the library raises errors of any class
         where = f"model {name}"
         must = "it must be a folder or hub name of a causal LM that transformers loads"
         raise ConfigError(sentence(where, must, quote(str(error), 200))) from error
@@ -71,14 +72,14 @@ def load_model(
 def add_lora(
     model: Any, rank: int, *, alpha: float = 16.0, dropout: float = 0.0, targets: Sequence[str] = ()
 ) -> Any:
-    """A new LoRA adapter over a frozen model (Hu et al., 2021), untrained: it changes nothing yet.
+    """Adds a new LoRA adapter (Hu et al., 2021) to a frozen model; untrained, it changes nothing.
 
     Args:
-        model: as :func:`load_model` gave it.
-        rank: of the adapter.
+        model: a model from :func:`load_model`.
+        rank: rank of the adapter.
         alpha: the adapter's output is scaled by ``alpha / rank``.
-        dropout: of its input.
-        targets: names of the modules that are adapted; none: all linear layers but the head.
+        dropout: dropout of the adapter's input.
+        targets: names of the modules to adapt; empty: all linear layers except the head.
 
     Raises:
         ConfigError: the model has no such modules.
@@ -100,7 +101,7 @@ def add_lora(
 
 
 def checkpoint_gradients(model: Any) -> None:
-    """Makes a model compute each layer again in the backward pass, in place of keeping it."""
+    """Enables gradient checkpointing: each layer is recomputed in the backward pass."""
     options = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.20
         model.activation_checkpointing_enable(options)
@@ -109,12 +110,12 @@ def checkpoint_gradients(model: Any) -> None:
 
 
 def is_adapter(path: str | PathLike[str]) -> bool:
-    """True for the folder of an adapter."""
+    """Returns True for the folder of an adapter."""
     return Path(path, ADAPTER_FILE).is_file()
 
 
 def adapter_base(path: str | PathLike[str]) -> str:
-    """Where the model lies that an adapter was trained on.
+    """Returns the folder or hub name of the model that an adapter was trained on.
 
     Raises:
         ConfigError: the adapter does not name one.
@@ -127,15 +128,15 @@ def adapter_base(path: str | PathLike[str]) -> str:
 
 
 def add_adapter(model: Any, path: str, trainable: bool) -> Any:
-    """The adapter in a folder over its model.
+    """Loads the adapter in a folder onto its model.
 
     Args:
-        model: as :func:`load_model` gave it.
+        model: a model from :func:`load_model`.
         path: folder of the adapter.
-        trainable: False freezes it.
+        trainable: False freezes the adapter.
 
     Raises:
-        ConfigError: it is not one of this model, or its files lack a weight.
+        ConfigError: the adapter does not fit this model, or its files lack a weight.
         MissingExtraError: peft is not installed.
     """
     peft = _peft()
@@ -149,7 +150,7 @@ def add_adapter(model: Any, path: str, trainable: bool) -> Any:
 
 
 def _check_folder(name: str) -> None:
-    """A folder that is meant as one must be there: hubs are not asked for ``./tpyo``."""
+    """Refuses a missing local folder, so that ``./tpyo`` is not looked up on the hub."""
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         must = "the folder must hold a config.json of a causal LM, or an adapter_config.json"
@@ -160,11 +161,11 @@ def _check_folder(name: str) -> None:
 
 
 def _check_weights(name: str, loading: Mapping[str, Any]) -> None:
-    """Refuses a model of which the library drew weights at random.
+    """Refuses a model with weights that the library initialised at random.
 
     Args:
         name: folder or hub name of the model.
-        loading: what ``from_pretrained`` says of the weights.
+        loading: the loading report of ``from_pretrained``.
     """
     missing = sorted(loading["missing_keys"])
     if missing:

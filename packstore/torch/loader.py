@@ -1,4 +1,4 @@
-"""Batches of packs in the global order, with a position that can be saved and loaded."""
+"""Yields batches of packs in the global order, with a position that can be saved and loaded."""
 
 from __future__ import annotations
 
@@ -22,35 +22,36 @@ from packstore.torch.steps import WINDOW, check_fits
 from packstore.torch.stream import PackStream, StoredPacks
 
 _INSIDE = "in DataLoader worker process"
-"""How torch tells of an error inside a worker."""
+"""Part of torch's message for an error inside a worker."""
 
 
 class PackedDataLoader:
-    """Batches, cut by optimizer steps: a step holds the same packs on any machine.
+    """Yields batches grouped by optimizer step: a step holds the same packs on any machine.
 
-    One plan, a pure function of the dataset's order, the settings and the number of ranks, cuts the
-    epoch into steps, each a stretch of the global order, and deals each step to the ranks. Every
-    rank gets the same number of batches, and the batches come in order for any number of workers.
-    ``batch.step`` tells where a batch stands and how many examples its whole step has.
+    The plan is a pure function of the dataset's order, the settings and the number of ranks. It
+    divides the epoch into steps, each a contiguous part of the global order, and distributes each
+    step over the ranks. Every rank gets the same number of batches, in the same order for any
+    number of workers. ``batch.step`` gives the batch's index in its step and the step's number of
+    examples.
 
     Args:
         data: the dataset.
-        num_workers: processes that read; 0, this one with its threads, is the fastest unless
-            collation is slow.
+        num_workers: processes that read; 0, which reads in threads of this process, is the fastest
+            unless collation is slow.
         pin_memory: put batches into page-locked memory, for copies to a GPU.
         prefetch: batches that each worker prepares ahead; default: 2.
         persistent_workers: keep the workers from one epoch to the next.
         multiprocessing_context: ``fork``, ``spawn`` or ``forkserver``; default: torch's.
         batching: fields of :class:`packstore.config.BatchConfig`: `packs_per_batch` (default 1) or
             `tokens_per_batch`, and either `accumulation` or `pairs_per_step`; `balance`,
-            `largest_first`, `tail`, `mode`. What each does is told in ``README.md`` beside.
+            `largest_first`, `tail`, `mode`. See ``docs/loaders.md``.
 
     Raises:
-        ConfigError: a value out of range, settings that exclude each other, or a pack that alone
-            is longer than `tokens_per_batch`.
-        UnknownNameError: a setting that does not exist.
+        ConfigError: a value is out of range, settings exclude each other, or a single pack is
+            longer than `tokens_per_batch`.
+        UnknownNameError: a setting does not exist.
 
-    Iterating raises what reading a dataset raises, and WorkerError where a worker process dies.
+    Iterating raises the errors of reading a dataset, and WorkerError if a worker process dies.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class PackedDataLoader:
         _check_budget(data.stream, self.config.tokens_per_batch)
 
     def __len__(self) -> int:
-        """Batches that the next iteration gives on this rank, exactly.
+        """Exact number of batches that the next iteration yields on this rank.
 
-        With `tokens_per_batch` or `pairs_per_step` it looks up the sizes of all packs, once for
-        each epoch and position.
+        With `tokens_per_batch` or `pairs_per_step` it looks up the sizes of all packs, once per
+        epoch and position.
         """
         start = self.data.start
         key = (self.data.epoch, start)
@@ -99,15 +100,15 @@ class PackedDataLoader:
         return self._length[1]
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        """The batches from the loaded position, or from the beginning of the epoch.
+        """Yields batches from the loaded position, or from the beginning of the epoch.
 
-        A :meth:`set_epoch` or :meth:`load_state_dict` before the first batch still counts.
+        :meth:`set_epoch` or :meth:`load_state_dict` still takes effect until the first batch.
         """
         return self._give(self.data.begin(), self.data.moves)
 
     def _give(self, start: Position, moves: int) -> Iterator[PackedBatch]:
         data, cut = self.data, self._batches.cut
-        if data.moves != moves:  # frameworks make their iterator first
+        if data.moves != moves:  # frameworks may load a state after making the iterator
             start = data.begin()
         start = self._batches.begin(start)
         unseen, steps = Unseen(data.num_packs, start), start.step
@@ -117,7 +118,7 @@ class PackedDataLoader:
         data.position = unseen.after(len(unseen), steps)
 
     def _running(self, once: bool) -> Iterable[tuple[PackedBatch, Mark]]:
-        """The batches from this process itself, or from workers as `once` says."""
+        """The batches of this process, or of workers; with `once`, not of persistent ones."""
         if self._options["num_workers"]:
             return _naming_the_dead(self._torch_loader(once))
         if self._options["pin_memory"] and torch.accelerator.is_available():
@@ -125,11 +126,11 @@ class PackedDataLoader:
         return self._batches
 
     def _torch_loader(self, once: bool) -> DataLoader[Any]:
-        """What runs the workers; with `once`, not one whose workers live on."""
+        """The torch loader that runs the workers; with `once`, without persistent workers."""
         if self._loader is not None and not once:
             return self._loader
-        # A generator of its own: torch's loader would draw from the global one, and so change
-        # whatever the training draws after it.
+        # A separate generator: torch's loader would draw from the global one, and so change the
+        # random numbers of the training.
         generator, lasting = torch.Generator(), self._lasting and not once
         loader: DataLoader[Any] = DataLoader(
             self._batches, generator=generator, persistent_workers=lasting, **self._options
@@ -139,39 +140,38 @@ class PackedDataLoader:
         return loader
 
     def set_epoch(self, epoch: int) -> None:
-        """Moves to the beginning of `epoch`; within the current epoch it changes nothing."""
+        """Moves to the beginning of `epoch`; does nothing for the current epoch."""
         self.data.set_epoch(epoch)
 
     def plan(self, epochs: int = 1) -> StepPlan:
-        """What this loader gives in `epochs` epochs, from the beginning of the current one."""
+        """Plans the steps of `epochs` epochs, from the beginning of the current one."""
         return self.data.plan(epochs=epochs, **self.config.changed())
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batches that were given out (not those that were prepared)."""
+        """Returns the position after the batches yielded so far; prefetched ones do not count."""
         return self.data.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state` was taken, with any settings, ranks and workers.
+        """Resumes where `state` was taken, with any settings, ranks and workers.
 
-        With the settings and the number of ranks of the state, the batches that follow are those
-        that would have followed. With others, the packs that follow are those that were not given
-        out yet, cut anew.
+        With the settings and number of ranks of the state, the same batches follow as without the
+        interruption. With others, the packs not yet yielded are batched by the new settings.
 
         Raises:
-            CompatibilityError: the state is of another dataset, version, seed or order.
+            CompatibilityError: the state belongs to another dataset, version, seed or order.
         """
         self.data.load_state_dict(state)
 
 
 def _naming_the_dead(loader: DataLoader[Any]) -> Iterator[Any]:
-    """What the workers make; their death as an error of ours. Errors inside them come as such."""
+    """Yields the workers' batches; raises WorkerError if one died, and errors inside them as is."""
     running = iter(loader)
     try:
         yield from running
     except (RuntimeError, OSError, EOFError) as error:
         try:
             found = _of_the_dead(error, getattr(running, "_workers", ()))
-        except RuntimeError as later:  # torch's, at the signal that one has ended
+        except RuntimeError as later:  # torch's, on the signal that a worker has ended
             found = str(later)
         if not found:
             raise
@@ -181,19 +181,19 @@ def _naming_the_dead(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _of_the_dead(error: Exception, workers: Sequence[BaseProcess]) -> str:
-    """What tells of workers that died; empty if `error` is about something else."""
+    """The message about workers that died; empty if `error` has another cause."""
     found = str(error) or repr(error)
     if isinstance(error, PackstoreError) or _INSIDE in found:
         return ""
-    if "(pid" not in found:  # its pipe or shared memory was gone before torch noticed
+    if "(pid" not in found:  # the pipe or shared memory broke before torch noticed
         found += _dead(workers)
     return found if "(pid" in found else ""
 
 
 def _dead(workers: Sequence[BaseProcess]) -> str:
-    """Names those that have ended, or are about to."""
+    """Names the workers that have ended or are ending."""
     for worker in workers:
-        with contextlib.suppress(RuntimeError):  # torch's, at the signal of an end
+        with contextlib.suppress(RuntimeError):  # torch's, on the signal that a worker has ended
             worker.join(1)
     ended = [f" (pid {worker.pid})" for worker in workers if worker.exitcode]
     return "".join(ended)
@@ -204,7 +204,7 @@ def _as_it_is(item: Any) -> Any:
 
 
 def _check_budget(stream: PackStream, budget: int | None) -> None:
-    """Refuses a budget that a pack alone exceeds; looks at sizes only where one might."""
+    """Refuses a budget that a single pack exceeds; reads sizes only if one might."""
     if budget is None or (
         isinstance(stream, StoredPacks) and stream.dataset.manifest.pack_size <= budget
     ):

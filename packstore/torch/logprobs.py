@@ -1,10 +1,10 @@
-"""Log-probs of the segments, from logits, or from hidden states without ever making the logits.
+"""Log-probs of segments, from logits, or from hidden states without making the logits.
 
-The logits of 8192 tokens over a vocabulary of 128k are 4 GiB in float32, and automatic
-differentiation keeps about three times that. :func:`segment_logps` with `hidden` projects only the
-tokens that predict a supervised one, a tile at a time, and computes each tile again in the
-backward pass: four head products instead of three, and memory bounded by the tile. Recomputation
-is needed because the gradient that reaches a token is known only when both sides of its pair are.
+The logits of 8192 tokens over a vocabulary of 128k are 4 GiB in float32, and autograd keeps about
+three times that. :func:`segment_logps` with `hidden` projects only the tokens that predict a
+supervised one, a tile at a time, and recomputes each tile in the backward pass: four head products
+instead of three, and memory bounded by the tile. Recomputation is needed because a token's gradient
+is known only after both sides of its pair are.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def segment_logps(
     chunk_size: int | None = None,
     group: Any = None,
 ) -> Tensor:
-    """Sum of the log-probs of the supervised tokens of each segment.
+    """Sums the log-probs of the supervised tokens of each segment, in nats.
 
-    Either from `logits`, as the model gives them, or from `hidden` and the output head.
+    Takes either the model's `logits`, or `hidden` and the output head.
 
     Args:
         batch: the batch; token t predicts token t + 1 of the same segment.
@@ -49,19 +49,21 @@ def segment_logps(
         weight: `[V, H]`, the output head.
         bias: `[V]`, its bias, if it has one.
         logit_scale: factor on the head's output (Cohere; one over Granite's `logits_scaling`).
-        softcap: then ``c * tanh(logits / c)`` (Gemma's `final_logit_softcapping`), or None.
-        chunk_size: with `hidden`, logits that exist at once; default: 2^21 (8 MiB) on a CPU, 2^26
-            (256 MiB) elsewhere.
-        group: process group over which the vocabulary is split evenly, in rank order; `logits`, or
+        softcap: ``c`` of a final ``c * tanh(logits / c)`` (Gemma's `final_logit_softcapping`), or
+            None.
+        chunk_size: with `hidden`, number of logits held at once; default: 2^21 (8 MiB) on a CPU,
+            2^26 (256 MiB) elsewhere.
+        group: process group that shards the vocabulary evenly, in rank order; `logits`, or
             `weight` and `bias`, are then this rank's columns. The gradient of `hidden` is summed
             over the group.
 
     Returns:
-        `[S]`, float32 (float64 from float64 inputs). Computed and summed in at least float32; on a
-        GPU the products take half precision as it is, under autocast also from float32 weights.
+        `[S]`, float32 (float64 from float64 inputs). Computed and summed in at least float32; a GPU
+        multiplies half-precision operands, under autocast also for float32 weights.
 
     Raises:
-        ConfigError: not exactly one of `logits` and `hidden` with `weight`; shapes that do not fit.
+        ConfigError: not exactly one of `logits` and `hidden` with `weight` is given, or shapes do
+            not fit.
     """
     if (logits is None) == (hidden is None) or (hidden is None) != (weight is None):
         raise ConfigError("segment_logps takes either logits, or hidden and weight.")
@@ -85,7 +87,7 @@ def segment_logps(
 
 
 def segment_token_counts(batch: TokenRow) -> Tensor:
-    """Supervised tokens of each segment, int64 `[S]`: what averaged losses divide by."""
+    """Counts the supervised tokens of each segment, int64 `[S]`: the divisor of averaged losses."""
     segments = batch.targets.segments
     zeros = segments.new_zeros(batch.num_segments + 1)
     return zeros.index_add(0, segments, torch.ones_like(segments))[:-1]
@@ -115,7 +117,7 @@ def _check_head(hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> N
 
 
 def _sum_by_segment(logps: Tensor, targets: Targets, num_segments: int) -> Tensor:
-    # In float32 the sum of 1024 tokens loses 2e-3; in float64 it costs nothing at this size.
+    # In float32 the sum of 1024 tokens is off by 2e-3; float64 costs nothing at this size.
     wide = logps.to(wide_dtype(logps.device))
     sums = wide.new_zeros(num_segments + 1)
     sums = sums.index_add(0, targets.segments, wide)[:-1]

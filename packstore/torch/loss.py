@@ -1,4 +1,4 @@
-"""The loss of a batch as a sum and a count, so that packing never changes what a pair weighs."""
+"""The loss of a batch as a sum and a count, so that packing never changes the weight of a pair."""
 
 from __future__ import annotations
 
@@ -34,30 +34,31 @@ Gradients = Literal["mean", "sum"]
 class PreferenceLoss:
     """One of the losses of :data:`~packstore.torch.loss_variants.LOSSES`, or a mix of them.
 
-    Every pair weighs the same, whatever pack, batch or rank it is in: each loss is divided by the
-    count of the whole optimizer step, which a batch of a loader knows.
+    Every pair weighs the same in any pack, batch or rank: each loss is divided by the count of the
+    whole optimizer step, which a loader's batch carries.
 
     Args:
-        name: which one; or a mix, name -> weight, as in ``{"dpo": 0.8, "bco_pair": 0.2}``, or
-            name -> ``{"weight": 0.8, "beta": 0.1}`` with parameters for that member alone.
-        sft_weight: weight of the added likelihood loss of the best response; 0: none.
-        sft_average: what that is (and what the loss ``sft`` is): ``token``, the mean over all
+        name: name of the loss; or a mix, name -> weight, as in ``{"dpo": 0.8, "bco_pair": 0.2}``,
+            or name -> ``{"weight": 0.8, "beta": 0.1}`` with parameters for that member alone.
+        sft_weight: weight of an added likelihood loss of the best response; 0: none.
+        sft_average: how that loss (and the loss ``sft``) averages: ``token``, the mean over all
             tokens; ``sequence_sum``, the sum over each sequence, averaged over sequences;
             ``sequence_mean``, the mean over each sequence, averaged over sequences.
         average_logps: compare means over tokens where the loss compares sums.
-        pairs: kind ``ranked`` only: the best response against each other one, ``all`` pairs, or
-            ``adjacent`` ranks. Responses of equal reward are never compared. Weights are per pair:
-            an example of more responses has more of them.
+        pairs: kind ``ranked`` only: ``best_vs_rest``, ``all`` pairs, or ``adjacent`` ranks.
+            Responses of equal reward are never compared. Weights are per pair: an example with more
+            responses has more pairs.
         reduction: ``sum``; or ``pack_mean``, the mean over the pairs of each pack, averaged over
-            packs. That is biased: a pair weighs more, the fewer share its pack, which weights real
-            pairs by 0.6 to 3 times. It exists only to reproduce NeMo-Aligner.
-        gradients: what becomes of the gradients of the ranks: ``mean``, as DDP and FSDP take it, or
-            ``sum``. On one rank both are the same.
-        parameters: of the loss, such as `beta`; in a mix, for every member that knows them.
+            packs, which is biased: a pair weighs more, the fewer share its pack (0.6 to 3 times on
+            real data). It exists only to reproduce NeMo-Aligner.
+        gradients: how gradients are reduced over ranks: ``mean``, as in DDP and FSDP, or ``sum``.
+            On one rank both are the same.
+        parameters: parameters of the loss, such as `beta`; in a mix, of every member that takes
+            them.
 
     Raises:
-        UnknownNameError: no such loss, or no such parameter of it.
-        ConfigError: a value out of range, or two that contradict each other.
+        UnknownNameError: the loss, or a parameter of it, is unknown.
+        ConfigError: a value is out of range, or two contradict each other.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class PreferenceLoss:
 
     @property
     def reference(self) -> bool:
-        """True if it compares with a reference model."""
+        """True if the loss compares with a reference model."""
         return any(member.variant.reference for member in self.members)
 
     def __call__(
@@ -107,20 +108,20 @@ class PreferenceLoss:
         *,
         divisor: StepDivisor | Tensor | float | None = None,
     ) -> LossOutput:
-        """The loss of a batch.
+        """Computes the loss of a batch.
 
         Args:
-            logps: `[S]`, what :func:`segment_logps` gave for the policy.
+            logps: `[S]`, log-probs of the policy in nats, from :func:`segment_logps`.
             batch: the batch.
-            ref_logps: `[S]`, the same of the reference model; default: those of the batch.
-            divisor: by what the loss is divided, for experts: what :func:`count_step` gives, or
-                one number if there is no SFT term. Default: the count of the whole optimizer step,
-                over the ranks where their gradients are averaged; of a batch that no loader
-                planned, its own count.
+            ref_logps: `[S]`, the same of the reference model; default: the batch's.
+            divisor: divides the loss, for experts: the result of :func:`count_step`, or one number
+                if there is no SFT term. Default: the count of the whole optimizer step, divided by
+                the number of ranks if their gradients are averaged; without a loader's plan, the
+                batch's own count.
 
         Raises:
-            ConfigError: a reference is needed and missing, a tensor has another shape, the count
-                of the step is not known, or Accelerate accumulates by other steps.
+            ConfigError: a reference is required and missing, a tensor has another shape, the count
+                of the step is unknown, or Accelerate accumulates by other steps.
             CompatibilityError: the batch holds single sequences and the loss compares two.
         """
         sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
@@ -147,18 +148,17 @@ class PreferenceLoss:
             sft_term, _ = self._likelihood(sums, batch)
             loss = loss + self.sft_weight * divide(sft_term, sft_count)
             metrics |= {"preference_loss": detached(term), "sft_loss": detached(sft_term)}
-        # Added over the batches of a step and divided by its count, this is the loss of the step.
+        # Summed over the batches of a step and divided by its count, this is the step's loss.
         whole = loss * (term[1].clamp(min=1) if count is None else count)
         return output(loss, term, sft_term, {"loss": detached((whole, term[1])), **metrics})
 
     def pair_rewards(
         self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Implicit rewards of each pair that has a weight: `[n]` chosen, `[n]` rejected.
+        """Returns implicit rewards of each pair of weight above 0: `[n]` chosen, `[n]` rejected.
 
-        Sums over tokens, also for a loss that looks at means.
-
-        Args and errors as of a call; not for the loss ``sft``, which has no pairs.
+        Sums over tokens, also for a loss that compares means. Arguments and errors are those of a
+        call; not for the loss ``sft``, which has no pairs.
         """
         sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
         index, weights = self._weights(batch, logps)
@@ -167,7 +167,7 @@ class PreferenceLoss:
         return (beta * pairs.u)[some], (beta * pairs.v)[some]
 
     def count(self, batch: PackedBatch) -> StepDivisor:
-        """What a batch adds to the divisor of its optimizer step, without looking at log-probs."""
+        """Counts what a batch adds to the divisor of its optimizer step; needs no log-probs."""
         tokens = segment_token_counts(batch)[index_best(batch)]
         by_token = self.sft_average == "token"
         sft_count = float((batch.weights * tokens if by_token else batch.weights).sum())
@@ -182,7 +182,7 @@ class PreferenceLoss:
     def _divisors(
         self, batch: PackedBatch, divisor: StepDivisor | Tensor | float | None
     ) -> tuple[Tensor | float | None, float | None]:
-        """For the pairs, and for the SFT term; None: their own counts."""
+        """Divisors of the pairs and of the SFT term; None: their own counts."""
         divisor = default_divisor(batch, self) if divisor is None else divisor
         if isinstance(divisor, StepDivisor):
             if self.sft_weight and divisor.sft_count is None:
@@ -206,7 +206,7 @@ class PreferenceLoss:
         return ref_logps.detach()
 
     def _weights(self, batch: PackedBatch, like: Tensor) -> tuple[PairIndex, Tensor]:
-        """The pairs of the batch, and 1 or 0 for each, `[n]`."""
+        """The pairs of the batch and their weights, 1 or 0, `[n]`."""
         if batch.kind == "sft":
             raise CompatibilityError(
                 sentence(
@@ -246,13 +246,13 @@ class PreferenceLoss:
 
     @property
     def _beta(self) -> float:
-        """Of the first member, by which rewards are scaled."""
+        """Beta of the first member, which scales the rewards."""
         return self.members[0].parameters["beta"]
 
     def _metrics(self, pairs: Pairs, weights: Tensor) -> dict[str, SumAndCount]:
-        """Rewards are ``beta * (policy - reference)``, summed over tokens as everywhere else.
+        """Rewards are ``beta * (policy - reference)``, summed over tokens.
 
-        Where the first member looks at means, those stand beside them.
+        If the first member compares means over tokens, those are added.
         """
         values = _rewards("rewards", pairs, self._beta)
         if self.members[0].averaged:
@@ -274,7 +274,7 @@ def _rewards(name: str, pairs: Pairs, beta: float) -> dict[str, Tensor]:
 
 
 def _pack_means(losses: Tensor, weights: Tensor, packs: Tensor, num_packs: int) -> SumAndCount:
-    """Sum over packs of the mean over their pairs, and the number of packs that have any."""
+    """Sum over packs of the mean over their pairs, and the number of packs with pairs."""
     zeros = losses.new_zeros(num_packs)
     sums = zeros.index_add(0, packs, losses * weights)
     counts = zeros.index_add(0, packs, weights)

@@ -1,4 +1,4 @@
-"""What a loss gives: the loss itself, and sums and counts to add over batches and ranks."""
+"""The result of a loss: the loss, and sums and counts to add over batches and ranks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from packstore.torch.metrics import SumAndCount
 
 @dataclass(frozen=True, eq=False)
 class LossOutput:
-    """What a batch adds to the loss of an optimizer step; all tensors are scalars.
+    """The part of an optimizer step's loss that a batch contributes; all tensors are scalars.
 
     Attributes:
         loss: ``loss_sum`` plus the weighted SFT term, each divided by its count over the whole
-            optimizer step, or by what was given. To be differentiated.
+            optimizer step, or by the given divisor. Call ``backward()`` on it.
         loss_sum: sum of the losses of all pairs.
         count: number of pairs.
-        sft_sum: the SFT term's own sum, or None.
-        sft_count: what it is divided by, or None.
+        sft_sum: sum of the SFT term, or None.
+        sft_count: count of the SFT term, or None.
         metrics: name -> (sum, count), without gradient; :class:`~packstore.torch.Metrics` adds
             them over batches and ranks.
     """
@@ -36,17 +36,17 @@ class LossOutput:
 def output(
     loss: Tensor, term: SumAndCount, sft: SumAndCount | None, metrics: Mapping[str, SumAndCount]
 ) -> LossOutput:
-    """The parts together."""
+    """Assembles a :class:`LossOutput`."""
     sft_sum, sft_count = sft or (None, None)
     return LossOutput(loss, *term, sft_sum, sft_count, metrics)
 
 
 def divide(term: SumAndCount, divisor: Tensor | float | None) -> Tensor:
-    """Sum over count, or over the divisor; a sum over nothing is 0."""
+    """Returns sum / count, or sum / divisor; an empty sum gives 0."""
     total, count = term
     return total / (count.clamp(min=1) if divisor is None else divisor)
 
 
 def detached(term: SumAndCount) -> SumAndCount:
-    """Without gradients."""
+    """Returns the term without gradients."""
     return term[0].detach(), term[1].detach()

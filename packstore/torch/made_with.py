@@ -1,4 +1,4 @@
-"""Which model made precomputed log-probs, and whether it is the one that training compares with."""
+"""Records which model made precomputed log-probs, and compares it with the training's reference."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 MadeWith = dict[str, str | int | float | bool | None]
 
 MODEL_NAMES = (*("model_rounded_sha256", "tokenizer_sha256", "chat_template_sha256", "head_dtype"),)
-"""Must agree, or the log-probs are those of something else."""
+"""Must agree, or the log-probs belong to another model or text."""
 
 ARITHMETIC_NAMES = ("weight_dtype", "autocast_dtype", "attention", "device", "float32_matmul")
 EXACT_NAMES = (*ARITHMETIC_NAMES, "model_sha256")
-"""Must agree as well for the log-probs to be the same to the last bit."""
+"""Must also agree for bit-identical log-probs."""
 
 TAKE = "or take it as it is with ref_logps_check: model (exact=False)"
 
@@ -41,17 +41,17 @@ def describe_reference(
     *,
     adapter: bool = True,
 ) -> MadeWith:
-    """What a side dataset of this model's log-probs says that it was made with.
+    """Returns the provenance that a side dataset of this model's log-probs records.
 
-    ``model_sha256`` and ``model_rounded_sha256`` are :func:`weights_sha256` of the weights as they
-    are, and rounded to bfloat16; the rest is :func:`describe_arithmetic`, of the autocast that is
-    on around this call.
+    ``model_sha256`` and ``model_rounded_sha256`` are :func:`weights_sha256` of the exact weights,
+    and of the weights rounded to bfloat16; the rest is :func:`describe_arithmetic` under the
+    autocast that is active around this call.
 
     Args:
         model: the reference.
         data: the dataset.
-        device: that the model will be on; default: that it is on.
-        adapter: False leaves out what PEFT added.
+        device: the device that the model will run on; default: its current one.
+        adapter: False ignores what PEFT added.
     """
     manifest = data.manifest if isinstance(data, Dataset) else data
     tokenizer = manifest.provenance.get("tokenizer") or {}
@@ -70,15 +70,14 @@ def describe_reference(
 
 
 def weights_sha256(model: nn.Module, *, adapter: bool = True, rounded: bool = False) -> str:
-    """A hash of a model's config and of its weights, wherever it was loaded from.
+    """Hashes a model's config and weights, independent of where it was loaded from.
 
     Args:
-        model: a Hugging Face model, also inside wrappers.
-        adapter: False leaves out what PEFT added: that of the base model. True: with the active
-            adapter alone.
-        rounded: False: of the bytes and dtypes of all weights, and of the dtypes of buffers that
-            are not stored (such as tables of positions). True: of the weights rounded to bfloat16,
-            so that it is the same for one model in any dtype that holds bfloat16.
+        model: a Hugging Face model, optionally inside wrappers.
+        adapter: False hashes the base model alone; True includes the active adapter.
+        rounded: False hashes the bytes and dtypes of all weights, and the dtypes of buffers that
+            are not stored (such as tables of positions). True hashes the weights rounded to
+            bfloat16, so that the hash is the same in any dtype that can hold bfloat16.
     """
     inner = unwrapped(model)
     base: Any = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
@@ -112,24 +111,24 @@ def check_reference(
     device: torch.device | None = None,
     exact: bool = True,
 ) -> None:
-    """Refuses precomputed log-probs that are not those that the training would compute itself.
+    """Refuses precomputed log-probs that differ from those that the training would compute.
 
-    Call it in the autocast that the training computes in, if there is one.
+    Call it under the training's autocast, if there is one.
 
     Args:
-        side: what :func:`~packstore.torch.reference.write_ref_logps` wrote, or its URL.
-        model: the reference of the training: of a policy before its first step, the policy itself.
-        data: the dataset that is trained on.
-        adapter: whether the reference is the model with its adapter, not without.
-        device: that the training computes on; default: that of the model.
-        exact: False only logs other arithmetic: dtype of the weights, autocast, attention backend,
-            kind of device, products of float32, and weights that agree when they are rounded to
-            bfloat16. Margins of the first step are then not exactly 0: off in the last digits, or
-            by up to a nat where autocast or weights differ.
+        side: a side dataset from :func:`~packstore.torch.reference.write_ref_logps`, or its URL.
+        model: the training's reference; before the first step, the policy itself will do.
+        data: the training dataset.
+        adapter: True: the reference is the model with its adapter; False: without.
+        device: the device of the training; default: that of the model.
+        exact: False only logs different numerics: weight dtype, autocast, attention backend, kind
+            of device, float32 matmul, and weights that agree after rounding to bfloat16. Margins of
+            the first step are then not exactly 0: off in the last digits, or by up to a nat where
+            autocast or weights differ.
 
     Raises:
         CompatibilityError: another model, tokenizer, template or precision of the head; if `exact`
-            also other arithmetic, or a side dataset that does not say its own.
+            also different numerics, or a side dataset that does not record its own.
     """
     side = side if isinstance(side, Side) else open_side(side)
     own = describe_reference(model, data, device, adapter=adapter)
@@ -138,14 +137,14 @@ def check_reference(
 
 
 def check_arithmetic(side: Side, model: nn.Module, device: torch.device | None = None) -> None:
-    """Logs a warning if log-probs were computed in other arithmetic than `model` now computes in.
+    """Logs a warning if log-probs were computed with other numerics than `model` uses now.
 
-    For a model that is not the reference: its weights are not compared.
+    For a model that is not the reference: weights are not compared.
 
     Args:
-        side: what :func:`~packstore.torch.reference.write_ref_logps` wrote.
+        side: a side dataset from :func:`~packstore.torch.reference.write_ref_logps`.
         model: the policy.
-        device: that it will be on; default: that it is on.
+        device: the device that it will run on; default: its current one.
     """
     own: MadeWith = {**describe_arithmetic(model, device, adapter=False)}
     _compare(side, own, ARITHMETIC_NAMES, strict=False, complete=False)
@@ -154,14 +153,14 @@ def check_arithmetic(side: Side, model: nn.Module, device: torch.device | None =
 def _compare(
     side: Side, own: MadeWith, names: Sequence[str], *, strict: bool, complete: bool
 ) -> None:
-    """Compares what a side dataset says of itself with what the training would say.
+    """Compares the provenance of a side dataset with that of the training.
 
     Args:
         side: the side dataset.
-        own: of the training.
+        own: provenance of the training.
         names: members to compare.
-        strict: refuse a difference; else log it.
-        complete: refuse a member that is absent; else log it.
+        strict: True refuses a difference; False logs it.
+        complete: True refuses a missing member; False logs it.
     """
     told = side.manifest.made_with
     for name in names:
@@ -181,7 +180,7 @@ def _compare(
 
 
 def _remedy(name: str, value: object) -> str:
-    """How to make a side dataset whose `name` is `value`, and the way around."""
+    """The remedy of an error: how to make a side dataset whose `name` is `value`, or skip that."""
     if name not in EXACT_NAMES:
         return "Make it anew with the reference model and the settings of this training"
     how = {

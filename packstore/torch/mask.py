@@ -1,8 +1,8 @@
-"""The mask that transformers asks for: packed attention needs its window only.
+"""A placeholder for the attention mask, of which packed attention needs the window only.
 
-transformers makes a mask for each kind of layer and hands each layer its own. Its plain attention
+transformers makes one mask per kind of layer and passes it to those layers. Its eager attention
 follows the mask; its flash attention follows the keyword ``sliding_window``. Some models set only
-one of the two, so a window that stands in the mask alone is taken from there.
+one of the two, so a window that is only in the mask is read from there.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from packstore.errors import BackendError, sentence
 
 
 class _TouchedMaskError(BackendError, AttributeError):
-    """Also an AttributeError, so that ``hasattr`` is answered with False."""
+    """Also an AttributeError, so that ``hasattr`` returns False."""
 
 
 class RequestedMask:
-    """Stands where transformers puts a mask: causal, and within a window if there is one.
+    """Replaces transformers' mask: causal, and within a window if there is one.
 
-    Layers must hand it to attention as it is. Any use of it as a tensor is refused, as packed
-    attention would not see what became of it.
+    Layers must pass it to attention unchanged. Any use of it as a tensor raises, as packed
+    attention would not see the result.
 
     Attributes:
         window: tokens that a query sees, itself included; None: all before it.
@@ -45,7 +45,7 @@ class RequestedMask:
 
 
 def window_of(mask: RequestedMask | None, keyword: int | None) -> int | None:
-    """The window of a layer, from its mask and its keyword ``sliding_window``.
+    """Returns the window of a layer, from its mask and its keyword ``sliding_window``.
 
     Raises:
         BackendError: the keyword names another window than the mask.

@@ -1,4 +1,4 @@
-"""What a loss is made of: one variant, or several by weights, each with its parameters."""
+"""The members of a loss: one variant, or a weighted sum of several, each with its parameters."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Member:
     """A variant with its parameters and its weight in the sum.
 
     Attributes:
-        name: of the variant.
+        name: name of the variant.
         variant: the variant.
-        parameters: all of them, defaults included.
+        parameters: all of its parameters, defaults included.
         weight: factor on its losses.
-        averaged: it looks at means over tokens, because it always does or because it is asked to.
+        averaged: compares means over tokens, by definition or by `average_logps`.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Member:
     averaged: bool
 
     def __call__(self, pairs: Pairs) -> Tensor:
-        """Its losses without the weight, `[n]`."""
+        """Returns its losses without the weight, `[n]`."""
         seen = pairs.per_token() if self.averaged and not self.variant.averaged else pairs
         return self.variant(seen, **self.parameters)
 
@@ -51,17 +51,18 @@ class Member:
 def make_members(
     names: Names, parameters: Mapping[str, float], average_logps: bool
 ) -> tuple[Member, ...]:
-    """The members of a loss.
+    """Makes the members of a loss.
 
     Args:
         names: one name; or name -> weight, or name -> a mapping of ``weight`` (default 1) and
             parameters of that member alone.
-        parameters: for every member that knows them; each must be known by one at least.
-        average_logps: members look at means over tokens.
+        parameters: passed to every member that takes them; at least one must.
+        average_logps: members compare means over tokens.
 
     Raises:
-        UnknownNameError: no such loss, or no member has such a parameter.
-        ConfigError: a weight or a value out of range; `average_logps` for a loss that averages.
+        UnknownNameError: a loss is unknown, or no member takes a parameter.
+        ConfigError: a weight or value is out of range, or `average_logps` goes to a loss that
+            averages by definition.
     """
     mix = {names: 1.0} if isinstance(names, str) else names
     if not isinstance(mix, Mapping) or not mix:
@@ -95,12 +96,12 @@ def _member(name: str, weight: float, given: Mapping[str, float], average_logps:
             sentence(f"loss {name!r}", must, "one that says itself how it averages", do)
         )
     parameters = {**defaults, **given}
-    variant(Pairs(*[torch.zeros(0)] * 8), **parameters)  # each checks the ranges of its own
+    variant(Pairs(*[torch.zeros(0)] * 8), **parameters)  # variants check the ranges themselves
     return Member(name, variant, parameters, weight, average_logps or variant.averaged)
 
 
 def _load(name: Any) -> Variant:
-    """The variant; a name that is left out, or of another library, gets an error that says so."""
+    """Loads a variant; raises for omitted losses and for other libraries' names, with a hint."""
     if name in LEFT_OUT:
         raise UnknownNameError(
             f"loss {name!r} is left out on purpose: {LEFT_OUT[name]}; "
@@ -128,7 +129,7 @@ def _defaults(variant: Variant) -> dict[str, float]:
 
 
 def _check_parameter(name: str, parameter: str, value: Any, known: list[str]) -> None:
-    """A parameter is known and a number; beta scales and so is above 0."""
+    """Refuses an unknown parameter, a value that is no number, and a beta that is not positive."""
     if parameter not in known:
         raise _no_parameter(name, parameter, known)
     if not is_number(value):
@@ -145,5 +146,5 @@ def _no_parameter(name: str, parameter: str, known: list[str]) -> UnknownNameErr
 
 
 def is_number(value: Any) -> bool:
-    """True for a finite number."""
+    """Returns True for a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""Metrics as sums and counts: exact over batches and ranks, whatever their sizes."""
+"""Metrics as sums and counts: exact over batches and ranks of any size."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ SumAndCount = tuple[Tensor, Tensor]
 
 
 class Metrics:
-    """Adds up the metrics of batches, and gives their means over all of them and all ranks.
+    """Sums the metrics of batches, and returns their means over all batches and ranks.
 
     ::
 
         metrics = Metrics()
         for batch in step:
-            metrics.add(out.metrics)        # does not wait for the device
-        logged = metrics.means()            # one all-reduce; the next batch starts anew
+            metrics.add(out.metrics)        # does not synchronise the device
+        logged = metrics.means()            # one all-reduce; resets the sums
 
-    Every mean is the sum over all pairs (for `sft_loss`: over what it counts) divided by their
+    Every mean is the sum over all pairs (for `sft_loss`: over its own count) divided by their
     number. So `loss` is the loss of the optimizer step, or of several, weighted by their pairs.
     """
 
@@ -37,9 +37,9 @@ class Metrics:
             self._sums[name] = self._sums[name] + new if name in self._sums else new
 
     def means(self, group: Any = None) -> dict[str, float]:
-        """Mean of each metric over what was added on all ranks since the last call.
+        """Returns the mean of each metric over all batches added on all ranks since the last call.
 
-        A collective call where torch.distributed runs: every rank must have added batches.
+        A collective call if torch.distributed runs: every rank must have added batches.
 
         Args:
             group: process group; default: all ranks.
@@ -57,9 +57,10 @@ def all_reduce_sums(
     """Sums of scalars over the ranks, in one call and in float64.
 
     Args:
-        values: as many on every rank.
-        group: process group; default: all ranks, where torch.distributed runs.
-        device: what the group communicates from; default: that of the first tensor, or the CPU.
+        values: scalars, equally many on every rank.
+        group: process group; default: all ranks, if torch.distributed runs.
+        device: device that the group communicates from; default: that of the first tensor, or the
+            CPU.
     """
     if not values:
         return []
@@ -74,5 +75,5 @@ def all_reduce_sums(
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """float64, where the device has it."""
+    """Returns float64, or float32 on a device without it."""
     return torch.float32 if device.type == "mps" else torch.float64

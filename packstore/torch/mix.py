@@ -1,15 +1,15 @@
-"""Several streams as one: a mix with fixed shares, in pairs or in tokens.
+"""Mixes several streams in fixed proportions, counted in pairs or in tokens.
 
-Which source a pack comes from is a formula (:mod:`packstore.torch.shares`), so the packs of each
+The source of each pack follows from a formula (:mod:`packstore.torch.shares`), so the packs of each
 source before any position are known at once, the order does not depend on ranks and workers, and
-position is one number. At every position each source is within a few packs of its share. ::
+the position is one number. At every position each source is within a few packs of its share. ::
 
     mix = MixedPacks([Source(open("chat"), 3), Source(open("code"), 1, repeat=2)], unit="pairs")
     data = PackedDataset(mix)
 
-Packs stay as they are stored, so each is of one source; ``batch.sources`` tells that of each
-example, as its place in the list. Example ids are unique inside a source only: source and id
-together name an example.
+Packs are not changed, so each belongs to one source; ``batch.sources`` gives the source index of
+each example. Example ids are unique within a source only: source and id together identify an
+example.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ from packstore.torch.stream import Identity, PackStream, StoredPacks
 Float64 = npt.NDArray[np.float64]
 Unit = Literal["pairs", "tokens"]
 TURNS = 8
-"""Numbers of ranks that divide it read lanes of their own from every source."""
+"""If the number of ranks divides it, each rank reads separate lanes of every source."""
 
 _TURN_PACKS = 128
 
 
 @dataclass(frozen=True)
 class Source:
-    """A part of a mix.
+    """A source of a mix.
 
     Attributes:
-        stream: a stream, what ``packstore.open`` returned, or a dataset's URL or local folder.
-        weight: its share of the mix relative to the other weights, in pairs or tokens.
-        repeat: how many times an epoch of the mix uses it until it counts as used up. Each time its
-            packs come in another order.
-        cap: examples (pairs) that an epoch takes from it at most, by the mean of its packs; then it
-            leaves, and the others go on.
+        stream: a stream, a dataset opened by ``packstore.open``, or a dataset's URL or local
+            folder.
+        weight: share of the mix relative to the other weights, in pairs or tokens.
+        repeat: number of passes over the source per epoch of the mix, each in another order; after
+            them it is exhausted.
+        cap: most examples (pairs) that an epoch takes from it, by the mean of its packs; the other
+            sources then go on without it.
     """
 
     stream: PackStream | Dataset | str | PathLike[str]
@@ -64,12 +65,12 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class SourceCounts:
-    """What each of the S sources of a mix gives before some position.
+    """Packs, examples and tokens of each of the S sources of a mix, before some position.
 
     Attributes:
-        packs: int64 `[S]`, exactly.
-        examples: float64 `[S]`, expected, by the mean of its packs.
-        tokens: float64 `[S]`, likewise.
+        packs: int64 `[S]`, exact.
+        examples: float64 `[S]`, expected from the mean of its packs.
+        tokens: float64 `[S]`, expected from the mean of its packs.
     """
 
     packs: Int64
@@ -78,23 +79,23 @@ class SourceCounts:
 
 
 class MixedPacks:
-    """The packs of several sources, each as often as its weight says; a :class:`PackStream`.
+    """The packs of several sources in proportion to their weights; a :class:`PackStream`.
 
     Weights count pairs or tokens, not packs, and are converted by the mean of each source's packs.
-    Every epoch begins each source anew, in the order of that epoch; a source that an epoch uses for
-    the second time comes in an order of its own.
+    Every epoch restarts each source, in the order of that epoch; each further pass over a source
+    within an epoch has another order.
 
     Args:
         sources: at least one; all of one kind and one tokenizer. Layouts and pack sizes may differ.
-        unit: what weights count: ``pairs`` (examples) or ``tokens``.
-        until: how long an epoch is. ``first``: until a source that is used up would go on. ``all``:
-            until all are used up, while smaller ones go on from their beginning. Of large sources,
-            see ``shares.Schedule``, both hold to within some ten packs. A number: so many packs.
-        seed: of the order of the sources that are not streams yet.
+        unit: unit of the weights: ``pairs`` (examples) or ``tokens``.
+        until: length of an epoch. ``first``: until the first source is exhausted. ``all``: until
+            all are, while smaller ones repeat. With large sources both hold to within about ten
+            packs, see ``shares.Schedule``. A number: that many packs.
+        seed: seed of the order of sources that are not streams.
 
     Raises:
-        ConfigError: no sources, or a value out of range.
-        CompatibilityError: sources of different kinds, tokenizers or chat templates.
+        ConfigError: there are no sources, or a value is out of range.
+        CompatibilityError: sources differ in kind, tokenizer or chat template.
     """
 
     def __init__(
@@ -118,19 +119,19 @@ class MixedPacks:
 
     @property
     def identity(self) -> Identity:
-        """A digest of all sources and settings."""
+        """Digest of all sources and settings."""
         parts = [[p.weight, p.repeat, p.cap] for p in self.parts]
         what = [[s.identity for s in self._streams], parts, self.unit, self.until]
         return {"mix": fingerprint(what)[:16]}
 
     @property
     def datasets(self) -> Sequence[Dataset]:
-        """Those of all sources."""
+        """The datasets of all sources."""
         return [dataset for stream in self._streams for dataset in stream.datasets]
 
     @property
     def totals(self) -> Totals:
-        """Packs of the epoch; its examples and tokens as expected."""
+        """Packs of the epoch, and its expected examples and tokens."""
         counts = self.counts(len(self))
         examples, tokens = counts.examples.sum(), counts.tokens.sum()
         packs = len(self)
@@ -140,7 +141,7 @@ class MixedPacks:
         return self._schedule.length
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes this the stream of `epoch`."""
+        """Switches to the order of `epoch`."""
         self._uses = [Uses(stream, epoch) for stream in self._streams]
         totals = [uses.stream(0).totals for uses in self._uses]
         self._examples = np.array([t.examples / t.packs for t in totals])
@@ -156,9 +157,9 @@ class MixedPacks:
         self._schedule = Schedule(terms, 1 if small else TURNS)
 
     def counts(self, index: int) -> SourceCounts:
-        """What each source gives before position `index` of the epoch, from 0 to ``len(self)``.
+        """Counts what each source yields before position `index` of the epoch, 0 to ``len(self)``.
 
-        Exact numbers of examples and tokens are sums over :meth:`sizes`, split by :meth:`sources`.
+        For exact numbers of examples and tokens sum :meth:`sizes`, grouped by :meth:`sources`.
 
         Raises:
             IndexError: `index` is out of range.
@@ -169,10 +170,10 @@ class MixedPacks:
         return SourceCounts(packs, packs * self._examples, packs * self._tokens)
 
     def locate(self, indices: Int64) -> tuple[Int64, Int64, Int64]:
-        """Where the packs at positions `indices` are: int64 `[n]` each.
+        """Locates the packs at positions `indices` in their sources.
 
         Returns:
-            Their sources; how many times each was used up before; their positions in it then.
+            Source, number of completed passes over it, and position in it; int64 `[n]` each.
 
         Raises:
             IndexError: an index is out of range.
@@ -188,11 +189,11 @@ class MixedPacks:
         return sources, repeats, positions
 
     def sources(self, indices: Int64) -> Int64:
-        """The source of each pack, int64 `[n]`: its place in the list."""
+        """Returns the index of each pack's source, int64 `[n]`."""
         return self.locate(indices)[0]
 
     def sizes(self, indices: Int64) -> PackSizes:
-        """Sizes of the packs at positions `indices`; see :class:`PackStream`."""
+        """Returns the sizes of the packs at positions `indices`; see :class:`PackStream`."""
         sources, repeats, positions = self.locate(indices)
         out = PackSizes(*(np.empty(len(positions), np.int64) for _ in range(3)))
         counts: Int64 | None = np.empty((len(positions), len(COUNTS)), np.int64)
@@ -209,10 +210,11 @@ class MixedPacks:
         return replace(out, counts=counts)
 
     def read(self, batches: Iterable[Int64], *, stride: int = 1) -> Iterator[list[Packs]]:
-        """The packs at each array of positions; see :class:`PackStream`.
+        """Yields the packs at each array of positions; see :class:`PackStream`.
 
-        Every source has its own read-ahead. Of sources with 1024 packs or more, the ranks read
-        lanes of their own, if their number divides 8; smaller ones are read whole by every rank.
+        Every source has its own read-ahead. If the number of ranks divides 8, each rank reads
+        separate lanes of sources with 1024 packs or more; smaller sources are read whole by every
+        rank.
         """
         uses = self._uses
         return read_mixed(batches, self.locate, lambda source, use: uses[source].stream(use))
@@ -256,7 +258,7 @@ def _check_compatible(streams: Sequence[PackStream]) -> None:
 
 
 def _cap(part: Source, examples: float) -> int | None:
-    """Packs at most, for a cap in examples; a pack holds `examples` of them on the average."""
+    """Converts a cap in examples to packs, which hold `examples` on average."""
     if part.cap is None:
         return None
     packs = int(part.cap / examples)

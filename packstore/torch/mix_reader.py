@@ -1,4 +1,4 @@
-"""Reads a mix: each source through its own read-ahead, put together again in the order wanted."""
+"""Reads a mix: each source through its own read-ahead, merged in the order of the mix."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from packstore.records import Int64, Packs
 from packstore.torch.stream import PackStream
 
 LOOK_AHEAD = 1024
-"""Batches in which the next packs of a source are looked for; further on its reading starts anew,
-which for so rare a source costs nothing."""
+"""Batches to search for a source's next packs. Beyond them its reader is reopened, which costs
+little for such a rare source."""
 
 _CHUNK = 16
 _USE_SHIFT = 32
 _OPEN = 4
 
 Key = tuple[int, int]
-"""A source, and how many times it was used up before."""
+"""A source, and the number of completed passes over it."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """The packs of a batch that are of one source: places in the batch, positions in the source."""
+    """A batch's packs from one source: indices in the batch, positions in the source."""
 
     places: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
 
 
 class _Batches:
-    """The batches from the current one on, by number, split by source; taken when asked for."""
+    """The batches from the current one on, by number, split by source and read lazily."""
 
     def __init__(
         self, batches: Iterable[Int64], locate: Callable[[Int64], tuple[Int64, Int64, Int64]]
@@ -44,14 +44,14 @@ class _Batches:
         self.current = 0
 
     def get(self, number: int) -> dict[Key, _Part] | None:
-        """Batch `number`, not before the current one; None if there are not so many."""
+        """Returns batch `number`, which is the current or a later one; None after the last."""
         while number - self.current >= len(self._known):
             if not self._take():
                 return None
         return self._known[number - self.current]
 
     def advance(self) -> None:
-        """Forgets the current batch."""
+        """Drops the current batch."""
         self._known.popleft()
         self.current += 1
 
@@ -71,7 +71,7 @@ class _Batches:
         return True
 
     def positions(self, key: Key, number: int) -> Iterator[Int64]:
-        """What of the batches from `number` on is of `key`, until its packs are over or far off."""
+        """Yields positions of `key` in the batches from `number` on, until they end or are far."""
         while number - self.current < LOOK_AHEAD:
             number = max(number, self.current)
             parts = self.get(number)
@@ -89,13 +89,13 @@ def read_mixed(
     locate: Callable[[Int64], tuple[Int64, Int64, Int64]],
     stream: Callable[[int, int], PackStream],
 ) -> Iterator[list[Packs]]:
-    """The packs of each batch, in its order.
+    """Yields the packs of each batch, in its order.
 
     Args:
         batches: int64 arrays of positions in the mix.
-        locate: of such an array, the source of each pack, how many times that was used up before,
-            and the position in its stream.
-        stream: the stream of a source after so many uses.
+        locate: maps such an array to the source of each pack, the number of completed passes over
+            it, and the position in its stream.
+        stream: maps a source and a number of completed passes to a stream.
     """
     ahead = _Batches(batches, locate)
     reading: dict[Key, Iterator[list[Packs]]] = {}
@@ -117,11 +117,11 @@ def read_mixed(
 
 
 class Uses:
-    """A source in one epoch of the mix, over and over, each time in the order of another epoch.
+    """Repeated passes over a source in one epoch of the mix, each in the order of another epoch.
 
     Args:
-        stream: the source; it is left as it is.
-        epoch: of the mix.
+        stream: the source; it is not changed.
+        epoch: epoch of the mix.
     """
 
     def __init__(self, stream: PackStream, epoch: int) -> None:
@@ -130,7 +130,7 @@ class Uses:
         self._starts = [0]
 
     def stream(self, use: int) -> PackStream:
-        """The packs of the source in the order of its use number `use`."""
+        """Returns the source in the order of pass `use`."""
         if use not in self._open:
             self._open[use] = copy.copy(self._source)
             self._open[use].set_epoch(self._epoch + (use << _USE_SHIFT))
@@ -140,13 +140,13 @@ class Uses:
         return self._open[use]
 
     def start(self, use: int) -> int:
-        """Packs that the uses before number `use` give."""
+        """Counts the packs of all passes before `use`."""
         while len(self._starts) <= use:
             self._starts.append(self._starts[-1] + len(self.stream(len(self._starts) - 1)))
         return self._starts[use]
 
     def locate(self, numbers: Int64) -> tuple[Int64, Int64]:
-        """Use and position in it, int64 `[n]` each, of packs that are counted over all uses."""
+        """Returns pass and position in it, int64 `[n]` each, of packs numbered over all passes."""
         while self._starts[-1] <= numbers.max():
             self.start(len(self._starts))
         uses = np.searchsorted(self._starts, numbers, side="right") - 1

@@ -1,9 +1,9 @@
 """Hugging Face causal LMs on packed rows: one attention function, registered with transformers.
 
-The function takes the layout of the row as a keyword of the model's forward call, which the model
-hands through to every layer, also when a layer is computed again for its gradient. What would let
-segments see each other, and what the function could not honour, is refused: no layout, a mask, a
-cache with a past, several rows, attention sinks, dropout, a look ahead.
+The function gets the layout of the row as a keyword of the model's forward call, which the model
+passes through to every layer, also when gradient checkpointing recomputes a layer. Anything that
+would let segments see each other, or that the function does not support, raises: a missing layout,
+a mask, a cache, several rows, attention sinks, dropout, non-causal attention.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from packstore.torch.rope import use_own_tables
 Model = TypeVar("Model", bound=nn.Module)
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
-"""Kinds of layers, as model configs name them, in which tokens meet in causal attention only."""
+"""Layer types, as in model configs, that mix tokens by causal attention only."""
 
 NOT_SUPPORTED = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
-"""Keywords by which models ask for more than softmax over the visible keys."""
+"""Keywords of models that need more than a softmax over the visible keys."""
 
 CALL = "Call the model with **batch.model_inputs()"
 UNPACKED = "Train it unpacked, with batch.model_inputs(style='padded')"
@@ -39,26 +39,24 @@ def use_packed_attention(
 ) -> Model:
     """Makes `model` attend inside segments only; call it with ``**batch.model_inputs()``.
 
-    The model is changed in place: its attention implementation becomes ours, whatever its config
-    says of caches and masks, and its dropout 0. Weights and everything else stay.
+    Changes the model in place: replaces its attention implementation and sets its dropout to 0.
+    Weights and everything else stay.
 
     Args:
-        model: a Hugging Face causal LM, also inside PEFT, DistributedDataParallel, FSDP or
-            ``torch.compile``.
-        backend: a name of :data:`~packstore.torch.attention.ATTENTION`; or ``auto``, by device,
-            dtype and what the model needs (see ``attention/_auto.py``; the choice is logged).
-        disable_dropout: sets the model's dropout to 0 and logs it, as TRL does; that of adapters
-            stays. False keeps it outside of attention; in attention it is refused.
+        model: a Hugging Face causal LM, optionally inside PEFT, DDP, FSDP or ``torch.compile``.
+        backend: a name of :data:`~packstore.torch.attention.ATTENTION`; or ``auto``, which chooses
+            by device, dtype and the model's needs and logs the choice (``attention/_auto.py``).
+        disable_dropout: sets the model's dropout to 0 and logs it, as TRL does; adapters keep
+            theirs. False keeps dropout outside attention; in attention it raises.
 
     Returns:
         `model`.
 
     Raises:
-        UnknownNameError: no such backend.
+        UnknownNameError: `backend` is unknown.
         BackendError: the model mixes tokens other than by attention (recurrent layers,
-            convolutions), is not a decoder alone, or does not take its attention from
-            transformers' registry; or its RoPE depends on the longest position in a way of its own;
-            or its positions do not count from 0.
+            convolutions), is not decoder-only, does not take its attention from transformers'
+            registry, has an unknown length-dependent RoPE, or does not count positions from 0.
         MissingExtraError: transformers, or the package of the backend, is not installed.
     """
     inner = unwrapped(model)
@@ -70,7 +68,7 @@ def use_packed_attention(
     text = config.get_text_config()
     kinds = {*(getattr(text, "layer_types", None) or ())}
     kinds |= {*(getattr(text, "layers_block_type", None) or ())}
-    # The flag is of the class: a hybrid whose layers are all attention has it too.
+    # The flag belongs to the class: a hybrid configured with attention layers only has it too.
     stateful = getattr(inner, "_is_stateful", False) and not kinds
     if stateful or not kinds <= LAYER_TYPES:
         found = ", ".join(sorted(kinds - LAYER_TYPES)) or "recurrent layers"
@@ -93,7 +91,7 @@ def use_packed_attention(
 
 
 def unwrapped(model: nn.Module) -> Any:
-    """The Hugging Face model inside wrappers that do not hand attributes through."""
+    """Returns the Hugging Face model inside wrappers that do not pass attributes through."""
     inner: Any = model
     while not hasattr(inner, "set_attn_implementation") and hasattr(inner, "module"):
         inner = inner.module
@@ -102,7 +100,7 @@ def unwrapped(model: nn.Module) -> Any:
 
 @cache
 def _register(backend: str) -> str:
-    """The name under which transformers knows our function with this backend."""
+    """Registers our function with this backend in transformers; returns its name there."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
@@ -139,7 +137,7 @@ def _register(backend: str) -> str:
         )
         return output.unsqueeze(0), None
 
-    # Not by the backend's own name: transformers reads meaning into "flash", "flex" and "sdpa".
+    # Not the backend's own name: transformers treats names with "flash", "flex", "sdpa" specially.
     number = ATTENTION.names().index(backend) if backend in ATTENTION else "auto"
     name = f"packstore_{number}"
     AttentionInterface.register(name, packed_attention)
@@ -150,14 +148,14 @@ def _register(backend: str) -> str:
 def _load(backend: str) -> Attend:
     if backend != "auto":
         return ATTENTION.load(backend)
-    # Here, as it brings in torch's compiler, which takes a second.
+    # Imported late, as it loads torch's compiler, which takes a second.
     from packstore.torch.attention import _auto
 
     return _auto.attend
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In the dtype of autocast where it is on, as torch's own attention would take them."""
+    """Casts to the dtype of active autocast, as torch's own attention does."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -172,7 +170,7 @@ def _requested_mask(
     use_vmap: bool = False,
     **__: Any,
 ) -> RequestedMask:
-    """Replaces the mask that transformers would build, once for each kind of layer."""
+    """Replaces the mask that transformers would build, once per kind of layer."""
     _refuse_mask(attention_mask)
     if use_vmap:
         must = "masks must be causal, within a window at most"
@@ -181,7 +179,7 @@ def _requested_mask(
 
 
 def _checked(query: Tensor, key: Tensor, layout: AttentionLayout | None) -> AttentionLayout:
-    """The layout, if it is that of the tokens."""
+    """Returns the layout, checked against the tokens."""
     if layout is None:
         do = (
             f"{CALL}; to generate, give it back its own attention: "

@@ -1,4 +1,4 @@
-"""NeMo-Aligner's names, known here alone: its settings of the loss in, its metrics out.
+"""Converts NeMo-Aligner's loss settings, and metrics to NeMo-Aligner's names.
 
 Source: NVIDIA/NeMo-Aligner, ``nemo_aligner/models/nlp/gpt/megatron_gpt_dpo_model.py``.
 """
@@ -19,7 +19,7 @@ LOSS_NAMES: dict[str, tuple[str, str | None]] = {
     "rpo_bwd_kl": ("rpo_bwd_kl", None),
     "rpo_fwd_kl": ("rpo_fwd_kl", None),
 }
-"""Its `preference_loss` -> our loss on sums, and our name of the same on means, if it has one."""
+"""NeMo-Aligner's `preference_loss` -> our loss on sums, and our loss on means if there is one."""
 
 SETTINGS: dict[str, Any] = {
     "preference_loss": "dpo",
@@ -30,27 +30,28 @@ SETTINGS: dict[str, Any] = {
     "preference_loss_weight": 1.0,
     "sft_loss_weight": 0.0,
 }
-"""Its settings under ``model.dpo`` -> its defaults; None: given, or that of the preference."""
+"""Settings under ``model.dpo`` -> defaults; None: required, or that of the preference loss."""
 
 OF_MEMORY = ("log_prob_forward_micro_batch_size",)
-"""Settings that stand beside them and say nothing of the loss."""
+"""Settings under ``model.dpo`` that do not affect the loss."""
 
 
 def loss_from_nemo(settings: Mapping[str, Any], *, pack_mean: bool = False) -> PreferenceLoss:
-    """The loss that NeMo-Aligner's settings mean, each pair weighing the same.
+    """Converts NeMo-Aligner's settings to a loss in which every pair weighs the same.
 
     Args:
-        settings: what stands under ``model.dpo`` in its configuration: `preference_loss` (``dpo``,
-            ``ipo``, ``rpo_sq``, ``rpo_bwd_kl``, ``rpo_fwd_kl``), `ref_policy_kl_penalty` (our
-            `beta`), `gt_reward_scale` (our `eta`), `preference_average_log_probs` (means over
-            tokens, for any of the losses), `sft_average_log_probs` (default: the same as the
-            former), `preference_loss_weight`, `sft_loss_weight`.
-        pack_mean: weight pairs as NeMo-Aligner does, by mean over the pairs of each pack; biased.
+        settings: the settings under ``model.dpo``: `preference_loss` (``dpo``, ``ipo``,
+            ``rpo_sq``, ``rpo_bwd_kl``, ``rpo_fwd_kl``), `ref_policy_kl_penalty` (our `beta`),
+            `gt_reward_scale` (our `eta`), `preference_average_log_probs` (means over tokens, for
+            any of the losses), `sft_average_log_probs` (default: that of the preference loss),
+            `preference_loss_weight`, `sft_loss_weight`.
+        pack_mean: weight pairs as NeMo-Aligner does, by the mean over the pairs of each pack;
+            biased.
 
     Raises:
-        UnknownNameError: a setting, or a loss, that it does not have.
-        ConfigError: a value out of range; no penalty (its default of 0 leaves nothing to learn
-            from preferences).
+        UnknownNameError: NeMo-Aligner has no such setting or loss.
+        ConfigError: a value is out of range, or the penalty is 0 (its default, with which
+            preferences have no effect).
     """
     for name in settings:
         if name not in (*SETTINGS, *OF_MEMORY):
@@ -90,21 +91,21 @@ def loss_from_nemo(settings: Mapping[str, Any], *, pack_mean: bool = False) -> P
 def nemo_metrics(
     means: Mapping[str, float], loss_fn: PreferenceLoss, pairs: float | None = None
 ) -> dict[str, float]:
-    """Metrics under the names and in the units of NeMo-Aligner, whose rewards omit beta.
+    """Converts metrics to the names and units of NeMo-Aligner, whose rewards omit beta.
 
     Args:
-        means: what :meth:`Metrics.means` gave.
+        means: the result of :meth:`Metrics.means`.
         loss_fn: the loss.
-        pairs: how many pairs they are of; then `rewards_all_std` is that of a sample, as it
-            computes it; default: of the whole.
+        pairs: number of pairs; makes `rewards_all_std` the sample standard deviation, as in
+            NeMo-Aligner; default: the population standard deviation.
 
     Returns:
         ``loss``, ``preference_loss``, ``sft_loss``, ``acc``, ``rewards_chosen_mean``,
-        ``rewards_rejected_mean``, ``rewards_all_mean``, ``rewards_all_std``. Its own are means of
-        means over micro-batches; these are over all pairs.
+        ``rewards_rejected_mean``, ``rewards_all_mean``, ``rewards_all_std``. These are means over
+        all pairs; NeMo-Aligner's are means of means over micro-batches.
     """
     beta = loss_fn.members[0].parameters["beta"]
-    # NeMo-Aligner's are what its loss looks at: means over tokens, if it averages.
+    # NeMo-Aligner logs the rewards that its loss compares: means over tokens, if it averages.
     seen = "rewards_per_token" if loss_fn.members[0].averaged else "rewards"
     chosen, rejected = means[f"{seen}/chosen"] / beta, means[f"{seen}/rejected"] / beta
     every = (chosen + rejected) / 2

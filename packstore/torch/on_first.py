@@ -1,4 +1,4 @@
-"""What one rank does for all of them."""
+"""Work that one rank does for all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def on_first(make: Callable[[], T]) -> T:
-    """What the first rank makes, on all ranks; or its error. A collective call."""
+    """Runs `make` on rank 0; returns its result or raises its error on all ranks. Collective."""
     if not distributed():
         return make()
     made: list[Any] = [None, None]
@@ -30,5 +30,5 @@ def on_first(make: Callable[[], T]) -> T:
 
 
 def distributed() -> bool:
-    """Whether torch.distributed runs."""
+    """Returns True if torch.distributed runs."""
     return dist.is_available() and dist.is_initialized()

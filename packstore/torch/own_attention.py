@@ -1,8 +1,8 @@
-"""Compares packed attention with the attention that transformers itself gives the model.
+"""Compares packed attention with transformers' own attention of the model.
 
-Packed and single sequences may agree and still both be wrong: a window that is dropped is dropped
-in both. So a packed row is also compared with transformers' own attention on each sequence alone,
-beyond every length at which something changes by the config: a window, a chunk, a RoPE table.
+Packed and single sequences can agree and both be wrong, for example if both ignore a window. So a
+packed row is also compared with transformers' own attention on each sequence alone, beyond every
+length at which the config changes something: a window, a chunk, a RoPE table.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from packstore.torch.rope import by_length, rope_parts
 logger = logging.getLogger("packstore")
 
 SHORT = (9, 14)
-"""Tokens of the sequences before and after the long one."""
+"""Lengths in tokens of the sequences before and after the long one."""
 
 AT_LEAST, FURTHER = 40, 16
-"""Tokens of the long sequence at least, and how many of them lie beyond the largest length."""
+"""Least length of the long sequence, and its tokens beyond the largest length of the config."""
 
 WORK = {"cpu": 2e12}
-"""Operations that both forward passes together may take, by device; elsewhere 1e15."""
+"""Floating-point operations allowed for both forward passes, by device; 1e15 on others."""
 
 SCORES, CAPPED_SCORES, LOGITS = 2**26, 2**28, 2**30
-"""Elements that may exist at once: scores of plain attention, those of models that cap them (no
-other attention of transformers does), and logits."""
+"""Elements held at once: scores of eager attention, scores of models with a softcap (which only
+eager attention supports), and logits."""
 
 AS_OWN = "a sequence must have the logits that the model's own attention gives it"
 
 
 def compare_with_own(model: nn.Module, vocab_size: int, by_token: bool) -> float:
-    """The largest difference between packed and own attention; 0 if the model has none.
+    """Returns the largest difference between packed and own attention; 0 if the model has none.
 
     Args:
-        model: in evaluation mode, as :func:`~packstore.torch.use_packed_attention` left it.
+        model: in evaluation mode, prepared by :func:`~packstore.torch.use_packed_attention`.
         vocab_size: token ids are drawn below it.
-        by_token: whether single tokens may jump between experts.
+        by_token: compare medians over tokens, as rounding may send single ones to other experts.
 
     Raises:
         BackendError: the two differ by more than rounding.
@@ -67,7 +67,7 @@ def compare_with_own(model: nn.Module, vocab_size: int, by_token: bool) -> float
     with torch.no_grad():
         packed = logits_of(model, batch)
         own, name = _own_logits(model, inner, config, batch)
-    # transformers' plain attention takes its softmax in float32, also with wider weights.
+    # transformers' eager attention computes its softmax in float32 even with wider weights.
     rounding = rounding_of(model, own, bits=32)
     rows = (packed.float() - own.float()).abs().amax(1)
     worst = max(_sizes(rows, batch, marks, by_token))
@@ -84,7 +84,7 @@ def compare_with_own(model: nn.Module, vocab_size: int, by_token: bool) -> float
 
 
 def _marks(config: Any) -> list[int]:
-    """Lengths beyond which the model computes otherwise, as its config tells them."""
+    """Lengths of the config beyond which the model computes differently."""
     longest = getattr(config, "max_position_embeddings", None)
     marks = set()
     for name, value in config.to_dict().items():
@@ -100,7 +100,7 @@ def _marks(config: Any) -> list[int]:
 
 
 def _limit(model: nn.Module, config: Any, vocab_size: int) -> int:
-    """Tokens of the long sequence at most: what time, memory and positions allow."""
+    """Largest length of the long sequence that time, memory and positions allow, in tokens."""
     weights = sum(p.numel() for p in model.parameters())
     work = WORK.get(next(model.parameters()).device.type, 1e15)
     limit = min(int(work / (4 * weights)), LOGITS // vocab_size, 2**15)
@@ -116,13 +116,13 @@ def _limit(model: nn.Module, config: Any, vocab_size: int) -> int:
 def _own_logits(
     model: nn.Module, inner: Any, config: Any, batch: PackedBatch
 ) -> tuple[Tensor, str]:
-    """The logits of the row `[T, V]`, a call for each sequence; and the name of the attention."""
+    """The row's logits `[T, V]`, from one call per sequence; and the name of the attention."""
     tokens = int(batch.lengths.max())
     plain = _capped(config) or _heads(config) * tokens**2 <= SCORES
     before = inner.config._attn_implementation
     name = _choose(inner, "eager" if plain else "sdpa")
     try:
-        # Without position_ids: the model counts as it does by itself.
+        # Without position_ids, so that the model counts positions itself.
         rows = [
             model(input_ids=ids[None], use_cache=False).logits[0]
             for ids in torch.split(batch.input_ids, batch.lengths.tolist())
@@ -142,7 +142,7 @@ def _choose(inner: Any, name: str) -> str:
 
 
 def _sizes(rows_T: Tensor, batch: PackedBatch, marks: list[int], by_token: bool) -> Iterator[float]:
-    """The difference of each sequence: the largest; or the median between any two lengths."""
+    """The largest difference of each sequence; by token, the median between marked lengths."""
     for rows in torch.split(rows_T, batch.lengths.tolist()):
         cuts = [mark for mark in marks if mark < len(rows)] if by_token else []
         for part in rows.tensor_split(cuts):
@@ -150,7 +150,7 @@ def _sizes(rows_T: Tensor, batch: PackedBatch, marks: list[int], by_token: bool)
 
 
 def _capped(config: Any) -> bool:
-    """True if the model caps its attention scores, which only plain attention does."""
+    """Returns True if the model softcaps attention scores, which only eager attention supports."""
     return any(
         value and "softcap" in name and "final" not in name
         for name, value in config.to_dict().items()

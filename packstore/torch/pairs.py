@@ -1,4 +1,4 @@
-"""What a loss looks at: per-sequence sums of both sides of each pair."""
+"""The inputs of a loss: per-sequence sums for both sides of each pair."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Pairs:
     """n pairs, each quantity a tensor `[n]`; sums run over the supervised tokens of a sequence.
 
     Attributes:
-        chosen, rejected: log-probs of the policy, summed.
-        ref_chosen, ref_rejected: of the reference model (zeros where the loss has no use for one).
-        chosen_tokens, rejected_tokens: how many tokens were summed.
+        chosen, rejected: log-probs of the policy, summed, in nats.
+        ref_chosen, ref_rejected: the same of the reference model; zeros if the loss needs none.
+        chosen_tokens, rejected_tokens: number of tokens summed.
         chosen_reward, rejected_reward: ground-truth rewards.
     """
 
@@ -41,12 +41,12 @@ class Pairs:
 
     @property
     def u(self) -> Tensor:
-        """log-ratio of policy and reference on the chosen response."""
+        """Log-ratio of policy and reference on the chosen response."""
         return self.chosen - self.ref_chosen
 
     @property
     def v(self) -> Tensor:
-        """log-ratio of policy and reference on the rejected response."""
+        """Log-ratio of policy and reference on the rejected response."""
         return self.rejected - self.ref_rejected
 
     @property
@@ -60,7 +60,7 @@ class Pairs:
         return self.chosen_reward - self.rejected_reward
 
     def per_token(self) -> Pairs:
-        """The same pairs with means over tokens in place of sums."""
+        """Returns the same pairs with means over tokens instead of sums."""
         return Pairs(
             self.chosen / self.chosen_tokens,
             self.rejected / self.rejected_tokens,
@@ -75,7 +75,7 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False)
 class SequenceSums:
-    """Per-sequence numbers of a batch, `[S]` each; zeros where there is no reference."""
+    """Per-sequence sums of a batch, `[S]` each; `ref_logps` is 0 without a reference."""
 
     logps: Tensor
     ref_logps: Tensor
@@ -84,7 +84,7 @@ class SequenceSums:
 
     @classmethod
     def of(cls, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None) -> SequenceSums:
-        """Log-probs `[S]` of policy and reference beside what the batch says.
+        """Combines log-probs `[S]` of policy and reference with the batch's counts and rewards.
 
         Raises:
             ConfigError: a tensor has another shape.
@@ -96,25 +96,25 @@ class SequenceSums:
         return cls(
             logps,
             torch.zeros_like(logps) if ref_logps is None else ref_logps.to(logps),
-            # Segments that only fill up have no tokens: 0 / 0 would outlive their weight of 0.
+            # Padding segments have no tokens: 0 / 0 would stay nan despite their weight of 0.
             segment_token_counts(batch).clamp(min=1).to(logps),
             batch.rewards.to(logps),
         )
 
     def take(self, chosen: Tensor, rejected: Tensor) -> Pairs:
-        """The pairs of segments `chosen` and `rejected`, int64 `[n]` each."""
+        """Returns the pairs of segments `chosen` and `rejected`, int64 `[n]` each."""
         both = (self.logps, self.ref_logps, self.tokens, self.rewards)
         return Pairs(*(values[side] for values in both for side in (chosen, rejected)))
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A loss: a pure function of :class:`Pairs` to `[n]` losses, and what it needs.
+    """A loss: a pure function from :class:`Pairs` to `[n]` losses, and its requirements.
 
     Attributes:
         function: ``function(pairs, **parameters) -> [n]``.
-        reference: it compares with a reference model.
-        averaged: it compares means over tokens, not sums.
+        reference: True if it compares with a reference model.
+        averaged: True if it compares means over tokens, not sums.
     """
 
     function: Callable[..., Tensor]
@@ -122,19 +122,19 @@ class Variant:
     averaged: bool
 
     def __call__(self, pairs: Pairs, **parameters: Any) -> Tensor:
-        """The losses, `[n]`."""
+        """Returns the losses, `[n]`."""
         return self.function(pairs, **parameters)
 
 
 def variant(
     *, reference: bool = True, averaged: bool = False
 ) -> Callable[[Callable[..., Tensor]], Variant]:
-    """Declares what the decorated loss needs; see :class:`Variant`."""
+    """Declares the requirements of the decorated loss; see :class:`Variant`."""
     return lambda function: Variant(function, reference, averaged)
 
 
 def bernoulli_kl(p: Tensor, q: Tensor) -> Tensor:
-    """``KL(Bern s(p) || Bern s(q))`` from logits, finite for any finite ones; `[n]`."""
+    """``KL(Bern s(p) || Bern s(q))`` from logits, finite for finite inputs; `[n]`."""
     return bernoulli_kl_to(p, logsigmoid(q), logsigmoid(-q))
 
 
@@ -144,15 +144,15 @@ def bernoulli_kl_to(p: Tensor, log_q: Tensor | float, log_not_q: Tensor | float)
 
 
 def bounded_exp(x: Tensor) -> Tensor:
-    """``e^min(x, 80)``: above, float32 would overflow."""
+    """``e^min(x, 80)``: float32 would overflow above."""
     return x.clamp(max=80).exp()
 
 
 def between(loss: str, name: str, value: float, low: float, high: float) -> float:
-    """`value`, if it lies in ``low .. high``.
+    """Returns `value`.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: `value` does not lie in ``low .. high``.
     """
     if not low <= value <= high:
         raise ConfigError(f"loss {loss!r}: {name} must lie in {low}..{high}; found {value}.")
@@ -161,7 +161,7 @@ def between(loss: str, name: str, value: float, low: float, high: float) -> floa
 
 @dataclass(frozen=True, eq=False)
 class PairIndex:
-    """Which segments are compared: int64 `[n]` each.
+    """The segments that are compared: int64 `[n]` each.
 
     Attributes:
         chosen, rejected: segments of the batch.
@@ -174,12 +174,12 @@ class PairIndex:
 
 
 def index_pairs(batch: PackedBatch, choice: PairChoice) -> PairIndex:
-    """The pairs of a batch.
+    """Returns the pairs of a batch.
 
-    Kind ``dpo``: the two sequences of each example as they stand. Kind ``ranked``: by reward, the
-    best against each other response, or all pairs, or neighbours in rank; responses of equal reward
-    are never compared. Every pair weighs the same, so an example of K responses weighs as much as
-    it has pairs: K - 1, or K (K - 1) / 2 with ``all``.
+    Kind ``dpo``: the two sequences of each example, in their order. Kind ``ranked``: by reward, the
+    best against each other response, or all pairs, or adjacent ranks; responses of equal reward are
+    never compared. Every pair weighs the same, so an example of K responses weighs K - 1, or
+    K (K - 1) / 2 with ``all``.
     """
     if batch.kind == "dpo":
         example = torch.arange(batch.num_examples, device=batch.lengths.device)
@@ -189,7 +189,7 @@ def index_pairs(batch: PackedBatch, choice: PairChoice) -> PairIndex:
 
 
 def index_best(batch: PackedBatch) -> Tensor:
-    """The best sequence of each example, int64 `[E]`: by reward for ``ranked``, else the first."""
+    """Returns each example's best sequence, `[E]` int64: by reward if ranked, else the first."""
     device = batch.lengths.device
     if batch.kind != "ranked":
         step = batch.num_segments // batch.num_examples
@@ -200,14 +200,14 @@ def index_best(batch: PackedBatch) -> Tensor:
 
 
 def _by_rank(rewards: np.ndarray, responses: np.ndarray) -> Int64:
-    """Segments by example, and inside each by falling reward; equal ones in their order."""
+    """Segments sorted by example, then by descending reward; ties keep their order."""
     return np.lexsort((-rewards, np.repeat(np.arange(len(responses)), responses)))
 
 
 def _ranked(
     rewards: np.ndarray, responses: np.ndarray, choice: PairChoice
 ) -> tuple[Int64, Int64, Int64]:
-    """chosen, rejected, example of each pair."""
+    """Returns chosen, rejected and example of each pair, `[n]` each."""
     order = _by_rank(rewards, responses)
     example = np.repeat(np.arange(len(responses)), responses)
     start = to_offsets(responses)[:-1][example]

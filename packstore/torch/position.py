@@ -1,8 +1,8 @@
-"""Where an epoch stands: which packs were given out, as a small value that can be saved.
+"""The position in an epoch, as a small value that can be saved.
 
-Whole optimizer steps are given out in global order, so that one number tells most of it. Inside a
-step packs may go out in another order (balanced, or largest first): then the position names the
-step, how it is cut, and how many of its batches are out.
+Optimizer steps are yielded in global order, so one number says most of it. Inside a step packs may
+be yielded in another order (balanced, or largest first): the position then names the step, the
+settings that define its batches, and how many of them were yielded.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ _MAX_WORKERS = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Position:
-    """The packs of an epoch that were given out, on all ranks.
+    """The packs of an epoch that were yielded, on all ranks.
 
     Attributes:
-        next: all packs before this global index are out.
-        step: optimizer steps that are out.
-        given: int64, ascending, all above `next`: further packs that are out. Only after a balanced
-            step was left in its middle and taken up with other settings.
-        batches: of the step that begins here, the batches that are out on every rank.
-        cut: how that step is cut: the settings and the number of ranks; empty without `batches`.
+        next: all packs before this global index were yielded.
+        step: number of optimizer steps yielded.
+        given: int64, ascending, all above `next`: further packs yielded. Non-empty only after a
+            balanced step was interrupted and resumed with other settings.
+        batches: batches yielded on every rank of the step that begins here.
+        cut: the settings and number of ranks that define that step's batches; empty without
+            `batches`.
     """
 
     next: int = 0
@@ -42,7 +43,7 @@ class Position:
     cut: Mapping[str, Any] = field(default_factory=dict)
 
     def to_state(self) -> dict[str, Any]:
-        """JSON values; what is as at the beginning of a step is left out."""
+        """Returns JSON values; fields at their default are omitted."""
         state: dict[str, Any] = {"next": self.next, "step": self.step}
         if len(self.given):
             mask = np.zeros(int(self.given[-1]) - self.next + 1, np.bool_)
@@ -54,7 +55,7 @@ class Position:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], packs: int) -> Self:
-        """The position in `state`, in an epoch of `packs` packs.
+        """Parses the position in `state`, in an epoch of `packs` packs.
 
         Raises:
             CompatibilityError: a value is missing, of the wrong type or out of range.
@@ -78,11 +79,11 @@ class Position:
 
 
 class Unseen:
-    """The packs of an epoch that are still to come, in order: ``0 .. len(self) - 1``.
+    """The packs of an epoch not yet yielded, in order: ``0 .. len(self) - 1``.
 
     Args:
-        packs: of the epoch.
-        position: what is out; batches of a step that is partly out count as still to come.
+        packs: number of packs of the epoch.
+        position: the packs yielded; yielded batches of an incomplete step are ignored.
     """
 
     def __init__(self, packs: int, position: Position) -> None:
@@ -95,7 +96,7 @@ class Unseen:
         return self.packs - self.first - len(self._given)
 
     def __getitem__(self, places: Int64) -> Int64:
-        """Global indices of the packs at `places`; past the end, the epoch begins again."""
+        """Returns the global indices of the packs at `places`; wraps around at the end."""
         indices: Int64 = places + self._shift
         if not len(self._gaps) and (not len(indices) or indices.max() < self.packs):
             return indices
@@ -108,7 +109,7 @@ class Unseen:
         return indices
 
     def after(self, place: int, step: int) -> Position:
-        """The position when all before `place` are out, `step` steps in all."""
+        """Returns the position after all packs before `place` and `step` steps were yielded."""
         if place >= len(self):
             return Position(self.packs, step)
         if place >= len(self._gaps):
@@ -117,22 +118,22 @@ class Unseen:
         return Position(first, step, self._given[self._given > first])
 
     def without(self, places: Int64, step: int) -> Position:
-        """The position when those at `places` are out, in any order, `step` steps in all."""
+        """Returns the position after the packs at `places` and `step` steps were yielded."""
         given = np.union1d(self._given, self[places[places < len(self)]])
         run = int((given == self.first + np.arange(len(given))).sum())
         return Position(self.first + run, step, given[run:])
 
 
 class SharedStart:
-    """Epoch and position at which the next iteration begins, as worker processes see them too.
+    """Epoch and position where the next iteration begins, shared with worker processes.
 
-    Lies in shared memory, so that workers that live on notice :meth:`set`. A start is taken by one
-    iteration, whichever processes make it; the iteration after it begins the epoch anew.
+    Lies in shared memory, so that persistent workers notice :meth:`set`. One iteration uses a
+    start, in any process; the next one begins at the start of the epoch.
     """
 
     def __init__(self) -> None:
-        # How often it was set, the epoch, next, and how many packs are given out beyond; then, for
-        # each process, what took the start: 0 nothing yet, else an iteration of so many processes.
+        # Number of calls of set, epoch, next, number of packs in `given`; then for each process 0,
+        # or the number of processes of the iteration that used the start.
         self._cells = shared_integers(5 + _MAX_WORKERS)
         self._seen, self._position, self._of_worker = 0, Position(), False
 
@@ -141,7 +142,7 @@ class SharedStart:
         share(self._cells)
 
     def set(self, epoch: int, position: Position) -> None:
-        """The next iteration begins at `position` of `epoch`; in a worker, that worker's only."""
+        """Starts the next iteration at `position` of `epoch`; in a worker, for that worker only."""
         self._position, self._of_worker = position, get_worker_info() is not None
         if not self._of_worker:
             self._cells[1:4] = torch.tensor([epoch, position.next, len(position.given)])
@@ -151,15 +152,15 @@ class SharedStart:
 
     @property
     def times_set(self) -> int:
-        """How often :meth:`set` was called, in the process that made this."""
+        """Number of calls of :meth:`set` in the process that made this object."""
         return int(self._cells[0])
 
     def new_epoch(self) -> int | None:
-        """The epoch, if another process has set it since the last iteration of this one."""
+        """Returns the epoch if another process set it since this process's last iteration."""
         return int(self._cells[1]) if self._is_news() else None
 
     def peek(self) -> Position:
-        """Where the next iteration begins."""
+        """Returns the position where the next iteration begins."""
         if self._of_worker and not self._is_news():
             return self._position
         slot, size = _process()
@@ -175,7 +176,7 @@ class SharedStart:
         return Position(int(self._cells[2]))
 
     def take(self) -> Position:
-        """Where this iteration begins; the next one begins the epoch."""
+        """Returns the start of this iteration; the next one begins at the start of the epoch."""
         position = self.peek()
         slot, size = _process()
         self._cells[4 + slot] = size
@@ -187,24 +188,24 @@ class SharedStart:
 
 
 def _process() -> tuple[int, int]:
-    """Place of this process among those of its iteration, which a worker's main process leads."""
+    """Index of this process among those of its iteration, and their number; the main one is 0."""
     worker = get_worker_info()
     return (0, 1) if worker is None else (1 + worker.id, 1 + worker.num_workers)
 
 
 def shared_integers(n: int) -> torch.Tensor:
-    """`n` zeros, int64, that forked and spawned processes share with this one."""
+    """Returns `n` int64 zeros in memory shared with forked and spawned processes."""
     cells = torch.zeros(n, dtype=torch.int64)
     share(cells)
     return cells
 
 
 def share(cells: torch.Tensor) -> None:
-    """Moves `cells` to shared memory, unless it lies there."""
+    """Moves `cells` to shared memory, unless it is there already."""
     cells.share_memory_()  # type: ignore[no-untyped-call]
 
 
 def stale(must: str, found: str) -> CompatibilityError:
-    """The error for a state that does not belong."""
+    """Returns the error for a state that does not fit the dataset."""
     do = "Load it into the dataset, seed and lanes that it was taken from, or start anew"
     return CompatibilityError(sentence("loader state", must, found, do))

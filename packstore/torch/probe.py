@@ -1,4 +1,4 @@
-"""What probes of a model share: packs, logits, and how far rounding may part them."""
+"""Helpers of the model probes: packs, logits, and tolerances for rounding."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from packstore.records import Packs
 from packstore.torch.collate import PackedBatch
 
 ROUNDING = {64: 1e-9, 32: 1e-4, 16: 5e-2}
-"""How far apart two ways to compute the same logits may be, over the largest logit, by bits."""
+"""Tolerance between two ways to compute the same logits, relative to the largest, by bits."""
 
 
 def rounding_of(model: nn.Module, logits: Tensor, bits: int = 64) -> float:
-    """How far apart two ways to compute `logits` may be.
+    """Returns the absolute tolerance between two ways to compute `logits`.
 
     Args:
-        model: whose weights have a dtype.
-        logits: the model's.
-        bits: of other arithmetic on the way; the coarsest counts.
+        model: the model; the dtype of its weights counts.
+        logits: logits of the model.
+        bits: precision of other operations involved; the coarsest counts.
     """
     bits = min(bits, 16 if is_half(model) else 64, 8 * logits.dtype.itemsize)
     bits = min(bits, 8 * next(model.parameters()).dtype.itemsize)
@@ -29,7 +29,7 @@ def rounding_of(model: nn.Module, logits: Tensor, bits: int = 64) -> float:
 
 
 def is_half(model: nn.Module) -> bool:
-    """True if products are computed in about 16 bits: of the weights, by autocast, or as TF32."""
+    """Returns True if products have about 16 bits: by weight dtype, autocast or TF32."""
     weight = next(model.parameters())
     kind = weight.device.type
     fast = kind == "cuda" and torch.get_float32_matmul_precision() != "highest"
@@ -37,7 +37,7 @@ def is_half(model: nn.Module) -> bool:
 
 
 def logits_of(model: nn.Module, batch: PackedBatch, input_ids: Tensor | None = None) -> Tensor:
-    """The model's logits of the row, `[T, V]`, perhaps for other tokens."""
+    """Returns the model's logits of the row, `[T, V]`, optionally for other token ids."""
     inputs = batch.model_inputs()
     if input_ids is not None:
         inputs["input_ids"] = input_ids[None]
@@ -46,7 +46,7 @@ def logits_of(model: nn.Module, batch: PackedBatch, input_ids: Tensor | None = N
 
 
 def one_pack(tokens: Any, lengths: Any, bounds: Any, responses: Any) -> Packs:
-    """One pack of these tokens; sequences of `lengths`, segments between `bounds`."""
+    """Makes one pack of these tokens; sequences of `lengths`, segments between `bounds`."""
     sizes = (len(tokens), len(lengths), len(responses))
     offsets = [np.array([0, n]) for n in sizes]
     return Packs(

@@ -1,4 +1,4 @@
-"""The finished parts of a side dataset that is being made: what a run that was killed leaves."""
+"""The finished parts of an unfinished side dataset, from which a killed run resumes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from packstore.io.upkeep import remove_all
 from packstore.records import Float32, Int64
 
 PARTS = 1024
-"""At most; a run that is killed loses a part on each rank."""
+"""Largest number of parts; a killed run loses one part per rank."""
 
 Values = tuple[Int64, npt.NDArray[np.integer], Float32]
-"""Example ids `[E]`, sequences of each `[E]`, log-probs `[S]`."""
+"""Example ids `[E]`, sequences of each `[E]`, log-probs `[S]` in nats."""
 
 _NAME = re.compile(r"([0-9]{5})-([0-9a-f]{64})\.bin")
 
@@ -30,15 +30,15 @@ class Parts:
     """Part files in a folder of the side dataset, each named by its number and its hash.
 
     Args:
-        location: of the side dataset.
-        run: differs where the values would.
+        location: location of the side dataset.
+        run: id of the run; it differs if the values would.
     """
 
     def __init__(self, location: Location, run: str) -> None:
         self.location, self.folder = location, f"parts-{run}"
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
-        """Those of `numbers` that have no part; parts that are damaged are removed."""
+        """Returns the `numbers` without a part; removes damaged parts."""
         found = set()
         for number, path, sha256 in self._files():
             if hashlib.sha256(self.location.read_bytes(path)).hexdigest() == sha256:
@@ -48,7 +48,7 @@ class Parts:
         return sorted(set(numbers) - found)
 
     def put(self, number: int, values: Values) -> None:
-        """Keeps a finished part: it appears whole or not at all."""
+        """Writes a finished part, atomically."""
         ids, counts, logps = values
         head = orjson.dumps([len(ids), len(logps)])
         arrays = (ids.astype("<i8"), counts.astype("<i4"), logps.astype("<f4"))
@@ -58,7 +58,7 @@ class Parts:
             self.location.create_bytes(f"{self.folder}/{name}", data)
 
     def read(self) -> Iterator[Values]:
-        """All parts in order.
+        """Yields all parts in order.
 
         Raises:
             IntegrityError: a part changed since it was written.
@@ -75,7 +75,7 @@ class Parts:
             yield ids, counts, np.frombuffer(rest, "<f4", sequences, 12 * examples)
 
     def remove(self) -> None:
-        """Removes the parts: what they hold was committed."""
+        """Removes the parts, after their values were committed."""
         remove_all(self.location, [path for _, path, _ in self._files()])
         if self.location.local_path is not None:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Log-probs of the reference model, computed once and stored beside the dataset.
+"""Computes log-probs of the reference model once, and stores them as a side dataset.
 
 ::
 
@@ -6,9 +6,9 @@
     write_ref_logps(model, packstore.open("prefs-8k"), "prefs-8k-ref")
     data = PackedDataset("prefs-8k", side=["prefs-8k-ref"])     # batch.ref_logps
 
-They are computed as training would compute them: packed attention, the head without logits, the
-same precision. Batches are cut as ``PackedDataLoader(…, mode="eval")`` cuts file order on one rank,
-whatever the number of ranks; so the values do not depend on ranks, nor on a run that was resumed.
+They are computed as in training: packed attention, the head without logits, the same precision.
+Batches are those of ``PackedDataLoader(…, mode="eval")`` in file order on one rank, for any number
+of ranks, so the values depend neither on ranks nor on resuming.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from packstore.torch.steps import Step, StepCutter
 from packstore.torch.stream import StoredPacks
 
 Progress = Callable[[str, int, int | None, str], None]
-"""Called with stage, what is done, of how many, and of what."""
+"""Called with stage, amount done, total amount (or None) and unit."""
 
 
 def write_ref_logps(
@@ -62,29 +62,29 @@ def write_ref_logps(
 ) -> Side:
     """Runs a model over every pack once and writes the log-prob of each sequence, float32.
 
-    On all ranks of torch.distributed at once, where it runs: they share the packs, and the first
-    one commits. What a run that was killed had finished lies in the side dataset's folder and is
-    verified and taken over by the next run with the same model, data and settings.
+    A collective call if torch.distributed runs: the ranks share the packs, and rank 0 commits. A
+    killed run leaves its finished parts in the side dataset's folder; the next run with the same
+    model, data and settings verifies and reuses them.
 
     Args:
-        model: whole on every rank, as :func:`~packstore.torch.load.load_model` gives it.
-        dataset: of any kind and layout.
-        url: where the side dataset goes: a local folder or an fsspec URL that all ranks reach.
-        mixed_precision: ``bf16`` computes in bfloat16 by autocast, as a training with that setting
-            does; ``none`` in the autocast that is on around this call, if one is.
-        overwrite: replace a side dataset that is already there.
-        single_writer: no other job writes there meanwhile; needed where two could both commit.
-        storage_options: of `url`.
-        progress: told about finished packs, on this rank.
+        model: a model from :func:`~packstore.torch.load.load_model`, whole on every rank.
+        dataset: a dataset of any kind and layout.
+        url: destination of the side dataset: a local folder or an fsspec URL that all ranks reach.
+        mixed_precision: ``bf16`` runs under bfloat16 autocast, as training with that setting does;
+            ``none`` keeps the autocast that is active around this call, if any.
+        overwrite: replace an existing side dataset.
+        single_writer: no other job writes there meanwhile; required if two jobs could both commit.
+        storage_options: options of the fsspec filesystem of `url`.
+        progress: called as packs finish on this rank.
         batching: `packs_per_batch` (default 1) or `tokens_per_batch`.
 
     Returns:
         The side dataset; join it with ``PackedDataset(…, side=[…])``.
 
     Raises:
-        DatasetExistsError: one is there, and `overwrite` is False.
+        DatasetExistsError: a side dataset exists, and `overwrite` is False.
         CompatibilityError: the model's vocabulary does not hold the token ids.
-        FormatError: the model gives log-probs that are not finite.
+        FormatError: the model returns log-probs that are not finite.
         StorageError: no space, no permission, or the store refuses.
     """
     check_model(dataset, model)
@@ -140,7 +140,7 @@ def _computed(
     mine: set[int],
     progress: Progress | None,
 ) -> Iterator[tuple[int, Values]]:
-    """The values of each part of `mine`; `lower` makes the context that the model runs in."""
+    """Yields the values of each part in `mine`; the model runs in the context made by `lower`."""
     policy, training = PackedPolicy(model), model.training
     device, total = next(iter(model.parameters())).device, len(dataset)
     pending: tuple[int, list[Values]] | None = None
@@ -166,7 +166,7 @@ def _computed(
 def _batches(
     dataset: Dataset, config: BatchConfig, mine: set[int]
 ) -> Iterator[tuple[int, int, PackedBatch]]:
-    """Number of the part, packs up to here, and the batch, in file order."""
+    """Yields number of the part, packs up to here, and the batch, in file order."""
     cutter = _cutter(dataset, config)
     ahead: deque[tuple[int, int, int]] = deque()
 
@@ -184,19 +184,19 @@ def _batches(
 
 
 def _cutter(dataset: Dataset, config: BatchConfig) -> StepCutter:
-    """Cuts file order as one rank would, so that batches are the same for any number of ranks."""
+    """Makes the steps of one rank in file order, so that batches do not depend on ranks."""
     stream = StoredPacks(dataset, shuffle=False)
     return StepCutter(stream, Unseen(len(stream), Position()), config, 1)
 
 
 def _parts(dataset: Dataset, cutter: StepCutter) -> Iterator[tuple[int, Step]]:
-    """Each step, which is one batch, and the number of the part that it is in."""
+    """Yields each step, which is one batch, with the number of its part."""
     parts = min(PARTS, len(dataset))
     return ((step.start * parts // len(dataset), step) for step in cutter)
 
 
 def _values(batch: PackedBatch, logps: Tensor) -> Values:
-    """What is to be stored of a batch, without its fillers."""
+    """The values to store for a batch, without its fillers."""
     counts, ids = batch.num_responses.numpy(), batch.example_ids.numpy()
     real = batch.weights.numpy() > 0
     wide: Float32 = logps.float().cpu().numpy()

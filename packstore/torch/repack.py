@@ -1,15 +1,15 @@
-"""A dataset packed anew in every epoch, while it is read.
+"""Repacks a dataset in every epoch, while it is read.
 
-For data that is stored as single examples (strategy ``none``) or in smaller packs: another pack
-size, strategy or layout needs no new dataset, and examples meet others in each epoch. ::
+For data stored as single examples (strategy ``none``) or in smaller packs: another pack size,
+strategy or layout needs no new dataset, and each epoch combines other examples. ::
 
     data = PackedDataset(url, repack=PackConfig(pack_size=8192, layout="shared_prefix"))
 
-The same for records that are token ids already and were never packed, such as a list of dicts or a
-Hugging Face ``Dataset``: ``PackedDataset(records, repack=PackConfig(pack_size=8192))``.
+The same works for tokenized records that were never packed, such as a list of dicts or a Hugging
+Face ``Dataset``: ``PackedDataset(records, repack=PackConfig(pack_size=8192))``.
 
 The packs of an epoch are planned from lengths alone, before any token is read, so their number and
-sizes are known, and any of them can be read at any time: :mod:`packstore.repacking` tells how.
+sizes are known and they can be read in any order; see :mod:`packstore.repacking`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SETTINGS = ("pack_size", "layout", "strategy", "pack_order", "seed", "max_lengt
 
 
 class _PlannedPacks:
-    """What streams have in common whose packs are planned anew in each epoch, from sizes alone."""
+    """Base of streams whose packs are planned in each epoch, from sizes alone."""
 
     def __init__(
         self, sizes: ExampleSizes, config: PackConfig, *, seed: int = 0, shuffle: bool = True
@@ -46,7 +46,7 @@ class _PlannedPacks:
 
     @property
     def _settings(self) -> Identity:
-        """Settings and order; also the version, as a strategy may change with it."""
+        """Settings, order and packstore's version, as a strategy may change with it."""
         settings = [VERSION, *(getattr(self.config, name) for name in _SETTINGS)]
         digest = fingerprint(settings)[:16]
         return {"repack": digest, "seed": self.seed, "shuffle": self.shuffle}
@@ -62,7 +62,7 @@ class _PlannedPacks:
         return len(self._plan)
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes this the stream of `epoch`: plans it, if it is not yet."""
+        """Switches to `epoch`, and plans its packs."""
         if epoch != self._epoch:
             self._plan, self._epoch = self._planned(epoch), epoch
 
@@ -74,11 +74,11 @@ class _PlannedPacks:
         return plan_epoch(self._sizes, config, seed=self.seed, epoch=epoch, shuffle=shuffle)
 
     def sizes(self, indices: Int64) -> PackSizes:
-        """Sizes of the packs at positions `indices`; see :class:`PackStream`."""
+        """Returns the sizes of the packs at positions `indices`; see :class:`PackStream`."""
         return self._plan.pack_sizes.take(self._plan.locate(indices))
 
     def sources(self, indices: Int64) -> Int64:
-        """All of source 0."""
+        """Returns 0 for each pack: there is one source."""
         return np.zeros_like(indices)
 
 
@@ -86,22 +86,22 @@ class RepackedPacks(_PlannedPacks):
     """The examples of a dataset in new packs; a :class:`PackStream`.
 
     Args:
-        dataset: of examples in any packs.
-        config: its `pack_size`, `layout`, `strategy`, `pack_order`, `seed`, and, for what does not
-            fit, `max_length`, `overlong` and `max_drop_rate`. The rest has no meaning here.
-        seed: of the order.
-        shuffle: False: in file order, and the same packs in every epoch.
+        dataset: the dataset, packed in any way.
+        config: uses `pack_size`, `layout`, `strategy`, `pack_order`, `seed`, and, for examples that
+            do not fit, `max_length`, `overlong` and `max_drop_rate`; ignores the rest.
+        seed: seed of the order.
+        shuffle: False reads in file order, with the same packs in every epoch.
         reading: how row groups are fetched.
 
     Attributes:
-        left_out: examples that do not fit.
+        left_out: number of examples that do not fit.
 
     Raises:
         ConfigError: a setting contradicts the dataset, or needs its texts.
         RecordError: an example does not fit, and `overlong` is ``error``.
-        DropRateError: too many, or all, do not fit.
+        DropRateError: too many examples, or all, do not fit.
         StorageError: a shard is missing, or the store refuses.
-        IntegrityError: its bytes are not those that were written.
+        IntegrityError: a shard's bytes are not those that were written.
     """
 
     def __init__(
@@ -135,9 +135,10 @@ class RepackedPacks(_PlannedPacks):
         return [self.dataset]
 
     def read(self, batches: Iterable[Int64], *, stride: int = 1) -> Iterator[list[Packs]]:
-        """The packs at each array of positions; see :class:`PackStream`.
+        """Yields the packs at each array of positions; see :class:`PackStream`.
 
-        Ranks that a power of two up to 16 divides read their own lanes only, each row group once.
+        If the number of ranks is a power of two up to 16, each rank reads separate lanes, and each
+        row group is read once.
         """
         from packstore.repacking import read_packs
 
@@ -145,27 +146,27 @@ class RepackedPacks(_PlannedPacks):
 
 
 class TokenizedPacks(_PlannedPacks):
-    """Tokenized records that were never packed, in packs; a :class:`PackStream`.
+    """Packs tokenized records that were never packed; a :class:`PackStream`.
 
-    For data of a known length, any of whose records can be had at any time: packs, position and
-    resume are those of a stored dataset. All records are gone through once, to measure them, by
-    every rank. Their fields are told in :mod:`packstore.repacking.tokenized`. Of endless data, see
+    For data of known length with random access: packs, position and resume are those of a stored
+    dataset. Every rank reads all records once, to measure them. The fields of a record are in
+    :mod:`packstore.repacking.tokenized`. For endless data use
     :class:`~packstore.torch.unpacked.TokenizedBatches`.
 
     Args:
-        records: a list of dicts, a Hugging Face ``Dataset``, or the like.
-        config: its `pack_size`, `layout`, `strategy`, `pack_order`, `seed`, `kind`, `carry`, and,
-            for what does not fit, `max_length`, `overlong` and `max_drop_rate`.
-        seed: of the order.
-        shuffle: False: in the order of the records, and the same packs in every epoch.
+        records: a list of dicts, a Hugging Face ``Dataset``, or similar.
+        config: uses `pack_size`, `layout`, `strategy`, `pack_order`, `seed`, `kind`, `carry`, and,
+            for records that do not fit, `max_length`, `overlong` and `max_drop_rate`.
+        seed: seed of the order.
+        shuffle: False keeps the order of the records, with the same packs in every epoch.
 
     Attributes:
-        left_out: records that do not fit.
+        left_out: number of records that do not fit.
 
     Raises:
         RecordError: a record is not of the kind, or does not fit and `overlong` is ``error``.
-        DropRateError: too many, or all, do not fit.
-        ConfigError: no records, or a setting that needs texts.
+        DropRateError: too many records, or all, do not fit.
+        ConfigError: there are no records, or a setting needs texts.
     """
 
     def __init__(
@@ -183,18 +184,18 @@ class TokenizedPacks(_PlannedPacks):
 
     @property
     def identity(self) -> Identity:
-        """A hash of all records, settings and order."""
+        """Hash of all records, settings and order."""
         return {"records": self._reader.digest[:16], **self._settings}
 
     @property
     def datasets(self) -> Sequence[Dataset]:
-        """None: they are not stored."""
+        """Empty: the records are not stored."""
         return []
 
     def read(self, batches: Iterable[Int64], *, stride: int = 1) -> Iterator[list[Packs]]:
-        """The packs at each array of positions; see :class:`PackStream`.
+        """Yields the packs at each array of positions; see :class:`PackStream`.
 
         Raises:
-            RecordError: a record is no longer what it was.
+            RecordError: a record has changed.
         """
         return self._reader.read(batches, self._plan)

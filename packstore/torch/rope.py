@@ -1,9 +1,9 @@
-"""RoPE tables that depend on the longest position: each sequence gets the one it has alone.
+"""Gives each packed sequence the RoPE table that it would have alone.
 
-transformers chooses the tables of ``longrope`` and ``dynamic`` by the longest position of a call,
-and ``dynamic`` also by earlier calls. In a packed row that is a position of some other sequence.
-So a prepared model computes such tables once for each kind of sequence, as if it came alone and
-first.
+transformers chooses the tables of ``longrope`` and ``dynamic`` RoPE by the longest position of a
+call, and ``dynamic`` also by earlier calls. In a packed row that position may belong to another
+sequence. So a prepared model computes such tables per sequence length, as if the sequence came
+alone and first.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from packstore.errors import BackendError, sentence
 from packstore.torch.layout import AttentionLayout
 
 LAYOUT = "_packed_layout"
-"""Attribute of a rotary module, while the module around it runs: the layout of the row."""
+"""Attribute of a rotary module that holds the row's layout while its parent module runs."""
 
 
 def use_own_tables(model: nn.Module, config: Any) -> None:
-    """Hooks onto the rotary modules whose tables depend on the longest position, if there are any.
+    """Adds hooks to the rotary modules whose tables depend on the longest position, if any.
 
-    Without the layout of a packed row in the call, or with other attention than ours, the hooks do
-    nothing.
+    The hooks do nothing without the layout of a packed row in the call, or with another attention
+    implementation than ours.
 
     Args:
         model: the Hugging Face model, changed in place.
-        config: that of its text model.
+        config: config of its text model.
 
     Raises:
-        BackendError: the config asks for such tables, and no module of transformers makes them.
+        BackendError: the config needs such tables, and no module of transformers makes them.
     """
     for parent in model.modules():
         rotary = [child for child in parent.children() if _depends(child)]
@@ -44,7 +44,7 @@ def use_own_tables(model: nn.Module, config: Any) -> None:
             parent.register_forward_hook(_forget_layout, always_call=True)
     kinds = [str(part.get("rope_type", part.get("type"))) for part in rope_parts(config)]
     kinds = [kind for kind in kinds if by_length(kind)]
-    # HunYuan's fixed tables are called dynamic in its config, and otherwise in its module.
+    # HunYuan's config calls its fixed tables dynamic; its module does not.
     if kinds and not any(hasattr(module, "rope_type") for module in model.modules()):
         must = f"RoPE of type {kinds[0]!r} must come from a rotary module of transformers"
         do = "Train it unpacked, a sequence a call: the tables depend on the longest one"
@@ -53,13 +53,13 @@ def use_own_tables(model: nn.Module, config: Any) -> None:
 
 
 def rope_parts(config: Any) -> list[Mapping[str, Any]]:
-    """The RoPE settings of a text config: one mapping, or one for each kind of layer."""
+    """Returns the RoPE settings of a text config: one mapping, or one per kind of layer."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return [given, *(part for part in given.values() if isinstance(part, Mapping))]
 
 
 def by_length(kind: str) -> bool:
-    """True for a type of RoPE whose tables depend on the longest position."""
+    """Returns True for a type of RoPE whose tables depend on the longest position."""
     return "dynamic" in kind or kind == "longrope"
 
 
@@ -82,7 +82,7 @@ def _forget_layout(module: nn.Module, _: Any, __: Any) -> None:
 
 
 def _per_sequence(module: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
-    """Replaces the tables `[…, T, D]` of a packed row by those of each sequence alone."""
+    """Replaces the tables `[…, T, D]` of a packed row by those of its single sequences."""
     ours = str(getattr(module.config, "_attn_implementation", "")).startswith("packstore_")
     given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False), **kwargs)
     layer_type = given.get("layer_type")
@@ -117,7 +117,7 @@ class _Tables:
     Args:
         module: the rotary module.
         kind: its type of RoPE.
-        given: the arguments of its call.
+        given: arguments of the call.
     """
 
     def __init__(self, module: Any, kind: str, given: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ class _Tables:
             self.limit = int(parameters["original_max_position_embeddings"])
 
     def sizes(self, layout: AttentionLayout) -> list[int]:
-        """Of each segment the length that its table is made for; 0: any up to the limit."""
+        """The length that each segment's table is made for; 0: any length up to the limit."""
         shortest, longest = layout.sequence_lengths
         for few, many in zip(shortest, longest, strict=True):
             if self._size(few) != self._size(many):
@@ -148,12 +148,12 @@ class _Tables:
         return length if self.dynamic else self.limit + 1
 
     def of(self, size: int, mine_T: Tensor) -> tuple[Tensor, ...]:
-        """The tables of a sequence of `size` tokens, `[…, T, D]`, right where `mine_T`."""
+        """The tables for sequences of `size` tokens, `[…, T, D]`, valid where `mine_T` is True."""
         positions = self.given["position_ids"]
         own = torch.where(mine_T, positions, 0)
-        if not size or self.dynamic:  # padding lies behind the sequence
+        if not size or self.dynamic:  # padding comes after the sequence
             own = own.clamp(max=(size or self.limit) - 1)
-        # One more token, as this row may hold the first part of a long sequence only.
+        # One more token, as this row may hold only the first part of a long sequence.
         last = torch.full_like(own[..., :1], max(size - 1, 0))
         self._forget()
         made = self.module.forward(**{**self.given, "position_ids": torch.cat([own, last], -1)})
@@ -167,7 +167,7 @@ class _Tables:
         return tuple(table.narrow(-2, 0, tokens) for table in made)
 
     def _forget(self) -> None:
-        """Takes the module back to where it stood before any call."""
+        """Resets the module to its state before any call."""
         if self.dynamic:
             first = getattr(self.module, f"{self.prefix}original_inv_freq")
             here = getattr(self.module, f"{self.prefix}inv_freq").device

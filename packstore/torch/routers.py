@@ -1,7 +1,7 @@
-"""The load-balancing loss of experts, which packed training does not compute, and says so.
+"""Reports that packed training does not compute the load-balancing loss of experts.
 
-transformers computes it over all tokens of a call. Over a packed row it would depend on which
-sequences share the row, and on padding; TRL adds it over its padded batches.
+transformers computes it over all tokens of a call. Over a packed row it would depend on the
+sequences that share the row, and on padding. TRL adds it over its padded batches.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _TOLD: WeakSet[nn.Module] = WeakSet()
 
 
 def check_router_loss(model: Any) -> None:
-    """Tells, once a model, that the load-balancing loss of its experts is not part of the loss.
+    """Logs, once per model, that the load-balancing loss of its experts is not computed.
 
     Args:
-        model: a Hugging Face causal LM; one without weights to train is passed over.
+        model: a Hugging Face causal LM; one without trainable weights is skipped.
 
     Raises:
-        CompatibilityError: its config asks for the loss outright (`output_router_logits`).
+        CompatibilityError: the model's config enables the loss (`output_router_logits`).
     """
     if hasattr(model, "get_base_model"):  # of PEFT
         model = model.get_base_model()

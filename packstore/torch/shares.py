@@ -1,12 +1,12 @@
-"""A low-discrepancy sequence over several sources: each gets its share in every prefix.
+"""A low-discrepancy sequence over several sources: each has its share of every prefix.
 
-The sources are the leaves of a binary tree. At a node, of the first `n` items that reach it
-``round(n * share)`` go to the left, where `share` is the left side's part of the node's weight. So
-how many items any source has got before item `n` is a formula, and so is its inverse: nothing is
-stored for each item. The tree is that of Huffman, in which no inner node has over two thirds of its
-parent's weight; with at most half an item of rounding at each node, a source is thus never two
-items away from its exact share. A large mix deals out eight such sequences in turn, whose
-roundings even out: it stays within some four packs.
+The sources are the leaves of a binary tree. Of the first `n` items that reach a node,
+``round(n * share)`` go left, where `share` is the left child's fraction of the node's weight. So
+the number of items of any source before item `n` is a formula, and so is its inverse: nothing is
+stored per item. The tree is a Huffman tree, in which no inner node has over two thirds of its
+parent's weight; with a rounding error of at most half an item per node, a source stays within two
+items of its exact share. A large mix interleaves eight such sequences, whose rounding errors
+partly cancel: it stays within about four packs.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _NEVER = 1 << 62
 
 
 class Shares:
-    """Which source each item of the sequence comes from, and which item of that source it is.
+    """Maps each item of the sequence to a source and an index in that source.
 
     Args:
-        weights: above 0, of each of the S sources.
-        turn: which of `turns` sequences that differ in how they round, so that all of them
-            together, dealt out in turn, round as one.
-        turns: a power of two.
+        weights: weight of each of the S sources, above 0.
+        turn: index of this sequence among `turns` interleaved ones, which round differently so
+            that their combination rounds as one sequence.
+        turns: number of interleaved sequences, a power of two.
     """
 
     def __init__(self, weights: Sequence[float], turn: int = 0, turns: int = 1) -> None:
         self.num_sources = len(weights)
-        # A node is a source (S of them), or S + its place in this list: left, right, left share,
-        # and what is added before rounding down.
+        # A node is a source (0..S-1), or S + its index in this list: left, right, left share, and
+        # the offset added before rounding down.
         self._nodes: list[tuple[int, int, int, int]] = []
         heap = [(float(w), source) for source, w in enumerate(weights)]
         heapq.heapify(heap)
@@ -66,13 +66,13 @@ class Shares:
         self._trace(right, [*path, (share, shift, False)])
 
     def locate(self, items: Int64) -> tuple[Int64, Int64]:
-        """The source of each item, and its number among the items of that source.
+        """Returns the source of each item, and its index among the items of that source.
 
         Args:
             items: int64 `[n]`, from 0.
 
         Returns:
-            int64 `[n]`, sources; int64 `[n]`, numbers in them.
+            int64 `[n]`, sources; int64 `[n]`, indices in them.
         """
         sources, numbers = np.empty_like(items), np.empty_like(items)
         todo = [(self._root, np.arange(len(items)), items)]
@@ -89,7 +89,7 @@ class Shares:
         return sources, numbers
 
     def counts(self, items: int) -> Int64:
-        """int64 `[S]`: how many of the first `items` items come from each source."""
+        """Counts the items of each source among the first `items`: int64 `[S]`."""
         out = np.zeros(self.num_sources, np.int64)
         for source, path in enumerate(self._paths):
             count = items
@@ -100,7 +100,7 @@ class Shares:
         return out
 
     def find(self, source: int, number: int) -> int:
-        """The item that is number `number` (from 0) of `source`: the inverse of :meth:`locate`."""
+        """Returns the item with index `number` (from 0) in `source`: the inverse of `locate`."""
         for share, shift, is_left in reversed(self._paths[source]):
             # The left side has floor((n * share + shift) / ONE) of n items, and the right side
             # floor((n * (ONE - share) + ONE - 1 - shift) / ONE).
@@ -111,13 +111,13 @@ class Shares:
 
 @dataclass(frozen=True, eq=False)
 class _Stretch:
-    """A part of a mixed epoch in which the same sources take turns.
+    """A part of a mixed epoch with the same active sources.
 
     Attributes:
         start: its first pack.
-        sources: int64, those that take turns.
-        shares: of them.
-        before: int64 `[S]`, packs that each source gave before it.
+        sources: int64, the active sources.
+        shares: sequence over the active sources.
+        before: int64 `[S]`, packs of each source before this part.
     """
 
     start: int
@@ -126,7 +126,7 @@ class _Stretch:
     before: Int64
 
     def find(self, place: int, number: int) -> int:
-        """Where number `number` of source ``sources[place]`` would come, if it went on so long."""
+        """Position of pack `number` of source ``sources[place]``, if this part lasted that long."""
         return self.start + self.shares.find(place, number - int(self.before[self.sources[place]]))
 
     def counts(self, index: int) -> Int64:
@@ -137,14 +137,14 @@ class _Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a mixed epoch consists of, in packs.
+    """The terms of a mixed epoch, in packs.
 
     Attributes:
-        weights: above 0, packs that each of the S sources gives, relative to the others.
-        goals: packs after which each source is used up.
-        caps: packs that each source gives at most; None: any number.
-        until: ``first``: ends where a source that is used up would go on; ``all``: ends when all
-            are used up or have left; a number: that many packs.
+        weights: relative number of packs of each of the S sources, above 0.
+        goals: number of packs after which each source is exhausted.
+        caps: most packs of each source; None: no limit.
+        until: ``first``: ends when an exhausted source would repeat; ``all``: ends when all sources
+            are exhausted or capped; a number: that many packs.
     """
 
     weights: Sequence[float]
@@ -154,15 +154,15 @@ class Terms:
 
 
 class Schedule:
-    """Which source each pack of a mixed epoch comes from. A source that is at its cap leaves.
+    """Maps each pack of a mixed epoch to a source. A source at its cap is dropped.
 
-    Pack i takes turn ``i % turns``, and of each source the packs whose number has that remainder
-    too. So the ranks whose number divides `turns` read lanes of their own from every source. But
-    turns may be two packs apart in a source when the epoch ends.
+    Pack i belongs to turn ``i % turns``, which uses the packs of each source with the same
+    remainder. So if the number of ranks divides `turns`, each rank reads separate lanes of every
+    source. At the end of the epoch, turns may differ by two packs in a source.
 
     Args:
-        terms: what the epoch consists of.
-        turns: a power of two.
+        terms: the terms of the epoch.
+        turns: number of interleaved sequences, a power of two.
     """
 
     def __init__(self, terms: Terms, turns: int = 1) -> None:
@@ -194,11 +194,11 @@ class Schedule:
 
 
 class _Turn:
-    """The packs of one turn, numbered on their own; the numbers in a source likewise.
+    """The packs of one turn, with an own numbering of packs and of indices in each source.
 
     Attributes:
-        length: where the epoch ends, as far as this turn is concerned.
-        over: where no source is left.
+        length: end of the epoch by this turn's sources.
+        over: position after which no source is left.
     """
 
     def __init__(self, terms: Terms, turn: int, turns: int) -> None:
@@ -227,7 +227,7 @@ class _Turn:
         return _NEVER if number == _NEVER else stretch.find(place, number)
 
     def _end(self, stretch: _Stretch) -> int:
-        """Where the epoch ends, if no source leaves before."""
+        """End of the epoch, if no source is capped before."""
         if isinstance(self._until, int):
             return self._until
         goals = [(i, self._goals[s], self._limits[s]) for i, s in enumerate(stretch.sources)]
@@ -256,11 +256,11 @@ class _Turn:
 
 
 def _share(number: int, turn: int, turns: int) -> int:
-    """How many of the first `number` items are of `turn`."""
+    """Counts the items of `turn` among the first `number`."""
     return len(range(turn, number, turns))
 
 
 def _reversed_bits(turn: int, turns: int) -> int:
-    """0, 4, 2, 6, 1, 5, 3, 7 for 8 turns: neighbours are far apart, in every part of them."""
+    """Bit-reversed order, 0, 4, 2, 6, 1, 5, 3, 7 for 8 turns: neighbours get distant values."""
     bits = turns.bit_length() - 1
     return sum((turn >> i & 1) << (bits - 1 - i) for i in range(bits))

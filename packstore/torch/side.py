@@ -23,19 +23,19 @@ from packstore.torch.stream import Identity, PackStream
 class JoinedPacks:
     """The packs of a stream with the columns of side datasets.
 
-    A column of one value for each example is added to the `columns` of a pack; ``ref_logps``, one
-    for each sequence, becomes its `ref_logps`, and so that of the batch. A side dataset is read
-    whole when the first pack is; after that every batch of packs is one lookup, in any order.
+    A column with one value per example is added to the `columns` of a pack; ``ref_logps``, with one
+    value per sequence, sets the pack's `ref_logps`, and so the batch's. A side dataset is read
+    whole with the first pack; afterwards every batch of packs is one lookup, in any order.
 
     Args:
         stream: the packs.
-        sides: side datasets, or their URLs. Each holds all examples of the stream's datasets; what
-            belongs to one source of a mix alone is joined to it before it is mixed.
+        sides: side datasets, or their URLs. Each must hold all examples of the stream's datasets;
+            join side data of a single source of a mix before mixing.
 
     Raises:
         CompatibilityError: a side dataset is of other examples, or does not hold all of them.
-        ConfigError: two columns have one name.
-        DatasetNotFoundError: no side dataset is there.
+        ConfigError: two columns have the same name.
+        DatasetNotFoundError: a side dataset does not exist.
     """
 
     def __init__(self, stream: PackStream, sides: Sequence[Side | str | PathLike[str]]) -> None:
@@ -55,7 +55,7 @@ class JoinedPacks:
         return {**vars(self), "_tables": []}
 
     def __copy__(self) -> Self:
-        """Another stream of the same values, which are in memory once."""
+        """Copies the stream; the values are shared in memory."""
         other = type(self).__new__(type(self))
         vars(other).update(vars(self), stream=copy.copy(self.stream))
         return other
@@ -67,12 +67,12 @@ class JoinedPacks:
 
     @property
     def identity(self) -> Identity:
-        """That of the stream: side data changes neither packs nor order."""
+        """Identity of the stream: side data changes neither packs nor order."""
         return self.stream.identity
 
     @property
     def datasets(self) -> Sequence[Dataset]:
-        """Where the packs come from."""
+        """The datasets of the packs."""
         return self.stream.datasets
 
     @property
@@ -84,19 +84,19 @@ class JoinedPacks:
         return len(self.stream)
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes this the stream of `epoch`."""
+        """Switches to the order of `epoch`."""
         self.stream.set_epoch(epoch)
 
     def sizes(self, indices: Int64) -> PackSizes:
-        """Sizes of the packs at positions `indices`; see :class:`PackStream`."""
+        """Returns the sizes of the packs at positions `indices`; see :class:`PackStream`."""
         return self.stream.sizes(indices)
 
     def sources(self, indices: Int64) -> Int64:
-        """Sources of the packs at positions `indices`; see :class:`PackStream`."""
+        """Returns the sources of the packs at positions `indices`; see :class:`PackStream`."""
         return self.stream.sources(indices)
 
     def read(self, batches: Iterable[Int64], *, stride: int = 1) -> Iterator[list[Packs]]:
-        """The packs at each array of positions; see :class:`PackStream`.
+        """Yields the packs at each array of positions; see :class:`PackStream`.
 
         Raises:
             CompatibilityError: an example has no values, or another number of sequences.

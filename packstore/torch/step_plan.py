@@ -1,4 +1,4 @@
-"""What an epoch will be, before it is trained: steps, batches, pairs, and what the tail costs."""
+"""Plans an epoch before training: steps, batches, pairs, and the cost of the tail."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from packstore.torch.stream import PackStream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What the loader will give, exactly; an example is a pair for kind ``dpo``.
+    """Exact counts of a loader's output; an example is a pair for kind ``dpo``.
 
     Attributes:
-        epochs: that are planned.
-        steps: optimizer steps of all of them.
-        batches: on each rank (with tail ``uneven``: at most).
-        packs: given out with full weight, over all ranks.
-        examples: in these packs.
+        epochs: number of epochs planned.
+        steps: optimizer steps in all epochs.
+        batches: batches on each rank (with tail ``uneven``: at most).
+        packs: packs yielded with full weight, over all ranks.
+        examples: examples in these packs.
         examples_per_step: fewest, mean and most.
-        dropped_packs, dropped_examples: left out by tail ``drop``.
-        padded_packs, padded_examples: given out once more, with weight 0.
-        repeated_packs, repeated_examples: given out once more, with full weight.
+        dropped_packs, dropped_examples: omitted by tail ``drop``.
+        padded_packs, padded_examples: repeated with weight 0.
+        repeated_packs, repeated_examples: repeated with full weight.
     """
 
     epochs: int
@@ -49,12 +49,12 @@ class StepPlan:
 def plan_steps(
     stream: PackStream, config: BatchConfig, world_size: int, epochs: Iterable[int]
 ) -> StepPlan:
-    """The plan of whole `epochs`; leaves the stream at the last of them.
+    """Plans whole `epochs`; leaves the stream at the last one.
 
-    Looks up the sizes of all packs, in windows; holds one number for each step.
+    Looks up the sizes of all packs, in windows; holds one number per step.
 
     Raises:
-        ConfigError: a pack alone is longer than `tokens_per_batch`.
+        ConfigError: a single pack is longer than `tokens_per_batch`.
     """
     examples: list[int] = []
     counts: Counter[str] = Counter(batches=0)

@@ -1,7 +1,7 @@
-"""Optimizer steps: how the packs to come are cut into steps, and each step into batches.
+"""Divides the remaining packs into optimizer steps, and each step into batches.
 
-A pure function of the sizes of the packs, the settings and the number of ranks. It goes through the
-epoch in windows, so that it begins at once and holds little, however many packs there are.
+A pure function of the packs' sizes, the settings and the number of ranks. It reads the epoch in
+windows, so that it starts at once and uses little memory for any number of packs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from packstore.torch.position import Unseen
 from packstore.torch.stream import PackStream
 
 WINDOW = 4096
-"""Packs whose sizes are looked up at once, about."""
+"""Approximate number of packs whose sizes are looked up at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,15 @@ class StepInfo:
     """The optimizer step that a batch belongs to; the same on every rank.
 
     Attributes:
-        index: 0-based place of the step in the epoch.
-        batch: 0-based place of the batch in the step.
+        index: 0-based index of the step in the epoch.
+        batch: 0-based index of the batch in the step.
         batches: batches of the step on each rank (with tail ``uneven``: on this one).
-        examples: of the whole step, over all its batches and all ranks, fillers of weight 0 left
-            out: for pairs, the divisor of the loss.
-        ranks: over which the step is split.
-        packs: of the whole step, likewise; None: not known.
-        counts: of the whole step, likewise: what else losses divide by, the names and meanings of
-            :mod:`packstore.loss_counts`; None: not known.
+        examples: examples of the whole step, over all its batches and ranks, without fillers of
+            weight 0: for pairs, the divisor of the loss.
+        ranks: number of ranks that share the step.
+        packs: packs of the whole step, counted alike; None: unknown.
+        counts: other divisors of losses for the whole step, with the names of
+            :mod:`packstore.loss_counts`; None: unknown.
     """
 
     index: int
@@ -49,40 +49,40 @@ class StepInfo:
 
     @property
     def last(self) -> bool:
-        """True for the batch after which the optimizer moves."""
+        """True for the last batch of the step, after which the optimizer steps."""
         return self.batch == self.batches - 1
 
 
 class Window:
-    """Sizes of the packs at places from `start` on, looked up when they are first needed."""
+    """Sizes of the packs from position `start` on, looked up on first access."""
 
     def __init__(self, stream: PackStream, indices: Int64, start: int) -> None:
         self._stream, self._indices, self.start = stream, indices, start
 
     @cached_property
     def sizes(self) -> PackSizes:
-        """Of all packs of the window."""
+        """Sizes of all packs of the window."""
         return self._stream.sizes(self._indices)
 
     @cached_property
     def offsets(self) -> Int64:
-        """int64 `[packs + 1]`, examples before each pack."""
+        """Examples before each pack, int64 `[packs + 1]`."""
         return to_offsets(self.sizes.examples)
 
     @cached_property
     def count_offsets(self) -> Int64 | None:
-        """int64 `[packs + 1, 4]`, the counts before each pack; None if they are not known."""
+        """Loss counts before each pack, int64 `[packs + 1, 4]`; None if unknown."""
         counts = self.sizes.counts
         return None if counts is None else np.pad(counts, ((1, 0), (0, 0))).cumsum(axis=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One optimizer step: places of packs among those to come, see :class:`Unseen`.
+    """One optimizer step, as positions among the packs not yet yielded; see :class:`Unseen`.
 
     Attributes:
-        edges: batch ``g`` of all ranks together is the places ``edges[g] .. edges[g + 1]``.
-        window: in which it lies.
+        edges: batch ``g``, over all ranks, has the positions ``edges[g] .. edges[g + 1]``.
+        window: the window that contains the step.
     """
 
     edges: list[int]
@@ -90,19 +90,19 @@ class Step:
 
     @property
     def sizes(self) -> PackSizes:
-        """Of the packs of the step."""
+        """Sizes of the packs of the step."""
         sizes, first = self.window.sizes, self.window.start
         return sizes.take(np.arange(self.start - first, self.stop - first))
 
     @property
     def examples(self) -> int:
-        """Of the step."""
+        """Number of examples of the step."""
         offsets, first = self.window.offsets, self.window.start
         return int(offsets[self.stop - first] - offsets[self.start - first])
 
     @property
     def counts(self) -> dict[str, int] | None:
-        """Of the step, by name; None if they are not known."""
+        """Loss counts of the step by name; None if unknown."""
         offsets, first = self.window.count_offsets, self.window.start
         if offsets is None:
             return None
@@ -110,28 +110,28 @@ class Step:
         return dict(zip(COUNTS, own.tolist(), strict=True))
 
     def info(self, index: int, batch: int, batches: int, ranks: int) -> StepInfo:
-        """What a batch is told of the step; see :class:`StepInfo`."""
+        """Describes the step for one of its batches."""
         packs = self.stop - self.start
         return StepInfo(index, batch, batches, self.examples, ranks, packs, self.counts)
 
     @property
     def start(self) -> int:
-        """Its first place."""
+        """Position of its first pack."""
         return self.edges[0]
 
     @property
     def stop(self) -> int:
-        """The place after its last."""
+        """Position after its last pack."""
         return self.edges[-1]
 
 
 class StepCutter:
-    """Cuts the packs to come into optimizer steps, one after another.
+    """Yields the optimizer steps of the packs not yet yielded.
 
     Args:
         stream: the packs.
-        unseen: which of them are to come.
-        config: how they are cut.
+        unseen: the packs not yet yielded.
+        config: the batching settings.
         world_size: number of ranks.
     """
 
@@ -143,17 +143,17 @@ class StepCutter:
         self._width = world_size * config.width
         fixed = config.tokens_per_batch is None and config.pairs_per_step is None
         self.fixed = self._width * config.accumulation if fixed else None
-        """Packs of every whole step, if that is a fixed number."""
+        """Packs of every full step, if that number is fixed."""
         self._unit = self.fixed or (world_size if config.tokens_per_batch else 1)
         whole = len(unseen) // self._unit * self._unit
         self.end = whole if config.at_end == "drop" else len(unseen)
-        """The place before which all steps begin; those of ``repeat`` may end after it."""
+        """Position before which all steps begin; with tail ``repeat`` the last may end after it."""
 
     def __iter__(self) -> Iterator[Step]:
-        """The steps in order.
+        """Yields the steps in order.
 
         Raises:
-            ConfigError: a pack alone is longer than `tokens_per_batch`.
+            ConfigError: a single pack is longer than `tokens_per_batch`.
         """
         start, size, endless = 0, WINDOW, self.config.at_end == "repeat"
         while start < self.end:
@@ -171,12 +171,12 @@ class StepCutter:
             size = WINDOW if start > begin else 2 * size
 
     def _cut(self, window: Window, stop: int, closed: bool) -> Iterator[list[int]]:
-        """Edges of the steps that `window` decides.
+        """Yields the edges of the steps that `window` determines.
 
         Args:
             window: the next packs.
-            stop: the place after it.
-            closed: it ends where the packs end.
+            stop: the position after the window.
+            closed: True if the window ends at the last pack.
         """
         start = window.start
         if self.fixed is not None:
@@ -219,7 +219,7 @@ class StepCutter:
             first = last
 
     def _batches(self, tokens: Int64, start: int) -> list[int]:
-        """Edges of the batches of a step of packs with so many tokens."""
+        """Edges of the batches of a step, from the tokens of its packs."""
         stop = start + len(tokens)
         if self.config.tokens_per_batch is None:
             return [*range(start, stop, self._width), stop]
@@ -229,7 +229,7 @@ class StepCutter:
         return [min(start + edge * self.world_size, stop) for edge in edges]
 
     def _jumps(self, tokens: Int64, start: int) -> list[int]:
-        """For each row of one pack per rank: the row at which the batch after its own begins."""
+        """For each row of one pack per rank: the row where a batch that starts here ends."""
         budget = self.config.tokens_per_batch
         assert budget is not None
         ranks = self.world_size
@@ -247,7 +247,7 @@ class StepCutter:
         return jumps.tolist()
 
     def _is_cut_short(self, step: Step) -> bool:
-        """True for a last step that ``drop`` leaves out."""
+        """Returns True for an incomplete last step, which tail ``drop`` omits."""
         if self.config.at_end != "drop" or step.stop < self.end or self.fixed is not None:
             return False
         if self.config.pairs_per_step is None:
@@ -259,12 +259,12 @@ def check_fits(tokens: Int64, indices: Int64, budget: int) -> None:
     """Refuses packs longer than `budget`.
 
     Args:
-        tokens: int64 `[n]`, of some packs.
-        indices: int64 `[n]`, where they lie in the global order.
-        budget: tokens of a batch at most.
+        tokens: int64 `[n]`, tokens of each pack.
+        indices: int64 `[n]`, positions in the global order.
+        budget: most tokens of a batch.
 
     Raises:
-        ConfigError: one is longer; names the longest.
+        ConfigError: a pack is longer; names the longest.
     """
     if len(tokens) and tokens.max() > budget:
         which = int(tokens.argmax())

@@ -1,7 +1,7 @@
-"""The packs of an epoch as a sequence: what a dataset deals out to ranks, and where it comes from.
+"""Streams: the packs of an epoch as a sequence, which a dataset distributes to ranks.
 
-A stream is a pure function of what it was made from, its seed and the epoch. It knows nothing of
-ranks and workers: whoever holds it asks for the positions that are his.
+A stream is a pure function of its arguments, its seed and the epoch. It is independent of ranks and
+workers: each reader requests its own positions.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Shuffle = bool | Literal["stratified"]
 
 
 class PackStream(Protocol):
-    """The packs of one epoch, in their global order; any of them can be read at any time.
+    """The packs of one epoch, in their global order, with random access.
 
-    ``copy.copy`` gives a stream that can be in another epoch.
+    ``copy.copy`` returns a stream that can be in another epoch.
     """
 
     @property
@@ -37,59 +37,60 @@ class PackStream(Protocol):
 
     @property
     def identity(self) -> Identity:
-        """What a saved position must agree with to mean the same packs; small and JSON-able."""
+        """JSON values that must match for a saved position to mean the same packs."""
 
     def __len__(self) -> int:
-        """Packs of the epoch."""
+        """Number of packs of the epoch."""
 
     def set_epoch(self, epoch: int) -> None:
         """Makes this the stream of `epoch`."""
 
     @property
     def datasets(self) -> Sequence[Dataset]:
-        """Where the packs come from."""
+        """The datasets of the packs."""
 
     @property
     def totals(self) -> Totals:
         """Packs, examples and tokens of the epoch, without reading the packs."""
 
     def sizes(self, indices: Int64) -> PackSizes:
-        """Sizes of the packs at positions `indices`, int64 `[n]`, without reading the packs."""
+        """Returns the sizes of the packs at `indices`, int64 `[n]`, without reading the packs."""
 
     def sources(self, indices: Int64) -> Int64:
-        """Which source of a mix the packs at positions `indices` are of, int64 `[n]`; else 0."""
+        """Returns the source index of each pack at `indices`, int64 `[n]`; 0 without a mix."""
 
     def read(self, batches: Iterable[Int64], *, stride: int = 1) -> Iterator[list[Packs]]:
-        """For each array of positions the packs there, each pack as :class:`Packs` of one row.
+        """Yields for each array of positions its packs, each as :class:`Packs` of one row.
 
-        Looks ahead in `batches`, so these are taken before the packs before them are given out.
+        Reads ahead, so it consumes `batches` before it yields the packs before them.
 
         Args:
-            batches: int64 arrays of positions, in the order in which they are wanted.
-            stride: the process reads every `stride`-th position, about: so many share the lanes.
+            batches: int64 arrays of positions, in reading order.
+            stride: number of processes that share the lanes: this one reads about every
+                `stride`-th position.
 
         Raises:
             StorageError: a shard is missing, or the store refuses.
-            IntegrityError: its bytes are not those that were written.
+            IntegrityError: a shard's bytes are not those that were written.
         """
 
 
 class StoredPacks:
-    """The packs of a dataset as they are stored; threads read ahead of who takes them.
+    """The packs of a dataset as they are stored; threads read ahead.
 
-    Pickles as what it was made from, without what was read or worked out.
+    Pickles its arguments only, without data read or computed.
 
     Args:
-        dataset: where they are.
-        seed: of the order.
-        shuffle: False gives file order. ``stratified``: shuffled so that every stretch of packs has
-            about as many examples as any other; needs the sizes of all packs.
-        lanes: row groups that are open at once.
-        reading: how far to read ahead, and what becomes of a row group that cannot be read.
+        dataset: the dataset.
+        seed: seed of the order.
+        shuffle: False reads in file order. ``stratified`` shuffles so that any two runs of equally
+            many packs hold about as many examples; it needs the sizes of all packs.
+        lanes: row groups open at once.
+        reading: how far to read ahead, and what happens to a row group that cannot be read.
 
     Attributes:
-        quarantined: row groups that this process has left out: stand-ins of weight 0 were given
-            for their packs.
+        quarantined: row groups that this process skipped, replacing their packs by others of
+            weight 0.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class StoredPacks:
 
     @property
     def _order(self) -> PackOrder:
-        """The order of the epoch, made when it is first asked for."""
+        """The order of the epoch, made on first access."""
         if self._made is None:
             self._made = PackOrder(
                 self.dataset.group_rows,
@@ -158,19 +159,19 @@ class StoredPacks:
 
     @property
     def totals(self) -> Totals:
-        """As the manifest tells."""
+        """Packs, examples and tokens, from the manifest."""
         return self.dataset.manifest.totals
 
     def sources(self, indices: Int64) -> Int64:
-        """All of source 0."""
+        """Returns 0 for each pack: there is one source."""
         return np.zeros_like(indices)
 
     def sizes(self, indices: Int64) -> PackSizes:
-        """Sizes of the packs at positions `indices`; see :class:`PackStream`."""
+        """Returns the sizes of the packs at positions `indices`; see :class:`PackStream`."""
         groups, rows = self._order.locate(indices)
         return self.dataset.sizes(self.dataset.group_offsets[groups] + rows)
 
     def read(self, batches: Iterable[Int64], *, stride: int = 1) -> Iterator[list[Packs]]:
-        """The packs at each array of positions; see :class:`PackStream`."""
+        """Yields the packs at each array of positions; see :class:`PackStream`."""
         order, reading = self._order, self.reading
         return iter(ReadAhead(self.dataset, order, batches, reading, self.quarantined))

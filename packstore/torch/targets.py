@@ -1,4 +1,4 @@
-"""What the tokens of a row are to predict: the border between batches and log-probs."""
+"""Prediction targets of a row of tokens: the interface between batches and log-probs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Targets:
     """The tokens to predict: int64 `[n]` each.
 
     Attributes:
-        rows: the token of the row whose output predicts the target.
+        rows: index of the token whose output predicts the target.
         ids: token id of the target.
-        segments: the segment that its log-prob belongs to; S, one past the last, for those that
-            only fill up a fixed number of targets.
+        segments: segment that its log-prob belongs to; S, one past the last, for padding of a
+            fixed number of targets.
     """
 
     rows: Tensor
@@ -25,11 +25,11 @@ class Targets:
 
 
 class TokenRow(Protocol):
-    """What log-probs ask of a batch, or of the share of a batch that one rank holds."""
+    """The part of a batch's interface that log-probs use; also of one rank's share of a batch."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose outputs are at hand."""
+        """Number of tokens held here."""
 
     @property
     def num_segments(self) -> int:
@@ -37,4 +37,4 @@ class TokenRow(Protocol):
 
     @property
     def targets(self) -> Targets:
-        """What these tokens are to predict."""
+        """The tokens to predict from those held here."""

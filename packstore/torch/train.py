@@ -1,4 +1,4 @@
-"""Training from packed datasets: preference losses and SFT, on torch, Accelerate and PEFT.
+"""Trains from packed datasets: preference losses and SFT, on torch, Accelerate and PEFT.
 
 ::
 
@@ -8,7 +8,7 @@
           loss="dpo", loss_parameters={"beta": 0.1}, pairs_per_step=64, learning_rate=1e-6)
 
 On several ranks, start the script with ``accelerate launch`` or ``torchrun``: DDP, or FSDP2 if
-Accelerate's config says so. ``docs/training.md`` has the settings, ``training/`` the rooms.
+Accelerate's config says so. The settings are in ``docs/training.md``.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["TrainConfig", "TrainResult", "train"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What a run came to.
+    """Result of a training run.
 
     Attributes:
         step: optimizer steps of the whole run.
-        examples: that it trained on.
-        metrics: of the last record of training.
-        evaluation: of the last validation, under names ``eval/…``; empty without.
+        examples: examples trained on.
+        metrics: last logged training metrics.
+        evaluation: metrics of the last validation, named ``eval/…``; empty without validation.
         model: folder of the final model, or of its adapter.
     """
 
@@ -46,21 +46,21 @@ class TrainResult:
 
 
 def train(config: TrainConfig | None = None, /, **settings: Any) -> TrainResult:
-    """Trains a model, from its beginning or from its newest checkpoint, to its end.
+    """Trains a model from the start or from its newest checkpoint; a collective call.
 
-    Every pair weighs the same, whatever pack, batch or rank it is in. Writes ``metrics.jsonl``,
-    ``checkpoints`` and the final ``model`` in the output folder. On all ranks at once.
+    Every pair weighs the same in any pack, batch or rank. Writes ``metrics.jsonl``,
+    ``checkpoints`` and the final ``model`` in the output folder.
 
     Args:
         config: the settings; default: their defaults.
-        settings: fields of :class:`~packstore.train_config.TrainConfig`, over `config`.
+        settings: fields of :class:`~packstore.train_config.TrainConfig` that override `config`.
 
     Raises:
-        ConfigError: settings that are missing, unknown, out of range or exclude each other.
+        ConfigError: settings are missing, unknown, out of range or exclude each other.
         CompatibilityError: model, data, loss, tokenizer or checkpoint do not belong together.
         MissingExtraError: transformers, accelerate or peft is not installed.
-        DivergedError: loss or gradient are not finite; no model is written.
-        PackstoreError: what is wrong with model, dataset or checkpoint, in a sentence.
+        DivergedError: loss or gradient is not finite; no model is written.
+        PackstoreError: model, dataset or checkpoint is unusable.
     """
     config = TrainConfig.of(config, **settings)
     run = prepare(config)
@@ -88,7 +88,7 @@ def train(config: TrainConfig | None = None, /, **settings: Any) -> TrainResult:
 
 
 def _sinks(run: Run) -> tuple[list[Sink], JsonLines | None]:
-    """Where this rank writes metrics, and example ids."""
+    """The sinks of this rank's metrics, and the file of its example ids."""
     accelerator, config = run.accelerator, run.config
     if accelerator.log_with:
         flat = {n: str(v) for n, v in config.recorded().items()}

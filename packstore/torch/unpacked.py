@@ -1,4 +1,4 @@
-"""Batches of records that were never packed and have no known length: a step's worth at a time.
+"""Batches records that were never packed and have no known length, one optimizer step at a time.
 
 ::
 
@@ -6,12 +6,12 @@
     for batch in loader:
         loss_fn(packed_logps(model, batch), batch).loss.backward()
 
-An optimizer step is the next `pairs_per_step` records that fit; they are packed into batches of at
-most `pack_size` tokens, which are dealt to the ranks in turn, as many to each. So the divisor of a
-step is exact, every pair comes once, and steps do not depend on the number of ranks. Every rank
-goes through all records, in their order: shuffle them before. Of data of a known length give
-:class:`~packstore.torch.PackedDataset` the records themselves: it shuffles, knows its length, and
-resumes without going through what is done.
+An optimizer step is the next `pairs_per_step` records that fit. They are packed into batches of at
+most `pack_size` tokens, which are distributed round-robin, equally many to each rank. So the
+divisor of a step is exact, every pair comes once, and steps do not depend on the number of ranks.
+Every rank reads all records, in their order: shuffle them before. Pass data of known length to
+:class:`~packstore.torch.PackedDataset` instead: it shuffles, has a length, and resumes without
+rereading.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 STATE_VERSION = 1
 
 SEEN = 1000
-"""Records after which too many that do not fit are an error, before the end of the data is."""
+"""Records after which the drop rate is checked, before the end of the data is reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What is done: whole steps, and of the step that begins here the packs that are out.
+    """Position: the start of a step, and the packs of that step that were yielded.
 
     Attributes:
-        records: that were taken, also those that do not fit.
-        left_out: of them, that do not fit.
-        step: steps.
-        packs: of the step that begins here, over all ranks.
+        records: records read, including those that do not fit.
+        left_out: records that do not fit.
+        step: steps completed.
+        packs: packs yielded of the step that begins here, over all ranks.
     """
 
     records: int = 0
@@ -58,25 +58,24 @@ class _Place:
 
 
 class TokenizedBatches:
-    """The batches of one rank: packs of at most `pack_size` tokens, one to a batch.
+    """Yields the batches of one rank: packs of at most `pack_size` tokens, one per batch.
 
     Args:
-        records: dicts of token ids, with the fields told in :mod:`packstore.repacking.tokenized`.
-            Gone through once an epoch. If it has ``set_epoch``, that is called; if it has ``skip``
-            (as Hugging Face's ``IterableDataset``), resuming uses it.
-        config: its `pack_size` (the token budget of a batch), `layout`, `strategy`, `seed`,
-            `kind`, `carry`, and, for what does not fit, `max_length`, `overlong` and
+        records: dicts of token ids, with the fields of :mod:`packstore.repacking.tokenized`, read
+            once per epoch. ``set_epoch`` is called if it exists; ``skip`` (as in Hugging Face's
+            ``IterableDataset``) is used for resuming if it exists.
+        config: uses `pack_size` (the token budget of a batch), `layout`, `strategy`, `seed`,
+            `kind`, `carry`, and, for records that do not fit, `max_length`, `overlong` and
             `max_drop_rate`.
-        pairs_per_step: examples of one optimizer step, over all its batches and all ranks.
-        tail: what becomes of the last records, if they are fewer: ``drop`` or ``pad``, a smaller
-            step.
-        rank, world_size: default: as for :class:`~packstore.torch.PackedDataset`.
+        pairs_per_step: examples of one optimizer step, over all its batches and ranks.
+        tail: if the last step has fewer records: ``drop`` omits it, ``pad`` keeps it.
+        rank, world_size: defaults as in :class:`~packstore.torch.PackedDataset`.
 
     Attributes:
         left_out: records of this epoch that did not fit.
 
     Raises:
-        ConfigError: a setting out of range, or one that needs texts.
+        ConfigError: a setting is out of range, or needs texts.
     """
 
     def __init__(
@@ -101,17 +100,17 @@ class TokenizedBatches:
         self._start: _Place | None = None
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        """The batches from the loaded position, or from the beginning of the epoch.
+        """Yields the batches from the loaded position, or from the beginning of the epoch.
 
         Raises:
             RecordError: a record is not of the kind, or does not fit and `overlong` is ``error``.
-            DropRateError: too many do not fit.
+            DropRateError: too many records do not fit.
         """
         self._at, self._start = self._start or _Place(), None
         return self._give()
 
     def _give(self) -> Iterator[PackedBatch]:
-        if self._start is not None:  # frameworks make their iterator first
+        if self._start is not None:  # frameworks may load a state after making the iterator
             self._at, self._start = self._start, None
         self.left_out = self._at.left_out
         if hasattr(self.records, "set_epoch"):
@@ -123,12 +122,12 @@ class TokenizedBatches:
             self._at = end
 
     def set_epoch(self, epoch: int) -> None:
-        """Moves to the beginning of `epoch`; within the current epoch it changes nothing."""
+        """Moves to the beginning of `epoch`; does nothing for the current epoch."""
         if epoch != self.epoch:
             self.epoch, self._at, self._start = epoch, _Place(), None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batches that were given out; equal on all ranks."""
+        """Returns the position after the batches yielded so far; equal on all ranks."""
         at = self._start or self._at
         return {
             "version": STATE_VERSION,
@@ -141,12 +140,13 @@ class TokenizedBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state` was taken, with any number of ranks.
+        """Resumes where `state` was taken, with any number of ranks.
 
-        The records themselves are not compared: they must be the same, in the same order.
+        Records are not compared: they must be the same, in the same order.
 
         Raises:
-            CompatibilityError: it was taken inside a step of other settings, or is none of this.
+            CompatibilityError: the state was taken inside a step of other settings, or is not a
+                state of this class.
         """
         names = ("epoch", "records", "left_out", "step", "packs")
         values = [state.get(name) for name in names]
@@ -171,7 +171,7 @@ class TokenizedBatches:
         return StepPacker(self.config)
 
     def _from(self, place: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """The records from `place` on, with their numbers."""
+        """Yields the records from `place` on, with their numbers."""
         if place and hasattr(self.records, "skip"):
             return enumerate(iter(self.records.skip(place)), place)
         return islice(enumerate(self.records), place, None)
@@ -179,7 +179,7 @@ class TokenizedBatches:
     def _next_step(
         self, source: Iterator[tuple[int, Mapping[str, Any]]]
     ) -> tuple[list[Tokenized], _Place] | None:
-        """The examples of the next step, and where it ends; None after the last one."""
+        """Returns the examples of the next step and its end position; None after the last step."""
         parts: list[Tokenized] = []
         seen = self._at.records
         for number, record in source:
@@ -199,7 +199,7 @@ class TokenizedBatches:
         return parts, _Place(seen, self.left_out, self._at.step + 1)
 
     def _batches(self, parts: list[Tokenized], end: _Place) -> Iterator[PackedBatch]:
-        """This rank's batches of a step, from the packs on that are not out yet."""
+        """Yields this rank's batches of a step, without packs already yielded."""
         packs = self._packer.pack(parts)
         begin, ranks = self._at, self.world_size
         out, done = begin.packs, -(-begin.packs // ranks)
@@ -229,7 +229,7 @@ class TokenizedBatches:
 
 
 def lay_end_to_end(records: Sequence[Any], kind: str, config: PackConfig) -> Packs:
-    """Records of token ids as one pack, in their order, however long it is.
+    """Lays records of token ids end to end as one pack of any length, in their order.
 
     Raises:
         RecordError: a record is not of the kind.

@@ -3,11 +3,10 @@
 ``attend(q_TNH, k_TKH, v_TKH, layout, *, scale, sliding_window=None, softcap=None) -> o_TNH``
 
 Legend: T tokens of the flat row, N query heads, K key/value heads (N is a multiple of K: grouped
-queries), H size of a head; values and output may have a head size of their own, but for flash
-kernels. A window of w lets a query see itself and the w - 1 tokens before it. A backend refuses
-what it cannot do (:class:`~packstore.errors.BackendError`), and never does something near it.
-
-What each one can do, and what has been tested, is in ``docs/attention.md``.
+queries), H head size; values and output may have another head size, except with flash kernels. With
+a window of w a query sees itself and the w - 1 tokens before it. A backend raises
+:class:`~packstore.errors.BackendError` for anything it cannot compute exactly. Capabilities and
+tested versions are in ``docs/attention.md``.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from packstore.torch.layout import AttentionLayout
 
 
 class Attend(Protocol):
-    """The one signature of a backend."""
+    """The signature of a backend."""
 
     def __call__(
         self,
@@ -34,7 +33,7 @@ class Attend(Protocol):
         sliding_window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """The output of attention, `[T, N, H]`."""
+        """Computes the output of attention, `[T, N, H]`."""
 
 
 ATTENTION: Registry[Attend] = Registry(

@@ -1,9 +1,9 @@
-"""Backend ``auto``: chooses call by call, as a model may move to its device when it is prepared.
+"""Backend ``auto``: chooses at each call, as a model may change device after it was prepared.
 
 On a CUDA device (compute capability 8 or newer) in half precision: `torch_varlen`, which needs
-nothing but torch, or `flex` if scores are soft-capped or heads have a size that flash kernels do
-not take. Elsewhere `sdpa`, or `reference` if scores are soft-capped. The packages of flash-attn are
-taken only when they are asked for by name.
+torch only, or `flex` if scores are soft-capped or flash kernels do not support the head size.
+Elsewhere `sdpa`, or `reference` if scores are soft-capped. The flash-attn packages are used only if
+selected by name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from packstore.torch.layout import AttentionLayout
 logger = logging.getLogger("packstore.torch.attention")
 
 _ASKED: ContextVar[tuple[torch.device, set[str]] | None] = ContextVar("asked", default=None)
-"""A device, and what the calls of this thread would choose on it."""
+"""A device, and the backends that this thread's calls would choose on it."""
 
 
 @opaque
@@ -38,7 +38,7 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """What the chosen backend gives."""
+    """Computes attention with the chosen backend."""
     needs = (q_TNH.dtype, _flash.fits(q_TNH, v_TKH), softcap is not None)
     name = choose(_has_flash(q_TNH.device), *needs)
     asked = _ASKED.get()
@@ -58,7 +58,7 @@ def attend(
 
 
 def choose(flash: bool, dtype: torch.dtype, flash_heads: bool, softcap: bool) -> str:
-    """The backend for a device with or without flash kernels."""
+    """Returns the backend for a device with or without flash kernels."""
     if flash and dtype in _flash.DTYPES:
         return "torch_varlen" if flash_heads and not softcap else "flex"
     return "reference" if softcap else "sdpa"
@@ -66,7 +66,7 @@ def choose(flash: bool, dtype: torch.dtype, flash_heads: bool, softcap: bool) ->
 
 @contextmanager
 def chosen_on(device: torch.device) -> Iterator[set[str]]:
-    """The set that the calls inside fill: the backends that they would take on `device`."""
+    """Yields a set to which attention calls inside add the backend they would use on `device`."""
     names: set[str] = set()
     token = _ASKED.set((device, names))
     try:

@@ -1,4 +1,4 @@
-"""The mask of one segment, for backends that want it written out."""
+"""The explicit mask of one segment, for backends that need it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """bool `[queries, keys]`: causal, aligned at the end, within the window if there is one."""
+    """Returns a bool mask `[queries, keys]`: causal, aligned at the end, within the window."""
     query = torch.arange(keys - queries, keys, device=device)[:, None]
     key = torch.arange(keys, device=device)
     mask = key <= query

@@ -1,4 +1,4 @@
-"""What the flash kernels have in common: what they ask of their inputs, and how they are called."""
+"""Input checks and the call shared by the flash kernels."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ LARGEST_HEAD = 256
 
 
 def fits(q: Tensor, v: Tensor) -> bool:
-    """Whether the kernels take heads of these sizes."""
+    """Returns True if the kernels support these head sizes."""
     size = q.shape[-1]
     return size == v.shape[-1] and size % 8 == 0 and size <= LARGEST_HEAD
 
 
 def check(backend: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuses what the kernels would not compute, or would compute on other numbers.
+    """Refuses inputs that the kernels do not support or would cast.
 
     Raises:
-        BackendError: another device, another dtype, or heads of a size that they do not take.
+        BackendError: the device, dtype or head size is not supported.
     """
     kinds = {x.dtype for x in (q, k, v)}
     if q.device.type not in DEVICES or len(kinds) != 1 or not kinds <= set(DTYPES):
@@ -47,7 +47,7 @@ def check(backend: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def window_left(layout: AttentionLayout, sliding_window: int | None) -> int:
-    """How many keys before its own a query sees, -1: all. They count without the query's own."""
+    """Number of keys before its own that a query sees, as the kernels count windows; -1: all."""
     if sliding_window is None or sliding_window >= layout.max_seqlen_k:
         return -1
     return sliding_window - 1
@@ -61,9 +61,9 @@ def call(
     window: tuple[int | None, int | None],
     **settings: Any,
 ) -> Any:
-    """Calls the `flash_attn_varlen_func` of a generation; all of them have these names.
+    """Calls the `flash_attn_varlen_func` of a FlashAttention version; the keywords are shared.
 
-    The backward pass is deterministic if ``torch.use_deterministic_algorithms`` asks for it.
+    The backward pass is deterministic under ``torch.use_deterministic_algorithms``.
     """
     q_TNH, k_TKH, v_TKH = tensors
     return kernel(
@@ -82,5 +82,5 @@ def call(
 
 
 def refusal(backend: str, must: str, found: str, do: str) -> BackendError:
-    """The error of a backend that cannot do what is asked."""
+    """Returns the error of a backend that does not support its inputs."""
     return BackendError(sentence(f"attention backend {backend!r}", must, found, do))

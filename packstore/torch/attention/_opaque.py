@@ -1,4 +1,4 @@
-"""How torch.compile takes a backend that is not one kernel: as it is, between two graphs."""
+"""Excludes a backend that is not one kernel from torch.compile, which breaks the graph there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from packstore.torch.attention import Attend
 
 
 def opaque(attend: Attend) -> Attend:
-    """`attend`, never traced: a graph that holds the sizes of one batch serves no other."""
+    """Returns `attend`, never traced: its graph would be specialised to one batch's sizes."""
     untraced: Attend = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
     return untraced

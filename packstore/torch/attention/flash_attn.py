@@ -22,10 +22,10 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """One call over all segments.
+    """Computes all segments in one call.
 
     Raises:
-        BackendError: another device, dtype or head size than the kernel takes.
+        BackendError: the kernel does not support the device, dtype or head size.
     """
     _flash.check("flash_attn", q_TNH, k_TKH, v_TKH)
     left = _flash.window_left(layout, sliding_window)

@@ -34,10 +34,10 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """One call over all segments.
+    """Computes all segments in one call.
 
     Raises:
-        BackendError: another device, dtype or head size than the kernel takes.
+        BackendError: the kernel does not support the device, dtype or head size.
     """
     _flash.check("flash_attn_3", q_TNH, k_TKH, v_TKH)
     left = _flash.window_left(layout, sliding_window)
@@ -49,5 +49,5 @@ def attend(
         softmax_scale=scale,
         softcap=softcap or 0.0,
     )
-    # Builds of before 2025-11 give the log-sum-exp as well, without being asked.
+    # Builds before 2025-11 always return the log-sum-exp as well.
     return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]

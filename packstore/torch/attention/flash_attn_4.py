@@ -22,10 +22,12 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """One call over all segments. Its fourth positional argument is not the offsets but `qv`.
+    """Computes all segments in one call.
+
+    The kernel's fourth positional argument is `qv`, not the offsets.
 
     Raises:
-        BackendError: another device, dtype or head size than the kernel takes.
+        BackendError: the kernel does not support the device, dtype or head size.
     """
     _flash.check("flash_attn_4", q_TNH, k_TKH, v_TKH)
     left = _flash.window_left(layout, sliding_window)

@@ -1,13 +1,13 @@
-"""torch's FlexAttention with the layout as its mask: soft-capped scores, any head size.
+"""torch's FlexAttention with the layout as its mask: supports softcaps and any head size.
 
-Every query of a layout sees one run of keys, from a first to a last one, windows included. So the
-mask is two numbers a query, and the blocks that the kernel may skip follow from their least and
-greatest in each block, without ever evaluating queries times keys. Both are made once for a layout
-and a window, and serve all layers and the recomputation of checkpoints.
+Every query of a layout sees one contiguous run of keys, windows included. So the mask is two
+numbers per query, and the blocks that the kernel may skip follow from their minimum and maximum in
+each block, without evaluating queries times keys. Both are made once per layout and window, and
+reused by all layers and by gradient checkpointing.
 
 On a GPU the kernel is compiled. Lengths are rounded up to a quarter of the power of two below them,
-so that most runs compile once; a second length compiles once more, then for any length. On CPU it
-runs uncompiled, and torch has the forward pass only: what needs gradients there is refused.
+so that most runs compile once; a second length triggers one more compilation, for any length. On
+CPU it runs uncompiled, and torch has the forward pass only: inputs that need gradients raise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from packstore.torch.attention._opaque import opaque
 from packstore.torch.layout import AttentionLayout
 
 BLOCK = 128
-"""Queries, and keys, that the kernel skips or computes together."""
+"""Block size of the mask: the kernel skips or computes this many queries and keys together."""
 
 _masks: WeakKeyDictionary[AttentionLayout, dict[int | None, BlockMask]] = WeakKeyDictionary()
 
@@ -42,10 +42,10 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """One call over all segments.
+    """Computes all segments in one call.
 
     Raises:
-        BackendError: gradients on CPU.
+        BackendError: inputs on CPU need gradients.
     """
     rows = (q_TNH, layout.keys(k_TKH), layout.keys(v_TKH))
     training = torch.is_grad_enabled() and any(x.requires_grad for x in rows)
@@ -64,13 +64,13 @@ def attend(
 
 
 def rounded(tokens: int) -> int:
-    """`tokens`, rounded up to a quarter of the power of two below, and to whole blocks."""
+    """Rounds `tokens` up to a quarter of the power of two below it, and to whole blocks."""
     step = max(BLOCK, 1 << max(0, tokens.bit_length() - 3))
     return -(-tokens // step) * step
 
 
 def block_mask(layout: AttentionLayout, sliding_window: int | None) -> BlockMask:
-    """The mask of a layout, made when it is first asked for."""
+    """Returns the mask of a layout, made on first use."""
     masks = _masks.setdefault(layout, {})
     if sliding_window not in masks:
         masks[sliding_window] = _block_mask(layout, sliding_window)
@@ -105,20 +105,20 @@ def _runs(layout: AttentionLayout, window: int | None) -> tuple[Tensor, Tensor, 
     first = starts_k[segment]
     if window is not None:
         first = torch.maximum(first, last - window + 1)
-    # What fills up the row sees the last key, as a row without any would have no softmax.
+    # Padding queries see the last key, as the softmax over no keys is undefined.
     extra = (0, rounded(tokens) - tokens)
     return pad(first, extra, value=keys - 1), pad(last, extra, value=keys - 1), rounded(keys)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each row has, and which, those it has first; `[1, 1, rows(, columns)]`."""
+    """Number of blocks of each row, and indices with those blocks first: `[1, 1, rows(, n)]`."""
     order = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1).int()[None, None], order.int()[None, None].contiguous()
 
 
 @cache
 def _kernel(device: str) -> Any:
-    # fullgraph: an error in place of the uncompiled kernel, which makes all scores of the row.
+    # fullgraph: raises instead of running the uncompiled kernel, which makes all scores of a row.
     return torch.compile(
         flex_attention, fullgraph=True, backend="eager" if device == "cpu" else "inductor"
     )

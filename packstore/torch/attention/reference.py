@@ -1,7 +1,7 @@
-"""Attention as its definition says, one segment at a time: slow, exact, the measure of the others.
+"""Attention by its definition, one segment at a time: slow, exact, the reference for tests.
 
-Does everything: any dtype (float64 stays float64, half precision is computed in float32), grouped
-queries, windows, soft-capped scores, both layouts, gradients.
+Supports any dtype (float64 stays float64, half precision is computed in float32), grouped queries,
+windows, softcaps, both layouts and gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """softmax(cap(q k^T * scale)) v over the visible keys of each segment."""
+    """Computes softmax(cap(q k^T * scale)) v over the visible keys of each segment."""
     exact = torch.promote_types(q_TNH.dtype, torch.float32)
     group = q_TNH.shape[1] // k_TKH.shape[1]
     keys, values = layout.keys(k_TKH), layout.keys(v_TKH)

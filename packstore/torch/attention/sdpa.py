@@ -1,7 +1,7 @@
-"""torch's scaled_dot_product_attention, called once per segment: no mask over the whole row.
+"""torch's scaled_dot_product_attention, called once per segment.
 
-A call per segment costs its own square, where one block-diagonal call would cost the square of the
-row. Soft-capped scores are refused: the kernel has no place for them.
+The cost is the sum of the squares of segment lengths; one call with a block-diagonal mask would
+cost the square of the row's length. Softcaps raise: the kernel does not support them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of each segment by itself.
+    """Computes each segment separately.
 
     Raises:
         BackendError: the model caps its attention scores.

@@ -1,7 +1,7 @@
-"""torch's own flash kernels for segments (``torch.nn.attention.varlen``): no package needed.
+"""torch's own variable-length flash kernels (``torch.nn.attention.varlen``): no package needed.
 
-CUDA and half precision only. No soft-capped scores: the kernel has no place for them. Causal masks
-are aligned at the end of the keys, so a shared prefix is one ordinary call.
+CUDA and half precision only. Softcaps raise: the kernel does not support them. Causal masks are
+aligned at the end of the keys, so a shared prefix needs no special call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.attention import varlen
 from packstore.torch.attention import _flash
 from packstore.torch.layout import AttentionLayout
 
-# torch 2.11 has no word for grouped queries; later ones refuse them without this keyword.
+# torch 2.11 has no such keyword; later versions require it for grouped queries.
 GROUPS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 )
@@ -31,10 +31,10 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """One call over all segments.
+    """Computes all segments in one call.
 
     Raises:
-        BackendError: another device, dtype or head size than the kernel takes, or a softcap.
+        BackendError: the kernel does not support the device, dtype, head size or a softcap.
     """
     _flash.check("torch_varlen", q_TNH, k_TKH, v_TKH)
     if softcap is not None:

@@ -2,8 +2,8 @@
 
 In the formulas: u, v log-ratios of policy and reference on the chosen and the rejected response
 (sums over tokens), d = u - v, n_w and n_l their numbers of tokens, dr the gap between their
-ground-truth rewards, s the sigmoid, b beta. Losses that couple the pairs of a batch are left out on
-purpose (:data:`LEFT_OUT`): they would depend on the packing. ``docs/losses.md`` has them all.
+ground-truth rewards, s the sigmoid, b beta. Losses that couple the pairs of a batch are omitted
+(:data:`LEFT_OUT`), as they would depend on the packing. All losses are in ``docs/losses.md``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LEFT_OUT: dict[str, str] = {
     "ld_dpo": _TOKENS,
     "wpo": _TOKENS,
 }
-"""Losses that are known and not here -> why."""
+"""Omitted losses -> reason, for error messages."""
 
 OTHER_NAMES: dict[str, str] = {
     "sigmoid": "'dpo' ('cdpo' with label smoothing)",
@@ -69,4 +69,4 @@ OTHER_NAMES: dict[str, str] = {
     "mpo": "a mix: {'dpo': 0.8, 'bco_pair': 0.2} with sft_weight=1",
     "nll": "'sft', or sft_weight beside another loss",
 }
-"""What other libraries call a loss -> what it is here, for error messages."""
+"""Other libraries' names of losses -> names here, for error messages."""

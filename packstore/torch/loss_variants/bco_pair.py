@@ -12,8 +12,8 @@ from packstore.torch.pairs import Pairs, variant
 def bco_pair(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
     """``-log s(b u) - log s(-b v)``.
 
-    Without the paper's running mean of rewards, which would couple the batches; so do TRL and
-    Liger, while LLaMA-Factory and ms-swift subtract it.
+    Omits the paper's running mean of rewards, which would couple batches. TRL and Liger omit it
+    too; LLaMA-Factory and ms-swift subtract it.
 
     Source: Jung et al. 2024, arXiv 2404.04656.
     """

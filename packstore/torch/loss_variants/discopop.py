@@ -1,4 +1,4 @@
-"""DiscoPOP: the log-ratio modulated loss that was found by search."""
+"""DiscoPOP: the log-ratio modulated loss, found by search."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def discopop(pairs: Pairs, *, beta: float = 0.1, tau: float = 0.05) -> Tensor:
     """
     tau = between("discopop", "tau", tau, 1e-3, 1)
     x = beta * pairs.d
-    # w e^-x as one exponential: for very negative x the factors are 0 and infinity.
+    # w e^-x as one exponential: for very negative x the factors would be 0 and infinity.
     return -(-x / tau).sigmoid() * logsigmoid(x) + (logsigmoid(x / tau) - x).exp()

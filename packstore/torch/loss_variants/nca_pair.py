@@ -1,4 +1,4 @@
-"""NCA on pairs: noise contrast, which keeps the chosen likelihood up."""
+"""NCA on pairs: a noise-contrastive loss that keeps the chosen likelihood from falling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DPO with an offset: a pair must be apart by more, the more its rewards are."""
+"""DPO with an offset: the required margin grows with the reward gap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain supervised fine-tuning, which looks at the chosen (or only) response."""
+"""Supervised fine-tuning on the chosen (or only) response."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from packstore.torch.pairs import Pairs, variant
 def sft(pairs: Pairs) -> Tensor:
     """``-log pi_w``: the negative log-likelihood, summed over the supervised tokens.
 
-    `sft_average` of :class:`~packstore.torch.PreferenceLoss` says what it is divided by.
+    `sft_average` of :class:`~packstore.torch.PreferenceLoss` sets the divisor.
     """
     return -pairs.chosen

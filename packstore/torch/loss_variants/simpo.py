@@ -12,8 +12,8 @@ from packstore.torch.pairs import Pairs, variant
 def simpo(pairs: Pairs, *, beta: float = 2.0, gamma: float = 1.0) -> Tensor:
     """``-log s(b (log pi_w / n_w - log pi_l / n_l) - gamma)``.
 
-    Source: Meng et al. 2024, arXiv 2405.14734, equation 6. No likelihood term unless `sft_weight`
-    asks for one; Liger's class adds one by default.
+    Source: Meng et al. 2024, arXiv 2405.14734, equation 6. Without a likelihood term unless
+    `sft_weight` is set; Liger's class adds one by default.
     """
     mean = pairs.per_token()
     return -logsigmoid(beta * (mean.chosen - mean.rejected) - gamma)

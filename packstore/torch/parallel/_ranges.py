@@ -1,4 +1,4 @@
-"""Runs of integers as tensors: the torch side of ``packstore.records``."""
+"""Runs of integers as tensors: the torch counterpart of the helpers in ``packstore.records``."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch.nn.functional import pad
 
 
 def offsets(lengths: Tensor) -> Tensor:
-    """int64 `[n + 1]` offsets of runs with these lengths."""
+    """Returns the offsets of runs with these lengths, int64 `[n + 1]`."""
     return pad(lengths.cumsum(0), (1, 0))
 
 
 def owners(lengths: Tensor) -> Tensor:
-    """int64 `[sum of lengths]`: the run of each element."""
+    """Returns the run of each element, int64 `[sum of lengths]`."""
     return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
 
 
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """int64 `[sum of lengths]`: all integers of the runs ``starts[i] .. + lengths[i]``, in turn."""
+    """Concatenates the runs ``starts[i] .. + lengths[i]``: int64 `[sum of lengths]`."""
     run = owners(lengths)
     places = torch.arange(len(run), device=run.device)
     return places + (starts - offsets(lengths)[:-1])[run]

@@ -1,9 +1,9 @@
 """The two differentiable collectives of context parallelism.
 
-Both differentiate the sum of the losses of all ranks. Each rank of a context-parallel group ends up
-with the same sums and so with the same loss, which that sum counts once for each rank. So gradients
-of parameters are averaged over the group, as DDP and FSDP do over the ranks they know, and are then
-those of one process: to every count and divisor, a group is one rank.
+Both differentiate the sum of the losses of all ranks. All ranks of a context-parallel group get the
+same sums and the same loss, which that sum counts once per rank. So average gradients of parameters
+over the group, as DDP and FSDP do: they then equal those of one process. For counts and divisors a
+group is one rank.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# torch 2.13 renamed both, and warns of the old names.
+# torch 2.13 renamed both, and warns about the old names.
 _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_sum: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def reduce_segment_sums(logps: Tensor, group: Any = None) -> Tensor:
-    """Log-probs of whole segments, on every rank, from the shares of all ranks.
+    """Sums the log-probs of segments over all ranks of the group.
 
-    Call it before anything that is not linear in the sums: the loss.
+    Call it before anything that is not linear in the sums, such as the loss.
 
     Args:
-        logps: `[S]`, what :func:`~packstore.torch.segment_logps` gave for this rank's tokens.
+        logps: `[S]`, result of :func:`~packstore.torch.segment_logps` for this rank's tokens.
         group: the context-parallel process group; None: all ranks.
 
     Returns:
-        `[S]`, the same on all ranks. Its gradient is summed over the ranks: average the gradients
-        of parameters over the group, or divide the loss by its size and sum them.
+        `[S]` in nats, the same on all ranks. Its gradient is summed over the ranks: average the
+        gradients of parameters over the group, or divide the loss by its size and sum them.
     """
     return _AllReduce.apply(logps, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gather_rows(rows: Tensor, group: Any = None) -> Tensor:
-    """The rows `[n, ...]` of all ranks, `[ranks * n, ...]`; gradients return to their ranks."""
+    """Gathers the rows `[n, ...]` of all ranks: `[ranks * n, ...]`; differentiable."""
     return _AllGather.apply(rows, group)  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -1,10 +1,9 @@
-"""Context parallelism: the tokens of a row shared by several ranks.
+"""Context parallelism: several ranks share the tokens of a row.
 
-Each rank computes its own tokens, and gathers keys and values of the others in every attention
-layer. To the attention backends that is an ordinary layout: each run of tokens that a rank holds
-is a query segment, whose keys are the beginning of its sequence, up to its last token. So any
-backend and both layouts work unchanged; what a rank copies are the keys that its queries see, about
-one row of them.
+Each rank computes its own tokens, and gathers the keys and values of the others in every attention
+layer. For attention backends that is an ordinary layout: each run of a rank's tokens is a query
+segment, whose keys are its sequence up to the run's last token. So every backend and both layouts
+work unchanged. A rank copies the keys that its queries see, about one row.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from packstore.torch.targets import Targets
 How = Literal["zigzag", "contiguous"]
 
 PARTS = ("layout", "targets")
-"""What a share holds besides tensors."""
+"""Fields of a shard that are dataclasses of tensors."""
 
 
 @dataclass(frozen=True, eq=False)
 class ContextSplit:
-    """Which of C ranks holds which tokens of a row of T.
+    """The distribution of a row's T tokens over C ranks.
 
     Attributes:
-        starts: int64 `[C, n]`, where each run of tokens of each rank begins; a run lies in one
-            segment, and may be empty.
-        lengths: int64 `[C, n]`, of the runs.
-        segments: int64 `[n]`, the segment of each run, for every rank.
+        starts: int64 `[C, n]`, start of each rank's runs of tokens; a run lies in one segment, and
+            may be empty.
+        lengths: int64 `[C, n]`, lengths of the runs.
+        segments: int64 `[n]`, the segment of each run, on every rank.
         index: int64 `[C, T / C]`, the tokens of each rank, in its order.
-        inverse: int64 `[T]`, where each token is in the ranks' tokens laid end to end.
-        cuts: a run is no longer than the longest segment over this.
+        inverse: int64 `[T]`, index of each token in the concatenation of the ranks' tokens.
+        cuts: no run is longer than the longest segment divided by this.
     """
 
     starts: Tensor
@@ -53,17 +52,17 @@ class ContextSplit:
 
     @classmethod
     def zigzag(cls, cu_seqlens: Tensor, size: int) -> Self:
-        """Each segment in ``2 * size`` equal chunks, of which rank r holds r and the r-th last.
+        """Splits each segment into ``2 * size`` equal chunks; rank r holds chunks r and -1 - r.
 
-        So all ranks have the same number of tokens, and of causal scores, about. The order is that
-        of Transformer Engine.
+        So all ranks have equally many tokens, and about equally many causal scores. The order is
+        that of Transformer Engine.
 
         Args:
             cu_seqlens: int `[S + 1]`, offsets of the segments.
             size: C.
 
         Raises:
-            ConfigError: a segment is not a multiple of ``2 * size``.
+            ConfigError: a segment is not a multiple of ``2 * size`` tokens.
         """
         before = cu_seqlens.long()
         lengths = before.diff()
@@ -85,10 +84,10 @@ class ContextSplit:
 
     @classmethod
     def contiguous(cls, cu_seqlens: Tensor, size: int) -> Self:
-        """The row cut into `size` equal parts, wherever that falls.
+        """Splits the row into `size` equal parts, ignoring segments.
 
-        Only the row must divide, not each segment; but of a long segment the last rank has the most
-        scores to compute.
+        Only the row must be divisible, not each segment; but the last rank of a long segment
+        computes the most scores.
 
         Raises:
             ConfigError: the row is not a multiple of `size` tokens.
@@ -113,17 +112,17 @@ class ContextSplit:
         return cls(starts, lengths, segments, index.view(len(starts), -1), inverse, cuts)
 
     def take(self, values: Tensor, rank: int) -> Tensor:
-        """The share of one rank `[T / C, ...]` of the values `[T, ...]` of the row."""
+        """Returns one rank's share `[T / C, ...]` of the row's values `[T, ...]`."""
         return values[self.index[rank]]
 
     def join(self, shares: Sequence[Tensor]) -> Tensor:
-        """The values `[T, ...]` of the row, from the shares of all ranks in turn."""
+        """Returns the row's values `[T, ...]` from the shares of all ranks, in rank order."""
         return torch.cat(list(shares))[self.inverse]
 
 
 @dataclass(frozen=True, eq=False)
 class GatheredLayout(AttentionLayout):
-    """The layout of one rank's tokens: `kv_index` names rows of the ranks' tokens end to end.
+    """The layout of one rank's tokens; `kv_index` indexes the concatenated tokens of all ranks.
 
     Attributes:
         group: the process group whose ranks hold the other tokens; None: all ranks.
@@ -132,7 +131,7 @@ class GatheredLayout(AttentionLayout):
     group: Any = None
 
     def keys(self, rows_TKH: Tensor) -> Tensor:
-        """K or V of this rank's tokens as K or V of its key runs, out of those of all ranks."""
+        """Gathers K or V over all ranks, and returns those of this rank's key runs."""
         return super().keys(gather_rows(rows_TKH, self.group))
 
 
@@ -140,17 +139,17 @@ class GatheredLayout(AttentionLayout):
 class ContextShard:
     """The share of a batch that one context-parallel rank computes: T / C of its tokens.
 
-    Its log-probs, from :func:`~packstore.torch.segment_logps`, are sums over its own tokens; those
-    of the batch come from :func:`reduce_segment_sums`. Losses take the whole batch.
+    Its log-probs, from :func:`~packstore.torch.segment_logps`, are sums over its own tokens;
+    :func:`reduce_segment_sums` returns those of the batch. Losses take the whole batch.
 
     Attributes:
-        index: int64 `[T / C]`, which tokens of the batch these are.
+        index: int64 `[T / C]`, indices of these tokens in the batch.
         input_ids: int64 `[T / C]`.
-        position_ids: int64 `[T / C]`, each token's in its logical sequence.
+        position_ids: int64 `[T / C]`, position of each token in its logical sequence.
         segment_ids: int64 `[T / C]`.
-        layout: which keys, of all ranks, these tokens see.
-        targets: what they predict, though the target itself may lie on another rank.
-        num_segments: S, of the whole batch.
+        layout: the keys, on all ranks, that these tokens see.
+        targets: the tokens that they predict, which may lie on another rank.
+        num_segments: S of the whole batch.
     """
 
     index: Tensor
@@ -163,7 +162,7 @@ class ContextShard:
 
     @classmethod
     def of(cls, batch: PackedBatch, split: ContextSplit, rank: int, group: Any = None) -> Self:
-        """The share of `rank`; see :func:`context_shard`."""
+        """Makes the share of `rank`; see :func:`context_shard`."""
         index = split.index[rank]
         targets = batch.targets
         places = split.inverse[targets.rows]
@@ -185,13 +184,13 @@ class ContextShard:
         return len(self.index)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
-        """The share with all tensors on `device`."""
+        """Returns the share with all tensors on `device`."""
         parts = {name: _moved(getattr(self, name), device, non_blocking) for name in PARTS}
         moved: Self = _moved(replace(self, **parts), device, non_blocking)
         return moved
 
     def model_inputs(self) -> dict[str, Any]:
-        """Keyword arguments for a model that :func:`use_packed_attention` prepared."""
+        """Returns keyword arguments for a model prepared by :func:`use_packed_attention`."""
         return {
             "input_ids": self.input_ids[None],
             "position_ids": self.position_ids[None],
@@ -201,15 +200,15 @@ class ContextShard:
 
 
 def context_shard(batch: PackedBatch, group: Any = None, how: How = "zigzag") -> ContextShard:
-    """This rank's share of a batch that all ranks of `group` hold whole.
+    """Returns this rank's share of a batch that all ranks of `group` hold whole.
 
     Args:
-        batch: the same on all ranks of the group.
+        batch: the batch, the same on all ranks of the group.
         group: the context-parallel process group; None: all ranks.
         how: ``zigzag``, see :meth:`ContextSplit.zigzag`, or :meth:`~ContextSplit.contiguous`.
 
     Raises:
-        ConfigError: the batch does not divide, or there is no such way.
+        ConfigError: the batch is not divisible, or `how` is unknown.
     """
     if how not in get_args(How):
         ways = ", ".join(get_args(How))

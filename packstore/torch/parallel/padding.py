@@ -1,8 +1,8 @@
-"""Segments padded to a multiple, so that each can be dealt out evenly over ranks.
+"""Pads segments to a multiple, so that each can be split evenly over ranks.
 
-The padding is declared: a segment ends with tokens that no loss looks at, and as attention is
-causal no real token sees them. So nothing that is real moves, in either layout and with any
-backend; log-probs, lengths and counts stay those of the real tokens.
+Padding tokens at the end of a segment are ignored by losses and, as attention is causal, invisible
+to real tokens. So log-probs, lengths and counts remain those of the real tokens, in both layouts
+and with any backend.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from packstore.torch.collate import PackedBatch
 from packstore.torch.parallel._ranges import offsets, owners
 
 FP8_ROWS = 16
-"""Tokens of a matrix product in FP8 come in multiples of it (Transformer Engine)."""
+"""FP8 matrix products need a multiple of this many tokens (Transformer Engine)."""
 
 
 def padding_multiple(
     *, context_parallel: int = 1, sequence_parallel: int = 1, fp8: bool = False
 ) -> int:
-    """The smallest multiple that suits all; for :func:`pad_segments`.
+    """Returns the smallest multiple for :func:`pad_segments` that fits these settings.
 
-    With segments of this multiple, each of the ``2 * context_parallel`` chunks of a segment is
-    whole, and the tokens of each context-parallel rank divide by `sequence_parallel`, and by 16 for
-    FP8.
+    Each segment then splits into ``2 * context_parallel`` equal chunks, and the tokens of each
+    context-parallel rank are divisible by `sequence_parallel`, and by 16 for FP8.
 
     Args:
-        context_parallel: ranks that share a row of tokens.
-        sequence_parallel: the tensor-parallel ranks that share its norms; 1 if they do not.
-        fp8: whether products are computed in FP8.
+        context_parallel: number of ranks that share a row of tokens.
+        sequence_parallel: number of tensor-parallel ranks with sequence parallelism; 1 without.
+        fp8: True if matrix products run in FP8.
     """
     if min(context_parallel, sequence_parallel) < 1:
         raise ConfigError(
@@ -47,19 +46,19 @@ def padding_multiple(
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple that is not below `value`."""
+    """Rounds `value` up to a multiple of `multiple`."""
     return -(-value // multiple) * multiple
 
 
 def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
-    """The batch with every segment padded at its end to a multiple of `multiple` tokens.
+    """Pads every segment of the batch at its end to a multiple of `multiple` tokens.
 
-    Padding tokens have id 0, label -100, and the positions that follow. `cu_seqlens` (and the keys
-    of shared prefixes) then name the padded segments, `cu_seqlens_unpadded` the real ones; all that
-    is not of tokens stays.
+    Padding tokens have id 0, label -100, and the next positions. `cu_seqlens` (and the keys of
+    shared prefixes) then describe the padded segments, `cu_seqlens_unpadded` the real ones; fields
+    per segment or example do not change.
 
     Raises:
-        ConfigError: `multiple` below 1.
+        ConfigError: `multiple` is below 1.
     """
     if multiple < 1:
         raise ConfigError(f"the multiple of pad_segments must be at least 1; found {multiple}.")
@@ -99,5 +98,5 @@ def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
 
 
 def _spread(values: Tensor, places: Tensor, size: int, fill: int) -> Tensor:
-    """`values` at `places` of `size` elements that are `fill` elsewhere."""
+    """Returns `size` elements: `values` at `places`, `fill` elsewhere."""
     return values.new_full((size,), fill).index_copy(0, places, values)

@@ -1,8 +1,8 @@
 """Batches of fixed shape: CUDA graphs, torch.compile without recompiling, pipeline stages.
 
-What fills a batch up is declared: tail tokens are segments of their own, further segments are
-empty, and both belong to examples of weight 0. No real segment grows, so nothing that is real
-moves; and the log-prob of what fills up is 0 without a gradient.
+Padding is explicit: extra tokens form separate segments at the end, further segments are empty, and
+both belong to examples of weight 0. No real segment changes, and padding has log-prob 0 without a
+gradient.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class StaticSizes(TypedDict):
 
 
 def static_sizes(manifest: Manifest, packs_per_batch: int, *, multiple: int = 1) -> StaticSizes:
-    """The sizes for batches of `packs_per_batch` packs, from the manifest's statistics.
+    """Returns sizes for batches of `packs_per_batch` packs, from the manifest's statistics.
 
     Args:
-        manifest: of the dataset.
+        manifest: manifest of the dataset.
         packs_per_batch: packs of one batch.
-        multiple: what :func:`pad_segments` pads segments to before.
+        multiple: the multiple of a preceding :func:`pad_segments`.
 
     Raises:
-        ConfigError: no packs, in the dataset or in a batch.
+        ConfigError: the dataset or a batch has no packs.
     """
     known = manifest.statistics
     if packs_per_batch < 1 or not known.most_segments:
@@ -51,7 +51,7 @@ def static_sizes(manifest: Manifest, packs_per_batch: int, *, multiple: int = 1)
         )
     padding = known.most_segments * (multiple - 1)
     num_tokens = round_up(packs_per_batch * (manifest.pack_size + padding), multiple)
-    # A key run is a shared prefix, of any length, and then a padded segment.
+    # A key run is a shared prefix of any length, followed by a padded segment.
     prefixes = multiple - 1 if manifest.layout == "shared_prefix" else 0
     max_seqlen = round_up(known.longest_sequence + prefixes, multiple)
     tail = math.ceil((num_tokens - packs_per_batch * known.shortest_pack) / max_seqlen)
@@ -70,18 +70,18 @@ def pad_batch(
     max_seqlen: int | None = None,
     num_targets: int | None = None,
 ) -> PackedBatch:
-    """The batch filled up to fixed sizes, with losses, log-probs and metrics as they were.
+    """Pads the batch to fixed sizes; losses, log-probs and metrics do not change.
 
-    With all four sizes every tensor has a fixed shape, except that a shared prefix makes the number
-    of keys (`kv_index`) vary, and examples of kind ``ranked`` vary in number.
+    With all four sizes every tensor has a fixed shape, except that the number of keys (`kv_index`)
+    varies with shared prefixes, and the number of examples for kind ``ranked``.
 
     Args:
-        batch: the batch; after :func:`pad_segments`, if its segments are padded.
+        batch: the batch; call :func:`pad_segments` before, if segments are to be padded.
         num_tokens: T.
-        num_segments: S; default: as many as the tail needs.
-        max_seqlen: what the batch states as longest segment and sequence, whatever its own; the
-            tail is cut at it. Default: as they are.
-        num_targets: length of `target_index`; default: as it is.
+        num_segments: S; default: as many as the padding needs.
+        max_seqlen: value of the batch's `max_seqlen` and `max_seqlen_k`; no padding segment is
+            longer. Default: unchanged.
+        num_targets: length of `target_index`; default: unchanged.
 
     Raises:
         ConfigError: the batch does not fit.
@@ -106,13 +106,13 @@ def pad_batch(
         batch = replace(batch, max_seqlen=max_seqlen, max_seqlen_k=max_seqlen)
     if num_targets is not None:
         _check_room("num_targets", num_targets, len(batch.target_index))
-        # The first token of a row is never supervised: as a target it counts nowhere.
+        # The first token of a row is never supervised: as a target it is ignored.
         batch = replace(batch, target_index=_filled(batch.target_index, num_targets, 0))
     return batch
 
 
 def _add_segments(batch: PackedBatch, lengths: Tensor, tail: int) -> PackedBatch:
-    """The batch with segments of `lengths` at its end, `tail` tokens in all."""
+    """Appends segments of `lengths` to the batch, `tail` tokens in all."""
     lengths = lengths.to(batch.lengths.device)
     if not len(lengths):
         return batch
@@ -152,7 +152,7 @@ def _add_segments(batch: PackedBatch, lengths: Tensor, tail: int) -> PackedBatch
 
 
 def _responses(source: PackedBatch | Manifest) -> int:
-    """K where it is fixed, else 1."""
+    """Responses per example if the kind fixes them, else 1."""
     return KINDS[source.kind] or 1
 
 

@@ -1,9 +1,9 @@
-"""Checkpoints: all that a run needs to go on as if it had never stopped, on any number of ranks.
+"""Checkpoints, from which a run resumes exactly, on any number of ranks.
 
-A checkpoint is a folder that appears whole, by a rename: killed inside, the run leaves the earlier
-ones as they were. It holds the model in Hugging Face format (or the adapter), the optimizer's state
-by parameter name, and one JSON file with the rest; nothing in it is pickled. The full state goes
-through torch's distributed checkpoint functions, so that it does not know how it was sharded.
+A checkpoint is a folder that appears by a rename, so a run killed while writing leaves the earlier
+ones intact. It holds the model in Hugging Face format (or the adapter), the optimizer's state by
+parameter name, and one JSON file with the rest; nothing is pickled. The full state goes through
+torch's distributed checkpoint functions, so it is independent of the sharding.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _NAME = re.compile(r"step-([0-9]{8})")
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Where a run stands, as JSON values.
+    """State of a run, as JSON values.
 
     Attributes:
-        step: optimizer steps that are done.
-        total_steps: that the schedule counts on.
-        examples: that were trained on.
+        step: optimizer steps done.
+        total_steps: optimizer steps of the schedule.
+        examples: examples trained on.
         loader: position of the loader.
-        schedule: state of the learning rate's schedule.
-        optimizer: its groups of parameters.
+        schedule: state of the learning rate schedule.
+        optimizer: parameter groups of the optimizer.
         random: state of the random generators of each rank.
         evaluation: metrics of the validation at this step, or None.
         config: the settings.
@@ -65,7 +65,7 @@ class RunState:
 
     @property
     def score(self) -> float:
-        """Loss on the validation set; infinite without."""
+        """Loss on the validation set; infinite without validation."""
         return (self.evaluation or {}).get("eval/loss", float("inf"))
 
 
@@ -84,7 +84,7 @@ def save_model(accelerator: Any, policy: torch.nn.Module, folder: Path) -> None:
 def optimizer_state(
     policy: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """The optimizer's tensors by name of parameter and state, and its groups; a collective call."""
+    """Returns the optimizer's tensors, by parameter and state name, and its groups; collective."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = dict(get_optimizer_state_dict(policy, optimizer, options=options))
     of_parameter = state.get("state", {}).items()
@@ -102,14 +102,14 @@ def save_checkpoint(
     """Writes a checkpoint; a collective call.
 
     Args:
-        accelerator: Accelerate's.
-        policy: as it prepared it.
+        accelerator: the Accelerator.
+        policy: the policy, prepared by Accelerate.
         optimizer: the torch optimizer, unwrapped.
-        folder: of the checkpoints.
-        state: fields of :class:`RunState` but `optimizer` and `random`.
+        folder: folder of the run's checkpoints.
+        state: fields of :class:`RunState` except `optimizer` and `random`.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the checkpoint cannot be written.
     """
     from accelerate.utils import gather_object
 
@@ -139,7 +139,7 @@ def save_checkpoint(
 
 
 def commit(partial: Path, final: Path) -> None:
-    """Makes a finished folder appear under its name, in place of one that is there."""
+    """Renames a finished folder to its final name, replacing an existing one."""
     for file in partial.rglob("*"):
         if file.is_file():
             with file.open("rb") as stream:
@@ -149,10 +149,10 @@ def commit(partial: Path, final: Path) -> None:
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """The JSON part of a checkpoint.
+    """Reads the JSON part of a checkpoint.
 
     Raises:
-        FormatError: it is not one of this version.
+        FormatError: it is no checkpoint of this version.
     """
     try:
         values = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
@@ -170,10 +170,10 @@ def load_optimizer(
     checkpoint: Path,
     state: RunState,
 ) -> None:
-    """Puts the optimizer's state back; a collective call.
+    """Restores the optimizer's state; a collective call.
 
     Raises:
-        FormatError: its file is damaged or not there.
+        FormatError: the state's file is damaged or missing.
     """
     of_parameter: dict[str, dict[str, Tensor]] = defaultdict(dict)
     try:
@@ -191,27 +191,27 @@ def load_optimizer(
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run, by step."""
+    """Lists the checkpoints of a run, by step."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's name tells."""
+    """Returns the step in a checkpoint's name."""
     found = _NAME.fullmatch(checkpoint.name)
     return int(found[1]) if found else 0
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """The one of the lowest validation loss, the earliest of equals; None without validation."""
+    """Returns the earliest checkpoint of lowest validation loss; None without validation."""
     scores = [(read_state(path).score, path) for path in checkpoints(folder)]
     scored = [pair for pair in scores if pair[0] < float("inf")]
     return min(scored)[1] if scored else None
 
 
 def prune(folder: Path, keep_last: int, keep_every: int | None) -> None:
-    """Removes all checkpoints but the newest, the best, and those of every n-th step."""
+    """Removes all checkpoints except the newest, the best, and those of every n-th step."""
     every = checkpoints(folder)
     kept = {*every[-keep_last:], best_checkpoint(folder)}
     for path in every:

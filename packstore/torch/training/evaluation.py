@@ -1,4 +1,4 @@
-"""The metrics of training over a whole dataset, each example once over all ranks."""
+"""Training metrics over a whole dataset, each example once over all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from packstore.torch.grouped import GroupedMetrics
 from packstore.torch.training.reference import Reference
 
 OF_A_GROUP = ("examples", "loss", "rewards/accuracies", "rewards/margins", "perplexity")
-"""Metrics that are recorded of each group."""
+"""Metrics that are recorded for each group."""
 
 
 @torch.no_grad()
@@ -23,17 +23,17 @@ def evaluate_batches(
     reference: Reference,
     device: torch.device,
 ) -> dict[str, float]:
-    """The mean of each metric of the loss over all batches on all ranks.
+    """Returns the mean of each metric of the loss over all batches on all ranks.
 
-    Those of a group stand under ``column=value/…``. A collective call; every rank needs a batch at
-    least, as a loader with ``mode="eval"`` gives.
+    Metrics of a group are named ``column=value/…``. A collective call; every rank needs at least
+    one batch, which a loader with ``mode="eval"`` guarantees.
 
     Args:
-        policy: gives the log-probs `[S]` of a batch; its mode is put back as it was.
-        batches: of this rank.
-        grouped: what adds them up.
-        reference: of the log-probs of the reference model.
-        device: of the policy.
+        policy: returns the log-probs `[S]` of a batch; its training mode is restored.
+        batches: batches of this rank.
+        grouped: sums the metrics.
+        reference: returns log-probs of the reference model.
+        device: device of the policy.
     """
     training = policy.training
     policy.eval()

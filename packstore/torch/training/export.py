@@ -1,4 +1,4 @@
-"""The model at the end of a run: Hugging Face format, tokenizer files, and a card."""
+"""Writes the final model of a run: Hugging Face format, tokenizer files, and a card."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ TOKENIZER_FILES = (
 
 
 def export_model(accelerator: Any, policy: nn.Module, config: TrainConfig, card: str) -> Path:
-    """Writes ``model``, and ``model-merged`` if asked for, in the output folder; collective.
+    """Writes ``model``, and ``model-merged`` if set, in the output folder; a collective call.
 
     Args:
-        accelerator: Accelerate's.
-        policy: as it prepared it.
-        config: of the run.
+        accelerator: the Accelerator.
+        policy: the policy, prepared by Accelerate.
+        config: settings of the run.
         card: text of the ``README.md``.
     """
     final = Path(config.output, "model")
@@ -61,13 +61,13 @@ def export_model(accelerator: Any, policy: nn.Module, config: TrainConfig, card:
 def model_card(
     config: TrainConfig, manifest: Manifest, step: int, results: Mapping[str, float]
 ) -> str:
-    """Says what the model was made from, and how: dataset, loss, settings, results.
+    """Returns the model card: dataset, loss, settings, results.
 
     Args:
-        config: of the run.
-        manifest: of the dataset.
-        step: optimizer steps that were done.
-        results: last metrics of training and of the validation.
+        config: settings of the run.
+        manifest: manifest of the dataset.
+        step: optimizer steps done.
+        results: last metrics of training and validation.
     """
     front = {"base_model": config.model, "library_name": "transformers", "tags": ["packstore"]}
     told = manifest.provenance.get("tokenizer") or {}
@@ -109,7 +109,7 @@ def model_card(
 
 
 def _finish(partial: Path, final: Path, config: TrainConfig, card: str) -> None:
-    """Tokenizer files and card into a written model, which then gets its name."""
+    """Adds tokenizer files and card to a written model, then renames it to its final name."""
     if config.tokenizer is not None:
         source = Path(config.tokenizer)
         files = [source]
@@ -127,5 +127,5 @@ def _table(head: tuple[str, str], rows: Mapping[str, object]) -> str:
 
 
 def _as_text(value: object) -> str:
-    """JSON, which YAML includes."""
+    """Formats a value as JSON, which is valid YAML."""
     return json.dumps(value, ensure_ascii=False)

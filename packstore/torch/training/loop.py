@@ -1,4 +1,4 @@
-"""The loop: optimizer steps, and after each what is due: metrics, validation, checkpoint."""
+"""The training loop: optimizer steps, and metrics, validation and checkpoints when due."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from packstore.torch.training.sinks import JsonLines, Sink
 
 
 class Loop:
-    """Drives a run to its end.
+    """Runs the remaining steps of a training run.
 
     Args:
-        run: its parts.
-        sinks: of metrics; none on ranks that do not write.
-        example_log: of the example ids of each step, on the rank that writes; or None.
+        run: the parts of the run.
+        sinks: outputs of metrics; empty on ranks that do not write.
+        example_log: file of the example ids of each step, on the rank that writes; or None.
     """
 
     def __init__(self, run: Run, sinks: list[Sink], example_log: JsonLines | None) -> None:
@@ -43,7 +43,7 @@ class Loop:
         self._window = _Window(run)
 
     def __call__(self) -> None:
-        """All steps that are left."""
+        """Runs all remaining steps."""
         run = self.run
         run.policy.train()
         for epoch in range(run.loader.data.epoch, run.config.epochs):
@@ -52,11 +52,11 @@ class Loop:
             while self.step < run.total_steps and (batches := next(steps, None)) is not None:
                 self._train(batches)
                 self._after_step(epoch, last=self.step == run.total_steps)
-        if self.step < run.total_steps:  # other ranks than planned for have cut fewer steps
+        if self.step < run.total_steps:  # another number of ranks than planned gave fewer steps
             self._after_step(run.config.epochs - 1, last=True)
 
     def _train(self, batches: list[PackedBatch]) -> None:
-        """One optimizer step over its batches."""
+        """Runs one optimizer step over its batches."""
         run, accelerator = self.run, self.run.accelerator
         batches = [batch.to(accelerator.device, non_blocking=True) for batch in batches]
         divisor = count_step(batches, run.loss_fn).averaged(accelerator.num_processes)
@@ -107,7 +107,7 @@ class Loop:
             self._window.restart()
 
     def evaluate(self) -> dict[str, float]:
-        """The metrics on the validation set, under names ``eval/…``; a collective call."""
+        """Computes the metrics on the validation set, named ``eval/…``; a collective call."""
         run = self.run
         assert run.validation is not None
         run.validation.set_epoch(0)
@@ -135,10 +135,10 @@ class Loop:
             prune(run.folder, run.config.keep_last, run.config.keep_every)
 
     def _check_finite(self, record: dict[str, float]) -> None:
-        """Ends a run whose weights are lost before it writes them.
+        """Stops a diverged run before it writes its weights.
 
         Raises:
-            DivergedError: on every rank, as the values are of all ranks.
+            DivergedError: a value is not finite; raised on every rank, as values are global.
         """
         for name in ("loss", "grad_norm", "eval/loss"):
             if not math.isfinite(record.get(name, 0.0)):
@@ -161,7 +161,7 @@ class Loop:
 
 
 class _Window:
-    """What is summed up between two records."""
+    """Sums between two metric records."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -171,7 +171,7 @@ class _Window:
         self.restart()
 
     def restart(self) -> None:
-        """Begins a new window now: what came before it is not in its times."""
+        """Starts a new window now."""
         self.examples = self.tokens = self.packs = 0
         self.waited, self._since = 0.0, time.perf_counter()
 
@@ -182,7 +182,7 @@ class _Window:
         self.packs += batch.num_packs
 
     def close(self) -> dict[str, float]:
-        """Its means and rates over all ranks; a collective call. Begins the next one."""
+        """Returns means and rates over all ranks, and starts the next window; a collective call."""
         means = self.metrics.means()
         seconds = max(time.perf_counter() - self._since, 1e-9)
         own = [self.tokens, self.packs, self.waited / seconds]
@@ -206,7 +206,7 @@ class _Window:
 
 
 def _steps(loader: PackedDataLoader, window: _Window) -> Iterator[list[PackedBatch]]:
-    """The batches of this rank, by optimizer step; the time that they took goes to `window`."""
+    """Yields this rank's batches by optimizer step; adds the time spent waiting to `window`."""
     batches: list[PackedBatch] = []
     source = iter(loader)
     while True:

@@ -1,4 +1,4 @@
-"""The model that a run trains, and the probe of it."""
+"""Loads the model that a run trains, and probes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from packstore.train_config import TrainConfig
 
 
 def make_model(config: TrainConfig, checkpoint: Path | None, loss_fn: PreferenceLoss) -> Any:
-    """The model with what is trained of it unfrozen, as it was at first or at the checkpoint."""
+    """Loads the starting or checkpointed model, with its trained weights unfrozen."""
     goes_on = is_adapter(config.model)
     if goes_on and config.lora_rank is not None:
         do = "Leave lora_rank out to train it further, or merge it first"
@@ -47,7 +47,7 @@ def probe(config: TrainConfig, accelerator: Any, model: Any) -> None:
     """Compares packed with unpacked logits, on the device and in the precision of the run."""
     if not config.probe:
         return
-    if accelerator.distributed_type in ("NO", "MULTI_GPU"):  # others may not hold it whole
+    if accelerator.distributed_type in ("NO", "MULTI_GPU"):  # else a device may not hold it whole
         model.to(accelerator.device)
     with accelerator.autocast():
         probe_model(model)

@@ -1,4 +1,4 @@
-"""AdamW over the weights that are trained, and the learning rate step by step."""
+"""AdamW over the trained weights, and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from packstore.train_config import TrainOptimizerConfig
 
 
 def make_optimizer(policy: nn.Module, config: TrainOptimizerConfig) -> AdamW:
-    """AdamW (Loshchilov & Hutter, 2019); only matrices decay."""
+    """Makes AdamW (Loshchilov & Hutter, 2019); weight decay applies to matrices only."""
     trained = [p for p in policy.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.ndim > 1]
     others = [p for p in trained if p.ndim <= 1]
@@ -25,14 +25,14 @@ def make_optimizer(policy: nn.Module, config: TrainOptimizerConfig) -> AdamW:
 
 
 def warmup_steps(config: TrainOptimizerConfig, total_steps: int) -> int:
-    """Steps of the warm-up: as many as `warmup` says, or that share of all."""
+    """Returns the warm-up steps: `warmup` if it is at least 1, else that fraction of all steps."""
     return int(config.warmup if config.warmup >= 1 else config.warmup * total_steps)
 
 
 def make_schedule(
     optimizer: torch.optim.Optimizer, config: TrainOptimizerConfig, total_steps: int
 ) -> LRScheduler:
-    """Linear warm-up, then a cosine to 0 at `total_steps`, or constant."""
+    """Makes the schedule: linear warm-up, then a cosine to 0 at `total_steps`, or constant."""
     from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
     warmup = warmup_steps(config, total_steps)

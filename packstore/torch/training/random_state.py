@@ -11,7 +11,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Where the generators of this process stand."""
+    """Returns the state of this process's generators."""
     version, numbers, gauss = random.getstate()
     legacy: Any = np.random.get_state()  # noqa: NPY002 (models and libraries still draw from it)
     kind, keys, *rest = legacy
@@ -26,7 +26,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Puts the generators where `state` was taken."""
+    """Restores the generators of this process."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(tuple(state["numpy"]))  # noqa: NPY002

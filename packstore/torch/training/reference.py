@@ -1,4 +1,4 @@
-"""Where the log-probs of the reference model come from while a policy is trained."""
+"""Sources of the reference model's log-probs during training."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from packstore.torch.on_first import on_first
 from packstore.train_config import TrainConfig
 
 Reference = Callable[[PackedBatch], Tensor | None]
-"""Gives `[S]`, or None: those that the batch carries hold, or the loss needs none."""
+"""Returns log-probs `[S]` in nats, or None if the batch carries them or the loss needs none."""
 
 REF_ADAPTER = "ref"
-"""The name of a frozen adapter that is the reference."""
+"""Name of the frozen adapter that serves as reference."""
 
 
 def of_the_batch(batch: PackedBatch) -> None:
-    """The reference of a loss without one, or with precomputed log-probs: nothing is computed."""
+    """Computes nothing: the loss needs no reference, or the batch carries precomputed log-probs."""
 
 
 class SecondModel:
-    """A frozen model beside the policy, whole on every rank.
+    """A frozen reference model beside the policy, whole on every rank.
 
     Args:
-        model: as :func:`packstore.torch.load.load_model` gave it, on the device of the batches.
-        autocast: makes the context that the policy computes in: in another precision, the two would
-            differ from the first step on.
+        model: a model from :func:`packstore.torch.load.load_model`, on the device of the batches.
+        autocast: makes the policy's autocast context; in another precision, the two would differ
+            from the first step on.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class SecondModel:
 
     @torch.no_grad()
     def __call__(self, batch: PackedBatch) -> Tensor:
-        """The log-probs, `[S]`."""
+        """Returns the log-probs, `[S]` in nats."""
         with self.autocast():
             logps: Tensor = self.policy(batch)
             return logps
 
 
 class OwnAdapter:
-    """The policy itself without its adapter, or with the frozen one that it started from.
+    """The policy as its own reference: without its adapter, or with a frozen initial copy of it.
 
     Args:
-        policy: the :class:`~packstore.torch.head.PackedPolicy`, in its wrapper.
+        policy: the wrapped :class:`~packstore.torch.head.PackedPolicy`.
         adapted: the PEFT model inside.
     """
 
@@ -64,7 +64,7 @@ class OwnAdapter:
 
     @torch.no_grad()
     def __call__(self, batch: PackedBatch) -> Tensor:
-        """The log-probs, `[S]`."""
+        """Returns the log-probs, `[S]` in nats."""
         training = self.policy.training
         self.policy.eval()
         try:
@@ -100,16 +100,15 @@ def check_precomputed(
 ) -> None:
     """Refuses precomputed log-probs that are not those of the reference; a collective call.
 
-    Compares the whole when a run begins, and again where the settings name others since; of a run
-    that goes on with the same ones it only logs that it computes in other arithmetic than they did.
+    Compares everything when a run starts, and when the settings name other log-probs. A run that
+    resumes with the same ones only logs a difference in numerics.
 
     Args:
-        config: of the run.
-        policy: the model, as it is loaded; at the beginning it is the reference, unless the
-            settings name one.
-        before: the settings of the checkpoint that the run goes on from, or None.
+        config: settings of the run.
+        policy: the loaded model; at the start it is the reference, unless the settings name one.
+        before: settings of the checkpoint that the run resumes from, or None.
         sides: URLs of side datasets, and the datasets that they belong to.
-        accelerator: Accelerate's: the autocast and the device of the run.
+        accelerator: the Accelerator, for the autocast and the device of the run.
 
     Raises:
         CompatibilityError: see :func:`~packstore.torch.made_with.check_reference`.

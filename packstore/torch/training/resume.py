@@ -1,4 +1,4 @@
-"""Where a run goes on, and whether it still is the same run."""
+"""Finds the checkpoint to resume from, and checks the settings against it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ FIXED = (
     *("model", "reference_model", "dtype", "loss", "loss_parameters", "sft_weight"),
     *("sft_average", "average_logps", "pairs", "lora_rank", "lora_alpha", "lora_targets"),
 )
-"""Settings that a run that goes on must share with its checkpoint."""
+"""Settings that a resumed run must share with its checkpoint."""
 
 PLANNED = ("epochs", "max_steps", "pairs_per_step")
-"""Settings that decide how many steps the schedule counts on."""
+"""Settings that determine the number of steps of the schedule."""
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
-    """The checkpoint to go on from, or None to begin.
+    """Returns the checkpoint to resume from, or None to start.
 
     Raises:
-        ConfigError: there is none where one must be, or one where none must be; or the output
-            holds a model, but no checkpoint.
+        ConfigError: a required checkpoint is missing, an unexpected one exists, or the output holds
+            a model without checkpoints.
     """
     found = checkpoints(Path(config.output, "checkpoints"))
     if not found:
@@ -52,7 +52,7 @@ def make_output(config: TrainConfig) -> None:
     """Makes the folder of the run.
 
     Raises:
-        StorageError: it cannot be one.
+        StorageError: the folder cannot be made or written.
     """
     try:
         Path(config.output).mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def make_output(config: TrainConfig) -> None:
 
 
 def _check_new(output: str) -> None:
-    """Refuses models that no run has left here: the end of this one would replace them."""
+    """Refuses an output with models but no checkpoints, as this run would replace the models."""
     for name in ("model", "model-merged"):
         if Path(output, name).exists():
             must = "it must hold no model without checkpoints"
@@ -71,7 +71,7 @@ def _check_new(output: str) -> None:
 
 
 def check_unchanged(config: TrainConfig, before: Mapping[str, Any]) -> None:
-    """Refuses to go on with another model or loss; tells of other changes."""
+    """Refuses to resume with another model or loss; logs other changes."""
     now = config.recorded()
     changed = [n for n in now if now[n] != before.get(n) and n not in ("resume", "output")]
     for name in changed:
@@ -84,7 +84,7 @@ def check_unchanged(config: TrainConfig, before: Mapping[str, Any]) -> None:
 
 
 def count_steps(config: TrainConfig, loader: PackedDataLoader, state: RunState | None) -> int:
-    """Optimizer steps of the whole run: as at its beginning, unless it was made longer since."""
+    """Returns the optimizer steps of the whole run: the checkpoint's, unless the plan changed."""
     settings = config.recorded()
     if state is not None and all(settings[n] == state.config.get(n) for n in PLANNED):
         return state.total_steps

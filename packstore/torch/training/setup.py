@@ -1,4 +1,4 @@
-"""Assembles a run from its settings: model, reference, data, optimizer, and where it goes on."""
+"""Assembles a run from its settings: model, reference, data, optimizer, checkpoint."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Run:
     """All parts of a run.
 
     Attributes:
-        accelerator: Accelerate's.
-        dataset: that is trained on.
-        policy: the :class:`PackedPolicy`, as Accelerate prepared it.
-        optimizer: as Accelerate prepared it.
-        reference, validation_reference: of the log-probs of the reference model.
-        start: the state of the checkpoint that it goes on from, or None.
+        accelerator: the Accelerator.
+        dataset: the training dataset.
+        policy: the :class:`PackedPolicy`, prepared by Accelerate.
+        optimizer: the optimizer, prepared by Accelerate.
+        reference, validation_reference: return log-probs of the reference model.
+        start: state of the checkpoint that the run resumes from, or None.
     """
 
     config: TrainConfig
@@ -82,15 +82,15 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Of the checkpoints."""
+        """Folder of the checkpoints."""
         return Path(self.config.output, "checkpoints")
 
 
 def make_loss(config: TrainConfig) -> PreferenceLoss:
-    """The loss that the settings name.
+    """Makes the loss of the settings.
 
     Raises:
-        ConfigError: no such loss, or no such parameter of it.
+        ConfigError: the loss, or a parameter of it, is unknown.
     """
     parameters: dict[str, Any] = dict(config.loss_parameters)
     return PreferenceLoss(
@@ -104,10 +104,10 @@ def make_loss(config: TrainConfig) -> PreferenceLoss:
 
 
 def prepare(config: TrainConfig) -> Run:
-    """All parts of a run, at its beginning or where its checkpoint stands; a collective call.
+    """Makes all parts of a run, at its start or at its checkpoint; a collective call.
 
     Raises:
-        PackstoreError: settings, model, data or checkpoint that do not exist or fit together.
+        PackstoreError: settings, model, data or checkpoint do not exist or do not fit together.
     """
     loss_fn = make_loss(config)
     checkpoint = find_checkpoint(config)
@@ -131,7 +131,7 @@ def prepare(config: TrainConfig) -> Run:
         check_precomputed(config, model, before, sides, accelerator)
     loader = _make_loader(config, loss_fn, dataset, config.ref_logps, None)
     policy = PackedPolicy(model)
-    policy._no_split_modules = model._no_split_modules  # by which Accelerate shards layer by layer
+    policy._no_split_modules = model._no_split_modules  # the units that Accelerate shards
     policy.train()
     policy, optimizer = accelerator.prepare(policy, make_optimizer(policy, config))
     total = count_steps(config, loader, state)
@@ -164,14 +164,14 @@ def prepare(config: TrainConfig) -> Run:
 
 
 class _Online:
-    """The reference that is computed while training; made once, and only if wanted."""
+    """The reference computed during training; made once, on first use."""
 
     def __init__(self, config: TrainConfig, accelerator: Any, policy: nn.Module) -> None:
         self.config, self.accelerator, self.policy = config, accelerator, policy
         self._made: Reference | None = None
 
     def unless(self, needless: object) -> Reference:
-        """The reference, or nothing to compute."""
+        """Returns the reference, or a no-op if `needless` is true."""
         if needless:
             return of_the_batch
         self._made = self._made or self._make()
@@ -201,7 +201,7 @@ def _make_accelerator(config: TrainConfig) -> Any:
             log_with=tracker_names(config) or None,
             project_dir=config.output,
         )
-    except ValueError as error:  # Accelerate's state lives as long as the process
+    except ValueError as error:  # Accelerate keeps its first state for the whole process
         must = "Accelerate must take the settings of device and precision"
         do = "Start a new process for a run with others"
         raise ConfigError(sentence("training", must, quote(str(error), 200), do)) from error
@@ -215,7 +215,7 @@ def _make_accelerator(config: TrainConfig) -> Any:
 def _seed(seed: int, rank: int = 0) -> None:
     from accelerate.utils import set_seed
 
-    set_seed((seed + rank) % 2**32)  # what numpy takes
+    set_seed((seed + rank) % 2**32)  # numpy's limit
 
 
 def _open(config: TrainConfig, url: str) -> Dataset:
@@ -225,7 +225,7 @@ def _open(config: TrainConfig, url: str) -> Dataset:
 def _check_data(
     config: TrainConfig, loss_fn: PreferenceLoss, dataset: Dataset, validation: Dataset | None
 ) -> None:
-    """Refuses data that the loss cannot use, before anything is loaded."""
+    """Refuses data that the loss cannot use, before any model is loaded."""
     both = [dataset] if validation is None else [dataset, validation]
     for one in both:
         if one.manifest.kind == "sft" and not loss_fn.only_sft:
@@ -269,7 +269,7 @@ def _make_loader(
 
 
 def _restore(run: Run, checkpoint: Path, state: RunState) -> None:
-    """Optimizer, schedule, position and random generators as they were."""
+    """Restores optimizer, schedule, position and random generators."""
     load_optimizer(run.policy, run.optimizer.optimizer, checkpoint, state)
     run.schedule.load_state_dict(dict(state.schedule))
     run.loader.load_state_dict(state.loader)

@@ -1,4 +1,4 @@
-"""Where metrics go: the console, a file of JSON lines, and trackers of Accelerate."""
+"""Outputs of metrics: the console, a file of JSON lines, and Accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "data_wait": ("data wait", ".1%"),
     "learning_rate": ("learning rate", ".2e"),
 }
-"""Metric -> how the console calls it, and its format."""
+"""Metric -> its name on the console, and its format."""
 
 ROWS = 15
-"""Lines that the table on a terminal shows."""
+"""Rows of the table on a terminal."""
 
 Record = Mapping[str, float]
 
 
 class Sink(Protocol):
-    """Takes records of metrics; `step` is one of them."""
+    """Writes metric records; each has a `step`."""
 
     def write(self, record: Record) -> None:
-        """Takes one record: of training, or, with names ``eval/…``, of a validation."""
+        """Writes one record: of training, or of a validation with names ``eval/…``."""
 
     def close(self) -> None:
-        """Ends; nothing is written after."""
+        """Closes the sink."""
 
 
 class JsonLines:
-    """One JSON object a line, for every record; what is not finite becomes null.
+    """Writes each record as one line of JSON, with null for non-finite values.
 
     Args:
-        path: of the file.
-        step: lines of later steps, of a run that was killed and goes on here, are removed.
+        path: path of the file.
+        step: step that the run resumes from; lines of later steps are removed.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -63,7 +63,7 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """One line, at once on the disk's side."""
+        """Writes and flushes one line."""
         values = {n: None if _is_odd(v) else v for n, v in record.items()}
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
@@ -74,7 +74,7 @@ class JsonLines:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Removes lines of later steps than `step`, and one that is broken off, from a file."""
+    """Removes lines after `step`, and an incomplete last line, from a file."""
     if not path.exists():
         return
     kept = []
@@ -90,11 +90,11 @@ def keep_until(path: Path, step: int) -> None:
 
 
 class ConsoleTable:
-    """The last records as a table that stays in its place on a terminal.
+    """Shows the last records as a table that is updated in place on a terminal.
 
     Args:
-        total_steps: of the run.
-        console: where it appears.
+        total_steps: steps of the run.
+        console: console of the table.
     """
 
     def __init__(self, total_steps: int, console: Console) -> None:
@@ -105,7 +105,7 @@ class ConsoleTable:
         self._live.start()
 
     def write(self, record: Record) -> None:
-        """Adds a row; a validation changes the line below."""
+        """Adds a row; a validation updates the caption."""
         if "loss" in record:
             self._rows.append(list(_cells(record).values()))
         else:
@@ -113,7 +113,7 @@ class ConsoleTable:
         self._live.update(self._table(), refresh=True)
 
     def close(self) -> None:
-        """Leaves the table as it stands."""
+        """Stops updating the table."""
         self._live.stop()
 
     def _table(self) -> Table:
@@ -126,13 +126,13 @@ class ConsoleTable:
 
 
 class ConsoleLines:
-    """One plain log line for each record."""
+    """Logs one plain line per record."""
 
     def __init__(self, total_steps: int) -> None:
         self._total = total_steps
 
     def write(self, record: Record) -> None:
-        """Logs it."""
+        """Logs one record."""
         if "loss" not in record:
             logger.info("%s", evaluation_line(record))
             return
@@ -143,29 +143,29 @@ class ConsoleLines:
         )
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 class Trackers:
-    """TensorBoard and Weights & Biases, as Accelerate drives them."""
+    """Writes to TensorBoard and Weights & Biases through Accelerate."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
 
     def write(self, record: Record) -> None:
-        """Hands the record over."""
+        """Passes the record to Accelerate."""
         values = {n: v for n, v in record.items() if n != "step"}
         self._accelerator.log(values, step=int(record["step"]))
 
     def close(self) -> None:
-        """Accelerate ends them with the training."""
+        """Does nothing: Accelerate closes trackers at the end of the training."""
 
 
 def tracker_names(config: TrainConfig) -> list[str]:
-    """Trackers to use: TensorBoard where it is installed, wandb if it is asked for.
+    """Returns the trackers to use: TensorBoard if installed, wandb if set.
 
     Raises:
-        MissingExtraError: wandb is asked for and not installed.
+        MissingExtraError: wandb is set and not installed.
     """
     names = [n for n in ("tensorboard", "tensorboardX") if importlib.util.find_spec(n)]
     found = ["tensorboard"] if names else []
@@ -180,14 +180,14 @@ def tracker_names(config: TrainConfig) -> list[str]:
 
 
 def console_sink(total_steps: int) -> Sink:
-    """The table on a terminal, else plain lines."""
+    """Returns a table on a terminal, else plain lines."""
     if sys.stderr.isatty():
         return ConsoleTable(total_steps, Console(stderr=True))
     return ConsoleLines(total_steps)
 
 
 def evaluation_line(record: Record) -> str:
-    """A validation in a sentence."""
+    """Returns a validation as one sentence."""
     named = {"eval/loss": "loss", "eval/rewards/accuracies": "accuracy"}
     named["eval/rewards/margins"] = "margin"
     parts = [f"{short} {record[n]:.4f}" for n, short in named.items() if n in record]
