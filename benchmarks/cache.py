@@ -65,7 +65,7 @@ def least(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 def measure(root: str, pairs: int, rounds: int) -> dict[str, Any]:
     """All figures, of a dataset of so many pairs."""
-    settings: dict[str, Any] = {"pack_size": 4096, "shard_bytes": 2 << 20, "num_workers": 0}
+    settings: dict[str, Any] = {"pack_size": 4096, "shard_tokens": 2 << 20, "num_workers": 0}
     made = packstore.pack(records(pairs), f"{root}/ds", **settings)
     url, store = f"slow://{root}/ds", SlowStore()
     cache = f"{root}/cache"

@@ -47,7 +47,7 @@ SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 SETTINGS: dict[str, Any] = {
     "pack_size": 64,
     "row_group_tokens": 128,
-    "shard_bytes": 1,
+    "shard_tokens": 1,
     "num_workers": 0,
 }
 

@@ -144,7 +144,7 @@ def dataset(task: dict[str, Any]) -> dict[str, float]:
         KINDS[task["kind"]].url(BUCKET) + "/dataset", KINDS[task["kind"]].options(task["endpoint"])
     )
     place.files()
-    config = PackConfig(pack_size=PACK_SIZE, shard_bytes=128_000_000)
+    config = PackConfig(pack_size=PACK_SIZE, shard_tokens=16_000_000)
     shape = PackShape(
         kind="dpo", layout="concat", pack_size=PACK_SIZE, carry={}, vocab_size=2**31 - 1
     )

@@ -179,8 +179,7 @@ class PackPartition:
         config = replace(self._config, seed=seed)
         packing = plan(spill.lengths(), config=config)
         run = f"{place[1]}-p{number:05d}"
-        # Partitions are made side by side: more threads in each would only contend.
-        with ShardWriter(place[0], self._shape, config, run, config.spill_dir, threads=1) as writer:
+        with ShardWriter(place[0], self._shape, config, run, config.spill_dir) as writer:
             for packs in filled(spill, packing, config):
                 writer.write(packs)
             parts = writer.finish()

@@ -26,7 +26,7 @@ from packstore.io.side import SideWriter
 from packstore.io.storage import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
-SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_bytes": 1}
+SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
 
 
 def pairs(n: int, first: int = 0) -> list[dict[str, list[int]]]:

@@ -36,7 +36,7 @@ from packstore.partitions import split
 
 FILES, RECORDS = 5, 2400
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
-SETTINGS: dict[str, Any] = {"pack_size": 256, "shard_bytes": 100_000, "row_group_tokens": 8192}
+SETTINGS: dict[str, Any] = {"pack_size": 256, "shard_tokens": 10_000, "row_group_tokens": 8192}
 
 
 def write(path: Path, seed: int, records: int = RECORDS) -> str:
@@ -191,7 +191,7 @@ def repeating(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 SELECTING: dict[str, Any] = {
-    "pack_size": 64, "shard_bytes": 4000, "row_group_tokens": 1024, "max_drop_rate": 1.0,
+    "pack_size": 64, "shard_tokens": 2000, "row_group_tokens": 1024, "max_drop_rate": 1.0,
     "max_length": 48, "validation_fraction": 0.3,
 }  # fmt: skip
 

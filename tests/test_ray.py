@@ -146,7 +146,7 @@ def test_partitions_survive_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyP
         path.write_text("".join(line.format(i, j) for j in range(900)))
         sources.append(str(path))
     settings: dict[str, Any] = {
-        "pack_size": 64, "partitions": 3, "shard_bytes": 4000, "row_group_tokens": 512,
+        "pack_size": 64, "partitions": 3, "shard_tokens": 2000, "row_group_tokens": 512,
     }  # fmt: skip
     calm = packstore.pack(sources, tmp_path / "calm", num_workers=0, **settings)
     mark, out = tmp_path / "died", tmp_path / "out"
@@ -182,7 +182,7 @@ def test_on_an_object_store(s3: Store, tmp_path: Path, monkeypatch: pytest.Monke
         text = "".join(line.format(j % 250, (i + j) % 7) for j in range(600))
         place.create_bytes(f"in/{i}.jsonl", text.encode())
     settings: dict[str, Any] = {
-        "pack_size": 64, "partitions": 3, "shard_bytes": 4000, "row_group_tokens": 512,
+        "pack_size": 64, "partitions": 3, "shard_tokens": 2000, "row_group_tokens": 512,
         "dedup": "pair", "validation_fraction": 0.2, "storage_options": s3.options,
     }  # fmt: skip
     source = f"{s3.url}/in/*.jsonl"

@@ -36,7 +36,7 @@ _MINIMUM = {
     "partitions": 1,
     "max_length": 2,
     "row_group_tokens": 1,
-    "shard_bytes": 1,
+    "shard_tokens": 1,
     "num_workers": 0,
     "compression_level": 1,
     "packs_per_batch": 1,
@@ -56,6 +56,10 @@ _MAXIMUM = {
     # Readers refuse row groups of more than 512 MiB; a token takes 32 bytes at worst.
     "row_group_tokens": 1 << 24,
 }
+
+
+RENAMED = {"shard_bytes": "shard_tokens"}
+"""Settings of earlier releases -> those that took their place, with values of another meaning."""
 
 
 def validate(config: Any) -> None:
@@ -158,7 +162,9 @@ def check_variables(variables: Mapping[str, Any]) -> None:
 
 
 def unknown(name: str, known: set[str], lister: str) -> str:
-    """The text of the error for a setting that does not exist."""
+    """Returns the text of the error for a setting that does not exist."""
+    if name in RENAMED:
+        return f"setting {name!r} is now {RENAMED[name]!r}; {lister} says what it means."
     near = difflib.get_close_matches(name, sorted(known), n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"unknown setting {name!r}; {lister} lists all.{hint}"

@@ -202,7 +202,9 @@ class WriteConfig:
     )
     compression_level: int = setting(3, "level of zstd")
     row_group_tokens: int = setting(131_072, "tokens of a row group, about")
-    shard_bytes: int = setting(192 << 20, "bytes of a shard file, about")
+    shard_tokens: int = setting(
+        1 << 26, "tokens of a shard, about: 100 to 200 MB of Parquet, 540 MB of Arrow"
+    )
     overwrite: bool = setting(False, "replace a dataset that is already there")
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from packstore.io.parquet import byte_range
 from packstore.records import Int64
 
 _crc32 = zlib.crc32
@@ -29,22 +30,6 @@ def crc32_of(data: Any, before: int = 0) -> int:
     return int(_crc32(data, before))
 
 
-def byte_range(group: pq.RowGroupMetaData) -> tuple[int, int]:
-    """Where the column chunks of a Parquet row group lie in its file: start, end (exclusive).
-
-    They lie one after another, in the order of the columns.
-    """
-    first, last = group.column(0), group.column(group.num_columns - 1)
-    return first.data_page_offset, last.data_page_offset + last.total_compressed_size
-
-
-def column_ranges(group: pq.RowGroupMetaData) -> list[tuple[int, int]]:
-    """Where each of its column chunks lies, without dictionaries, which shards must not have."""
-    columns = [group.column(i) for i in range(group.num_columns)]
-    starts = [c.data_page_offset for c in columns]
-    return [(s, s + c.total_compressed_size) for s, c in zip(starts, columns, strict=True)]
-
-
 def batch_crc32(batch: pa.RecordBatch) -> int:
     """crc32 of the buffers of an Arrow batch as they lie in its file, and of what frames them."""
     crc = 0
@@ -57,9 +42,15 @@ def batch_crc32(batch: pa.RecordBatch) -> int:
     return crc
 
 
-def arrow_crc32(path: str) -> Int64:
-    """int64 `[G]`, crc32 of each batch of a local Arrow file."""
+def row_group_crc32(path: str) -> Int64:
+    """Returns int64 `[G]`, the crc32 of each row group or batch of a finished local file."""
     with pa.memory_map(path) as source:
-        file = pa.ipc.open_file(source)
-        batches = (file.get_batch(i) for i in range(file.num_record_batches))
-        return np.array([batch_crc32(b) for b in batches], np.int64)
+        if source.read(4) == b"PAR1":
+            metadata = pq.read_metadata(source)
+            groups = map(metadata.row_group, range(metadata.num_row_groups))
+            ranges = [byte_range(group, source.size()) for group in groups]
+            found = [crc32_of(source.read_at(end - start, start)) for start, end in ranges]
+        else:
+            file = pa.ipc.open_file(source)
+            found = [batch_crc32(file.get_batch(i)) for i in range(file.num_record_batches)]
+    return np.array(found, np.int64)

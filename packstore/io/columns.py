@@ -7,17 +7,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from packstore.errors import IntegrityError
-from packstore.io.checksums import column_ranges
 from packstore.io.manifest import Manifest
-from packstore.io.pages import MAX_GROUP_BYTES, check_group
 from packstore.io.reader import ShardReader
 from packstore.io.shard import ShardInfo
 from packstore.io.storage import Location
 from packstore.io.stored_file import decoding
-from packstore.io.window import Window
 from packstore.records import Int64
 from packstore.schema import flat_column
 
@@ -35,39 +31,11 @@ def read_columns(
     """
     reader = ShardReader(location, manifest, shard)
     for group in range(len(shard.row_groups)):
-        if manifest.file_format == "arrow":
-            batch = reader.read_batch(group)
-        else:
-            batch = _parquet_columns(location, reader, group, names)
+        batch = reader.read_columns(group, names)
         with decoding(f"{reader.where}, row group {group}"):
             columns = {name: flat_column(batch, name, None) for name in names}
             _check_counts(columns, int(shard.row_groups.rows[group]))
         yield columns
-
-
-def _parquet_columns(
-    location: Location, reader: ShardReader, group: int, names: Sequence[str]
-) -> pa.RecordBatch:
-    """The columns of a row group, by one read of the bytes from the first to the last of them."""
-    metadata, shard = reader.metadata, reader.shard
-    with decoding(f"{reader.where}, row group {group}"):
-        every = column_ranges(metadata.row_group(group))
-        own = [every[metadata.schema.to_arrow_schema().get_field_index(name)] for name in names]
-        start, end = min(own)[0], max(stop for _, stop in own)
-        if not 0 <= start < end <= min(shard.bytes, start + MAX_GROUP_BYTES):
-            raise IntegrityError(f"its bytes {start} to {end} must lie in the file")
-    data = location.read_bytes(shard.path, start, end)
-    with decoding(f"{reader.where}, row group {group}"):
-        check_group(own, lambda a, b: data[a - start : b - start])
-        file = pq.ParquetFile(
-            Window(data, start, shard.bytes),
-            metadata=metadata,
-            page_checksum_verification=True,
-            pre_buffer=False,
-        )
-        table = file.read_row_group(group, columns=list(names), use_threads=False)
-        (batch,) = table.combine_chunks().to_batches()
-    return batch
 
 
 def _check_counts(columns: Mapping[str, tuple[Any, Int64]], rows: int) -> None:

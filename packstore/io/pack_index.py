@@ -26,7 +26,7 @@ from packstore.io.columns import read_columns
 from packstore.io.commit import FOLDER
 from packstore.io.faults import guarded
 from packstore.io.manifest import Manifest
-from packstore.io.pages import check_file
+from packstore.io.parquet import check_group, read_group
 from packstore.io.shard import ShardInfo
 from packstore.io.storage import Location
 from packstore.io.stored_file import StoredFile, decoding, read_stored
@@ -121,7 +121,6 @@ class PackIndex:
             groups = (self._metadata.row_group(i) for i in range(self._metadata.num_row_groups))
             rows = [group.num_rows for group in groups]
             schema = self._metadata.schema.to_arrow_schema()
-            check_file(self._metadata, self._data, self.where)
         known = schema.equals(SCHEMA) or schema.equals(_WITHOUT_COUNTS)
         if not known or rows != [s.rows for s in self._shards]:
             must = f"it must have columns {', '.join(SCHEMA.names)}, and a row group for each shard"
@@ -134,13 +133,10 @@ class PackIndex:
             IntegrityError: they are not those that the manifest tells.
         """
         with decoding(self.where):
-            file = pq.ParquetFile(
-                pa.BufferReader(self._data),
-                metadata=self._metadata,
-                page_checksum_verification=True,
-                pre_buffer=False,
-            )
-            batch = _only_batch(file.read_row_group(number, use_threads=False))
+            rows = self._shards[number].rows
+            check_group(self._metadata.row_group(number), rows, rows)
+            file = pa.BufferReader(self._data)
+            batch = read_group(file, self._metadata, number, page_checksums=True)
             sizes = PackSizes(
                 *(_numbers(batch.column(name)) for name in _SIZES), counts=_counts(batch)
             )
@@ -265,12 +261,6 @@ def _counts(batch: pa.RecordBatch) -> Int64 | None:
     if COUNTS[0] not in batch.schema.names or any(batch.column(n).null_count for n in COUNTS):
         return None
     return np.stack([_numbers(batch.column(name)) for name in COUNTS], axis=1)
-
-
-def _only_batch(table: pa.Table) -> pa.RecordBatch:
-    """The one batch of a row group, which always has rows."""
-    (batch,) = table.combine_chunks().to_batches()
-    return batch
 
 
 def _numbers(array: Any) -> Int64:

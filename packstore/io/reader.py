@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO, TypeAlias
 
@@ -29,17 +29,16 @@ from packstore.invariants import check_structure
 from packstore.io import local
 from packstore.io.arrow_file import ArrowFile
 from packstore.io.cache import Cache, Key
-from packstore.io.checksums import batch_crc32, byte_range, column_ranges, crc32_of
+from packstore.io.checksums import batch_crc32, crc32_of
 from packstore.io.compact import CompactPacks
+from packstore.io.file_slice import FileSlice
 from packstore.io.manifest import Manifest
-from packstore.io.pages import MAX_GROUP_BYTES, check_group
-from packstore.io.plain_pages import Flat, PageReader
+from packstore.io.parquet import byte_range, check_group, read_group
 from packstore.io.room import room
 from packstore.io.shard import ShardInfo
 from packstore.io.shard_bytes import ShardBytes
 from packstore.io.storage import Location
 from packstore.io.stored_file import DECODER_ERRORS
-from packstore.io.window import Window
 from packstore.records import Packs
 from packstore.schema import from_arrow, signed_packs
 
@@ -77,7 +76,6 @@ class ShardReader:
         self.where = location.join(shard.path).display
         self._lock = threading.Lock()
         self._parsed: pq.FileMetaData | None = None
-        self._pages: PageReader | None = None
         self._arrow: ArrowFile | None = None
 
     def read_batch(self, group: int) -> pa.RecordBatch:
@@ -102,14 +100,31 @@ class ShardReader:
         with self._naming(f"row group {group}"):
             return self._checked(from_arrow(batch, self._manifest.kind), group)
 
+    def read_columns(self, group: int, names: Sequence[str]) -> pa.RecordBatch:
+        """Columns `names` of row group `group` as they are stored; of Arrow all columns.
+
+        Of Parquet the bytes from the first to the last of them are fetched, and the checksums of
+        their pages compared.
+
+        Raises:
+            StorageError: the shard is missing, or the store refuses.
+            IntegrityError: the bytes are not those that were written.
+        """
+        if self._manifest.file_format == "arrow":
+            return self.read_batch(group)
+        with self._naming(f"row group {group}"):
+            found, size = self._group(group), self.shard.bytes
+            order = self._manifest.stored_schema.names
+            start, end = byte_range(found, size, [order.index(name) for name in names])
+            file = FileSlice(self._read(start, end), start, size)
+            return read_group(file, self._metadata, group, names, page_checksums=True)
+
     def fetch(self, group: int) -> Fetched:
         """The bytes of row group `group`, not looked at yet; raises as :meth:`read_packs`."""
         with self._naming(f"row group {group}"):
             if self._manifest.file_format == "arrow":
                 return self._arrow_batch(group)
-            start, end = byte_range(self._metadata.row_group(group))
-            if not 0 <= start < end <= min(self.shard.bytes, start + MAX_GROUP_BYTES):
-                raise IntegrityError(f"its bytes {start} to {end} must lie in the file")
+            start, end = byte_range(self._group(group), self.shard.bytes)
             crc32 = int(self.shard.row_groups.crc32[group])
             return self._cached(start, end, lambda data: crc32_of(data) == crc32)
 
@@ -127,17 +142,9 @@ class ShardReader:
         """
         with self._naming(f"row group {group}"):
             manifest = self._manifest
-            columns = self._columns(group, fetched)
-            packs = signed_packs(columns, manifest.kind, room, manifest.vocab_size)
+            batch = self._batch(group, fetched)
+            packs = signed_packs(batch, manifest.kind, room, manifest.vocab_size)
             return CompactPacks.of(self._checked(packs, group))
-
-    def _columns(self, group: int, fetched: Fetched) -> pa.RecordBatch | dict[str, Flat]:
-        """The columns, verified; in the fast way if the pages are as we write them."""
-        if isinstance(fetched, bytes) and self._metadata and self._pages is not None:
-            self._check_crc32(group, crc32_of(fetched))
-            if columns := self._pages.read(fetched, int(self.shard.row_groups.rows[group])):
-                return columns
-        return self._batch(group, fetched)
 
     def _batch(self, group: int, fetched: Fetched) -> pa.RecordBatch:
         if isinstance(fetched, bytes):
@@ -165,43 +172,28 @@ class ShardReader:
         return packs
 
     def _decode_parquet(self, group: int, data: bytes) -> pa.RecordBatch:
-        metadata = self._metadata
-        chunks = column_ranges(metadata.row_group(group))
-        start = min(chunks)[0]
-        check_group(chunks, lambda a, b: data[a - start : b - start])
-        # No buffers ahead: a thread of Arrow's may outlive the interpreter. No checksums of pages:
-        # that of the row group covers them, and their headers.
-        window = Window(data, start, self.shard.bytes)
-        file = pq.ParquetFile(window, metadata=metadata, pre_buffer=False)
-        batches = file.read_row_group(group, use_threads=False).combine_chunks().to_batches()
-        if not batches:
-            raise IntegrityError("must have rows; found none")
-        return batches[0]
+        start, _ = byte_range(self._group(group), self.shard.bytes)
+        file = FileSlice(data, start, self.shard.bytes)
+        return read_group(file, self._metadata, group)
 
-    @property
-    def metadata(self) -> pq.FileMetaData:
-        """Of a Parquet file, checked against the manifest; read once.
-
-        Raises:
-            StorageError: the shard is missing, or the store refuses.
-            IntegrityError: it is not what was written.
-        """
-        with self._naming("footer"):
-            return self._metadata
+    def _group(self, group: int) -> pq.RowGroupMetaData:
+        """Of a row group of a Parquet file; refuses one that its footer makes too large."""
+        found, groups = self._metadata.row_group(group), self.shard.row_groups
+        rows, tokens = int(groups.rows[group]), int(groups.tokens[group])
+        # At most two numbers of a span for each token, or a border more than tokens in each pack.
+        check_group(found, rows, rows + 2 * tokens)
+        return found
 
     @property
     def _metadata(self) -> pq.FileMetaData:
+        """Of a Parquet file, checked against the manifest; read once."""
         with self._lock:
             if self._parsed is None:
-                self._parsed = self._read_metadata()
+                footer = pa.BufferReader(b"PAR1" + self._read_footer())
+                metadata = pq.read_metadata(footer)
+                self._check(metadata.schema.to_arrow_schema(), metadata.num_row_groups)
+                self._parsed = metadata
             return self._parsed
-
-    def _read_metadata(self) -> pq.FileMetaData:
-        """The Parquet metadata, checked against the manifest."""
-        metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + self._read_footer()))
-        self._check(metadata.schema.to_arrow_schema(), metadata.num_row_groups)
-        self._pages = PageReader.of(metadata, self._manifest.stored_schema)
-        return metadata
 
     def _read_footer(self) -> bytes:
         """The end of the file. Its hash is checked first: a damaged one can crash the parser."""
@@ -264,10 +256,13 @@ class ShardReader:
             raise IntegrityError(f"must have {self.shard.bytes} bytes; found {found}")
         return data
 
+    def _forget(self) -> None:
+        """Drops an Arrow shard from the cache: its copy may be damaged, and is fetched again."""
+        if self._cache is not None:
+            self._cache.drop(self._whole)
+
     def _check_crc32(self, group: int, found: int) -> None:
         if found != self.shard.row_groups.crc32[group]:
-            if self._cache is not None:
-                self._cache.drop(self._whole)  # of an Arrow shard; what is read again is fetched
             raise IntegrityError("must have the crc32 that the manifest tells")
 
     def _check(self, schema: pa.Schema, groups: int) -> None:
@@ -285,6 +280,7 @@ class ShardReader:
         try:
             yield
         except FormatError as error:
+            self._forget()
             raise IntegrityError(sentence(place, str(error).rstrip("."), "", _REMEDY)) from error
         except StorageError as error:
             add_place(error, place)
@@ -295,5 +291,6 @@ class ShardReader:
             if isinstance(error, OSError) and error.errno:
                 with self._location.guard("read", self.shard.path):
                     raise
+            self._forget()
             must = "its bytes must be those that were written"
             raise IntegrityError(sentence(place, must, str(error), _REMEDY)) from error

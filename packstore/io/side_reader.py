@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from packstore.errors import IntegrityError, sentence
 from packstore.io.commit import read_committed
-from packstore.io.pages import check_file
+from packstore.io.parquet import check_group
 from packstore.io.side_manifest import SIDE, SideManifest
 from packstore.io.storage import Location
 from packstore.io.stored_file import decoding, read_stored
@@ -59,7 +59,8 @@ class Side:
                 if not fits or schema.metadata != self.manifest.schema.metadata:
                     must = f"it must have {shard.rows} rows of the columns that the manifest tells"
                     raise IntegrityError(sentence(where, must, str(found)))
-                check_file(file.metadata, data, where)
+                for group in map(file.metadata.row_group, range(file.num_row_groups)):
+                    check_group(group, group.num_rows)
                 (batch,) = file.read(use_threads=False).combine_chunks().to_batches()
                 batch.validate(full=True)
             yield batch

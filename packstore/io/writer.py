@@ -2,9 +2,8 @@
 
 1. Check every rule on the packs, and turn them into Arrow rows.
 2. Cut row groups at `row_group_tokens`, however the packs were handed in.
-3. Encode row groups in threads, some at a time.
-4. Append them in their order to the open shard, a hidden local file, and hash it on the way.
-5. At `shard_bytes` close it, and put it under ``data/<run>-<number>-<hash>``.
+3. Write them to the open shard, a hidden local file, in a thread of the writer's own.
+4. At `shard_tokens` close it, hash it, and put it under ``data/<run>-<number>-<hash>``.
 
 Nothing of it is part of a dataset until a manifest names it (:mod:`packstore.io.manifest`).
 """
@@ -13,9 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
@@ -28,9 +25,9 @@ from packstore.io.columns import int64_values
 from packstore.io.commit import FOLDER
 from packstore.io.job import DATA, WriteJob
 from packstore.io.journal import Finished
-from packstore.io.open_shard import Encoded, OpenShard, encode
 from packstore.io.pack_index import PackIndexWriter
 from packstore.io.shard import PackShape, ShardInfo, describe_shard
+from packstore.io.shard_file import ShardFile
 from packstore.io.staging import Staging
 from packstore.io.statistics import PackCounter, group_figures, pack_figures, pack_sizes
 from packstore.io.storage import Location
@@ -38,15 +35,15 @@ from packstore.io.stored_file import StoredFile
 from packstore.records import Int64, Packs
 from packstore.schema import pack_schema, to_arrow
 
-MAX_THREADS = 8
-"""Row groups that are encoded at a time, at most; one process hardly fills packs for more."""
+AHEAD = 4
+"""Row groups that wait to be encoded, at most."""
 
 
 class ShardWriter:
     """Writes packs as the shards of a dataset; a context manager that aborts on an error.
 
-    The bytes depend on the packs, the settings and the release of pyarrow alone: not on threads.
-    About two row groups for each thread are in memory.
+    The bytes depend on the packs, the settings and the release of pyarrow alone. A few row groups
+    are in memory.
 
     Args:
         location: the dataset.
@@ -57,7 +54,6 @@ class ShardWriter:
             (Those of a local dataset lie hidden inside it, so that they can be moved in one step.)
         job: notes what is finished, and knows what an interrupted run had finished; its
             :attr:`resumed` packs are not to be written again.
-        threads: that encode row groups; 1: none but the caller's; None: one for each core.
 
     Attributes:
         counter: totals and statistics of the packs so far.
@@ -72,7 +68,6 @@ class ShardWriter:
         run: str,
         spill_dir: str | None = None,
         job: WriteJob | None = None,
-        threads: int | None = None,
     ) -> None:
         self.counter = PackCounter()
         self.pack_index: StoredFile | None = None
@@ -81,10 +76,9 @@ class ShardWriter:
         carry = dict(shape.carry)
         self._schema = pack_schema(shape.kind, shape.layout, label_spans=spans, carry=carry)
         self._staging = Staging(location, (FOLDER, DATA), spill_dir)
-        self._threads = min(threads or os.cpu_count() or 1, MAX_THREADS)
-        self._pool: ThreadPoolExecutor | None = None
-        self._encoding: deque[tuple[Callable[[], Encoded], Int64, PackCounter]] = deque()
-        self._shard: OpenShard | None = None
+        self._encoder: ThreadPoolExecutor | None = None
+        self._encoding: deque[Future[None]] = deque()
+        self._shard: ShardFile | None = None
         self._index: PackIndexWriter | None = None
         self._job = job
         self._pending: list[tuple[pa.RecordBatch, Int64]] = []
@@ -189,12 +183,12 @@ class ShardWriter:
 
     def _discard(self) -> None:
         """Removes what is unfinished; no thread is left."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
+        if self._encoder is not None:
+            self._encoder.shutdown(cancel_futures=True)
+            self._encoder = None
         self._encoding.clear()
         if self._shard is not None:
-            self._shard.file.discard()
+            self._shard.discard()
             self._shard = None
         if self._index is not None:
             self._index.discard()
@@ -206,50 +200,46 @@ class ShardWriter:
             self._pending.append((batch.slice(start, stop - start), figures[start:stop]))
 
     def _flush(self) -> None:
-        """Has the pending rows encoded as one row group."""
+        """Has the pending rows written as one row group, and closes the shard if it is full."""
         batches = [batch for batch, _ in self._pending]
+        if self._shard is None:
+            self._shard = ShardFile(self._staging.path(), self._schema, self._config)
+        if self._encoder is None:
+            self._encoder = ThreadPoolExecutor(1, "packstore-write")
         figures = np.concatenate([f for _, f in self._pending])
-        self._pending, self._pending_tokens = [], 0
         lengths = np.concatenate([int64_values(b.column("lengths")) for b in batches])
-        counter = PackCounter.of(figures, lengths)
-        self._shard = self._shard or OpenShard(self._staging.path(), self._schema, self._config)
-        group: Callable[[], Encoded] = partial(encode, batches, self._config)
-        if self._threads > 1:
-            self._pool = self._pool or ThreadPoolExecutor(self._threads, "packstore-write")
-            group = self._pool.submit(group).result
-        self._encoding.append((group, figures, counter))
-        while len(self._encoding) > self._threads:
-            self._append()
-
-    def _append(self) -> None:
-        """Adds the next row group to the open shard."""
-        group, figures, counter = self._encoding.popleft()
-        encoded = group()
-        self._shard = self._shard or OpenShard(self._staging.path(), self._schema, self._config)
-        self._shard.append(encoded, figures, counter)
-        if self._shard.file.size >= self._config.shard_bytes:
+        self._shard.figures.append(figures)
+        self._shard.counter.merge(PackCounter.of(figures, lengths))
+        self._pending, self._pending_tokens = [], 0
+        self._encoding.append(self._encoder.submit(self._shard.append, batches))
+        self._wait(AHEAD)
+        if self._shard.counter.tokens >= self._config.shard_tokens:
             self._close_shard(self._shard)
+
+    def _wait(self, ahead: int) -> None:
+        """Waits until at most `ahead` row groups are not written; raises what writing raised."""
+        while len(self._encoding) > ahead:
+            self._encoding.popleft().result()
 
     def _finish(self) -> None:
         """Finishes the last shard."""
         if self._pending_tokens:
             self._flush()
-        while self._encoding:
-            self._append()
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
         if self._shard is not None:
             self._close_shard(self._shard)
+        if self._encoder is not None:
+            self._encoder.shutdown()
+            self._encoder = None
 
-    def _close_shard(self, shard: OpenShard) -> None:
-        hashes, checksums = shard.file.finish(durable=self._staging.in_dataset)
+    def _close_shard(self, shard: ShardFile) -> None:
+        self._wait(0)
+        hashes, checksums = shard.finish(durable=self._staging.in_dataset)
         name = f"{self._run}-{len(self._parts):05d}-{hashes.sha256[:16]}.{self._config.format}"
-        groups = [group_figures(f) for f in shard.figures]
+        groups = [group_figures(figures) for figures in shard.figures]
         info = describe_shard(f"{DATA}/{name}", groups, hashes, checksums)
-        self._put(shard.file.path, info.path)
-        self._shard = None
+        self._put(shard.path, info.path)
         part = Finished(info, shard.counter, pack_sizes(np.concatenate(shard.figures)))
+        self._shard = None
         if self._job is not None:
             self._job.finished(len(self._parts), part)
         self._add(part)

@@ -165,7 +165,7 @@ def write(golden: Golden, folder: Path, packs: list[list[int]]) -> None:
         format=golden.file_format,
         strategy="none",
         row_group_tokens=50,
-        shard_bytes=1500,
+        shard_tokens=1 if golden.file_format == "arrow" else 100,
     )
     shape = PackShape(
         kind=golden.kind,

@@ -376,8 +376,7 @@ def test_an_overwrite_that_ends_half_way_has_no_metadata(
 ) -> None:
     """So a reader who waits for it never takes old and new files for one export."""
     dataset, out = kit.dataset(60, kind="sft"), tmp_path / "out"
-    small = SimpleNamespace(shard_bytes=600)
-    monkeypatch.setattr("packstore.exchange.exporters.megatron.WriteConfig", lambda: small)
+    monkeypatch.setattr("packstore.exchange.exporters.megatron.FILE_BYTES", 600)
     export_dataset("megatron", dataset, out)
     before = kit.left(out)
     put, left = Location.put_file, []
@@ -406,8 +405,7 @@ def test_several_files_and_another_store(
     tmp_path: Path, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = kit.dataset(60, kind="sft")
-    small = SimpleNamespace(shard_bytes=600)
-    monkeypatch.setattr("packstore.exchange.exporters.megatron.WriteConfig", lambda: small)
+    monkeypatch.setattr("packstore.exchange.exporters.megatron.FILE_BYTES", 600)
     exported = export_dataset("megatron", dataset, tmp_path / "out")
     assert len(exported.files) > 3
     rows = list(Reader(f"{tmp_path}/out", 300).rows())

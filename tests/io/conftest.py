@@ -139,7 +139,7 @@ class Written:
         return ShardWriter(self.location, self.shape, config, "0123456789ab")
 
     def config(self, **settings: Any) -> PackConfig:
-        return PackConfig.of(**{"row_group_tokens": 200, "shard_bytes": 2500, **settings})
+        return PackConfig.of(**{"row_group_tokens": 200, "shard_tokens": 250, **settings})
 
     def manifest(self, writer: ShardWriter, **settings: Any) -> Manifest:
         tally = Tally(read=writer.counter.examples + 2)

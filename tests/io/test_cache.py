@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -39,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 def stored(kit: Any, anywhere: str, request: Any) -> Dataset:
     """60 packs in several row groups and shards."""
     data: Dataset = kit.Written(anywhere).dataset(
-        [kit.some_packs()], row_group_tokens=60, shard_bytes=5000, format=request.param
+        [kit.some_packs()], row_group_tokens=60, shard_tokens=500, format=request.param
     )
     assert len(data.manifest.shards) > 1
     return data
@@ -101,10 +102,8 @@ def test_a_damaged_file_is_fetched_again(
     if stored.manifest.file_format == "arrow":
         # A batch that is a view of the damaged file is refused once; then the shard is fetched.
         for group in range(len(fresh.row_groups)):
-            try:
+            with contextlib.suppress(IntegrityError):
                 fresh.read_packs(group)
-            except IntegrityError as error:
-                assert "crc32" in str(error)  # noqa: PT017
     check(kit, fresh, stored)
     assert reads
     check(kit, pickle.loads(pickle.dumps(data)), stored)
@@ -116,7 +115,7 @@ def test_a_cache_of_another_dataset_is_of_no_use_and_of_no_harm(
     """The same place, packed anew: names and ranges may be equal, hashes are not."""
     reading = ReadConfig(cache_dir=str(folder))
     list(stored.cached(reading).iter_packs())
-    sizes = {"row_group_tokens": 60, "shard_bytes": 5000}
+    sizes = {"row_group_tokens": 60, "shard_tokens": 500}
     other = kit.Written(str(tmp_path / "other")).dataset([kit.some_packs(seed=1)], **sizes)
     check(kit, other.cached(reading), other)
     # Even under its very name, other bytes are refused.
@@ -251,7 +250,7 @@ print(hashlib.sha256(b"".join(found[g] for g in sorted(found))).hexdigest())
 def test_processes_share_it(kit: Any, tmp_path: Path, folder: Path) -> None:
     """Four at once, in a cache with room for a third: all of them read the same."""
     written = kit.Written(str(tmp_path / "ds"))
-    data = written.dataset([kit.some_packs(200)], row_group_tokens=300, shard_bytes=8000)
+    data = written.dataset([kit.some_packs(200)], row_group_tokens=300, shard_tokens=800)
     limit = max(sum(s.bytes for s in data.manifest.shards) // 3, 20_000)
     command = [sys.executable, "-c", READERS, data.url, str(folder), str(limit)]
     with ThreadPoolExecutor(4) as pool:

@@ -15,7 +15,7 @@ from packstore.io.dataset import open as open_dataset
 
 @pytest.fixture
 def ds(kit, written):
-    return written.dataset([kit.some_packs(90)], shard_bytes=3000)
+    return written.dataset([kit.some_packs(90)], shard_tokens=300)
 
 
 def test_row_groups(kit, ds):
@@ -139,7 +139,7 @@ def test_verify_finds_repeated_ids(kit, written):
 
 
 def test_example_id_base_keeps_ids_apart(kit, written):
-    ds = written.dataset([kit.some_packs(20), kit.some_packs(40, seed=1)], shard_bytes=1)
+    ds = written.dataset([kit.some_packs(20), kit.some_packs(40, seed=1)], shard_tokens=1)
 
     def rebase(m):
         for number, shard in enumerate(m["shards"]):

@@ -32,7 +32,7 @@ PROFILES: dict[str, dict[str, Any]] = {
 def stored(kit: Any, request: Any, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """A dataset of one small shard of several row groups."""
     written = kit.Written(str(tmp_path_factory.mktemp("data") / "ds"))
-    settings = {**PROFILES[request.param], "shard_bytes": 1 << 20}
+    settings = {**PROFILES[request.param], "shard_tokens": 1 << 20}
     data: Dataset = written.dataset([kit.some_packs(40)], **settings)
     assert len(data.manifest.shards) == 1
     assert len(data.row_groups) > 2

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("no_collector")
 def good(kit, tmp_path_factory) -> bytes:
     """The bytes of a manifest of two shards."""
     made = kit.Written(str(tmp_path_factory.mktemp("m") / "ds"))
-    ds = made.dataset([kit.some_packs(60)], shard_bytes=1)
+    ds = made.dataset([kit.some_packs(60)], shard_tokens=1)
     assert len(ds.manifest.shards) > 1
     return unsealed(ds.location.read_bytes(manifest_path(1)), "manifest")
 

@@ -34,7 +34,7 @@ LANES = 4
 def stored(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """60 packs in several row groups and shards."""
     written = kit.Written(str(tmp_path_factory.mktemp("data") / "ds"))
-    data: Dataset = written.dataset([kit.some_packs()], row_group_tokens=60, shard_bytes=5000)
+    data: Dataset = written.dataset([kit.some_packs()], row_group_tokens=60, shard_tokens=500)
     assert len(data.row_groups) > 2 * LANES
     assert len(data.manifest.shards) > 1
     return data
@@ -44,7 +44,7 @@ def stored(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def remote(kit: Any, anywhere: str) -> Dataset:
     """The same on a local disk and on another filesystem."""
     data: Dataset = kit.Written(anywhere).dataset(
-        [kit.some_packs()], row_group_tokens=60, shard_bytes=5000
+        [kit.some_packs()], row_group_tokens=60, shard_tokens=500
     )
     return data
 
@@ -91,7 +91,7 @@ def test_gives_what_is_stored(kit: Any, remote: Dataset, requests: int, ahead: i
 def test_mapped_row_groups_are_decoded_without_a_thread(kit: Any, tmp_path: Any) -> None:
     """Arrow shards on a local disk; an error comes with the batch it belongs to."""
     data = kit.Written(str(tmp_path / "ds")).dataset(
-        [kit.some_packs()], format="arrow", row_group_tokens=60, shard_bytes=5000
+        [kit.some_packs()], format="arrow", row_group_tokens=60, shard_tokens=500
     )
     order, batches = PackOrder(data.group_rows, lanes=LANES), batches_of(len(data), 7)
     running = iter(reading(data, batches))
@@ -163,7 +163,7 @@ def test_reads_ahead_within_its_bytes(stored: Dataset, monkeypatch: pytest.Monke
 
 def test_one_request_for_a_row_group(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     data = kit.Written("memory://requests/ds").dataset(
-        [kit.some_packs()], row_group_tokens=60, shard_bytes=5000
+        [kit.some_packs()], row_group_tokens=60, shard_tokens=500
     )
     requests: list[tuple[str, int, int]] = []
     read_bytes = type(data.location).read_bytes
@@ -182,7 +182,7 @@ def test_one_request_for_a_row_group(kit: Any, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("how", ["close", "collect", "exhaust", "raise"])
 def test_threads_end(kit: Any, how: str) -> None:
     data = kit.Written(f"memory://threads/{how}").dataset(
-        [kit.some_packs()], row_group_tokens=60, shard_bytes=5000
+        [kit.some_packs()], row_group_tokens=60, shard_tokens=500
     )
     batches = iter(reading(data, batches_of(len(data), 3)))
     next(batches)

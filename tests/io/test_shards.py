@@ -47,7 +47,7 @@ def all_files(folder) -> list[str]:
 @pytest.mark.parametrize("kind", ["dpo", "sft", "ranked"])
 def test_round_trip(kit, anywhere, format_, labels, kind):
     packs = kit.some_packs(80, kind)
-    how = {"format": format_, "labels": labels, "shard_bytes": 1}
+    how = {"format": format_, "labels": labels, "shard_tokens": 1}
     ds = kit.Written(anywhere, kind).dataset([packs], **how)
     assert len(ds) == len(packs) == ds.manifest.totals.packs
     assert len(ds.manifest.shards) > 1
@@ -137,7 +137,7 @@ def test_bad_packs_are_refused(kit, written):
     packs = kit.some_packs(30)
     packs.input_ids[-1] = packs.labels[-1] = 50
     with pytest.raises(FormatError, match=r"row 29: token ids .* \[ids-range\]"):
-        written.dataset(kit.split(packs, [10, 20]), shard_bytes=1)
+        written.dataset(kit.split(packs, [10, 20]), row_group_tokens=20, shard_tokens=10_000)
     assert all_files(written.location.url) == []
 
 
@@ -160,7 +160,7 @@ def test_no_space_for_the_manifest_leaves_shards_to_clean(kit, written, monkeypa
 
     monkeypatch.setattr(Location, "create_bytes", full)
     with pytest.raises(OSError, match="No space left"):
-        written.dataset([kit.some_packs(60)], shard_bytes=1)
+        written.dataset([kit.some_packs(60)], shard_tokens=1)
     with pytest.raises(DatasetNotFoundError):
         open_dataset(written.location.url)
     left = all_files(written.location.url)
@@ -169,9 +169,9 @@ def test_no_space_for_the_manifest_leaves_shards_to_clean(kit, written, monkeypa
 
 def test_a_failing_job_keeps_what_was_there(kit, anywhere):
     made = kit.Written(anywhere)
-    ds = made.dataset([kit.some_packs(60)], shard_bytes=1)
+    ds = made.dataset([kit.some_packs(60)], shard_tokens=1)
     before = shard_bytes(ds)
-    with pytest.raises(KeyboardInterrupt), made.writer(shard_bytes=1) as writer:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), made.writer(shard_tokens=1) as writer:  # noqa: PT012
         writer.write(kit.some_packs(60, seed=1))
         raise KeyboardInterrupt
     assert {e.name for e in made.location.files("data")} >= {p.split("/")[1] for p in before}
@@ -202,9 +202,9 @@ def test_equal_jobs_at_once(kit, tmp_path):
     def job() -> None:
         start.wait()
         try:
-            with made.writer(shard_bytes=1) as writer:
+            with made.writer(shard_tokens=1) as writer:
                 writer.write(kit.some_packs(60))
-                manifest = made.manifest(writer, shard_bytes=1)
+                manifest = made.manifest(writer, shard_tokens=1)
                 start.wait()
                 commit_manifest(made.location, manifest)
         except DatasetExistsError:
@@ -246,7 +246,7 @@ def test_every_flipped_bit_is_noticed(kit, tmp_path, format_, labels):
     """By the reader wherever it could matter, and by verify everywhere."""
     packs = kit.some_packs(60)
     made = kit.Written(str(tmp_path / "ds"))
-    ds = made.dataset([packs], format=format_, labels=labels, shard_bytes=10**6)
+    ds = made.dataset([packs], format=format_, labels=labels, shard_tokens=100_000)
     shard = ds.manifest.shards[0]
     path = str(tmp_path / "ds" / shard.path)
     silent = 0
@@ -282,7 +282,7 @@ def test_a_truncated_shard(kit, written, format_, size):
 @FORMATS
 def test_a_missing_shard(kit, anywhere, format_):
     made = kit.Written(anywhere)
-    ds = made.dataset([kit.some_packs(60)], format=format_, shard_bytes=1)
+    ds = made.dataset([kit.some_packs(60)], format=format_, shard_tokens=1)
     lost = ds.manifest.shards[1].path
     made.location.remove(lost)
     with pytest.raises(
@@ -296,7 +296,7 @@ def test_a_missing_shard(kit, anywhere, format_):
 
 
 def test_one_shard_in_the_place_of_another(kit, written):
-    ds = written.dataset([kit.some_packs(60)], shard_bytes=1)
+    ds = written.dataset([kit.some_packs(60)], shard_tokens=1)
     a, b = (f"{written.location.url}/{s.path}" for s in ds.manifest.shards[:2])
     Path(a).write_bytes(Path(b).read_bytes())
     with pytest.raises(IntegrityError, match="row group 0"):

@@ -21,7 +21,7 @@ def stored(kit: Any, tmp_path: Path, request: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(shard_bytes, "WINDOW_BYTES", 700)  # smaller than a row group
     written = kit.Written(str(tmp_path / "ds"))
     data: Dataset = written.dataset(
-        [kit.some_packs(150)], row_group_tokens=150, shard_bytes=5000, format=request.param
+        [kit.some_packs(150)], row_group_tokens=150, shard_tokens=500, format=request.param
     )
     assert len(data.manifest.shards) > 2
     return data
@@ -148,7 +148,7 @@ def test_any_number_of_jobs_finds_the_same(stored: Dataset) -> None:
 def test_little_is_in_memory(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of a Parquet shard, and not the shard."""
     data: Dataset = kit.Written(str(tmp_path / "ds")).dataset(
-        [kit.some_packs(300)], row_group_tokens=60, shard_bytes=1 << 20
+        [kit.some_packs(300)], row_group_tokens=60, shard_tokens=1 << 20
     )
     monkeypatch.setattr(shard_bytes, "WINDOW_BYTES", 500)
     held: list[int] = []

@@ -133,7 +133,7 @@ def test_constants(prose: str) -> None:
     assert f"{IGNORE_INDEX} elsewhere" in prose
     defaults = config.WriteConfig()
     assert f"about {defaults.row_group_tokens:,} tokens" in prose
-    assert 128 <= defaults.shard_bytes >> 20 <= 256
+    assert f"about {defaults.shard_tokens:,} tokens" in prose
     assert defaults.compression == "zstd"
 
 

@@ -27,14 +27,14 @@ MB = 1 << 20
 READ = """
 import sys
 from packstore.errors import PackstoreError
-from packstore.io import formats, pages, streams
+from packstore.io import formats, parquet as shards, streams
 from packstore.io.formats import parquet
 from packstore.io.inputs import InputReader
 from packstore.io.dataset import open as open_dataset
 
 # Smaller than they are, so that the bombs can be.
 formats.MAX_RECORD_BYTES, streams.FREE_BYTES, parquet.BATCH_BYTES = 8 << 20, 4 << 20, 32 << 20
-pages.MAX_GROUP_BYTES = 32 << 20
+shards.MAX_GROUP_BYTES = 32 << 20
 for path in sys.stdin.read().split():
     try:
         if path.endswith("ds"):
@@ -172,11 +172,10 @@ def replace_shard(dataset: Path, data: bytes) -> None:
 
 
 def test_a_shard_whose_page_declares_gigabytes(cell: Any, dataset: Path) -> None:
+    """pyarrow asks for the memory: where there is that little, it is a named error."""
     good = one_group(dataset, use_dictionary=False)
     replace_shard(dataset, swollen(good, (1 << 31) - 1))
-    found = cell(READ, str(dataset))
-    assert found.startswith("IntegrityError")
-    assert "bytes when decompressed" in found
+    assert cell(READ, str(dataset)).startswith("IntegrityError")
 
 
 def test_a_shard_that_is_larger_inside(cell: Any, dataset: Path) -> None:

@@ -18,7 +18,7 @@ JOB = """
 import sys, packstore
 pairs, out, tokenizer, filler = sys.argv[1:]
 def pack(seed, **more):
-    small = dict(pack_size=256, row_group_tokens=1000, shard_bytes=3000)
+    small = dict(pack_size=256, row_group_tokens=1000, shard_tokens=2000)
     return packstore.pack(pairs, out, tokenizer, seed=seed, **small, **more)
 first = pack(0).manifest.fingerprint
 with open(filler, "wb", buffering=0) as file:
@@ -69,7 +69,7 @@ def test_a_full_disk(tmp_path: Path, pairs: Path, tokenizer: Tokenizer) -> None:
     error, fingerprint = done.stdout.splitlines()
     assert error.startswith("StorageError: ")
     assert "cannot write; found no space left on the device. Free some space" in error
-    small = {"pack_size": 256, "row_group_tokens": 1000, "shard_bytes": 3000}
+    small = {"pack_size": 256, "row_group_tokens": 1000, "shard_tokens": 2000}
     undisturbed = packstore.pack(str(pairs), tmp_path / "ds", names[2], seed=1, **small)
     assert undisturbed.manifest.fingerprint == fingerprint
 

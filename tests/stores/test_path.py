@@ -20,7 +20,7 @@ Result = tuple[dict[str, str], list[float]]
 
 def whole_path(url: str, options: dict[str, Any], pairs: Path, tokenizer: Tokenizer) -> Result:
     """Hashes of all files of the dataset, and the loss of every step of an epoch."""
-    small = {"pack_size": 256, "row_group_tokens": 1000, "shard_bytes": 3000}
+    small = {"pack_size": 256, "row_group_tokens": 1000, "shard_tokens": 2000}
     packstore.pack(str(pairs), url, tokenizer, storage_options=options, **small)
     data = packstore.open(url, storage_options=options)
     assert len(data.manifest.shards) > 1

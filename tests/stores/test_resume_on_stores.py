@@ -22,7 +22,7 @@ RECORDS = [
     {"prompt": [5, 6, 7], "chosen": [8, 10 + i, 11 + i], "rejected": [9] * (1 + i % 7)}
     for i in range(120)
 ]
-SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_bytes": 1}
+SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
 
 
 def files(place: Location) -> dict[str, int]:
@@ -93,7 +93,7 @@ def test_unfinished_uploads_are_ended(s3: Store) -> None:
 def test_writers_at_once_have_one_winner(s3: Store, writers: int) -> None:
     """Into an empty place, then all replacing, while a reader looks all the time."""
     url, options = s3.url, s3.options
-    settings = {**SETTINGS, "shard_bytes": 4000, "storage_options": options}
+    settings = {**SETTINGS, "shard_tokens": 400, "storage_options": options}
 
     def job(number: int, overwrite: bool, start: threading.Barrier) -> str:
         records = RECORDS[number : number + 30 + number]

@@ -28,7 +28,7 @@ from packstore.tokenizer import load_tokenizer
 
 QUICK = {"retry_attempts": 2, "retry_backoff": 0.01}
 TOKEN = "ya29.t0ken-of-a-test"
-SETTINGS: dict[str, Any] = {"pack_size": 1024, "row_group_tokens": 1024, "shard_bytes": 1}
+SETTINGS: dict[str, Any] = {"pack_size": 1024, "row_group_tokens": 1024, "shard_tokens": 1}
 
 
 def keyed(store: Store) -> tuple[dict[str, Any], list[str]]:

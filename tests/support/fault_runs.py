@@ -27,7 +27,7 @@ RECORDS = [
     }
     for i in range(240)
 ]
-SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_bytes": 2000}
+SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 200}
 QUICKLY = {"retry_backoff": 0.02, "retry_longest_wait": 0.2, "retry_seconds": 60}
 READING = ReadConfig(backoff=0.02)
 

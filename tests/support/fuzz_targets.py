@@ -25,10 +25,10 @@ import pyarrow.parquet as pq
 
 from packstore.exchange.nemo_packs import KEYS
 from packstore.exchange.object_array import numbers, read_rows, reals
-from packstore.io.checksums import byte_range
 from packstore.io.formats import FORMATS, ReadOptions
 from packstore.io.manifest import Manifest
 from packstore.io.pack_index import PackIndex
+from packstore.io.parquet import byte_range
 from packstore.io.reader import ShardReader
 from packstore.io.shard import FileHashes
 from packstore.io.side_manifest import SideManifest
@@ -77,7 +77,7 @@ def manifest_of(name: str) -> Manifest:
 def ranges(data: bytes) -> list[tuple[int, int]]:
     """Where the row groups of a Parquet file lie."""
     found = pq.read_metadata(io.BytesIO(data))
-    return [byte_range(found.row_group(i)) for i in range(found.num_row_groups)]
+    return [byte_range(found.row_group(i), len(data)) for i in range(found.num_row_groups)]
 
 
 def shard_files(name: str) -> list[bytes]:

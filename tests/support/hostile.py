@@ -28,11 +28,11 @@ import pyarrow.parquet as pq
 
 from packstore.config import PackConfig, WriteConfig
 from packstore.errors import PackstoreError
-from packstore.io.checksums import arrow_crc32, byte_range, crc32_of
+from packstore.io.checksums import row_group_crc32
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
 from packstore.io.manifest import Manifest
-from packstore.io.row_groups import parquet_writer
+from packstore.io.parquet import parquet_writer
 from packstore.io.shard import FileHashes, ShardInfo
 
 GOLDEN = Path(__file__).parents[2] / "schemas" / "golden" / "v1"
@@ -139,15 +139,10 @@ def rewritten(
         with open(path, "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for batch in batches:
                 writer.write_batch(batch)
-        crc32 = arrow_crc32(str(path))
     else:
         with open(path, "wb") as sink, parquet_writer(sink, schema, WriteConfig()) as writer:
             for batch in batches:
                 writer.write_table(pa.Table.from_batches([batch]), max(batch.num_rows, 1))
-        data = path.read_bytes()
-        metadata = pq.read_metadata(path)
-        ranges = [byte_range(metadata.row_group(i)) for i in range(metadata.num_row_groups)]
-        crc32 = np.array([crc32_of(data[a:b]) for a, b in ranges], np.int64)
     with open(path, "rb") as file:
         hashes = FileHashes.of(file)
     groups = info.row_groups
@@ -156,7 +151,8 @@ def rewritten(
         "examples": [len(b.column("example_ids").values) for b in batches],
         "tokens": [len(b.column("input_ids").values) for b in batches],
     }
-    groups = replace(groups, crc32=crc32, **{n: np.array(c, np.int64) for n, c in counted.items()})
+    figures = {name: np.array(values, np.int64) for name, values in counted.items()}
+    groups = replace(groups, crc32=row_group_crc32(str(path)), **figures)
     sums = {name: sum(values) for name, values in counted.items()}
     return replace(info, row_groups=groups, **sums, **asdict(hashes))
 

@@ -285,7 +285,7 @@ def write(url: str, packs: Packs, kind: str = "dpo", layout: str = "concat") -> 
     location = Location(url)
     size = int(np.diff(packs.token_offsets).max())
     shape = PackShape(kind=kind, layout=layout, pack_size=size, carry={}, vocab_size=VOCAB)
-    config = PackConfig.of(row_group_tokens=100, shard_bytes=6000, pack_size=size)
+    config = PackConfig.of(row_group_tokens=100, shard_tokens=600, pack_size=size)
     provenance = {"sources": [], "tokenizer": {"vocab_size": VOCAB}, "settings": {}}
     provenance["package_version"] = "0"
     with ShardWriter(location, shape, config, "0123456789ab") as writer:

@@ -51,7 +51,7 @@ def pack(folder: Path, rows: list[dict[str, Any]], layout: str = "concat") -> Da
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
     how: dict[str, Any] = {
         "row_group_tokens": 200,
-        "shard_bytes": 4000,
+        "shard_tokens": 400,
         "carry": ("source:string",),
     }
     return packstore.pack(str(lines), str(folder / layout), pack_size=60, layout=layout, **how)

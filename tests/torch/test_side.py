@@ -60,7 +60,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("side")
     lines = folder / "pairs.jsonl"
     lines.write_text("".join(json.dumps(record(i)) + "\n" for i in range(N)))
-    how = {"row_group_tokens": 300, "shard_bytes": 4000}
+    how = {"row_group_tokens": 300, "shard_tokens": 400}
     first = packstore.pack(str(lines), str(folder / "a"), pack_size=48, carry=CARRY, **how)
     again = packstore.pack(
         first.url, str(folder / "b"), pack_size=100, layout="shared_prefix", seed=3, **how

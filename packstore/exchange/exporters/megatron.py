@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from packstore.config import WriteConfig, setting
+from packstore.config import setting
 from packstore.errors import ConfigError, sentence
 from packstore.exchange.exporters import Exported, Exporter, ExportOptions, need_kind
 from packstore.exchange.output import OutputFolder
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("packstore")
 
 METADATA = "metadata.json"
+
+FILE_BYTES = 192 << 20
+"""Bytes of a Parquet file, about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +88,7 @@ def _run(
     rows = RowMaker(pack_size, options.multiple, pad_id)
     earlier = ("packed_*-*.idx.parquet", METADATA)
     with OutputFolder(place, earlier, options.overwrite) as folder:
-        shards = Shards(folder, f"packed_{pack_size}", WriteConfig().shard_bytes)
+        shards = Shards(folder, f"packed_{pack_size}", FILE_BYTES)
         try:
             for group, packs in enumerate(dataset.iter_packs(), 1):
                 shards.write(rows.add(packs))

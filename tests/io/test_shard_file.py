@@ -1,0 +1,86 @@
+"""Shards are what pyarrow writes; they end where their tokens say, and a failure leaves nothing."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import packstore
+from packstore.errors import StorageError, UnknownNameError
+from packstore.io.parquet import parquet_writer
+from packstore.io.shard_file import ShardFile
+
+
+def paths(folder):
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+@pytest.fixture
+def written(kit, tmp_path):
+    return kit.Written(str(tmp_path / "dataset"))
+
+
+@pytest.mark.parametrize("compression", ["zstd", "lz4", "none"])
+@pytest.mark.parametrize("labels", ["plain", "spans"])
+def test_a_shard_is_what_pyarrow_writes(kit, tmp_path, compression, labels):
+    packs = kit.some_packs(300, "ranked")
+    packs.columns["source"] = np.array([f"ü{i}" for i in range(len(packs.example_ids))], object)
+    how = {"compression": compression, "labels": labels, "shard_tokens": 4000}
+    made = kit.Written(str(tmp_path / "dataset"), "ranked", carry={"source": "string"})
+    ds = made.dataset([packs], **how)
+    numbers = [len(shard.row_groups) for shard in ds.manifest.shards]
+    assert len(numbers) > 1
+    assert max(numbers) > 15
+    for shard in ds.manifest.shards:
+        path = tmp_path / "dataset" / shard.path
+        file, sink = pq.ParquetFile(path), io.BytesIO()
+        with parquet_writer(sink, file.schema_arrow, made.config(**how)) as writer:
+            for number in range(file.num_row_groups):
+                writer.write_table(file.read_row_group(number), row_group_size=1 << 20)
+        assert path.read_bytes() == sink.getvalue()
+    assert ds.verify().ok
+
+
+@pytest.mark.parametrize("compression", ["zstd", "none"])
+@pytest.mark.parametrize("format_", ["parquet", "arrow"])
+def test_a_shard_ends_behind_the_row_group_that_fills_it(kit, tmp_path, compression, format_):
+    """Whatever a codec makes of it: so its release does not decide where shards end."""
+    made = kit.Written(str(tmp_path / "dataset"))
+    how = {"compression": compression, "format": format_, "shard_tokens": 1000}
+    groups = [
+        s.row_groups.tokens for s in made.dataset([kit.some_packs(300)], **how).manifest.shards
+    ]
+    assert len(groups) > 3
+    assert all(tokens.sum() >= 1000 for tokens in groups[:-1])
+    assert all(tokens[:-1].sum() < 1000 for tokens in groups)
+    other = kit.Written(str(tmp_path / "other")).dataset([kit.some_packs(300)], shard_tokens=1000)
+    expected = [s.row_groups.tokens.tolist() for s in other.manifest.shards]
+    assert [tokens.tolist() for tokens in groups] == expected
+
+
+def test_the_setting_of_earlier_releases_is_refused(tmp_path):
+    records = [{"prompt": [1], "chosen": [2], "rejected": [3]}]
+    with pytest.raises(UnknownNameError, match="'shard_bytes' is now 'shard_tokens'"):
+        packstore.pack(records, str(tmp_path / "ds"), shard_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), StorageError("full")])
+def test_nothing_is_left_of_a_failure_in_the_thread(kit, written, tmp_path, monkeypatch, error):
+    calls, append = iter(range(1000)), ShardFile.append
+
+    def failing(shard, batches):
+        if next(calls) == 20:
+            raise error
+        append(shard, batches)
+
+    monkeypatch.setattr(ShardFile, "append", failing)
+    with pytest.raises(type(error)), written.writer() as writer:
+        writer.write(kit.some_packs(300))
+    # Shards that were put stay for `clean`: a run elsewhere may name them.
+    assert all(re.fullmatch(r"dataset/data/[\w-]+\.parquet", path) for path in paths(tmp_path))
+    assert not [t for t in threading.enumerate() if t.name.startswith("packstore-write")]
