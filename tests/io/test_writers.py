@@ -24,7 +24,7 @@ from packstore.io.storage import Location
 from packstore.io.writers import WRITERS, marked, writers
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
-SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_bytes": 1}
+SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
 PROC = pytest.mark.skipif(not this_process().machine, reason="needs /proc and a machine id")
 
 

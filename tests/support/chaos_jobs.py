@@ -29,7 +29,7 @@ from packstore.torch import PackedDataset
 SETTINGS: dict[str, Any] = {
     "pack_size": 32,
     "row_group_tokens": 64,
-    "shard_bytes": 1,
+    "shard_tokens": 1,
     "num_workers": 0,
 }
 FIRST_MARKER = 1000
