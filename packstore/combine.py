@@ -17,7 +17,7 @@ from typing import Any
 
 from packstore.config import PackConfig, RunConfig, fingerprint
 from packstore.errors import ConfigError, IntegrityError, TokenizerError, sentence
-from packstore.io.commit import FOLDER
+from packstore.io.commit import FOLDER, too_late
 from packstore.io.dataset import Dataset, find_dataset
 from packstore.io.dataset import open as open_dataset
 from packstore.io.faults import guarded
@@ -146,6 +146,10 @@ def concat(
     for part in parts:
         require_files(part.location, part.manifest, part.version)
     with writing(location, overwrite, call="concat", single_writer=single_writer) as job:
+        for given, part in zip(datasets, parts, strict=True):
+            newest = isinstance(given, Dataset) or part.version == job.version - 1
+            if not newest and _same_place(part.location, location):
+                raise too_late(location)  # its newest version was meant, and another came
         job.begin(run, {"call": "concat", "libraries": libraries, "parts": about["parts"]})
         try:
             manifest = _copied(job, parts, run)

@@ -129,7 +129,7 @@ def commit(
             return number
     if number in versions(location, name) and location.read_bytes(path) == data:
         return number
-    raise _too_late(location)
+    raise too_late(location)
 
 
 def manifest_path(version: int, name: str = DATASET) -> str:
@@ -152,7 +152,8 @@ def _not_found(
     return DatasetNotFoundError(sentence(location.display, f"must be {what}", found, hint))
 
 
-def _too_late(location: Location) -> DatasetExistsError:
+def too_late(location: Location) -> DatasetExistsError:
+    """The error of a writer that has lost against another."""
     return DatasetExistsError(
         sentence(
             location.display,

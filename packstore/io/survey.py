@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,9 @@ from packstore.io.writers import WRITERS
 
 BATCH = 1000
 """Files that are removed between two looks at what may go."""
+
+_LOOK_SECONDS = 60.0
+"""So long a look holds: a cleaner may be suspended, and jobs commit meanwhile."""
 
 _UPLOAD = "unfinished upload"
 _MANIFEST = re.compile(rf"{FOLDER}/(?:{DATASET}|{SIDE})-[0-9]{{6,}}\.json")
@@ -115,12 +119,26 @@ class Survey:
             while waiting:
                 batch, waiting = waiting[:BATCH], waiting[BATCH:]
                 going = {item.path for item in self.leftovers() if not item.spared}
-                together(partial(self._remove, item) for item in batch if item.path in going)
+                known = [item for item in batch if item.path in going]
+                waiting += self._remove_soon(known, time.time() + _LOOK_SECONDS)
         root = self._location.local_path
         if root is not None:
             for folder in (RUNS, WRITERS):
                 with contextlib.suppress(OSError):  # none, or not empty
                     os.rmdir(os.path.join(root, folder))
+
+    def _remove_soon(self, items: Sequence[Leftover], until: float) -> list[Leftover]:
+        """Removes what it can before a time of the clock; returns what it could not."""
+        late: list[Leftover] = []
+
+        def remove(item: Leftover) -> None:
+            if until - _LOOK_SECONDS <= time.time() <= until:
+                self._remove(item)
+            else:
+                late.append(item)
+
+        together(partial(remove, item) for item in items)
+        return late
 
     def _old_versions(
         self, name: str, folder: Sequence[Found], dropped: dict[str, str]

@@ -1,0 +1,269 @@
+"""Writers and cleaners that stop in the middle, and wake when others have been there."""
+
+from __future__ import annotations
+
+import threading
+import types
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import packstore
+from packstore.combine import append, concat
+from packstore.errors import DatasetExistsError, MissingFilesError, StorageError
+from packstore.io import survey, upkeep
+from packstore.io.clean import clean
+from packstore.io.commit import manifest_path
+from packstore.io.storage import Location
+
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
+DAY = 86_400.0
+TOO_LATE = "only one writer may commit at a time; found that another one just did"
+
+
+def pairs(n: int, first: int = 0) -> list[dict[str, list[int]]]:
+    return [
+        {"prompt": [5, 6, 7], "chosen": [8, 10 + i, 11 + i], "rejected": [9] * (1 + i % 7)}
+        for i in range(first, first + n)
+    ]
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "local":
+        return str(tmp_path / "ds")
+    return f"memory://{uuid.uuid4().hex}/ds"
+
+
+class Paused(threading.Thread):
+    """Acts until it is about to put a manifest; goes on, and ends, in :meth:`wake`."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], Any]
+    ) -> None:
+        super().__init__()
+        self._act, self._number = act, number
+        self._create, self._stopped = Location.create_bytes, threading.Event()
+        self._go, self.error = threading.Event(), None
+        with monkeypatch.context() as patch:
+            patch.setattr(Location, "create_bytes", self._paused())
+            self.start()
+            assert self._stopped.wait(120)
+
+    def _paused(self) -> Callable[..., None]:
+        def create(location: Location, path: str, data: bytes) -> None:
+            if threading.current_thread() is self and path == manifest_path(self._number):
+                self._stopped.set()
+                assert self._go.wait(120)
+            self._create(location, path, data)
+
+        return create
+
+    def run(self) -> None:
+        try:
+            self._act()
+        except Exception as error:
+            self.error = error
+        finally:
+            self._stopped.set()
+
+    def wake(self) -> Exception | None:
+        """What it ended with."""
+        self._go.set()
+        self.join()
+        return self.error
+
+
+def days_later(monkeypatch: pytest.MonkeyPatch, days: float) -> None:
+    """Everything that is there now is so much older."""
+    import time
+
+    ahead = types.SimpleNamespace(time=lambda: time.time() + days * DAY)
+    monkeypatch.setattr(upkeep, "time", ahead)
+
+
+def ids(dataset: Any) -> list[int]:
+    return sorted(i for packs in dataset.iter_packs() for i in packs.example_ids.tolist())
+
+
+@pytest.mark.parametrize("days", [0, 8])
+def test_a_writer_wakes_after_another_and_clean(
+    place: str, monkeypatch: pytest.MonkeyPatch, days: float
+) -> None:
+    """It loses, whether its own shards are there or were cleaned, and damages nothing."""
+    packstore.pack(pairs(20), place, **SETTINGS)
+    late = Paused(
+        monkeypatch, 2, lambda: packstore.pack(pairs(30, 100), place, overwrite=True, **SETTINGS)
+    )
+    packstore.pack(pairs(40, 200), place, overwrite=True, **SETTINGS)
+    with monkeypatch.context() as patch:
+        days_later(patch, days)
+        clean(place, delete=True)
+    assert isinstance(error := late.wake(), DatasetExistsError)
+    assert TOO_LATE in str(error)
+    for version, examples in ((1, 20), (2, 40)):
+        dataset = packstore.open(place, version=version)
+        assert dataset.manifest.pairs == examples
+        assert dataset.verify().ok
+    with pytest.raises(StorageError):
+        packstore.open(place, version=3)
+
+
+def test_a_writer_wakes_after_its_shards_were_cleaned(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Suspended for longer than `older_than`: its version is broken, and everybody is told."""
+    packstore.pack(pairs(20), place, **SETTINGS)
+    late = Paused(
+        monkeypatch, 2, lambda: packstore.pack(pairs(30, 100), place, overwrite=True, **SETTINGS)
+    )
+    with monkeypatch.context() as patch:
+        days_later(patch, 8)
+        clean(place, delete=True)
+    assert isinstance(error := late.wake(), MissingFilesError)
+    assert "version 2, which was just committed, must have all its files" in str(error)
+    with pytest.raises(MissingFilesError, match=r"Version 1 is whole"):
+        append(place, pairs(5, 900))
+    assert packstore.open(place, version=1).verify().ok
+    packstore.pack(pairs(30, 100), place, overwrite=True, **SETTINGS)
+    assert packstore.open(place).verify().ok
+
+
+def test_of_two_that_append_none_is_lost(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packstore.pack(pairs(20), place, **SETTINGS)
+    late = Paused(monkeypatch, 2, lambda: append(place, pairs(10, 100)))
+    append(place, pairs(15, 200))
+    assert isinstance(error := late.wake(), DatasetExistsError)
+    assert TOO_LATE in str(error)
+    assert packstore.open(place).manifest.pairs == 35
+    grown = append(place, pairs(10, 100))
+    assert (grown.version, grown.manifest.pairs) == (3, 45)
+    assert grown.verify().ok
+    assert len(set(ids(grown))) == 45
+    clean(place, delete=True, older_than=0, no_writers=True)
+    assert all(packstore.open(place, version=v).verify().ok for v in (1, 2, 3))
+
+
+def test_what_is_appended_while_concat_begins_is_not_lost(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`concat` has read the version that it extends, and has not begun to write."""
+    from packstore import combine
+
+    packstore.pack(pairs(20), place, **SETTINGS)
+    packstore.pack(pairs(10, 500), f"{place}-other", **SETTINGS)
+    check, appended = combine.check_parts, list[Any]()
+
+    def check_parts(parts: Any) -> None:
+        check(parts)
+        appended.append(append(place, pairs(15, 200)))
+
+    monkeypatch.setattr(combine, "check_parts", check_parts)
+    with pytest.raises(DatasetExistsError, match=TOO_LATE):
+        concat([place, f"{place}-other"], place, overwrite=True)
+    monkeypatch.undo()
+    grown = concat([place, f"{place}-other"], place, overwrite=True)
+    assert (grown.version, grown.manifest.pairs) == (3, 45)
+    assert grown.verify().ok
+    # An older version may be meant, where it is handed over.
+    old = concat([packstore.open(place, version=1), f"{place}-other"], place, overwrite=True)
+    assert (old.version, old.manifest.pairs) == (4, 30)
+
+
+def test_a_put_that_arrives_when_another_has_committed(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sender has given up, not knowing what became of it."""
+    create, sent = Location.create_bytes, list[tuple[str, bytes]]()
+
+    def no_answer(self: Location, path: str, data: bytes) -> None:
+        if path != manifest_path(1):
+            create(self, path, data)
+            return
+        sent.append((path, data))
+        raise StorageError("no answer.")
+
+    with monkeypatch.context() as patch, pytest.raises(StorageError):  # noqa: PT012
+        patch.setattr(Location, "create_bytes", no_answer)
+        packstore.pack(pairs(20), place, **SETTINGS)
+    packstore.pack(pairs(30, 100), place, fresh=True, **SETTINGS)
+    clean(place, delete=True)
+    with pytest.raises(DatasetExistsError):
+        Location(place).create_bytes(*sent[0])
+    dataset = packstore.open(place)
+    assert (dataset.version, dataset.manifest.pairs) == (1, 30)
+    assert dataset.verify().ok
+
+
+def test_a_rerun_after_an_unknown_outcome_finds_its_version(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The put had arrived, only its answer was lost: the same bytes are there, once."""
+    create = Location.create_bytes
+
+    def answer_lost(self: Location, path: str, data: bytes) -> None:
+        create(self, path, data)
+        if path == manifest_path(1):
+            raise StorageError("no answer.")
+
+    with monkeypatch.context() as patch, pytest.raises(StorageError):  # noqa: PT012
+        patch.setattr(Location, "create_bytes", answer_lost)
+        packstore.pack(pairs(20), place, **SETTINGS)
+    assert packstore.pack(pairs(20), place, **SETTINGS).version == 1
+    clean(place, delete=True, older_than=0, no_writers=True)
+    assert packstore.open(place).verify().ok
+    assert clean(place).leftovers == []
+
+
+def test_a_cleaner_wakes_after_a_commit(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stops between two removals; what it looked at long ago is looked at again."""
+    packstore.pack(pairs(60), place, **SETTINGS)
+    location = Location(place)
+    text = location.read_bytes(manifest_path(1))
+    location.remove(manifest_path(1))
+    location.create_bytes("data/0.parquet", b"1")
+    days_later(monkeypatch, 8)
+    clock, removed, real = types.SimpleNamespace(now=0.0), list[str](), survey.Survey._remove
+
+    def remove(self: survey.Survey, item: Any) -> None:
+        real(self, item)
+        removed.append(item.path)
+        if len(removed) == 1:
+            location.create_bytes(manifest_path(1), text)
+            clock.now += 3600
+
+    monkeypatch.setattr(survey, "time", types.SimpleNamespace(time=lambda: clock.now))
+    monkeypatch.setattr(survey, "together", lambda calls: [call() for call in calls])
+    monkeypatch.setattr(survey.Survey, "_remove", remove)
+    clean(place, delete=True)
+    assert removed == ["data/0.parquet"]
+    assert packstore.open(place).verify().ok
+
+
+def test_cleaners_in_threads_beside_each_other(place: str) -> None:
+    for n in (30, 31, 32):
+        packstore.pack(pairs(n), place, overwrite=True, **SETTINGS)
+    start, errors = threading.Barrier(4), list[Exception]()
+
+    def run() -> None:
+        start.wait()
+        try:
+            clean(place, delete=True, older_than=0, no_writers=True, keep_versions=1)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    newest = packstore.open(place)
+    assert newest.verify().ok
+    named = {s.path for s in newest.manifest.shards}
+    assert {f"data/{e.name}" for e in Location(place).files("data")} >= named
+    assert clean(place).leftovers == []
