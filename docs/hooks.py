@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-import tomllib
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +27,6 @@ PAGES = {
 
 _LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\(([^)#\s]*)(#[^)]*)?\)")
 
-_DEPENDENCIES = re.compile(r"<!-- dependencies -->.*<!-- /dependencies -->", re.S)
-
 
 def on_files(files: Any, config: Any) -> Any:
     """Adds the pages from outside."""
@@ -45,8 +40,6 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turns the links of the repository into those of the site."""
     place = page.file.src_uri
-    if place == "support.md":
-        markdown = _DEPENDENCIES.sub(lambda _: "\n".join(dependencies()), markdown)
     source = {page: file for file, page in PAGES.items()}.get(place, f"docs/{place}")
     return _LINK.sub(lambda link: _rewritten(link, place, source), markdown)
 
@@ -65,25 +58,3 @@ def _rewritten(link: re.Match[str], place: str, source: str) -> str:
     else:
         return link[0]
     return f"[{text}]({posixpath.relpath(goal, posixpath.dirname(place) or '.')}{anchor})"
-
-
-def dependencies() -> Iterator[str]:
-    """The table of dependencies: bounds of pyproject.toml, and what is installed here."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    groups = {"": project["dependencies"], **project["optional-dependencies"]}
-    yield "| package | extra | oldest | below | newest tried |"
-    yield "|---|---|---|---|---|"
-    for extra, names in groups.items():
-        for wanted in names if extra != "dev" else ():
-            name, bounds = re.match(r"([\w.-]+)(?:\[[\w,-]+\])?(.*)", wanted).groups()
-            oldest, below = (re.search(rf"{sign}([\w.]+)", bounds) for sign in (">=", "<"))
-            if oldest:
-                tried, cells = _installed(name), (oldest[1], below[1] if below else "")
-                yield f"| {name} | {extra and f'`{extra}`'} | {' | '.join(cells)} | {tried} |"
-
-
-def _installed(name: str) -> str:
-    try:
-        return version(name).partition("+")[0]
-    except PackageNotFoundError:
-        return "not here"

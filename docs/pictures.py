@@ -5,11 +5,13 @@ python docs/pictures.py
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
 HERE = Path(__file__).parent / "pictures"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 COLOURS = {"prompt": "#b7c4d1", "chosen": "#5aa88f", "rejected": "#dd8d6c", "free": "#f0f2f4"}
 INK, QUIET = "#22303c", "#66737f"
 CELL = 46
@@ -167,6 +169,43 @@ def weights() -> str:
     )
 
 
+WAYS = {
+    "padded, 16 pairs, random order": "padded_random_16",
+    "padded, 4 pairs": "padded_random_4",
+    "padded, 1 pair": "padded_random_1",
+    "padded, 16 pairs of like length": "length_grouped_16",
+    "padding-free": "padding_free",
+    "packs": "packs",
+    "packs, prompts stored once": "shared_packs",
+}
+"""Batches -> their name in the results."""
+
+
+def gains() -> str:
+    """Tokens of an epoch by the way it is batched: the least and the most of four sets of pairs."""
+    measured = json.loads((RESULTS / "why_pack.json").read_text(encoding="utf-8"))["results"]
+    left, unit = 290, 112
+    parts = [text(20, 36, "tokens of an epoch (packs: 1)", font_weight="bold")]
+    for i, (name, way) in enumerate(WAYS.items()):
+        y = 56 + i * 34
+        found = [r["tokens"][way] / r["tokens"]["packs"] for r in measured]
+        low, high = min(found), max(found)
+        ours = name.startswith("packs")
+        fill, light = ("#5aa88f", "#a9d3c5") if ours else ("#8fa3b5", "#cdd7e0")
+        told = "1" if way == "packs" else f"{low:.2f} to {high:.2f}"
+        parts += [
+            text(left - 12, y + 18, name, "end", font_weight="bold" if ours else "normal"),
+            box(left, y, high * unit, 26, light),
+            box(left, y, low * unit, 26, fill),
+            text(left + max(high, 1) * unit + 10, y + 18, told),
+        ]
+    base, bottom = left + unit, 56 + 34 * len(WAYS)
+    parts.append(f'<path d="M{base} 48V{bottom}" stroke="{INK}" stroke-dasharray="3 3"/>')
+    sets = f"{len(measured)} sets of real pairs, pack size 4096: the least, and in light the most"
+    parts.append(text(20, bottom + 26, sets, fill=QUIET))
+    return picture(780, bottom + 44, "Tokens of an epoch by how it is batched; packs are 1", *parts)
+
+
 def _row(x: float, y: float, parts: Sequence[tuple[str, float]], height: float = 34) -> list[str]:
     drawn = []
     for side, width in parts:
@@ -201,6 +240,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "masks": masks,
     "words": words,
     "weights": weights,
+    "gains": gains,
 }
 """Name of the file -> what draws it."""
 

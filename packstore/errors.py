@@ -147,7 +147,7 @@ def _one_line(text: str, limit: int = 600) -> str:
 
 
 class PackstoreError(Exception):
-    """Root of the tree: catching it catches everything packstore raises on purpose."""
+    """Base class of every error that packstore raises on purpose."""
 
 
 class ConfigError(PackstoreError, ValueError):

@@ -9,7 +9,10 @@ run.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
+import importlib
 import io
 import json
 import os
@@ -28,6 +31,7 @@ from typing import Any
 import pytest
 
 from packstore.cli import main, parser
+from packstore.config import PackConfig
 from packstore.errors import PackstoreError, told
 
 ROOT = Path(__file__).parents[1]
@@ -113,6 +117,8 @@ def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r": ([\w/-]+\.md)$", text, re.M))
     assert {page.name for page in DOCS.glob("*.md")} <= listed
     made = {*runpy.run_path(str(DOCS / "hooks.py"))["PAGES"].values()}
+    made |= {*runpy.run_path(str(DOCS / "made_pages.py"))["pages"]()}
+    assert made <= listed
     assert listed <= {page.name for page in DOCS.glob("*.md")} | made
 
 
@@ -151,8 +157,8 @@ def test_every_benchmark_is_on_its_page() -> None:
 
 
 def test_it_builds(tmp_path: Path) -> None:
-    if find_spec("mkdocs") is None or find_spec("material") is None:
-        pytest.skip("mkdocs-material is in the extra docs")
+    if not all(map(find_spec, ("mkdocs", "material", "mkdocstrings_handlers"))):
+        pytest.skip("mkdocs-material and mkdocstrings are in the extra docs")
     # Not --quiet, with which --strict sees no warning.
     command = [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict"]
     done = subprocess.run(
@@ -161,9 +167,33 @@ def test_it_builds(tmp_path: Path) -> None:
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "seq_boundaries" in (tmp_path / "site" / "format" / "index.html").read_text(
-        encoding="utf-8"
-    )
+    site = tmp_path / "site"
+    assert "seq_boundaries" in text_of(site / "format")
+    for namespace, place in runpy.run_path(str(DOCS / "made_pages.py"))["NAMESPACES"].items():
+        page = text_of(site / place.removesuffix(".md"))
+        for name in getattr(importlib.import_module(namespace), "__all__", ["random_examples"]):
+            assert name.startswith("_") or f"<code>{name}</code>" in page, (namespace, name)
+    page = text_of(site / "reference" / "commands")
+    (subs,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for name, command in subs.choices.items():
+        _, _, section = page.partition(f'id="packstore-{name}"')
+        section = section.partition("<h2")[0]
+        for action in command._actions:
+            for flag in action.option_strings if action.dest != "help" else ():
+                assert f"<code>{flag}</code>" in section, (name, flag)
+    assert re.search(r"<code>--pack-size</code> N</td>\s*<td><code>8192</code>", page)
+
+
+def text_of(folder: Path) -> str:
+    return (folder / "index.html").read_text(encoding="utf-8")
+
+
+def test_a_setting_is_on_its_page_with_its_default() -> None:
+    lines = [*runpy.run_path(str(DOCS / "made_pages.py"))["namespace"]("packstore.config")]
+    for field in dataclasses.fields(PackConfig):
+        row = f"| `{field.name}` | `{field.type}` | "
+        assert any(line.startswith(row) for line in lines), field.name
+    assert any(line.startswith("| `pack_size` | `int` | `8192` | tokens") for line in lines)
 
 
 def run_page(page: Path, names: dict[str, Any]) -> None:

@@ -56,6 +56,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
 """Canonical name -> names that are looked for, in this order, where `fields` maps none."""
 
 REWARD_FIELDS = frozenset(SPELLINGS["chosen_reward"] + SPELLINGS["rejected_reward"])
+"""Names of the fields that may hold the reward of a side."""
 
 LIKELY: dict[str, tuple[str, ...]] = {
     "prompt": ("instruction", "question", "query", "problem", "input", "context", "user"),

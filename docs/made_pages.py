@@ -1,0 +1,252 @@
+"""Pages of the site that are made when it is built: the API, the commands, the dependencies.
+
+The text of the API is that of the docstrings, by mkdocstrings; settings are tables made from the
+fields of their dataclasses, and commands from their parsers. Nothing of it is kept in a file, so
+that none can differ from the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import importlib
+import inspect
+import itertools
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+NAMESPACES = {
+    "packstore": "reference/packstore.md",
+    "packstore.torch": "reference/torch.md",
+    "packstore.torch.parallel": "reference/parallel.md",
+    "packstore.config": "reference/config.md",
+    "packstore.testing": "reference/testing.md",
+}
+"""A public namespace -> its page."""
+
+COMMANDS_PAGE = "reference/commands.md"
+_DEPENDENCIES = re.compile(r"<!-- dependencies -->.*<!-- /dependencies -->", re.S)
+_ROLE = re.compile(r":(?:class|meth|func|attr|data|mod):(<code>|`)(?:~[\w.]+\.(?=\w+(?:<|`)))?")
+"""A role of reStructuredText in a docstring, up to the name that it shows."""
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the pages of the namespaces and of the commands."""
+    from mkdocs.structure.files import File
+
+    for place, make in pages().items():
+        files.append(File.generated(config, place, content="\n".join(make()) + "\n"))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Puts the table of dependencies into its page."""
+    if page.file.src_uri != "support.md":
+        return markdown
+    return _DEPENDENCIES.sub(lambda _: "\n".join(dependencies()), markdown)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Leaves the names alone of what docstrings name by a role of reStructuredText."""
+    return _ROLE.sub(r"\1", html) if page.file.src_uri in NAMESPACES.values() else html
+
+
+def pages() -> dict[str, Callable[[], Iterable[str]]]:
+    """Place of a page -> its lines of Markdown."""
+    made: dict[str, Callable[[], Iterable[str]]] = {COMMANDS_PAGE: commands}
+    for name, place in NAMESPACES.items():
+        made[place] = lambda name=name: namespace(name)
+    return made
+
+
+def namespace(name: str) -> Iterator[str]:
+    """A page of a namespace: all names with a sentence each, then each in full."""
+    yield f"# `{name}`\n"
+    yield (inspect.getdoc(importlib.import_module(name)) or "").split("\n\n")[0] + "\n"
+    found, entries = homes(name), []
+    yield "| name | |"
+    yield "|---|---|"
+    for n, home in found.items():
+        other = next((o for o in NAMESPACES if _belongs(home, name, o)), name)
+        page = "" if other == name else Path(NAMESPACES[other]).name
+        where = f" (`{other}`)" if page else ""
+        anchor = homes(other)[n] if page else home
+        yield f"| [`{n}`]({page}#{anchor}) | {_cell(_first_sentence(home))}{where} |"
+        if not page:
+            entries += [*_entry(n, home)]
+    yield from entries
+
+
+def homes(name: str) -> dict[str, str]:
+    """Each public name of a namespace -> the dotted path where it is defined.
+
+    The imports of its ``__init__`` tell, also those that only type checkers follow.
+    """
+    module = importlib.import_module(name)
+    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+    imported = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    own = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == name]
+    public = [n for n in getattr(module, "__all__", own) if not n.startswith("_")]
+    return {n: imported.get(n, f"{name}.{n}") for n in sorted(public, key=str.lower)}
+
+
+def commands() -> Iterator[str]:
+    """The page of the command line: each command with all its arguments and defaults."""
+    from packstore.cli import parser
+
+    top = parser()
+    (subs,) = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
+    yield "# Commands\n"
+    yield f"{top.description}\n"
+    yield "`packstore COMMAND --help` shows the same in a terminal. A flag is a setting of the "
+    yield "[Python call](packstore.md) with `_` for `-`. Exit codes: 0 success, 1 a named error or "
+    yield "a failed check, 2 wrong usage, 130 interrupted.\n"
+    yield from _table(
+        ("command", ""),
+        ((f"[`{n}`](#packstore-{n})", _cell(s.description)) for n, s in _each(subs)),
+    )
+    for name, command in _each(subs):
+        yield f"\n## packstore {name}\n"
+        yield f"{_cell(command.description)}\n"
+        examples = inspect.cleandoc((command.epilog or "").partition("\n")[2])
+        yield f"```sh\n{examples}\n```\n"
+        for group in command._action_groups:
+            rows = [_argument(a) for a in group._group_actions if a.dest != "help"]
+            if rows:
+                yield f"**{(group.title or '').capitalize()}**\n"
+                yield from _table(("argument", "default", ""), rows)
+                yield ""
+
+
+def dependencies() -> Iterator[str]:
+    """The table of dependencies: bounds of pyproject.toml, and what is installed here."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    rows = []
+    for extra, names in groups.items():
+        for wanted in names if extra != "dev" else ():
+            name, bounds = re.match(r"([\w.-]+(?:\[[\w,-]+\])?)(.*)", wanted).groups()  # type: ignore[union-attr]
+            oldest, below = (re.search(rf"{sign}([\w.]+)", bounds) for sign in (">=", "<"))
+            if oldest:
+                told = (oldest[1], below[1] if below else "", _installed(name.partition("[")[0]))
+                rows.append((name, extra and f"`{extra}`", *told))
+    yield from _table(("package", "extra", "oldest", "below", "newest tried"), rows)
+
+
+def _entry(n: str, home: str) -> Iterator[str]:
+    """One name in full: its docstring, and for settings and errors what belongs to them."""
+    settings = _settings(_value(home))
+    yield f"\n::: {home}"
+    yield "    options:"
+    yield f"      heading: {n}"
+    yield f"      toc_label: {n}"
+    if settings:
+        yield "      members: []"
+        yield "      separate_signature: false"
+        yield "      show_signature: false"
+        yield ""
+        yield from _table(("setting", "type", "default", ""), settings)
+    if home == "packstore.errors.PackstoreError":
+        drawn = (inspect.getdoc(importlib.import_module("packstore.errors")) or "").split("\n\n")
+        yield "\n```text\n" + next(part for part in drawn if "├──" in part) + "\n```"
+    yield ""
+
+
+def _value(home: str) -> Any:
+    module, _, n = home.rpartition(".")
+    return getattr(importlib.import_module(module), n)
+
+
+def _settings(value: object) -> list[tuple[str, str, str, str]]:
+    """Rows of a dataclass whose fields have a line of help each; else none."""
+    if not (isinstance(value, type) and dataclasses.is_dataclass(value)):
+        return []
+    fields = dataclasses.fields(value)
+    return [
+        (f"`{f.name}`", f"`{f.type}`", _default(f), _cell(f.metadata["help"]))
+        for f in fields
+        if all("help" in field.metadata for field in fields)
+    ]
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"`{field.default!r}`"
+    made = field.default_factory is not dataclasses.MISSING
+    return f"`{field.default_factory()!r}`" if made else ""  # type: ignore[misc]
+
+
+def _argument(action: argparse.Action) -> tuple[str, str, str]:
+    """How an argument is written, its default, and its help."""
+    help_ = (action.help or "").replace("%%", "%")
+    at_end = re.search(r" ?\(default: ([^()]*)\)$", help_)
+    if at_end:
+        default, help_ = f"`{at_end[1]}`", help_[: at_end.start()]
+    elif action.default in (None, argparse.SUPPRESS, False) or action.default == []:
+        default = ""
+    else:
+        default = f"`{action.default}`"
+    names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar}`"
+    value = "" if not action.option_strings or action.nargs == 0 else action.metavar or ""
+    if action.choices:
+        help_ = f"{help_}: {', '.join(f'`{c}`' for c in action.choices)}"
+    return f"{names} {value}".strip(), default, _cell(help_) if not action.choices else help_
+
+
+def _each(subs: Any) -> list[tuple[str, argparse.ArgumentParser]]:
+    return list(subs.choices.items())
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    head = list(head)
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def _belongs(home: str, name: str, other: str) -> bool:
+    """Whether a name of the namespace `name` is explained on the page of another one inside it."""
+    return other != name and other.startswith(f"{name}.") and home.startswith(f"{other}.")
+
+
+def _first_sentence(home: str) -> str:
+    value = _value(home)
+    text = (inspect.getdoc(value) if callable(value) else _beside(home)) or ""
+    first = " ".join(text.split("\n\n")[0].split())
+    return _ROLE.sub(r"\1", re.split(r"(?<=[.:;]) ", first)[0].rstrip(":;"))
+
+
+def _beside(home: str) -> str:
+    """The text under a constant."""
+    module, _, n = home.rpartition(".")
+    body = ast.parse(inspect.getsource(importlib.import_module(module))).body
+    for statement, after in itertools.pairwise(body):
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            if any(isinstance(t, ast.Name) and t.id == n for t in targets):
+                return str(ast.literal_eval(after.value))
+    return ""
+
+
+def _cell(text: str | None) -> str:
+    """Text that is safe in a cell of a Markdown table."""
+    return re.sub(r"([|<*{])", r"\\\1", " ".join((text or "").split()))
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name).partition("+")[0]
+    except PackageNotFoundError:
+        return "not here"
