@@ -1,7 +1,7 @@
-"""Every setting of a training run, with its default; the flags of ``packstore train`` follow.
+"""Settings of a training run with their defaults; the flags of ``packstore train`` are derived.
 
-It stands beside the settings of packing and needs no torch, so that the command line can be read
-without it. A run is described by keywords, by a YAML file of the same names, or by both.
+Needs no torch, so that the command line can be parsed without it. A run is described by keywords,
+by a YAML file with the same names, or by both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _required(help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainDataConfig:
-    """What is trained on, and in which portions."""
+    """Settings of data and batching."""
 
     dataset: str = _required("folder or URL of the packed dataset")
     validation: str | None = setting(None, "folder or URL of a packed dataset to validate on")
@@ -39,8 +39,8 @@ class TrainDataConfig:
     )
     ref_logps_check: Literal["exact", "model"] = setting(
         "exact",
-        "side datasets made in other arithmetic (weights, autocast, attention, device): refuse "
-        "them, or only log it and compare model, tokenizer and template",
+        "side datasets made with other numerics (weights, autocast, attention, device): refuse "
+        "them, or only log that and compare model, tokenizer and template",
     )
     storage_options: Mapping[str, str] = setting(
         dict,
@@ -48,50 +48,50 @@ class TrainDataConfig:
         flag="storage-option",
     )
     pairs_per_step: int = setting(
-        64, "batch size: examples of one optimizer step at most, over all ranks"
+        64, "batch size: most examples of one optimizer step, over all ranks"
     )
     packs_per_batch: int | None = setting(None, "packs of one forward call on one rank; default: 1")
     tokens_per_batch: int | None = setting(
-        None, "tokens of one forward call on one rank at most, in place of packs_per_batch"
+        None, "most tokens of one forward call on one rank, instead of packs_per_batch"
     )
-    epochs: int = setting(1, "times that the dataset is gone through")
-    max_steps: int | None = setting(None, "optimizer steps at most")
+    epochs: int = setting(1, "passes over the dataset")
+    max_steps: int | None = setting(None, "most optimizer steps")
     num_workers: int = setting(0, "processes that read; 0: threads of this one")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainModelConfig:
-    """What is trained, and in which precision."""
+    """Settings of model and precision."""
 
-    model: str = _required("folder or hub name of a causal LM, or of a LoRA adapter to go on with")
+    model: str = _required("folder or hub name of a causal LM, or of a LoRA adapter to train on")
     reference_model: str | None = setting(
-        None, "folder or hub name of the reference model; default: the model as it was at first"
+        None, "folder or hub name of the reference model; default: the starting model"
     )
-    dtype: Literal["float32", "bfloat16", "float64"] = setting("float32", "of the weights")
-    mixed_precision: Literal["none", "bf16"] = setting("none", "of the computation, by autocast")
+    dtype: Literal["float32", "bfloat16", "float64"] = setting("float32", "dtype of the weights")
+    mixed_precision: Literal["none", "bf16"] = setting("none", "precision of autocast")
     attention: str = setting("auto", "backend of packed attention")
     disable_dropout: bool = setting(
-        True, "set the model's dropout to 0; that of the adapter is lora_dropout"
+        True, "set the model's dropout to 0; an adapter's dropout is lora_dropout"
     )
     probe: bool = setting(
         True, "before the first step, compare packed with unpacked logits of the model"
     )
     gradient_checkpointing: bool = setting(
-        False, "compute each layer again in the backward pass, to save memory"
+        False, "recompute each layer in the backward pass, to save memory"
     )
     lora_rank: int | None = setting(None, "train a LoRA adapter of this rank; default: all weights")
     lora_alpha: float = setting(16.0, "the adapter is scaled by lora_alpha / lora_rank")
     lora_dropout: float = setting(0.0, "dropout of the adapter's input")
     lora_targets: tuple[str, ...] = setting(
         (),
-        "names of modules that are adapted (repeatable); default: all linear but the head",
+        "names of modules to adapt (repeatable); default: all linear ones except the head",
         flag="lora-target",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainLossConfig:
-    """What is minimised."""
+    """Settings of the loss."""
 
     loss: str | Mapping[str, float | Mapping[str, float]] = setting(
         "dpo", "name of the loss; in a file also a mix {name: weight, …}"
@@ -99,55 +99,55 @@ class TrainLossConfig:
     loss_parameters: Mapping[str, float] = setting(
         dict, "parameters of the loss, e.g. beta=0.1 (repeatable)", flag="loss-parameter"
     )
-    sft_weight: float = setting(0.0, "weight of the added likelihood loss of the best response")
+    sft_weight: float = setting(0.0, "weight of an added likelihood loss of the best response")
     sft_average: Literal["token", "sequence_sum", "sequence_mean"] = setting(
-        "token", "what the likelihood loss is a mean of"
+        "token", "average of the likelihood loss: over tokens, or over sequences' sums or means"
     )
     average_logps: bool = setting(False, "compare means over tokens, not sums")
     pairs: Literal["best_vs_rest", "all", "adjacent"] = setting(
-        "best_vs_rest", "kind ranked: which responses are compared"
+        "best_vs_rest", "kind ranked: the pairs of responses to compare"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptimizerConfig:
-    """How the weights move: AdamW."""
+    """Settings of the optimizer, AdamW."""
 
     learning_rate: float = setting(1e-6, "highest learning rate")
     schedule: Literal["cosine", "constant"] = setting(
-        "cosine", "of the learning rate after its warm-up: down to 0, or constant"
+        "cosine", "learning rate after the warm-up: cosine decay to 0, or constant"
     )
-    warmup: float = setting(0.1, "steps of linear warm-up; below 1: their share of all steps")
-    weight_decay: float = setting(0.0, "of the matrices; norms and biases have none")
+    warmup: float = setting(0.1, "steps of linear warm-up; below 1: as a fraction of all steps")
+    weight_decay: float = setting(0.0, "weight decay of matrices; norms and biases have none")
     adam_beta1: float = setting(0.9, "decay of the mean of gradients")
-    adam_beta2: float = setting(0.95, "decay of the mean of their squares")
-    adam_epsilon: float = setting(1e-8, "added to the root of that mean")
-    max_grad_norm: float = setting(1.0, "longer gradients are cut to this norm; 0: never")
+    adam_beta2: float = setting(0.95, "decay of the mean of squared gradients")
+    adam_epsilon: float = setting(1e-8, "added to the root of the mean of squares")
+    max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0: no clipping")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRunConfig:
-    """Where the run writes, and how often."""
+    """Settings of outputs and their intervals."""
 
     output: str = _required("local folder of the run: checkpoints, metrics, final model")
     seed: int = setting(0, "source of every random choice")
     resume: str = setting(
-        "auto", "auto: from the newest checkpoint of the output, if any; never; or its folder"
+        "auto", "auto: from the newest checkpoint of the output, if any; never; or a checkpoint"
     )
     log_every: int = setting(10, "steps between two lines of metrics")
     eval_every: int | None = setting(None, "steps between validations; default: at the end only")
     save_every: int | None = setting(
         None, "steps between checkpoints; default: at the best validations and the end"
     )
-    keep_last: int = setting(2, "newest checkpoints that are kept; the best one always is")
-    keep_every: int | None = setting(None, "checkpoints of multiples of this step are kept as well")
+    keep_last: int = setting(2, "number of newest checkpoints to keep; the best is always kept")
+    keep_every: int | None = setting(None, "also keep checkpoints at multiples of this step")
     log_examples: bool = setting(False, "write the example ids of each step to examples.jsonl")
     tokenizer: str | None = setting(
-        None, "folder of the tokenizer: checked against the dataset, and copied beside the model"
+        None, "folder of the tokenizer: checked against the dataset, and copied to the model"
     )
-    merge: bool = setting(False, "write the final model with its adapter merged, as well")
+    merge: bool = setting(False, "also write the final model with its adapter merged")
     wandb: str | None = setting(None, "project of Weights & Biases to log to")
-    cpu: bool = setting(False, "train on the CPU, also where there is an accelerator")
+    cpu: bool = setting(False, "train on the CPU even if there is an accelerator")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ class TrainConfig(
     """All settings of a training run; fields of later bases come first.
 
     Raises:
-        ConfigError: a value of the wrong type or out of range, or two that exclude each other.
+        ConfigError: a value has the wrong type or is out of range, or two exclude each other.
     """
 
     def __post_init__(self) -> None:
@@ -186,11 +186,11 @@ class TrainConfig(
 
     @classmethod
     def of(cls, config: TrainConfig | None = None, /, **settings: Any) -> Self:
-        """`config` (or the defaults) with `settings` over it.
+        """Returns `config` (or the defaults) overridden by `settings`.
 
         Raises:
-            UnknownNameError: a setting that does not exist; the choices are listed.
-            ConfigError: see the class; or one that must be given is missing.
+            UnknownNameError: a setting does not exist; lists the choices.
+            ConfigError: see the class; or a required setting is missing.
         """
         fields = dataclasses.fields(cls)
         for name in settings:
@@ -204,17 +204,17 @@ class TrainConfig(
         return cls(**given)
 
     def recorded(self) -> dict[str, Any]:
-        """All settings as JSON values; :meth:`of` makes the same config of them again."""
+        """Returns all settings as JSON values, from which :meth:`of` makes an equal config."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {name: _plain(value) for name, value in values.items()}
 
 
 def read_settings(path: str | PathLike[str]) -> dict[str, Any]:
-    """The settings in a YAML file, as keywords of :meth:`TrainConfig.of`.
+    """Reads settings from a YAML file, as keywords of :meth:`TrainConfig.of`.
 
     Raises:
         ConfigError: the file cannot be read, or holds no mapping.
-        UnknownNameError: a setting that does not exist; the choices are listed.
+        UnknownNameError: a setting does not exist; lists the choices.
         MissingExtraError: PyYAML is not installed.
     """
     try:
@@ -222,7 +222,7 @@ def read_settings(path: str | PathLike[str]) -> dict[str, Any]:
     except ImportError as error:
         raise missing_extra("a config file", "train", error) from error
 
-    # YAML 1.1 takes 1e-6 for a text; everybody who trains means the number.
+    # YAML 1.1 reads 1e-6 as a string; users mean the number.
     loader = type("Loader", (yaml.SafeLoader,), {})
     number = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
     loader.add_implicit_resolver(  # type: ignore[attr-defined]

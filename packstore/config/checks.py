@@ -1,4 +1,4 @@
-"""What all settings have in common: help, types, ranges, and a fingerprint."""
+"""Shared by all settings: help, types, ranges, and a fingerprint."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from packstore.errors import ConfigError, quote
 
 
 def setting(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field with its one-line help; a callable `default` makes a fresh value."""
+    """Makes a dataclass field with a one-line help; a callable `default` is called per instance."""
     kind = "default_factory" if callable(default) else "default"
     return field(**{kind: default}, metadata={"help": help, **metadata})
 
 
 def fingerprint(value: Any) -> str:
-    """sha256 (hex) of the canonical JSON text of `value`."""
+    """Returns the sha256 (hex) of the canonical JSON text of `value`."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -52,7 +52,7 @@ _MINIMUM = {
     "cache_bytes": 1,
 }
 _MAXIMUM = {
-    "seed": (1 << 63) - 1,  # what a manifest holds
+    "seed": (1 << 63) - 1,  # the limit of manifests
     # Readers refuse row groups of more than 512 MiB; a token takes 32 bytes at worst.
     "row_group_tokens": 1 << 24,
 }
@@ -65,10 +65,10 @@ RENAMED = {"shard_bytes": "shard_tokens"}
 def validate(config: Any) -> None:
     """Checks every field of a config dataclass against its annotation and range.
 
-    A list where a tuple must be becomes one.
+    Converts a list to a tuple where the annotation is a tuple.
 
     Raises:
-        ConfigError: naming the setting, what it must be, and what was found.
+        ConfigError: a value has the wrong type or is out of range.
     """
     hints = _hints(config.__class__)
     for f in dataclasses.fields(config):
@@ -92,7 +92,7 @@ def validate(config: Any) -> None:
 
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
-    """The types of the fields of a config dataclass, worked out once: it takes long."""
+    """The types of the fields of a config dataclass, cached as resolving them is slow."""
     return typing.get_type_hints(kind)
 
 
@@ -142,10 +142,10 @@ RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 def check_variables(variables: Mapping[str, Any]) -> None:
-    """Checks the variables that chat templates get.
+    """Checks the extra variables of chat templates.
 
     Raises:
-        ConfigError: a name that is taken, or a value that JSON cannot hold.
+        ConfigError: a name is reserved, or a value is not JSON-serialisable.
     """
     for name, value in variables.items():
         if name in RESERVED_VARIABLES:
@@ -162,7 +162,7 @@ def check_variables(variables: Mapping[str, Any]) -> None:
 
 
 def unknown(name: str, known: set[str], lister: str) -> str:
-    """Returns the text of the error for a setting that does not exist."""
+    """Returns the text of the error for an unknown setting."""
     if name in RENAMED:
         return f"setting {name!r} is now {RENAMED[name]!r}; {lister} says what it means."
     near = difflib.get_close_matches(name, sorted(known), n=1)

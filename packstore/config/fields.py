@@ -1,4 +1,4 @@
-"""Names of the fields of a record: the canonical ones, and other ones that mean the same."""
+"""Names of the fields of a record: the canonical ones, and their synonyms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIELD_NAMES = (
     "input_ids",
     "labels",
 )
-"""The canonical field names of a record, which ``fields`` may map to the names in the input."""
+"""Canonical field names of a record; the setting ``fields`` maps them to names in the input."""
 
 NOT_TEXT = (
     "chosen_reward",
@@ -33,7 +33,7 @@ NOT_TEXT = (
     "input_ids",
     "labels",
 )
-"""Fields whose values are no text: in CSV their cells are read as JSON."""
+"""Fields whose values are not text: their CSV cells are parsed as JSON."""
 
 SPELLINGS: dict[str, tuple[str, ...]] = {
     "chosen": ("chosen", "chosen_response"),
@@ -53,7 +53,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
         for side in ("chosen", "rejected")
     },
 }
-"""Canonical name -> names that are looked for, in this order, where `fields` maps none."""
+"""Canonical name -> accepted names, in order of precedence, unless `fields` maps the name."""
 
 REWARD_FIELDS = frozenset(SPELLINGS["chosen_reward"] + SPELLINGS["rejected_reward"])
 """Names of the fields that may hold the reward of a side."""
@@ -67,10 +67,10 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "responses": ("answers", "completions", "candidates"),
     "scores": ("rewards", "ratings", "ranks"),
 }
-"""Canonical name -> names that an error proposes to map to it; they are never taken unasked."""
+"""Canonical name -> names that an error suggests to map to it; they are not used by themselves."""
 
 FEEDBACK = ("label", "kto_tag")
-"""Names of a field that says of a single answer whether it is good."""
+"""Names of a field that labels a single answer as good or bad."""
 
 MEANINGFUL = REWARD_FIELDS.union(
     ("system", "system_prompt", "system_message", "tools", "functions"),
@@ -78,4 +78,4 @@ MEANINGFUL = REWARD_FIELDS.union(
     ("weight", "weights", "sample_weight", "margin"),
     ("history", "input", "context"),
 )
-"""Names that change what a record says or counts: nobody may miss that they were not used."""
+"""Names of fields that change a record's content or weight: ignoring them is reported."""

@@ -1,4 +1,4 @@
-"""The settings of reading a dataset while training: what is a batch, and how far to read ahead."""
+"""Settings of reading a dataset while training: batching and read-ahead."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from packstore.errors import ConfigError, UnknownNameError, quote
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """How a loader cuts an epoch into optimizer steps and batches."""
+    """Settings by which a loader divides an epoch into optimizer steps and batches."""
 
     packs_per_batch: int | None = setting(None, "packs of one batch on one rank; default: 1")
-    tokens_per_batch: int | None = setting(None, "tokens of one batch on one rank at most")
+    tokens_per_batch: int | None = setting(None, "most tokens of one batch on one rank")
     pairs_per_step: int | None = setting(
-        None, "examples of one optimizer step at most, over all its batches and all ranks"
+        None, "most examples of one optimizer step, over all its batches and all ranks"
     )
     accumulation: int = setting(1, "batches of one optimizer step on one rank")
-    balance: bool = setting(False, "even out the squared lengths over the ranks of a step")
+    balance: bool = setting(False, "balance the squared lengths over the ranks of a step")
     largest_first: bool = setting(False, "begin each step with its largest batch")
     tail: Literal["drop", "pad", "repeat", "uneven"] | None = setting(
-        None, "what becomes of packs that make no whole step; default: drop, or pad to evaluate"
+        None, "how to end an epoch inside a step; default: drop, or pad with mode eval"
     )
     mode: Literal["train", "eval"] = setting("train", "eval: every pack once, none dropped")
 
@@ -42,21 +42,21 @@ class BatchConfig:
 
     @property
     def at_end(self) -> Literal["drop", "pad", "repeat", "uneven"]:
-        """The tail policy that holds."""
+        """The tail policy in effect."""
         return self.tail or ("pad" if self.mode == "eval" else "drop")
 
     @property
     def width(self) -> int:
-        """Packs of one batch on one rank, where tokens do not decide it."""
+        """Packs of one batch on one rank, without a token budget."""
         return self.packs_per_batch or 1
 
     @classmethod
     def of(cls, **settings: Any) -> Self:
-        """The defaults with `settings` over them.
+        """Returns the defaults overridden by `settings`.
 
         Raises:
-            UnknownNameError: a setting that does not exist.
-            ConfigError: a value of the wrong type or out of range, or two that exclude each other.
+            UnknownNameError: a setting does not exist.
+            ConfigError: a value has the wrong type or is out of range, or two exclude each other.
         """
         known = {f.name for f in dataclasses.fields(cls)}
         for name in settings:
@@ -65,7 +65,7 @@ class BatchConfig:
         return cls(**settings)
 
     def changed(self) -> dict[str, Any]:
-        """The settings that are not the default, as JSON values."""
+        """Returns the settings that differ from their default, as JSON values."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {
             f.name: values[f.name] for f in dataclasses.fields(self) if values[f.name] != f.default
@@ -74,37 +74,37 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadConfig:
-    """How a loader fetches row groups. None of these changes what is in a batch that is given."""
+    """Settings by which a loader fetches row groups; none of them changes a batch."""
 
     on_error: Literal["raise", "refetch", "quarantine"] = setting(
         "refetch",
-        "a row group that cannot be read: raise at once, ask again first, or ask again and then "
-        "put packs of weight 0 in its place",
+        "a row group that cannot be read: raise at once, retry first, or retry and then replace "
+        "its packs by others of weight 0",
     )
     attempts: int | None = setting(
         None,
-        "how often a row group is asked for at most; default: 4 times, and where the store "
-        "throttles, restarts or cannot be reached as often as `seconds` allow",
+        "most attempts to read a row group; default: 4, and if the store throttles, restarts or "
+        "cannot be reached as many as `seconds` allow",
     )
     backoff: float = setting(
         0.25, "seconds before the second attempt; doubled before each further, up to 20"
     )
-    seconds: float = setting(120.0, "the last attempt begins so long after the first")
-    requests: int = setting(24, "row groups that are fetched and decoded at a time")
+    seconds: float = setting(120.0, "seconds after the first attempt at which the last one begins")
+    requests: int = setting(24, "row groups fetched and decoded at the same time")
     read_ahead_bytes: int | None = setting(
         None,
-        "decoded bytes of row groups that are fetched before they are wanted, about; default: 4 MB "
-        "from a local disk, 16 MB from a store",
+        "approximate bytes of decoded row groups to read ahead; default: 4 MB from a local disk, "
+        "16 MB from a store",
     )
     cache_dir: str | None = setting(
-        None, "local folder that keeps what is read of shards; default: nothing is kept"
+        None, "local folder that caches what is read of shards; default: no cache"
     )
     cache_bytes: int = setting(
-        64 << 30, "bytes that it may take at most; what was not used longest goes first"
+        64 << 30, "most bytes of the cache; the least recently used files are removed first"
     )
 
     def ahead(self, local: bool) -> int:
-        """Bytes to read ahead, on a local disk or from a store."""
+        """Returns the bytes to read ahead, from a local disk or from a store."""
         if self.read_ahead_bytes is not None:
             return self.read_ahead_bytes
         return (4 if local else 16) << 20

@@ -1,8 +1,8 @@
 """The settings of a packing job.
 
-One class per stage, each handed to the layer that needs it; :class:`PackConfig` is all of them at
-once, which is why ``packstore.pack(..., pack_size=8192)`` and ``packstore pack --pack-size 8192``
-take the same names. The command-line flags are derived from the fields and their ``help``.
+One class per stage, each passed to the layer that needs it; :class:`PackConfig` combines them, so
+``packstore.pack(..., pack_size=8192)`` and ``packstore pack --pack-size 8192`` take the same names.
+The command-line flags are derived from the fields and their ``help``.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from packstore.errors import ConfigError, UnknownNameError, spelled
 
 @dataclass(frozen=True, kw_only=True)
 class SizeConfig:
-    """How large a pack may be, and how sequences lie in it."""
+    """Size of a pack, and layout of the sequences in it."""
 
-    pack_size: int = setting(8192, "tokens of a pack at most")
+    pack_size: int = setting(8192, "most tokens of a pack")
     layout: Literal["concat", "shared_prefix"] = setting(
-        "concat", "how an example's sequences lie in a pack: each whole, or the prompt stored once"
+        "concat", "layout of an example's sequences in a pack: each whole, or a prompt stored once"
     )
     pad_to_multiple: int = setting(
         1,
-        "leave room for each sequence to be padded to a multiple of so many tokens at load, as "
-        "context parallelism does; nothing is padded on disk",
+        "reserve space to pad each sequence to a multiple of this many tokens at load, as context "
+        "parallelism requires; nothing is padded on disk",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeConfig(SizeConfig):
-    """From a record to token ids and what is supervised."""
+    """Settings by which a record becomes token ids and supervision."""
 
     kind: Literal["auto", "dpo", "sft", "ranked"] = setting(
-        "auto", "what a record is; auto: decided by the fields of the first record"
+        "auto", "kind of the records; auto: decided by the fields of the first record"
     )
     fields: Mapping[str, str] = setting(
         dict,
@@ -45,17 +45,15 @@ class TokenizeConfig(SizeConfig):
         flag="field",
     )
     carry: tuple[str, ...] = setting(
-        (), "further scalar columns to keep, NAME or NAME:TYPE (string, int64, float64, bool)"
+        (), "additional scalar columns to keep, NAME or NAME:TYPE (string, int64, float64, bool)"
     )
     implicit_prompt: Literal["hh", "common_prefix"] = setting(
         "hh",
-        "texts without a prompt: dialogues of the form of Anthropic's HH only, or any texts, whose "
-        "common beginning is then the prompt",
+        "texts without a prompt: only dialogues in the form of Anthropic's HH, or any texts, whose "
+        "common prefix is then the prompt",
     )
     tokenizer_engine: Literal["auto", "tokenizers", "fastokens", "gigatoken", "sentencepiece"] = (
-        setting(
-            "auto", "library that turns text into ids; auto: the fastest installed one that agrees"
-        )
+        setting("auto", "library that encodes text; auto: the fastest installed one with equal ids")
     )
     chat_template: str | None = setting(
         None, "for chat messages: a Jinja file or text, or chatml, plain; default: the tokenizer's"
@@ -63,7 +61,7 @@ class TokenizeConfig(SizeConfig):
     template_variables: Mapping[str, Any] = setting(
         dict,
         "variables of the chat template, values as JSON, e.g. enable_thinking=false (repeatable); "
-        "chat_template_kwargs of a record goes before",
+        "chat_template_kwargs of a record takes precedence",
         flag="template_variable",
         json=True,
     )
@@ -74,7 +72,7 @@ class TokenizeConfig(SizeConfig):
         None, "begin each sequence with BOS (never twice); default: as the tokenizer file says"
     )
     supervised_turns: Literal["all", "last"] = setting(
-        "all", "assistant turns of the response that are supervised"
+        "all", "supervised assistant turns of the response"
     )
     thinking: Literal["template", "strip"] = setting(
         "template", "reasoning of assistant turns: as the template renders it, or removed first"
@@ -90,38 +88,36 @@ class TokenizeConfig(SizeConfig):
     )
     boundary: Literal["longest_common_prefix", "drop", "error"] = setting(
         "longest_common_prefix",
-        "a token that merges prompt and response: it counts as response, drop, error",
+        "a token that merges prompt and response: count it as response, drop, error",
     )
-    max_length: int | None = setting(None, "tokens of one sequence at most; default: pack_size")
+    max_length: int | None = setting(None, "most tokens of one sequence; default: pack_size")
     overlong: Literal["drop", "error", "truncate_prompt", "truncate_response"] = setting(
         "drop", "records that do not fit max_length or pack_size"
     )
     empty_side: Literal["drop", "keep", "error"] = setting("drop", "a response without text")
     empty_turn: Literal["drop", "keep", "error"] = setting(
-        "drop", "a supervised turn without words or calls, among others that have some"
+        "drop", "a supervised turn without text or calls, among others with some"
     )
     unrendered: Literal["drop", "keep", "error"] = setting(
         "drop", "a turn, tool call or tools that the chat template does not show"
     )
     identical_sides: Literal["drop", "keep", "error"] = setting(
-        "drop", "all responses of a record alike"
+        "drop", "a record whose responses are all equal"
     )
-    unsupervised: Literal["drop", "error"] = setting(
-        "drop", "a sequence in which no token is supervised"
-    )
+    unsupervised: Literal["drop", "error"] = setting("drop", "a sequence without supervised tokens")
     missing_field: Literal["error", "drop"] = setting(
         "error", "a record without a field that its kind needs"
     )
     unpaired_feedback: Literal["error", "drop", "keep"] = setting(
         "error",
-        "a single answer that its label calls bad; drop: the good ones are packed as sft; keep: "
-        "the label means something else",
+        "a single answer labelled as bad; drop: the good ones are packed as sft; keep: the label "
+        "means something else",
     )
     wrong_type: Literal["drop", "error"] = setting(
-        "drop", "a field of the wrong type, such as a number where text must be"
+        "drop", "a field of the wrong type, such as a number instead of text"
     )
     invalid_unicode: Literal["drop", "error", "replace"] = setting(
-        "drop", "text with lone surrogates, which no tokenizer takes"
+        "drop", "text with lone surrogates, which no tokenizer accepts"
     )
 
     def __post_init__(self) -> None:
@@ -135,21 +131,21 @@ class TokenizeConfig(SizeConfig):
 
     @property
     def sequence_limit(self) -> int:
-        """Tokens of one sequence at most."""
+        """Most tokens of one sequence."""
         return min(self.max_length or self.pack_size, self.pack_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectConfig:
-    """Which records a dataset takes."""
+    """Selection of records: duplicates and validation split."""
 
     dedup: Literal["none", "pair", "prompt"] = setting(
-        "none", "leave out records that repeat an earlier one, or only its prompt"
+        "none", "drop records that repeat an earlier one, or an earlier prompt"
     )
     validation_fraction: float = setting(
         0.0,
-        "share of the prompts that is held back: OUT/train and OUT/validation are written, and no "
-        "prompt is in both",
+        "fraction of the prompts held out: writes OUT/train and OUT/validation, with no prompt in "
+        "both",
     )
 
     def __post_init__(self) -> None:
@@ -161,28 +157,28 @@ class SelectConfig:
 
     @property
     def selects(self) -> bool:
-        """Whether it takes not just all of them."""
+        """True if some records may be dropped or held out."""
         return self.dedup != "none" or self.validation_fraction > 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(SizeConfig):
-    """Which example goes into which pack, and the order of the packs."""
+    """Assignment of examples to packs, and order of the packs."""
 
     shuffle: bool = setting(
         True,
-        "plan the examples in a random order, so that a pack holds examples from all over the "
-        "input; without it, packs hold neighbours",
+        "plan the examples in random order, so that a pack holds examples from all of the input; "
+        "otherwise packs hold neighbours",
     )
-    strategy: str = setting("pool", "how examples are chosen for a pack", registry="strategy")
+    strategy: str = setting("pool", "packing strategy", registry="strategy")
     pack_order: Literal["shuffled", "stratified", "plain"] = setting(
         "shuffled", "order of the packs in the dataset"
     )
     seed: int = setting(0, "source of every random choice")
     partitions: int = setting(
         1,
-        "parts of the input that are planned and written on their own, side by side; the result "
-        "depends on their number, not on the workers or the engine",
+        "number of parts of the input that are planned and written separately, in parallel; the "
+        "result depends on it, but not on the workers or the engine",
     )
 
     def __post_init__(self) -> None:
@@ -191,21 +187,21 @@ class PlanConfig(SizeConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class WriteConfig:
-    """How packs lie in files."""
+    """Storage of packs in files."""
 
     format: Literal["parquet", "arrow"] = setting("parquet", "file format of the shards")
     labels: Literal["plain", "spans"] = setting(
-        "plain", "store labels as a column that any reader sees, or as spans at half the size"
+        "plain", "store labels as a plain column for any reader, or as spans at half the size"
     )
     compression: Literal["zstd", "lz4", "none"] = setting(
         "zstd", "codec of Parquet pages; Arrow shards are never compressed"
     )
     compression_level: int = setting(3, "level of zstd")
-    row_group_tokens: int = setting(131_072, "tokens of a row group, about")
+    row_group_tokens: int = setting(131_072, "approximate tokens of a row group")
     shard_tokens: int = setting(
-        1 << 26, "tokens of a shard, about: 100 to 200 MB of Parquet, 540 MB of Arrow"
+        1 << 26, "approximate tokens of a shard: 100 to 200 MB of Parquet, 540 MB of Arrow"
     )
-    overwrite: bool = setting(False, "replace a dataset that is already there")
+    overwrite: bool = setting(False, "replace an existing dataset")
 
     def __post_init__(self) -> None:
         validate(self)
@@ -213,11 +209,11 @@ class WriteConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkConfig:
-    """How records are read and tokenized. None of these changes a byte of the result."""
+    """Settings of reading and tokenizing; none of them changes a byte of the result."""
 
-    engine: str = setting("local", "what runs the workers", registry="engine")
+    engine: str = setting("local", "engine that runs the workers", registry="engine")
     num_workers: int | None = setting(
-        None, "worker processes; 0 or 1: none; default: by the size of the input"
+        None, "worker processes; 0 or 1: no extra process; default: by the size of the input"
     )
     spill_dir: str | None = setting(None, "local folder for temporary files; default: the system's")
 
@@ -227,19 +223,19 @@ class WorkConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(WorkConfig):
-    """How the job runs. None of these changes a byte of the result."""
+    """Settings of the job; none of them changes a byte of the result."""
 
-    max_drop_rate: float = setting(0.1, "fail if a larger share of the records is dropped (0 to 1)")
+    max_drop_rate: float = setting(0.1, "fail if a larger fraction of records is dropped (0 to 1)")
     rejects: str | None = setting(
         None,
-        "file or URL that gets each dropped record: place, reason and detail, as JSON lines",
+        "file or URL to which each dropped record is written: place, reason, detail, as JSON lines",
     )
     fresh: bool = setting(
-        False, "give up an unfinished run at the same place instead of going on with it"
+        False, "discard an unfinished run at the same place instead of resuming it"
     )
     single_writer: bool = setting(
         False,
-        "no other job writes there meanwhile: for stores where two could both commit (sftp, …)",
+        "no other job writes there meanwhile: for stores where two jobs could commit (sftp, …)",
     )
 
     def __post_init__(self) -> None:
@@ -248,7 +244,7 @@ class RunConfig(WorkConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PackConfig(TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfig):
-    """All settings of ``packstore.pack``; it stands wherever one of its bases is asked for."""
+    """All settings of ``packstore.pack``; accepted wherever one of its bases is."""
 
     def __post_init__(self) -> None:
         for stage in (TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfig):
@@ -256,11 +252,11 @@ class PackConfig(TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfi
 
     @classmethod
     def of(cls, config: PackConfig | None = None, /, **settings: Any) -> Self:
-        """`config` (or the defaults) with `settings` over it.
+        """Returns `config` (or the defaults) overridden by `settings`.
 
         Raises:
-            UnknownNameError: a setting that does not exist.
-            ConfigError: a value of the wrong type or out of range.
+            UnknownNameError: a setting does not exist.
+            ConfigError: a value has the wrong type or is out of range.
         """
         known = {f.name for f in dataclasses.fields(cls)}
         for name in settings:
@@ -271,14 +267,14 @@ class PackConfig(TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfi
 
     @property
     def needing_records(self) -> tuple[str, ...]:
-        """Names of the settings, not at their default, that only tokenizing can follow."""
+        """Returns the names of changed settings that take effect only when tokenizing."""
         kept = {f.name for f in dataclasses.fields(SizeConfig)} | {"kind", "max_length", "overlong"}
         names = [f.name for f in dataclasses.fields(TokenizeConfig) if f.name not in kept]
         usual = PackConfig()
         return tuple(name for name in names if getattr(self, name) != getattr(usual, name))
 
     def recorded(self) -> dict[str, Any]:
-        """The settings that decide the bytes of the result, as JSON values (for the manifest)."""
+        """Returns the settings that affect the bytes of the result, as JSON for the manifest."""
         skip = {f.name for f in dataclasses.fields(RunConfig)} | {"overwrite"}
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {
@@ -286,7 +282,7 @@ class PackConfig(TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfi
             if isinstance(value, Mapping)
             else list(value)
             if isinstance(value, tuple)
-            else spelled(value)  # the template may be the path of a file
+            else spelled(value)  # the template may be a file path
             if isinstance(value, str)
             else value
             for name, value in values.items()

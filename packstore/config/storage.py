@@ -1,4 +1,4 @@
-"""How patiently a store is asked."""
+"""Settings of retrying requests to a store."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _PREFIX = "retry_"
 
 @dataclass(frozen=True, kw_only=True)
 class RetryConfig:
-    """When a store that throttles or fails for the moment is asked again.
+    """Settings of retries after throttling and transient failures.
 
-    Given among the storage options, as ``retry_attempts`` and so on, so that it goes wherever they
-    go: into workers, over the command line, into every command.
+    Passed among the storage options, as ``retry_attempts`` and so on, so that workers and every
+    command get them too.
     """
 
     attempts: int | None = setting(
-        None, "how often one request is made at most; default: as often as `seconds` allow"
+        None, "most attempts of one request; default: as many as `seconds` allow"
     )
     backoff: float = setting(
         0.5, "seconds before the second attempt; doubled before each further, times 0.5 to 1.5"
     )
-    longest_wait: float = setting(20.0, "seconds between two attempts at most, times 0.5 to 1.5")
-    seconds: float = setting(120.0, "the last attempt begins so long after the first")
+    longest_wait: float = setting(20.0, "most seconds between two attempts, times 0.5 to 1.5")
+    seconds: float = setting(120.0, "seconds after the first attempt at which the last one begins")
 
     def __post_init__(self) -> None:
         validate(self)
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
-        """These settings among storage options, and the options that are left.
+        """Splits storage options into these settings and the remaining options.
 
         Raises:
             ConfigError: a value is no number, or out of range.
@@ -50,7 +50,7 @@ class RetryConfig:
 
 
 def _number(name: str, value: Any, kind: Any) -> Any:
-    """A number that may have come as text, from the command line."""
+    """Parses a number that the command line passes as text."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,1 +1,1 @@
-"""Plans packs from lengths and copies tokens into them: numpy and numba, no files."""
+"""Plans packs from lengths and copies tokens into them; uses numpy and numba, no files."""

@@ -1,4 +1,4 @@
-"""How few packs any strategy could need: three lower bounds from the histogram of lengths."""
+"""Lower bounds of the number of packs of any strategy, from the histogram of lengths."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ LAST_K = 100
 
 
 def lower_bound(lengths: Int32, capacity: int) -> int:
-    """The best of the bounds below, in packs.
+    """Returns the best of the bounds below, in packs.
 
     Args:
         lengths: int32 `[n]`, each 1..capacity.
-        capacity: tokens of a pack at most.
+        capacity: most tokens of a pack.
     """
     return bound_of_counts(counts_of(lengths, capacity), capacity)
 
 
 def bound_of_counts(counts: Int64, capacity: int) -> int:
-    """The same from the number of examples of each length, int64 `[capacity + 1]`."""
+    """Returns the best bound from the number of examples of each length, `[capacity + 1]`."""
     return max(martello_toth(counts, capacity), fekete_schepers(counts, capacity))
 
 
 def martello_toth(counts: Int64, capacity: int) -> int:
-    """L2, which is at least L1 = ceil(tokens / capacity).
+    """Returns the bound L2, which is at least L1 = ceil(tokens / capacity).
 
     For a threshold t <= capacity / 2: examples over ``capacity - t`` and those over half a pack
-    need a pack each, and those of at least t that the room left by the latter does not hold need
-    further ones. Source: Martello, Toth, "Lower bounds and reduction procedures for the bin packing
+    need a pack each, and examples of at least t that do not fit beside the latter need further
+    packs. Source: Martello, Toth, "Lower bounds and reduction procedures for the bin packing
     problem", Discrete Applied Mathematics 28, 1990.
 
     Args:
         counts: int64 `[capacity + 1]`, examples of each length.
-        capacity: tokens of a pack at most.
+        capacity: most tokens of a pack.
     """
     number = np.concatenate([[0], np.cumsum(counts)])
     tokens = np.concatenate([[0], np.cumsum(counts * np.arange(capacity + 1))])
@@ -52,7 +52,7 @@ def martello_toth(counts: Int64, capacity: int) -> int:
 
 
 def fekete_schepers(counts: Int64, capacity: int) -> int:
-    """The best bound by the dual-feasible functions u(k).
+    """Returns the best bound by the dual-feasible functions u(k).
 
     u(k) maps x in 0..1 to itself if (k + 1) x is whole, else to floor((k + 1) x) / k; the sum over
     all examples, rounded up, is a bound. Source: Fekete, Schepers, "New classes of fast lower
@@ -60,14 +60,14 @@ def fekete_schepers(counts: Int64, capacity: int) -> int:
 
     Args:
         counts: int64 `[capacity + 1]`, examples of each length.
-        capacity: tokens of a pack at most.
+        capacity: most tokens of a pack.
     """
     sizes = np.flatnonzero(counts)
     number = counts[sizes]
     best = 0
     for k in range(1, LAST_K + 1):
         whole, part = np.divmod((k + 1) * sizes, capacity)
-        # Everything times k * capacity, to stay with whole numbers.
+        # Scaled by k * capacity to stay in integers.
         weight = np.where(part == 0, k * sizes, whole * capacity)
         best = max(best, -(-int(weight @ number) // (k * capacity)))
     return best

@@ -1,4 +1,4 @@
-"""Copies tokens into packs and back: no choice is made here."""
+"""Copies tokens into packs as planned, and back."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from packstore.records import (
 def fill(
     examples: Examples, pack_offsets: Int64, layout: str, order: Int32 | Int64 | None = None
 ) -> Packs:
-    """The packs that hold `examples` in the order of the plan.
+    """Fills packs with `examples` in the order of the plan.
 
     Args:
-        examples: E examples, or the source of them.
-        order: int32 or int64 `[E]`, the examples that are wanted, in order; None: all, as they are.
+        examples: the examples, from which `order` selects.
+        order: int32 or int64 `[E]`, indices of the examples to pack, in order; None: all in order.
         pack_offsets: int64 `[P + 1]`; pack i holds ``examples[pack_offsets[i]:pack_offsets[i+1]]``.
         layout: ``concat`` or ``shared_prefix``.
 
     Raises:
         ConfigError: `pack_offsets` does not cover the examples, or has an empty pack.
-        UnknownNameError: there is no such layout.
+        UnknownNameError: `layout` is unknown.
     """
     number = examples.num_examples if order is None else len(order)
     if (
@@ -74,7 +74,7 @@ def fill(
 
 
 def _without_tokens(examples: Examples, order: Int32 | Int64) -> tuple[Examples, Int64]:
-    """Some examples without their tokens, and where the tokens of each sequence are."""
+    """Selects examples without their tokens, and returns the token offset of each sequence."""
     own = ragged_indices(examples.example_offsets, order)
     lengths = examples.sequence_offsets[own + 1] - examples.sequence_offsets[own]
     taken = Examples(
@@ -92,7 +92,7 @@ def _without_tokens(examples: Examples, order: Int32 | Int64) -> tuple[Examples,
 
 
 def gather(examples: Examples, order: Int32 | Int64) -> Examples:
-    """``examples.take(order)`` of tokenized records, several times as fast."""
+    """Computes ``examples.take(order)`` for tokenized records, several times as fast."""
     about, source = _without_tokens(examples, order)
     total = about.sequence_offsets[-1]
     input_ids, supervised = np.empty(total, np.int32), np.empty(total, np.bool_)
@@ -108,7 +108,7 @@ def gather(examples: Examples, order: Int32 | Int64) -> Examples:
 
 
 def unpack(packs: Packs) -> Examples:
-    """The examples of the packs, in order: the exact inverse of :func:`fill`.
+    """Returns the examples of the packs, in order: the exact inverse of :func:`fill`.
 
     Raises:
         FormatError: boundaries and lengths contradict each other.
@@ -132,24 +132,23 @@ def unpack(packs: Packs) -> Examples:
 
 
 def convert(packs: Packs, layout: str) -> Packs:
-    """The same packs in another layout; lossless in both directions.
+    """Converts packs to another layout; lossless in both directions.
 
-    From ``shared_prefix`` to ``concat`` packs grow, possibly beyond the pack size that they were
-    planned for.
+    From ``shared_prefix`` to ``concat`` packs grow, possibly beyond the planned pack size.
 
     Raises:
         FormatError: boundaries and lengths contradict each other.
-        UnknownNameError: there is no such layout.
+        UnknownNameError: `layout` is unknown.
     """
     return fill(unpack(packs), packs.example_offsets, layout)
 
 
 def _boundaries(starts: Int64, sequences: Int64) -> Int32:
-    """Pack by pack, where each segment starts in its pack, and where the last one ends.
+    """Offsets of the segments inside each pack, including the end of the last one.
 
     Args:
-        starts: int64 `[S + 1]`, where each segment starts in the tokens of all packs.
-        sequences: int64 `[P + 1]`, where each pack starts in the segments.
+        starts: int64 `[S + 1]`, offsets of the segments in the tokens of all packs.
+        sequences: int64 `[P + 1]`, offsets of the packs in the segments.
     """
     number = np.diff(sequences) + 1
     pack = np.repeat(np.arange(len(number)), number)
@@ -158,7 +157,7 @@ def _boundaries(starts: Int64, sequences: Int64) -> Int32:
 
 
 def _check(packs: Packs, starts: Int64, examples: Int64) -> None:
-    """What the copying loop takes for granted, as it runs without bounds checks."""
+    """Checks the preconditions of the copying loop, which runs without bounds checks."""
     skipped, lengths = packs.segment_offsets, packs.segment_lengths
     good = (
         examples[-1] == len(packs.lengths)
@@ -181,7 +180,7 @@ def _copy_in(
     input_ids: Int32, supervised: Bool, source: Int64, starts: Int64, out_ids: Int32, labels: Int32
 ) -> None:
     """Copies segment i from ``source[i]`` on to ``starts[i]:starts[i + 1]``, with its labels."""
-    # Slices, in which an index cannot be below 0, are what the compiler makes vectors of.
+    # Slices, as the compiler vectorises them: their indices cannot be negative.
     for i in range(len(source)):
         first, last = starts[i], starts[i + 1]
         ids = input_ids[source[i] : source[i] + last - first]
@@ -213,14 +212,14 @@ def _copy_out(
     out_ids: Int32,
     supervised: Bool,
 ) -> None:
-    """Copies segment i to the end of sequence i, and before it what it left out.
+    """Copies segment i to the end of sequence i, and its omitted prefix before it.
 
     Args:
         input_ids: int32 `[N]`, physical.
         labels: int32 `[N]`.
-        starts: int64 `[S + 1]`, where each segment starts.
-        first: int64 `[S]`, where the first segment of its example starts.
-        sequences: int64 `[S + 1]`, where each sequence starts in the output.
+        starts: int64 `[S + 1]`, offsets of the segments.
+        first: int64 `[S]`, start of the first segment of each segment's example.
+        sequences: int64 `[S + 1]`, offsets of the sequences in the output.
         out_ids: int32, written.
         supervised: bool, written.
     """

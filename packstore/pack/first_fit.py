@@ -1,4 +1,4 @@
-"""First fit by a tree: each example into the first pack that has room for it."""
+"""First fit with a tree: each example goes into the first pack that it fits."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from packstore.records import Int32, Int64
 
 
 def first_fit(lengths: Int32, capacity: int, queue: Int32) -> tuple[Int32, Int64]:
-    """First fit of the examples in the order of `queue`; O(n log P).
+    """Packs the examples first-fit in the order of `queue`; O(n log P).
 
     Args:
         lengths: int32 `[n]`, tokens of each example.
-        capacity: tokens of a pack at most.
+        capacity: most tokens of a pack.
         queue: int32 `[n]`, a permutation of the examples.
 
     Returns:
         The order and offsets of a strategy; packs in the order in which they were opened.
     """
-    # Any two packs hold more than one could, else the later one would not have been opened; so
-    # P packs, unless P is 1, hold more than P halves.
+    # Any two packs together exceed one pack, else the later would not have been opened. So P > 1
+    # packs hold more than P / 2 full packs.
     most = min(len(lengths), 2 * int(lengths.sum(dtype=np.int64)) // capacity)
     pack_of = _assign(lengths, capacity, queue, most)
     return _by_pack(pack_of, queue)
@@ -28,10 +28,10 @@ def first_fit(lengths: Int32, capacity: int, queue: Int32) -> tuple[Int32, Int64
 
 @jit
 def _assign(lengths: Int32, capacity: int, queue: Int32, most: int) -> Int32:
-    """The pack of each example of the queue: int32 `[n]`.
+    """Returns the pack of each example of the queue: int32 `[n]`.
 
-    Node i of the tree holds the most room that a pack below it has; its children are 2i and
-    2i + 1, and the leaves are all packs, those not yet opened included (they are merely empty).
+    Node i of the tree holds the largest free space of the packs below it; its children are 2i and
+    2i + 1, and the leaves are all packs, including unopened ones (which are empty).
     """
     leaves = 1
     while leaves < most:
@@ -60,7 +60,7 @@ def _assign(lengths: Int32, capacity: int, queue: Int32, most: int) -> Int32:
 def _by_pack(pack_of: Int32, queue: Int32) -> tuple[Int32, Int64]:
     packs = pack_of.max() + 1 if len(pack_of) else 0
     order, ends = np.empty(len(queue), np.int32), np.zeros(packs + 2, np.int64)
-    # First ends[i + 2] counts pack i, then ends[i + 1] is where it starts, and at last ends.
+    # ends[i + 2] first counts pack i; then ends[i + 1] is its start, and finally its end.
     for pack in pack_of:
         ends[pack + 2] += 1
     ends = np.cumsum(ends)

@@ -1,7 +1,7 @@
-"""Plans over the histogram of lengths: equal packs are placed together, however many examples.
+"""Plans over the histogram of lengths, which place equal packs together.
 
-A plan is a list of steps, each of which puts the same examples into a run of neighbouring packs.
-Deciding it costs the same for any number of examples; after that there is one counting sort
+A plan is a list of steps, each of which puts the same lengths into a run of consecutive packs.
+Planning costs the same for any number of examples; after it there is one counting sort
 (:func:`group_by_length`) and one scatter (:func:`place`).
 """
 
@@ -14,14 +14,14 @@ from packstore.pack.kernels import Bits, add, at_least, inlined, jit, new_set, r
 from packstore.records import Int32, Int64
 
 FIRST, PACKS, SIZE, EACH, OPEN, NEXT = range(6)
-"""Columns of a step: `EACH` examples of length `SIZE` go into every one of `PACKS` packs from
-`FIRST` on. `OPEN` of these packs (the first ones) still have the room that this step left, and
-`NEXT` is the step before it that left the same room, or -1."""
+"""Columns of a step: `EACH` examples of length `SIZE` go into each of `PACKS` packs from `FIRST`
+on. The first `OPEN` of these packs still have the space that this step left; `NEXT` is the previous
+step that left the same space, or -1."""
 
 
 @jit
 def count_lengths(lengths: Int32, capacity: int) -> Int64:
-    """int64 `[capacity + 1]`: how many examples have each length."""
+    """Counts the examples of each length: int64 `[capacity + 1]`."""
     counts = np.zeros(capacity + 1, np.int64)
     for length in lengths:
         counts[np.uint32(length)] += 1
@@ -29,29 +29,28 @@ def count_lengths(lengths: Int32, capacity: int) -> Int64:
 
 
 def group_by_length(lengths: Int32, counts: Int64, seed: int) -> Int32:
-    """int32 `[n]`: the examples by increasing length, those of one length in a seeded order.
+    """Sorts examples by increasing length, equal ones in a seeded order: int32 `[n]`.
 
-    The order of m equal examples is ``a * i + b mod m`` with `a` prime to `m`: spread over the
-    input, so that neighbours in a sorted input do not become neighbours in a pack, yet as cheap as
-    no shuffle at all.
+    The order of m equal examples is ``a * i + b mod m`` with `a` prime to `m`. It spreads them over
+    the input, so that neighbours of a sorted input do not share a pack, at no cost.
     """
     keys = seeds.keys(int(np.count_nonzero(counts)), seed, "equal lengths")
-    # Large arrays are made by numpy, not by compiled code: numpy asks for huge pages.
+    # Large arrays are made by numpy, not by compiled code: numpy requests huge pages.
     grouped = np.empty(len(lengths), np.int32)
     _sort(lengths, counts, grouped)
     _mix(grouped, counts, keys)
     return grouped
 
 
-# Indices of the loops over all examples are unsigned: numba would look at each signed one whether
-# it counts from the end, which takes as long as the work (measured: 1.8 against 0.8 ns).
+# Indices of the loops over all examples are unsigned: numba checks signed ones for negative values,
+# which takes as long as the work (measured: 1.8 against 0.8 ns).
 
 
 @jit
 def _sort(lengths: Int32, counts: Int64, grouped: Int32) -> None:
-    # 32 bits: the table then stays in the first cache.
+    # 32 bits, so that the table fits the L1 cache.
     ends = (np.cumsum(counts) - counts).astype(np.uint32)
-    # In order once, so that writing all over it finds it in a cache (measured: 1.6, not 3.0 ns).
+    # Touched in order first, so that random writes hit a cache (measured: 1.6, not 3.0 ns).
     for line in range(0, len(grouped), 16):
         grouped[np.uint32(line)] = 0
     for i in range(len(lengths)):
@@ -68,7 +67,7 @@ def _mix(grouped: Int32, counts: Int64, keys: Bits) -> None:
     for count in counts:
         if count == 0:
             continue
-        # 32 bits: dividing them takes half as long.
+        # 32 bits: division takes half as long.
         number = np.uint32(count)
         at = np.uint32(keys[key] & np.uint64(0xFFFFFFFF)) % number
         step = np.uint32(keys[key] >> np.uint64(32)) % number
@@ -87,20 +86,20 @@ def _mix(grouped: Int32, counts: Int64, keys: Bits) -> None:
 
 @inlined
 def _common(a: np.uint32, b: np.uint32) -> np.uint32:
-    """The greatest common divisor."""
+    """Returns the greatest common divisor."""
     while b != 0:
         a, b = b, np.uint32(a % b)
     return a
 
 
 def new_steps() -> Int64:
-    """Room for some steps."""
+    """Allocates an array of steps."""
     return np.empty((1024, 6), np.int64)
 
 
 @jit
 def add_step(steps: Int64, used: int, first: int, packs: int, size: int, each: int) -> Int64:
-    """Writes step number `used`; returns `steps`, which may have been moved to grow."""
+    """Writes step number `used`; returns `steps`, reallocated if it had to grow."""
     if used == len(steps):
         larger = np.empty((2 * used, 6), np.int64)
         larger[:used] = steps
@@ -117,10 +116,10 @@ def add_step(steps: Int64, used: int, first: int, packs: int, size: int, each: i
 def best_fit(
     counts: Int64, capacity: int, steps: Int64, used: int, packs: int
 ) -> tuple[Int64, int, int]:
-    """Best-fit decreasing of all examples in `counts` into new packs, numbered from `packs` on.
+    """Packs all examples in `counts` by best-fit decreasing into new packs from `packs` on.
 
     Returns:
-        The steps, how many are used, and the number of packs.
+        The steps, the number of steps used, and the number of packs.
     """
     last = np.full(capacity + 1, -1, np.int64)
     bits = new_set(capacity)
@@ -157,12 +156,12 @@ def best_fit(
 
 
 def place(steps: Int64, packs: int, grouped: Int32, counts: Int64) -> tuple[Int32, Int64]:
-    """The order and offsets that the steps mean.
+    """Returns the order and offsets that the steps describe.
 
     Args:
-        steps: int64 `[steps, 6]`, all of them in use; its last two columns are used up.
+        steps: int64 `[steps, 6]`, all in use; the last two columns are overwritten.
         packs: the number of packs.
-        grouped: int32 `[n]` of :func:`group_by_length`.
+        grouped: int32 `[n]`, from :func:`group_by_length`.
         counts: int64 `[capacity + 1]`, examples of each length.
     """
     order, offsets = np.empty(len(grouped), np.int32), np.empty(packs + 1, np.int64)
@@ -173,10 +172,10 @@ def place(steps: Int64, packs: int, grouped: Int32, counts: Int64) -> tuple[Int3
 
 @jit
 def _source(steps: Int64, counts: Int64, offsets: Int64) -> None:
-    """Where in `grouped` each step begins (`OPEN`), and which begin at each pack.
+    """Writes each step's start in `grouped` to `OPEN`, and links the steps that begin at a pack.
 
-    Pack i then has its first step in ``offsets[i]``, or -1, and each step the one after it that
-    begins at the same pack in `NEXT`.
+    Afterwards ``offsets[i]`` is the first step of pack i, or -1, and `NEXT` of a step is the next
+    one that begins at the same pack.
     """
     taken = np.cumsum(counts) - counts
     for s in range(len(steps)):
@@ -192,10 +191,10 @@ def _source(steps: Int64, counts: Int64, offsets: Int64) -> None:
 
 @jit
 def _scatter(steps: Int64, depth: int, grouped: Int32, order: Int32, offsets: Int64) -> None:
-    """Writes `order` and `offsets`, run by run of packs that the same steps fill.
+    """Writes `order` and `offsets` in one pass, by runs of packs filled by the same steps.
 
-    The packs of a step lie within those of the step whose room it took, or apart from them: so the
-    steps that fill a pack are a stack, at most `depth` of them. That writes the order in one pass.
+    The packs of a step lie within those of the step whose space it uses, or are disjoint from them.
+    So the steps that fill a pack form a stack of at most `depth`.
     """
     stack, ends = np.empty(depth, np.int64), np.empty(depth, np.int64)
     depth = pack = 0

@@ -1,6 +1,6 @@
-"""What the compiled loops of this folder share: the decorator, and a sorted set of small integers.
+"""Helpers of the compiled loops in this folder: the decorator, and a sorted set of small integers.
 
-numba notices an edit of a function's own file only: after changing this one, delete the
+numba's cache notices edits of a function's own file only: after changing this one, delete the
 ``__pycache__`` folders of the callers.
 """
 
@@ -22,15 +22,15 @@ Bits = npt.NDArray[np.uint64]
 
 
 def jit(function: F) -> F:
-    """Compiles `function`: serial, without the GIL, and cached on disk where a folder allows it."""
+    """Compiles `function`: serial, without the GIL, cached on disk if a folder is writable."""
     return _compiled(function)
 
 
 def inlined(function: F) -> F:
-    """Like :func:`jit`, for a small part of a hot loop, which makes no arrays of its own.
+    """Compiles like :func:`jit`, for a small part of a hot loop that allocates no arrays.
 
-    Without numba's run-time memory management, that is: else every call counts references to its
-    arrays up and down, which takes longer than the work (measured: 240 against 22 ns per example).
+    Omits numba's run-time memory management, which would count array references at every call and
+    take longer than the work (measured: 240 against 22 ns per example).
     """
     return _compiled(function, _nrt=False)
 
@@ -38,7 +38,7 @@ def inlined(function: F) -> F:
 def _compiled(function: F, **options: bool) -> F:
     try:
         return cast(F, njit(cache=True, nogil=True, **options)(function))
-    except RuntimeError:  # neither __pycache__ nor the user's cache folder can be written
+    except RuntimeError:  # neither __pycache__ nor the user's cache folder is writable
         return cast(F, njit(nogil=True, **options)(function))
 
 
@@ -67,8 +67,8 @@ highest_bit: Callable[[np.uint64], int] = intrinsic(_highest_bit)
 
 @jit
 def new_set(limit: int) -> Bits:
-    """An empty set of integers in 0..limit: uint64 words of one bit per integer, then words of one
-    bit per such word, and at the end the number of the former.
+    """Makes an empty set of integers in 0..limit: uint64 words with one bit per integer, then words
+    with one bit per such word, and last the number of the former.
     """
     words = limit // 64 + 1
     bits = np.zeros(words + words // 64 + 2, np.uint64)
@@ -78,7 +78,7 @@ def new_set(limit: int) -> Bits:
 
 @inlined
 def add(bits: Bits, i: int) -> None:
-    """Puts `i` into the set."""
+    """Adds `i` to the set."""
     at = np.uint64(i)
     bits[at >> SHIFT] |= ONE << (at & LOW)
     bits[bits[-1] + (at >> SHIFT2)] |= ONE << ((at >> SHIFT) & LOW)
@@ -86,7 +86,7 @@ def add(bits: Bits, i: int) -> None:
 
 @inlined
 def remove(bits: Bits, i: int) -> None:
-    """Takes `i` out of the set."""
+    """Removes `i` from the set."""
     at = np.uint64(i)
     left = bits[at >> SHIFT] & ~(ONE << (at & LOW))
     bits[at >> SHIFT] = left
@@ -96,7 +96,7 @@ def remove(bits: Bits, i: int) -> None:
 
 @inlined
 def at_least(bits: Bits, i: int) -> int:
-    """The smallest member >= `i` (which lies in 0..limit), or -1."""
+    """Returns the smallest member >= `i` (in 0..limit), or -1."""
     word, words, end = np.uint64(i) >> SHIFT, bits[-1], np.uint64(len(bits) - 1)
     rest = bits[word] >> (np.uint64(i) & LOW)
     if rest != NONE:
@@ -117,7 +117,7 @@ def at_least(bits: Bits, i: int) -> int:
 
 @inlined
 def at_most(bits: Bits, i: int) -> int:
-    """The largest member <= `i` (which lies in 0..limit), or -1."""
+    """Returns the largest member <= `i` (in 0..limit), or -1."""
     word, words = np.uint64(i) >> SHIFT, bits[-1]
     rest = bits[word] << (LOW - (np.uint64(i) & LOW))
     if rest != NONE:
@@ -135,7 +135,7 @@ def at_most(bits: Bits, i: int) -> int:
 
 @inlined
 def window(bits: Bits, i: int) -> np.uint64:
-    """Which of i..i+63 are members: a bit for each. Those beyond the limit are undefined."""
+    """Returns a bit per integer i..i+63, set for members; undefined beyond the limit."""
     word, by = np.uint64(i) >> SHIFT, np.uint64(i) & LOW
     above = bits[word + ONE] << (LOW - by)
     return np.uint64((bits[word] >> by) | (above << ONE))

@@ -1,7 +1,8 @@
-"""How the sequences of an example lie in a pack, and what room that takes.
+"""The layouts of an example's sequences in a pack, and their sizes.
 
-``concat``: each whole. ``shared_prefix``: a sequence leaves out the prompt tokens that it shares
-with the first sequence of its example, except the last of them, which predicts its first own token.
+``concat``: each sequence is whole. ``shared_prefix``: a sequence omits the prompt tokens that it
+shares with the first sequence of its example, except the last one, which predicts its first own
+token.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from packstore.records import Bool, Examples, Int32, Int64
 
 
 def segment_offsets(examples: Examples, layout: str) -> Int32:
-    """int32 `[S]`: how many leading tokens each sequence leaves out in this layout.
+    """Returns the number of leading tokens that each sequence omits in a layout: int32 `[S]`.
 
     Raises:
-        UnknownNameError: there is no such layout.
+        UnknownNameError: `layout` is unknown.
     """
     if layout == "concat":
         return np.zeros(examples.num_sequences, np.int32)
@@ -27,11 +28,11 @@ def segment_offsets(examples: Examples, layout: str) -> Int32:
 
 
 def shared_prefix_offsets(examples: Examples) -> Int32:
-    """int32 `[S]`: the leading tokens that each sequence leaves out where prompts are shared.
+    """Returns the number of leading tokens that each sequence omits with shared prompts: `[S]`.
 
-    The prompt of a sequence is what precedes its first supervised token. A sequence leaves out as
-    many tokens as its prompt has in common with the prompt of the first sequence of its example,
-    from the start on, less one; the first sequence, or one that shares nothing, leaves out none.
+    The prompt of a sequence ends before its first supervised token. A sequence omits the common
+    prefix of its prompt and the prompt of its example's first sequence, except the last token. The
+    first sequence, and one that shares nothing, omit none.
     """
     return _shared_prefix_offsets(
         examples.input_ids, examples.supervised, examples.sequence_offsets, examples.example_offsets
@@ -39,15 +40,15 @@ def shared_prefix_offsets(examples: Examples) -> Int32:
 
 
 def sizes(examples: Examples, layout: str, multiple: int = 1) -> Int32:
-    """int32 `[E]`: tokens that each example takes up in a pack.
+    """Returns the tokens that each example occupies in a pack: int32 `[E]`.
 
     Args:
         examples: the examples.
-        layout: how their sequences lie in a pack.
-        multiple: what each sequence is padded to at load.
+        layout: ``concat`` or ``shared_prefix``.
+        multiple: multiple to which each sequence is padded at load.
 
     Raises:
-        UnknownNameError: there is no such layout.
+        UnknownNameError: `layout` is unknown.
     """
     physical = round_up(examples.lengths - segment_offsets(examples, layout), multiple)
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(physical, dtype=np.int64)])
@@ -55,7 +56,7 @@ def sizes(examples: Examples, layout: str, multiple: int = 1) -> Int32:
 
 
 def round_up(lengths: Int32, multiple: int) -> Int32:
-    """The least multiples that are not below the lengths."""
+    """Rounds lengths up to `multiple`."""
     return lengths if multiple == 1 else -(-lengths // multiple) * multiple
 
 

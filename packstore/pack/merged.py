@@ -1,4 +1,4 @@
-"""What is worth knowing of several plans together, as :meth:`Plan.statistics` tells it of one."""
+"""Merges the statistics of several plans (:meth:`Plan.statistics`)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SUMS = ("num_packs", "num_examples", "tokens", "aligned_tokens")
 
 
 def merged_statistics(plans: Sequence[dict[str, Any]], counts: Int64) -> dict[str, Any]:
-    """The statistics of all packs of some plans.
+    """Returns the statistics over all packs of some plans.
 
     `randomness` is the mean over the plans, weighted by their examples; `chosen` and `algorithm`
-    name all that were chosen.
+    list all that occur.
 
     Args:
         plans: statistics of each plan, at least one; all of the same settings.
@@ -54,7 +54,7 @@ def merged_statistics(plans: Sequence[dict[str, Any]], counts: Int64) -> dict[st
 
 
 def _mean(plans: Sequence[dict[str, Any]], name: str) -> float | None:
-    """Of a figure of `randomness`, over the plans for which it is defined."""
+    """Mean of a `randomness` figure over the plans for which it is defined."""
     pairs = [(p["randomness"][name], p["num_examples"]) for p in plans]
     known = [(value, weight) for value, weight in pairs if value is not None]
     weight = sum(w for _, w in known)

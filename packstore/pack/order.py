@@ -1,4 +1,4 @@
-"""In which order the packs of a plan are delivered."""
+"""Orders the packs of a plan."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from packstore import seeds
 from packstore.records import Int64
 
 STEP = 64
-"""Packs of one optimizer step, as far as the stratified order and the statistics are concerned."""
+"""Packs of one optimizer step, as assumed by the stratified order and the statistics."""
 
 
 def plain(examples: Int64, squares: Int64, seed: int) -> Int64:
-    """The packs as the strategy made them."""
+    """Keeps the order of the strategy."""
     return np.arange(len(examples))
 
 
 def shuffled(examples: Int64, squares: Int64, seed: int) -> Int64:
-    """The packs in random order."""
+    """Shuffles the packs."""
     return seeds.permutation(len(examples), seed, "pack order")
 
 
 def stratified(examples: Int64, squares: Int64, seed: int) -> Int64:
-    """Every step of 64 packs gets one pack of each of 64 strata, at random otherwise.
+    """Gives every step of 64 packs one random pack of each of 64 strata.
 
-    The packs are sorted by examples, then by the sum of squared lengths, and cut into 64 strata of
-    equal size. So the examples of a step, which weight its loss, and its cost in attention vary
-    5 to 12 times less than in random order. A last, shorter step gets packs drawn at random.
+    Packs are sorted by number of examples, then by sum of squared lengths, and divided into 64
+    equal strata. So the examples of a step, which weight its loss, and its attention cost vary 5 to
+    12 times less than in random order. A last, shorter step gets random packs.
     """
     drawn = shuffled(examples, squares, seed)
     steps = len(drawn) // STEP
     full, rest = np.split(drawn, [steps * STEP])
     ranked = full[np.lexsort((squares[full], examples[full]))].reshape(STEP, steps)
-    # Sorting a row by random keys shuffles it: first each stratum over the steps, then each step.
+    # Shuffles by sorting random keys: first each stratum over the steps, then each step.
     keys = seeds.keys(2 * STEP * steps, seed, "strata").reshape(2, STEP, steps)
     dealt = np.take_along_axis(ranked, keys[0].argsort(axis=1), axis=1)
     mixed = np.take_along_axis(dealt, keys[1].argsort(axis=0), axis=0)

@@ -1,4 +1,4 @@
-"""Which example goes into which pack: made from lengths alone, before any token is copied."""
+"""Plans which examples share a pack, from lengths alone, before any token is copied."""
 
 from __future__ import annotations
 
@@ -24,26 +24,25 @@ from packstore.records import Int32, Int64
 _AT_ONCE = 1 << 18
 
 MAX_PACK_SIZE = 1 << 24
-"""Strategies keep a table with a row per possible length."""
+"""Limited because strategies keep a table with one row per possible length."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Which example goes into which pack, and the order of the packs.
+    """The examples of each pack, and the order of the packs.
 
     Attributes:
         order: int32 `[n]`, the examples (positions in `lengths`), pack by pack.
         offsets: int64 `[P + 1]`; pack i holds ``order[offsets[i]:offsets[i + 1]]``.
         lengths: int32 `[n]`, tokens of each example, padding included.
-        tokens: of all examples, without padding.
-        pack_size: tokens of a pack at most.
-        pad_to_multiple: what sequences are padded to at load.
-        strategy: name of the strategy that was asked for.
-        chosen: name of the strategy that chose the examples of each pack: `strategy`, or what
-            ``auto`` came to.
+        tokens: tokens of all examples, without padding.
+        pack_size: most tokens of a pack.
+        pad_to_multiple: multiple to which sequences are padded at load.
+        strategy: name of the requested strategy.
+        chosen: name of the strategy used: `strategy`, or the choice of ``auto``.
         seed: source of every random choice.
         pack_order: ``shuffled``, ``stratified`` or ``plain``.
-        shuffle: the strategy took the examples in a random order, not in that of the input.
+        shuffle: the strategy got the examples in random order instead of input order.
     """
 
     order: Int32
@@ -70,7 +69,7 @@ class Plan:
 
     @property
     def sha256(self) -> str:
-        """Hash (hex) of which example goes where: what decides the packs, their tokens apart."""
+        """Hash (hex) of lengths, order and offsets, which define the packs except their tokens."""
         digest = hashlib.sha256()
         for array in (self.lengths, self.order, self.offsets):
             for first in range(0, len(array), _AT_ONCE):
@@ -92,18 +91,18 @@ class Plan:
 
     @property
     def fill_rate(self) -> float:
-        """Share of the packs that is filled with tokens, 0..1."""
+        """Fraction of the packs' capacity filled with tokens, 0..1."""
         return self.tokens / (self.num_packs * self.pack_size) if self.num_packs else 0.0
 
     @property
     def aligned_fill_rate(self) -> float:
-        """Share of the packs that is filled with tokens and their padding, 0..1."""
+        """Fraction of the packs' capacity filled with tokens and padding, 0..1."""
         room = self.num_packs * self.pack_size
         return self.aligned_tokens / room if self.num_packs else 0.0
 
     @cached_property
     def lower_bound(self) -> int:
-        """Packs that any strategy needs at least (see :mod:`packstore.pack.bounds`)."""
+        """Lower bound of the packs of any strategy (see :mod:`packstore.pack.bounds`)."""
         return lower_bound(self.lengths, self.pack_size)
 
     @property
@@ -113,24 +112,23 @@ class Plan:
 
     @property
     def examples_per_pack(self) -> tuple[int, float, int]:
-        """Fewest, mean and most examples of a pack; zeros if there is no pack."""
+        """Fewest, mean and most examples of a pack; zeros without packs."""
         if not self.num_packs:
             return 0, 0.0, 0
         number = np.diff(self.offsets)
         return int(number.min()), self.num_examples / self.num_packs, int(number.max())
 
     def _drawn(self, table: statistics.Float64 | None = None) -> statistics.Drawn:
-        """Lengths of the examples, or what `table` has for them, in the order of the packs."""
+        """Lengths of the examples, mapped through `table` if given, in the order of the packs."""
         return statistics.Drawn(self.lengths, self.order, table)
 
     def statistics(self) -> dict[str, Any]:
-        """Everything worth knowing about the plan, as JSON values.
+        """Returns all figures of the plan, as JSON values.
 
-        Besides the figures above: `algorithm`, the name and version of what chose the examples of
-        each pack (it makes the same plan of the same lengths and seed); `randomness` (of log
-        lengths inside packs, and over steps of 64 packs in the order of delivery; null where not
-        defined) and `megatron_bridge`, the names that Megatron-Bridge and NeMo read (efficiency in
-        percent, of padded lengths).
+        Besides the properties above: `algorithm`, the name and version of the strategy used (which
+        makes the same plan from the same lengths and seed); `randomness` (of log lengths inside
+        packs, and over steps of 64 packs; null where undefined) and `megatron_bridge`, with the
+        names that Megatron-Bridge and NeMo read (efficiency in percent, of padded lengths).
         """
         fewest, mean, most = self.examples_per_pack
         by_pack = self._drawn()
@@ -182,23 +180,23 @@ def plan(
     """Plans packs for examples of these lengths, as :func:`packstore.pack` does.
 
     Args:
-        lengths: whole numbers `[n]`, tokens of each example in input order, each 1..pack_size.
-            With `pad_to_multiple` in `config`, each is rounded up to it (which is that of the
-            example's sequences together if each was already).
-        pack_size: tokens of a pack at most.
+        lengths: integers `[n]`, tokens of each example in input order, each 1..pack_size. With
+            `pad_to_multiple` in `config`, each is rounded up to it; round up the sequences of an
+            example before adding them.
+        pack_size: most tokens of a pack.
         strategy: a name of ``packstore.pack.algorithms.STRATEGIES``.
         seed: source of every random choice.
         pack_order: order of the packs.
-        shuffle: the strategy takes the examples in a random order; False: in that of the input,
-            and packs hold neighbours.
-        config: where settings that are left out come from; default: the defaults.
+        shuffle: pass the examples to the strategy in random order; False: in input order, so that
+            packs hold neighbours.
+        config: values of settings not given here; default: the defaults.
 
     Returns:
         The plan; without packs if there are no examples.
 
     Raises:
-        InputError: `lengths` is not a list of whole numbers, or one of them is out of range.
-        ConfigError: a setting has no meaning.
+        InputError: `lengths` is not a list of integers, or one of them is out of range.
+        ConfigError: a setting is invalid.
     """
     base = config or PlanConfig()
     settings = PlanConfig(
@@ -245,15 +243,15 @@ def plan(
 
 
 def _drawn(n: int, seed: int) -> Int32:
-    """int32 `[n]`: all examples in a random order."""
+    """All examples in random order: int32 `[n]`."""
     return seeds.permutation(n, seed, "examples").astype(np.int32)
 
 
 def _checked(lengths: npt.ArrayLike, capacity: int) -> Int32:
-    """`lengths` as a contiguous int32 array.
+    """Converts `lengths` to a contiguous int32 array.
 
     Raises:
-        InputError: as :func:`plan` says.
+        InputError: see :func:`plan`.
     """
     array = np.asarray(lengths)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
@@ -272,13 +270,13 @@ def _checked(lengths: npt.ArrayLike, capacity: int) -> Int32:
                 "Drop or shorten what does not fit, or choose a larger pack_size",
             )
         )
-    # A read-only array would have every strategy compiled once more.
+    # A read-only array would compile every strategy a second time.
     return np.require(array, np.int32, ["C", "W"])
 
 
 @jit
 def _sum_of_squares(lengths: Int32, order: Int32, offsets: Int64) -> Int64:
-    """int64 `[P]`: the sum of the squared lengths of each pack, which its attention costs."""
+    """Sum of the squared lengths of each pack, its attention cost: int64 `[P]`."""
     squares = np.zeros(len(offsets) - 1, np.int64)
     for pack in range(len(squares)):
         for i in range(offsets[pack], offsets[pack + 1]):
@@ -288,7 +286,7 @@ def _sum_of_squares(lengths: Int32, order: Int32, offsets: Int64) -> Int64:
 
 @jit
 def _reordered(order: Int32, offsets: Int64, delivery: Int64) -> tuple[Int32, Int64]:
-    """Order and offsets with the packs in the order of `delivery`."""
+    """Returns order and offsets with the packs in the order of `delivery`."""
     new_order, new_offsets = np.empty(len(order), np.int32), np.empty_like(offsets)
     to = 0
     for pack in range(len(delivery)):

@@ -1,4 +1,4 @@
-"""What a plan does to training statistics: how like the lengths are that meet in a pack or step."""
+"""Statistics of a plan: how similar the lengths in a pack or step are."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from packstore.records import Int32, Int64
 Float64 = npt.NDArray[np.float64]
 
 _AT_ONCE = 1 << 18
-"""Values that are worked on at once, about: a plan may have as many as fit in memory."""
+"""Approximate number of values processed at once, to bound memory."""
 
 
 class Drawn:
-    """What lies in the packs of a plan, in their order, made a stretch at a time.
+    """Values of the examples of a plan, pack by pack, computed for one slice at a time.
 
     Args:
-        lengths: int32 `[n]`, of each example.
+        lengths: int32 `[n]`, length of each example.
         order: int32 `[n]`, the examples, pack by pack.
-        table: float64, the value for each length; None: the length itself.
+        table: float64, maps lengths to values; None: the length is the value.
     """
 
     def __init__(self, lengths: Int32, order: Int32, table: Float64 | None = None) -> None:
@@ -40,14 +40,14 @@ Values: TypeAlias = npt.NDArray[Any] | Drawn
 
 
 def sums(values: Values, offsets: Int64) -> npt.NDArray[Any]:
-    """`[G]`, the sum of each group of `offsets`, none of which is empty: int64 or float64."""
+    """Sums each group of `offsets`, none of which is empty: int64 or float64 `[G]`."""
     wide = np.int64 if values[:1].dtype.kind == "i" else np.float64
     parts = (np.add.reduceat(values[a:b], s - a, dtype=wide) for a, b, s in _stretches(offsets))
     return np.concatenate(list(parts))
 
 
 def _stretches(offsets: Int64) -> Iterator[tuple[int, int, Int64]]:
-    """Groups side by side, of about so many values: first value, last one, start of each group."""
+    """Yields runs of groups of about `_AT_ONCE` values: first value, end, start of each group."""
     first = 0
     while first < len(offsets) - 1:
         last = int(np.searchsorted(offsets, offsets[first] + _AT_ONCE, "right")) - 1
@@ -57,7 +57,7 @@ def _stretches(offsets: Int64) -> Iterator[tuple[int, int, Int64]]:
 
 
 def intraclass_correlation(values: Values, offsets: Int64) -> float | None:
-    """One-way intraclass correlation of `values` in the groups of `offsets`.
+    """Computes the one-way intraclass correlation of `values` in the groups of `offsets`.
 
     1: equal inside a group; 0: as in random groups; below 0: complementary. Source: Donner, "A
     review of inference procedures for the intraclass correlation coefficient", Int. Stat. Review
@@ -68,7 +68,7 @@ def intraclass_correlation(values: Values, offsets: Int64) -> float | None:
         offsets: int64 `[G + 1]`, no group empty.
 
     Returns:
-        None where it is not defined: all values alike, fewer than two groups, or groups of one.
+        None if undefined: all values are equal, there are fewer than two groups, or groups of one.
     """
     between, within = _mean_squares(values, offsets)
     if between is None or within is None or between + within == 0:
@@ -79,9 +79,9 @@ def intraclass_correlation(values: Values, offsets: Int64) -> float | None:
 
 
 def same_decile(lengths: Values, offsets: Int64) -> float | None:
-    """Probability that two examples of one pack lie in the same decile of length.
+    """Computes the probability that two examples of a pack lie in the same decile of length.
 
-    Random packs have 0.1 (more where many lengths are equal). None: no pack has two examples.
+    Random packs have 0.1 (more where many lengths are equal). None if no pack has two examples.
     """
     sizes = np.diff(offsets)
     pairs = int((sizes * (sizes - 1)).sum())
@@ -100,7 +100,7 @@ def same_decile(lengths: Values, offsets: Int64) -> float | None:
 
 
 def counts_of(lengths: Values, longest: int) -> Int64:
-    """int64 `[longest + 1]`, examples of each length; without a wider copy of all lengths."""
+    """Counts the examples of each length, int64 `[longest + 1]`, without widening all lengths."""
     counts = np.zeros(longest + 1, np.int64)
     for first in range(0, len(lengths), _AT_ONCE):
         counts += np.bincount(lengths[first : first + _AT_ONCE], minlength=longest + 1)
@@ -108,18 +108,18 @@ def counts_of(lengths: Values, longest: int) -> Int64:
 
 
 def design_effect(values: Values, offsets: Int64, packs: int) -> float | None:
-    """How much more the mean of `values` varies from step to step than if examples were drawn.
+    """Variance of a step's mean of `values`, relative to steps of randomly drawn examples.
 
-    1: as much as with examples drawn at random; 10: as if a step had a tenth of its examples.
-    Source: Kish, "Survey Sampling", 1965.
+    1: as with random examples; 10: as if a step had a tenth of its examples. Source: Kish, "Survey
+    Sampling", 1965.
 
     Args:
         values: float64 `[n]`.
-        offsets: int64 `[P + 1]`, of packs in the order of delivery.
-        packs: packs of a step; a last, shorter step is left out.
+        offsets: int64 `[P + 1]`, of packs in training order.
+        packs: packs of a step; a last, shorter step is ignored.
 
     Returns:
-        None where it is not defined: fewer than two steps, or all values alike.
+        None if undefined: there are fewer than two steps, or all values are equal.
     """
     steps = offsets[::packs]
     between, _ = _mean_squares(values, steps)
@@ -128,7 +128,7 @@ def design_effect(values: Values, offsets: Int64, packs: int) -> float | None:
 
 
 def _mean_squares(values: Values, offsets: Int64) -> tuple[float | None, float | None]:
-    """Mean squares between and within groups, None for want of degrees of freedom."""
+    """Mean squares between and within groups; None without degrees of freedom."""
     groups, n = len(offsets) - 1, int(offsets[-1])
     if groups < 2:
         return None, None
@@ -141,12 +141,12 @@ def _mean_squares(values: Values, offsets: Int64) -> tuple[float | None, float |
 
 
 def _mean(values: Values, n: int) -> float:
-    """Of the first `n`."""
+    """Mean of the first `n` values."""
     return float(sum(part.sum() for part in _parts(values, n)) / n)
 
 
 def _squares(values: Values, n: int) -> float:
-    """Sum of the squared distances of the first `n` from their mean."""
+    """Sum of squared deviations of the first `n` values from their mean."""
     centre = _mean(values, n)
     return float(sum(((part - centre) ** 2).sum() for part in _parts(values, n)))
 

@@ -1,14 +1,12 @@
-"""Packs a dataset anew each time it is read, from lengths first: other packs in every epoch.
+"""Repacks a dataset while it is read: other packs in every epoch, planned from lengths.
 
-1. Once: the tokens that each example takes in the layout asked for (:mod:`.sizes`).
-2. Each epoch: the row groups in a new order, cut into lanes of equal tokens. A lane is packed
-   window by window, and what does not fill a pack waits for the next window (:mod:`.plan`).
-3. While reading: a window's row groups are read, once, and its packs filled (:mod:`.read`).
+1. Once: measures the tokens of each example in the requested layout (:mod:`.sizes`).
+2. Each epoch: shuffles the row groups and divides them into lanes of equal tokens. A lane is packed
+   window by window; examples that fill no pack move to the next window (:mod:`.plan`).
+3. While reading: reads a window's row groups once, and fills its packs (:mod:`.read`).
 
-Records that are token ids already and were never packed are planned the same way
-(:mod:`.tokenized`, :mod:`.records`).
-
-No torch here; needs numba, as packing does.
+Tokenized records that were never packed are planned the same way (:mod:`.tokenized`,
+:mod:`.records`). Needs numba, as packing does, but not torch.
 """
 
 from packstore.repacking.plan import EpochPlan, plan_epoch

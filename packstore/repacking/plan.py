@@ -1,4 +1,4 @@
-"""Which examples make up each pack of an epoch: a pure function of sizes, settings and epoch."""
+"""Plans the packs of an epoch: a pure function of sizes, settings and epoch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from packstore.records import Int32, Int64, PackSizes, range_indices, to_offsets
 from packstore.repacking.sizes import ExampleSizes
 
 WINDOW = 512
-"""Examples that are planned together, about. A lane holds them in memory; more of them would hardly
-save packs (``benchmarks/repacking.py``)."""
+"""Approximate number of examples planned together. A lane holds them in memory; larger windows
+hardly save packs (``benchmarks/repacking.py``)."""
 
 FULL = 0.998
-"""Packs that are filled less wait for the next window, once."""
+"""Examples of packs with a lower fill rate move to the next window, once."""
 
 LANES = 16
-"""Windows that are open at once, over all ranks: as each is of some row groups, they mix as well as
-64 lanes of row groups."""
+"""Windows open at once, over all ranks. A window has several row groups, so they mix as well as 64
+lanes of row groups."""
 
 LANE_PACKS = 512
-"""A lane holds about so many packs at least, as its last one is not full; so a smaller dataset has
+"""Approximate least number of packs of a lane, as its last pack is not full; a smaller dataset has
 fewer lanes."""
 
 
@@ -36,13 +36,13 @@ class EpochPlan:
     """The packs of an epoch, lane after lane, and in each lane window after window.
 
     Attributes:
-        order: int32 `[n]`, examples (numbers in file order), pack by pack.
+        order: int32 `[n]`, examples (indices in file order), pack by pack.
         offsets: int64 `[P + 1]`; pack p holds ``order[offsets[p]:offsets[p + 1]]``.
         window_offsets: int64 `[W + 1]`, the first pack of each window.
         lane_offsets: int64 `[L + 1]`, the first window of each lane.
         groups: int64, the row groups of each window, window after window.
-        group_offsets: int64 `[W + 1]`, the first of `groups` of each window.
-        sizes: of the examples.
+        group_offsets: int64 `[W + 1]`, offsets of the windows in `groups`.
+        sizes: sizes of the examples.
     """
 
     order: Int32
@@ -57,10 +57,10 @@ class EpochPlan:
         return len(self.offsets) - 1
 
     def locate(self, indices: Int64) -> Int64:
-        """The pack at each position of the epoch, int64 `[n]`.
+        """Returns the pack at each position of the epoch, int64 `[n]`.
 
-        Lanes take turns, so position i is of lane ``i % L`` as long as all of them have packs; the
-        last few packs of the longer lanes are the end.
+        Lanes alternate: position i belongs to lane ``i % L`` while all lanes have packs; the last
+        packs of longer lanes come at the end.
 
         Raises:
             IndexError: an index is out of range.
@@ -76,32 +76,32 @@ class EpochPlan:
         return packs
 
     def window_of(self, packs: Int64) -> Int64:
-        """The window of each pack, int64 `[n]`."""
+        """Returns the window of each pack, int64 `[n]`."""
         return np.searchsorted(self.window_offsets, packs, side="right") - 1
 
     def lane_of(self, window: int) -> int:
-        """The lane of a window."""
+        """Returns the lane of a window."""
         return int(np.searchsorted(self.lane_offsets, window, side="right")) - 1
 
     def packs_of(self, window: int) -> int:
-        """How many packs a window has."""
+        """Returns the number of packs of a window."""
         return int(self.window_offsets[window + 1] - self.window_offsets[window])
 
     def pack_offsets_of(self, window: int) -> Int64:
-        """Where each pack of a window begins in `order`, and where the last one ends."""
+        """Returns the offsets in `order` of a window's packs, including the end of the last."""
         return self.offsets[self.window_offsets[window] : self.window_offsets[window + 1] + 1]
 
     def examples_of(self, window: int) -> Int32:
-        """int32, the examples of a window, pack by pack."""
+        """Returns the examples of a window, pack by pack, int32."""
         offsets = self.pack_offsets_of(window)
         return self.order[offsets[0] : offsets[-1]]
 
     def groups_of(self, window: int, goes_on: bool) -> list[int]:
-        """The row groups to read for a window.
+        """Returns the row groups to read for a window.
 
         Args:
-            window: its number.
-            goes_on: what waited in the window before it is at hand.
+            window: number of the window.
+            goes_on: True if the examples carried over from the previous window are in memory.
         """
         own = self.groups[slice(*self.group_offsets[window : window + 2])]
         if goes_on:
@@ -111,12 +111,12 @@ class EpochPlan:
         return list(map(int, np.union1d(own, all_groups)))
 
     def numbers_of(self, group: int) -> Int64:
-        """int64, the numbers of the examples of a row group."""
+        """Returns the indices of a row group's examples, int64."""
         return np.arange(*self.sizes.group_offsets[group : group + 2])
 
     @cached_property
     def pack_sizes(self) -> PackSizes:
-        """Of all packs, in the order of the plan."""
+        """Sizes of all packs, in the order of the plan."""
         starts, counts = self.offsets[:-1], self.sizes.counts
         if counts is not None:
             counts = np.add.reduceat(counts[self.order], starts, axis=0)
@@ -129,17 +129,17 @@ class EpochPlan:
 
     @cached_property
     def _lane_packs(self) -> Int64:
-        """int64 `[L + 1]`, the first pack of each lane."""
+        """The first pack of each lane, int64 `[L + 1]`."""
         return self.window_offsets[self.lane_offsets]
 
     @cached_property
     def _turns(self) -> int:
-        """Turns in which every lane gives a pack."""
+        """Number of turns in which every lane has a pack."""
         return int(np.diff(self._lane_packs).min())
 
     @cached_property
     def _rest(self) -> Int64:
-        """The packs after these turns: int64, again in turn."""
+        """The packs after these turns, alternating between the remaining lanes, int64."""
         left = np.diff(self._lane_packs) - self._turns
         packs = range_indices(self._lane_packs[:-1] + self._turns, left)
         turn = range_indices(np.zeros_like(left), left)
@@ -149,14 +149,14 @@ class EpochPlan:
 def plan_epoch(
     sizes: ExampleSizes, config: PackConfig, *, seed: int, epoch: int, shuffle: bool
 ) -> EpochPlan:
-    """Plans an epoch: 0.2 us of CPU for each example (``benchmarks/repacking.py``).
+    """Plans an epoch: 0.2 us of CPU per example (``benchmarks/repacking.py``).
 
     Args:
-        sizes: of the examples.
-        config: pack size, strategy and order of packs; its seed counts beside `seed`.
-        seed: of the order.
-        epoch: each epoch has its own packs.
-        shuffle: False: one lane, in file order; the strategy alone decides what meets in a pack.
+        sizes: sizes of the examples.
+        config: pack size, strategy and order of packs; its seed is combined with `seed`.
+        seed: seed of the order.
+        epoch: the epoch; each has other packs.
+        shuffle: False: one lane, in file order; the strategy alone chooses the packs.
     """
     key = seeds.derive(config.seed, "repacking", seed, epoch)
     groups = len(sizes.group_offsets) - 1
@@ -185,11 +185,11 @@ def plan_epoch(
 def _lanes(
     sizes: ExampleSizes, order: Int64, tokens: int, lanes: int
 ) -> tuple[Int64, Int64, list[int]]:
-    """The examples of the row groups in `order`, cut into lanes of equal tokens.
+    """Divides the examples of the row groups in `order` into lanes of equal tokens.
 
     Returns:
-        Pieces of row groups as their first example and number of examples, int64 each; and where
-        the pieces of each lane begin, `[L + 1]`.
+        Pieces of row groups as their first example and number of examples, int64 each; and the
+        first piece of each lane, `[L + 1]`.
     """
     starts, ends = sizes.group_offsets[:-1][order], sizes.group_offsets[1:][order]
     group_tokens = np.add.reduceat(sizes.tokens, sizes.group_offsets[:-1], dtype=np.int64)
@@ -220,7 +220,7 @@ class _Planner:
         self.firsts: list[int] = []
 
     def plan_lane(self, starts: Int64, counts: Int64, begin: int, end: int) -> None:
-        """Plans the windows of the lane of pieces `begin` to `end`, each of whole pieces."""
+        """Plans the windows of a lane, the pieces `begin` to `end`; a window has whole pieces."""
         tokens, before = self._sizes.tokens, to_offsets(counts[begin:end])[:-1]
         firsts = begin + np.flatnonzero(np.diff(before // WINDOW, prepend=-1))
         waiting = np.empty(0, np.int64)
@@ -234,7 +234,7 @@ class _Planner:
             waiting = self._plan_window(waiting, new[tokens[new] > 0], last == end)
 
     def _plan_window(self, waiting: Int64, new: Int64, is_last: bool) -> Int64:
-        """Plans packs of the examples that wait and of the new ones; returns those that wait on."""
+        """Plans packs of waiting and new examples; returns the examples for the next window."""
         window = len(self.window_packs)
         tokens = self._sizes.tokens
         examples = np.concatenate([waiting, new])
@@ -248,7 +248,7 @@ class _Planner:
         waited = np.logical_or.reduceat(chosen < len(waiting), offsets[:-1])
         closed = (filled >= FULL * capacity) | waited | is_last
         if not self._shuffle:
-            closed[:-1] = True  # so that what the strategy leaves in file order stays in it
+            closed[:-1] = True  # so that a strategy in file order stays in file order
         number = np.diff(offsets)
         by_pack = examples[chosen]
         left = by_pack[np.repeat(~closed, number)]

@@ -1,4 +1,4 @@
-"""Reads the row groups of an epoch's windows, each once, and fills a window at once."""
+"""Reads the row groups of an epoch's windows, each once, and fills whole windows."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ from packstore.records import Bool, Examples, Int64, Packs, to_offsets
 from packstore.repacking.plan import EpochPlan
 
 _OPEN = 2
-"""Windows of a lane that are kept at most; the older one goes as soon as its packs are given."""
+"""Largest number of windows kept per lane; the older one is dropped once its packs are yielded."""
 
 
 def read_packs(
     batches: Iterable[Int64], dataset: Dataset, plan: EpochPlan, layout: str, config: ReadConfig
 ) -> Iterator[list[Packs]]:
-    """The packs at each array of positions, each as :class:`Packs` of one row.
+    """Yields the packs at each array of positions, each as :class:`Packs` of one row.
 
-    Where a row group is quarantined, other packs stand in for those that hold one of its examples.
+    If a row group is quarantined, other packs replace those with one of its examples.
 
     Args:
-        batches: int64 arrays of positions in the epoch; taken before the packs before them are
-            given out.
-        dataset: whose examples they are made of.
-        plan: of the epoch.
-        layout: of the packs.
+        batches: int64 arrays of positions in the epoch; read ahead of the packs yielded.
+        dataset: the dataset of the examples.
+        plan: plan of the epoch.
+        layout: layout of the packs.
         config: how far to read ahead, and what to do with a row group that cannot be read.
 
     Raises:
         StorageError: a shard is missing, or the store refuses.
-        IntegrityError: its bytes are not those that were written.
+        IntegrityError: a shard's bytes are not those that were written.
     """
     schedule = _Schedule(batches, plan)
     groups = _read_ahead(dataset, schedule.groups(), config)
@@ -53,7 +52,7 @@ def read_packs(
 def _read_ahead(
     dataset: Dataset, groups: Iterator[int], config: ReadConfig
 ) -> Iterator[CompactPacks | None]:
-    """The row groups in order, read ahead by threads; None for one that is quarantined."""
+    """Yields the row groups in order, read ahead by threads; None for a quarantined one."""
     decoders = Crew(1)  # what one thread allocates and drops stays in one heap
     local = dataset.location.local_path is not None
     fetchers = None if local else Crew(config.requests)
@@ -84,14 +83,14 @@ def _read_ahead(
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """How to give one pack.
+    """The work for one pack.
 
     Attributes:
         pack: its number in the plan.
-        window: that it is of.
-        load: row groups to read before, to fill the window from; None: it is there.
-        goes_on: the window before it was the last one filled in its lane.
-        drop: windows that nobody needs after it.
+        window: its window.
+        load: row groups to read first, to fill the window; None: the window is in memory.
+        goes_on: True if the previous window was the last one filled in its lane.
+        drop: windows not needed any more afterwards.
     """
 
     pack: int
@@ -102,7 +101,7 @@ class _Step:
 
 
 class _Schedule:
-    """What the batches need, step by step, as far ahead as anyone asks."""
+    """The steps that the batches need, computed lazily."""
 
     def __init__(self, batches: Iterable[Int64], plan: EpochPlan) -> None:
         self._batches, self._plan = iter(batches), plan
@@ -112,13 +111,13 @@ class _Schedule:
         self._filled: dict[int, int] = {}
 
     def next_batch(self) -> list[_Step] | None:
-        """The steps of the next batch; None after the last."""
+        """Returns the steps of the next batch; None after the last."""
         if not self._steps and not self._take():
             return None
         return self._steps.popleft()
 
     def groups(self) -> Iterator[int]:
-        """The row groups of all steps, in order."""
+        """Yields the row groups of all steps, in order."""
         while self._groups or self._take():
             while self._groups:
                 yield self._groups.popleft()
@@ -155,11 +154,11 @@ class _Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """A window that was filled.
+    """A filled window.
 
     Attributes:
-        packs: that could be filled.
-        complete: bool, for each pack of the plan whether it could.
+        packs: the packs that could be filled.
+        complete: bool per pack of the plan, True if it could be filled.
     """
 
     packs: CompactPacks
@@ -167,7 +166,7 @@ class _Window:
 
 
 class _Windows:
-    """The windows that were filled, and what waits for those after them."""
+    """The filled windows, and the examples carried over to later ones."""
 
     def __init__(self, plan: EpochPlan, layout: str, dataset: Dataset) -> None:
         self._plan, self._layout, self._dataset = plan, layout, dataset
@@ -176,7 +175,7 @@ class _Windows:
         self._good: Packs | None = None
 
     def give(self, step: _Step, groups: Iterator[CompactPacks | None]) -> Packs:
-        """The pack of `step`; what it has to read first is next in `groups`."""
+        """Returns the pack of `step`; takes the row groups to read first from `groups`."""
         if step.load is not None:
             self._open[step.window] = self._fill(step, [(g, next(groups)) for g in step.load])
         window = self._open[step.window]
@@ -192,7 +191,7 @@ class _Windows:
         return pack
 
     def _fill(self, step: _Step, groups: list[tuple[int, CompactPacks | None]]) -> _Window:
-        """Fills the packs of the window, and puts aside what waits for the next one."""
+        """Fills the packs of the window, and keeps the examples for the next one."""
         plan, window = self._plan, step.window
         lane = plan.lane_of(window)
         waiting = self._waiting.pop(lane, None)
@@ -218,7 +217,7 @@ class _Windows:
         return _Window(CompactPacks.of(joint), complete)
 
     def _stand_in(self) -> Packs:
-        """A pack that can be read, and counts nothing: any will do."""
+        """Any readable pack, with weight 0."""
         if self._good is None:
             self._good = self._find_good()
         return replace(self._good, stand_in=True)
@@ -232,7 +231,7 @@ class _Windows:
 
 
 def _examples(packs: CompactPacks) -> Examples:
-    """The examples of a row group; views, where each sequence lies in one piece."""
+    """The examples of a row group, as views where each sequence is contiguous."""
     flat = packs.packs
     if flat.segment_offsets.any():
         return unpack(packs.plain)

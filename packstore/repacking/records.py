@@ -1,4 +1,4 @@
-"""Tokenized records in packs: of data of a known length, or of a stretch of an endless one."""
+"""Packs tokenized records: of data of known length, or of a part of an endless stream."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from packstore.repacking.sizes import ExampleSizes, Measured, check_settings, fi
 from packstore.repacking.tokenized import Record, Tokenized, examples_of, kind_of, with_types
 
 CHUNK = 1024
-"""Records that are measured at a time."""
+"""Records measured at once."""
 
 
 class Records(Protocol):
-    """Data of a known length, any of whose records can be had at any time."""
+    """Records of known length with random access."""
 
     def __len__(self) -> int: ...
 
@@ -37,18 +37,19 @@ class RecordReader:
     Pickles as records and settings.
 
     Args:
-        records: a list, a Hugging Face ``Dataset``, or the like.
-        config: `pack_size`, `layout` and what does not fit; see :func:`fitting`.
+        records: a list, a Hugging Face ``Dataset``, or similar.
+        config: `pack_size`, `layout` and the policies for records that do not fit; see
+            :func:`fitting`.
 
     Attributes:
         kind: ``dpo``, ``sft`` or ``ranked``.
-        sizes: of all records; each is a row group of its own, so that all of them mix.
-        digest: hash of all token ids and of what is supervised.
+        sizes: sizes of all records; each is a separate row group, so that all of them mix.
+        digest: hash of all token ids and their supervision.
 
     Raises:
         RecordError: a record is not of the kind, or does not fit and `overlong` is ``error``.
-        DropRateError: too many, or all, do not fit.
-        ConfigError: no records, or a setting that needs texts.
+        DropRateError: too many records, or all, do not fit.
+        ConfigError: there are no records, or a setting needs texts.
     """
 
     def __init__(self, records: Records, config: PackConfig) -> None:
@@ -70,10 +71,10 @@ class RecordReader:
         self.sizes: ExampleSizes = fitting(joined(parts), groups, config, "records")
 
     def read(self, batches: Iterable[Int64], plan: EpochPlan) -> Iterator[list[Packs]]:
-        """The packs at each array of positions in the epoch, each as :class:`Packs` of one row.
+        """Yields the packs at each array of positions, each as :class:`Packs` of one row.
 
         Raises:
-            RecordError: a record is no longer what it was.
+            RecordError: a record has changed.
         """
         for indices in batches:
             chosen = plan.locate(indices)
@@ -85,16 +86,16 @@ class RecordReader:
 
     def _take(self, numbers: Int64) -> Tokenized:
         wanted = numbers.tolist()
-        several = getattr(self.records, "__getitems__", None)  # torch's name; datasets has it too
+        several = getattr(self.records, "__getitems__", None)  # a protocol of torch and datasets
         found = several(wanted) if several else [self.records[i] for i in wanted]
         return examples_of(found, wanted, self.kind, self.config)
 
 
 class StepPacker:
-    """Packs a stretch of records at a time: those of one optimizer step.
+    """Packs the records of one optimizer step at a time.
 
     Args:
-        config: `pack_size`, `layout`, `strategy` and what does not fit.
+        config: `pack_size`, `layout`, `strategy` and the policies for records that do not fit.
     """
 
     def __init__(self, config: PackConfig) -> None:
@@ -103,10 +104,10 @@ class StepPacker:
         self.kind: str | None = None if config.kind == "auto" else config.kind
 
     def fits(self, record: Record, number: int) -> Tokenized | None:
-        """The record as an example; None if it does not fit and is to be left out.
+        """Returns the record as an example; None if it does not fit and is dropped.
 
         Raises:
-            RecordError: it is not of the kind, or does not fit and `overlong` is ``error``.
+            RecordError: the record is not of the kind, or does not fit and `overlong` is ``error``.
         """
         if not self._typed:
             self.config, self._typed = with_types(self.config, [record]), True
@@ -121,7 +122,7 @@ class StepPacker:
         return None
 
     def pack(self, parts: Sequence[Tokenized]) -> Packs:
-        """The examples in packs, fullest first as the strategy gives them."""
+        """Packs the examples, in the order of the strategy."""
         whole = _joined(parts)
         tokens = sizes(whole.examples, self.config.layout)
         made = plan(
@@ -130,7 +131,7 @@ class StepPacker:
             strategy=self.config.strategy,
             seed=self.config.seed,
             pack_order="plain",
-            shuffle=False,  # all of them are of one step
+            shuffle=False,  # all belong to one step
         )
         examples = whole.examples.take(made.order)
         logps = whole.ref_logps
@@ -140,7 +141,7 @@ class StepPacker:
 
 
 def in_one_pack(records: Sequence[Record], kind: str, config: PackConfig) -> Packs:
-    """All records in one pack, in their order, however long it is.
+    """Puts all records in one pack of any length, in their order.
 
     Raises:
         RecordError: a record is not of the kind.

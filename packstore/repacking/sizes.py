@@ -1,4 +1,4 @@
-"""How large every example of a dataset is in a layout, without reading tokens where possible."""
+"""Measures the examples of a dataset in a layout, without reading tokens where possible."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from packstore.records import Examples, Int32, Int64, to_offsets
 from packstore.schema import KINDS
 
 THREADS = 4
-"""Shards or row groups that are measured at a time."""
+"""Shards or row groups measured at the same time."""
 
 log = logging.getLogger("packstore")
 
 Measured = tuple[Int64, Int64, Int64, Int64 | None]
-"""Of some examples tokens, sum of squared segment lengths and longest sequence, int64 `[n]` each;
-and int64 `[n, 4]`, the columns of :mod:`packstore.loss_counts`, where these are known."""
+"""Tokens, sum of squared segment lengths and longest sequence of each example, int64 `[n]` each;
+and the columns of :mod:`packstore.loss_counts`, int64 `[n, 4]`, or None if unknown."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExampleSizes:
-    """The examples of a dataset in file order, as an epoch's plan needs them.
+    """Sizes of a dataset's examples in file order, from which an epoch is planned.
 
     Attributes:
-        tokens: int32 `[E]`, that each takes in a pack; 0: too long, left out.
-        squares: int64 `[E]`, sums of the squared lengths of its segments.
+        tokens: int32 `[E]`, tokens that each occupies in a pack; 0: too long, dropped.
+        squares: int64 `[E]`, sum of the squared lengths of its segments.
         group_offsets: int64 `[G + 1]`, the first example of each row group.
-        left_out: examples that are too long.
-        counts: int64 `[E, 4]`, the columns of :mod:`packstore.loss_counts`; None: not known, as
-            nothing but lengths was read.
+        left_out: number of examples that are too long.
+        counts: int64 `[E, 4]`, the columns of :mod:`packstore.loss_counts`; None: unknown, as only
+            lengths were read.
     """
 
     tokens: Int32
@@ -52,17 +52,17 @@ class ExampleSizes:
 
 
 def measure(dataset: Dataset, config: PackConfig) -> ExampleSizes:
-    """The sizes of all examples in the layout of `config`: 12 bytes for each.
+    """Measures all examples in the layout of `config`; 12 bytes per example.
 
-    Sizes are in the pack index if each pack is one example in that layout already, else in the
-    columns of lengths. Only from ``concat`` to ``shared_prefix`` the tokens have to be read.
+    Reads the pack index if each pack is one example in that layout, else the columns of lengths.
+    Only a change from ``concat`` to ``shared_prefix`` reads the tokens.
 
     Raises:
         ConfigError: a setting contradicts the dataset, or needs its texts.
         RecordError: an example does not fit, and `overlong` is ``error``.
-        DropRateError: too many, or all, do not fit.
+        DropRateError: too many examples, or all, do not fit.
         StorageError: a shard is missing, or the store refuses.
-        IntegrityError: its bytes are not those that were written.
+        IntegrityError: a shard's bytes are not those that were written.
     """
     manifest = dataset.manifest
     _check(dataset, config)
@@ -85,7 +85,7 @@ def measure(dataset: Dataset, config: PackConfig) -> ExampleSizes:
 
 
 def joined(parts: Iterable[Measured]) -> Measured:
-    """The examples of all parts, one at least."""
+    """Concatenates the measures of all parts, at least one."""
     *sizes, counts = (list(column) for column in zip(*parts, strict=True))
     tokens, squares, longest = (np.concatenate(column) for column in sizes)
     known = all(part is not None for part in counts)
@@ -95,17 +95,17 @@ def joined(parts: Iterable[Measured]) -> Measured:
 def fitting(
     measured: Measured, group_offsets: Int64, config: PackConfig, where: str
 ) -> ExampleSizes:
-    """Sizes of examples, of which those that do not fit a pack are left out.
+    """Drops the examples that do not fit a pack, and returns all sizes.
 
     Args:
-        measured: what :func:`sum_up` gives, of all examples.
+        measured: the result of :func:`sum_up` for all examples.
         group_offsets: int64 `[G + 1]`, the first example of each row group.
-        config: what fits, and what becomes of the rest.
-        where: the data, as error texts name it.
+        config: limits, and the policies for examples beyond them.
+        where: name of the data in error texts.
 
     Raises:
         RecordError: an example does not fit, and `overlong` is ``error``.
-        DropRateError: too many, or all, do not fit.
+        DropRateError: too many examples, or all, do not fit.
     """
     tokens, squares, longest, counts = measured
     fits = (tokens <= config.pack_size) & (longest <= config.sequence_limit)
@@ -122,10 +122,10 @@ def fitting(
 
 
 def check_settings(config: PackConfig) -> None:
-    """Refuses settings that need texts, and to leave room for padding.
+    """Refuses settings that need texts, and reserved space for padding.
 
     Raises:
-        ConfigError: a setting for tokenizing or selecting records; `overlong` would truncate; or
+        ConfigError: a setting is for tokenizing or selecting records; `overlong` would truncate; or
             `pad_to_multiple` is above 1.
     """
     names = [name for name in config.needing_records if name != "carry"]
@@ -162,7 +162,7 @@ def _check(dataset: Dataset, config: PackConfig) -> None:
 
 
 def _refuse(where: str, config: PackConfig, longest: int, bad: int, number: int) -> None:
-    """Raises, or counts in the log, what does not fit."""
+    """Raises for examples that do not fit, or logs their number."""
     must = f"an example must fit pack_size {config.pack_size}"
     if config.max_length is not None:
         must += f", and each sequence max_length {config.max_length}"
@@ -177,7 +177,7 @@ def _refuse(where: str, config: PackConfig, longest: int, bad: int, number: int)
 
 
 def _needs_tokens(dataset: Dataset, config: PackConfig) -> bool:
-    """Whether only tokens tell what the sequences of an example share."""
+    """Returns True if tokens are needed to find the prefixes that sequences share."""
     layouts = (dataset.manifest.layout, config.layout)
     return layouts == ("concat", "shared_prefix") and dataset.manifest.kind != "sft"
 
@@ -189,7 +189,7 @@ def _from_tokens(dataset: Dataset, config: PackConfig) -> Iterator[Measured]:
 
     with ThreadPoolExecutor(THREADS) as pool:
         groups = range(len(dataset.row_groups))
-        for first in range(0, len(groups), 4 * THREADS):  # so that few wait to be taken
+        for first in range(0, len(groups), 4 * THREADS):  # so that few results wait in memory
             yield from pool.map(of_group, groups[first : first + 4 * THREADS])
 
 
@@ -206,7 +206,7 @@ def _from_lengths(dataset: Dataset, config: PackConfig) -> Iterator[Measured]:
         lengths = physical = columns["lengths"][0].astype(np.int64)
         if "seq_boundaries" in names:
             rises = np.diff(columns["seq_boundaries"][0])
-            physical = rises[rises > 0]  # it falls between packs only
+            physical = rises[rises > 0]  # negative only between packs
         if fixed is None:
             counts = columns["num_responses"][0].astype(np.int64)
         else:
@@ -225,7 +225,7 @@ def _from_lengths(dataset: Dataset, config: PackConfig) -> Iterator[Measured]:
 
 
 def measure_examples(examples: Examples, layout: str, kind: str) -> Measured:
-    """Sizes and counts of examples of a kind in `layout`."""
+    """Measures examples of a kind in `layout`."""
     physical = examples.lengths - segment_offsets(examples, layout)
     starts = examples.sequence_offsets[:-1]
     supervised = np.add.reduceat(examples.supervised, starts, dtype=np.int64)
@@ -240,10 +240,10 @@ def sum_up(
     """Sums over the sequences of each example.
 
     Args:
-        lengths: `[S]`, logical.
+        lengths: `[S]`, logical lengths.
         physical: `[S]`, tokens of each segment.
         example_offsets: int64 `[E + 1]`.
-        counts: int64 `[E, 4]`, which are passed on.
+        counts: int64 `[E, 4]`, returned unchanged.
     """
     first, physical = example_offsets[:-1], physical.astype(np.int64)
     return (

@@ -1,4 +1,4 @@
-"""Records that are token ids already and were never packed: parsed and measured in memory.
+"""Parses and measures tokenized records that were never packed, in memory.
 
 The fields are those of ``packstore export jsonl`` and of the collators of other trainers:
 
@@ -7,9 +7,8 @@ The fields are those of ``packstore export jsonl`` and of the collators of other
     sft     input_ids, labels; or input_ids and a mask of what is supervised; or prompt, response
     ranked  prompt, responses, scores [, response_labels]
 
-with `example_id` if the record has one. ``prompt_ids``, ``chosen_ids`` and so on mean the same.
-Without a prompt, responses are whole sequences and need labels. Values are lists, arrays or
-tensors.
+and optionally `example_id`. ``prompt_ids``, ``chosen_ids`` and so on are synonyms. Without a
+prompt, responses are whole sequences and need labels. Values are lists, arrays or tensors.
 """
 
 from __future__ import annotations
@@ -36,37 +35,37 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "response": ("response_ids", "completion_ids", "response", "completion"),
     "mask": ("loss_mask", "completion_mask", "assistant_masks"),
 }
-"""Names of fields that have more than one; those of ids first, as text may stand beside them."""
+"""Synonyms of field names; names of ids come first, as a record may have text fields as well."""
 
 _LIMIT = 1 << 31
 
 
 @dataclass(frozen=True, eq=False)
 class Tokenized:
-    """Some records as examples.
+    """Records as examples.
 
     Attributes:
-        examples: E of them.
-        ref_logps: float32 `[S]`, where every record had them.
+        examples: the E examples.
+        ref_logps: float32 `[S]` in nats; None unless every record has them.
     """
 
     examples: Examples
     ref_logps: Float32 | None
 
     def measured(self, layout: str, kind: str) -> Measured:
-        """Sizes and counts of each example in `layout`; they are of `kind`."""
+        """Measures each example, of kind `kind`, in `layout`."""
         return measure_examples(self.examples, layout, kind)
 
 
 class _Wrong(Exception):
-    """What one record must be, and is not."""
+    """A requirement that one record does not meet."""
 
 
 def kind_of(record: Record) -> str:
-    """The kind that a record's fields tell.
+    """Returns the kind of a record by its fields.
 
     Raises:
-        RecordError: they tell none.
+        RecordError: the fields fit no kind.
     """
     if isinstance(record, Mapping):
         if record.get("responses") is not None:
@@ -83,7 +82,7 @@ def kind_of(record: Record) -> str:
 
 
 def with_types(config: PackConfig, records: Sequence[Record]) -> PackConfig:
-    """`config` with the types that carried columns have in `records`, where it names none."""
+    """Completes `config` with the types of carried columns in `records`, where it names none."""
     if not config.carry:
         return config
     from packstore.tokenizer.carry import typed_carry
@@ -94,17 +93,17 @@ def with_types(config: PackConfig, records: Sequence[Record]) -> PackConfig:
 def examples_of(
     records: Sequence[Record], numbers: Sequence[int], kind: str, config: PackConfig
 ) -> Tokenized:
-    """Records as examples.
+    """Parses records into examples.
 
     Args:
-        records: of one kind.
-        numbers: where each stands in the data; its example id, unless it has one.
+        records: records of one kind.
+        numbers: index of each in the data; its example id, unless it has one.
         kind: ``dpo``, ``sft`` or ``ranked``.
-        config: its `carry` is what else is taken from the records.
+        config: its `carry` names the carried columns.
 
     Raises:
         RecordError: a record is not of this kind; names its number.
-        ConfigError: a carried column that cannot be.
+        ConfigError: a carried column is not possible.
     """
     sequences: list[tuple[Int32, Bool]] = []
     rewards: list[float] = []
@@ -178,7 +177,7 @@ _PARSE = {"dpo": _pair, "sft": _single, "ranked": _ranking}
 
 
 def _sequence(prompt: Any, response: Any, labels: Any, name: str) -> tuple[Int32, Bool]:
-    """Ids, and which of them are supervised: by the labels of the response, else all of it."""
+    """Ids and supervision mask of a sequence: by the response's labels, else the whole response."""
     before = np.empty(0, np.int32) if prompt is None else _ids(prompt, "prompt")
     ids = _ids(response, name)
     if labels is None:
@@ -252,7 +251,7 @@ def _need(record: Record, name: str) -> Any:
 def _columns(
     records: Sequence[Record], numbers: Sequence[int], config: PackConfig
 ) -> dict[str, Column]:
-    """The carried columns; the tokenizer's rooms are entered only where there are any."""
+    """The carried columns; imports the tokenizer package only if there are any."""
     if not config.carry:
         return {}
     from packstore.tokenizer.carry import carried_values, parse_carry, to_columns

@@ -1,7 +1,7 @@
-"""How examples are chosen for a pack: one file and one line per strategy.
+"""Packing strategies: one file and one line each.
 
-A strategy sees lengths only, and decides which example goes into which pack. Random choices are
-drawn from :mod:`packstore.seeds`.
+A strategy assigns examples to packs from their lengths alone. Random choices are drawn from
+:mod:`packstore.seeds`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Strategy(Protocol):
         Args:
             lengths: int32 `[n]`, C-contiguous, tokens of each example in input order, each
                 1..capacity (:func:`packstore.pack.plan.plan` checks it).
-            capacity: tokens of a pack at most.
+            capacity: most tokens of a pack.
             seed: source of every random choice.
 
         Returns:
@@ -50,4 +50,4 @@ STRATEGIES: Registry[Strategy] = Registry(
 )
 
 VERSIONS: dict[str, int] = {"exact_fill": 2, "column_generation": 2}
-"""Name -> version of a strategy whose plans have changed since its first release, which was 1."""
+"""Name -> version of a strategy whose plans have changed since version 1."""

@@ -1,4 +1,4 @@
-"""The strategy that suits the lengths: pool where it is tight, else the tightest plan there is."""
+"""Chooses a strategy by the lengths: pool if its plan is tight, else the tightest plan."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from packstore.records import Int32, Int64
 logger = logging.getLogger(__name__)
 
 NEAR = 2e-4
-"""A plan is taken without looking further if it has at most so many packs more than the bound, as a
-share of it (and one pack in any case)."""
+"""A plan is accepted at once if it exceeds the bound by at most this fraction, or by one pack."""
 
 LONG_SHARE = 0.4
-"""Pool is not tried if more of all tokens are in examples longer than half a pack: they need
-partners that a fill in arrival order has used up, and looking for them is slow."""
+"""Pool is not tried if a larger fraction of tokens is in examples longer than half a pack: filling
+in arrival order uses up the short examples that they need, and searching for these is slow."""
 
 
 def auto(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
-    """The first of pool, exact_fill and column_generation near the bound, else the tightest."""
+    """Packs with the first of pool, exact_fill and column_generation that is near the bound.
+
+    If none is, takes the tightest plan.
+    """
     return choose(lengths, capacity, seed)[1]
 
 
 def choose(lengths: Int32, capacity: int, seed: int) -> tuple[str, tuple[Int32, Int64]]:
-    """The name of the strategy that `auto` is for these lengths, and its order and offsets.
+    """Returns the name of the strategy chosen for these lengths, and its order and offsets.
 
-    Without `highspy`, column_generation is left out, and that is logged where it might have helped.
+    Without `highspy`, column_generation is skipped; a warning is logged where it might have helped.
     """
     near = lower_bound(lengths, capacity)
     near += max(1, int(NEAR * near))
@@ -51,6 +53,6 @@ def choose(lengths: Int32, capacity: int, seed: int) -> tuple[str, tuple[Int32, 
 
 
 def _long_share(lengths: Int32, capacity: int) -> float:
-    """Share of the tokens in examples longer than half a pack."""
+    """Fraction of the tokens in examples longer than half a pack."""
     tokens = int(lengths.sum(dtype=np.int64))
     return int(lengths[lengths > capacity // 2].sum(dtype=np.int64)) / tokens if tokens else 0.0

@@ -7,10 +7,10 @@ from packstore.records import Int32, Int64
 
 
 def best_fit_decreasing(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
-    """The longest example first, each into the fullest pack that has room for it.
+    """Packs the longest example first, each into the fullest pack that it fits.
 
-    As many packs as the plain algorithm on the sorted lengths makes. Examples of like lengths meet
-    in a pack: use pack order ``stratified`` or ``shuffled``.
+    Makes as many packs as the plain algorithm on sorted lengths. Packs hold examples of similar
+    length: use pack order ``stratified`` or ``shuffled``.
     """
     counts = count_lengths(lengths, capacity)
     steps, used, packs = best_fit(counts, capacity, new_steps(), 0, 0)

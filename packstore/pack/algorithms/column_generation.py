@@ -1,10 +1,10 @@
-"""Linear programming over the histogram: the tightest plan, for lengths on which others waste most.
+"""Linear programming over the histogram of lengths: the tightest plan, where others waste most.
 
-How often to use each pattern (lengths that fit a pack together) is a linear program with a row per
-length. Its patterns are made as they are needed: a knapsack over the dual prices finds those that
-improve it. Rounded down, it leaves less than one pack per pattern for best fit to place. Source:
-Gilmore, Gomory, "A linear programming approach to the cutting-stock problem", Operations Research
-9, 1961.
+The number of uses of each pattern (lengths that fit a pack together) is a linear program with one
+row per length. Patterns are generated as needed: a knapsack over the dual prices finds those that
+improve the solution. Rounded down, it leaves less than one pack per pattern, placed by best fit.
+Source: Gilmore, Gomory, "A linear programming approach to the cutting-stock problem", Operations
+Research 9, 1961.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from packstore.registry import missing_extra
 Float64 = npt.NDArray[np.float64]
 
 MAX_SIZES = 512
-"""Lengths are rounded up to a grid until no more than so many differ: half as many take a third of
-the time and leave 0.1 % more packs, twice as many six times the time for 0.05 % fewer."""
+"""Largest number of distinct lengths, to which lengths are rounded up: half as many take a third of
+the time and make 0.1 % more packs, twice as many take six times as long for 0.05 % fewer."""
 
 TOLERANCE = 2e-5
-"""The program is solved once its value is within this share of the bound that its prices prove."""
+"""Relative gap to the bound of the dual prices at which the program counts as solved."""
 
 MAX_ROUNDS = 300
-"""Patterns are made in so many rounds at most; what there is then is used."""
+"""Largest number of rounds of pattern generation."""
 
 BATCH = 64
-"""New patterns of one round at most."""
+"""Largest number of new patterns per round."""
 
 
 def column_generation(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
-    """As few packs as a linear program promises, and a few; never more than exact_fill makes.
+    """Packs by linear programming: a few packs over its bound, never more than exact_fill.
 
     Raises:
         MissingExtraError: HiGHS (`highspy`) is not installed.
@@ -48,7 +48,7 @@ def column_generation(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, 
         return exact
     grid = _grid(lengths)
     capacity //= grid
-    # What the grid makes longer than a pack fills one alone.
+    # An example that rounding makes longer than a pack fills one alone.
     rounded = np.minimum(-(-lengths // grid), capacity).astype(np.int32)
     counts = count_lengths(rounded, capacity)
     sizes = np.flatnonzero(counts)
@@ -71,7 +71,7 @@ def column_generation(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, 
 
 
 def _grid(lengths: Int32) -> int:
-    """The smallest step of a grid on which few lengths differ."""
+    """The smallest rounding step that leaves at most MAX_SIZES distinct lengths."""
     sizes = np.flatnonzero(np.bincount(lengths))
     grid = 1
     while len(np.unique(-(-sizes // grid))) > MAX_SIZES:
@@ -80,20 +80,20 @@ def _grid(lengths: Int32) -> int:
 
 
 def _solve(sizes: Int64, counts: Int64, capacity: int) -> tuple[list[Int64], Int64]:
-    """Patterns, each int64 `[sizes]`, and how often each is used, rounded down."""
+    """Patterns, each int64 `[sizes]`, and their numbers of uses, rounded down."""
     program = _Program(counts)
     program.extend(list(np.diag(capacity // sizes)))
     for _ in range(MAX_ROUNDS):
         prices = program.solve()
         best, last = _knapsack(sizes, prices, capacity)
-        # No pattern is worth more than best[-1], so the prices, scaled, are a bound.
+        # No pattern is worth more than best[-1], so the scaled prices are a lower bound.
         if best[-1] <= 1 / (1 - TOLERANCE):
             break
         worth = prices + best[capacity - sizes]
         first = np.argsort(-worth, kind="stable")[:BATCH]
         program.extend(_patterns(first[worth[first] > 1 + 1e-9], last, sizes, capacity))
     uses = program.uses()
-    # Rounding errors of the solver must not use an example twice.
+    # The solver's rounding errors must not use an example twice.
     number = np.floor(uses + 1e-6).astype(np.int64)
     while (over := number @ np.array(program.patterns) > counts).any():
         involved = np.array(program.patterns)[:, over].any(axis=1) & (number > 0)
@@ -102,7 +102,7 @@ def _solve(sizes: Int64, counts: Int64, capacity: int) -> tuple[list[Int64], Int
 
 
 class _Program:
-    """min sum(x) with A x >= counts and x >= 0, to which columns are added."""
+    """The linear program min sum(x) with A x >= counts and x >= 0, extended by columns."""
 
     def __init__(self, counts: Int64) -> None:
         try:
@@ -120,7 +120,7 @@ class _Program:
             self._solver.addRow(float(count), self._infinity, 0, [], [])
 
     def extend(self, patterns: list[Int64]) -> None:
-        """Adds those patterns that are new."""
+        """Adds new patterns as columns."""
         for pattern in patterns:
             if pattern.tobytes() in self._known:
                 continue
@@ -131,13 +131,13 @@ class _Program:
             self._solver.addCol(1.0, 0.0, self._infinity, len(rows), rows.astype(np.int32), values)
 
     def solve(self) -> Float64:
-        """The price of each row, at least 0."""
+        """Solves the program; returns the dual price of each row, at least 0."""
         self._solver.run()
         prices: Float64 = np.maximum(np.array(self._solver.getSolution().row_dual), 0.0)
         return prices
 
     def uses(self) -> Float64:
-        """x of the last solution; columns that were added since count 0."""
+        """Returns x of the last solution; 0 for columns added since."""
         found = np.array(self._solver.getSolution().col_value)
         uses: Float64 = np.pad(found, (0, len(self.patterns) - len(found)))
         return uses
@@ -145,7 +145,7 @@ class _Program:
 
 @jit
 def _knapsack(sizes: Int64, prices: Float64, capacity: int) -> tuple[Float64, Int64]:
-    """The most that fits into each room 0..capacity is worth, and a part of it (-1: nothing)."""
+    """The best value for each capacity 0..capacity, and one size of that solution (-1: none)."""
     best, last = np.zeros(capacity + 1), np.full(capacity + 1, -1, np.int64)
     for room in range(1, capacity + 1):
         best[room], last[room] = best[room - 1], -2
@@ -159,7 +159,7 @@ def _knapsack(sizes: Int64, prices: Float64, capacity: int) -> tuple[Float64, In
 
 
 def _patterns(first: Int64, last: Int64, sizes: Int64, capacity: int) -> list[Int64]:
-    """For each of the lengths `first` the best pattern that holds it."""
+    """The best pattern that contains each of the lengths `first`."""
     found = []
     for kind in first.tolist():
         pattern = np.zeros(len(sizes), np.int64)

@@ -1,7 +1,7 @@
-"""Patterns of lengths that fill a pack exactly, over the histogram: as tight as a plan gets.
+"""Packs by patterns of lengths that fill a pack exactly, over the histogram of lengths.
 
-Best-fit decreasing loses a percent where about three examples go into a pack: it takes the longest
-example that fits, and not one after which the next fits exactly.
+Best-fit decreasing wastes a percent where packs hold about three examples: it takes the longest
+example that fits, not one after which the next fits exactly.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from packstore.records import Int32, Int64
 
 
 def exact_fill(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
-    """The longest example first, with others that fill its pack exactly; the rest by best fit.
+    """Packs the longest example first, with others that fill its pack; the rest by best fit.
 
-    Never more packs than best-fit decreasing makes, whose plan is made as well and taken if it is
-    better. Examples of like lengths meet in a pack: use pack order ``stratified`` or ``shuffled``.
+    Never makes more packs than best-fit decreasing, whose plan is also made, and taken if better.
+    Packs hold examples of similar length: use pack order ``stratified`` or ``shuffled``.
     """
     counts = count_lengths(lengths, capacity)
     steps, used, packs = plan_exactly(counts, capacity, new_steps(), 0, 0)
@@ -46,16 +46,16 @@ def exact_fill(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
 def plan_exactly(
     counts: Int64, capacity: int, steps: Int64, used: int, packs: int
 ) -> tuple[Int64, int, int]:
-    """The better of exact patterns and best-fit decreasing, into packs from `packs` on.
+    """Writes the better plan of exact patterns and best-fit decreasing, for packs from `packs` on.
 
     Returns:
-        The steps, how many are used, and the number of packs.
+        The steps, the number of steps used, and the number of packs.
     """
     tokens = 0
     for size in range(len(counts)):
         tokens += size * counts[size]
     exact, exact_used, exact_packs = _plan(counts.copy(), capacity, steps.copy(), used, packs)
-    if (exact_packs - packs - 1) * capacity < tokens:  # one less would not hold them
+    if (exact_packs - packs - 1) * capacity < tokens:  # one pack less would not hold the tokens
         return exact, exact_used, exact_packs
     fit, fit_used, fit_packs = best_fit(counts, capacity, steps, used, packs)
     if fit_packs < exact_packs:
@@ -64,16 +64,16 @@ def plan_exactly(
 
 
 PART, EACH = range(2)
-"""A pattern is an int64 `[parts, 2]` of lengths that differ, the longest first, and how many of
-each. Below, `sizes` is the set of lengths of which there are examples, and `mirror` the set of what
-they leave of a pack: so one look at either compares 64 lengths with their complements."""
+"""A pattern is an int64 `[parts, 2]` of distinct lengths, the longest first, and their counts.
+Below, `sizes` is the set of lengths with examples left, and `mirror` the set of their complements
+to a full pack, so one word operation compares 64 lengths with their complements."""
 
 
 @jit
 def _plan(
     counts: Int64, capacity: int, steps: Int64, used: int, packs: int
 ) -> tuple[Int64, int, int]:
-    """Exact patterns, and best fit for the rest; uses up `counts`."""
+    """Plans exact patterns, then best fit for the rest; reduces `counts` to 0."""
     sizes, mirror = new_set(capacity), new_set(capacity)
     rest, parts = np.zeros_like(counts), np.empty((capacity, 2), np.int64)
     for size in range(1, capacity + 1):
@@ -101,7 +101,7 @@ def _plan(
 
 @inlined
 def _change(counts: Int64, sizes: Bits, mirror: Bits, size: int, by: int) -> None:
-    """So many more (or fewer) examples of this length."""
+    """Changes the count of a length by `by`, and updates both sets."""
     counts[size] += by
     left = len(counts) - 1 - size
     if counts[size] == 0:
@@ -114,7 +114,7 @@ def _change(counts: Int64, sizes: Bits, mirror: Bits, size: int, by: int) -> Non
 
 @inlined
 def _find(counts: Int64, sizes: Bits, mirror: Bits, parts: Int64, size: int) -> int:
-    """Writes to `parts` a pattern with `size` that fills a pack; returns its parts, or 0."""
+    """Writes a pattern with `size` that fills a pack to `parts`; returns its parts, or 0."""
     room = len(counts) - 1
     number, each = 0, 1
     while size > 0:
@@ -124,7 +124,7 @@ def _find(counts: Int64, sizes: Bits, mirror: Bits, parts: Int64, size: int) -> 
         size = _next_part(counts, sizes, mirror, room)
         each = 1
         if size > 0 and 3 * size <= room and at_most(sizes, room) == size:
-            # The longest there is: it stays the choice as long as a third of the room holds it.
+            # The longest length left: it remains the choice while a third of the space holds it.
             each = min(counts[size], room // size - 2)
     for i in range(number):
         _change(counts, sizes, mirror, parts[i, PART], parts[i, EACH])
@@ -133,7 +133,7 @@ def _find(counts: Int64, sizes: Bits, mirror: Bits, parts: Int64, size: int) -> 
 
 @inlined
 def _put(parts: Int64, number: int, size: int, each: int) -> int:
-    """Adds `each` examples of length `size` to a pattern; returns its parts."""
+    """Adds `each` examples of length `size` to a pattern; returns its number of parts."""
     at = number
     while at > 0 and parts[at - 1, PART] < size:
         at -= 1
@@ -150,10 +150,10 @@ def _put(parts: Int64, number: int, size: int, each: int) -> int:
 
 @inlined
 def _next_part(counts: Int64, sizes: Bits, mirror: Bits, room: int) -> int:
-    """The length that closes `room`, or one of two that do, else a third of it; -1: none fits.
+    """Returns the length that fills `room`, one of two that do, or a third of it; -1: none fits.
 
-    Two as equal as possible, and a third rather than more: that saves up the short ones, without
-    which the packs of long ones stay open.
+    Prefers two equal lengths, and a third over more: that saves short examples, which are needed
+    to complete packs with long ones.
     """
     if counts[room] > 0 or room == 0:
         return room
@@ -166,7 +166,7 @@ def _next_part(counts: Int64, sizes: Bits, mirror: Bits, room: int) -> int:
 
 @inlined
 def _half(counts: Int64, sizes: Bits, mirror: Bits, room: int) -> int:
-    """The longer of two lengths, as equal as possible, that close `room` together, or -1."""
+    """Returns the longer of two lengths, as equal as possible, that fill `room`, or -1."""
     shift = len(counts) - 1 - room
     one = at_least(sizes, (room + 1) // 2)
     while 0 < one < room:

@@ -10,9 +10,9 @@ from packstore.records import Int32, Int64
 
 
 def first_fit_decreasing(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
-    """The longest example first, each into the first pack that has room for it.
+    """Packs the longest example first, each into the first pack that it fits.
 
-    As many packs as the like-named choice of NeMo-Aligner and Megatron-Bridge makes
+    Makes as many packs as the strategy of this name in NeMo-Aligner and Megatron-Bridge
     (``create_packing_strategy``). Short examples end up together: use pack order ``stratified``.
     """
     grouped = group_by_length(lengths, count_lengths(lengths, capacity), seed)

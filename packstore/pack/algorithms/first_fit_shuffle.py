@@ -10,10 +10,10 @@ from packstore.records import Int32, Int64
 
 
 def first_fit_shuffle(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
-    """The examples in random order, each into the first pack that has room for it.
+    """Packs the examples in random order, each into the first pack that it fits.
 
-    The like-named choice of NeMo-Aligner and Megatron-Bridge draws its order from numpy; ours is
-    drawn from the seed, so the same order gives the same packs, and another one about as many.
+    The strategy of this name in NeMo-Aligner and Megatron-Bridge draws its order from numpy, this
+    one from the seed: the same order gives the same packs, another order about as many.
     """
     queue = seeds.permutation(len(lengths), seed, "first_fit_shuffle").astype(np.int32)
     return first_fit(lengths, capacity, queue)

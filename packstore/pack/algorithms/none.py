@@ -1,4 +1,4 @@
-"""A pack of one: every example is a pack, in input order."""
+"""No packing: every example is a pack, in input order."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from packstore.records import Int32, Int64
 
 
 def none(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
-    """One example per pack."""
+    """Makes one pack per example."""
     return np.arange(len(lengths), dtype=np.int32), np.arange(len(lengths) + 1)

@@ -1,9 +1,9 @@
-"""The default: packs of neighbours in input order whose last pieces are chosen to close them.
+"""The default: packs neighbours in input order, and chooses the last examples to fill each pack.
 
-A look-ahead of some thousand examples (the pool) is kept full from the input. A pack takes the
-oldest examples of the pool until one or two more can close it, and those are chosen so that
-nothing is left over, again the oldest ones that do. So which examples meet is as random as the
-input is, no example moves far, and memory does not grow with the input.
+A look-ahead of a few thousand examples (the pool) is refilled from the input. A pack takes the
+oldest examples of the pool until one or two more can fill it; those are chosen to fill it exactly,
+again the oldest that do. So packs are as random as the input, no example moves far, and memory does
+not grow with the input.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ WINDOW = 8192
 """Examples in the pool."""
 
 SPAN = 4 * WINDOW
-"""The oldest and the newest example of the pool are less than this apart in the input."""
+"""Upper bound of the distance in the input between the oldest and newest example of the pool."""
 
 PROBES = 64
-"""Examples that are tried as the last but one of a pack."""
+"""Number of examples tried as the second to last of a pack."""
 
 CLOSE = 2
-"""A pack is closed once it has room for no more than so many examples of mean length."""
+"""A pack is completed once it has space for at most this many examples of mean length."""
 
 SPARE = 0.5
-"""Until then, it keeps room for this many more: what is shorter is scarce, and is wanted by those
-packs that begin with a long example."""
+"""Until then, it keeps space for this many more: shorter examples are scarce, and needed for packs
+that begin with a long example."""
 
 ENDGAME = 1024
-"""When the input has ended and so few are left, the longest goes first: they are hard to place."""
+"""When the input has ended and this few are left, the longest go first: they are hard to place."""
 
 
 def pool(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
-    """Nearly full packs in nearly input order; makes no random choice of its own."""
+    """Makes nearly full packs in nearly input order; draws no random numbers."""
     order, offsets = np.empty(len(lengths), np.int32), np.empty(len(lengths) + 1, np.int64)
     packs = _fill(lengths, capacity, order, offsets)
     return order, offsets[: packs + 1].copy()
 
 
 OLDEST, NEWEST, COUNT, TOKENS = range(4)
-"""State of the pool: index of its oldest example, one past its newest, its examples and tokens."""
+"""State of the pool: index of its oldest example, one past its newest, its example and token
+counts."""
 
 FRONT, BACK = range(2)
 """The examples of one length form a queue: index of the first and the last, or -1.
@@ -56,7 +57,7 @@ example in the queue of each slot's example (int64 `[SPAN]`).
 def _enter(
     lengths: Int32, alive: Bits, sizes: Bits, ends: Int64, behind: Int64, state: Int64
 ) -> None:
-    """Takes examples from the input into the pool until it is full."""
+    """Adds examples from the input to the pool until it is full."""
     if state[COUNT] == 0:
         state[OLDEST] = state[NEWEST]
     limit = min(len(lengths), state[OLDEST] + SPAN)
@@ -78,10 +79,10 @@ def _enter(
 
 @inlined
 def _oldest(alive: Bits, state: Int64, i: int) -> int:
-    """The oldest example of the pool that is not older than `i`, or -1."""
+    """Returns the oldest example of the pool that is not older than `i`, or -1."""
     slot = i % SPAN
     found = at_least(alive, slot)
-    if found < 0:  # the slots begin anew
+    if found < 0:  # wrap around
         found = at_least(alive, 0)
         if found < 0:
             return -1
@@ -92,7 +93,7 @@ def _oldest(alive: Bits, state: Int64, i: int) -> int:
 
 @inlined
 def _oldest_fit(lengths: Int32, alive: Bits, state: Int64, i: int, room: int) -> int:
-    """The oldest example of the pool, not older than `i`, of at most `room` tokens, or -1."""
+    """Returns the oldest example, not older than `i`, of at most `room` tokens, or -1."""
     i = _oldest(alive, state, i)
     while i >= 0 and lengths[i] > room:
         i = _oldest(alive, state, i + 1)
@@ -101,7 +102,7 @@ def _oldest_fit(lengths: Int32, alive: Bits, state: Int64, i: int, room: int) ->
 
 @inlined
 def _leave(length: int, alive: Bits, sizes: Bits, ends: Int64, behind: Int64, state: Int64) -> int:
-    """Takes the oldest example of this length out of the pool, and returns it."""
+    """Removes the oldest example of this length from the pool, and returns it."""
     i = int(ends[length, FRONT])
     ends[length, FRONT] = behind[i % SPAN]
     if behind[i % SPAN] < 0:
@@ -116,7 +117,7 @@ def _leave(length: int, alive: Bits, sizes: Bits, ends: Int64, behind: Int64, st
 
 @inlined
 def _closing(lengths: Int32, alive: Bits, sizes: Bits, state: Int64, room: int) -> int:
-    """Length of the example that, alone or with one more, leaves least of `room`; -1: none fits."""
+    """Returns the length that, alone or with one more, fills `room` best; -1: none fits."""
     best = at_most(sizes, room)
     if room < 2 * at_least(sizes, 1):  # no two fit
         return best

@@ -1,4 +1,4 @@
-"""Next fit: input order is kept; a pack ends where the next example does not fit."""
+"""Next fit: keeps input order; a pack ends where the next example does not fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from packstore.records import Int32, Int64
 
 
 def sequential(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
-    """Packs neighbours, in order: the loosest strategy, for data whose order matters."""
+    """Packs neighbours in input order: the loosest strategy, for data whose order matters."""
     return np.arange(len(lengths), dtype=np.int32), _cut(lengths, capacity)
 
 
