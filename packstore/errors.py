@@ -10,6 +10,7 @@
     │   └── RecordError                     one record breaks a rule whose policy is "error"
     ├── DropRateError (ValueError)          more records were dropped than `max_drop_rate` allows
     ├── TokenizerError (ValueError)         a tokenizer or chat template does not load or misbehaves
+    │   └── WrongEngineError                a faster tokenizer engine gives other ids
     ├── StorageError (OSError)              a store refuses to read, write or list
     │   ├── DatasetBusyError (BlockingIOError)     a job writes where none may
     │   ├── DatasetExistsError (FileExistsError)
@@ -176,6 +177,16 @@ class DropRateError(PackstoreError, ValueError):
 
 class TokenizerError(PackstoreError, ValueError):
     """A tokenizer or a chat template does not load, or misbehaves."""
+
+
+class WrongEngineError(TokenizerError):
+    """A faster tokenizer engine gives other ids than the reference.
+
+    Attributes:
+        tokenizer: sha256 of the tokenizer file.
+    """
+
+    tokenizer: str = ""
 
 
 class StorageError(PackstoreError, OSError):

@@ -78,11 +78,19 @@ def _about(
 def _refuse_other(dataset: Dataset, now: Mapping[str, Any], without: Sequence[str] = ()) -> None:
     """Raises :class:`DatasetExistsError` if `dataset` was not made of what `now` says."""
     before, now = (
-        {name: value for name, value in without_paths(about).items() if name not in without}
+        {n: value for n, value in without_paths(_of_any_engine(about)).items() if n not in without}
         for about in (dataset.manifest.provenance, now)
     )
     if before != now:
         _refuse(dataset, "; ".join(differences(before, now)[:2]))
+
+
+def _of_any_engine(about: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`about` without the tokenizer engine where `auto` chose it: they all give the same ids."""
+    if not about.get("tokenizer") or about["settings"]["tokenizer_engine"] != "auto":
+        return about
+    kept = {n: v for n, v in about["tokenizer"].items() if n not in ("engine", "engine_version")}
+    return {**about, "tokenizer": kept}
 
 
 def _refuse(dataset: Dataset, difference: str) -> None:

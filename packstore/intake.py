@@ -24,6 +24,7 @@ from packstore.pack.layout import sizes
 from packstore.records import Examples, Rows, Sample, Tally, to_offsets
 from packstore.tokenizer import (
     FASTER,
+    EngineWatch,
     RecordTokenizer,
     Tokenizer,
     agreeing,
@@ -175,7 +176,12 @@ class RecordIntake:
         name = self.tokenizer and self.tokenizer.engine_name
         few = (os.cpu_count() or 1) <= FEW_CORES
         threads = name is None or name in FASTER or (name == "tokenizers" and few)
-        return Tokenize(RecordTokenizer(self.tokenizer, self._config, self.kind), threads)
+        stage = RecordTokenizer(self.tokenizer, self._config, self.kind)
+        watch = None
+        if self.tokenizer is not None and name in FASTER:
+            seed, sources = self._config.seed, len(self.inputs)
+            watch = EngineWatch(self.tokenizer, self._config, self.kind, seed, sources)
+        return Tokenize(stage, threads, watch)
 
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Sources (those that were read here, or as given), tokenizer, settings and version."""
@@ -191,8 +197,10 @@ class RecordIntake:
 class Tokenize:
     """What a worker does with a block."""
 
-    def __init__(self, tokenizer: RecordTokenizer, suits_threads: bool) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: RecordTokenizer, suits_threads: bool, watch: EngineWatch | None = None
+    ) -> None:
+        self._tokenizer, self._watch = tokenizer, watch
         self.tokenizer = tokenizer.tokenizer
         self.suits_threads = suits_threads
 
@@ -203,7 +211,10 @@ class Tokenize:
     def of(self, rows: Rows) -> Part:
         """The same of records that are parsed already."""
         with no_garbage_collection():
-            return self._tokenizer(rows)
+            examples, tally = self._tokenizer(rows)
+            if self._watch is not None:
+                self._watch(rows, examples)
+            return examples, tally
 
 
 class DatasetIntake:

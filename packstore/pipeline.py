@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from packstore.config import PackConfig, fingerprint
 from packstore.engines import ENGINES
-from packstore.errors import ConfigError
+from packstore.errors import ConfigError, WrongEngineError
 from packstore.finished import finished_before
 from packstore.intake import Intake, RecordIntake, open_intake
 from packstore.io.dataset import Dataset
@@ -46,6 +46,7 @@ from packstore.runs import (
 )
 from packstore.selection import Selection, of_part
 from packstore.spill import Spill
+from packstore.tokenizer import misread
 
 __all__ = ["Progress", "pack", "pack_into"]
 
@@ -109,7 +110,8 @@ def pack(
             stack.enter_context(opened(place, config.overwrite or part in there))
             for part, place in places.items()
         ]
-        _pack_parts(jobs, source, tokenizer, config, progress or _no_progress)
+        work = partial(_pack_parts, jobs, source, tokenizer, config, progress or _no_progress)
+        _falling_back(work, source, config)
     datasets = [open_dataset(p.url, storage_options=storage_options) for p in places.values()]
     for dataset in datasets:
         _log_result(dataset)
@@ -122,7 +124,20 @@ def pack_into(
     """What :func:`pack` does at a place that is its own for now; see :mod:`packstore.io.job`."""
     if config.validation_fraction:
         raise ConfigError("validation_fraction makes two datasets of its own: set it for pack().")
-    _pack_parts([job], source, tokenizer, config, progress or _no_progress)
+    work = partial(_pack_parts, [job], source, tokenizer, config, progress or _no_progress)
+    _falling_back(work, source, config)
+
+
+def _falling_back(work: Callable[[], None], source: Any, config: PackConfig) -> None:
+    """Runs `work`; once more with the reference, where the engine that `auto` chose is wrong."""
+    try:
+        work()
+    except WrongEngineError as error:
+        if config.tokenizer_engine != "auto" or isinstance(source, Iterator):  # read only once
+            raise
+        log.warning("%s All records are tokenized again, with the reference.", error)
+        misread(error.tokenizer)
+        work()
 
 
 def _pack_parts(

@@ -38,6 +38,11 @@ def keys(n: int, seed: int, *purpose: str | int) -> U64:
     return out
 
 
+def keys_at(places: U64, seed: int, *purpose: str | int) -> U64:
+    """The numbers that :func:`keys` has at these places."""
+    return mixed((places + np.uint64(1)) * _GOLDEN + np.uint64(derive(seed, *purpose)))
+
+
 def mixed(values: U64) -> U64:
     """The finalizer of splitmix64: each value as a pseudo-random one; a bijection."""
     z = values ^ (values >> np.uint64(30))

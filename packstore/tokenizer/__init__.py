@@ -1,20 +1,23 @@
 """From parsed records to examples: token ids, and which of them are supervised."""
 
 from packstore.tokenizer.carry import parse_carry, typed_carry
-from packstore.tokenizer.fastest import FASTER
+from packstore.tokenizer.fastest import FASTER, misread
 from packstore.tokenizer.record_tokenizer import RecordTokenizer, agreeing
 from packstore.tokenizer.recorded import recorded_tokenizer
 from packstore.tokenizer.shapes import detect_kind
 from packstore.tokenizer.source import load_tokenizer
 from packstore.tokenizer.tokenizer import Tokenizer
+from packstore.tokenizer.watch import EngineWatch
 
 __all__ = [
     "FASTER",
+    "EngineWatch",
     "RecordTokenizer",
     "Tokenizer",
     "agreeing",
     "detect_kind",
     "load_tokenizer",
+    "misread",
     "parse_carry",
     "recorded_tokenizer",
     "typed_carry",
