@@ -270,7 +270,11 @@ def proxied(endpoint: str, rate: float, seed: int) -> Iterator[str]:
 
 
 def warm_up(folder: Path) -> None:
-    """Loads what children would load each on their own: kernels, and torch."""
+    """Loads what children would load each on their own: kernels, torch, clients."""
+    import aiobotocore.session  # noqa: F401
+    import boto3  # noqa: F401
+    import s3fs  # noqa: F401
+
     scene = Scene("warm", folder, 0)
     (folder / "began").write_text("0")
     packstore.pack(records(scene, 0), scene.url, **SETTINGS)
@@ -303,7 +307,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
         (folder / "warm").mkdir()
-        in_child(lambda: warm_up(folder / "warm"))  # kernels are kept on the disk
+        warm_up(folder / "warm")
         for place in args.places:
             with contextlib.ExitStack() as stack:
                 scene = Scene("chaos-ds", folder / place, seed)

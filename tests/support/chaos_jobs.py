@@ -119,7 +119,7 @@ def run_job(scene: Scene, job: int, log: Log) -> None:
     rng = random.Random(f"{scene.seed}-{job}")
     source = scene.folder / "inputs" / f"{job}.jsonl"
     source.write_text("".join(json.dumps(r) + "\n" for r in records(scene, job)))
-    kind, options = kind_of(scene, job), scene.options(rng.random() < 0.7)
+    kind, options = kind_of(scene, job), scene.options(rng.random() < 0.4)
     log.tell("begin", job=job, kind=kind)
     with reported(scene, log, job=job):
         if kind == "append":

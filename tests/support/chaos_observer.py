@@ -6,8 +6,10 @@ from packstore the decoding of shards alone.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import re
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
@@ -32,14 +34,11 @@ class Raw:
     def files(self) -> dict[str, int]:
         """Path -> bytes of all that lies there now."""
         if self._client is None:
-            root = Path(self._scene.url)
             found = {}
-            for path in root.rglob("*"):
-                try:
-                    if path.is_file():
-                        found[path.relative_to(root).as_posix()] = path.stat().st_size
-                except FileNotFoundError:
-                    continue
+            for folder, _, names in os.walk(self._scene.url):  # passes over what is removed
+                for path in (os.path.join(folder, name) for name in names):
+                    with contextlib.suppress(FileNotFoundError):
+                        found[os.path.relpath(path, self._scene.url)] = os.stat(path).st_size
             return found
         prefix = self._prefix
         pages = self._client.get_paginator("list_objects_v2")
