@@ -211,8 +211,9 @@ class ShardReader:
         """Where the batches of the Arrow file lie, read once."""
         with self._lock:
             if self._arrow is None:
-                self._arrow = ArrowFile(self._read_footer(), self.shard.bytes)
-                self._check(self._arrow.schema, len(self._arrow.ranges))
+                arrow = ArrowFile(self._read_footer(), self.shard.bytes)
+                self._check(arrow.schema, len(arrow.ranges))
+                self._arrow = arrow
             return self._arrow
 
     @property
