@@ -23,7 +23,7 @@ from packstore.version import VERSION
 
 @dataclass(frozen=True)
 class Command:
-    """One sub-command: its help, its arguments, and what it does (returning the exit code)."""
+    """One sub-command: its help, its arguments, and the function that returns the exit code."""
 
     help: str
     examples: str
@@ -55,7 +55,7 @@ COMMANDS: Registry[Command] = Registry(
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+    """Makes the parser of the whole command line."""
     top = argparse.ArgumentParser(
         prog="packstore",
         description="Packed, checked, self-describing preference data: pack once, train anywhere.",
@@ -78,16 +78,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _terminate(number: int, frame: object) -> None:
-    """Ends as an error would: temporary files are removed on the way out."""
+    """Exits through an exception, so that temporary files are removed."""
     print("packstore: terminated", file=sys.stderr, flush=True)
     sys.exit(128 + number)
 
 
 def _take_any_text() -> None:
-    """Has stdout and stderr take every character, whatever the locale.
+    """Makes stdout and stderr accept every character in any locale.
 
-    Under ``LC_ALL=C`` they are UTF-8, as in Python's own UTF-8 mode; in other locales a character
-    that is not there is written as its number.
+    Under ``LC_ALL=C`` they become UTF-8, as in Python's UTF-8 mode; in other locales characters
+    outside the encoding are escaped.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code. Errors become one line on stderr."""
     _take_any_text()
     args = parser().parse_args(argv)
-    with contextlib.suppress(ValueError):  # signals belong to the main thread
+    with contextlib.suppress(ValueError):  # only the main thread can set signal handlers
         signal.signal(signal.SIGTERM, _terminate)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("packstore").setLevel(logging.INFO)
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("packstore: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output left, e.g. `packstore show … | head`
+    except BrokenPipeError:  # the reader of our output exited, e.g. `packstore show … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:

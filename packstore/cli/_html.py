@@ -37,11 +37,11 @@ border-radius:2px;margin:0 .35em 0 1em}
 """
 
 FAR = 1.5
-"""The largest 1 % lie far out if they are so many times as far from the least as the others are."""
+"""The largest 1 % are outliers if the range is this many times the range of the other values."""
 
 
 def page(title: str, subtitle: str, sections: Iterable[str]) -> str:
-    """A whole page."""
+    """Returns a whole page."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -53,22 +53,22 @@ def page(title: str, subtitle: str, sections: Iterable[str]) -> str:
 
 
 def section(title: str, *content: str) -> str:
-    """A heading with what stands below it."""
+    """Returns a heading with its content."""
     return f"<section><h2>{escape(title)}</h2>\n" + "\n".join(content) + "</section>"
 
 
 def paragraph(text: str) -> str:
-    """A paragraph of plain text."""
+    """Returns a paragraph of plain text."""
     return f"<p>{escape(text)}</p>"
 
 
 def charts(*figures: str) -> str:
-    """Figures side by side where there is room."""
+    """Returns figures side by side where they fit."""
     return f'<div class="charts">{"".join(figures)}</div>'
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], best: int | None = None) -> str:
-    """A table; the row number `best` stands out."""
+    """Returns a table; row number `best` is highlighted."""
     head = "".join(f"<th>{escape(c)}</th>" for c in columns)
     lines = []
     for i, row in enumerate(rows):
@@ -81,9 +81,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], best: int | Non
 
 
 def histogram(title: str, values: npt.NDArray[np.generic], unit: str) -> str:
-    """How often values occur: bars of equal width.
+    """Returns a histogram with bars of equal width.
 
-    Where the largest 1 % lie far out, the last bar holds them all, and the page says so.
+    If the largest 1 % are outliers, the last bar holds them all, with a note.
     """
     numbers = np.asarray(values, np.float64)
     low, high, top = float(numbers.min()), float(np.quantile(numbers, 0.99)), float(numbers.max())
@@ -110,7 +110,7 @@ def histogram(title: str, values: npt.NDArray[np.generic], unit: str) -> str:
             "</rect>"
         )
     at = np.linspace(0, bars, 5)
-    if whole:  # where bars begin, or in the middle of one that holds a single value
+    if whole:  # ticks at the start of bars, or at the middle of bars with a single value
         first = np.unique(np.linspace(0, bars - 1, 5).round())
         at = first + 0.5 if step == 1 else first
     names = low + (np.floor(at) if whole else at) * step
@@ -123,7 +123,7 @@ def histogram(title: str, values: npt.NDArray[np.generic], unit: str) -> str:
 
 
 def lines(title: str, note: str, xs: Sequence[str], series: Mapping[str, Sequence[float]]) -> str:
-    """One line per series over the named places `xs`; values are shares, shown in percent."""
+    """Returns a chart with one line per series over the labels `xs`; values are fractions."""
     values = [v for ys in series.values() for v in ys]
     low = min(0.98, np.floor(min(values) * 50) / 50)
     places = [i / max(len(xs) - 1, 1) for i in range(len(xs))]
@@ -145,10 +145,10 @@ def lines(title: str, note: str, xs: Sequence[str], series: Mapping[str, Sequenc
 
 
 def check_writable(path: str) -> None:
-    """Refuses a path where no page can be written, before the work that fills it.
+    """Refuses a path that cannot be written, before the work.
 
     Raises:
-        StorageError: its folder is not there, or it is a folder itself.
+        StorageError: its folder does not exist, or it is a folder.
     """
     page = Path(path)
     if page.is_dir() or not page.parent.is_dir():
@@ -176,7 +176,7 @@ def _figure(
     shapes: Iterable[str],
     legend: str = "",
 ) -> str:
-    """Shapes in a frame whose marks are (share of the axis, text)."""
+    """Shapes in a frame with ticks (fraction of the axis, text)."""
     frame = []
     for share, text in up:
         _, y = _point(0, share)
@@ -194,12 +194,12 @@ def _figure(
 
 
 def _point(across: float, up: float) -> tuple[float, float]:
-    """Where a point of the unit square lies in the drawing."""
+    """Maps a point of the unit square to the drawing."""
     return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
 
 def _short(value: float) -> str:
-    """A number as an axis shows it."""
+    """Formats a number for an axis."""
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             return f"{value / (1e3 if letter == 'k' else limit):.3g}{letter}"

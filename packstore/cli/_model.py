@@ -1,4 +1,4 @@
-"""What commands that run a model share: which model, on which device, on which ranks."""
+"""Arguments and setup of commands that run a model: model, device, ranks."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "float32": "float32", "flo
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--model``, how it computes, and how packs are batched."""
+    """Adds ``--model``, and the arguments of precision, attention, device and batching."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model", required=True, metavar="PATH", help="folder or hub name, or a LoRA adapter"
     )
     group.add_argument("--adapter", metavar="PATH", help="LoRA adapter over the model")
     group.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="of the weights (default: float32)"
+        "--dtype", choices=DTYPES, default="float32", help="dtype of the weights (default: float32)"
     )
     group.add_argument(
         "--mixed-precision",
         choices=("none", "bf16"),
         default="none",
-        help="of the computation, by autocast, as in packstore train (default: none)",
+        help="precision of autocast, as in packstore train (default: none)",
     )
     group.add_argument(
-        "--attention", default="auto", metavar="NAME", help="backend (default: auto)"
+        "--attention", default="auto", metavar="NAME", help="attention backend (default: auto)"
     )
     group.add_argument(
         "--probe",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="first compare packed with unpacked logits of the model (default: True)",
+        help="compare packed with unpacked logits of the model first (default: True)",
     )
-    group.add_argument("--device", metavar="NAME", help="default: a GPU for each rank, else cpu")
+    group.add_argument("--device", metavar="NAME", help="default: one GPU per rank, else cpu")
     batching = group.add_mutually_exclusive_group()
     batching.add_argument(
         "--packs-per-batch", type=int, metavar="N", help="packs of one batch (default: 1)"
     )
     batching.add_argument(
-        "--tokens-per-batch", type=int, metavar="N", help="tokens of one batch at most"
+        "--tokens-per-batch", type=int, metavar="N", help="most tokens of one batch"
     )
 
 
 def loaded(args: argparse.Namespace, path: str, adapter: str | None, device: torch.device) -> Any:
-    """The model at `path` in the dtype and with the attention that were asked for, on `device`."""
+    """Loads the model at `path` with the dtype and attention of the arguments, on `device`."""
     from packstore.torch.arithmetic import autocast
     from packstore.torch.isolation import probe_model
     from packstore.torch.load import add_adapter, is_adapter, load_model
@@ -73,7 +73,7 @@ def loaded(args: argparse.Namespace, path: str, adapter: str | None, device: tor
 
 @contextmanager
 def ranks(device: str | None) -> Iterator[torch.device]:
-    """The device of this rank, while the ranks that a launcher started are connected."""
+    """Connects the ranks of a launcher, and yields the device of this rank."""
     try:
         import torch
     except ImportError as error:
@@ -91,8 +91,8 @@ def ranks(device: str | None) -> Iterator[torch.device]:
     if gpu:
         torch.cuda.set_device(found)
     if several:
-        # Its defaults keep the group that is there when it is imported. Imported later, as part of
-        # transformers, it would keep the group's threads, which may abort the end of the process.
+        # It keeps the process group that exists at its import. Imported later, by transformers, it
+        # would keep the group's threads alive, which may abort the process at exit.
         import torch.distributed.nn
 
         torch.distributed.init_process_group("nccl" if gpu else "gloo")
@@ -104,5 +104,5 @@ def ranks(device: str | None) -> Iterator[torch.device]:
 
 
 def say() -> bool:
-    """Whether this rank is the one that prints."""
+    """Returns True on the rank that prints."""
     return os.environ.get("RANK", "0") == "0"

@@ -1,4 +1,4 @@
-"""How random the places of a dataset are, in words, for the commands that read all of it."""
+"""Reports how randomly packs mix the input, for the commands that read a whole dataset."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from packstore.io.places import Places
 
 FEW = 640
-"""Packs, ten steps of 64, below which how much steps differ is chance."""
+"""Number of packs (ten steps of 64) below which differences between steps are chance."""
 
 
 def place_rows(places: Places | None) -> list[tuple[str, str, str]]:
-    """Each figure that is defined: its name, what was found, and that of random packs."""
+    """Returns name, value, and value of random packs, for each defined figure."""
     if places is None:
         return []
     effect, step = places.design_effect, places.step_design_effect
@@ -31,7 +31,7 @@ def place_rows(places: Places | None) -> list[tuple[str, str, str]]:
 
 
 def sentences(figures: list[tuple[str, str, str]], places: Places | None) -> Iterator[str]:
-    """The figures, a line each, and what to do where packs hold neighbours."""
+    """Yields one line per figure, and a remedy if packs hold neighbours."""
     for name, found, random in figures:
         yield f"{name}: {found} (random: {random})"
     if places is not None and places.neighbours:

@@ -1,4 +1,4 @@
-"""``packstore append``: further records behind a dataset."""
+"""``packstore append``: adds records to a dataset."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "source", nargs="+", metavar="SOURCE", help="files, globs, folders or URLs of records"
     )
     parser.add_argument(
-        "--tokenizer", metavar="PATH", help="default: the path that the manifest tells"
+        "--tokenizer", metavar="PATH", help="default: the path recorded in the manifest"
     )
     parser.add_argument(
         "--field",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="field names of the input (repeatable); default: those of the dataset",
+        help="field names of the input (repeatable); default: the dataset's",
     )
     parser.add_argument(
         "--missing-field",
@@ -63,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    help="pack further records behind a dataset, as its next version",
+    help="pack more records into a dataset, as its next version",
     examples="  packstore append prefs-8k more.jsonl\n"
     "  packstore append s3://bucket/prefs-8k 'new/*.jsonl.gz' --tokenizer Qwen3/\n",
     configure=_configure,

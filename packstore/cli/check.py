@@ -1,4 +1,4 @@
-"""``packstore check``: whether a place can be used, before a job finds out."""
+"""``packstore check``: tests a storage location before a job uses it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from packstore.cli import Command
 from packstore.cli.common import add_storage_options, stdout_console, storage_options
 
 QUICK = {"retry_attempts": 2, "retry_backoff": 0.2}
-"""A check should not wait for minutes; settings that are given come first."""
+"""Retry settings of a check, which should not wait for minutes; explicit settings override them."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

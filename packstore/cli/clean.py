@@ -1,4 +1,4 @@
-"""``packstore clean``: what no version of a dataset refers to."""
+"""``packstore clean``: removes files that no version of a dataset references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several commands share: opening a dataset, consoles, decoding, progress."""
+"""Helpers of several commands: opening a dataset, consoles, decoding, progress."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ log = logging.getLogger("packstore")
 
 
 UNFOLDED = 1 << 20
-"""Columns of output that is no terminal: none of its cells is folded, so it can be searched."""
+"""Width of output that is no terminal: cells are never folded, so that it can be searched."""
 
 
 class _Screen(Console):
-    """A console for texts of foreign data: no markup is read, no control character is printed."""
+    """A console for untrusted text: reads no markup, and prints no control characters."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """The segments of `renderable`, each with its control characters made visible."""
+        """Yields the segments of `renderable`, with control characters made visible."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
 
 def stdout_console() -> Console:
-    """A console on stdout, which prints no control characters and reads no markup.
+    """Returns a console on stdout that reads no markup and prints no control characters.
 
-    Without a terminal, no line is folded, whatever COLUMNS says.
+    Without a terminal it folds no line, even if COLUMNS is set.
     """
     console = _Screen(highlight=False, soft_wrap=True, markup=False, emoji=False)
     if not console.is_terminal:
@@ -54,7 +54,7 @@ def stdout_console() -> Console:
 
 
 def heading(text: str) -> Text:
-    """The title of a table, on one line also where the table is narrower, and no markup."""
+    """Returns the title of a table, on one line even if the table is narrower, without markup."""
     return Text(visible(text), no_wrap=True, overflow="ignore")
 
 
@@ -74,12 +74,12 @@ def add_single_writer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--single-writer",
         action="store_true",
-        help="no other job writes there meanwhile: for stores where two could both commit",
+        help="no other job writes there meanwhile: for stores where two jobs could commit",
     )
 
 
 def storage_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The storage options that were given; true, false, null, {…} and […] are read as JSON."""
+    """Returns the storage options given; true, false, null, {…} and […] are parsed as JSON."""
     given: dict[str, Any] = dict(key_values(args.storage_option, "--storage-option"))
     for name, text in given.items():
         if text in ("true", "false", "null") or text[:1] in ("{", "["):
@@ -103,7 +103,7 @@ def add_dataset(parser: argparse.ArgumentParser, versions: bool = False) -> None
 
 
 def open_dataset(args: argparse.Namespace) -> Dataset:
-    """Opens the dataset that :func:`add_dataset` asked for."""
+    """Opens the dataset of :func:`add_dataset`'s arguments."""
     from packstore.io.dataset import open as open_
 
     version = getattr(args, "version", None)
@@ -111,10 +111,10 @@ def open_dataset(args: argparse.Namespace) -> Dataset:
 
 
 def decoder_of(dataset: Dataset, path: str | None) -> Callable[[list[int]], str]:
-    """A function from ids to text, with the tokenizer at `path` or the one of the manifest.
+    """Returns a function from ids to text, with the tokenizer at `path` or the manifest's.
 
     Raises:
-        TokenizerError: no tokenizer is at hand.
+        TokenizerError: there is no tokenizer.
         CompatibilityError: the tokenizer is not the one that the dataset was packed with.
     """
     from packstore.tokenizer import recorded_tokenizer
@@ -124,7 +124,7 @@ def decoder_of(dataset: Dataset, path: str | None) -> Callable[[list[int]], str]
 
 
 def two_columns(title: str, rows: dict[str, object]) -> Table:
-    """A small table of names and values."""
+    """Returns a small table of names and values."""
     table = Table(title=heading(title), show_header=False, title_justify="left", title_style="bold")
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
@@ -134,7 +134,7 @@ def two_columns(title: str, rows: dict[str, object]) -> Table:
 
 
 def number(value: object) -> str:
-    """A value as people read it: grouped digits, few decimals."""
+    """Formats a value for people: grouped digits, few decimals."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -147,13 +147,13 @@ def number(value: object) -> str:
 
 
 def print_json(text: str) -> None:
-    """Prints JSON; control characters that JSON allows in its texts are escaped as well."""
+    """Prints JSON; also escapes control characters that JSON allows."""
     sys.stdout.write(re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 @contextmanager
 def progress_of(stages: str) -> Iterator[Progress]:
-    """Progress as bars on a terminal, as a log line every few seconds elsewhere."""
+    """Reports progress as bars on a terminal, as a log line every few seconds elsewhere."""
     if sys.stderr.isatty():
         with _bars() as report:
             yield report
@@ -183,7 +183,7 @@ def _bars() -> Iterator[Progress]:
 
 
 class _LogLines:
-    """One line per stage every few seconds, and one when it is complete."""
+    """Logs one line per stage every few seconds, and one when it is complete."""
 
     SECONDS = 5.0
 

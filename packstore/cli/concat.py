@@ -1,4 +1,4 @@
-"""``packstore concat``: several datasets as one."""
+"""``packstore concat``: concatenates datasets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "datasets", nargs="+", metavar="DATASET", help="folders or URLs of packed datasets"
     )
     parser.add_argument("out", metavar="OUT", help="folder or URL of the new dataset")
-    parser.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     add_single_writer(parser)
     add_storage_options(parser)
 
@@ -44,7 +44,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    help="make one dataset of the shards of several, without writing them anew",
+    help="make one dataset of the shards of several, without rewriting them",
     examples="  packstore concat prefs-a prefs-b prefs-all\n"
     "  packstore concat s3://bucket/jan s3://bucket/feb s3://bucket/year\n",
     configure=_configure,

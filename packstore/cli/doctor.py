@@ -23,7 +23,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", nargs="+", metavar="SOURCE", help="as for packstore pack")
     parser.add_argument("--tokenizer", metavar="PATH", required=True, help="as for packstore pack")
     parser.add_argument(
-        "--strict", action="store_true", help="remarks count as problems for the exit code"
+        "--strict", action="store_true", help="count remarks as problems in the exit code"
     )
     add_storage_options(parser)
     add_settings(parser, "tokenization", TokenizeConfig)

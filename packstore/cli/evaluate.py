@@ -32,9 +32,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     reference = parser.add_mutually_exclusive_group()
     reference.add_argument("--ref-model", metavar="PATH", help="reference model, or an adapter")
-    reference.add_argument("--ref-logps", metavar="SIDE", help="what `packstore ref-logps` wrote")
+    reference.add_argument(
+        "--ref-logps", metavar="SIDE", help="side dataset from `packstore ref-logps`"
+    )
     parser.add_argument("--loss", metavar="NAME", help="default: dpo, or sft for kind sft")
-    parser.add_argument("--beta", type=float, metavar="X", help="of the loss")
+    parser.add_argument("--beta", type=float, metavar="X", help="beta of the loss")
     parser.add_argument(
         "--loss-parameter",
         action="append",
@@ -43,10 +45,10 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="another parameter of the loss (repeatable)",
     )
     parser.add_argument(
-        "--by", metavar="COLUMN", help="also by value of a carried column, or by input file: file"
+        "--by", metavar="COLUMN", help="also group by a carried column, or by input file: file"
     )
     parser.add_argument(
-        "--html", metavar="FILE", help="also write a page with charts; by file if not --by"
+        "--html", metavar="FILE", help="also write a page with charts; by file without --by"
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
@@ -145,7 +147,7 @@ def _text(name: str, value: float) -> str:
 
 
 def _parameters(args: argparse.Namespace) -> dict[str, Any]:
-    """``--beta`` and ``--loss-parameter``, as keywords of the loss."""
+    """Parses ``--beta`` and ``--loss-parameter`` to keywords of the loss."""
     texts = key_values(args.loss_parameter, "--loss-parameter")
     try:
         given = {name: float(text) for name, text in texts.items()}
@@ -159,7 +161,7 @@ def _parameters(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _table(title: str, metrics: dict[str, float], by: dict[str, dict[str, float]]) -> Table:
-    """A row for each metric, a column for all examples and for each value."""
+    """A table with one row per metric, and columns for all examples and for each group."""
     table = Table(title=heading(title), title_justify="left", title_style="bold")
     table.add_column("metric", style="cyan", no_wrap=True)
     for name in ("all", *by):

@@ -1,4 +1,4 @@
-"""``packstore export``: a dataset as another trainer reads it."""
+"""``packstore export``: writes a dataset for another trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from packstore.exchange.exporters import EXPORTERS
 
 
 def add_format(formats: Any, name: str, help: str, examples: str) -> argparse.ArgumentParser:
-    """A parser for one format of `export` or `import`, for its arguments to be added."""
+    """Adds the parser of one format of `export` or `import`, without arguments."""
     parser: argparse.ArgumentParser = formats.add_parser(
         name,
         help=help,
@@ -28,7 +28,7 @@ def add_format(formats: Any, name: str, help: str, examples: str) -> argparse.Ar
         epilog="examples:\n" + examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    hidden = argparse.SUPPRESS  # else it would take back what stands before the format
+    hidden = argparse.SUPPRESS  # a default would override the flag before the format
     parser.add_argument("--debug", action="store_true", default=hidden, help=hidden)
     return parser
 
@@ -66,7 +66,7 @@ def _shown(value: object) -> object:
 
 
 COMMAND = Command(
-    help="write a dataset as another trainer reads it",
+    help="write a dataset in the format of another trainer",
     examples="  packstore export nemo prefs-8k packed_8192_seed0.npy\n"
     "  packstore export megatron chats-8k bridge-8k --context-parallel 2\n"
     "  packstore export jsonl prefs-8k prefs.jsonl.zst\n"

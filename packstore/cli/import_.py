@@ -1,4 +1,4 @@
-"""``packstore import``: a dataset of a file that another trainer wrote."""
+"""``packstore import``: makes a dataset from another trainer's file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    help="make a dataset of a file that another trainer wrote",
+    help="make a dataset from a file of another trainer",
     examples="  packstore import nemo packed_8192_seed0.npy prefs-8k\n"
     "  packstore import nemo packed_8192_seed0.npy prefs-8k --tokenizer tokenizer.json\n"
     "  packstore import nemo --help\n",

@@ -1,4 +1,4 @@
-"""``packstore inspect``: what the manifest says, without opening a shard."""
+"""``packstore inspect``: shows the manifest, without opening a shard."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _records(records: Any) -> Table:
 
 
 def _short(provenance: Any) -> dict[str, Any]:
-    """Provenance without what would fill screens: the template's text, and defaults' long tail."""
+    """Shortens the provenance: replaces the text of the chat template by its length."""
     tokenizer = dict(provenance.get("tokenizer") or {})
     if tokenizer.get("chat_template"):
         tokenizer["chat_template"] = f"{len(tokenizer['chat_template'])} characters"
@@ -85,7 +85,7 @@ def _short(provenance: Any) -> dict[str, Any]:
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, object]:
-    """Nested mappings and lists as dotted names."""
+    """Flattens nested mappings and lists to dotted names."""
     if isinstance(value, dict) and value:
         items = list(value.items())
     elif isinstance(value, list) and value and isinstance(value[0], dict):

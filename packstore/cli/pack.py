@@ -1,4 +1,4 @@
-"""``packstore pack``: records in, a committed dataset out."""
+"""``packstore pack``: packs records into a dataset."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    help="tokenize and pack records into a dataset, or pack a dataset anew",
+    help="tokenize and pack records into a dataset, or repack a dataset",
     examples="  packstore pack prefs.jsonl prefs-8k --tokenizer tokenizer.json\n"
     "  packstore pack 'raw/*.jsonl.gz' s3://bucket/prefs-8k --tokenizer Qwen3/ --pack-size 8192\n"
     "  packstore pack qa.csv qa-4k --tokenizer t.json --field prompt=question --pack-size 4096\n"

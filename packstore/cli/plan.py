@@ -1,4 +1,4 @@
-"""``packstore plan``: what packing would give, from a sample of the records."""
+"""``packstore plan``: forecasts the result of packing from a sample of the records."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _summary(found: Forecast) -> str:
-    """How many records were looked at, how they were chosen, and how far off counts may be."""
+    """The size of the sample, how it was drawn, and the error of the counts."""
     tally, sample = found.tally, found.sample
     of_kind = f"records of kind {found.kind}"
     if sample.whole:
@@ -172,7 +172,7 @@ def _summary(found: Forecast) -> str:
 
 
 def _error(found: Forecast) -> str:
-    """How far off the counts of the table may be, over all its rows."""
+    """The largest error of the table's counts."""
     if found.sample.total is None:
         return "; what follows them is not known, as the input has no length"
     packs = max((c.packs_error or 0) / max(c.packs, 1) for c in found.choices)

@@ -1,4 +1,4 @@
-"""``packstore ref-logps``: log-probs of a reference model, once, as a side dataset."""
+"""``packstore ref-logps``: computes log-probs of a reference model as a side dataset."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ from packstore.errors import ConfigError, spelled
 
 
 def add_settings(parser: argparse.ArgumentParser, title: str, config: type) -> None:
-    """Adds one flag per field of the dataclass `config`, in a group of its own.
+    """Adds one flag per field of the dataclass `config`, in a separate group.
 
-    A flag that is not given leaves no trace in the namespace, so that the default stays where it
-    is: in the dataclass.
+    A flag that is not given is absent from the namespace, so that defaults live in the dataclass
+    only.
     """
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(config)
@@ -33,7 +33,7 @@ def add_settings(parser: argparse.ArgumentParser, title: str, config: type) -> N
 
 
 def read_settings(args: argparse.Namespace, config: type) -> dict[str, Any]:
-    """The settings that were given on the command line, as keywords of `config`."""
+    """Returns the settings given on the command line, as keywords of `config`."""
     names = {field.name for field in dataclasses.fields(config)}
     names |= {old for old, new in RENAMED.items() if new in names}
     given = {name: value for name, value in vars(args).items() if name in names}
@@ -44,10 +44,10 @@ def read_settings(args: argparse.Namespace, config: type) -> dict[str, Any]:
 
 
 def key_values(items: list[str], flag: str) -> dict[str, str]:
-    """``["a=b"]`` as ``{"a": "b"}``.
+    """Parses ``["a=b"]`` to ``{"a": "b"}``.
 
     Raises:
-        ConfigError: an item without ``=``.
+        ConfigError: an item has no ``=``.
     """
     pairs = {}
     for item in items:
@@ -59,11 +59,11 @@ def key_values(items: list[str], flag: str) -> dict[str, str]:
 
 
 class _KeyValue(argparse.Action):
-    """Collects KEY=VALUE items into a dict, all values as text."""
+    """Collects KEY=VALUE items into a dict, with values as text."""
 
     @staticmethod
     def read(text: str) -> Any:
-        """The value of an item."""
+        """Returns the value of an item."""
         return text
 
     def __call__(
@@ -83,11 +83,11 @@ class _KeyValue(argparse.Action):
 
 
 class _KeyJson(_KeyValue):
-    """Collects KEY=VALUE items into a dict, values as JSON; what is none is text."""
+    """Collects KEY=VALUE items into a dict, with values parsed as JSON, else as text."""
 
     @staticmethod
     def read(text: str) -> Any:
-        """The value of an item."""
+        """Returns the value of an item."""
         try:
             return json.loads(text)
         except ValueError:
@@ -95,7 +95,7 @@ class _KeyJson(_KeyValue):
 
 
 def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    """Keywords of ``add_argument`` for one field."""
+    """Returns the keywords of ``add_argument`` for one field."""
     text = field.metadata["help"].replace("%", "%%")
     if field.default not in (None, dataclasses.MISSING, ()):
         text += f" (default: {field.default})"

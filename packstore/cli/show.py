@@ -1,4 +1,4 @@
-"""``packstore show``: packs decoded to text, coloured by what each token is for."""
+"""``packstore show``: decodes packs to text, coloured by the role of each token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_dataset(parser, versions=True)
     parser.add_argument("--pack", type=int, default=0, metavar="N", help="first pack to show")
     parser.add_argument("--count", type=int, default=1, metavar="N", help="packs to show")
-    parser.add_argument("--tokenizer", metavar="PATH", help="default: the one it was packed with")
+    parser.add_argument("--tokenizer", metavar="PATH", help="default: the dataset's")
     parser.add_argument("--ids", action="store_true", help="show token ids instead of text")
 
 
@@ -62,7 +62,7 @@ def _legend(colour: bool) -> Text:
 
 
 def _rows(dataset: Dataset, first: int, count: int) -> Iterator[tuple[int, Packs, int]]:
-    """(number, its row group, row in it) of `count` packs from `first` on, in file order."""
+    """Yields number, row group and row of `count` packs from `first` on, in file order."""
     start = 0
     for group, rows in enumerate(dataset.group_rows):
         if start + rows > first:
@@ -102,7 +102,7 @@ def _show_pack(
 
 
 def _place(dataset: Dataset, example_id: int) -> str:
-    """Where the record of an example was read, as far as the manifest tells."""
+    """The input file and place of an example's record, as far as the manifest records it."""
     source, ordinal = divmod(example_id, 1 << SOURCE_SHIFT)
     sources = dataset.manifest.provenance.get("sources", ())
     known = source < len(sources) and sources[source].get("path")
@@ -120,7 +120,7 @@ def _paint(
     decode: Decode,
     colour: bool,
 ) -> Text:
-    """The segment as text: runs of tokens of the same role are decoded together."""
+    """Decodes a segment; runs of tokens with the same role are decoded together."""
     on = labels != IGNORE_INDEX
     edges = np.flatnonzero(np.diff(on)) + 1
     text = Text()
@@ -135,7 +135,7 @@ def _paint(
 
 
 COMMAND = Command(
-    help="decode packs and colour prompt, chosen, rejected and what is supervised",
+    help="decode packs, coloured by prompt, chosen, rejected and supervision",
     examples="  packstore show prefs-8k\n"
     "  packstore show s3://bucket/prefs-8k --pack 17 --count 2 --tokenizer tokenizer.json\n",
     configure=_configure,

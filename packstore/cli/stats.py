@@ -1,4 +1,4 @@
-"""``packstore stats``: distributions, computed from the packs themselves."""
+"""``packstore stats``: shows distributions, computed from the packs."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _percentile_table(dataset: Dataset, summary: dict[str, dict[str, float]]) ->
 
 
 def _fill(dataset: Dataset) -> str:
-    """The share of the packs that is filled, and with padding, where room was left for it."""
+    """The fill rate of the packs, and with padding if space is reserved for it."""
     m = dataset.manifest
     multiple = m.statistics.planning.get("pad_to_multiple", 1)
     text = f"{m.fill_rate:.2%}"
@@ -164,7 +164,7 @@ def _page(
 
 
 def _randomness(dataset: Dataset, places: Places | None) -> list[tuple[str, str, str]]:
-    """How like the places and lengths are that meet in a pack or a step; lengths as planned."""
+    """Similarity of input places and of planned lengths within packs and steps."""
     found = dict(dataset.manifest.statistics.planning.get("randomness", {}))
     if len(dataset) < FEW:
         found["design_effect"] = None
@@ -186,7 +186,7 @@ def _short(value: float) -> str:
 
 
 def _histogram(name: str, values: Any) -> Table:
-    """At most twelve bars of equal width in `values`."""
+    """A histogram of `values` with at most twelve bars of equal width."""
     low, high = int(values.min()), int(values.max())
     width = max(1, -(-(high - low + 1) // 12))
     edges = np.arange(low, high + width + 1, width)

@@ -1,4 +1,4 @@
-"""``packstore train``: a packed dataset and a model in, a trained model out."""
+"""``packstore train``: trains a model on a packed dataset."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from packstore.train_config import read_settings as read_file
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", nargs="?", metavar="CONFIG", help="YAML file of settings; flags go over it"
+        "config", nargs="?", metavar="CONFIG", help="YAML file of settings; flags override it"
     )
     add_settings(parser, "data", TrainDataConfig)
     add_settings(parser, "model", TrainModelConfig)
@@ -41,7 +41,7 @@ def _run(args: argparse.Namespace) -> int:
     config = TrainConfig.of(**{**settings, **flags})
     from packstore.torch.train import train
 
-    with contextlib.suppress(ImportError):  # its bars for every checkpoint would break up ours
+    with contextlib.suppress(ImportError):  # its progress bars would break up ours
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
@@ -57,7 +57,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _numbers(texts: dict[str, str]) -> dict[str, float]:
-    """The values of ``--loss-parameter NAME=NUMBER``."""
+    """Parses the values of ``--loss-parameter NAME=NUMBER``."""
     try:
         return {name: float(text) for name, text in texts.items()}
     except ValueError as error:
@@ -65,7 +65,7 @@ def _numbers(texts: dict[str, str]) -> dict[str, float]:
 
 
 COMMAND = Command(
-    help="train a causal LM on a packed dataset: DPO and its kin, or SFT",
+    help="train a causal LM on a packed dataset: DPO and similar losses, or SFT",
     examples="  packstore train examples/dpo.yaml\n"
     "  packstore train examples/dpo.yaml --learning-rate 5e-7 --loss ipo --output run-2\n"
     "  packstore train --model Qwen3-0.6B --dataset chats-8k --loss sft --output sft-run\n"

@@ -1,4 +1,4 @@
-"""``packstore verify``: every hash, rule and count of a dataset."""
+"""``packstore verify``: checks every hash, rule and count of a dataset."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "--jobs",
         type=int,
         metavar="N",
-        help="shards that are read at a time (default: as many as processors, 4 at most)",
+        help="shards read at the same time (default: the number of processors, at most 4)",
     )
 
 

@@ -1,9 +1,9 @@
-"""The doors to other trainers: their files in, our datasets out.
+"""Imports files of other trainers as datasets, and exports datasets as their files.
 
     their file -> importers/<format>.py -> dataset
     dataset -> exporters/<format>.py -> their file
 
-One small file and one line in a registry per format. Nothing that a foreign file says is ever run.
+One small file and one line in a registry per format. Code in a foreign file is never run.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ def import_dataset(
     progress: Progress | None = None,
     **options: Any,
 ) -> Dataset:
-    """Makes a dataset of a file that another trainer wrote.
+    """Imports a file that another trainer wrote as a dataset.
 
     Args:
         format: a name in :data:`packstore.exchange.importers.IMPORTERS`.
         source: path or URL of the file.
         out: folder or URL of the dataset.
         storage_options: passed to the fsspec filesystems of `source` and `out`.
-        progress: told how far it is.
-        options: of the format.
+        progress: called with the progress.
+        options: options of the format.
 
     Raises:
-        InputError: the file is not what it must be.
-        PackstoreError: see :mod:`packstore.errors`; `out` then has the versions that it had.
+        InputError: the file is not of the format.
+        PackstoreError: see :mod:`packstore.errors`; the versions in `out` are then unchanged.
     """
     from packstore.exchange.importers import IMPORTERS
     from packstore.io.storage import Location
@@ -59,22 +59,22 @@ def export_dataset(
     progress: Progress | None = None,
     **options: Any,
 ) -> Exported:
-    """Writes a dataset as another trainer reads it.
+    """Exports a dataset to a file of another trainer.
 
     Args:
         format: a name in :data:`packstore.exchange.exporters.EXPORTERS`.
-        dataset: a dataset, or where it is.
+        dataset: a dataset, or its folder or URL.
         out: path or URL of the file or folder to write.
         storage_options: passed to the fsspec filesystems of `dataset` and `out`.
-        progress: told how far it is.
-        options: of the format.
+        progress: called with the progress.
+        options: options of the format.
 
     Returns:
-        What was written, and what is worth knowing of it.
+        The files written, and facts about them.
 
     Raises:
         CompatibilityError: the format cannot hold such a dataset.
-        PackstoreError: see :mod:`packstore.errors`; `out` then has the versions that it had.
+        PackstoreError: see :mod:`packstore.errors`; `out` is then unchanged.
     """
     from packstore.exchange.exporters import EXPORTERS
     from packstore.io.dataset import Dataset
@@ -89,4 +89,4 @@ def export_dataset(
 
 
 def _nobody(stage: str, done: int, total: int | None, unit: str) -> None:
-    """Nobody is listening."""
+    """Ignores progress."""

@@ -4,15 +4,15 @@ The rules were read in NVIDIA-NeMo/Megatron-Bridge at commit 067f987 (2026-08-22
 ``src/megatron/bridge/data/packing/`` (``parquet.py`` and ``gpt_sft.py``, which read the files,
 ``offline.py`` and ``algorithms.py``, which write them) and ``docs/training/packed-sequences.md``.
 
-- A row holds whole sequences. The reader makes of each the inputs (all tokens but the last) and the
-  targets (all but the first), so a sequence of L tokens takes up L - 1.
+- A row holds whole sequences. The reader splits each into inputs (all tokens but the last) and
+  targets (all but the first), so a sequence of L tokens occupies L - 1.
 - `loss_mask` belongs to the inputs: it is 1 where the *next* token of the sequence is supervised.
-- `seq_start_id` holds where each sequence starts, without the end of the last.
-- With context or sequence parallelism, what each sequence takes up must be a multiple of
-  `pad_seq_to_mult`: sequences are filled with EOS, by which the reader finds where they end: all
-  EOS at the end of the inputs are taken for filling.
+- `seq_start_id` holds the start of each sequence, without the end of the last.
+- With context or sequence parallelism, the size of each sequence must be a multiple of
+  `pad_seq_to_mult`: sequences are padded with EOS. The reader finds their end by it: it treats all
+  EOS at the end of the inputs as padding.
 - The metadata is a JSON list with one object. With `pad_cu_seqlens` (static shapes for CUDA graphs)
-  the reader takes the most sequences of a row, the longest one and the shortest row from there.
+  the reader takes the most sequences of a row, the longest sequence and the shortest row from it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SCHEMA = pa.schema(
 
 @dataclass
 class Figures:
-    """Sums over the rows that were written, in tokens that rows take up."""
+    """Sums over the rows written, in tokens that rows occupy."""
 
     rows: int = 0
     sequences: int = 0
@@ -55,7 +55,7 @@ class Figures:
     hidden: int = 0
 
     def add(self, sizes: Int64, starts: Int64) -> None:
-        """Counts rows: `sizes` of the sequences, `starts` of the rows in them."""
+        """Adds rows: `sizes` of their sequences, `starts` of the rows in these."""
         rows = np.add.reduceat(sizes, starts[:-1])
         self.rows += len(rows)
         self.sequences += len(sizes)
@@ -65,7 +65,7 @@ class Figures:
         self.shortest = min(self.shortest, int(rows.min()))
 
     def metadata(self, pack_size: int) -> dict[str, Any]:
-        """What Megatron-Bridge writes of a packed split, rounded as it does."""
+        """Returns Megatron-Bridge's metadata of a packed split, with its rounding."""
         return {
             "dataset_max_seqlen": self.longest,
             "max_samples_per_bin": self.most,
@@ -87,7 +87,7 @@ class Shards:
     writer: Any = None
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Adds a row group; a file that is large enough is finished."""
+        """Adds a row group; closes a file that is large enough."""
         if self.writer is None:
             self.names.append(f"{self.stem}-{len(self.names):05d}.idx.parquet")
             self._path = self.folder.path(self.names[-1])
@@ -104,7 +104,7 @@ class Shards:
             self.close()
 
     def close(self) -> None:
-        """Finishes the open file."""
+        """Closes the open file."""
         if self.writer is not None:
             with guarded("write", self._path, {}):
                 self.writer.close()
@@ -113,15 +113,15 @@ class Shards:
 
 
 class RowMaker:
-    """Makes rows of packs; what no longer fits, now that sequences are filled up, goes on.
+    """Converts packs to rows; sequences that no longer fit once padded move to later rows.
 
     Args:
-        pack_size: tokens that a row takes up at most; no sequence takes up more.
-        multiple: of what each sequence takes up.
-        pad_id: the token to fill with.
+        pack_size: most tokens of a row; no sequence occupies more.
+        multiple: each sequence is padded to a multiple of this.
+        pad_id: the padding token.
 
     Attributes:
-        figures: of the rows that were made.
+        figures: sums over the rows made.
     """
 
     def __init__(self, pack_size: int, multiple: int, pad_id: int) -> None:
@@ -130,7 +130,7 @@ class RowMaker:
         self._rest = Examples.empty()
 
     def add(self, packs: Packs) -> pa.RecordBatch:
-        """The rows of some packs, a row for each, and of what went on if it fills rows."""
+        """Returns one row per pack, and rows of moved sequences once these fill rows."""
         own = replace(unpack(packs), columns={})
         waiting = self._rest.num_examples
         examples = Examples.concat([self._rest, own])
@@ -152,14 +152,14 @@ class RowMaker:
         return self._batch(examples, sizes, rows + full)
 
     def finish(self) -> pa.RecordBatch | None:
-        """The last row, if something is left."""
+        """Returns the last row, if sequences are left."""
         left = self._rest.num_examples
         if not left:
             return None
         return self._batch(self._rest, self._sizes(self._rest), [list(range(left))])
 
     def _next_fit(self, sequences: list[int], sizes: Int64) -> list[list[int]]:
-        """The sequences in rows, in order; the last row may be empty."""
+        """Assigns the sequences to rows, in order; the last row may be empty."""
         rows: list[list[int]] = [[]]
         room = self._pack_size
         for i in sequences:
@@ -171,11 +171,11 @@ class RowMaker:
         return rows
 
     def _sizes(self, examples: Examples) -> Int64:
-        """int64 `[S]`: what each sequence takes up.
+        """Tokens that each sequence occupies: int64 `[S]`.
 
-        The reader takes all EOS at the end of the inputs for filling. A sequence that goes on
-        after such a one, as templates do that end a turn with EOS and a line break, keeps it if
-        its last token is among the inputs too: so it is filled up even where nothing is missing.
+        The reader treats all EOS at the end of the inputs as padding. A sequence that continues
+        after an EOS (templates that end a turn with EOS and a line break) keeps it only if its last
+        token is an input too: so it is padded even where its size fits.
         """
         inputs, m = examples.lengths.astype(np.int64) - 1, self._multiple
         sizes = -(-inputs // m) * m
@@ -196,7 +196,7 @@ class RowMaker:
         mask = np.zeros(offsets[-1], np.int8)
         at = range_indices(offsets[:-1], lengths)
         ids[at] = examples.input_ids
-        # The first token of a sequence is never supervised, so nothing moves into the one before.
+        # The first token of a sequence is never supervised, so the shift crosses no border.
         mask[at[:-1]] = examples.supervised[1:]
         if self._multiple > 1:
             hidden = _hidden(ids, offsets, self._pad_id) & (mask != 0)
@@ -217,7 +217,7 @@ class RowMaker:
 
 
 def _hidden(ids: Int32, offsets: Int64, pad_id: int) -> Bool:
-    """bool `[N]`: behind the last input of its sequence that is not EOS."""
+    """True for tokens after the last input of their sequence that is not EOS: bool `[N]`."""
     inputs = np.ones(len(ids), np.bool_)
     inputs[offsets[1:] - 1] = False
     real = np.where((ids != pad_id) & inputs, np.arange(len(ids)), -1)

@@ -45,12 +45,12 @@ _TOP = np.iinfo(np.int32).max
 def import_packs(
     source: Location, place: Location, options: ImportOptions, progress: Progress
 ) -> Dataset:
-    """Makes a dataset at `place` of the file at `source`; see :class:`.importers.Importer`.
+    """Imports the file at `source` as a dataset at `place`; see :class:`.importers.Importer`.
 
     Raises:
-        InputError: the file is not what it must be; names the row.
+        InputError: the file is not of the format; names the row.
         FormatError: a pack breaks a rule of the format; names the row.
-        DatasetExistsError: a dataset is there.
+        DatasetExistsError: a dataset exists at `place`.
     """
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
     config = PackConfig.of(
@@ -99,7 +99,7 @@ def import_packs(
 
 
 def _found(source: Location, hashed: HashedStream, pairs: int) -> dict[str, Any]:
-    """The file, as the manifest records it."""
+    """The manifest's record of the file."""
     size, sha256 = hashed.bytes, hashed.sha256
     return {"path": source.display, "bytes": size, "sha256": sha256, "records": pairs}
 
@@ -120,7 +120,7 @@ def _provenance(
 
 
 def _packs(stream: Any, path: str, shape: PackShape, tokens: int) -> Iterator[Packs]:
-    """Checked packs, about `tokens` at a time."""
+    """Yields checked packs, about `tokens` at a time."""
     waiting: list[dict[str, Any]] = []
     held = first = pairs = 0
     for number, row in enumerate(read_rows(stream, path, KEYS)):
@@ -135,7 +135,7 @@ def _packs(stream: Any, path: str, shape: PackShape, tokens: int) -> Iterator[Pa
 
 
 def _columns(row: Row, where: str) -> dict[str, Any]:
-    """The columns of one pack; lengths agree and numbers fit, so that the rules can be checked."""
+    """The columns of one pack, with lengths and number ranges checked."""
     ints = {
         name: _fitting(numbers(row[name], f"{where}, {name}"), f"{where}, {name}", low)
         for name, low in (
@@ -164,7 +164,7 @@ def _columns(row: Row, where: str) -> dict[str, Any]:
 
 
 def _fitting(values: Int64, where: str, low: int) -> Any:
-    """The numbers as int32."""
+    """Converts numbers to int32."""
     bad = (values < low) | (values > _TOP)
     if bad.any():
         at = int(np.argmax(bad))
@@ -174,10 +174,10 @@ def _fitting(values: Int64, where: str, low: int) -> Any:
 
 
 def _join(rows: list[dict[str, Any]], path: str, shape: PackShape, first: int, pairs: int) -> Packs:
-    """Some packs side by side, checked.
+    """Joins packs, and checks the rules of the format.
 
     Raises:
-        FormatError: one of them breaks a rule of the format.
+        FormatError: a pack breaks a rule of the format.
     """
     whole: dict[str, Any] = {name: np.concatenate([row[name] for row in rows]) for name in KEYS}
     sequences = to_offsets(np.array([len(row["lengths"]) for row in rows]))

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, on any store."""
+"""Writes files atomically, on any store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from packstore.io.storage import Location
 
 
 class _Output:
-    """Finishes at the end of a ``with`` block, if there was no error; cleans up in any case."""
+    """Context manager that commits its output unless there was an error, and cleans up."""
 
     def __enter__(self) -> Self:
         return self
@@ -41,16 +41,16 @@ class _Output:
 
 
 class OutputFile(_Output):
-    """A binary file that is written beside its place, and moved or uploaded there at the end.
+    """A binary file, written to a temporary path and moved or uploaded at the end.
 
-    A context manager: on an error nothing is left, and what was there stays.
+    A context manager: on an error nothing is left, and an existing file is unchanged.
 
     Args:
-        location: its place.
-        overwrite: replace what is there.
+        location: path or URL of the file.
+        overwrite: replace an existing file.
 
     Raises:
-        DatasetExistsError: something is there, and `overwrite` is False.
+        DatasetExistsError: the file exists, and `overwrite` is False.
         StorageError: no space, no permission, or the store refuses.
     """
 
@@ -87,19 +87,19 @@ class OutputFile(_Output):
 
 
 class OutputFolder(_Output):
-    """Files of a folder that are written one after another and stand there when all are complete.
+    """A folder whose files are written to a temporary folder and published when all are complete.
 
-    A context manager: on an error the files that were put are removed again. They are put in the
-    order of :meth:`path`, so the last one says that all are there.
+    A context manager: on an error the published files are removed. Files are published in the order
+    of :meth:`path`, so the last one marks a complete export.
 
     Args:
         location: the folder.
-        patterns: files of these names are those of an earlier export.
-        overwrite: replace an earlier export. Its last file goes first, so that a reader who waits
-            for that file never takes a mixture for a whole.
+        patterns: name patterns of the files of an earlier export.
+        overwrite: replace an earlier export. Its last file is removed first, so that a reader who
+            waits for that file never sees a mixture.
 
     Raises:
-        DatasetExistsError: an earlier export is there, and `overwrite` is False.
+        DatasetExistsError: an earlier export exists, and `overwrite` is False.
     """
 
     def __init__(self, location: Location, patterns: tuple[str, ...], overwrite: bool) -> None:
@@ -122,22 +122,22 @@ class OutputFolder(_Output):
         os.rmdir(self._staging)
         root = self._location.local_path
         if self._made and root is not None:
-            with contextlib.suppress(OSError):  # it holds the export
+            with contextlib.suppress(OSError):  # not empty: it holds the export
                 os.rmdir(root)
 
     def path(self, name: str) -> str:
-        """A local path for the file that is going to be `name`; the files are put in this order."""
+        """Returns a local path for the file `name`; files are published in this order."""
         self._names.append(name)
         return os.path.join(self._staging, name)
 
     def _finish(self) -> None:
         put: list[str] = []
         last = self._names[-1]
-        if last in self._before:  # it says that all are there, which does not hold from here on
+        if last in self._before:  # it marks a complete export, which is not so from here on
             self._location.remove(last)
         try:
             for name in self._names:
-                if name == last:  # what an earlier export left does not outlive the new one's mark
+                if name == last:  # files of an earlier export are removed before the new mark
                     for old in set(self._before) - set(self._names):
                         self._location.remove(old)
                 self._location.put_file(os.path.join(self._staging, name), name)
@@ -150,10 +150,7 @@ class OutputFolder(_Output):
 
 
 def refuse_existing(location: Location, overwrite: bool) -> None:
-    """Raises :class:`DatasetExistsError` if something is there and must stay.
-
-    A folder always stays.
-    """
+    """Raises :class:`DatasetExistsError` for a folder, or for a file without `overwrite`."""
     if location.is_dir():
         _refuse(location, "a folder")
     if not overwrite and location.exists():

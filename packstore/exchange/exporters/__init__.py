@@ -1,4 +1,4 @@
-"""Formats that a dataset can be written in: one small file each, one line in :data:`EXPORTERS`."""
+"""Export formats: one small file each, one line in :data:`EXPORTERS`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What every export can be told."""
+    """Options of every export."""
 
-    overwrite: bool = setting(False, "replace what is already there")
+    overwrite: bool = setting(False, "replace existing files")
 
     def __post_init__(self) -> None:
         validate(self)
@@ -28,11 +28,11 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What an export wrote.
+    """Result of an export.
 
     Attributes:
-        files: URLs, without secrets.
-        facts: what is worth knowing of them, by name.
+        files: URLs of the files written, without secrets.
+        facts: facts about them, by name.
     """
 
     files: list[str]
@@ -41,14 +41,14 @@ class Exported:
 
 @dataclass(frozen=True)
 class Exporter:
-    """How a dataset is written in one format.
+    """An export format.
 
     Attributes:
         help: one line for ``packstore export --help``.
-        out: what is written, for the command line: ``FILE`` or ``FOLDER``, and its help.
+        out: output argument of the command line, ``FILE`` or ``FOLDER``, and its help.
         examples: command lines.
-        options: the class of its options, :class:`ExportOptions` or below it.
-        run: ``(dataset, place, options, progress)`` -> what was written.
+        options: class of its options, :class:`ExportOptions` or a subclass.
+        run: ``(dataset, place, options, progress)`` -> the result.
     """
 
     help: str

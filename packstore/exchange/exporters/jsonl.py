@@ -1,4 +1,4 @@
-"""Plain records, one JSON object a line: what other trainers read, and ``packstore pack`` too.
+"""Plain records, one JSON object per line, which other trainers and ``packstore pack`` read.
 
 One line per example, in the order of the packs, a row group at a time:
 
@@ -6,9 +6,9 @@ One line per example, in the order of the packs, a row group at a time:
     sft     input_ids, labels                     as text: prompt, response
     ranked  prompt, responses, scores
 
-and `example_id` and the carried columns. As ids the prompt is what all sequences of the example
-have in common before anything is supervised; where a response is not supervised throughout, its
-labels stand beside it (`chosen_labels`, `rejected_labels`, `response_labels`).
+and `example_id` and the carried columns. As ids, the prompt is the common prefix of the example's
+sequences before their first supervised token. Where a response is only partly supervised, its
+labels are added (`chosen_labels`, `rejected_labels`, `response_labels`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OWN = (
     *("rejected_labels", "input_ids", "labels", "response", "responses", "scores"),
     *("response_labels", "example_id"),
 )
-"""Names of fields, which a carried column must not have."""
+"""Reserved field names, which a carried column must not have."""
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
 
@@ -55,7 +55,7 @@ class JsonlOptions(ExportOptions):
 
     text: bool = setting(False, "write text instead of token ids")
     tokenizer: str | None = setting(
-        None, "with --text, the tokenizer; default: the one of the dataset, where it was then"
+        None, "with --text, the tokenizer; default: the dataset's, at its recorded path"
     )
 
 
@@ -64,10 +64,10 @@ class _Example:
     """One example.
 
     Attributes:
-        ids: of each sequence.
-        supervised: of each sequence, its tokens that are.
+        ids: token ids of each sequence.
+        supervised: supervision mask of each sequence.
         rewards: float32 `[K]`.
-        others: its id and carried values.
+        others: example id and carried values.
     """
 
     ids: list[Int32]
@@ -77,7 +77,7 @@ class _Example:
 
     @property
     def cut(self) -> int:
-        """Leading tokens that all sequences have, none of them supervised."""
+        """Length of the common unsupervised prefix of all sequences, in tokens."""
         most = min(int(np.argmax(on)) for on in self.supervised)
         heads = np.stack([ids[:most] for ids in self.ids])
         same = (heads == heads[0]).all(axis=0)
@@ -85,36 +85,36 @@ class _Example:
 
     @property
     def partly(self) -> bool:
-        """Whether something behind the prompt is not supervised."""
+        """True if a token after the prompt is not supervised."""
         return not all(on[self.cut :].all() for on in self.supervised)
 
     def labels(self, first: int) -> list[Int32]:
-        """The labels of each sequence from token `first` on."""
+        """Returns the labels of each sequence from token `first` on."""
         ignored = np.int32(IGNORE_INDEX)
         pairs = zip(self.ids, self.supervised, strict=True)
         return [np.where(on[first:], ids[first:], ignored) for ids, on in pairs]
 
 
 class _Text:
-    """Turns ids back into text, without what readers put there themselves: BOS and the last EOS."""
+    """Decodes ids to text, without BOS and the last EOS, which readers add themselves."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def __call__(self, ids: Int32, cut: int) -> tuple[str, str]:
-        """The text before token `cut`, and that from there on."""
+        """Returns the text before token `cut`, and the text from there on."""
         decode = self._tokenizer.decode
         start = int(ids[0] == self._tokenizer.bos_id)
         stop = len(ids) - int(ids[-1] == self._tokenizer.eos_id)
         prompt, whole = decode(ids[start:cut].tolist()), decode(ids[start:stop].tolist())
-        # Decoders drop a space at the beginning of what they are given: not that of the response.
+        # Decoders drop a leading space of their input: keep that of the response.
         if whole.startswith(prompt):
             return prompt, whole[len(prompt) :]
         return prompt, decode(ids[cut:stop].tolist())
 
 
 class _Sink(io.RawIOBase):
-    """The file under a compressor, which does not close it."""
+    """The file under a compressor, which must not close it."""
 
     def __init__(self, out: OutputFile) -> None:
         self._out = out
@@ -211,7 +211,7 @@ def _record(kind: str, prompt: Any, responses: list[Any], example: _Example) -> 
 
 
 def _compression(place: Location) -> str | None:
-    """``gzip``, ``zstd`` or None, by the name of the file."""
+    """Returns ``gzip``, ``zstd`` or None, by the name of the file."""
     name = place.display.lower()
     for suffix, compression in {"": None, **COMPRESSIONS}.items():
         if name.endswith(f".jsonl{suffix}"):
@@ -222,7 +222,7 @@ def _compression(place: Location) -> str | None:
 
 @contextlib.contextmanager
 def _compressed(out: OutputFile, compression: str | None) -> Iterator[Callable[[bytes], object]]:
-    """What writes bytes to `out`, compressed."""
+    """Yields a function that writes compressed bytes to `out`."""
     if compression is None:
         yield out.write
         return

@@ -1,4 +1,4 @@
-"""Megatron-Bridge's packed Parquet: its options; the rules are in :mod:`.megatron_rows`."""
+"""Megatron-Bridge's packed Parquet: options and output; the rules are in :mod:`.megatron_rows`."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ FILE_BYTES = 192 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronOptions(ExportOptions):
-    """Options of this format; those with a name of Megatron-Bridge mean what it means by them."""
+    """Options of this format; those named as in Megatron-Bridge have its meaning."""
 
     pack_size: int | None = setting(
-        None, "Bridge's packed_sequence_size: tokens of a row at most; default: the dataset's"
+        None, "Bridge's packed_sequence_size: most tokens of a row; default: the dataset's"
     )
     pad_seq_to_mult: int | None = setting(
-        None, "what each sequence takes up is a multiple of it; default: by the parallelism"
+        None, "pad each sequence to a multiple of this; default: by the parallelism"
     )
     context_parallel: int = setting(1, "Bridge's context_parallel_size")
     tensor_parallel: int = setting(1, "Bridge's tensor_model_parallel_size")
@@ -43,7 +43,7 @@ class MegatronOptions(ExportOptions):
     pad_cu_seqlens: bool = setting(
         False, "for CUDA graphs: static shapes, which need full rows and the metadata"
     )
-    pad_id: int | None = setting(None, "the token to fill with; default: the tokenizer's EOS")
+    pad_id: int | None = setting(None, "the padding token; default: the tokenizer's EOS")
 
     def __post_init__(self) -> None:
         ExportOptions.__post_init__(self)
@@ -60,7 +60,7 @@ class MegatronOptions(ExportOptions):
 
     @property
     def parallel_multiple(self) -> int:
-        """The multiple that the parallelism needs.
+        """The multiple that the parallelism requires.
 
         ``lcm(2 CP if CP > 1 else 1, CP TP if sequence parallel and TP > 1 else 1)``
         (Megatron-Bridge, ``docs/training/packed-sequences.md``).
@@ -72,7 +72,7 @@ class MegatronOptions(ExportOptions):
 
     @property
     def multiple(self) -> int:
-        """The multiple that holds."""
+        """The multiple in effect."""
         return self.pad_seq_to_mult or self.parallel_multiple
 
 
@@ -115,7 +115,7 @@ def _run(
 def _facts(
     place: Location, figures: Figures, pack_size: int, options: MegatronOptions
 ) -> dict[str, object]:
-    """What was written, and the settings of Megatron-Bridge that fit."""
+    """Facts about the export, and the matching settings of Megatron-Bridge."""
     return {
         "rows": figures.rows,
         "sequences": figures.sequences,
@@ -133,7 +133,7 @@ def _facts(
 
 
 def _pack_size(dataset: Dataset, options: MegatronOptions) -> int:
-    """Tokens that a row takes up at most."""
+    """Most tokens of a row."""
     size, m = options.pack_size or dataset.manifest.pack_size, options.multiple
     if size % m:
         up = -(-size // m) * m
@@ -153,7 +153,7 @@ def _pad_id(dataset: Dataset, options: MegatronOptions) -> int:
     if isinstance(eos, int):
         return eos
     if options.multiple == 1:
-        return 0  # nothing is filled
+        return 0  # unused
     must = "its EOS must be known to fill sequences up"
     raise ConfigError(sentence(dataset.url, must, "none", "Give pad_id"))
 

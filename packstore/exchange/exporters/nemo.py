@@ -1,8 +1,8 @@
 """NeMo-Aligner's packed DPO file: ``numpy.save`` of an array of dicts of lists.
 
-What reads it is `DPOPackedDataset` (NVIDIA/NeMo-Aligner, ``nemo_aligner/data/nlp/datasets.py``)
-behind ``numpy.load``, with ``data.data_impl: packed_jsonl``. Row by row, so memory is bounded here;
-it is that program that loads all of it.
+It is read with ``numpy.load`` by `DPOPackedDataset` (NVIDIA/NeMo-Aligner,
+``nemo_aligner/data/nlp/datasets.py``) with ``data.data_impl: packed_jsonl``. Rows are written one
+by one, so memory is bounded here; the reader loads the whole file.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     from packstore.pipeline import Progress
 
 PROTOCOL = 3
-"""Of the pickle: what every numpy reads, and without frames, so that rows can be laid one after
-another."""
+"""Pickle protocol: every numpy reads it, and it has no frames, so that rows can be appended."""
 
 BATCH = 1000
-"""Rows between two marks, as many as Python's own pickler puts there."""
+"""Rows between two marks, as in Python's own pickler."""
 
 
 def _run(dataset: Dataset, place: Location, options: ExportOptions, progress: Progress) -> Exported:
@@ -69,9 +68,9 @@ def _row(pack: Packs) -> dict[str, list[Any]]:
 
 
 def _frame(rows: int) -> tuple[bytes, bytes]:
-    """What stands before the rows and after them in the file of an array of `rows` objects.
+    """The bytes before and after the rows of an array of `rows` objects.
 
-    As numpy 1 writes it: numpy 2 reads both, numpy 1 only this.
+    In the form of numpy 1, which numpy 2 reads too, but not vice versa.
     """
     header = io.BytesIO()
     shape = {"descr": "|O", "fortran_order": False, "shape": (rows,)}

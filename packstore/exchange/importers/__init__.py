@@ -1,4 +1,4 @@
-"""Formats that a dataset can be made of: one small file each, one line in :data:`IMPORTERS`."""
+"""Import formats: one small file each, one line in :data:`IMPORTERS`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
-    """What every import can be told."""
+    """Options of every import."""
 
     tokenizer: str | None = setting(
-        None, "the tokenizer of its ids: a tokenizer.json, a folder, or a .model; it is recorded"
+        None, "the tokenizer of the ids, to record: a tokenizer.json, a folder, or a .model"
     )
-    pack_size: int | None = setting(None, "tokens of a pack at most; default: of the longest pack")
-    overwrite: bool = setting(False, "replace a dataset that is already there")
+    pack_size: int | None = setting(None, "most tokens of a pack; default: the longest pack's")
+    overwrite: bool = setting(False, "replace an existing dataset")
     single_writer: bool = setting(
         False,
         "no other job writes there meanwhile: for stores where two could both commit (sftp, …)",
@@ -35,12 +35,12 @@ class ImportOptions:
 
 @dataclass(frozen=True)
 class Importer:
-    """How one format is read.
+    """An import format.
 
     Attributes:
         help: one line for ``packstore import --help``.
         examples: command lines.
-        options: the class of its options, :class:`ImportOptions` or below it.
+        options: class of its options, :class:`ImportOptions` or a subclass.
         run: ``(source, place, options, progress)`` -> the dataset.
     """
 
