@@ -1,123 +1,222 @@
-"""What a chat template may do: foreign code on foreign data, within stated time and size.
+"""Renders chat templates, which are foreign code on foreign data, within stated time and size.
 
-Jinja's sandbox keeps templates away from Python's insides, but not from the processor or the
-memory: ``'a' * 10**10`` is allowed there. Here everything that can make a value larger than what
-it is made of is charged to an account (:mod:`.account`), beforehand where it can be told.
+Jinja's immutable sandbox keeps templates away from Python's insides and from the records, but not
+from the processor or the memory: ``'a' * 10**10`` is allowed there. Here every text, list and dict
+that a template makes counts against a budget, and every loop looks at the clock.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
-from types import BuiltinMethodType
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jinja2 import nodes, pass_context
+from jinja2 import nodes, pass_context, pass_environment
+from jinja2.environment import Environment
+from jinja2.filters import make_attrgetter
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, _PassArg
 from jinja2.visitor import NodeTransformer
 
-from packstore.tokenizer.account import (
-    CURRENT,
-    FILTER_GUARDS,
-    check_bits,
-    check_format,
-    paid,
-)
+from packstore.errors import TokenizerError, sentence
 from packstore.tokenizer.refusals import Refused
 
 MAX_SOURCE = 1 << 18
 """Characters of a template; the longest that are in use have a tenth of it."""
+MAX_MADE = 1 << 27
+"""Characters that one rendering may make, intermediate ones included. Counted and not measured, so
+that the same record is refused on every machine."""
+MAX_SECONDS = 20.0
+"""That one rendering may take; it takes some thousandths of a second mostly. The job ends then."""
 
-_REFUSED = ("encode", "maketrans", "translate")
-_STRING = frozenset(n for n in dir(str) if not n.startswith("_")).difference(_REFUSED)
-_ATTRIBUTES: tuple[tuple[type, frozenset[str]], ...] = (
-    (str, _STRING),
-    (int, frozenset(("is_integer",))),
-    (float, frozenset(("is_integer",))),
-    (bytes, frozenset()),
-    (dict, frozenset(("copy", "get", "items", "keys", "values"))),
-    (list, frozenset(("copy", "count", "index"))),
-    (tuple, frozenset(("count", "index"))),
-)
+_NODE = 64  # size of a value apart from its characters, as its memory would be
+_MAX_BITS = 1 << 12
+_WIDE = re.compile(r"[0-9]{4}|\*|\{[^{}]*\{")  # widths in format strings
+_FREE = (int, float, type(None))
+_VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_HOLDERS = (list, tuple, set, frozenset, *_VIEWS)
+_NO_FILTERS = {"batch", "center", "pprint", "random", "round", "slice", "urlize", "wordwrap"}
+_NO_FILTERS |= {"xmlattr"}
+_NO_METHODS = {"center", "encode", "expandtabs", "ljust", "maketrans", "rjust", "to_bytes"}
+_NO_METHODS |= {"translate", "zfill"}
+_QUICK = {"endswith", "lstrip", "rstrip", "split", "startswith", "strip"}
 _OF_DICTS = frozenset(dir(dict))
-_QUICK = frozenset(("endswith", "lstrip", "replace", "rstrip", "split", "startswith", "strip"))
-_HELPERS, _PLAIN = (LoopContext, Namespace), (bool, int, str, type(None))
-_JINJAS = frozenset(("_loop_vars", "_block_vars"))
-_SMALL = 1 << 30
-_WEIGHED = (str, list, tuple, dict, Namespace)
-_NO_FILTERS = ("center", "pprint", "random", "urlize", "wordwrap", "xmlattr")
+_OF_JINJA = {"_loop_vars", "_block_vars"}
 
 
-def tick(_value: object) -> None:
-    """Stands in every loop."""
-    CURRENT.account.check_time()
+class Budget:
+    """What one rendering may still make, and until when."""
+
+    __slots__ = ("end", "left")
+
+    def __init__(self) -> None:
+        self.left, self.end = MAX_MADE, time.monotonic() + MAX_SECONDS
+
+    def spend(self, size: int) -> None:
+        """Counts characters; raises :class:`Refused` beyond the limit."""
+        self.left -= size
+        if self.left < 0:
+            raise Refused("template_refused", f"more than {MAX_MADE} characters made")
+
+    def count(self, value: Any) -> Any:
+        """Counts a value that was made, and returns it."""
+        if type(value) is str:
+            self.left -= len(value)
+            if self.left < 0:
+                self.spend(0)
+        elif not isinstance(value, _FREE):
+            self.spend(self.size(value))
+        elif isinstance(value, int):
+            check_bits(value.bit_length())
+        return value
+
+    def size(self, value: object) -> int:
+        """Characters of a value and of all in it, however often it is in it."""
+        total, stack = 0, [value]
+        while stack:
+            top = stack.pop()
+            total += _NODE
+            if isinstance(top, str):
+                total += len(top)
+            elif isinstance(top, Mapping):
+                stack += [*top.keys(), *top.values()]
+            elif isinstance(top, _HOLDERS):
+                stack += top
+                total += _NODE * len(top)
+            elif isinstance(top, Namespace):
+                stack.append(object.__getattribute__(top, "_Namespace__attrs"))
+            if total > self.left:
+                self.spend(total)
+        return total
+
+    def listed(self, values: Iterable[Any], between: str = "") -> list[Any]:
+        """Counts a join of texts before it is made."""
+        items = list(values)
+        self.spend(sum(map(self.size, items)) + len(items) * len(between))
+        return items
+
+    def check_time(self) -> None:
+        """Raises :class:`TokenizerError` if the time is over."""
+        if time.monotonic() > self.end:
+            must = f"a dialogue must be rendered within {MAX_SECONDS:g} s"
+            raise TokenizerError(sentence("chat template", must, "no end", "Correct its loops"))
 
 
-def made(value: Any) -> Any:
-    """Charges for a list, tuple or dict."""
-    CURRENT.account.charge(value)
-    return value
+def check_bits(bits: int) -> None:
+    """Refuses a whole number that is huge."""
+    if bits > _MAX_BITS:
+        raise Refused("template_refused", f"a number of more than {_MAX_BITS} bits")
 
 
-def joined(*parts: object) -> str:
+class _Here(threading.local):
+    """The rendering of this thread."""
+
+    budget = Budget()
+
+
+HERE = _Here()
+
+
+def as_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON text; as the filter ``tojson`` it escapes neither HTML nor letters."""
+    if indent is not None and (not isinstance(indent, int) or indent > 16):
+        raise Refused("template_refused", "an indent of more than 16")
+    settings: Any = {"separators": separators, "sort_keys": sort_keys, "indent": indent}
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, **settings)
+    if indent is None:
+        return encoder.encode(value)
+    return "".join(map(HERE.budget.count, encoder.iterencode(value)))
+
+
+@pass_environment
+def _join(environment: Environment, value: Any, d: str = "", attribute: Any = None) -> str:
+    if attribute is not None:
+        value = map(make_attrgetter(environment, attribute), value)
+    return d.join(map(str, HERE.budget.listed(value, d)))
+
+
+def _concat(parts: tuple[Any, ...]) -> str:
     """``a ~ b``."""
-    account = CURRENT.account
-    for part in parts:
-        account.charge(part)
-    return "".join(map(str, parts))
+    return "".join(
+        [part if type(part) is str else str(part) for part in map(HERE.budget.count, parts)]
+    )
 
 
-_OWN: dict[str, Callable[..., Any]] = {f"packstore {f.__name__}": f for f in (tick, made, joined)}
+def _size_of_format(text: str, *args: Any, **kwargs: Any) -> int:
+    if _WIDE.search(text.replace("{{", "")):
+        raise Refused("template_refused", "a format with a large or given width")
+    fields = text.count("%") + text.count("{")
+    return len(text) + fields * (HERE.budget.size([args, kwargs]) + 1000)
+
+
+def _size_of_replace(s: Any, old: Any, new: Any, count: object = None) -> int:
+    text, old = str(s), str(old)
+    return len(text) + (text.count(old) if old else len(text) + 1) * len(str(new))
+
+
+def _size_of_indent(s: str, width: int | str = 4, *_: object, **_more: object) -> int:
+    return len(s) + (s.count("\n") + 1) * (width if isinstance(width, int) else len(width))
+
+
+_SIZES: dict[str, Callable[..., int]] = {
+    "format": _size_of_format,
+    "indent": _size_of_indent,
+    "replace": _size_of_replace,
+}
+"""Filters and methods of texts that make much of little -> size of the result."""
 
 
 class _Guards(NodeTransformer):
-    """Puts the functions above in their places, as filters: those are called without ado."""
+    """Puts filters of ours around what Jinja would make without asking anybody."""
 
-    def visit_For(self, node: nodes.For, *args: Any, **kwargs: Any) -> nodes.Node:
-        self.generic_visit(node, *args, **kwargs)
-        step = nodes.ExprStmt(_apply(tick, [nodes.Const(None)], node), lineno=node.lineno)
-        node.body.insert(0, step)
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        super().generic_visit(node, *args, **kwargs)
+        if isinstance(node, nodes.For):
+            look = nodes.ExprStmt(_apply("look", nodes.Const(None), node), lineno=node.lineno)
+            node.body.insert(0, look)
+        elif isinstance(node, nodes.Concat):
+            return _apply("concat", nodes.Tuple(node.nodes, "load", lineno=node.lineno), node)
+        elif isinstance(node, nodes.List | nodes.Tuple | nodes.Dict):
+            loaded = getattr(node, "ctx", "load") == "load"
+            if loaded and any(node.find_all((nodes.Name, nodes.Call, nodes.Filter))):
+                return _apply("count", node, node)
         return node
 
-    def visit_Concat(self, node: nodes.Concat, *args: Any, **kwargs: Any) -> nodes.Node:
-        self.generic_visit(node, *args, **kwargs)
-        return _apply(joined, node.nodes, node)
 
-    def visit_List(self, node: nodes.List, *args: Any, **kwargs: Any) -> nodes.Node:
-        constant = not any(node.find_all((nodes.Name, nodes.Call, nodes.Filter)))
-        self.generic_visit(node, *args, **kwargs)
-        stored = getattr(node, "ctx", "load") != "load"
-        return node if constant or stored else _apply(made, [node], node)
-
-    visit_Tuple = visit_Dict = visit_List
-
-
-def _apply(function: Callable[..., Any], args: list[nodes.Expr], at: nodes.Node) -> nodes.Filter:
-    name = f"packstore {function.__name__}"
-    return nodes.Filter(args[0], name, args[1:], [], None, None, lineno=at.lineno)
+def _apply(name: str, value: nodes.Expr, at: nodes.Node) -> nodes.Filter:
+    return nodes.Filter(value, f"packstore {name}", [], [], None, None, lineno=at.lineno)
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with an account."""
+    """Jinja's sandbox with a budget: ``HERE.budget``, set before each rendering."""
 
-    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
+    intercepted_binops = frozenset(("+", "*", "%", "**"))
 
     def __init__(self, **settings: Any) -> None:
-        # Without constants folded: at compile time nobody counts.
-        super().__init__(optimized=False, finalize=_output, **settings)
+        # Without constants folded, neither by the optimizer nor in output: there nobody counts.
+        finalize = pass_context(lambda _, value: HERE.budget.count(value))
+        super().__init__(optimized=False, finalize=finalize, **settings)
         del self.globals["lipsum"]
-        for name in _NO_FILTERS:
-            del self.filters[name]
-        self.filters["tojson"] = as_json
-        self.filters = {n: _filter(f, FILTER_GUARDS.get(n)) for n, f in self.filters.items()}
-        self.filters |= _OWN
+        filters = {n: f for n, f in self.filters.items() if n not in _NO_FILTERS}
+        filters |= {"tojson": as_json, "join": _join}
+        self.filters = {n: _counted(n, f) for n, f in filters.items()}
+        self.filters["packstore look"] = lambda _: HERE.budget.check_time()
+        self.filters["packstore count"] = lambda value: HERE.budget.count(value)
+        self.filters["packstore concat"] = _concat
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
-        _Guards().visit(tree)
+        tree: nodes.Template = _Guards().visit(super()._parse(source, name, filename))
         return tree
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -129,127 +228,64 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif kind is str:
             if attribute in _QUICK:
                 return getattr(obj, attribute)
-        elif kind in _HELPERS and attribute[:1] != "_":
-            value = getattr(obj, attribute, _HELPERS)
-            if type(value) in _PLAIN:
+        elif kind in (LoopContext, Namespace) and attribute[:1] != "_":
+            value = getattr(obj, attribute, obj)
+            if isinstance(value, (str, *_FREE)):
                 return value
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Few methods of plain values, and of others what Jinja allows."""
-        for kind, allowed in _ATTRIBUTES:
-            if isinstance(obj, kind):
-                return attr in allowed
-        return super().is_safe_attribute(obj, attr, value)
+        """As Jinja's own, without methods that make much of little."""
+        return attr not in _NO_METHODS and super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """``str.format``, without widths, and charged for."""
+        """``str.format`` and ``str.format_map``, counted beforehand."""
         wrapped = super().wrap_str_format(value)
-        if wrapped is None:
-            return None
-        text: str = value.__self__
-
-        def guarded(*args: Any, **kwargs: Any) -> str:
-            check_format(text.replace("{{", ""), text.count("{"), [args, kwargs])
-            return wrapped(*args, **kwargs)
-
-        return guarded
+        return wrapped and _counted("format", wrapped, value.__self__)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls `__obj`, if it is safe, and there is time and room for its result."""
-        account = CURRENT.account
-        account.check_time()
-        if type(__obj) is BuiltinMethodType and type(__obj.__self__) is str:
+        budget = HERE.budget
+        budget.check_time()
+        if isinstance(text := getattr(__obj, "__self__", None), str):
             name = __obj.__name__
-            if name in _QUICK and kwargs.keys() <= _JINJAS:
-                result = __obj(*paid(__obj.__self__, name, args))
-                if type(result) is not bool:
-                    account.charge(result)
-                return result
-        text = getattr(__obj, "__self__", None)
-        if isinstance(text, str):
-            args = paid(text, __obj.__name__, args)
-        result = super().call(__context, __obj, *args, **kwargs)
-        if isinstance(result, _WEIGHED):
-            account.charge(result)
-        return result
+            if name in _QUICK and kwargs.keys() <= _OF_JINJA:
+                return budget.count(__obj(*args))
+            if name == "join":
+                args = tuple(budget.listed(values, text) for values in args)
+            elif name in _SIZES:
+                budget.spend(_SIZES[name](text, *args))
+        return budget.count(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """An operator, if there is room for its result."""
-        if operator == "+" and isinstance(left, str):
-            result = left + right
-            CURRENT.account.spend(len(result))
-            return result
-        small = type(left) is int and type(right) is int
-        if small and operator in "+-" and max(left, right) < _SMALL and min(left, right) > -_SMALL:
-            return left + right if operator == "+" else left - right
-        if isinstance(left, int) and isinstance(right, int):
-            check_bits(operator, left, right)
+        budget = HERE.budget
+        if operator == "+":
+            return budget.count(left + right)
+        if operator == "%":
+            if isinstance(left, str):
+                budget.spend(_size_of_format(left, right))
+        elif isinstance(left, int) and isinstance(right, int):
+            factor = max(right, 0) if operator == "**" else 1
+            check_bits(left.bit_length() * factor + right.bit_length())
         elif operator == "*":
-            account = CURRENT.account
             for value, times in ((left, right), (right, left)):
                 if isinstance(value, str | list | tuple) and isinstance(times, int):
-                    account.spend(account.weigh(value) * max(times, 0))
-        elif operator == "%" and isinstance(left, str):
-            check_format(left, left.count("%"), right)
-        result = super().call_binop(context, operator, left, right)
-        if operator == "+":
-            CURRENT.account.charge(result)
-        return result
+                    budget.spend(budget.size(value) * max(times, 0))
+        return super().call_binop(context, operator, left, right)
 
 
-def as_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON text; as the filter ``tojson`` it escapes neither HTML nor letters."""
-    settings: dict[str, Any] = {
-        "ensure_ascii": ensure_ascii,
-        "indent": indent,
-        "separators": separators,
-        "sort_keys": sort_keys,
-    }
-    if indent is None:
-        return json.dumps(value, **settings)
-    if not isinstance(indent, int) or indent > 16:
-        raise Refused("template_refused", "an indent of more than 16")
-    parts = []
-    for part in json.JSONEncoder(**settings).iterencode(value):
-        CURRENT.account.spend(len(part))
-        parts.append(part)
-    return "".join(parts)
+def _counted(name: str, function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """A filter or function that counts what it makes."""
+    size = _SIZES.get(name)
+    skipped = 0 if first else int(_PassArg.from_obj(function) is not None)
 
+    @functools.wraps(function)  # keeps Jinja's mark of what it is given first
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        budget = HERE.budget
+        budget.check_time()
+        if size is not None:
+            budget.spend(size(*first, *args[skipped:], **kwargs))
+        return budget.count(function(*args, **kwargs))
 
-@pass_context
-def _output(_context: Context, value: Any) -> Any:
-    CURRENT.account.charge(value)
-    return value
-
-
-def _filter(inner: Callable[..., Any], guard: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A filter that charges for what it makes, and that is not evaluated beforehand."""
-    wanted = _PassArg.from_obj(inner)
-
-    @functools.wraps(inner)
-    def charged(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        account = CURRENT.account
-        account.check_time()
-        if guard is not None:
-            value = guard(value, *args, **kwargs)
-        if wanted is None:
-            result = inner(value, *args, **kwargs)
-        else:
-            first = {
-                _PassArg.context: context,
-                _PassArg.eval_context: context.eval_ctx,
-                _PassArg.environment: context.environment,
-            }[wanted]
-            result = inner(first, value, *args, **kwargs)
-        if isinstance(result, _WEIGHED):
-            account.charge(result)
-        return result
-
-    return pass_context(charged)
+    return counted

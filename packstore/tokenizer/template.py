@@ -14,18 +14,17 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from packstore.errors import TokenizerError, sentence
-from packstore.tokenizer.account import CURRENT, Account
 from packstore.tokenizer.control import free_characters
 from packstore.tokenizer.generation_prompt import mark_outputs, written_last
 from packstore.tokenizer.refusals import Refused
-from packstore.tokenizer.sandbox import MAX_SOURCE, Sandbox, as_json
+from packstore.tokenizer.sandbox import HERE, MAX_SOURCE, Budget, Sandbox, as_json
 
 TEMPLATE_DATE = "2024-07-26"
 """Today, as templates that ask for the date see it: the same on every day, so that the same input
 gives the same bytes. It is the date that Llama's own templates fall back to."""
 
 MAX_RENDERED = 1 << 26
-"""Characters that a rendered dialogue may have; what may be made on the way: :mod:`.account`."""
+"""Characters that a rendered dialogue may have; what may be made on the way: :mod:`.sandbox`."""
 
 Message = dict[str, Any]
 Tools = list[Any] | None
@@ -175,7 +174,7 @@ class ChatTemplate:
     ) -> str:
         context = {**self._context, "messages": list(messages), "tools": tools, **variables}
         parts, size = [], 0
-        CURRENT.account = Account()
+        HERE.budget = Budget()
         try:
             for part in (compiled or self._compiled).generate(context):
                 parts.append(part)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from packstore.errors import TokenizerError
-from packstore.tokenizer import account
+from packstore.tokenizer import sandbox
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.template import ChatTemplate
 
@@ -99,6 +99,15 @@ ATTACKS = {
     "a change of the messages": "{{ messages.append(1) }}{{ messages[0].update(a=1) }}",
     "a change by do": "{{ messages.clear() }}",
     "chance": "{{ [1, 2] | random }}",
+    "markup that repeats": "{% autoescape true %}{{ (('a' * 9999) | e).replace('a', 'b' * 99999) }}"
+    "{% endautoescape %}",
+    "markup that joins": "{% autoescape true %}{{ (('a' * 99999) | e).join(['x'] * 99999) }}"
+    "{% endautoescape %}",
+    "a number from hexadecimal digits": "{% set x = ('f' * 9999999) | int(0, 16) %}",
+    "numbers that grow": "{% set ns = namespace(x=1) %}{% for i in range(99999) %}"
+    "{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "a deep key": "{% set ns = namespace(x=()) %}{% for i in range(99999) %}"
+    "{% set ns.x = (ns.x,) %}{% endfor %}{{ {ns.x: 1} }}",
     "lorem ipsum": "{{ lipsum(n=10**9) }}",
 }
 LONG = {
@@ -118,11 +127,11 @@ TALK: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 CODE = """
 import json, sys
 from packstore.errors import TokenizerError
-from packstore.tokenizer import account
+from packstore.tokenizer import sandbox
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.template import ChatTemplate
 
-account.MAX_SECONDS, account.MAX_MADE = 0.5, 1 << 25
+sandbox.MAX_SECONDS, sandbox.MAX_MADE = 0.5, 1 << 25
 for name, source in json.load(sys.stdin).items():
     try:
         talk = [{"role": "user", "content": "hello"}]
@@ -145,7 +154,7 @@ def test_refused(cell: Any) -> None:
 
 
 def test_an_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(account, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.05)
     with pytest.raises(TokenizerError, match="found no end"):
         ChatTemplate(ATTACKS["loops in loops"], {}).render(TALK)
 
@@ -175,7 +184,7 @@ def test_ordinary_work_is_allowed() -> None:
     source = (
         "{% set ns = namespace(all='') %}{% for m in messages %}{% set ns.all = ns.all + m.role "
         "~ ': ' ~ m.content | trim %}{{ '%s %03d {:>5}'.format(1) % (m.role, 7) }}{{ m | tojson }}"
-        "{% endfor %}{{ ns.all[:10] }}{{ ('-' * 80).ljust(90).center(99) }}{{ [1, 2] * 2 }}"
+        "{% endfor %}{{ ns.all[:10] }}{{ '-' * 80 }}{{ '%s' | format(1) }}{{ [1, 2] * 2 }}"
         "{{ 7 * 6 ** 2 // 5 % 4 }}{{ messages | map(attribute='role') | join(', ') | length }}"
         "{{ {'a': 1}.items() | list }}{{ 'a-b'.split('-')[0].replace('a', 'bb') | indent(2) }}"
     )
