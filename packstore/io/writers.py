@@ -51,12 +51,16 @@ def marked(location: Location, call: str) -> Iterator[str]:
     Args:
         location: the dataset.
         call: what the job does, such as ``pack``.
+
+    Raises:
+        StorageError: nothing can be written there, not only no marker.
     """
     path = f"{WRITERS}/{uuid.uuid4().hex}.json"
     try:
         location.create_bytes(path, orjson.dumps({"call": call, **this_process()._asdict()}))
     except PackstoreError as error:
         log.debug("no marker: %s", error)
+        _require_writable(location)
     try:
         for other in writers(location, besides=path)[:1]:
             log.warning(
@@ -71,6 +75,13 @@ def marked(location: Location, call: str) -> Iterator[str]:
         if location.local_path is not None:
             with contextlib.suppress(OSError):  # another job's marker is in it
                 os.rmdir(os.path.join(location.local_path, WRITERS))
+
+
+def _require_writable(location: Location) -> None:
+    """Tells now what the job would find out when it has read and tokenized everything."""
+    path = f"{FOLDER}/.packstore-{uuid.uuid4().hex}"
+    location.create_bytes(path, b"")
+    location.remove(path)
 
 
 def writers(location: Location, besides: str = "") -> list[Writer]:

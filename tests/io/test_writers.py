@@ -145,6 +145,21 @@ def test_a_store_may_refuse_markers(place: str, monkeypatch: pytest.MonkeyPatch)
     assert packstore.pack(pairs(20), place, **SETTINGS).verify().ok
 
 
+def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_read(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: Location, path: str, data: bytes) -> None:
+        raise StorageError("cannot write.")
+
+    def records() -> Any:
+        raise AssertionError("was read")
+        yield
+
+    monkeypatch.setattr(Location, "create_bytes", refused)
+    with pytest.raises(StorageError, match="cannot write"):
+        packstore.pack(records(), place, **SETTINGS)
+
+
 @pytest.mark.parametrize("first_wins", [True, False])
 def test_a_second_job_is_warned_and_never_blocked(
     place: str,
