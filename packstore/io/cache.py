@@ -10,7 +10,7 @@ The cache never ends a training: where its folder fails (it is full, read-only, 
 is read instead, and a warning says so once.
 
 A file appears in one step, complete. Only making room takes a lock, which the system gives back if
-its holder is killed; so does the unfinished file of a killed writer show that nobody writes it.
+its holder is killed, and for which nobody waits long: its holder may be stopped.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import logging
 import mmap
 import os
 import stat
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ log = logging.getLogger("packstore")
 
 _ACCOUNT = "account"
 _UNFINISHED = "unfinished-"
+_ABANDONED = 3600.0
+"""Seconds without a write after which an unfinished file is that of a killed writer."""
+_PATIENCE = 100
+"""Times that the lock is tried, 10 ms apart."""
 _CREATE = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -138,7 +143,6 @@ class Cache:
         try:
             os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
             with _open(unfinished, _CREATE | os.O_EXCL | os.O_WRONLY) as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # says that it is being written
                 if self._make_room(home, unfinished, size):
                     write(file)
                     file.flush()
@@ -155,10 +159,11 @@ class Cache:
         """Adds `size` to the account; if that is beyond the limit, drops what was not used longest.
 
         A tenth more than needed goes, so that the files are not listed each time. False: the room
-        is taken by what others are writing.
+        is taken by what others are writing, or another process makes room and does not get ready.
         """
         with _open(os.path.join(home, _ACCOUNT), _CREATE | os.O_RDWR) as account:
-            fcntl.flock(account, fcntl.LOCK_EX)
+            if not _lock(account):
+                return False
             try:
                 text = account.read()
                 total = int(text) if text.isdigit() else self.limit
@@ -218,20 +223,21 @@ def _being_written(home: str, own: str) -> int:
     total = 0
     for entry in _entries(home):
         if entry.name.startswith(_UNFINISHED) and entry.path != own:
-            if _is_being_written(entry.path):
-                total += int(entry.name.removeprefix(_UNFINISHED).partition("-")[0])
-            else:
-                with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED:
                     os.unlink(entry.path)
+                else:
+                    total += int(entry.name.removeprefix(_UNFINISHED).partition("-")[0])
     return total
 
 
-def _is_being_written(path: str) -> bool:
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        try:
+def _lock(file: BinaryIO) -> bool:
+    """Takes the lock of a file; False if others hold it for long."""
+    for _ in range(_PATIENCE):
+        with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
             return True
+        time.sleep(0.01)
     return False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import pickle
@@ -12,6 +13,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 import types
 from collections import Counter
 from collections.abc import Callable
@@ -271,6 +273,25 @@ Cache(sys.argv[1], 3000).map(Key("ab" * 32, 0, 1000), fill)
 """
 
 
+def test_nobody_waits_for_a_process_that_stands_still(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped while it held the lock."""
+    cache = Cache(str(folder), 3000)
+    assert cache.read(KEY, lambda data: True, lambda: b"x" * 1000) == b"x" * 1000
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    other = KEY._replace(start=1, end=1001)
+    with open(Path(cache.home()) / "account", "rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert cache.read(other, lambda data: True, lambda: b"y" * 1000) == b"y" * 1000
+        assert cache.read(KEY, lambda data: True, lambda: b"") == b"x" * 1000
+    assert 0 < sum(waits) <= 5
+    assert used(folder) == 1000
+    assert cache.read(other, lambda data: True, lambda: b"y" * 1000) == b"y" * 1000
+    assert used(folder) == 2000
+
+
 def test_a_killed_writer_leaves_nothing_that_stays(folder: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, encoding="utf-8"
@@ -289,6 +310,8 @@ def test_a_killed_writer_leaves_nothing_that_stays(folder: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait(120)
     process.stdout.close()
+    (left,) = folder.rglob("unfinished-*")
+    os.utime(left, (0, time.time() - 7200))
     assert cache.read(KEY, b"y".__lt__, lambda: b"z" * 1000) == b"z" * 1000  # half is never seen
     crowd()
     assert not list(folder.rglob("unfinished-*"))
