@@ -109,8 +109,8 @@ def logins(url: str) -> list[Login]:
     """The parts of a URL, of which ``::`` chains several.
 
     A password may hold ``@``, and by mistake ``/``: then nobody can tell where it ends, and all up
-    to the last ``@`` is the login. An ``@`` in a path after a host, or after a host and a port,
-    belongs to no login.
+    to the last ``@`` is the login, also behind what may be a port. An ``@`` in a path after a host
+    alone belongs to no login.
     """
     return [_login(part) for part in re.split(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)", url)]
 
@@ -130,8 +130,7 @@ def _login(part: str) -> Login:
         return Login("", "", part)
     scheme += colon
     host = re.split("[/?#]", rest, maxsplit=1)[0]
-    password = re.search(r":(?![0-9]*$)", re.sub(r"^\[[^]]*\]", "", host)) is not None
-    if not password:
+    if ":" not in re.sub(r"^\[[^]]*\]", "", host):  # neither password nor port
         login, _, name = host.rpartition("@")
         return Login(scheme, login, name + rest[len(host) :])
     login, at, name = rest.rpartition("@")

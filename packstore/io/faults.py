@@ -40,7 +40,7 @@ def named_place(url: str) -> str:
         raise StorageError(sentence("storage", must, "none", do))
     if any(login.cut for login in logins(url)):
         must = "a login in a URL must not hold a slash, question mark or hash"
-        do = "Write %2F, %3F or %23 for it, or give the login as storage options"
+        do = "Write %2F, %3F or %23 for it, and %40 for an @ behind the host and its port"
         raise StorageError(sentence(display(url), must, "one", do))
     return url
 

@@ -19,7 +19,7 @@ from packstore.io.storage import Location
 from packstore.records import Sample
 
 _CHUNK = 1 << 20
-_NUMBER = re.compile(r"(\d+)$")
+_NUMBER = re.compile(r"([0-9]+)$")
 
 
 class RejectsFile:

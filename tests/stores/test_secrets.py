@@ -174,10 +174,15 @@ LOGINS = [  # URL, what of it is shown, what nobody may see
     ("simplecache::ftp://user:p@ss/W0RD@host/r.jsonl", "simplecache::ftp://host/r.jsonl", "W0RD"),
     ("zip://a.jsonl::ftp://u:abc/W0RD@host/a.zip", "zip://a.jsonl::ftp://host/a.zip", "W0RD"),
     ("https://user:pw@host/x?sig=a@SECRET", "https://***", "SECRET"),
+    ("http://user:123/W0RD@host/r.jsonl", "http://host/r.jsonl", "W0RD"),
+    ("http://user:123/W0RD/456@host:8080/r.jsonl", "http://host:8080/r.jsonl", "W0RD"),
+    ("http://user:123?W0RD@host/r.jsonl", "http://***", "W0RD"),
 ]
 PLAIN = [  # URLs without a password, as they are shown
-    ("http://host:8080/a@b/c", "http://host:8080/a@b/c"),
-    ("http://[::1]:8080/a@b", "http://[::1]:8080/a@b"),
+    ("http://host/a@b/c", "http://host/a@b/c"),
+    ("http://host:8080/a%40b/c", "http://host:8080/a%40b/c"),
+    ("http://[::1]/a@b", "http://[::1]/a@b"),
+    ("http://[::1]:8080/a", "http://[::1]:8080/a"),
     ("s3://bucket/a:b@c", "s3://bucket/a:b@c"),
     ("abfs://container@account.net/x@y", "abfs://account.net/x@y"),
     ("https://host/a?token=x@y", "https://host/a"),
@@ -201,14 +206,18 @@ def test_an_address_without_a_password_is_shown(url: str, shown: str) -> None:
 
 
 def test_a_login_with_a_slash_is_refused() -> None:
-    for url in ("s3://AKIA:abc/SECRET@bucket/r.jsonl", "http://user:abc?SECRET@host/r.jsonl"):
+    for url in (
+        "s3://AKIA:abc/SECRET@bucket/r.jsonl",
+        "http://user:abc?SECRET@host/r.jsonl",
+        "http://user:123/SECRET@host/r.jsonl",
+    ):
         with pytest.raises(packstore.errors.StorageError, match="Write %2F") as caught:
             packstore.pack(url, "never", "never")
         assert "SECRET" not in str(caught.value)
 
 
 def test_a_tokenizer_by_address_tells_no_password() -> None:
-    for login in ("user:p@ss/W0RD", "user:abc?x#W0RD", "user:W0RD"):
+    for login in ("user:p@ss/W0RD", "user:abc?x#W0RD", "user:W0RD", "user:1/W0RD"):
         with pytest.raises(packstore.errors.TokenizerError) as caught:
             load_tokenizer(f"http://{login}@host/tokenizer.json")
         assert "W0RD" not in str(caught.value)
