@@ -8,7 +8,7 @@ sends to the server (SeaweedFS, started here). Then it is killed in the n-th of 
 moments are drawn from a seed, and those of the commit are among them. After each kill:
 
 1. the dataset that was there is readable, and the current one is whole: the old or the new;
-2. the same call goes on: it writes the shards only that were not finished;
+2. the same call goes on: it makes the partitions only that were not finished;
 3. its manifest and shards are byte for byte those of a run that nobody disturbed;
 4. after `packstore clean --delete` nothing is there that no version names, here and in the folder
    for temporary files.
@@ -46,9 +46,10 @@ from packstore.pipeline import pack
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 SETTINGS: dict[str, Any] = {
     "pack_size": 64,
-    "row_group_tokens": 128,
-    "shard_tokens": 1,
+    "row_group_tokens": 512,
+    "shard_tokens": 2000,
     "num_workers": 0,
+    "partitions": 4,
 }
 
 
@@ -60,7 +61,7 @@ def records(n: int, first: int) -> list[dict[str, list[int]]]:
     ]
 
 
-OLD, NEW = records(40, 1000), records(160, 0)
+OLD, NEW = records(400, 1000), records(800, 0)
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,13 @@ class Place:
         return {**self.options, "endpoint_url": "http://{}:{}".format(*found)} if found else {}
 
 
+def written(place: Place, records: list[dict[str, list[int]]]) -> str:
+    """A file of records, the same for all places."""
+    path = place.folder.parent / f"{len(records)}.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
 def replace_dataset(place: Place, options: dict[str, Any], watched: Callable[[], None]) -> Any:
     """The job: puts the new records in the place of the old; tells which shards it put."""
     tempfile.tempdir = str(place.folder / "tmp")
@@ -96,7 +104,9 @@ def replace_dataset(place: Place, options: dict[str, Any], watched: Callable[[],
 
     Location.put_file = noted  # type: ignore[method-assign]
     watched()
-    dataset = pack(NEW, place.url, storage_options=options, overwrite=True, **SETTINGS)
+    dataset = pack(
+        written(place, NEW), place.url, storage_options=options, overwrite=True, **SETTINGS
+    )
     return {"put": [p for p in put if p.startswith("data/")], "version": dataset.version}
 
 
@@ -134,13 +144,14 @@ def state(place: Place) -> dict[str, Any]:
     opened = [packstore.open(place.url, options, version=v) for v in versions]
     named = {p for d in opened for p in (s.path for s in d.manifest.shards)}
     named |= {d.manifest.pack_index.path for d in opened if d.manifest.pack_index} | {*manifests}
-    done = [f for f in files if re.fullmatch(r"_packstore/runs/[0-9a-f]{12}-\d{5}\.json", f)]
+    note = re.compile(r"_packstore/partitions/[0-9a-f]{12}-(\d{5})\.json")
+    done = [match[1] for f in files if (match := note.fullmatch(f))]
     return {
         "versions": versions,
         "problems": [p for d in opened for p in d.verify().problems],
         "manifests": [d.manifest.to_json().decode() for d in opened],
         "unnamed": sorted({*files} - named),
-        "noted": len(done),
+        "noted": done,
         "temporary": sorted(os.listdir(place.folder / "tmp")),
     }
 
@@ -165,17 +176,18 @@ def one_moment(place: Place, n: int, reference: dict[str, Any]) -> dict[str, Any
     after = in_child(lambda: state(place))
     again = run(place, None, place.folder / "again")
     then, left, last = in_child(lambda: (state(place), cleaned(place), state(place)))
-    total, committed = len(reference["put"]), 2 in after["versions"]
+    committed = 2 in after["versions"]
+    left_over = [p for p in reference["put"] if p.split("-p")[1][:5] not in after["noted"]]
     return {
         "moment": n,
         "act": " | ".join(lines[-2:] if lines[-1].startswith("killed") else lines[-1:]),
         "killed": survived is None,
         "committed": committed,
-        "finished_before": after["noted"],
+        "finished_before": len(after["noted"]),
         "put_by_rerun": len(again["put"]),
         "old_readable": after["problems"] == [] and after["versions"][0] == 1
         and after["manifests"][0] == reference["old"],
-        "resumed": committed or len(again["put"]) == total - after["noted"],
+        "resumed": committed or again["put"] == left_over,
         "identical": then["manifests"][-1] == reference["new"] and then["problems"] == [],
         "left_by_kill": len(after["unnamed"]) + len(after["temporary"]),
         "orphans": last["unnamed"] + last["temporary"] + left,
@@ -201,7 +213,9 @@ def kill_all(places: Iterator[Place], number: int, seed: int) -> dict[str, Any]:
         place = next(places)
         (place.folder / "tmp").mkdir(parents=True)
         options = place.reached()
-        in_child(lambda: len(pack(OLD, place.url, storage_options=options, **SETTINGS)))
+        in_child(
+            lambda: len(pack(written(place, OLD), place.url, storage_options=options, **SETTINGS))
+        )
         return place
 
     place = prepared()
@@ -223,7 +237,7 @@ def kill_all(places: Iterator[Place], number: int, seed: int) -> dict[str, Any]:
         "moments": len(results),
         "killed": len(hit),
         "killed_after_commit": sum(r["committed"] for r in hit),
-        "shards_taken_over": sum(r["finished_before"] for r in hit if not r["committed"]),
+        "partitions_taken_over": sum(r["finished_before"] for r in hit if not r["committed"]),
         "old_readable": sum(r["old_readable"] for r in results),
         "resumed": sum(r["resumed"] for r in results),
         "identical": sum(r["identical"] for r in results),

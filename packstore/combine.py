@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 from packstore.config import PackConfig, RunConfig, fingerprint
@@ -24,7 +23,7 @@ from packstore.io.faults import guarded
 from packstore.io.job import DATA, AppendedBefore, WriteJob, writing
 from packstore.io.manifest import Manifest, commit_manifest
 from packstore.io.merge import Part, check_parts, merge, origins
-from packstore.io.pack_index import PackIndexWriter
+from packstore.io.pack_index import put_index
 from packstore.io.presence import require_committed, require_files
 from packstore.io.shard import ShardInfo
 from packstore.io.staging import Staging
@@ -32,11 +31,10 @@ from packstore.io.storage import Location
 from packstore.io.upkeep import copy_file, together
 from packstore.pipeline import Progress, pack_into
 from packstore.runs import without_paths
-from packstore.version import VERSION
 
 log = logging.getLogger("packstore")
 
-_ADJUSTABLE = {f.name for f in fields(RunConfig)} | {"fields", "missing_field"}
+_ADJUSTABLE = {f.name for f in fields(RunConfig)} | {"fields", "missing_field", "partitions"}
 _CHUNK = 1 << 20
 
 COPIES_AT_ONCE = 4
@@ -63,8 +61,8 @@ def append(
         tokenizer: that the dataset was packed with; None: from the path that its manifest tells.
         storage_options: passed to the fsspec filesystems of `dataset` and `more`.
         progress: told how far each stage is.
-        settings: how to run (fields of ``RunConfig``), `fields`, the names in the input, and
-            `missing_field`. All others are those of the dataset.
+        settings: how to run (fields of ``RunConfig``), `partitions` of what is appended, `fields`,
+            the names in the input, and `missing_field`. All others are those of the dataset.
 
     Returns:
         The new version.
@@ -83,7 +81,7 @@ def append(
     packed = isinstance(more, Dataset) or find_dataset(more, options) is not None
     config = _settings_of(base, settings, packed)
     lone = config.single_writer
-    with writing(base.location, True, config.fresh, "append", single_writer=lone) as job:
+    with writing(base.location, True, "append", single_writer=lone) as job:
         if job.version != base.version + 1:
             must = f"only its newest version, {job.version - 1}, can be extended"
             found = f"version {base.version}"
@@ -140,25 +138,17 @@ def concat(
         require_files(there.location, there.manifest, there.version)
         log.info("%s: already there, of the same datasets", there.url)
         return there
-    about = {"parts": [d.manifest.fingerprint for d in parts], "out": location.display}
-    libraries = {"packstore": VERSION, "pyarrow": version("pyarrow")}
-    run = fingerprint(about["parts"])[:12]
     for part in parts:
         require_files(part.location, part.manifest, part.version)
-    with writing(location, overwrite, call="concat", single_writer=single_writer) as job:
+    run = fingerprint([d.manifest.fingerprint for d in parts])[:12]
+    with writing(location, overwrite, "concat", single_writer=single_writer) as job:
         for given, part in zip(datasets, parts, strict=True):
             newest = isinstance(given, Dataset) or part.version == job.version - 1
             if not newest and _same_place(part.location, location):
                 raise too_late(location)  # its newest version was meant, and another came
-        job.begin(run, {"call": "concat", "libraries": libraries, "parts": about["parts"]})
-        try:
-            manifest = _copied(job, parts, run)
-            job.confirm(manifest.shards)
-            commit_manifest(location, manifest, version=job.version)
-        except BaseException as error:
-            job.leave(error, finished=True)
-            raise
-        job.done()
+        manifest = _copied(job, parts, run)
+        job.confirm(manifest.shards)
+        commit_manifest(location, manifest, version=job.version)
         require_committed(location, manifest, job.version)
     return open_dataset(out, storage_options)
 
@@ -184,6 +174,7 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
             raise ConfigError(sentence(base.url, must))
     manifest = base.manifest
     known = {f.name for f in fields(PackConfig)} - {f.name for f in fields(RunConfig)}
+    known -= {"partitions"}  # by the bytes of what is appended
     recorded = manifest.provenance["settings"]
     values = {
         name: tuple(value) if isinstance(value, list) else value
@@ -243,13 +234,7 @@ def _copied(job: WriteJob, parts: Sequence[Dataset], run: str) -> Manifest:
         merged = merge(renamed)
         if not merged.shards:
             return merged
-        index = PackIndexWriter(staging.path())
-        for sizes in _sizes(parts):
-            index.append(sizes)
-        info = index.finish(durable=staging.in_dataset)
-        job.intends(info.path)
-        job.location.put_file(index.path, info.path)
-        return replace(merged, pack_index=info)
+        return replace(merged, pack_index=put_index(job.location, _sizes(parts)))
     finally:
         staging.remove()
 

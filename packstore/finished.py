@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from packstore.config import PackConfig
-from packstore.errors import DatasetExistsError, DatasetNotFoundError, sentence
+from packstore.errors import DatasetExistsError, DatasetNotFoundError, quote, sentence
 from packstore.intake import Intake, RecordIntake
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
-from packstore.io.journal import differences
 from packstore.io.presence import require_files
 from packstore.io.storage import Location
 from packstore.runs import with_lineage, without_paths
@@ -66,11 +65,7 @@ def _about(
     intake: Intake, part: str | None, config: PackConfig, sources: Sequence[Any] | None
 ) -> dict[str, Any]:
     """The provenance that the manifest would get, with `sources` where the input was not read."""
-    if isinstance(intake, RecordIntake):
-        provenance = intake.provenance(sources)
-    else:
-        provenance = intake.provenance()
-    about = with_lineage(provenance, intake.kind, config)
+    about = with_lineage(intake.provenance(sources), intake.kind, config)
     found: dict[str, Any] = json.loads(json.dumps({**about, "part": part} if part else about))
     return found
 
@@ -82,7 +77,7 @@ def _refuse_other(dataset: Dataset, now: Mapping[str, Any], without: Sequence[st
         for about in (dataset.manifest.provenance, now)
     )
     if before != now:
-        _refuse(dataset, "; ".join(differences(before, now)[:2]))
+        _refuse(dataset, "; ".join(_differences(before, now)[:2]))
 
 
 def _of_any_engine(about: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -98,3 +93,25 @@ def _refuse(dataset: Dataset, difference: str) -> None:
     found = f"version {dataset.version} of one ({difference})"
     do = "Name another place, or overwrite it (overwrite=True, --overwrite)"
     raise DatasetExistsError(sentence(dataset.url, must, found, do))
+
+
+def _differences(other: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
+    """Where two jobs differ: `name X then, Y now` for each part of `about` that is another."""
+    before, now = dict(_flat(other)), dict(_flat(about))
+    names = [n for n in {**now, **before} if n.split(".")[0] in about]
+    names = [n for n in names if before.get(n) != now.get(n)]
+    causes = [n for n in names if n != "lineage"]
+    return [
+        f"{name} {quote(before.get(name), 24)} then, {quote(now.get(name), 24)} now"
+        for name in causes or names
+    ]
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, inner in value.items():
+        if isinstance(inner, list) and inner and all(isinstance(i, Mapping) for i in inner):
+            inner = {str(i): part for i, part in enumerate(inner)}
+        if isinstance(inner, Mapping) and inner:
+            yield from _flat(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", list(inner) if isinstance(inner, tuple) else inner

@@ -6,22 +6,21 @@ import copy
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property
 from os import PathLike
 from typing import Any, Protocol
 
-import numpy as np
-
-from packstore.config import PackConfig, PlanConfig, SelectConfig, WriteConfig
+from packstore.config import PARTITION_BYTES, PackConfig
+from packstore.dataset_intake import DatasetIntake, only_one
 from packstore.engines import ENGINES
-from packstore.errors import ConfigError, RecordError, sentence, spelled
+from packstore.errors import ConfigError, spelled
 from packstore.io.dataset import Dataset, find_dataset
 from packstore.io.inputs import BLOCK_BYTES, Block, Input, InputReader
-from packstore.io.sampling import Sampling, head_blocks, sample_blocks, sample_groups
+from packstore.io.sampling import Sampling, head_blocks, sample_blocks
 from packstore.overlap import no_garbage_collection
-from packstore.pack.fill import unpack
-from packstore.pack.layout import sizes
-from packstore.records import Examples, Rows, Sample, Tally, to_offsets
+from packstore.records import Examples, Rows, Tally
 from packstore.tokenizer import (
     FASTER,
     EngineWatch,
@@ -41,6 +40,10 @@ FEW_CORES = 4
 """The reference library fills so many from one process; with more, its threads wait for others."""
 
 
+SIZES_AT_ONCE = 16
+"""Files whose sizes are asked for side by side."""
+
+
 class Intake(Protocol):
     """A source of examples.
 
@@ -48,17 +51,33 @@ class Intake(Protocol):
         kind: ``dpo``, ``sft`` or ``ranked``.
         carry: carried columns, name -> type.
         vocab_size: token ids are below it, if known.
+        inputs: the files that are read; none where the examples come from elsewhere.
+        paths: ordinal of each input -> its path, as the manifest names it.
+        partitions: how many the input is packed in.
     """
 
     kind: str
     carry: dict[str, str]
     vocab_size: int | None
 
+    @property
+    def inputs(self) -> tuple[Input, ...]: ...  # noqa: D102
+
+    @property
+    def paths(self) -> dict[int, str]: ...  # noqa: D102
+
+    @property
+    def partitions(self) -> int: ...  # noqa: D102
+
     def __iter__(self) -> Iterator[Part]:
         """Examples and what became of their records, part by part, in input order."""
 
-    def provenance(self) -> dict[str, Any]:
-        """Where everything came from, for the manifest; complete after the last part."""
+    def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        """Where everything came from, for the manifest.
+
+        Args:
+            sources: of the inputs; None: those that were read here, complete after the last part.
+        """
 
     def sample(
         self, records: int, seed: int, report: Callable[[int], None] | None = None
@@ -171,6 +190,19 @@ class RecordIntake:
         """Ordinal of each input -> its path, as the manifest names it."""
         return self._reader.paths
 
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each file."""
+        with ThreadPoolExecutor(SIZES_AT_ONCE) as pool:
+            return list(pool.map(lambda item: item.location.size(), self.inputs))
+
+    @cached_property
+    def partitions(self) -> int:
+        """As the settings say; else one for each :data:`PARTITION_BYTES` of the files."""
+        if self.inputs:
+            return self._config.partitions or max(1, -(-sum(self.sizes) // PARTITION_BYTES))
+        return only_one(self._config)
+
     def tokenize(self) -> Tokenize:
         """What turns a block into a part, here or in a worker."""
         name = self.tokenizer and self.tokenizer.engine_name
@@ -189,7 +221,7 @@ class RecordIntake:
         return {
             "sources": list(self._reader.sources() if sources is None else sources),
             "tokenizer": self.tokenizer and {**path, **self.tokenizer.provenance()},
-            "settings": self._config.recorded(),
+            "settings": replace(self._config, partitions=self.partitions).recorded(),
             "package_version": VERSION,
         }
 
@@ -215,81 +247,3 @@ class Tokenize:
             if self._watch is not None:
                 self._watch(rows, examples)
             return examples, tally
-
-
-class DatasetIntake:
-    """Takes the examples of a packed dataset, in its order."""
-
-    def __init__(self, dataset: Dataset, config: PackConfig) -> None:
-        manifest = dataset.manifest
-        if config.overlong.startswith("truncate"):
-            raise ConfigError(
-                f"overlong={config.overlong!r} needs the records: a packed dataset no longer knows "
-                "its texts. Pack the records again, or set overlong to drop or error."
-            )
-        if config.selects:
-            raise ConfigError(
-                "dedup and validation_fraction need the records: a packed dataset no longer knows "
-                "its texts. Pack the records again."
-            )
-        if names := config.needing_records:
-            must = f"{', '.join(names)} must be left out, as it is packed anew without tokenizing"
-            raise ConfigError(sentence(dataset.url, must, "", "Pack the records again"))
-        if config.kind not in ("auto", manifest.kind):
-            raise ConfigError(
-                f"kind must be auto or that of the dataset, {manifest.kind}; found {config.kind}."
-            )
-        self.kind = manifest.kind
-        self.carry = dict(manifest.carry)
-        self.vocab_size = manifest.vocab_size
-        self._dataset, self._config = dataset, config
-        self._groups: Sequence[int] = range(len(dataset.row_groups))
-
-    def __iter__(self) -> Iterator[Part]:
-        rows = to_offsets(self._dataset.row_groups.rows)
-        for group in self._groups:
-            packs = self._dataset.read_packs(group)
-            examples = unpack(packs)
-            kept = None if self._config.rejects is None else list[Sample]()
-            tally = Tally(read=examples.num_examples, rejected=kept)
-            where = f"{self._dataset.url}, packs {rows[group]}–{rows[group + 1] - 1}"
-            yield self._fitting(examples, tally, where), tally
-
-    def sample(
-        self, records: int, seed: int, report: Callable[[int], None] | None = None
-    ) -> Sampling:
-        """See :meth:`Intake.sample`."""
-        self._groups, sample = sample_groups(self._dataset.row_groups.examples, records, seed)
-        return sample
-
-    def _fitting(self, examples: Examples, tally: Tally, where: str) -> Examples:
-        """The examples that are not overlong; the others are counted."""
-        config = self._config
-        longest = np.maximum.reduceat(examples.lengths, examples.example_offsets[:-1])
-        tokens = sizes(examples, config.layout, config.pad_to_multiple)
-        fits = (longest <= config.sequence_limit) & (tokens <= config.pack_size)
-        for i in np.flatnonzero(~fits):
-            detail = f"{tokens[i]} tokens, longest sequence {longest[i]}"
-            if config.overlong == "error":
-                must = f"an example must fit pack_size {config.pack_size}"
-                raise RecordError(sentence(where, must, detail, "Raise pack_size or max_length"))
-            tally.drop("overlong", where, detail)
-        return examples if fits.all() else examples.take(np.flatnonzero(fits))
-
-    def _settings(self) -> dict[str, Any]:
-        """The settings that have a meaning without texts."""
-        names = {f.name for stage in (SelectConfig, PlanConfig, WriteConfig) for f in fields(stage)}
-        names |= {"max_length", "overlong"}
-        return {name: v for name, v in self._config.recorded().items() if name in names}
-
-    def provenance(self) -> dict[str, Any]:
-        """That of the dataset, with this repacking added."""
-        manifest = self._dataset.manifest
-        origin = {"path": self._dataset.url, "fingerprint": manifest.fingerprint}
-        kept = {k: v for k, v in manifest.provenance.items() if k != "repacked_from"}
-        return {
-            **kept,
-            "repacked_from": origin,
-            "settings": {**manifest.provenance.get("settings", {}), **self._settings()},
-            "package_version": VERSION,
-        }

@@ -21,16 +21,19 @@ class _Failed:
         self.error = error
 
 
-def ahead(items: Iterable[T], depth: int = 1) -> Generator[T, None, None]:
+def ahead(
+    items: Iterable[T], depth: int = 1, stop: threading.Event | None = None
+) -> Generator[T, None, None]:
     """The same items, made in a thread of their own, which is at most `depth` items in front.
 
-    Closing the generator ends the thread: it stops before the next item.
+    Closing the generator ends the thread: it stops before the next item. It sets `stop` then, by
+    which an item that takes long may end early.
 
     Raises:
         whatever `items` raises, in its place.
     """
     made: queue.Queue[Any] = queue.Queue(depth)
-    stop = threading.Event()
+    stop = stop or threading.Event()
 
     def put(item: Any) -> None:
         while not stop.is_set():

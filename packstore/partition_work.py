@@ -1,288 +1,243 @@
-"""What one task does with one partition: read, tokenize, select, plan, fill, write, note.
+"""One partition from its blocks to its note.
 
-A partition that an interrupted run had finished is taken over instead, if its inputs and its shards
-still are what they were.
+    read -> tokenize -> select -> spill -> plan -> fill -> write -> note
+
+On one machine a few partitions are read at once, in one pass over their files, and written one
+after another while the next ones are read. On a cluster a task makes one. A partition that an
+earlier run has noted is taken over instead.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import itertools
-from base64 import b64decode, b64encode
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from packstore import seeds
 from packstore.config import PackConfig
+from packstore.finished_partitions import Partition, Written, identity, taken_over
 from packstore.intake import Part
-from packstore.io.inputs import Block, Input, InputReader
-from packstore.io.journal import Finished, Journal
-from packstore.io.object_version import object_version
+from packstore.io.inputs import Block
+from packstore.io.partition_notes import PartitionNotes
 from packstore.io.rejects import CompressedRejects
 from packstore.io.shard import PackShape
-from packstore.io.storage import Location
 from packstore.io.writer import ShardWriter
-from packstore.pack.fill import fill, gather
+from packstore.overlap import ahead
 from packstore.pack.layout import sizes
-from packstore.pack.plan import Plan, plan
-from packstore.records import Examples, Int64, Packs, Sample, Tally
-from packstore.seeds import U64
-from packstore.selection import Selection, dedup_keys
-from packstore.spill import Spill
+from packstore.pack.plan import plan
+from packstore.partitions import Item, ReadFile, Run, blocks_of, in_turn
+from packstore.records import Tally
+from packstore.runs import Contents, Counting
+from packstore.selection import Selection
+from packstore.spill import Spill, filled
 
-_COUNTS = [f.name for f in fields(Tally) if f.name not in ("samples", "rejected")]
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Blocks of a file at equal distances.
-
-    Attributes:
-        input: the file.
-        first: number of the first block, from 0.
-        step: from one block to the next; 1: the whole file.
-        block_bytes: bytes of a block, about.
-    """
-
-    input: Input
-    first: int
-    step: int
-    block_bytes: int
-
-    def holds(self, block: int) -> bool:
-        """Whether the file's block of this number belongs to the slice."""
-        return block % self.step == self.first
+PASSES = 4
+"""A machine reads a file so many times at most: it reads a part of the partitions each time. With
+more passes a killed job loses less, and a pass takes 4 to 9 % of the time of tokenizing."""
 
 
-@dataclass(frozen=True, eq=False)
-class Written:
-    """What a partition put into one dataset.
+class Spilled:
+    """A partition that is being read; its examples are on the local disk."""
 
-    Attributes:
-        parts: its shards, in order.
-        examples: in them.
-        planning: statistics of its plan; None if there was nothing to pack.
-        counts: int64 `[pack_size + 1]`, examples of each padded length; empty likewise.
-    """
+    def __init__(self, item: Item, config: PackConfig, paths: Mapping[int, str]) -> None:
+        self.number, self.slices, repeated = item
+        self.identity, self._config = identity(item), config
+        self._select = Selection(config, config.seed, repeated, paths)
+        self.spills = [Spill(config.spill_dir) for _ in self._select.parts]
+        self._tally, self._rejects = Tally(), CompressedRejects()
+        self._sources = dict[int, dict[str, Any]]()
+        self.versions = dict[str, str]()
 
-    parts: list[Finished]
-    examples: int = 0
-    planning: dict[str, Any] | None = None
-    counts: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
+    def add(self, part: Part) -> None:
+        """Adds the examples of the next block."""
+        examples, tally = part
+        for spill, own in zip(self.spills, self._select(examples, tally).values(), strict=True):
+            spill.append(own, sizes(own, self._config.layout, self._config.pad_to_multiple))
+        self._rejects.add(tally.rejected)
+        self._tally.add(tally)
 
+    def read(self, file: ReadFile) -> None:
+        """Notes a file that was read to its end."""
+        self._sources[file.ordinal] = file.source
+        self.versions[str(file.ordinal)] = file.version
 
-@dataclass(frozen=True, eq=False)
-class Partition:
-    """What was made of one.
+    def contents(self) -> Contents:
+        """The records, once all were added; called once."""
+        rejects = b"" if self._config.rejects is None else self._rejects.finish()
+        kept = [spill.num_examples for spill in self.spills]
+        return Contents(kept, self._tally, self._sources, rejects)
 
-    Attributes:
-        written: what went to each dataset, in the order of :attr:`Selection.parts`.
-        tally: what became of its records.
-        sources: ordinal of an input -> its path, bytes, hash and records.
-        resumed: an interrupted run had finished it.
-        rejects: its dropped records, compressed; empty where nobody wants them.
-    """
-
-    written: list[Written]
-    tally: Tally
-    sources: dict[int, dict[str, Any]]
-    resumed: bool = False
-    rejects: bytes = b""
-
-
-Tokenizing = Callable[[Block], Part]
-Item = tuple[int, list[Slice], Int64]
-"""Number of a partition, its slices, and its duplicates: ids, int64, sorted."""
+    def close(self) -> None:
+        """Removes its files."""
+        for spill in self.spills:
+            spill.close()
 
 
-class ReadKeys:
-    """Finds what `dedup` compares: keys and ids of the examples of a partition."""
-
-    def __init__(self, tokenize: Tokenizing, config: PackConfig) -> None:
-        self._tokenize, self._config = tokenize, config
-
-    def __call__(self, slices: list[Slice]) -> tuple[U64, Int64]:
-        """uint64 `[n]` and int64 `[n]`, in input order."""
-        keys, ids = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
-        for examples, _ in _parts(self._config, slices, self._tokenize, {}):
-            keys.append(dedup_keys(examples, self._config))
-            ids.append(examples.example_ids)
-        return np.concatenate(keys), np.concatenate(ids)
-
-
-class PackPartition:
-    """Packs and writes a partition.
+class PackPartitions:
+    """Packs and writes partitions. Picklable, for the tasks of a cluster.
 
     Args:
-        tokenize: turns a block into examples.
-        places: each dataset, and what begins the names of its shards.
-        shape: what all packs have in common.
+        tokenize: turns a block into examples; None: they are given (:meth:`of_parts`).
+        notes: of each dataset, which know its place and the name of the run.
+        shape: that all packs have in common.
         config: all settings.
+        paths: ordinal of each input -> its path, to tell where a duplicate is.
     """
 
     def __init__(
         self,
-        tokenize: Tokenizing,
-        places: Sequence[tuple[Location, str]],
+        tokenize: Callable[[Block], Part] | None,
+        notes: Sequence[PartitionNotes],
         shape: PackShape,
         config: PackConfig,
+        paths: Mapping[int, str],
     ) -> None:
-        self._tokenize, self._places = tokenize, places
-        self._shape, self._config = shape, config
+        self._tokenize, self._notes = tokenize, notes
+        self._shape, self._config, self._paths = shape, config, paths
+        self._hashes = dict[int, str]()
 
-    def __call__(self, item: Item) -> Partition:
-        """What the partition has become, now or in the run before."""
-        number, slices, repeated = item
-        what = _identity(slices, repeated)
-        if (made := self._taken_over(number, slices, what)) is not None:
-            return made
-        # As they are before they are read: what changes meanwhile is then seen to be another.
-        versions = {str(s.input.ordinal): object_version(s.input.location, "") for s in slices}
-        paths = {s.input.ordinal: s.input.path for s in slices}
-        select = Selection(self._config, self._config.seed, repeated, paths)
-        tally, sources = Tally(), dict[int, dict[str, Any]]()
-        rejects = CompressedRejects()
-        spills = [Spill(self._config.spill_dir) for _ in select.parts]
-        try:
-            for examples, part in _parts(self._config, slices, self._tokenize, sources):
-                for spill, own in zip(spills, select(examples, part).values(), strict=True):
-                    lengths = sizes(own, self._config.layout, self._config.pad_to_multiple)
-                    spill.append(own, lengths)
-                rejects.add(part.rejected)
-                tally.add(part)
-            written = [self._write(number, *p) for p in zip(spills, self._places, strict=True)]
-        finally:
-            for spill in spills:
-                spill.close()
-        dropped = b"" if self._config.rejects is None else rejects.finish()
-        shared = {
-            "what": what,
-            "versions": versions,
-            "tally": {name: getattr(tally, name) for name in _COUNTS},
-            "samples": [asdict(sample) for sample in tally.samples],
-            "rejects": b64encode(dropped).decode(),
-            "sources": {str(ordinal): source for ordinal, source in sources.items()},
-        }
-        for journal, one in zip(self._journals(), written, strict=True):
-            planned = {"planning": one.planning, "counts": one.counts.tolist()}
-            journal.finished_partition(number, one.parts, {**shared, **planned})
-        return Partition(written, tally, sources, rejects=dropped)
+    def __call__(
+        self,
+        items: Iterable[Item],
+        run: Run,
+        counting: Counting | None = None,
+        on_read: Callable[[Contents], None] = lambda _: None,
+    ) -> Iterator[Partition]:
+        """Yields the partitions in order, made or taken over.
 
-    def _write(self, number: int, spill: Spill, place: tuple[Location, str]) -> Written:
+        Args:
+            items: tell what to read.
+            run: tokenizes the blocks.
+            counting: told of records that were read and packs that were written.
+            on_read: called for each before it is written, and may refuse it.
+        """
+        at_once = -(-(self._config.partitions or 1) // PASSES)
+        remaining = iter(items)
+
+        def pairs(opened: contextlib.ExitStack) -> Iterator[tuple[Any, Block | None]]:
+            while some := list(itertools.islice(remaining, at_once)):
+                begun = [self._resumed(item) or self._begin(item, opened) for item in some]
+                reading = [(one, one.slices) for one in begun if isinstance(one, Spilled)]
+                yield from blocks_of(reading, self._config, Spilled.read)
+                yield begun, None
+
+        return self._made(
+            lambda opened: in_turn(self._tokenize, pairs(opened), run), counting, on_read
+        )
+
+    def of_parts(
+        self, parts: Iterable[Part], counting: Counting, on_read: Callable[[Contents], None]
+    ) -> Iterator[Partition]:
+        """The only partition, of examples that are no blocks of files: it cannot be taken over."""
+
+        def pairs(opened: contextlib.ExitStack) -> Iterator[tuple[Any, Part | None]]:
+            only = self._begin((0, (), None), opened)
+            for part in parts:
+                yield only, part
+            yield [only], None
+
+        return self._made(pairs, counting, on_read)
+
+    def _made(
+        self,
+        tokenized: Callable[[contextlib.ExitStack], Iterator[tuple[Any, Part | None]]],
+        counting: Counting | None,
+        on_read: Callable[[Contents], None],
+    ) -> Iterator[Partition]:
+        """Writes partitions while the next ones are read."""
+        counting = counting or Counting()
+        stop = threading.Event()
+
+        def read(opened: contextlib.ExitStack) -> Iterator[Spilled | Partition]:
+            with contextlib.closing(ahead(tokenized(opened))) as parts:
+                for owner, part in parts:
+                    if stop.is_set():
+                        return
+                    if part is None:
+                        yield from owner
+                        continue
+                    owner.add(part)
+                    counting.read(part[1].read)
+
+        with (
+            contextlib.ExitStack() as opened,
+            contextlib.closing(ahead(read(opened), stop=stop)) as ready,
+        ):
+            for one in ready:
+                if isinstance(one, Partition):
+                    counting.read(one.contents.tally.read)
+                    on_read(one.contents)
+                    counting.wrote(one.packs)
+                    yield one
+                    continue
+                contents = one.contents()
+                on_read(contents)
+                yield self._write(one, contents, counting)
+
+    def _begin(self, item: Item, opened: contextlib.ExitStack) -> Spilled:
+        one = Spilled(item, self._config, self._paths)
+        opened.callback(one.close)
+        return one
+
+    def _resumed(self, item: Item) -> Partition | None:
+        if self._config.fresh:
+            return None
+        found = taken_over(self._notes, item, self._hashes)
+        if found is None or self._config.rejects is None:
+            return found
+        return found if found.contents.rejects else None  # nobody wanted them then
+
+    def _write(self, one: Spilled, contents: Contents, counting: Counting) -> Partition:
+        """Plans, fills, writes and notes a partition."""
+        written = []
+        for spill, notes in zip(one.spills, self._notes, strict=True):
+            written.append(self._write_packs(one.number, spill, notes, counting))
+        one.close()
+        made = Partition(contents, written)
+        if one.slices:
+            made.note(self._notes, one.number, one.identity, one.versions)
+        return made
+
+    def _write_packs(
+        self, number: int, spill: Spill, notes: PartitionNotes, counting: Counting
+    ) -> Written:
         if not spill.num_examples:
             return Written([])
-        seed = seeds.derive(self._config.seed, "partition", number) >> 1
-        config = replace(self._config, seed=seed)
+        config = self._config
+        if number:  # the first one has the plan that packstore.plan gives
+            config = replace(config, seed=seeds.derive(config.seed, "partition", number) >> 1)
         packing = plan(spill.lengths(), config=config)
-        run = f"{place[1]}-p{number:05d}"
-        with ShardWriter(place[0], self._shape, config, run, config.spill_dir) as writer:
-            for packs in filled(spill, packing, config):
+        last = number + 1 == config.partitions and notes is self._notes[-1]
+        run = f"{notes.run}-p{number:05d}"
+        with (
+            ShardWriter(notes.location, self._shape, config, run, config.spill_dir) as writer,
+            contextlib.closing(ahead(filled(spill, packing, config), 2)) as made,
+        ):
+            left = packing.num_packs
+            for packs in made:
                 writer.write(packs)
-            parts = writer.finish()
+                left -= len(packs)
+                counting.wrote(len(packs), left if last else None)
+            shards = writer.finish()
+        # The plan knows lengths as they will be padded; the writer has seen the tokens.
         planning = replace(packing, tokens=writer.counter.tokens).statistics()
         planning["seed"] = self._config.seed
         counts = np.bincount(packing.lengths, minlength=config.pack_size + 1)
-        return Written(parts, spill.num_examples, planning, counts)
-
-    def _journals(self) -> Iterator[Journal]:
-        for location, run in self._places:
-            journal = Journal(location)
-            journal.run = run
-            yield journal
-
-    def _taken_over(self, number: int, slices: list[Slice], what: str) -> Partition | None:
-        """The partition as the run before noted it; None if it did not, or anything has changed."""
-        written: list[Written] = []
-        for journal in self._journals():
-            noted = journal.partition(number)
-            if noted is None or noted[1].get("what") != what:
-                return None
-            parts, about = noted
-            counts = np.array(about["counts"], np.int64)
-            examples = sum(part.shard.examples for part in parts)
-            written.append(Written(parts, examples, about["planning"], counts))
-        rejects = b64decode(about["rejects"])
-        if self._config.rejects is not None and not rejects:  # nobody wanted them then
-            return None
-        sources = {int(ordinal): source for ordinal, source in about["sources"].items()}
-        for one in slices:
-            ordinal = one.input.ordinal
-            if not _is_same(one.input, sources[ordinal], about["versions"][str(ordinal)]):
-                return None
-        if self._config.rejects is None:
-            rejects = b""
-        return Partition(written, _tally(about), sources, resumed=True, rejects=rejects)
+        return Written(shards, planning, counts)
 
 
-def warm_up(config: PackConfig) -> None:
-    """Loads the compiled loops of planning and filling, so that no later step waits for them."""
-    ones = np.ones(2, np.int32)
-    packing = plan(ones, config=config)
-    packing.statistics()
-    sample = Examples(
-        input_ids=ones,
-        supervised=ones.astype(np.bool_),
-        sequence_offsets=np.arange(3),
-        example_offsets=np.arange(3),
-        reward=ones.astype(np.float32),
-        example_ids=np.arange(2),
-    )
-    sizes(sample, config.layout)
-    for array in (sample.input_ids, sample.supervised, sample.sequence_offsets):
-        array.flags.writeable = False  # as those of a spill are
-    gather(sample, packing.order)
-    fill(sample, packing.offsets, config.layout, packing.order)
+class InTask:
+    """Makes one item of `work`, in this process alone."""
 
+    def __init__(self, work: Callable[[Any, Run], Iterator[Any]]) -> None:
+        self._work = work
 
-def filled(spill: Spill, packing: Plan, config: PackConfig, start: int = 0) -> Iterator[Packs]:
-    """The packs in plan order from `start` on, about a row group at a time."""
-    step = max(1, config.row_group_tokens // config.pack_size)
-    for examples, order, offsets in spill.parts(packing.order, packing.offsets, start):
-        for first in range(0, len(offsets) - 1, step):
-            cut = offsets[first : first + step + 1]
-            yield fill(examples, cut - cut[0], config.layout, order[cut[0] : cut[-1]])
-
-
-def _parts(
-    config: PackConfig,
-    slices: Sequence[Slice],
-    tokenize: Tokenizing,
-    sources: dict[int, dict[str, Any]],
-) -> Iterator[tuple[Examples, Tally]]:
-    """What becomes of the blocks of the slices; their files are noted in `sources`."""
-    for one in slices:
-        reader = InputReader([], config=config, block_bytes=one.block_bytes)
-        blocks = reader.read_file(one.input)
-        for block in itertools.compress(blocks, map(one.holds, itertools.count())):
-            yield tokenize(block)
-        sources[one.input.ordinal] = reader.sources()[-1]
-
-
-def _identity(slices: Sequence[Slice], repeated: Int64) -> str:
-    """Hash of what a partition is made of, but for the contents of its files."""
-    cut = [[s.input.ordinal, s.input.path, s.first, s.step, s.block_bytes] for s in slices]
-    digest = hashlib.sha256(repr(cut).encode(errors="surrogatepass"))
-    digest.update(repeated.tobytes())
-    return digest.hexdigest()
-
-
-def _is_same(item: Input, source: Mapping[str, Any], version: str) -> bool:
-    """Whether a file holds what it held: by its version in the store, else by its hash."""
-    if version and object_version(item.location, "") == version:
-        return True
-    if item.location.size() != source["bytes"]:
-        return False
-    with item.location.open_read() as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return bool(digest == source["sha256"])
-
-
-def _tally(value: Mapping[str, Any]) -> Tally:
-    samples = [Sample(**sample) for sample in value["samples"]]
-    counts = value["tally"]
-    told: dict[str, Any] = {n: Counter(v) if isinstance(v, dict) else v for n, v in counts.items()}
-    return Tally(**told, samples=samples)
+    def __call__(self, item: Any) -> Any:
+        """Returns what `work` makes of it."""
+        with contextlib.closing(iter(self._work([item], map))) as made:  # type: ignore[type-var]
+            return next(made)

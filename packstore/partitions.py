@@ -1,53 +1,30 @@
-"""Parts of the input that are packed and written on their own, in any order and on any machine.
-
-    inputs -> split -> each on its own: read -> tokenize -> plan -> fill -> write
+"""The cut of an input into partitions, the blocks of each, and the duplicates in each.
 
 A partition takes blocks from all over the input, as real data lies sorted. Which ones is fixed by
-the sizes of the inputs and the number of partitions. Whatever makes it (a worker process, a Ray
-task, one that is run again) writes the same shards under the same names, and no reader sees them
-before the one commit that names them all.
-
-Duplicates may lie in different partitions. Where they are to be left out, all partitions are read
-once before, for the keys of their examples alone.
+the sizes of the inputs and the number of partitions, so whoever makes a partition reads the same.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
-import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
-from packstore.config import PackConfig, fingerprint
-from packstore.engines import ENGINES
-from packstore.errors import ConfigError, InputError, sentence
-from packstore.intake import Intake, RecordIntake
-from packstore.io.inputs import BLOCK_BYTES, Input
-from packstore.io.job import WriteJob
-from packstore.io.rejects import RejectsFile
-from packstore.io.storage import Location
-from packstore.io.writer import ShardWriter
-from packstore.pack.merged import merged_statistics
-from packstore.partition_work import Item, PackPartition, Partition, ReadKeys, Slice, Written
-from packstore.records import Int64, Tally
-from packstore.runs import (
-    Progress,
-    begun_with,
-    check_input,
-    check_parts,
-    commit,
-    log_drops,
-    shape_of,
-    with_lineage,
-    without_paths,
-)
-from packstore.selection import Selection, duplicates, of_part
+from packstore.config import PackConfig
+from packstore.intake import Part
+from packstore.io.inputs import BLOCK_BYTES, Block, Input, InputReader
+from packstore.io.object_version import object_version
+from packstore.records import Int64
+from packstore.seeds import U64
+from packstore.selection import dedup_keys
 
-log = logging.getLogger("packstore")
+Owner = TypeVar("Owner")
+
+Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
+"""An engine, or ``map``: yields the work on each item, in order."""
 
 SHARES = 16
 """Shares of the input that a partition takes at least, about. With more, sources of a file each
@@ -58,9 +35,35 @@ FILES, READERS = 64, 4
 so many: which takes a tenth of the time of tokenizing it."""
 
 BLOCKS = 256
-"""Blocks that a partition takes at least, about, down to the size below."""
+"""Blocks that each of several partitions takes at least, about, down to the size below."""
 
 MIN_BLOCK_BYTES = 4 << 10
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Blocks of a file at equal distances.
+
+    Attributes:
+        input: the file.
+        first: number of the first block, from 0.
+        step: from one block to the next; 1: the whole file.
+        block_bytes: bytes of a block, about.
+    """
+
+    input: Input
+    first: int
+    step: int
+    block_bytes: int
+
+    def holds(self, block: int) -> bool:
+        """Returns whether the file's block of this number belongs to the slice."""
+        return block % self.step == self.first
+
+
+Item = tuple[int, Sequence[Slice], Int64 | None]
+"""Number of a partition, its slices, and its duplicates: ids, int64, sorted; None: an example is
+one if the partition has its key already."""
 
 
 def split(inputs: Sequence[tuple[Input, int]], partitions: int) -> list[list[Slice]]:
@@ -77,7 +80,8 @@ def split(inputs: Sequence[tuple[Input, int]], partitions: int) -> list[list[Sli
     """
     found: list[list[Slice]] = [[] for _ in range(partitions)]
     total = max(sum(size for _, size in inputs), 1)
-    block_bytes = max(MIN_BLOCK_BYTES, min(BLOCK_BYTES, total // (partitions * BLOCKS)))
+    mixed = total // (partitions * BLOCKS) if partitions > 1 else BLOCK_BYTES
+    block_bytes = max(MIN_BLOCK_BYTES, min(BLOCK_BYTES, mixed))
     readers = min(READERS, -(-FILES * partitions // max(len(inputs), 1)))
     share = 0
     for item, size in inputs:
@@ -90,160 +94,109 @@ def split(inputs: Sequence[tuple[Input, int]], partitions: int) -> list[list[Sli
     return found
 
 
-def write_partitions(
-    intake: Intake,
-    jobs: Sequence[WriteJob],
+@dataclass(frozen=True)
+class ReadFile:
+    """A file that was read to its end.
+
+    Attributes:
+        ordinal: of the input.
+        source: its `path`, `bytes`, `sha256` and `records`.
+        version: in the store, as it was before it was read; empty where the store tells none.
+    """
+
+    ordinal: int
+    source: dict[str, Any]
+    version: str
+
+
+def blocks_of(
+    partitions: Iterable[tuple[Owner, Sequence[Slice]]],
     config: PackConfig,
-    rejects: RejectsFile,
-    report: Progress,
-) -> None:
-    """Has all partitions packed and written, and commits them at once.
+    on_file: Callable[[Owner, ReadFile], None] = lambda *_: None,
+) -> Iterator[tuple[Owner, Block]]:
+    """The blocks of some partitions, each file being read once for all of them.
 
     Args:
-        intake: knows the inputs and how they are tokenized.
-        jobs: one for each part that the settings ask for.
+        partitions: whoever the blocks are for, and the slices.
+        config: see :class:`InputReader`.
+        on_file: called for each of them that had blocks of a file, after the last.
+    """
+    takers: dict[int, list[tuple[Owner, Slice]]] = {}
+    for owner, slices in partitions:
+        for one in slices:
+            takers.setdefault(one.input.ordinal, []).append((owner, one))
+    for ordinal in sorted(takers):
+        one = takers[ordinal][0][1]
+        version = object_version(one.input.location, "")
+        reader = InputReader([], config=config, block_bytes=one.block_bytes)
+        for number, block in enumerate(reader.read_file(one.input)):
+            for owner, own in takers[ordinal]:
+                if own.holds(number):
+                    yield owner, block
+        read = ReadFile(ordinal, reader.sources()[-1], version)
+        for owner, _ in takers[ordinal]:
+            on_file(owner, read)
+
+
+def in_turn(
+    work: Callable[[Any], Any] | None, pairs: Iterable[tuple[Owner, Any]], run: Run
+) -> Iterator[tuple[Owner, Any]]:
+    """Yields each owner with the work on its item, which is not done on None."""
+    owners: deque[Owner] = deque()
+
+    def items() -> Iterator[Any]:
+        for owner, item in pairs:
+            owners.append(owner)
+            yield item
+
+    for result in run(_Unless(work), items()):
+        yield owners.popleft(), result
+
+
+class _Unless:
+    """Passes None on, in its turn."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self.suits_threads = getattr(work, "suits_threads", False)
+
+    def __call__(self, item: Any) -> Any:
+        return None if item is None else self._work(item)
+
+
+class ReadKeys:
+    """Finds the keys that `dedup` compares, and their example ids. Picklable.
+
+    Args:
+        tokenize: turns a block into examples.
         config: all settings.
-        rejects: gets the dropped records, partition by partition.
-        report: told how many partitions are finished.
-
-    Raises:
-        ConfigError: the input is not files of records.
-        PackstoreError: see :mod:`packstore.errors`; nothing was committed. What is finished stays
-            for a rerun, which may end better after a failure of the store; else for `clean`.
     """
-    if not isinstance(intake, RecordIntake) or not intake.inputs:
-        must = "the input must be files of records"
-        raise ConfigError(sentence(f"partitions={config.partitions}", must, "another input"))
-    runs = [_begin(intake, job, part, config) for part, job in _parts(jobs, config)]
-    try:
-        made = _make(intake, jobs, runs, config, rejects, report)
-        rejects.publish()
-        _commit(intake, jobs, runs, made, config)
-    except BaseException as error:
-        finished = any(map(WriteJob.has_finished, jobs))
-        for job in jobs:
-            job.leave(error, finished)
-        raise
+
+    def __init__(self, tokenize: Callable[[Block], Part], config: PackConfig) -> None:
+        self._keys, self._config = _Keys(tokenize, config), config
+
+    def __call__(
+        self, partitions: Sequence[Sequence[Slice]], run: Run
+    ) -> Iterator[tuple[U64, Int64]]:
+        """Yields uint64 `[n]` and int64 `[n]` of each partition, in input order."""
+        found: list[tuple[list[U64], list[Int64]]] = [
+            ([np.empty(0, np.uint64)], [np.empty(0, np.int64)]) for _ in partitions
+        ]
+        pairs = blocks_of(enumerate(partitions), self._config)
+        for number, block in in_turn(self._keys, pairs, run):
+            found[number][0].append(block[0])
+            found[number][1].append(block[1])
+        for keys, ids in found:
+            yield np.concatenate(keys), np.concatenate(ids)
 
 
-def _parts(jobs: Sequence[WriteJob], config: PackConfig) -> Iterator[tuple[str | None, WriteJob]]:
-    """Name of each part, where there are several, and its job."""
-    names = Selection(config, config.seed).parts
-    yield from zip(names if len(names) > 1 else (None,), jobs, strict=True)
+class _Keys:
+    """The keys and ids of a block."""
 
+    def __init__(self, tokenize: Callable[[Block], Part], config: PackConfig) -> None:
+        self._tokenize, self._config = tokenize, config
+        self.suits_threads = getattr(tokenize, "suits_threads", False)
 
-def _begin(intake: RecordIntake, job: WriteJob, part: str | None, config: PackConfig) -> str:
-    """Begins the run of one part, or goes on with it; returns what begins its names."""
-    # What the files hold is known when they have been read, and their names tell nothing.
-    size = [i.location.size() for i in intake.inputs]
-    about = without_paths({**intake.provenance([]), "bytes": size})
-    if part is not None:
-        about["part"] = part
-    run = fingerprint(about)[:12]
-    job.begin_partitions(run, {**about, **begun_with(config, job)})
-    return run
-
-
-def _make(
-    intake: RecordIntake,
-    jobs: Sequence[WriteJob],
-    runs: Sequence[str],
-    config: PackConfig,
-    rejects: RejectsFile,
-    report: Progress,
-) -> list[Partition]:
-    """All partitions in order, each packed and written, or taken over."""
-    inputs = [replace(i, location=_absolute(i.location)) for i in intake.inputs]
-    slices = split([(i, i.location.size()) for i in inputs], config.partitions)
-    tokenize = intake.tokenize()
-    repeated = [np.empty(0, np.int64)] * len(slices)
-    if config.dedup != "none":
-        repeated = _repeated(ReadKeys(tokenize, config), slices, config, report)
-    places = [(_absolute(job.location), run) for job, run in zip(jobs, runs, strict=True)]
-    work = PackPartition(tokenize, places, shape_of(intake, config), config)
-    items: Iterable[Item] = zip(itertools.count(), slices, repeated, strict=False)
-    made: list[Partition] = []
-    for partition in _in_workers(work, items, config):
-        rejects.add_compressed(partition.rejects)
-        made.append(replace(partition, rejects=b""))
-        report("write", len(made), config.partitions, "partitions")
-    if resumed := sum(p.resumed for p in made):
-        log.info("went on with an interrupted run: %d of %d partitions", resumed, len(made))
-    return made
-
-
-def _repeated(
-    work: ReadKeys, slices: list[list[Slice]], config: PackConfig, report: Progress
-) -> list[Int64]:
-    """The duplicates in each partition."""
-    keys, ids = [], []
-    for own_keys, own_ids in _in_workers(work, slices, config):
-        keys.append(own_keys)
-        ids.append(own_ids)
-        report("read", len(ids), config.partitions, "partitions")
-    return duplicates(keys, ids)
-
-
-def _in_workers(work: Callable[[Any], Any], items: Iterable[Any], config: PackConfig) -> Any:
-    workers = config.num_workers
-    if workers is None and config.engine == "local":
-        workers = min(os.cpu_count() or 1, config.partitions)
-    return ENGINES.load(config.engine)(work, items, workers)
-
-
-def _commit(
-    intake: RecordIntake,
-    jobs: Sequence[WriteJob],
-    runs: Sequence[str],
-    made: Sequence[Partition],
-    config: PackConfig,
-) -> None:
-    tally = Tally()
-    for partition in made:
-        tally.add(partition.tally)
-    log_drops(tally)
-    check_input(tally, config, jobs[0])
-    names = Selection(config, config.seed).parts
-    kept = {name: sum(p.written[i].examples for p in made) for i, name in enumerate(names)}
-    check_parts(kept, config)
-    provenance = with_lineage(intake.provenance(_sources(intake, made)), intake.kind, config)
-    for number, (part, job) in enumerate(_parts(jobs, config)):
-        own = {**provenance, "part": part} if part else provenance
-        job.refuse_again(own)
-        written = [p.written[number] for p in made]
-        known = of_part(tally, names[number], kept), _planning(written, config), own
-        shape = shape_of(intake, config)
-        with ShardWriter(
-            job.location, shape, config, runs[number], config.spill_dir, job
-        ) as writer:
-            parts = list(itertools.chain.from_iterable(w.parts for w in written))
-            for finished in parts:
-                writer.take(finished)
-            commit(job, shape, config, writer, known)
-
-
-def _sources(intake: RecordIntake, made: Sequence[Partition]) -> list[dict[str, Any]]:
-    """What is known of each input.
-
-    Raises:
-        InputError: one changed while its partitions were read.
-    """
-    found: dict[int, dict[str, Any]] = {}
-    for ordinal, source in itertools.chain.from_iterable(p.sources.items() for p in made):
-        if found.setdefault(ordinal, source) != source:
-            must = "must stay as it is while it is packed"
-            raise InputError(sentence(source["path"], must, "that it changed", "Run it again"))
-    return [found[i.ordinal] for i in intake.inputs]
-
-
-def _planning(written: Sequence[Written], config: PackConfig) -> dict[str, Any]:
-    """Statistics of all plans together."""
-    planned = [w.planning for w in written if w.planning]
-    counts = np.sum([w.counts for w in written if w.planning], axis=0)
-    return {**merged_statistics(planned, counts), "partitions": config.partitions}
-
-
-def _absolute(location: Location) -> Location:
-    """The same place for a process in another folder."""
-    path = location.local_path
-    return location if path is None else Location(path)
+    def __call__(self, block: Block) -> tuple[U64, Int64]:
+        examples, _ = self._tokenize(block)
+        return dedup_keys(examples, self._config), examples.example_ids

@@ -1,51 +1,48 @@
 """From records to a committed dataset, in a straight line:
 
-    read -> tokenize -> spill -> plan -> fill -> write -> commit
+    input -> partitions, each: read -> tokenize -> spill -> plan -> fill -> write -> note -> commit
 
-Tokenizing runs in workers, the rest in this process. Nothing is visible to a reader before the last
-step. Shards that a job put before it failed stay until ``packstore clean`` removes them.
+A small input is one partition. Nothing is visible to a reader before the one commit. Shards and
+notes that a job put before it failed stay for its rerun, or until ``packstore clean`` removes them.
+
+Duplicates may lie in different partitions. Where they are to be left out, all partitions are read
+once before, for the keys of their examples alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from packstore.config import PackConfig, fingerprint
+import numpy as np
+
+from packstore.config import PackConfig
 from packstore.engines import ENGINES
 from packstore.errors import ConfigError, WrongEngineError
 from packstore.finished import finished_before
+from packstore.finished_partitions import Partition, Written
 from packstore.intake import Intake, RecordIntake, open_intake
 from packstore.io.dataset import Dataset
 from packstore.io.dataset import open as open_dataset
 from packstore.io.job import WriteJob, writing
+from packstore.io.partition_notes import PartitionNotes
 from packstore.io.rejects import RejectsFile
 from packstore.io.storage import Location
-from packstore.io.writer import ShardWriter
-from packstore.overlap import ahead, beside
+from packstore.overlap import beside
 from packstore.pack.algorithms import STRATEGIES
+from packstore.pack.fill import fill, gather
 from packstore.pack.layout import sizes
-from packstore.pack.plan import Plan, plan
-from packstore.partition_work import filled, warm_up
-from packstore.partitions import write_partitions
-from packstore.records import Tally
-from packstore.runs import (
-    Progress,
-    begun_with,
-    check_input,
-    check_parts,
-    commit,
-    log_drops,
-    shape_of,
-    with_lineage,
-    without_paths,
-)
-from packstore.selection import Selection, of_part
-from packstore.spill import Spill
+from packstore.pack.merged import merged_statistics
+from packstore.pack.plan import plan
+from packstore.partition_work import InTask, PackPartitions
+from packstore.partitions import ReadKeys, split
+from packstore.records import Examples, Int64
+from packstore.runs import Account, Counting, Progress, commit, run_of, shape_of
+from packstore.selection import Selection, duplicates
 from packstore.tokenizer import misread
 
 __all__ = ["Progress", "pack", "pack_into"]
@@ -105,12 +102,12 @@ def pack(
         log.info("%s: already there, same input and settings", Location(out, options).display)
         return next(iter(there.values()))
     with contextlib.ExitStack() as stack:
-        opened = partial(writing, fresh=config.fresh, single_writer=config.single_writer)
+        opened = partial(writing, single_writer=config.single_writer)
         jobs = [
             stack.enter_context(opened(place, config.overwrite or part in there))
             for part, place in places.items()
         ]
-        work = partial(_pack_parts, jobs, source, tokenizer, config, progress or _no_progress)
+        work = partial(_pack, jobs, source, tokenizer, config, progress)
         _falling_back(work, source, config)
     datasets = [open_dataset(p.url, storage_options=storage_options) for p in places.values()]
     for dataset in datasets:
@@ -121,10 +118,10 @@ def pack(
 def pack_into(
     job: WriteJob, source: Any, tokenizer: Any, config: PackConfig, progress: Progress | None = None
 ) -> None:
-    """What :func:`pack` does at a place that is its own for now; see :mod:`packstore.io.job`."""
+    """Packs as :func:`pack`, for a job that has begun; see :mod:`packstore.io.job`."""
     if config.validation_fraction:
         raise ConfigError("validation_fraction makes two datasets of its own: set it for pack().")
-    work = partial(_pack_parts, [job], source, tokenizer, config, progress or _no_progress)
+    work = partial(_pack, [job], source, tokenizer, config, progress)
     _falling_back(work, source, config)
 
 
@@ -140,102 +137,115 @@ def _falling_back(work: Callable[[], None], source: Any, config: PackConfig) -> 
         work()
 
 
-def _pack_parts(
-    jobs: Sequence[WriteJob], source: Any, tokenizer: Any, config: PackConfig, report: Progress
+def _pack(
+    jobs: Sequence[WriteJob],
+    source: Any,
+    tokenizer: Any,
+    config: PackConfig,
+    progress: Progress | None,
 ) -> None:
-    """One dataset for each part that the settings ask for."""
-    for job in jobs:
-        job.compare(begun_with(config, job))
+    """Makes the dataset of each part that the settings ask for."""
     beside(partial(warm_up, config))
-    intake = open_intake(source, tokenizer, config, dict(jobs[0].location.storage_options))
+    options = jobs[0].location.storage_options
+    intake = open_intake(source, tokenizer, config, dict(options))
+    config = replace(config, partitions=intake.partitions)
     for job in jobs:
         job.check_fits(intake.kind, intake.carry, intake.provenance)
-    inputs = [i.location for i in intake.inputs] if isinstance(intake, RecordIntake) else []
-    options = jobs[0].location.storage_options
+    names = Selection(config, config.seed).parts
+    parts = dict(zip(names if len(names) > 1 else (None,), jobs, strict=True))
+    notes = [
+        PartitionNotes(_absolute(job.location), run_of(intake, part)) for part, job in parts.items()
+    ]
+    counting = Counting(progress)
+    inputs = [item.location for item in intake.inputs]
     with RejectsFile(config.rejects, options, config.spill_dir, inputs) as rejects:
-        _pack_all(jobs, intake, config, rejects, report)
+        account = Account(parts, intake, config, rejects, counting)
+        made = _partitions(intake, notes, config, account, counting)
+        with contextlib.closing(made):
+            written = [partition.written for partition in made]
+    for number, (part, job) in enumerate(parts.items()):
+        own = [one[number] for one in written]
+        known = account.of_part(names[number]), _planning(own, config), account.provenance(part)
+        shards = [shard for one in own for shard in one.shards]
+        commit(job, shape_of(intake, config), config, shards, known)
+        notes[number].remove()
 
 
-def _pack_all(
-    jobs: Sequence[WriteJob],
+def _partitions(
     intake: Intake,
+    notes: Sequence[PartitionNotes],
     config: PackConfig,
-    rejects: RejectsFile,
-    report: Progress,
-) -> None:
-    if config.partitions > 1:
-        write_partitions(intake, jobs, config, rejects, report)
+    account: Account,
+    counting: Counting,
+) -> Generator[Partition, None, None]:
+    """Yields all partitions in order, each packed and written, or taken over."""
+    for other in notes:
+        if found := other.of_others():
+            log.info("%d finished partitions of other jobs lie there: see `packstore clean`", found)
+    number = config.partitions or 1
+    on_cluster = number > 1 and config.engine != "local"
+    engine = ENGINES.load(config.engine)
+
+    def run(work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        return engine(work, items, config.num_workers)
+
+    tokenize = intake.tokenize() if isinstance(intake, RecordIntake) else None
+    work = PackPartitions(tokenize, notes, shape_of(intake, config), config, intake.paths)
+    if not isinstance(intake, RecordIntake) or not intake.inputs:
+        yield from work.of_parts(intake, counting, account.add)
         return
-    paths = intake.paths if isinstance(intake, RecordIntake) else None
-    select = Selection(config, config.seed, paths=paths)
-    with contextlib.ExitStack() as stack:
-        spills = {part: stack.enter_context(Spill(config.spill_dir)) for part in select.parts}
-        tally = _read(intake, select, spills, config, rejects, report)
-        rejects.publish()
-        log_drops(tally)
-        check_input(tally, config, jobs[0])
-        kept = {part: spill.num_examples for part, spill in spills.items()}
-        check_parts(kept, config)
-        for (part, spill), job in zip(spills.items(), jobs, strict=True):
-            packing = plan(spill.lengths(), config=config)
-            name = part if len(spills) > 1 else None
-            _write(intake, name, spill, packing, of_part(tally, part, kept), job, config, report)
+    inputs = [replace(i, location=_absolute(i.location)) for i in intake.inputs]
+    slices = split(list(zip(inputs, intake.sizes, strict=True)), number)
+    repeated: list[Int64 | None] = [None] * number
+    if config.dedup != "none" and number > 1:
+        keys = ReadKeys(intake.tokenize(), config)
+        known = list(run(InTask(keys), slices) if on_cluster else keys(slices, run))
+        repeated = [*duplicates([k for k, _ in known], [ids for _, ids in known])]
+    items = list(zip(range(number), slices, repeated, strict=True))
+    taken = 0
+    made = run(InTask(work), items) if on_cluster else work(items, run, counting, account.add)
+    for partition in made:
+        if on_cluster:
+            counting.read(partition.contents.tally.read)
+            account.add(partition.contents)
+            counting.wrote(partition.packs)
+        taken += partition.resumed
+        yield partition
+    if taken:
+        log.info("took over %d of %d partitions of an interrupted run", taken, number)
 
 
-def _no_progress(stage: str, done: int, total: int | None, unit: str) -> None:
-    """Nobody is listening."""
+def _planning(written: Sequence[Written], config: PackConfig) -> dict[str, Any]:
+    """Statistics of all plans together."""
+    planned = [w.planning for w in written if w.planning]
+    counts = np.sum([w.counts for w in written if w.planning], axis=0)
+    return {**merged_statistics(planned, counts), "partitions": config.partitions}
 
 
-def _read(
-    intake: Intake,
-    select: Selection,
-    spills: Mapping[str, Spill],
-    config: PackConfig,
-    rejects: RejectsFile,
-    report: Progress,
-) -> Tally:
-    """All examples to the spills; returns what became of the records."""
-    tally = Tally()
-    report("read", 0, None, "records")
-    with contextlib.closing(ahead(intake)) as parts:
-        for examples, part in parts:
-            for name, own in select(examples, part).items():
-                spills[name].append(own, sizes(own, config.layout, config.pad_to_multiple))
-            rejects.add(part.rejected)
-            tally.add(part)
-            report("read", tally.read, None, "records")
-    report("read", tally.read, tally.read, "records")
-    return tally
+def _absolute(location: Location) -> Location:
+    """The same place for a process in another folder."""
+    path = location.local_path
+    return location if path is None else Location(path)
 
 
-def _write(
-    intake: Intake,
-    part: str | None,
-    spill: Spill,
-    packing: Plan,
-    tally: Tally,
-    job: WriteJob,
-    config: PackConfig,
-    report: Progress,
-) -> None:
-    """Fills the packs that no interrupted run had finished, writes the shards, and commits."""
-    provenance = with_lineage(intake.provenance(), intake.kind, config)
-    if part is not None:
-        provenance["part"] = part
-    shape = shape_of(intake, config)
-    about = without_paths(provenance)
-    run = fingerprint(about)[:12]
-    job.begin(run, {**about, **begun_with(config, job), "plan": packing.sha256})
-    with ShardWriter(job.location, shape, config, run, config.spill_dir, job) as writer:
-        done = writer.resumed
-        with contextlib.closing(ahead(filled(spill, packing, config, done), 2)) as made:
-            for packs in made:
-                writer.write(packs)
-                done += len(packs)
-                report("write", done, packing.num_packs, "packs")
-        # The plan knows lengths as they will be padded; the writer has seen the tokens.
-        planning = replace(packing, tokens=writer.counter.tokens).statistics()
-        commit(job, shape, config, writer, (tally, planning, provenance))
+def warm_up(config: PackConfig) -> None:
+    """Loads the compiled loops of planning and filling, so that no later step waits for them."""
+    ones = np.ones(2, np.int32)
+    packing = plan(ones, config=config)
+    packing.statistics()
+    sample = Examples(
+        input_ids=ones,
+        supervised=ones.astype(np.bool_),
+        sequence_offsets=np.arange(3),
+        example_offsets=np.arange(3),
+        reward=ones.astype(np.float32),
+        example_ids=np.arange(2),
+    )
+    sizes(sample, config.layout)
+    for array in (sample.input_ids, sample.supervised, sample.sequence_offsets):
+        array.flags.writeable = False  # as those of a spill are
+    gather(sample, packing.order)
+    fill(sample, packing.offsets, config.layout, packing.order)
 
 
 def _log_result(dataset: Dataset) -> None:

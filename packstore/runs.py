@@ -1,24 +1,26 @@
-"""What every way of packing has in common: what a run is known by, its lineage, its commit."""
+"""Name and lineage of a run, the checks of its input, its progress, its commit."""
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from packstore.config import MEANINGFUL, PackConfig, fingerprint
-from packstore.errors import ConfigError, DropRateError, sentence
-from packstore.intake import Intake
+from packstore.errors import ConfigError, DropRateError, InputError, sentence
+from packstore.intake import Intake, RecordIntake
 from packstore.io.job import WriteJob
 from packstore.io.manifest import build_manifest, commit_manifest
+from packstore.io.pack_index import put_index
+from packstore.io.partition_notes import Finished
 from packstore.io.presence import require_committed
+from packstore.io.rejects import RejectsFile
 from packstore.io.shard import PackShape
-from packstore.io.writer import ShardWriter
+from packstore.io.statistics import PackCounter
 from packstore.records import Tally
-from packstore.selection import DUPLICATES
-from packstore.version import VERSION
+from packstore.selection import DUPLICATES, Selection, of_part
 
 _DECIDING_TOKENIZER = (
     "vocab_sha256",
@@ -50,7 +52,10 @@ log = logging.getLogger("packstore")
 
 
 class Progress(Protocol):
-    """Told how far a stage is; called often, so it decides itself when to draw."""
+    """Told how far a stage is; called often, so it decides itself when to draw.
+
+    Reading and writing call it from two threads where they overlap.
+    """
 
     def __call__(self, stage: str, done: int, total: int | None, unit: str) -> None:
         """`done` of `total` (None: unknown) `unit` of `stage` are finished."""
@@ -126,11 +131,11 @@ def check_parts(kept: Mapping[str, int], config: PackConfig) -> None:
             raise DropRateError(sentence("input", must, found, "Choose another fraction, or seed"))
 
 
-def begun_with(config: PackConfig, job: WriteJob) -> dict[str, Any]:
-    """What an interrupted run must have been begun with, as far as it is known beforehand."""
-    libraries = {"packstore": VERSION, "pyarrow": version("pyarrow"), "numpy": version("numpy")}
-    call = "pack" if job.extends is None else "append"
-    return {"call": call, "settings": config.recorded(), "libraries": libraries}
+def run_of(intake: Intake, part: str | None) -> str:
+    """Names a run by what is known before its input is read, so that a rerun has the same name."""
+    sizes = intake.sizes if isinstance(intake, RecordIntake) else []
+    about = {**intake.provenance([]), "bytes": sizes, "part": part}
+    return fingerprint(without_paths(about))[:12]
 
 
 def with_lineage(provenance: Mapping[str, Any], kind: str, config: PackConfig) -> dict[str, Any]:
@@ -171,19 +176,125 @@ def shape_of(intake: Intake, config: PackConfig) -> PackShape:
     )
 
 
+class Counting:
+    """Tells the progress of all partitions together: records read, packs written."""
+
+    def __init__(self, report: Progress | None = None) -> None:
+        self._report, self._read, self._written = report, 0, 0
+
+    def read(self, records: int, last: bool = False) -> None:
+        """Adds records; with `last` they are all there are."""
+        self._read += records
+        if self._report:
+            self._report("read", self._read, self._read if last else None, "records")
+
+    def wrote(self, packs: int, left: int | None = None) -> None:
+        """Adds packs; `left`: how many are still to come, if that is known."""
+        self._written += packs
+        if self._report:
+            total = None if left is None else self._written + left
+            self._report("write", self._written, total, "packs")
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """The records of a partition.
+
+    Attributes:
+        examples: how many go to each dataset, in the order of :attr:`Selection.parts`.
+        tally: of all records.
+        sources: ordinal of an input -> its path, bytes, hash and records; none of other sources.
+        rejects: the dropped records, compressed; empty where nobody wants them.
+    """
+
+    examples: list[int]
+    tally: Tally
+    sources: dict[int, dict[str, Any]]
+    rejects: bytes
+
+
+class Account:
+    """Adds up the records of all partitions, and checks them once all are read.
+
+    Args:
+        jobs: of each part that the settings ask for; the only one is part None.
+        intake: the input.
+        config: all settings.
+        rejects: gets the dropped records, partition by partition.
+        counting: told when all is read.
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str | None, WriteJob],
+        intake: Intake,
+        config: PackConfig,
+        rejects: RejectsFile,
+        counting: Counting,
+    ) -> None:
+        self._jobs, self._intake, self._config = jobs, intake, config
+        self._rejects, self._counting = rejects, counting
+        self._names = Selection(config, config.seed).parts
+        self._kept = dict.fromkeys(self._names, 0)
+        self._tally = Tally()
+        self._sources = dict[int, dict[str, Any]]()
+        self._missing = config.partitions or 1
+
+    def add(self, contents: Contents) -> None:
+        """Adds the next partition, before it is written where that can be.
+
+        Raises:
+            PackstoreError: it was the last one, and the input is not as the settings say.
+            InputError: a file changed while its partitions were read.
+        """
+        self._rejects.add_compressed(contents.rejects)
+        self._tally.add(contents.tally)
+        for name, examples in zip(self._names, contents.examples, strict=True):
+            self._kept[name] += examples
+        for ordinal, source in contents.sources.items():
+            if self._sources.setdefault(ordinal, source) != source:
+                must = "must stay as it is while it is packed"
+                raise InputError(sentence(source["path"], must, "that it changed", "Run it again"))
+        self._missing -= 1
+        if not self._missing:
+            self._check()
+
+    def _check(self) -> None:
+        self._counting.read(0, last=True)
+        self._rejects.publish()
+        log_drops(self._tally)
+        check_input(self._tally, self._config, next(iter(self._jobs.values())))
+        check_parts(self._kept, self._config)
+        for part, job in self._jobs.items():
+            job.refuse_again(self.provenance(part))
+
+    def of_part(self, name: str) -> Tally:
+        """The tally of the dataset of a part."""
+        return of_part(self._tally, name, self._kept)
+
+    def provenance(self, part: str | None) -> dict[str, Any]:
+        """That of the dataset of a part, once all partitions were added."""
+        inputs = self._intake.inputs
+        sources = [self._sources[i.ordinal] for i in inputs] if inputs else None
+        found = with_lineage(self._intake.provenance(sources), self._intake.kind, self._config)
+        return {**found, "part": part} if part else found
+
+
 def commit(
     job: WriteJob,
     shape: PackShape,
     config: PackConfig,
-    writer: ShardWriter,
+    shards: Sequence[Finished],
     known: tuple[Tally, Mapping[str, Any], Mapping[str, Any]],
 ) -> None:
-    """Finishes the writer and commits its shards; `known` is tally, planning and provenance."""
-    shards = writer.close()
-    manifest = build_manifest(shape, config, shards, writer.counter, *known)
-    manifest = replace(manifest, pack_index=writer.pack_index)
-    job.confirm(shards)
-    whole = job.whole(manifest)
+    """Puts the pack index and commits the shards; `known` is tally, planning and provenance."""
+    counter = PackCounter()
+    for part in shards:
+        counter.merge(part.counter)
+    infos = [part.shard for part in shards]
+    manifest = build_manifest(shape, config, infos, counter, *known)
+    index = put_index(job.location, itertools.chain(job.earlier(), (part.sizes for part in shards)))
+    job.confirm(infos)
+    whole = job.whole(replace(manifest, pack_index=index))
     commit_manifest(job.location, whole, version=job.version)
-    job.done()
     require_committed(job.location, whole, job.version)

@@ -19,10 +19,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from packstore.config import PackConfig
 from packstore.errors import StorageError, sentence
 from packstore.io import temporary
-from packstore.pack.fill import gather
-from packstore.records import Column, Examples, Int32, Int64
+from packstore.pack.fill import fill, gather
+from packstore.pack.plan import Plan
+from packstore.records import Column, Examples, Int32, Int64, Packs
 
 _DTYPES: dict[str, npt.DTypeLike] = {
     "input_ids": np.int32,
@@ -98,25 +100,24 @@ class Spill:
         """int32 `[E]`, as they were handed in."""
         return np.fromfile(self._lengths, np.int32) if self.num_examples else np.empty(0, np.int32)
 
-    def parts(self, order: Int32, offsets: Int64, start: int = 0) -> Iterator[Part]:
-        """All packs from pack `start` on, some at a time. Can be called once.
+    def parts(self, order: Int32, offsets: Int64) -> Iterator[Part]:
+        """All packs, some at a time. Can be called once.
 
         Args:
             order: int32 `[E]`, the examples, pack by pack.
             offsets: int64 `[P + 1]`; pack i holds ``order[offsets[i]:offsets[i + 1]]``.
-            start: the first pack that is wanted.
 
         Returns:
             For each part some examples, the order in which its packs take them, and its offsets.
         """
-        if not self.num_examples or start >= len(offsets) - 1:
+        if not self.num_examples:
             return
         if len(self._segments) == 1:
-            yield self._segments[0].examples(), order[offsets[start] :], _from_zero(offsets[start:])
+            yield self._segments[0].examples(), order, offsets
             return
         size = sum(segment.id_bytes for segment in self._segments)
-        number = min(-(-size // SEGMENT_BYTES), MAX_BUCKETS, len(offsets) - 1 - start)
-        cuts = np.linspace(start, len(offsets) - 1, number + 1).astype(np.int64)
+        number = min(-(-size // SEGMENT_BYTES), MAX_BUCKETS, len(offsets) - 1)
+        cuts = np.linspace(0, len(offsets) - 1, number + 1).astype(np.int64)
         buckets = [self._store("bucket", b) for b in range(number)]
         self._deal(order, offsets[cuts], buckets)
         for bucket, first, last in zip(buckets, cuts[:-1], cuts[1:], strict=True):
@@ -208,6 +209,15 @@ class _Store:
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{self._name}-{name}"
+
+
+def filled(spill: Spill, packing: Plan, config: PackConfig) -> Iterator[Packs]:
+    """The packs in plan order, about a row group at a time."""
+    step = max(1, config.row_group_tokens // config.pack_size)
+    for examples, order, offsets in spill.parts(packing.order, packing.offsets):
+        for first in range(0, len(offsets) - 1, step):
+            cut = offsets[first : first + step + 1]
+            yield fill(examples, cut - cut[0], config.layout, order[cut[0] : cut[-1]])
 
 
 def _stream(examples: Examples) -> pa.Buffer:

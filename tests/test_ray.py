@@ -150,20 +150,23 @@ def test_partitions_survive_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyP
     }  # fmt: skip
     calm = packstore.pack(sources, tmp_path / "calm", num_workers=0, **settings)
     mark, out = tmp_path / "died", tmp_path / "out"
-    seen: list[int] = []
+    seen: list[tuple[str, int]] = []
 
     def dying(work: Any, items: Any, num_workers: int | None) -> Any:
         return run(DieAtAShard(work, mark), items, num_workers)
 
     def progress(stage: str, done: int, total: int | None, unit: str) -> None:
-        seen.append(done)
+        seen.append((stage, done))
         with pytest.raises(DatasetNotFoundError):
             packstore.open(str(out))
 
     monkeypatch.setattr("packstore.engines.ray.run", dying)
     made = packstore.pack(sources, out, engine="ray", progress=progress, **settings)
     assert mark.exists()
-    assert seen == [1, 2, 3]
+    packs = [done for stage, done in seen if stage == "write"]
+    assert len(packs) == 3
+    assert packs == sorted(packs)
+    assert packs[-1] == len(made)
     assert len({s.path for s in made.manifest.shards}) > 6
     assert made.manifest.to_json() == calm.manifest.to_json()
     assert made.verify().ok
@@ -172,6 +175,34 @@ def test_partitions_survive_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for name in ("calm", "out")
     }
     assert files["calm"] == files["out"]
+
+
+@pytest.mark.parametrize("engines", [("ray", "ray"), ("local", "ray"), ("ray", "local")])
+def test_a_rerun_takes_over_the_finished_partitions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: tuple[str, str]
+) -> None:
+    """Whatever made them: here the driver ends before its commit, and one partition is lost."""
+    source = tmp_path / "pairs.jsonl"
+    line = '{{"prompt": [{0}, 1, 2], "chosen": [{1}, 4], "rejected": [5, {0}]}}\n'
+    source.write_text("".join(line.format(i % 99, i) for i in range(900)))
+    settings: dict[str, Any] = {"pack_size": 64, "partitions": 4, "num_workers": 2}
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    whole = packstore.pack(str(source), tmp_path / "whole", **settings)
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        patch.setattr("packstore.pipeline.commit", stop)
+        packstore.pack(str(source), out, engine=engines[0], **settings)
+    (note,) = (out / "_packstore" / "partitions").glob("*-00002.json")
+    note.unlink()
+    before = {path: path.stat().st_ino for path in (out / "data").iterdir()}
+    made = packstore.pack(str(source), out, engine=engines[1], **settings)
+    again = {p for p, node in before.items() if p.stat().st_ino != node}
+    assert again == {p for p in before if "-p00002-" in p.name}
+    assert made.manifest.to_json() == whole.manifest.to_json()
+    assert not (out / "_packstore" / "partitions").exists()
 
 
 def test_on_an_object_store(s3: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def test_partitions_that_are_taken_over(
         raise KeyboardInterrupt
 
     wanted = {"rejects": str(out)} if before else {}
-    monkeypatch.setattr("packstore.partitions._commit", stop)
+    monkeypatch.setattr("packstore.pipeline.commit", stop)
     with pytest.raises(KeyboardInterrupt):
         packstore.pack(sources, str(tmp_path / "b"), tokenizer, **settings, **wanted)
     monkeypatch.undo()

@@ -1,8 +1,9 @@
-"""Jobs that were interrupted: the rerun, the refusal, and what is left behind."""
+"""Jobs that were interrupted: what the rerun takes over, and what is left behind."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import threading
 import uuid
@@ -14,7 +15,6 @@ import pytest
 
 import packstore
 from packstore.errors import (
-    CompatibilityError,
     DatasetExistsError,
     DatasetNotFoundError,
     StorageError,
@@ -26,6 +26,7 @@ from packstore.io.storage import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
+CUT: dict[str, Any] = {"partitions": 4, "row_group_tokens": 512, "shard_tokens": 1500}
 
 
 def pairs(n: int, first: int = 0) -> list[dict[str, list[int]]]:
@@ -45,11 +46,19 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def pack(tmp_path: Path) -> Callable[..., Any]:
-    def run(out: str, records: list[dict[str, list[int]]] | None = None, **settings: Any) -> Any:
+    def run(out: str, source: Any = None, **settings: Any) -> Any:
         spill = {"spill_dir": str(tmp_path)}
-        return packstore.pack(records or pairs(120), out, **{**SETTINGS, **spill, **settings})
+        return packstore.pack(source or pairs(120), out, **{**SETTINGS, **spill, **settings})
 
     return run
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    """A file of a dozen blocks."""
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in pairs(800)))
+    return str(path)
 
 
 def files(url: str) -> dict[str, bytes]:
@@ -60,13 +69,13 @@ def files(url: str) -> dict[str, bytes]:
     return {path[len(root) :].lstrip("/"): fs.cat_file(path) for path in found}
 
 
-def break_put(monkeypatch: pytest.MonkeyPatch, n: int, error: BaseException) -> list[str]:
-    """The n-th shard that is put from now on raises; returns the paths that were put."""
+def break_put(monkeypatch: pytest.MonkeyPatch, at: int | str, error: BaseException) -> list[str]:
+    """The n-th put, or one whose path has a text in it, raises; returns the paths that were put."""
     done: list[str] = []
     real = Location.put_file
 
     def put(self: Location, local_path: str, path: str) -> None:
-        if len(done) == n:
+        if len(done) == at or (isinstance(at, str) and at in path):
             raise error
         real(self, local_path, path)
         done.append(path)
@@ -75,70 +84,156 @@ def break_put(monkeypatch: pytest.MonkeyPatch, n: int, error: BaseException) -> 
     return done
 
 
+def stop_in_partition(number: int, error: BaseException, job: Callable[[], Any]) -> list[str]:
+    """Runs a job that ends when it puts the first shard of a partition; returns what it put."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(type(error)):  # noqa: PT012
+        put = break_put(patch, f"-p{number:05d}-", error)
+        job()
+    assert put
+    return put
+
+
+def watched(job: Callable[[], Any]) -> list[str]:
+    """Runs a job; returns the shards that it put."""
+    with pytest.MonkeyPatch.context() as patch:
+        put = break_put(patch, "nowhere", KeyboardInterrupt())
+        job()
+    return [path for path in put if path.startswith("data/")]
+
+
+def partitions(paths: list[str]) -> set[str]:
+    return {path.split("-")[1] for path in paths}
+
+
 @pytest.mark.parametrize(
-    "error", [StorageError("the network is gone."), KeyboardInterrupt(), SystemExit(143)]
+    "error",
+    [StorageError("the network is gone."), KeyboardInterrupt(), SystemExit(1), RuntimeError("bug")],
 )
-def test_a_rerun_goes_on(
+def test_a_rerun_takes_over_the_finished_partitions(
     place: str,
     pack: Callable[..., Any],
+    source: str,
     tmp_path: Path,
     error: BaseException,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    whole = files(pack(str(tmp_path / "whole")).url)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(type(error)):  # noqa: PT012
-        before = break_put(patch, 5, error)
-        pack(place)
+    whole = files(pack(str(tmp_path / "whole"), source, **CUT).url)
+    before = stop_in_partition(2, error, lambda: pack(place, source, **CUT))
     with pytest.raises(DatasetNotFoundError):
         packstore.open(place)
-    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, "packstore"):
-        after = break_put(patch, 10**6, error)
-        pack(place)
-    assert "going on with an interrupted run: 5 shards" in caplog.text
-    assert not set(before) & set(after)
+    with caplog.at_level(logging.INFO, "packstore"):
+        after = watched(lambda: pack(place, source, **CUT))
+    assert "took over 2 of 4 partitions of an interrupted run" in caplog.text
+    assert partitions(before) == {"p00000", "p00001"}
+    assert partitions(after) == {"p00002", "p00003"}
     assert files(place) == whole
     assert clean(place, spill_dir=str(tmp_path)).leftovers == []
 
 
-def test_a_shard_that_changed_is_written_again(
-    place: str, pack: Callable[..., Any], tmp_path: Path
+def test_a_small_input_is_one_partition(
+    place: str, pack: Callable[..., Any], source: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = files(pack(str(tmp_path / "whole")).url)
+    """It is taken over as a whole, also where only the commit was missing."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        before = break_put(patch, 5, KeyboardInterrupt())
-        pack(place)
+        before = break_put(patch, ".index", KeyboardInterrupt())
+        pack(place, source)
+    assert partitions(before) == {"p00000"}
+    with caplog.at_level(logging.INFO, "packstore"):
+        assert watched(lambda: pack(place, source)) == []
+    assert "took over 1 of 1 partitions" in caplog.text
+    settings = packstore.open(place).manifest.provenance["settings"]
+    assert settings["partitions"] == 1
+
+
+def test_the_bytes_of_the_input_decide_the_number_of_partitions(
+    pack: Callable[..., Any], source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("packstore.intake.PARTITION_BYTES", Path(source).stat().st_size // 3 + 1)
+    whole, out = str(tmp_path / "whole"), str(tmp_path / "out")
+    dataset = pack(whole, source)
+    assert dataset.manifest.provenance["settings"]["partitions"] == 3
+    assert dataset.manifest.statistics.planning["partitions"] == 3
+    assert pack(whole, source).version == 1  # already there
+    pack(out, source, partitions=3)
+    assert files(out) == files(whole)
+    grown = packstore.append(out, pairs(20, 5000))
+    assert grown.manifest.statistics.planning["parts"][1]["partitions"] == 1
+
+
+@pytest.mark.parametrize("damaged", ["shard", "note"])
+def test_a_partition_that_changed_is_made_again(
+    place: str, pack: Callable[..., Any], source: str, tmp_path: Path, damaged: str
+) -> None:
+    whole = files(pack(str(tmp_path / "whole"), source, **CUT).url)
+    before = stop_in_partition(3, KeyboardInterrupt(), lambda: pack(place, source, **CUT))
     fs, root = Location(place)._open()
-    data = fs.cat_file(f"{root}/{before[3]}")
-    fs.pipe_file(f"{root}/{before[3]}", data[:-9] + b"X" + data[-8:])
-    with pytest.MonkeyPatch.context() as patch:
-        after = break_put(patch, 10**6, KeyboardInterrupt())
-        pack(place)
-    assert set(before) & set(after) == set(before[3:])
+    hurt = next(p for p in before if "-p00001-" in p)
+    if damaged == "note":
+        hurt = next(p for p in files(place) if p.endswith("-00001.json"))
+    data = fs.cat_file(f"{root}/{hurt}")
+    fs.pipe_file(f"{root}/{hurt}", data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    after = watched(lambda: pack(place, source, **CUT))
+    assert partitions(after) == {"p00001", "p00003"}
     assert files(place) == whole
 
 
-def test_another_job_is_refused(place: str, pack: Callable[..., Any], tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        before = break_put(patch, 5, KeyboardInterrupt())
-        pack(place)
+def test_a_fresh_job_takes_over_nothing(
+    place: str, pack: Callable[..., Any], source: str, tmp_path: Path
+) -> None:
+    whole = files(pack(str(tmp_path / "whole"), source, **CUT).url)
+    stop_in_partition(3, KeyboardInterrupt(), lambda: pack(place, source, **CUT))
+    after = watched(lambda: pack(place, source, fresh=True, **CUT))
+    assert len(partitions(after)) == 4
+    assert files(place) == whole
+
+
+def test_another_job_leaves_the_notes_alone(
+    place: str,
+    pack: Callable[..., Any],
+    source: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = stop_in_partition(2, KeyboardInterrupt(), lambda: pack(place, source, **CUT))
     left = files(place)
-    with pytest.raises(CompatibilityError, match=r"found settings.pack_size 64 then, 96 now"):
-        pack(place, pack_size=96)
-    with pytest.raises(CompatibilityError, match=r"sources\.0\.sha256 .* then, .* now"):
-        pack(place, pairs(119))
-    assert files(place) == left
-    new = pack(place, pack_size=96, fresh=True)
-    assert set(before) <= set(files(place))
+    with caplog.at_level(logging.INFO, "packstore"):
+        new = pack(place, source, **CUT, seed=7)
+    assert "2 finished partitions of other jobs lie there" in caplog.text
+    assert files(place).items() >= left.items()
+    report = clean(place, delete=True, spill_dir=str(tmp_path))
+    assert {item.spared for item in report.leftovers} == {"it is too young"}
+    assert {item.path for item in report.leftovers} == left.keys()
+    with pytest.raises(DatasetExistsError, match="seed 7 then, 0 now"):
+        pack(place, source, **CUT)
     clean(place, delete=True, older_than=0, no_writers=True, spill_dir=str(tmp_path))
     assert not set(before) & set(files(place))
-    assert {*new.manifest.provenance["sources"][0]} >= {"sha256"}
+    assert new.verify().ok
     assert clean(place, spill_dir=str(tmp_path)).leftovers == []
-    with pytest.raises(DatasetExistsError, match="pack_size 96 then, 64 now"):
+
+
+def test_journals_of_earlier_versions_go_by_age(place: str, pack: Callable[..., Any]) -> None:
+    pack(place)
+    whole, location = files(place), Location(place)
+    for name in ("head", "00000", "index"):
+        location.create_bytes(f"_packstore/runs/0123456789ab-{name}.json", b"{}")
+    assert len(clean(place).leftovers) == 3
+    assert clean(place, delete=True).removable == []
+    clean(place, delete=True, older_than=0, no_writers=True)
+    assert files(place) == whole
+
+
+def test_what_is_no_file_is_made_again(place: str, pack: Callable[..., Any]) -> None:
+    """Its content is not known before it is read."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        before = break_put(patch, ".index", KeyboardInterrupt())
         pack(place)
+    assert {path.partition("/")[0] for path in files(place)} == {"data"}
+    assert watched(lambda: pack(place)) == before
+    assert packstore.open(place).verify().ok
 
 
 def test_a_bad_job_leaves_shards_to_clean(place: str, pack: Callable[..., Any]) -> None:
-    """An equal job may be about to commit them. No journal stays that would refuse another one."""
+    """An equal job may be about to commit them."""
     for error in (RuntimeError("a defect"), DatasetExistsError("too late.")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(type(error)):  # noqa: PT012
             break_put(patch, 5, error)

@@ -12,6 +12,7 @@ from packstore.config.fields import (
 )
 from packstore.config.loading import BatchConfig, ReadConfig
 from packstore.config.packing import (
+    PARTITION_BYTES,
     PackConfig,
     PlanConfig,
     RunConfig,
@@ -29,6 +30,7 @@ __all__ = [
     "LIKELY",
     "MEANINGFUL",
     "NOT_TEXT",
+    "PARTITION_BYTES",
     "REWARD_FIELDS",
     "SPELLINGS",
     "BatchConfig",

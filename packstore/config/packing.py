@@ -161,6 +161,11 @@ class SelectConfig:
         return self.dedup != "none" or self.validation_fraction > 0
 
 
+PARTITION_BYTES = 1 << 30
+"""Bytes of the input files, as they are stored, in a partition: tens of thousands of packs, so that
+the last one, which stays open, does not count; and minutes of work, which a killed job loses."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(SizeConfig):
     """Assignment of examples to packs, and order of the packs."""
@@ -175,10 +180,11 @@ class PlanConfig(SizeConfig):
         "shuffled", "order of the packs in the dataset"
     )
     seed: int = setting(0, "source of every random choice")
-    partitions: int = setting(
-        1,
-        "number of parts of the input that are planned and written separately, in parallel; the "
-        "result depends on it, but not on the workers or the engine",
+    partitions: int | None = setting(
+        None,
+        "number of parts of the input that are planned and written separately, and that a rerun "
+        "takes over; the result depends on it, but not on the workers or the engine; default: one "
+        "for each GiB of the input files, as they are stored",
     )
 
     def __post_init__(self) -> None:
@@ -231,7 +237,7 @@ class RunConfig(WorkConfig):
         "file or URL to which each dropped record is written: place, reason, detail, as JSON lines",
     )
     fresh: bool = setting(
-        False, "discard an unfinished run at the same place instead of resuming it"
+        False, "make every partition, also those that an interrupted run of this job has finished"
     )
     single_writer: bool = setting(
         False,

@@ -12,7 +12,7 @@ from typing import Any
 
 from packstore.errors import ConfigError, DatasetBusyError, DatasetNotFoundError, sentence
 from packstore.io.commit import FOLDER
-from packstore.io.journal import RUNS
+from packstore.io.partition_notes import NOTES
 from packstore.io.storage import Location
 from packstore.io.survey import Leftover, Survey
 from packstore.io.upkeep import list_folder
@@ -107,7 +107,7 @@ def clean(
 
 def _refuse_other_places(location: Location) -> None:
     """Raises unless packstore has written there: nobody else's ``data`` is looked at."""
-    if not any(list_folder(location, folder) for folder in (FOLDER, RUNS, WRITERS)):
+    if not any(list_folder(location, folder) for folder in (FOLDER, *NOTES, WRITERS)):
         must = "must be a dataset, or the place of an unfinished one"
         found = f"no {FOLDER} in it" if location.exists() else "no such folder"
         raise DatasetNotFoundError(sentence(location.display, must, found, "Check the path"))

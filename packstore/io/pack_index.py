@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,7 @@ from packstore.io.faults import guarded
 from packstore.io.manifest import Manifest
 from packstore.io.parquet import check_group, read_group
 from packstore.io.shard import ShardInfo
+from packstore.io.staging import Staging
 from packstore.io.storage import Location
 from packstore.io.stored_file import StoredFile, decoding, read_stored
 from packstore.loss_counts import COUNTS
@@ -97,6 +99,38 @@ class PackIndexWriter:
         for handle in (self._writer, self._file):
             with contextlib.suppress(OSError, pa.ArrowException):
                 handle.close()
+
+
+def put_index(location: Location, sizes: Iterable[PackSizes]) -> StoredFile | None:
+    """Writes and puts the index of a dataset.
+
+    Args:
+        location: the dataset.
+        sizes: of the packs of each shard, in order.
+
+    Returns:
+        What the manifest names; None without shards.
+
+    Raises:
+        StorageError: no space, no permission, or the store refuses.
+    """
+    staging = Staging(location, (FOLDER,), None)
+    index: PackIndexWriter | None = None
+    try:
+        for one in sizes:
+            index = index or PackIndexWriter(staging.path())
+            index.append(one)
+        if index is None:
+            return None
+        info = index.finish(durable=staging.in_dataset)
+        location.put_file(index.path, info.path)
+        return info
+    except BaseException:
+        if index is not None:
+            index.discard()
+        raise
+    finally:
+        staging.remove()
 
 
 class PackIndex:

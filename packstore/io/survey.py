@@ -1,7 +1,7 @@
 """Lists everything at a place that is not part of a version that stays, and tells what may go.
 
 Age alone decides, by the times that the store tells: a file may be that of a job whose commit is
-still under way, however dead its marker or journal look. All files of a run are as young as the
+still under way, however dead its marker looks. All files of a run are as young as the
 youngest of them, so that a long job keeps what it wrote first.
 """
 
@@ -21,8 +21,8 @@ from packstore.errors import PackstoreError
 from packstore.io import temporary
 from packstore.io.commit import DATASET, FOLDER, manifest_path, versions
 from packstore.io.job import DATA
-from packstore.io.journal import RUNS, Journal
 from packstore.io.named import paths_of
+from packstore.io.partition_notes import NOTES
 from packstore.io.side_manifest import SIDE
 from packstore.io.storage import Location
 from packstore.io.upkeep import Found, Upload, abort_upload, list_folder, together, uploads
@@ -36,7 +36,7 @@ _LOOK_SECONDS = 60.0
 
 _UPLOAD = "unfinished upload"
 _MANIFEST = re.compile(rf"{FOLDER}/(?:{DATASET}|{SIDE})-[0-9]{{6,}}\.json")
-_RUN = re.compile(r"(?:data|_packstore/runs)/\.?([0-9a-f]{12})-.*")
+_RUN = re.compile(r"(?:data|_packstore/(?:partitions|runs))/\.?([0-9a-f]{12})-.*")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,6 @@ class Survey:
     ) -> None:
         self._location, self._keep, self._older_than = location, keep, older_than
         self._temporary = {spill_dir or tempfile.gettempdir(), tempfile.gettempdir()}
-        self._journal = Journal(location)
         self._known: dict[tuple[str, int], set[str]] = {}
         self._staying: set[str] = set()
         self._folders: set[str] = set()
@@ -82,20 +81,20 @@ class Survey:
         self.uploads: list[Upload] | None = None
 
     def leftovers(self) -> list[Leftover]:
-        """All of it; manifests first, journals last: in this order it may be removed."""
+        """All of it; manifests first, notes last: in this order it may be removed."""
         folder = list_folder(self._location, FOLDER)
         dropped = dict[str, str]()
         found = [*self._old_versions(DATASET, folder, dropped)]
         found += self._old_versions(SIDE, folder, dropped)
-        data, notes = list_folder(self._location, DATA), list_folder(self._location, RUNS)
+        data = list_folder(self._location, DATA)
+        notes = [file for name in NOTES for file in list_folder(self._location, name)]
         self.uploads = uploads(self._location)
         begun = [Found(u.path, 0, u.age) for u in self.uploads or ()]
         self._young = _youngest([*data, *notes, *begun])
         runs = dict.fromkeys(match[1] for f in notes if (match := _RUN.fullmatch(f.path)))
-        explained = {p: run for run in runs for p in self._journal.files_of(run)}
         for file in (*data, *self._administration(folder)):
             if file.path not in self._staying:
-                run = explained.get(file.path) or _run_of(file.path)
+                run = _run_of(file.path)
                 why = dropped.get(file.path) or _why(file.path, run if run in runs else None)
                 found.append(self._judged(file, why, run))
         for file in sorted(set(begun)):
@@ -105,12 +104,12 @@ class Survey:
         found += self._folders_here()
         for file in notes:
             run = _run_of(file.path)
-            why = f"journal of the interrupted run {run}" if run else "unfinished file"
+            why = f"note of the interrupted run {run}" if run else "unfinished file"
             found.append(self._judged(file, why, run))
         return list({item.path: item for item in found}.values())
 
     def remove(self, found: Sequence[Leftover]) -> None:
-        """Removes what was found and may still go: manifests first, journals last.
+        """Removes what was found and may still go: manifests first, notes last.
 
         Versions and ages are looked at again right before each batch, as jobs may be at work.
         """
@@ -123,7 +122,7 @@ class Survey:
                 waiting += self._remove_soon(known, time.time() + _LOOK_SECONDS)
         root = self._location.local_path
         if root is not None:
-            for folder in (RUNS, WRITERS):
+            for folder in (*NOTES, WRITERS):
                 with contextlib.suppress(OSError):  # none, or not empty
                     os.rmdir(os.path.join(root, folder))
 
@@ -241,12 +240,11 @@ def _why(path: str, run: str | None) -> str:
         return "marker of a job"
     if name.startswith("."):
         return "unfinished file"
-    return "no version and no journal names it"
+    return "no version and no note names it"
 
 
 def _turn(item: Leftover) -> int:
     """Order of removal: what is left by a killed `clean` must still be explained."""
     if _MANIFEST.fullmatch(item.path):
         return 0
-    journal = item.path.startswith(f"{RUNS}/")
-    return 1 + journal + (journal and item.path.endswith("-head.json"))
+    return 2 if item.path.startswith(tuple(f"{name}/" for name in NOTES)) else 1

@@ -23,9 +23,9 @@ from packstore.config import WriteConfig
 from packstore.invariants import check_packs
 from packstore.io.columns import int64_values
 from packstore.io.commit import FOLDER
-from packstore.io.job import DATA, WriteJob
-from packstore.io.journal import Finished
-from packstore.io.pack_index import PackIndexWriter
+from packstore.io.job import DATA
+from packstore.io.pack_index import put_index
+from packstore.io.partition_notes import Finished
 from packstore.io.shard import PackShape, ShardInfo, describe_shard
 from packstore.io.shard_file import ShardFile
 from packstore.io.staging import Staging
@@ -52,8 +52,6 @@ class ShardWriter:
         run: begins the name of every shard; the same for a rerun of the same job.
         spill_dir: local folder for unfinished shards of a remote dataset; None: the system's.
             (Those of a local dataset lie hidden inside it, so that they can be moved in one step.)
-        job: notes what is finished, and knows what an interrupted run had finished; its
-            :attr:`resumed` packs are not to be written again.
 
     Attributes:
         counter: totals and statistics of the packs so far.
@@ -67,7 +65,6 @@ class ShardWriter:
         config: WriteConfig,
         run: str,
         spill_dir: str | None = None,
-        job: WriteJob | None = None,
     ) -> None:
         self.counter = PackCounter()
         self.pack_index: StoredFile | None = None
@@ -79,18 +76,9 @@ class ShardWriter:
         self._encoder: ThreadPoolExecutor | None = None
         self._encoding: deque[Future[None]] = deque()
         self._shard: ShardFile | None = None
-        self._index: PackIndexWriter | None = None
-        self._job = job
         self._pending: list[tuple[pa.RecordBatch, Int64]] = []
         self._pending_tokens = self._rows = 0
         self._parts: list[Finished] = []
-        for part in job.resumed if job else ():
-            self.take(part)
-
-    @property
-    def resumed(self) -> int:
-        """Packs that an interrupted run had written, the first of the dataset."""
-        return sum(part.shard.rows for part in self._job.resumed) if self._job else 0
 
     def __enter__(self) -> Self:
         return self
@@ -101,27 +89,14 @@ class ShardWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
-            try:
-                self.close()
-            except BaseException as late:
-                self._give_up(late)
-                raise
-        else:
-            self._give_up(error)
-
-    def _give_up(self, error: BaseException) -> None:
-        """Leaves what a rerun can go on with, if anything."""
-        self._discard()
-        if self._job is not None:
-            self._job.leave(error, bool(self._parts))
-        self._staging.prune()
-
-    def take(self, part: Finished) -> None:
-        """Takes over a shard that was written elsewhere, and lies in its place."""
-        self.counter.merge(part.counter)
-        self._rows += part.shard.rows
-        self._add(part)
+        try:
+            if error is None:
+                self.finish()
+        except BaseException:
+            self.abort()
+            raise
+        if error is not None:
+            self.abort()
 
     def write(self, packs: Packs) -> None:
         """Adds packs, in dataset order.
@@ -153,22 +128,21 @@ class ShardWriter:
             self._pending_tokens += tokens
         self._hold(batch, figures, start, len(packs))
 
-    def close(self) -> list[ShardInfo]:
-        """Finishes the last shard and the pack index; returns all shards, in order.
+    def finish(self) -> list[Finished]:
+        """Finishes the last shard; returns all, in order.
 
         Raises:
             StorageError: no space, no permission, or the store refuses.
         """
         self._finish()
-        self._finish_index()
         self._staging.remove()
-        return [part.shard for part in self._parts]
-
-    def finish(self) -> list[Finished]:
-        """Finishes the last shard, for another writer to :meth:`take`; there is no index then."""
-        self._finish()
-        self._discard()
         return self._parts
+
+    def close(self) -> list[ShardInfo]:
+        """As :meth:`finish`, and puts the pack index, for a dataset of these shards alone."""
+        parts = self.finish()
+        self.pack_index = put_index(self._location, (part.sizes for part in parts))
+        return [part.shard for part in parts]
 
     def abort(self) -> None:
         """Gives up, and removes what is unfinished.
@@ -177,8 +151,6 @@ class ShardWriter:
         the same names wherever the same job runs.
         """
         self._discard()
-        if self._job is not None:
-            self._job.done()
         self._staging.prune()
 
     def _discard(self) -> None:
@@ -190,9 +162,6 @@ class ShardWriter:
         if self._shard is not None:
             self._shard.discard()
             self._shard = None
-        if self._index is not None:
-            self._index.discard()
-            self._index = None
         self._staging.remove()
 
     def _hold(self, batch: pa.RecordBatch, figures: Int64, start: int, stop: int) -> None:
@@ -238,28 +207,9 @@ class ShardWriter:
         groups = [group_figures(figures) for figures in shard.figures]
         info = describe_shard(f"{DATA}/{name}", groups, hashes, checksums)
         self._put(shard.path, info.path)
-        part = Finished(info, shard.counter, pack_sizes(np.concatenate(shard.figures)))
+        sizes = pack_sizes(np.concatenate(shard.figures))
         self._shard = None
-        if self._job is not None:
-            self._job.finished(len(self._parts), part)
-        self._add(part)
-
-    def _add(self, part: Finished) -> None:
-        """Takes in a shard that is in its place."""
-        self._parts.append(part)
-        if self._index is None:
-            self._index = PackIndexWriter(self._staging.path())
-            for sizes in self._job.earlier() if self._job else ():
-                self._index.append(sizes)
-        self._index.append(part.sizes)
-
-    def _finish_index(self) -> None:
-        if self._index is not None:
-            info = self._index.finish(durable=self._staging.in_dataset)
-            if self._job is not None:
-                self._job.intends(info.path)
-            self._put(self._index.path, info.path)
-            self.pack_index, self._index = info, None
+        self._parts.append(Finished(info, shard.counter, sizes))
 
     def _put(self, local_path: str, path: str) -> None:
         """Makes a finished file appear in the dataset."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ RECORDS = [
     for i in range(120)
 ]
 SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
+CUT: dict[str, Any] = {"pack_size": 64, "partitions": 3, "shard_tokens": 2000}
 
 
 def files(place: Location) -> dict[str, int]:
@@ -37,30 +39,36 @@ def test_a_rerun_goes_on_and_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    whole = packstore.pack(RECORDS, str(tmp_path / "ds"), **SETTINGS)
+    source = tmp_path / "pairs.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in RECORDS * 6))
+    whole = packstore.pack(str(source), str(tmp_path / "ds"), **CUT)
     place = Location(store.url, store.options)
 
     def pack() -> Any:
-        return packstore.pack(RECORDS, store.url, storage_options=store.options, **SETTINGS)
+        return packstore.pack(str(source), store.url, storage_options=store.options, **CUT)
 
     real, puts = Location.put_file, []
 
     def put(self: Location, local_path: str, path: str) -> None:
         puts.append(path)
-        if len(puts) == 5:
+        if "-p00002-" in path and not stopped:
+            stopped.append(path)
             raise KeyboardInterrupt
         real(self, local_path, path)
 
+    stopped: list[str] = []
     monkeypatch.setattr(Location, "put_file", put)
     with pytest.raises(KeyboardInterrupt):
         pack()
     report = clean(store.url, storage_options=store.options)
     assert {x.path for x in report.leftovers} == files(place).keys()
     assert report.removable == []
+    puts.clear()
     with writing(place, overwrite=False), caplog.at_level(logging.WARNING, "packstore"):
         dataset = pack()
     assert "another job may be writing here ('pack', process" in caplog.text
-    assert len(puts) == len(whole.manifest.shards) + 2
+    own = [s.path for s in whole.manifest.shards if "-p00002-" in s.path]
+    assert [path for path in puts if path.startswith("data/")] == own
     assert dataset.manifest.to_json() == whole.manifest.to_json()
     assert dataset.verify().ok
     local = Location(str(tmp_path / "ds"))
