@@ -31,6 +31,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         choices=("error", "drop"),
         help="a record without a field that its kind needs; default: as in the dataset",
     )
+    parser.add_argument(
+        "--partitions",
+        type=int,
+        metavar="N",
+        help="of what is appended; default: one for each GiB of the input files",
+    )
     add_storage_options(parser)
     add_settings(parser, "running", RunConfig)
 
@@ -41,6 +47,8 @@ def _run(args: argparse.Namespace) -> int:
     settings = read_settings(args, RunConfig)
     if args.field:
         settings["fields"] = key_values(args.field, "--field")
+    if args.partitions is not None:
+        settings["partitions"] = args.partitions
     if args.missing_field:
         settings["missing_field"] = args.missing_field
     source = args.source[0] if len(args.source) == 1 else args.source

@@ -102,18 +102,7 @@ class PackIndexWriter:
 
 
 def put_index(location: Location, sizes: Iterable[PackSizes]) -> StoredFile | None:
-    """Writes and puts the index of a dataset.
-
-    Args:
-        location: the dataset.
-        sizes: of the packs of each shard, in order.
-
-    Returns:
-        What the manifest names; None without shards.
-
-    Raises:
-        StorageError: no space, no permission, or the store refuses.
-    """
+    """Writes and puts the index of a dataset: the sizes of each shard; None without shards."""
     staging = Staging(location, (FOLDER,), None)
     index: PackIndexWriter | None = None
     try:
