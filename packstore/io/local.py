@@ -37,16 +37,12 @@ def read_part(path: str, start: int, end: int) -> bytes:
     """Bytes `start` to `end` of a file, fewer if it is shorter: one system call for most."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        data = os.pread(handle, end - start, start)
-        while len(data) < end - start and (more := _pread(handle, data, start, end)):
+        data = b""
+        while more := os.pread(handle, end - start - len(data), start + len(data)):
             data += more
+        return data
     finally:
         os.close(handle)
-    return data
-
-
-def _pread(handle: int, data: bytes, start: int, end: int) -> bytes:
-    return os.pread(handle, end - start - len(data), start + len(data))
 
 
 def will_read(path: str, start: int, end: int) -> None:

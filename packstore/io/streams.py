@@ -50,10 +50,9 @@ class HashedStream(io.RawIOBase):
 class _Decompressed(io.RawIOBase):
     """The plain bytes of a compressed stream, members one after another included."""
 
-    def __init__(self, raw: io.RawIOBase, compression: str, path: str) -> None:
-        self._raw = _Counted(raw)
-        self._stream = pa.CompressedInputStream(pa.PythonFile(self._raw, mode="r"), compression)
-        self._compression, self._path, self._given = compression, path, 0
+    def __init__(self, raw: HashedStream, compression: str, path: str) -> None:
+        self._raw, self._compression, self._path, self._given = raw, compression, path, 0
+        self._stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
 
     def readable(self) -> bool:
         """Always."""
@@ -82,22 +81,7 @@ class _Decompressed(io.RawIOBase):
             raise InputError(sentence(self._path, must, found, "Compress it in smaller steps"))
 
 
-class _Counted(io.RawIOBase):
-    """Passes on what `raw` gives, and counts it."""
-
-    def __init__(self, raw: io.RawIOBase) -> None:
-        self._raw, self.bytes = raw, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        count = int(self._raw.readinto(buffer) or 0)
-        self.bytes += count
-        return count
-
-
-def decompressed(raw: io.RawIOBase, compression: str | None, path: str) -> io.BufferedReader:
+def decompressed(raw: HashedStream, compression: str | None, path: str) -> io.BufferedReader:
     """A buffered stream of the plain bytes.
 
     Its reads raise :class:`InputError` where the bytes are not of this compression, or end early.

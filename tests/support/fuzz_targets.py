@@ -34,7 +34,7 @@ from packstore.io.shard import FileHashes
 from packstore.io.side_manifest import SideManifest
 from packstore.io.storage import Location
 from packstore.io.stored_file import StoredFile
-from packstore.io.streams import decompressed
+from packstore.io.streams import HashedStream, decompressed
 from packstore.tokenizer.template import ChatTemplate
 
 GOLDEN = Path(__file__).parents[2] / "schemas" / "golden"
@@ -121,7 +121,7 @@ def read_index(data: bytes, honest: bool) -> None:
 def read_input(data: bytes, form: str, compression: str | None = None) -> None:
     stream: Any = io.BytesIO(data)
     if compression:
-        stream = decompressed(stream, compression, "fuzz")
+        stream = decompressed(HashedStream(stream), compression, "fuzz")
     load = FORMATS.load(form)
     for piece in load.read(stream, "fuzz", OPTIONS):
         load.parse(piece.payload, "fuzz", piece.first)
