@@ -14,6 +14,7 @@ import importlib
 import inspect
 import itertools
 import re
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -159,7 +160,8 @@ def _entry(n: str, home: str) -> Iterator[str]:
         yield from _table(("setting", "type", "default", ""), settings)
     if home == "packstore.errors.PackstoreError":
         drawn = (inspect.getdoc(importlib.import_module("packstore.errors")) or "").split("\n\n")
-        yield "\n```text\n" + next(part for part in drawn if "├──" in part) + "\n```"
+        tree = textwrap.dedent(next(part for part in drawn if "├──" in part))
+        yield f"\n``` {{ .text .tree }}\n{tree}\n```"
     yield ""
 
 

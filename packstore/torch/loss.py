@@ -49,8 +49,8 @@ class PreferenceLoss:
             Responses of equal reward are never compared. Weights are per pair: an example with more
             responses has more pairs.
         reduction: ``sum``; or ``pack_mean``, the mean over the pairs of each pack, averaged over
-            packs, which is biased: a pair weighs more, the fewer share its pack (0.6 to 3 times on
-            real data). It exists only to reproduce NeMo-Aligner.
+            packs, which is biased: a pair weighs more, the fewer share its pack (0.5 to 3.3 on real
+            data). It exists only to reproduce NeMo-Aligner.
         gradients: how gradients are reduced over ranks: ``mean``, as in DDP and FSDP, or ``sum``.
             On one rank both are the same.
         parameters: parameters of the loss, such as `beta`; in a mix, of every member that takes
