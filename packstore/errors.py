@@ -1,9 +1,9 @@
-"""Every exception that packstore raises on purpose.
+"""The exceptions that packstore raises on purpose.
 
 ::
 
     PackstoreError
-    ├── ConfigError (ValueError)            a setting has no meaning, or contradicts another
+    ├── ConfigError (ValueError)            a setting is invalid, or contradicts another
     │   └── UnknownNameError (LookupError)  a name that no registry holds; the choices are listed
     ├── MissingExtraError (ImportError)     an optional dependency is absent; gives the install line
     ├── InputError (ValueError)             an input file cannot be read as what it claims to be
@@ -16,18 +16,18 @@
     │   ├── DatasetExistsError (FileExistsError)
     │   ├── DatasetNotFoundError (FileNotFoundError)
     │   └── MissingFilesError (FileNotFoundError)  a version names files that are not there
-    ├── FormatError (ValueError)            stored bytes are not what the format says
+    ├── FormatError (ValueError)            stored bytes do not follow the format
     │   ├── IntegrityError                  a hash, checksum or count is not the recorded one
     │   └── UnsupportedFormatError          a newer version, or an unknown required feature
     ├── CompatibilityError (ValueError)     two valid things do not belong together
     │                                       (dataset and model, state and dataset, ...)
     ├── DivergedError (ArithmeticError)  the loss or gradient of a training is not finite
     ├── WorkerError (RuntimeError)          a process that reads for this one has died
-    └── BackendError (RuntimeError)         an attention backend cannot do what is asked
+    └── BackendError (RuntimeError)         an attention backend does not support its inputs
 
 A message is one line and says where, what must hold, what was found, and what to do:
-:func:`sentence` puts those four parts together. What callers know besides (the row group that was
-being read, how often it was tried) they add as notes; :func:`told` gives both.
+:func:`sentence` joins those four parts. Callers add context as notes (the row group being read, the
+number of attempts); :func:`told` returns both.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def sentence(where: str, must: str, found: str = "", do: str = "") -> str:
-    """One line of the form ``where: must; found X. Do this.``
+    """Returns one line of the form ``where: must; found X. Do this.``
 
-    `found` and `do` may be empty. Line breaks and control characters in the parts (they may quote
-    user data) are made visible, and a very long part is cut, so that the message stays one line.
+    `found` and `do` may be empty. Line breaks and control characters in the parts, which may quote
+    user data, are replaced, and very long parts are truncated, so that the message is one line.
     """
     text = f"{_one_line(where)}: {_one_line(must)}"
     if found:
@@ -52,51 +52,51 @@ def sentence(where: str, must: str, found: str = "", do: str = "") -> str:
 
 
 def add_place(error: BaseException, place: str) -> None:
-    """Notes, once, what was being read: a part of the file that the error names."""
+    """Adds a note, once, of the part of the file that was being read."""
     note = f"While reading {place}."
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
 
 def told(error: BaseException) -> str:
-    """The message of an error and its notes, on one line."""
+    """Returns the message of an error and its notes, on one line."""
     return " ".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def quote(value: object, limit: int = 60) -> str:
-    """`value` as a short, quoted, printable excerpt for an error message."""
+    """Returns `value` as a short, quoted, printable excerpt for an error message."""
     text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def visible(text: str) -> str:
-    """`text` with its control characters, other than tab and newline, as ``\\x1b`` and the like.
+    """Escapes control characters of `text`, except tab and newline, as ``\\x1b`` and so on.
 
-    A terminal would obey them: clear the screen, set the clipboard, or hide what follows.
+    A terminal would execute them: clear the screen, set the clipboard, or hide text.
     """
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def spelled(path: str) -> str:
-    """`path` as valid Unicode.
+    """Returns `path` as valid Unicode.
 
-    Where the locale is not UTF-8, Python keeps each byte of a file name that it cannot decode as a
-    lone surrogate, which no manifest and no UTF-8 stream can hold.
+    If the locale is not UTF-8, Python decodes undecodable bytes of a file name to lone surrogates,
+    which neither manifests nor UTF-8 streams can hold.
     """
     try:
         return path.encode(errors="surrogateescape").decode(errors="replace")
-    except UnicodeEncodeError:  # other surrogates: no name of a file
+    except UnicodeEncodeError:  # other surrogates, which do not come from a file name
         return path.encode(errors="replace").decode()
 
 
 class Login(NamedTuple):
-    """One part of a chained URL, divided at the login before its host.
+    """One part of a chained URL, split at the login before its host.
 
     Attributes:
-        scheme: with ``://``; empty: the part is no URL.
-        login: user and password, as far as the last ``@`` that may end them; empty: none.
-        rest: host and path; empty: it cannot be told where the login ends.
-        cut: the login has a ``/``, ``?`` or ``#``, where clients end it too early.
+        scheme: scheme with ``://``; empty: the part is no URL.
+        login: user and password, up to the last ``@`` that may end them; empty: none.
+        rest: host and path; empty: the end of the login is ambiguous.
+        cut: True if the login has a ``/``, ``?`` or ``#``, where clients end it too early.
     """
 
     scheme: str
@@ -116,7 +116,7 @@ def logins(url: str) -> list[Login]:
 
 
 def display(url: str) -> str:
-    """The URL without user, password and query string: for messages and manifests."""
+    """Returns the URL without user, password and query string, for messages and manifests."""
     parts = logins(spelled(url))
     return "::".join(
         scheme + (rest.partition("?")[0] if scheme and rest else rest or "***")
@@ -136,7 +136,7 @@ def _login(part: str) -> Login:
     login, at, name = rest.rpartition("@")
     if not at:
         return Login(scheme, "", rest)
-    # After a question mark, the last @ may be one of the query, and a secret may follow it.
+    # After a question mark, the last @ may belong to the query, and a secret may follow it.
     return Login(scheme, login, "" if "?" in login else name, "@" not in host)
 
 
@@ -151,7 +151,7 @@ class PackstoreError(Exception):
 
 
 class ConfigError(PackstoreError, ValueError):
-    """A setting has no meaning, or contradicts another."""
+    """A setting is invalid, or contradicts another."""
 
 
 class UnknownNameError(ConfigError, LookupError):
@@ -179,7 +179,7 @@ class TokenizerError(PackstoreError, ValueError):
 
 
 class WrongEngineError(TokenizerError):
-    """A faster tokenizer engine gives other ids than the reference.
+    """A faster tokenizer engine returns other ids than the reference.
 
     Attributes:
         tokenizer: sha256 of the tokenizer file.
@@ -192,14 +192,14 @@ class StorageError(PackstoreError, OSError):
     """A store refuses to read, write or list.
 
     Attributes:
-        passing: True: asking again helps; False: it never does; None: it seldom does.
+        passing: True: a retry helps; False: it never does; None: it seldom does.
     """
 
     passing: bool | None = None
 
 
 class DatasetBusyError(StorageError, BlockingIOError):
-    """A job of this machine is writing to a place that is said to have no writer."""
+    """A job of this machine is writing to a place declared to have no writer."""
 
 
 class DatasetExistsError(StorageError, FileExistsError):
@@ -217,7 +217,7 @@ class MissingFilesError(StorageError, FileNotFoundError):
 
 
 class FormatError(PackstoreError, ValueError):
-    """Stored bytes are not what the format says."""
+    """Stored bytes do not follow the format."""
 
 
 class IntegrityError(FormatError):
@@ -241,4 +241,4 @@ class WorkerError(PackstoreError, RuntimeError):
 
 
 class BackendError(PackstoreError, RuntimeError):
-    """An attention backend cannot do what is asked of it."""
+    """An attention backend does not support its inputs."""

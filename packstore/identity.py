@@ -1,8 +1,8 @@
-"""What makes two tokenizers the same one, however their files are written.
+"""Hashes that identify a tokenizer independent of the bytes of its file.
 
-Programs that load a ``tokenizer.json`` and save it write other bytes: keys in another order,
-numbers rounded, a post-processor added, a pre-tokenizer spelled in another way. What must not
-differ is which token each id is, and which ids a text becomes.
+Programs that load and save a ``tokenizer.json`` change its bytes: the order of keys, rounded
+numbers, an added post-processor, another form of a pre-tokenizer. The token of each id, and the ids
+of a text, must not change.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ PROBES = (
     "aaaaaaaaaaaaaaaa      -----------====\t\t\t",
     "camelCaseWord snake_case_word HTTPServer v1.2.3-rc4",
 )
-"""Texts whose ids tell tokenizers apart: words, cases, digits, spaces, code, scripts, symbols."""
+"""Texts whose ids distinguish tokenizers: words, cases, digits, spaces, code, scripts, symbols."""
 
 
 def vocabulary_sha256(tokens: Iterable[str | None]) -> str:
-    """sha256 (hex) of the token of each id from 0 on, None where there is none."""
+    """Returns the sha256 (hex) of the token of each id from 0 on, None for a gap."""
     return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()
 
 
 def probe_sha256(ids: Sequence[Sequence[int]]) -> str:
-    """sha256 (hex) of the ids of each of `PROBES`, encoded without special tokens."""
+    """Returns the sha256 (hex) of the ids of each of `PROBES`, encoded without special tokens."""
     text = json.dumps([[int(i) for i in row] for row in ids])
     return hashlib.sha256(text.encode()).hexdigest()

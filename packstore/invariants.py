@@ -1,4 +1,4 @@
-"""The rules that every pack obeys, checked on write and by ``packstore verify``.
+"""The rules for every pack, checked on write and by ``packstore verify``.
 
 Each rule has a name, used by ``schemas/cases`` and in error messages. All checks are
 vectorised over the packs of a batch.
@@ -30,7 +30,7 @@ RULES: dict[str, str] = {
     "prefix-offset": "a segment must leave out all shared prompt tokens but the last, and no more",
     "reward-finite": "rewards must be finite numbers",
 }
-"""Rule -> what must hold."""
+"""Rule -> its text in errors."""
 
 
 def check_packs(
@@ -47,13 +47,13 @@ def check_packs(
     Args:
         packs: the packs.
         layout: ``concat`` or ``shared_prefix``.
-        pack_size: tokens of a pack at most, if known.
-        vocab_size: ids must be below it, if known.
-        where: what the packs are, for the error text (a shard's path).
+        pack_size: most tokens of a pack, if known.
+        vocab_size: upper bound of ids, if known.
+        where: name of the packs in error texts (a shard's path).
         first_row: row number of the first pack in `where`.
 
     Raises:
-        FormatError: the first broken rule, with its name and the row.
+        FormatError: a rule is broken; names the first one and the row.
     """
     need = _Need(where, first_row)
     need("columns-agree", np.array([len(packs.labels) == len(packs.input_ids)]))
@@ -61,7 +61,7 @@ def check_packs(
     tokens, bounds = packs.token_offsets, packs.seq_boundaries
     top = np.iinfo(np.int32).max if vocab_size is None else vocab_size
     ids = packs.input_ids
-    # Read as unsigned, an id below 0 is a large one.
+    # As unsigned, a negative id is a large one.
     if len(ids) and ids.view(np.uint32).max() >= top:
         need("ids-range", (ids >= 0) & (ids < top), tokens)
     supervised = packs.labels != IGNORE_INDEX
@@ -83,19 +83,19 @@ def check_packs(
 
 
 def check_structure(packs: Packs, layout: str, pack_size: int, where: str) -> None:
-    """Checks the rules that indexing relies on, and no token.
+    """Checks the rules that indexing relies on, without reading tokens.
 
-    Every reader of stored packs runs it, as hashes prove nothing about who wrote a file: a negative
-    length would otherwise become a write outside of an array.
+    Every reader of stored packs calls it, as hashes do not prove who wrote a file: a negative
+    length could otherwise cause a write outside an array.
 
     Args:
-        packs: the packs; their ids may be signed and their labels left out.
+        packs: the packs; their ids may be signed and their labels empty.
         layout: ``concat`` or ``shared_prefix``.
-        pack_size: tokens of a pack at most.
-        where: what the packs are, for the error text.
+        pack_size: most tokens of a pack.
+        where: name of the packs in error texts.
 
     Raises:
-        FormatError: the first broken rule, with its name and the row.
+        FormatError: a rule is broken; names the first one and the row.
     """
     need = _Need(where, 0)
     segments = _check_structure(packs, pack_size, need)
@@ -107,7 +107,7 @@ class _Need:
     """Raises at the first value that breaks a rule.
 
     Args:
-        where: what the packs are.
+        where: name of the packs.
         first_row: number of the first pack in `where`.
     """
 
@@ -115,7 +115,7 @@ class _Need:
         self._where, self._first_row = where, first_row
 
     def __call__(self, rule: str, ok: Bool, offsets: Int64 | None = None) -> None:
-        """Fails at the first False of `ok`: one value per pack, or per element with its offsets."""
+        """Raises at the first False of `ok`: one value per pack, or per element with offsets."""
         if ok.all():
             return
         bad = int(np.argmin(ok))
@@ -126,7 +126,7 @@ class _Need:
 
 
 def _check_structure(packs: Packs, pack_size: int | None, need: _Need) -> Int32:
-    """Checks rules that the other checks take for granted; returns the segments' tokens, `[S]`."""
+    """Checks the rules that the other checks assume; returns the segments' tokens, `[S]`."""
     bounds = packs.seq_boundaries
     need("columns-agree", np.array([len(packs.reward) == len(packs.lengths)]))
     need("boundaries-count", np.array([len(bounds) == len(packs.lengths) + len(packs)]))
@@ -134,7 +134,7 @@ def _check_structure(packs: Packs, pack_size: int | None, need: _Need) -> Int32:
         return np.empty(0, np.int32)
     rows, where = packs.sequence_offsets, packs.boundary_offsets
     tokens = np.diff(packs.token_offsets)
-    need("boundaries-span", bounds >= 0, where)  # so no difference of two overflows
+    need("boundaries-span", bounds >= 0, where)  # so that no difference overflows
     need("boundaries-span", bounds[where[:-1]] == 0)
     need("boundaries-span", bounds[where[1:] - 1] == tokens)
     segments = packs.segment_lengths
@@ -144,33 +144,33 @@ def _check_structure(packs: Packs, pack_size: int | None, need: _Need) -> Int32:
         need("pack-size", tokens <= pack_size)
     k = packs.num_responses
     need("responses-count", k > 0, packs.example_offsets)
-    firsts = to_offsets(k)  # of each example its first sequence, and their number
+    firsts = to_offsets(k)  # first sequence of each example
     need("responses-count", np.diff(firsts[packs.example_offsets]) == np.diff(rows))
     return segments
 
 
 def _check_lengths(packs: Packs, segments: Int32, layout: str, need: _Need) -> None:
-    """Checks what segments leave out, of packs whose shapes are right."""
+    """Checks the tokens that segments omit, for packs with correct shapes."""
     rows, k = packs.sequence_offsets, packs.num_responses
     if layout == "concat":
         need("lengths-concat", packs.lengths == segments, rows)
         return
-    left_out = packs.lengths.astype(np.int64) - segments  # a wild length may overflow
+    left_out = packs.lengths.astype(np.int64) - segments  # int64, as a bad length may overflow
     firsts = to_offsets(k)
     need("prefix-first-whole", left_out[firsts[:-1]] == 0, packs.example_offsets)
     need("prefix-offset", (left_out >= 0) & (left_out < np.repeat(segments[firsts[:-1]], k)), rows)
 
 
 def _check_prefix(packs: Packs, starts: Int64, supervised: Bool, need: _Need) -> None:
-    """The offsets of layout shared_prefix are exactly what the definition gives.
+    """Checks that the offsets of layout shared_prefix follow the definition.
 
-    With p the number of tokens before the first supervised one, two sequences share the leading
-    tokens of their prompts on which they agree, and ``offset = max(shared - 1, 0)``. Given the
-    offset, it is enough to look at two tokens: the repeated one must agree (if offset > 0), the one
-    after it must not be shared.
+    A prompt is the tokens before the first supervised one. Two sequences share the common prefix of
+    their prompts, and ``offset = max(shared - 1, 0)``. Given the offset, two tokens decide: the
+    repeated one must agree (if offset > 0), and the next must not be shared.
     """
     rows = packs.sequence_offsets
-    offsets = packs.lengths.astype(np.int64) - packs.segment_lengths  # a wild length may overflow
+    # int64, as a bad length may overflow.
+    offsets = packs.lengths.astype(np.int64) - packs.segment_lengths
     k = packs.num_responses
     is_first = np.zeros(len(offsets), np.bool_)
     is_first[np.cumsum(k) - k] = True

@@ -1,8 +1,8 @@
-"""How many things a loss divides by in each pack, known before any of it is read.
+"""Counts the divisors of losses in each pack, stored so that they are known before reading it.
 
 A loss over a whole optimizer step is a sum over its pairs, or over its supervised tokens, divided
-by their number. That number depends on what is stored alone, so the writer counts it once, and a
-loader that plans a step knows it on every rank without communication.
+by their number. That number depends only on the stored data, so the writer counts it once, and a
+loader that plans a step has it on every rank without communication.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import numpy as np
 from packstore.records import IGNORE_INDEX, Float32, Int64, Packs
 
 COUNTS = ("best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent")
-"""The columns: supervised tokens of the best sequence of each example, and pairs to compare.
+"""The columns: supervised tokens of each example's best sequence, and numbers of pairs.
 
-The best sequence is the first one; of kind ``ranked`` the first of those of highest reward. Pairs
-are those of the three choices for kind ``ranked``, where sequences of equal reward are never
-compared; 1 for each example of kind ``dpo``; 0 for kind ``sft``.
+The best sequence is the first one; for kind ``ranked`` the first of highest reward. Pairs are
+counted for the three choices of kind ``ranked``, where sequences of equal reward are never
+compared; 1 per example for kind ``dpo``; 0 for kind ``sft``.
 """
 
 
 def count_packs(packs: Packs, kind: str) -> Int64:
-    """int64 `[P, 4]`, see :data:`COUNTS`, of packs of kind ``dpo``, ``sft`` or ``ranked``."""
+    """Counts the columns of :data:`COUNTS` for each pack: int64 `[P, 4]`."""
     supervised = np.add.reduceat(
         packs.labels != IGNORE_INDEX, _segment_starts(packs), dtype=np.int64
     )
@@ -31,7 +31,7 @@ def count_packs(packs: Packs, kind: str) -> Int64:
 
 
 def count_examples(supervised: Int64, rewards: Float32, starts: Int64, kind: str) -> Int64:
-    """int64 `[E, 4]`, see :data:`COUNTS`.
+    """Counts the columns of :data:`COUNTS` for each example: int64 `[E, 4]`.
 
     Args:
         supervised: int64 `[S]`, supervised tokens of each sequence.
@@ -47,7 +47,7 @@ def count_examples(supervised: Int64, rewards: Float32, starts: Int64, kind: str
     order = np.lexsort((-rewards, example))
     ranked, first = rewards[order], starts[example]
     falls = (sequences > first) & (ranked < np.roll(ranked, 1))
-    # Where the run of equal rewards begins that each place is in: all before it are better.
+    # Start of each rank's run of equal rewards: all before it are better.
     runs = np.maximum.accumulate(np.where(falls | (sequences == first), sequences, 0))
     of_places = np.stack([ranked < ranked[first], runs - first, falls], axis=1).astype(np.int64)
     best = supervised[order[starts]]
@@ -55,6 +55,6 @@ def count_examples(supervised: Int64, rewards: Float32, starts: Int64, kind: str
 
 
 def _segment_starts(packs: Packs) -> Int64:
-    """int64 `[S]`, where each segment starts among the tokens of all packs."""
+    """Start of each segment in the tokens of all packs, int64 `[S]`."""
     lengths = packs.segment_lengths.astype(np.int64)
     return np.cumsum(lengths) - lengths

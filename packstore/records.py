@@ -1,4 +1,4 @@
-"""Value types that cross the borders between layers: numpy arrays with names, and nothing else.
+"""Value types passed between layers: named numpy arrays.
 
 Shapes, used throughout packstore: `N` tokens, `S` sequences, `E` examples, `P` packs. Ragged data
 is kept flat beside int64 offsets (CSR): row `i` is ``values[offsets[i]:offsets[i + 1]]``.
@@ -20,30 +20,30 @@ Bool = npt.NDArray[np.bool_]
 Column = npt.NDArray[np.generic]
 
 IGNORE_INDEX = -100
-"""The label of a token that is not supervised (torch's own default)."""
+"""Label of an unsupervised token (torch's default)."""
 
 MAX_FIELDS = 100
-"""Names of fields that are counted at most; names may be data."""
+"""Most field names that are counted, as names may be data."""
 
 SOURCE_SHIFT = 40
 """``example_id = (ordinal of the source file << SOURCE_SHIFT) + ordinal of the record in it``."""
 
 
 def example_id(source: int, ordinal: int) -> int:
-    """The id of the record at `ordinal` (0-based; line number - 1 for JSONL) of file `source`."""
+    """Returns the id of record `ordinal` (0-based; line number - 1 for JSONL) of file `source`."""
     return (source << SOURCE_SHIFT) + ordinal
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Parsed records of a stretch of one input, with where each came from.
+    """Consecutive parsed records of one input, with their places.
 
     Attributes:
         source: ordinal of the input file.
-        path: the input, as error texts name it.
-        unit: what an ordinal counts: ``line``, ``row`` or ``item``.
+        path: name of the input in error texts.
+        unit: unit of the ordinals: ``line``, ``row`` or ``item``.
         ordinals: 0-based ordinal of each record in its file.
-        values: the records: a dict, or whatever stood there (the tokenizer's policies judge it).
+        values: the records: dicts, or any other values (the tokenizer's policies handle them).
     """
 
     source: int
@@ -53,7 +53,7 @@ class Rows:
     values: Sequence[object]
 
     def where(self, i: int) -> str:
-        """Place of record `i` for error texts; people count from 1."""
+        """Returns the place of record `i` for error texts, counted from 1."""
         return f"{self.path}, {self.unit} {self.ordinals[i] + 1}"
 
 
@@ -64,12 +64,12 @@ class Examples:
     Attributes:
         input_ids: int32 `[N]`, the token ids of all sequences, one after another.
         supervised: bool `[N]`, the tokens whose label is their id; all others get -100.
-        sequence_offsets: int64 `[S + 1]`, where each sequence starts in `input_ids`.
-        example_offsets: int64 `[E + 1]`, where each example starts in the sequences.
+        sequence_offsets: int64 `[S + 1]`, offsets of the sequences in `input_ids`.
+        example_offsets: int64 `[E + 1]`, offsets of the examples in the sequences.
         reward: float32 `[S]`, the ground-truth reward of each sequence.
-        example_ids: int64 `[E]`, where each record came from.
-        columns: further scalar columns of the input, each `[E]`.
-        keys: uint64 `[E, 2]`, hashes of prompt and record, where records are to be selected.
+        example_ids: int64 `[E]`, ids that encode file and ordinal, see :func:`example_id`.
+        columns: carried scalar columns of the input, each `[E]`.
+        keys: uint64 `[E, 2]`, hashes of prompt and record, if records are to be selected.
     """
 
     input_ids: Int32
@@ -98,17 +98,17 @@ class Examples:
 
     @property
     def lengths(self) -> Int32:
-        """int32 `[S]`, tokens of each sequence."""
+        """Tokens of each sequence, int32 `[S]`."""
         return np.diff(self.sequence_offsets).astype(np.int32)
 
     @property
     def num_responses(self) -> Int32:
-        """int32 `[E]`, K of each example."""
+        """K of each example, int32 `[E]`."""
         return np.diff(self.example_offsets).astype(np.int32)
 
     @classmethod
     def empty(cls, columns: Mapping[str, Column] | None = None) -> Examples:
-        """No examples; `columns` gives names and types of carried columns."""
+        """Makes an instance without examples; `columns` sets names and types of carried columns."""
         zero = np.zeros(1, np.int64)
         return cls(
             input_ids=np.empty(0, np.int32),
@@ -122,7 +122,7 @@ class Examples:
 
     @classmethod
     def concat(cls, parts: Sequence[Examples]) -> Examples:
-        """The examples of `parts`, in order; all parts carry the same columns."""
+        """Concatenates the examples of `parts`, which carry the same columns."""
         if not parts:
             return cls.empty()
         keys = [p.keys for p in parts if p.keys is not None]
@@ -138,7 +138,7 @@ class Examples:
         )
 
     def take(self, order: Int32 | Int64) -> Examples:
-        """The examples at positions `order` (repeats allowed), in that order."""
+        """Returns the examples at positions `order` (repeats allowed), in that order."""
         sequences = ragged_indices(self.example_offsets, order)
         tokens = ragged_indices(self.sequence_offsets, sequences)
         return Examples(
@@ -155,22 +155,23 @@ class Examples:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packs:
-    """Some packs (rows of a shard) side by side: the columns of the format, flat.
+    """Packs (rows of a shard): the columns of the format as flat arrays.
 
     Attributes:
         input_ids: int32 `[N]`.
         labels: int32 `[N]`, unshifted: the token id where supervised, -100 elsewhere.
         reward: float32 `[S]`.
         lengths: int32 `[S]`, logical length of each sequence.
-        seq_boundaries: int32 `[S + P]`, for each pack its offsets from 0 to its number of tokens.
+        seq_boundaries: int32 `[S + P]`, each pack's segment offsets, from 0 to its token count.
         example_ids: int64 `[E]`.
         num_responses: int32 `[E]`, K of each example (stored only for kind ``ranked``).
-        token_offsets: int64 `[P + 1]`, where each pack starts in `input_ids`.
-        sequence_offsets: int64 `[P + 1]`, where each pack starts in `lengths`.
-        example_offsets: int64 `[P + 1]`, where each pack starts in `example_ids`.
+        token_offsets: int64 `[P + 1]`, offsets of the packs in `input_ids`.
+        sequence_offsets: int64 `[P + 1]`, offsets of the packs in `lengths`.
+        example_offsets: int64 `[P + 1]`, offsets of the packs in `example_ids`.
         columns: carried scalar columns and joined side data, each `[E]`.
-        ref_logps: float32 `[S]`, log-prob of each sequence under a reference model, if joined.
-        stand_in: they are given in place of packs that could not be read, and count nothing.
+        ref_logps: float32 `[S]`, log-prob of each sequence under a reference model in nats, if
+            joined.
+        stand_in: True if they replace packs that could not be read; their weight is 0.
     """
 
     input_ids: Int32
@@ -191,7 +192,7 @@ class Packs:
         return len(self.token_offsets) - 1
 
     def row(self, i: int) -> Packs:
-        """Pack `i` alone: views, nothing is copied."""
+        """Returns pack `i`, as views."""
         token, tokens_end = self.token_offsets[i : i + 2].tolist()
         sequence, sequences_end = self.sequence_offsets[i : i + 2].tolist()
         example, examples_end = self.example_offsets[i : i + 2].tolist()
@@ -216,12 +217,12 @@ class Packs:
 
     @property
     def boundary_offsets(self) -> Int64:
-        """int64 `[P + 1]`, where each pack starts in `seq_boundaries`."""
+        """Offsets of the packs in `seq_boundaries`, int64 `[P + 1]`."""
         return self.sequence_offsets + np.arange(len(self) + 1)
 
     @property
     def segment_lengths(self) -> Int32:
-        """int32 `[S]`, physical tokens of each segment."""
+        """Physical tokens of each segment, int32 `[S]`."""
         steps = np.diff(self.seq_boundaries)
         inside = np.ones(len(steps), np.bool_)
         inside[self.boundary_offsets[1:-1] - 1] = False
@@ -229,21 +230,22 @@ class Packs:
 
     @property
     def segment_offsets(self) -> Int32:
-        """int32 `[S]`, ``offset_i``: leading tokens that a segment leaves out."""
+        """Leading tokens that each segment omits (``offset_i``), int32 `[S]`."""
         return self.lengths - self.segment_lengths
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackSizes:
-    """How much work some packs are, and what losses divide by; known without reading them.
+    """Sizes and loss counts of packs, known without reading them.
 
-    All are int64 `[P]` but the last.
+    All are int64 `[P]` except the last.
+
 
     Attributes:
         tokens: physical tokens.
         examples: examples (for kind ``dpo``: pairs).
-        squares: sum of the squared lengths of the segments, which attention costs.
-        counts: int64 `[P, 4]`, the columns of :mod:`packstore.loss_counts`; None: not known.
+        squares: sum of the squared lengths of the segments, the attention cost.
+        counts: int64 `[P, 4]`, the columns of :mod:`packstore.loss_counts`; None: unknown.
     """
 
     tokens: Int64
@@ -255,7 +257,7 @@ class PackSizes:
         return len(self.tokens)
 
     def take(self, indices: Int64) -> PackSizes:
-        """Those of the packs at `indices`."""
+        """Returns the sizes of the packs at `indices`."""
         columns = self.tokens, self.examples, self.squares
         counts = None if self.counts is None else self.counts[indices]
         return PackSizes(*(column[indices] for column in columns), counts=counts)
@@ -263,7 +265,7 @@ class PackSizes:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One record that a policy acted on, kept as an illustration of the count."""
+    """One record that a policy acted on, kept as an example."""
 
     reason: str
     where: str
@@ -272,18 +274,18 @@ class Sample:
 
 @dataclass(slots=True)
 class Tally:
-    """What happened to the records: nothing is lost silently.
+    """Counts of what happened to each record; none is dropped silently.
 
     Attributes:
         read: records read.
         dropped: records dropped, by reason; ``read == kept + sum(dropped)``.
-        noted: records kept, but changed or remarkable, by event (a record may count under several).
+        noted: records kept with a change or remark, by event (a record may have several).
         samples: the first few records of each reason or event.
-        used: name of a field -> records kept in which it was used.
-        unused: name of a field -> records kept in which it holds something that was not used.
-        scored: pairs kept that have rewards of their own.
-        unscored: pairs kept that have not.
-        rejected: every record dropped, of a single block; None: only the samples are kept.
+        used: field name -> records kept in which it was used.
+        unused: field name -> records kept in which it has a value that was not used.
+        scored: pairs kept with rewards in the record.
+        unscored: pairs kept without rewards in the record.
+        rejected: every record dropped, of a single block; None: only samples are kept.
     """
 
     read: int = 0
@@ -300,12 +302,12 @@ class Tally:
 
     @property
     def kept(self) -> int:
-        """Records read and not dropped."""
+        """Number of records read and not dropped."""
         return self.read - sum(self.dropped.values())
 
     @property
     def events(self) -> Counter[str]:
-        """`noted`, and ``reward_default``: pairs without rewards, where others have some."""
+        """`noted`, and ``reward_default``: pairs without rewards if others have some."""
         mixed = self.unscored if self.scored else 0
         return self.noted + Counter(reward_default=mixed)
 
@@ -317,12 +319,12 @@ class Tally:
         self._sample(reason, where, detail, self.dropped[reason])
 
     def note(self, event: str, where: str, detail: str = "") -> None:
-        """Counts one record under `event`; the record stays in."""
+        """Counts one record under `event`; the record is kept."""
         self.noted[event] += 1
         self._sample(event, where, detail, self.noted[event])
 
     def add(self, other: Tally) -> None:
-        """Adds the counts of `other` (a later part of the input) to these."""
+        """Adds the counts of `other`, a later part of the input."""
         self.read += other.read
         self.dropped.update(other.dropped)
         self.noted.update(other.noted)
@@ -342,14 +344,14 @@ class Tally:
 
 
 def to_offsets(lengths: npt.NDArray[np.integer]) -> Int64:
-    """int64 `[n + 1]` offsets of rows with these lengths."""
+    """Returns the offsets of rows with these lengths, int64 `[n + 1]`."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def concat_offsets(parts: Sequence[Int64]) -> Int64:
-    """The offsets of ragged arrays laid one after another."""
+    """Returns the offsets of concatenated ragged arrays."""
     flat = np.concatenate(parts)
     if len(flat) == 2 * len(parts) and all(len(p) == 2 for p in parts):  # a row each: common, fast
         return to_offsets(flat[1::2] - flat[::2])
@@ -360,7 +362,7 @@ def concat_offsets(parts: Sequence[Int64]) -> Int64:
 
 
 def ragged_indices(offsets: Int64, rows: Int32 | Int64) -> Int64:
-    """Positions of all elements of `rows` of a ragged array, row by row: int64."""
+    """Returns the positions of all elements of `rows` of a ragged array, row by row: int64."""
     return range_indices(offsets[rows], _row_lengths(offsets, rows))
 
 
@@ -369,6 +371,6 @@ def _row_lengths(offsets: Int64, rows: Int32 | Int64) -> Int64:
 
 
 def range_indices(starts: Int64, lengths: npt.NDArray[np.integer]) -> Int64:
-    """All integers of the ranges ``starts[i] .. starts[i] + lengths[i]``, one after another."""
+    """Concatenates the ranges ``starts[i] .. starts[i] + lengths[i]``, int64."""
     out = to_offsets(lengths)
     return np.arange(out[-1], dtype=np.int64) + np.repeat(starts - out[:-1], lengths)

@@ -1,7 +1,7 @@
-"""Names that users type, mapped to the code that they mean.
+"""Maps names that users type to code, imported on first use.
 
-A plug-in is one small file plus one line in the registry of its folder. Nothing is imported until a
-name is asked for, so listing the choices (``--help``) is free.
+A plug-in is one small file plus one line in the registry of its folder. Listing the choices
+(``--help``) imports nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Registry(Generic[T]):
     """A fixed mapping from a name to ``"module:attribute"``, loaded on first use.
 
     Args:
-        what: what the names stand for, as error messages should call it (``"strategy"``).
+        what: noun for the names in error messages (``"strategy"``).
         entries: name -> ``"module:attribute"``.
-        extras: name -> the extra of packstore that brings the third-party package it needs.
+        extras: name -> the extra of packstore that installs the required third-party package.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Registry(Generic[T]):
         return len(self._entries)
 
     def names(self) -> tuple[str, ...]:
-        """All names, in the order in which they were registered."""
+        """Returns all names, in the order of registration."""
         return tuple(self._entries)
 
     def check(self, name: str) -> str:
         """Returns `name` if it is known.
 
         Raises:
-            UnknownNameError: with the choices, and the nearest one if there is a near one.
+            UnknownNameError: `name` is unknown; lists the choices, and a similar name if any.
         """
         if name in self._entries:
             return name
@@ -60,11 +60,11 @@ class Registry(Generic[T]):
         )
 
     def load(self, name: str) -> T:
-        """The object behind `name`.
+        """Loads the object registered as `name`.
 
         Raises:
-            UnknownNameError: the registry has no such name.
-            MissingExtraError: a third-party package that it needs is not installed.
+            UnknownNameError: `name` is unknown.
+            MissingExtraError: a required third-party package is not installed.
         """
         module, _, attribute = self._entries[self.check(name)].partition(":")
         try:
@@ -77,7 +77,7 @@ class Registry(Generic[T]):
 
 
 def missing_extra(what: str, extra: str, error: ImportError) -> MissingExtraError:
-    """The error for an optional dependency that is absent, with the line that installs it."""
+    """Returns the error for a missing optional dependency, with the command that installs it."""
     package = error.name or str(error)
     return MissingExtraError(
         f"{what} needs the package {package!r}, which is not installed. "

@@ -1,7 +1,7 @@
 """The format in Arrow terms: columns, version, feature flags, and conversion to numpy.
 
-The prose is ``schemas/format.md``; a test proves that both say the same. The rules that rows must
-obey are in :mod:`packstore.invariants`.
+The specification is ``schemas/format.md``, which a test compares with this file. The rules for rows
+are in :mod:`packstore.invariants`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from packstore.errors import FormatError, UnsupportedFormatError, sentence
 from packstore.records import IGNORE_INDEX, Bool, Column, Int32, Int64, Packs, to_offsets
 
 FORMAT_VERSION = 1
-"""Readers refuse a dataset of a higher version."""
+"""Highest format version that readers accept."""
 
 FEATURES = ("label_spans",)
-"""Required features that this reader knows; a dataset that names another one is refused."""
+"""Supported required features; a dataset that names another one is refused."""
 
 KINDS: dict[str, int | None] = {"dpo": 2, "sft": 1, "ranked": None}
-"""Kind -> K, the responses of each example (None: stored per example in ``num_responses``)."""
+"""Kind -> K, the responses per example (None: stored per example in ``num_responses``)."""
 
 LAYOUTS = ("concat", "shared_prefix")
 
@@ -37,7 +37,7 @@ COLUMNS = (
     "example_ids",
     "num_responses",
 )
-"""Every column of the format; a carried column may have none of these names."""
+"""All columns of the format; a carried column must not have any of these names."""
 
 CARRY_TYPES: dict[str, pa.DataType] = {
     "string": pa.string(),
@@ -45,11 +45,11 @@ CARRY_TYPES: dict[str, pa.DataType] = {
     "float64": pa.float64(),
     "bool": pa.bool_(),
 }
-"""Types that a carried scalar column may have."""
+"""Types of carried scalar columns."""
 
 
 def list_of(value: pa.DataType) -> pa.DataType:
-    """The Arrow type of every column: a list with 32-bit offsets whose elements are never null."""
+    """Returns the Arrow type of a column: a list with 32-bit offsets and non-null elements."""
     return pa.list_(pa.field("element", value, nullable=False))
 
 
@@ -60,12 +60,12 @@ def pack_schema(
     label_spans: bool = False,
     carry: Mapping[str, str] | None = None,
 ) -> pa.Schema:
-    """The Arrow schema of a shard.
+    """Returns the Arrow schema of a shard.
 
     Args:
         kind: ``dpo``, ``sft`` or ``ranked``.
         layout: ``concat`` or ``shared_prefix``.
-        label_spans: store ``label_spans`` in place of ``labels`` (the compact profile).
+        label_spans: store ``label_spans`` instead of ``labels`` (the compact profile).
         carry: carried columns, name -> a name in `CARRY_TYPES`.
     """
     int32, int64 = list_of(pa.int32()), list_of(pa.int64())
@@ -91,10 +91,10 @@ def pack_schema(
 
 
 def check_features(version: object, features: list[str], where: str) -> None:
-    """Refuses what this reader cannot read.
+    """Refuses a dataset that this reader does not support.
 
     Raises:
-        UnsupportedFormatError: a higher format version, or a required feature that is unknown.
+        UnsupportedFormatError: a higher format version, or an unknown required feature.
     """
     if not isinstance(version, int) or version < 1 or version > FORMAT_VERSION:
         raise UnsupportedFormatError(
@@ -118,10 +118,10 @@ def check_features(version: object, features: list[str], where: str) -> None:
 
 
 def to_arrow(packs: Packs, schema: pa.Schema) -> pa.RecordBatch:
-    """The packs as an Arrow batch of `schema`, one row per pack.
+    """Converts packs to an Arrow batch of `schema`, one row per pack.
 
     Raises:
-        FormatError: more than 2^31 - 1 tokens in one batch (offsets are 32-bit).
+        FormatError: the batch has more than 2^31 - 1 tokens (offsets are 32-bit).
     """
     if len(packs.input_ids) > np.iinfo(np.int32).max:
         raise FormatError("one batch of packs holds over 2^31 - 1 tokens; write fewer at once.")
@@ -143,7 +143,7 @@ def to_arrow(packs: Packs, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def from_arrow(batch: pa.RecordBatch, kind: str) -> Packs:
-    """The packs of an Arrow batch: numpy views of its buffers where the layout allows.
+    """Converts an Arrow batch to packs: numpy views of its buffers where possible.
 
     Raises:
         FormatError: a column is missing, has another type, or holds nulls.
@@ -164,22 +164,22 @@ def signed_packs(
     room: Callable[[int], Int32] = lambda n: np.empty(n, np.int32),
     vocab_size: int | None = None,
 ) -> Packs:
-    """As :func:`from_arrow`, but with ids and labels in one: 4 bytes a token.
+    """Converts an Arrow batch to packs with ids and labels in one array: 4 bytes per token.
 
-    A token that is supervised keeps its id; that of any other is ``~id``, which is below 0.
+    The id of a supervised token is kept; that of any other is bit-inverted (``~id``), so negative.
 
     Args:
-        columns: a batch; or for each column its values and their int64 `[P + 1]` offsets, of which
-            the types are known to be right.
-        kind: what an example is.
-        room: makes the array of so many signed ids.
-        vocab_size: ids must be below it, if known.
+        columns: a batch; or the values and int64 `[P + 1]` offsets of each column, whose types
+            are already checked.
+        kind: kind of the examples.
+        room: allocates an array of n signed ids.
+        vocab_size: upper bound of ids, if known.
 
     Returns:
-        packs whose `input_ids`, a copy, are such signed ids, and whose labels are empty.
+        Packs whose `input_ids`, a copy, are signed ids, and whose labels are empty.
 
     Raises:
-        FormatError: as :func:`from_arrow`, or an id is below 0 or not below `vocab_size`.
+        FormatError: see :func:`from_arrow`, or an id is below 0 or not below `vocab_size`.
     """
     if isinstance(columns, pa.RecordBatch):
         names, flat = columns.schema.names, partial(flat_column, columns)
@@ -188,7 +188,7 @@ def signed_packs(
     found = _columns(flat, names, kind)
     ids, tokens = found["input_ids"], found["token_offsets"]
     top = np.iinfo(np.int32).max if vocab_size is None else vocab_size
-    # Read as unsigned, an id below 0 is a large one.
+    # As unsigned, a negative id is a large one.
     if len(ids) and ids.view(np.uint32).max() >= top:
         must = f"a token id must be at least 0 and below {top} [ids-range]"
         raise FormatError(sentence("column 'input_ids'", must))
@@ -207,7 +207,7 @@ def _known(columns: Mapping[str, tuple[Any, Int64]], name: str, _: object) -> tu
 
 
 def _columns(flat: _Flat, names: Sequence[str], kind: str) -> dict[str, Any]:
-    """The fields of :class:`Packs`, labels left out."""
+    """The fields of :class:`Packs`, without labels."""
     ids, tokens = flat("input_ids", pa.int32())
     reward, sequences = flat("reward", pa.float32())
     lengths, length_rows = flat("lengths", pa.int32())
@@ -248,10 +248,10 @@ def _labels(flat: _Flat, tokens: Int64) -> Int32:
 
 
 def labels_to_spans(labels: Int32, token_offsets: Int64) -> tuple[Int32, Int64]:
-    """Supervised runs of each pack as flat start, end pairs (pack-relative), and their offsets.
+    """Converts labels to supervised runs: flat start, end pairs, relative to their pack.
 
     Returns:
-        int32 `[2 * runs]`, int64 `[P + 1]`. A run never crosses the border between two packs.
+        Pairs, int32 `[2 * runs]`, and their offsets, int64 `[P + 1]`. A run lies in one pack.
     """
     on = labels != IGNORE_INDEX
     begins, ends = on.copy(), on.copy()
@@ -271,10 +271,10 @@ def labels_to_spans(labels: Int32, token_offsets: Int64) -> tuple[Int32, Int64]:
 def spans_to_labels(
     spans: Int32, span_offsets: Int64, input_ids: Int32, token_offsets: Int64
 ) -> Int32:
-    """Labels rebuilt from spans: the ids inside a span, -100 elsewhere; int32 `[N]`.
+    """Converts spans to labels: the ids inside a span, -100 elsewhere; int32 `[N]`.
 
     Raises:
-        FormatError: spans that overlap, are empty, leave their pack, or are not in order.
+        FormatError: spans overlap, are empty, exceed their pack, or are not in order.
     """
     labels = np.full(len(input_ids), IGNORE_INDEX, np.int32)
     supervised = _supervised(spans, span_offsets, token_offsets)
@@ -289,7 +289,7 @@ def _supervised(spans: Int32, span_offsets: Int64, token_offsets: Int64) -> Bool
 
 
 def _runs(spans: Int32, span_offsets: Int64, token_offsets: Int64) -> Int64:
-    """Tokens outside spans and inside them, in turn."""
+    """Lengths of alternating runs of tokens outside and inside spans."""
     counts = np.diff(span_offsets)
     base = np.repeat(token_offsets[:-1], counts)
     limit = np.repeat(np.diff(token_offsets), counts)
@@ -304,7 +304,7 @@ def _runs(spans: Int32, span_offsets: Int64, token_offsets: Int64) -> Int64:
 
 
 def _same_rows(rule: str, name: str, found: Int64, expected: Int64) -> None:
-    """Refuses a column whose rows are not as long as those of the columns beside it."""
+    """Refuses a column whose row lengths differ from those of the other columns."""
     if not np.array_equal(found, expected):
         row = int(np.argmax(np.diff(found) != np.diff(expected)))
         raise FormatError(
@@ -322,15 +322,15 @@ def _list_array(values: Column, offsets: Int64, type_: pa.DataType) -> pa.ListAr
 
 
 def flat_column(batch: pa.RecordBatch, name: str, value: pa.DataType | None) -> tuple[Any, Int64]:
-    """Values and int64 `[P + 1]` offsets of a list column; numbers are views of its buffer.
+    """Returns values and int64 `[P + 1]` offsets of a list column; numbers are views.
 
     Args:
         batch: rows of a shard.
-        name: the column.
-        value: the type that its values must have; None: any.
+        name: name of the column.
+        value: required type of its values; None: any.
 
     Raises:
-        FormatError: it is missing, has another type, holds nulls, or its offsets do not rise.
+        FormatError: the column is missing, has another type, holds nulls, or its offsets decrease.
     """
     position = batch.schema.get_field_index(name)
     if position < 0:
@@ -343,7 +343,7 @@ def flat_column(batch: pa.RecordBatch, name: str, value: pa.DataType | None) -> 
         expected = f"list<{value}>" if value is not None else "a list"
         raise FormatError(sentence(f"column {name!r}", f"its type must be {expected}", str(type_)))
     offsets = _numbers(column.offsets).astype(np.int64)
-    # Arrow's own check looks at the first and last offset alone.
+    # Arrow's own check covers the first and last offset only.
     if offsets[0] < 0 or offsets[-1] > len(column.values) or np.any(np.diff(offsets) < 0):
         raise FormatError(sentence(f"column {name!r}", "its offsets must rise inside its values"))
     child = column.values.slice(offsets[0], offsets[-1] - offsets[0])
@@ -353,9 +353,9 @@ def flat_column(batch: pa.RecordBatch, name: str, value: pa.DataType | None) -> 
 
 
 def _numbers(array: pa.Array) -> Any:
-    """A numeric Arrow array as a numpy view of its buffer (``to_numpy`` would import pandas)."""
+    """Views a numeric Arrow array as numpy (``to_numpy`` would import pandas)."""
     if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
-        array.validate(full=True)  # offsets of strings may lead anywhere
+        array.validate(full=True)  # offsets of strings may be out of bounds
         return np.array(array.to_pylist(), _OBJECT.get(str(array.type), object))
     buffer = array.buffers()[1]
     dtype = np.dtype(_NUMPY[str(array.type)])
@@ -365,6 +365,6 @@ def _numbers(array: pa.Array) -> Any:
 
 
 _Flat = Callable[[str, pa.DataType | None], tuple[Any, Int64]]
-"""Values and offsets of a list column, whose values are of a type if one is given."""
+"""Returns values and offsets of a list column, and checks the type if one is given."""
 _NUMPY = {"int32": "i4", "int64": "i8", "float": "f4", "double": "f8"}
 _OBJECT = {"bool": np.bool_}

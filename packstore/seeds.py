@@ -1,8 +1,8 @@
 """Random numbers that are a pure function of a seed and a purpose.
 
-Every random choice of packstore is drawn here, so that the same seed means the same bytes on every
-machine, with every number of workers, and with every release of numpy (whose generators may change
-their streams between releases; a hash does not).
+All random choices of packstore come from here, so that the same seed gives the same bytes on every
+machine, with any number of workers, and with every release of numpy (whose generators may change
+between releases; a hash does not).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _BLOCK = 1 << 15
 
 
 def derive(seed: int, *purpose: str | int) -> int:
-    """An independent 64-bit seed for one purpose, e.g. ``derive(seed, "pack order")``."""
+    """Derives an independent 64-bit seed for a purpose, e.g. ``derive(seed, "pack order")``."""
     text = "\x1f".join([str(int(seed)), *(str(p) for p in purpose)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def keys(n: int, seed: int, *purpose: str | int) -> U64:
-    """`n` pseudo-random 64-bit integers: splitmix64 at counter positions 0..n-1.
+    """Returns `n` pseudo-random 64-bit integers: splitmix64 at counter positions 0..n-1.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
     out = np.empty(n, np.uint64)
     offset = np.uint64(derive(seed, *purpose))
-    for start in range(0, n, _BLOCK):  # in the cache: several times faster than whole arrays
+    for start in range(0, n, _BLOCK):  # blocks fit the cache: several times faster
         block = out[start : start + _BLOCK]
         counters = np.arange(start + 1, start + 1 + len(block), dtype=np.uint64)
         block[:] = mixed(counters * _GOLDEN + offset)
@@ -44,7 +44,7 @@ def keys_at(places: U64, seed: int, *purpose: str | int) -> U64:
 
 
 def mixed(values: U64) -> U64:
-    """The finalizer of splitmix64: each value as a pseudo-random one; a bijection."""
+    """Maps each value to a pseudo-random one, by the finalizer of splitmix64; a bijection."""
     z = values ^ (values >> np.uint64(30))
     z *= np.uint64(0xBF58476D1CE4E5B9)
     z ^= z >> np.uint64(27)
@@ -54,11 +54,11 @@ def mixed(values: U64) -> U64:
 
 
 def permutation(n: int, seed: int, *purpose: str | int) -> npt.NDArray[np.int64]:
-    """A uniformly random permutation of 0..n-1, int64 `[n]`.
+    """Returns a uniformly random permutation of 0..n-1, int64 `[n]`.
 
-    Sorts distinct numbers, each a hash above and its index below, which is several times faster
-    than an indirect sort and the same with every algorithm. The hash keeps so many bits that two
-    are equal, and in order, at most about once for 1e6 numbers.
+    Sorts distinct numbers with a hash in the high bits and the index in the low bits, which is
+    several times faster than an indirect sort and does not depend on the sorting algorithm. The
+    hash has enough bits that for 1e6 numbers about one pair is equal, and so in index order.
     """
     table = permutation_keys(n, seed, *purpose)
     table.sort()
@@ -67,7 +67,7 @@ def permutation(n: int, seed: int, *purpose: str | int) -> npt.NDArray[np.int64]
 
 
 def permutation_keys(n: int, seed: int, *purpose: str | int) -> U64:
-    """What :func:`permutation` sorts, uint64 `[n]`: a hash above, 0..n-1 below."""
+    """Returns the numbers that :func:`permutation` sorts, uint64 `[n]`: hash high, 0..n-1 low."""
     below = np.uint64(_index_bits(n))
     table = keys(n, seed, *purpose)
     table >>= below

@@ -1,4 +1,4 @@
-"""Helpers for tests, ours and those of users: random examples and exact comparison."""
+"""Helpers for tests of packstore and of its users: random examples and exact comparison."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def random_examples(
     max_response: int = 9,
     edges: bool = True,
 ) -> Examples:
-    """`n` random examples that obey every rule of the format.
+    """Returns `n` random examples that obey every rule of the format.
 
-    Prompts of the sequences of one example mostly agree. With `edges`, some examples have prompts
-    that agree only in part or not at all, prompts of one token, responses that repeat the prompt's
-    tokens, and unsupervised gaps inside a response.
+    The sequences of an example mostly have the same prompt. With `edges`, some examples have
+    prompts with a partial or no common prefix, prompts of one token, responses that repeat the
+    prompt's tokens, and unsupervised gaps in a response.
     """
     rng = np.random.default_rng(seed)
     ids: list[np.ndarray] = []
@@ -34,7 +34,7 @@ def random_examples(
         shared = rng.integers(0, vocab_size, rng.integers(1, max_prompt + 1))
         for i in range(k):
             prompt = shared.copy()
-            if edges and i and rng.random() < 0.2:  # the prompts part somewhere
+            if edges and i and rng.random() < 0.2:  # the prompts differ from some token on
                 prompt[rng.integers(0, len(prompt)) :] = rng.integers(0, vocab_size)
             response = rng.integers(0, vocab_size, rng.integers(1, max_response + 1))
             on = np.ones(len(response), bool)
@@ -55,7 +55,7 @@ def random_examples(
 
 
 def assert_examples_equal(a: Examples, b: Examples) -> None:
-    """Fails unless both hold the same examples, in the same order, bit for bit."""
+    """Asserts that both hold the same examples, in the same order, bit for bit."""
     for name in Examples.__slots__:
         if name == "columns":
             assert set(a.columns) == set(b.columns), (set(a.columns), set(b.columns))

@@ -1,4 +1,4 @@
-"""From parsed records to examples: token ids, and which of them are supervised."""
+"""Converts parsed records to examples: token ids and supervision masks."""
 
 from packstore.tokenizer.carry import parse_carry, typed_carry
 from packstore.tokenizer.fastest import FASTER, misread

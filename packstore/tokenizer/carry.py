@@ -1,4 +1,4 @@
-"""Further scalar columns of the input that are kept beside the examples."""
+"""Carried columns: additional scalar columns of the input, kept with the examples."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ TYPES: dict[str, tuple[type, Any]] = {
 
 
 def typed_carry(config: TokenizeConfig, records: Sequence[object]) -> tuple[str, ...]:
-    """The setting `carry` with a type for every column: those that name none take their records'.
+    """Returns the setting `carry` with a type for every column, inferred from records if missing.
 
     Args:
-        config: its `carry` is what is looked at.
-        records: the first of the input. Whole numbers and others together are ``float64``; without
-            a value it is ``string``.
+        config: the settings.
+        records: the first records of the input. Mixed integers and floats are ``float64``; a column
+            without values is ``string``.
 
     Raises:
-        ConfigError: as :func:`parse_carry`.
+        ConfigError: see :func:`parse_carry`.
     """
     types = parse_carry(config)
     return tuple(
@@ -49,10 +49,10 @@ def _type_of(name: str, records: Sequence[object]) -> str:
 
 
 def parse_carry(config: TokenizeConfig) -> dict[str, str]:
-    """Names of the carried columns and their types; without a type it is ``string``.
+    """Returns the names of carried columns and their types, by default ``string``.
 
     Raises:
-        ConfigError: an unknown type, or a name that is taken.
+        ConfigError: a type is unknown, or a name is reserved.
     """
     found: dict[str, str] = {}
     for entry in config.carry:
@@ -70,7 +70,7 @@ def parse_carry(config: TokenizeConfig) -> dict[str, str]:
 
 
 def carried_values(record: Mapping[str, Any], types: Mapping[str, str]) -> list[Any]:
-    """The carried values of one record.
+    """Returns the carried values of one record.
 
     Raises:
         Refused: ``missing_field``, ``wrong_type`` or ``invalid_unicode``.
@@ -79,7 +79,7 @@ def carried_values(record: Mapping[str, Any], types: Mapping[str, str]) -> list[
 
 
 def to_columns(rows: Sequence[Sequence[Any]], types: Mapping[str, str]) -> dict[str, Column]:
-    """The values of all records as columns."""
+    """Converts the values of all records to columns."""
     columns: dict[str, Column] = {}
     for i, (name, type_name) in enumerate(types.items()):
         column = np.empty(len(rows), TYPES[type_name][1])

@@ -1,4 +1,4 @@
-"""From the messages of a record to texts: the chat template, and the turns that are supervised."""
+"""Renders the messages of a record to text, and finds the supervised turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from packstore.tokenizer.turns import after_empty_thinking, render_turns
 def draft_messages(
     parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig, guard: str
 ) -> tuple[list[Draft], list[str]]:
-    """The sequences of a record of messages, and events to note.
+    """Renders a record of messages; returns its sequences, and events to note.
 
     Raises:
         Refused: the template refuses the record, or no turn is supervised.
@@ -58,7 +58,7 @@ def draft_messages(
             if bare != spans:
                 spans = bare
                 events.append("empty_thinking")
-        tools = None if drafts else parsed.tools  # one side tells whether tools are shown
+        tools = None if drafts else parsed.tools  # checking one side for shown tools suffices
         events += _remarks(template, messages, len(prompt), tools, text, config)
         if written and text.endswith(written):
             events.append("generation_prompt_always")
@@ -81,7 +81,7 @@ def draft_messages(
 def _as_taken(
     template: ChatTemplate, messages: list[Message], config: TokenizeConfig
 ) -> list[Message]:
-    """The messages as the settings want their calls, without null where the template takes none."""
+    """Applies the settings of tool calls, and replaces null content if the template needs text."""
     if not any("tool_calls" in message for message in messages):
         return messages
     if config.tool_arguments == "object":
@@ -98,7 +98,7 @@ def _explained(
     tools: Tools,
     config: TokenizeConfig,
 ) -> Refused:
-    """The refusal of a dialogue by its cause: a turn that is not shown cannot be found either."""
+    """Names the cause of a refusal: a turn that is not found may not have been rendered."""
     if refused.reason != "template_refused":
         return refused
     try:
@@ -123,10 +123,10 @@ def _remarks(
     text: str,
     config: TokenizeConfig,
 ) -> list[str]:
-    """Events to note of a dialogue: what is empty, and what its rendering does not show.
+    """Events to note for a dialogue: empty turns, and parts missing from its rendering.
 
     Raises:
-        Refused: ``empty_turn`` or ``unrendered``, where the settings do not keep such records.
+        Refused: ``empty_turn`` or ``unrendered``, if the settings do not keep such records.
     """
     if not tools and is_plain(template, messages, text):
         return []
@@ -158,6 +158,6 @@ def _system_end(template: ChatTemplate, messages: list[Message], tools: Tools, t
         return 0
     try:
         system = template.render(messages[:1], tools).removesuffix(template.written_prompt)
-    except Refused:  # many templates refuse a dialogue without a user
+    except Refused:  # many templates raise for a dialogue without a user turn
         return 0
     return len(system) if text.startswith(system) else 0

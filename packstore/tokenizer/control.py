@@ -16,7 +16,7 @@ Encode = Callable[[Sequence[str]], tuple[Int32, Int64]]
 
 @functools.lru_cache(maxsize=8)
 def control_pattern(specials: frozenset[str]) -> re.Pattern[str]:
-    """Matches any of `specials`, the longest first; nothing where there are none."""
+    """Returns a pattern that matches any of `specials`, the longest first; nothing if empty."""
     names = sorted(specials, key=len, reverse=True)
     return re.compile("(" + "|".join(map(re.escape, names)) + ")" if names else "([^\\s\\S])")
 
@@ -24,14 +24,14 @@ def control_pattern(specials: frozenset[str]) -> re.Pattern[str]:
 def encode_around_controls(
     texts: Sequence[str], specials: Mapping[str, int], encode: Encode, guards: Sequence[str] = ()
 ) -> list[Int32]:
-    """Ids of texts whose control strings become ids, and all else is encoded by `encode`.
+    """Encodes texts: control strings become their ids, all other text is encoded by `encode`.
 
     Args:
         texts: the texts.
         specials: control strings and their ids.
-        encode: plain encoding of a batch, giving flat ids and offsets.
-        guards: for each text a character that is removed from the stretches between control
-            strings: put inside a control string, it keeps that one from being found.
+        encode: encodes a batch of plain text to flat ids and offsets.
+        guards: for each text a character that is removed from the text between control strings;
+            inserted into a control string, it prevents a match.
     """
     pattern = control_pattern(frozenset(specials))
     cut = [pattern.split(text) for text in texts]
@@ -53,13 +53,13 @@ def encode_around_controls(
 
 
 def free_characters(text: str, count: int) -> list[str]:
-    """`count` private-use characters that do not occur in `text`."""
+    """Returns `count` private-use characters that do not occur in `text`."""
     taken = set(text)
     free = (c for c in map(chr, range(0x100000, 0x10FFFE)) if c not in taken)
     return list(itertools.islice(free, count))
 
 
 def shared_characters(a: str, b: str) -> int:
-    """Number of leading characters that agree."""
+    """Returns the length of the common prefix, in characters."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

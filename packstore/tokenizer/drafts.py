@@ -1,4 +1,4 @@
-"""From a uniform record to texts: template, special strings, and what is to be supervised."""
+"""Converts a parsed record to texts: template, control strings, and supervised spans."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def draft_plain(record: object, hint: str, mode: Mode, unicode: bool) -> tuple[Draft, Draft] | None:
-    """The sequences of a pair of texts about which there is nothing to say, in few steps.
+    """Drafts a pair of plain texts that needs no policy: a fast path.
 
     Args:
-        record: of kind ``dpo``, fields under their own names, of which nothing is stripped.
-        hint: what every control string begins with; not empty.
+        record: a record of kind ``dpo`` with canonical field names, from which nothing is stripped.
+        hint: the common prefix of all control strings; not empty.
         mode: see :class:`Draft`.
-        unicode: whether to look for what is no Unicode.
+        unicode: check for invalid Unicode.
 
     Returns:
-        None for any other record: it goes the whole way.
+        None for any other record, which takes the general path.
     """
     if type(record) is not dict:
         return None
@@ -69,7 +69,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
-    """The record without what the settings strip, if its responses can be learned from.
+    """Strips what the settings strip, and checks the responses.
 
     Raises:
         Refused: ``empty_response`` or ``identical_responses``.
@@ -91,11 +91,11 @@ def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
 def draft_record(
     parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig
 ) -> tuple[list[Draft], list[str]]:
-    """The texts of a record's sequences, and events to note.
+    """Returns the texts of a record's sequences, and events to note.
 
     Raises:
         Refused: the template or a policy refuses the record.
-        TokenizerError: messages, and no chat template.
+        TokenizerError: the record has messages, and there is no chat template.
     """
     parsed, guard, events = _handle_specials(parsed, tokenizer, config)
     if isinstance(parsed.prompt, str):
@@ -121,7 +121,7 @@ def draft_record(
 def _handle_specials(
     parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig
 ) -> tuple[Parsed, str, list[str]]:
-    """Applies the policy to control strings that stand in the record itself."""
+    """Applies the policy for control strings in the record's own text."""
     value: list[Any] = [parsed.prompt, parsed.responses, parsed.tools, parsed.variables]
     try:
         if isinstance(parsed.prompt, str):
@@ -132,7 +132,7 @@ def _handle_specials(
             return parsed, "", []
         else:
             written = as_json(value)
-    except TypeError as error:  # records made in Python can hold anything
+    except TypeError as error:  # records made in Python may hold any object
         raise Refused("wrong_type", f"tools and tool calls must be JSON values: {error}") from error
     found = tokenizer.controls.search(written)
     if not found:
@@ -155,9 +155,9 @@ def _handle_specials(
 
 
 def _harmless(parsed: Parsed, hint: str) -> bool:
-    """Whether messages that are text throughout can be told to hold no control string.
+    """Returns True if messages are plain text throughout and certainly hold no control string.
 
-    The brackets of what could stand around them as JSON are not those of a control string.
+    JSON around them cannot form one, as its brackets differ from those of control strings.
     """
     if parsed.tools or parsed.variables or not hint.startswith("<"):
         return False

@@ -1,7 +1,7 @@
-"""From texts to token ids and what of them is supervised: all sequences of a block at once.
+"""Encodes texts to token ids and supervision masks: all sequences of a block at once.
 
-Texts are encoded in one batch, each different one once. What follows is numpy over flat ids and
-offsets; only sequences about which there is something to say are looked at one by one.
+Distinct texts are encoded once, in one batch. The rest is numpy over flat ids and offsets; only
+sequences with events are handled one by one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from packstore.tokenizer.tokenizer import Tokenizer
 
 
 def assemble(tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig) -> Sequences:
-    """The sequences of the drafts: BOS and EOS by the settings, boundaries found among the ids.
+    """Encodes drafts, adds BOS and EOS by the settings, and maps boundaries to ids.
 
-    A character boundary lies where the ids of the text up to it stop to agree with the ids of the
-    whole text, so a token that merges both sides of a boundary lies behind it.
+    A character boundary maps to the length of the common prefix of the ids of the text before it
+    and the ids of the whole text, so a token that merges both sides lies after the boundary.
     """
     places = _Places(drafts)
     ids, offsets, before, before_offsets = _encode(tokenizer, drafts, places)
@@ -53,19 +53,19 @@ def assemble(tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConf
 
 
 class _Places:
-    """Where spans and system turns begin and end, in characters, for all drafts.
+    """Start and end of spans and system turns, in characters, for all drafts.
 
-    A place is written as a number: ``2 * draft`` is the beginning of a text, one more its end, and
-    ``~b`` the boundary `b`, whose text before it has to be encoded.
+    A place is encoded as a number: ``2 * draft`` is the start of a text, ``2 * draft + 1`` its end,
+    and ``~b`` the boundary `b`, whose preceding text must be encoded.
 
     Attributes:
-        draft: of each boundary, the draft.
-        at: of each boundary, its character.
-        of_span: of each boundary, whether a span begins or ends there, or it lies in one.
-        span_draft: of each span, the draft.
-        span_start: of each span, its place.
-        span_end: likewise.
-        head: of each draft, the place where its system turn ends.
+        draft: draft of each boundary.
+        at: character position of each boundary.
+        of_span: True for each boundary at or in a span.
+        span_draft: draft of each span.
+        span_start: place of the start of each span.
+        span_end: place of the end of each span.
+        head: place of the end of each draft's system turn.
     """
 
     def __init__(self, drafts: Sequence[Draft]) -> None:
@@ -83,7 +83,7 @@ class _Places:
             self._add(i, draft, len(draft.text))
 
     def _add_plain(self, drafts: Sequence[Draft]) -> None:
-        """A prompt and a response each: what :meth:`_add` does, all at once."""
+        """Adds drafts that each have a prompt and a response, at once; see :meth:`_add`."""
         n = len(drafts)
         self.draft = self.span_draft = list(range(n))
         self.at = [len(draft.prompt) for draft in drafts]
@@ -95,7 +95,7 @@ class _Places:
     def _add(self, i: int, draft: Draft, end: int) -> None:
         spans, head = draft.spans, draft.system_end
         if len(spans) == 1 and not head and 0 < spans[0][0] < spans[0][1] == end:
-            # By far the most: a prompt and a response.
+            # The most common case: a prompt and a response.
             self.span_draft.append(i)
             self.span_start.append(~len(self.at))
             self.span_end.append(2 * i + 1)
@@ -119,23 +119,23 @@ class _Places:
 
 
 class _Cuts:
-    """Places as numbers of tokens from the beginning of their sequence."""
+    """Maps places to token positions in their sequence."""
 
     def __init__(self, lengths: Int64, cuts: Int64) -> None:
         known = np.zeros(2 * len(lengths), np.int64)
         known[1::2] = lengths
-        # A boundary is ~b: counted from the end of the table.
+        # A boundary is ~b: an index from the end of the table.
         self._table = np.concatenate([known, cuts[::-1]])
 
     def at(self, places: list[int]) -> Int64:
-        """int64, of each place."""
+        """Returns the token position of each place, int64."""
         return self._table[np.array(places, np.int64)]
 
 
 def _encode(
     tokenizer: Tokenizer, drafts: Sequence[Draft], places: _Places
 ) -> tuple[Int32, Int64, Int32, Int64]:
-    """Ids and offsets of all texts, and of the beginnings that end at a boundary."""
+    """Ids and offsets of all texts, and of the prefixes that end at a boundary."""
     whole = np.empty(len(drafts), np.int64)
     before = np.empty(len(places.at), np.int64)
     parts: list[tuple[Int32, Int64]] = []
@@ -148,7 +148,7 @@ def _encode(
             own = [i for i in own if drafts[i].mode == mode]
             cut = [b for b in cut if drafts[places.draft[b]].mode == mode]
         known: dict[str, int] = {}
-        # The guard, where there is one, is part of what a text means.
+        # The same text with another guard is another text.
         for b in cut:
             draft = drafts[places.draft[b]]
             text = draft.prompt or draft.guard + draft.text[: places.at[b]]
@@ -179,7 +179,7 @@ def _encode_texts(tokenizer: Tokenizer, texts: list[str], mode: Mode) -> tuple[I
 
 
 def _rows(ids: Int32, offsets: Int64, rows: Int64) -> tuple[Int32, Int64]:
-    """Some rows of a ragged array; neighbours are not copied."""
+    """Selects rows of a ragged array, without a copy if they are consecutive."""
     if not len(rows):
         return NO_IDS, np.zeros(1, np.int64)
     first = int(rows[0])
@@ -193,7 +193,7 @@ def _rows(ids: Int32, offsets: Int64, rows: Int64) -> tuple[Int32, Int64]:
 def _common_prefixes(
     a: Int32, a_offsets: Int64, b: Int32, b_starts: Int64, b_lengths: Int64
 ) -> Int64:
-    """int64 `[n]`: leading ids that row i of `a` has in common with row i of `b`."""
+    """Length of the common prefix of row i of `a` and row i of `b`: int64 `[n]`."""
     lengths = np.minimum(np.diff(a_offsets), b_lengths)
     at = to_offsets(lengths)
     left = a if at[-1] == len(a) else a[range_indices(a_offsets[:-1], lengths)]
@@ -205,7 +205,7 @@ def _common_prefixes(
 
 
 def _ranges(starts: Int64, ends: Int64, size: int) -> Bool:
-    """bool `[size]`: what lies in one of the ranges; those that end before they start are empty."""
+    """True inside any of the ranges: bool `[size]`; a range that ends before its start is empty."""
     some = starts < ends
     steps = np.zeros(size + 1, np.int8)
     np.add.at(steps, starts[some], 1)
@@ -221,7 +221,7 @@ def _check_literal(
     offsets: Int64,
     refused: dict[int, Refused],
 ) -> None:
-    """Refuses plain text that became control ids all the same (Unigram vocabularies do that)."""
+    """Refuses plain text that was encoded to control ids (Unigram vocabularies do that)."""
     hint = tokenizer.control_hint
     for i, draft in enumerate(drafts):
         if draft.harmless or draft.mode == "control" or hint not in draft.text or i in refused:
@@ -241,7 +241,7 @@ def _check_literal(
 def _wrapped(
     tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig, bare: Sequences
 ) -> Sequences:
-    """The sequences with BOS and EOS where they are wanted."""
+    """Adds BOS and EOS by the settings."""
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     lengths = np.diff(bare.offsets)
     templated = np.array([draft.from_template for draft in drafts], np.bool_)

@@ -1,4 +1,4 @@
-"""The fastest installed engine that agrees with the reference, id for id."""
+"""Chooses the fastest installed engine whose ids equal the reference's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from packstore.tokenizer.tokenizer import Tokenizer
 log = logging.getLogger("packstore")
 
 FASTER = ("fastokens", "gigatoken")
-"""Engines that read what ``tokenizers``, the reference, reads; the fastest first."""
+"""Engines for the files of ``tokenizers``, the reference; the fastest first."""
 
 PROBES = (
     "",
@@ -38,22 +38,22 @@ PROBES = (
     "a" * 300 + " " * 70 + "!?" * 60 + "\n" * 20,
     "12345678901234567890 1 12 123 1234 12345 3.000.000 0x1F 1e-9 ²³",
 )  # fmt: skip
-"""Texts that engines are known to disagree on, if on any."""
+"""Texts of the kinds on which engines are known to disagree."""
 
 
 _misread: set[str] = set()
-"""sha256 of tokenizers that a faster engine was found to read wrongly, in this process."""
+"""sha256 of tokenizers for which a faster engine gave wrong ids, in this process."""
 
 
 def misread(sha256: str) -> None:
-    """Makes :func:`fastest` leave the tokenizer file with this hash to the reference."""
+    """Makes :func:`fastest` use the reference for the tokenizer file with this hash."""
     _misread.add(sha256)
 
 
 def fastest(tokenizer: Tokenizer) -> Tokenizer:
-    """`tokenizer` with the fastest engine that gives the ids of its own on all probes.
+    """Returns `tokenizer` with the fastest engine that has equal ids on all probes.
 
-    A library takes a second to load, on one core: what is needed of the reference is made beside.
+    Loading a library takes a second on one core, so the reference's ids are computed in parallel.
     """
     if tokenizer.sha256 in _misread:
         return tokenizer
@@ -68,13 +68,13 @@ def fastest(tokenizer: Tokenizer) -> Tokenizer:
                 log.debug("tokenizer engine %s is not used: %s", name, error)
                 continue
             if same:
-                return tokenizer.with_engine(name, candidate.engine)  # with the hash
+                return tokenizer.with_engine(name, candidate.engine)  # keeps the vocabulary's hash
             log.warning("tokenizer engine %s is not used: its ids differ on probe texts", name)
     return tokenizer
 
 
 def _of_reference(tokenizer: Tokenizer) -> tuple[list[str], list[Int32 | Int64]]:
-    """The probe texts and what they become; has the vocabulary hashed, for the manifest."""
+    """The probe texts and their ids; also computes the vocabulary's hash for the manifest."""
     _ = tokenizer.vocab_sha256
     specials = list(tokenizer.specials)[:200]
     texts = [*PROBES, *(f"x{special} y{special}" for special in specials)]

@@ -1,4 +1,4 @@
-"""Looks fields of records up under their names, and counts which names were used."""
+"""Looks up fields of records by canonical name, and counts which names were used."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _EMPTY: tuple[object, ...] = (None, "", [], {})
 
 _TRUE: tuple[object, ...] = (True, "1", "true", "True")
 _FALSE: tuple[object, ...] = (False, "0", "false", "False")
-"""Values of a label; the numbers 1 and 0 equal the booleans, and CSV knows text only."""
+"""Values of a label; the numbers 1 and 0 equal the booleans, and CSV has text only."""
 
 
 class Fields:
-    """Looks fields of one record up by their canonical names; null counts as absent.
+    """Looks up fields of one record by canonical name; null counts as absent.
 
     Attributes:
         config: the settings.
-        used: the names, as the record has them, of the values that were given.
+        used: the record's names of the fields that were returned.
     """
 
     def __init__(self, record: Mapping[str, Any], config: TokenizeConfig) -> None:
@@ -33,12 +33,12 @@ class Fields:
         self.used: set[str] = set()
 
     def spellings(self, name: str) -> tuple[str, ...]:
-        """The names under which a field may stand: the mapped one, or all that are known."""
+        """Returns the names that a field may have: the mapped one, or all synonyms."""
         mapped = self.config.fields.get(name)
         return (mapped,) if mapped else SPELLINGS.get(name, (name,))
 
     def get(self, name: str) -> Any:
-        """The value, or None."""
+        """Returns the value, or None."""
         for spelling in self.spellings(name):
             if (value := self._record.get(spelling)) is not None:
                 self.used.add(spelling)
@@ -46,7 +46,7 @@ class Fields:
         return None
 
     def need(self, name: str) -> Any:
-        """The value.
+        """Returns the value.
 
         Raises:
             Refused: ``missing_field``.
@@ -56,7 +56,7 @@ class Fields:
         return value
 
     def missing(self, name: str) -> Refused:
-        """The refusal of a record that lacks a field: what is there, and what to map."""
+        """Returns the refusal of a record that lacks a field, with a field to map."""
         names = self.spellings(name)
         there = ", ".join(map(repr, self._record)) or "none"
         found = f"no field {names[0]!r} among {there}"
@@ -67,7 +67,7 @@ class Fields:
         return Refused("missing_field", found, do)
 
     def likely(self, name: str) -> str | None:
-        """A field of the record that looks like the canonical one, though it has another name."""
+        """Returns a field of the record that is probably the canonical one under another name."""
         known = {n for canonical in (*SPELLINGS, *LIKELY) for n in self.spellings(canonical)}
         free = [n for n, v in self._record.items() if n not in known and v not in _EMPTY]
         for wanted in LIKELY.get(name, ()):
@@ -77,9 +77,9 @@ class Fields:
         return near[0] if near else None
 
     def reward(self, name: str) -> float | None:
-        """The reward of a side, or None.
+        """Returns the reward of a side, or None.
 
-        A field under a name that is not the canonical one is a reward if it holds a number.
+        A field under a synonym is a reward only if it holds a number.
 
         Raises:
             Refused: ``wrong_type``.
@@ -92,10 +92,10 @@ class Fields:
         return None
 
     def rewards(self) -> tuple[float, float] | None:
-        """Rewards of the chosen and of the rejected side; None where the record has none.
+        """Returns the rewards of the chosen and the rejected side, or None.
 
         Raises:
-            Refused: ``wrong_type``, or ``one_reward`` where one side alone has one.
+            Refused: ``wrong_type``, or ``one_reward`` if only one side has a reward.
         """
         chosen, rejected = self.reward("chosen_reward"), self.reward("rejected_reward")
         if chosen is not None and rejected is not None:
@@ -109,10 +109,10 @@ class Fields:
 
 
 def number(value: object, name: str) -> float:
-    """`value` as a float.
+    """Converts `value` to a float.
 
     Raises:
-        Refused: ``wrong_type``: it is no finite number.
+        Refused: ``wrong_type``: `value` is not a finite number.
     """
     if not _is_number(value) or not math.isfinite(value):  # type: ignore[arg-type]
         raise Refused("wrong_type", f"{name} must be a finite number, found {quote(value)}")
@@ -120,20 +120,20 @@ def number(value: object, name: str) -> float:
 
 
 def names_of(values: Iterable[object]) -> set[str]:
-    """The names of the fields of some records."""
+    """Returns the field names of records."""
     return set().union(*(value for value in values if type(value) is dict))
 
 
 def unused(records: Sequence[Any], names: Collection[str], used: Counter[str]) -> Counter[str]:
-    """Name of a field -> records in which it holds something that was not used.
+    """Counts, by field name, the records with a non-empty value that was not used.
 
     Args:
         records: mappings.
-        names: those of their fields.
-        used: name -> records in which it was used.
+        names: names of their fields.
+        used: name -> number of records in which it was used.
     """
     found: Counter[str] = Counter()
-    # Names may be data, each record having its own; those with a meaning come first.
+    # Field names may be data that differ in each record; meaningful ones come first.
     for name in sorted(names, key=lambda name: (name not in MEANINGFUL, name))[:MAX_FIELDS]:
         if used[name]:
             count = sum(record.get(name) is not None for record in records) - used[name]
@@ -145,11 +145,11 @@ def unused(records: Sequence[Any], names: Collection[str], used: Counter[str]) -
 
 
 def feedback_field(values: Iterable[object], names: Collection[str]) -> str | None:
-    """Name of the field that says of each answer whether it is good, if there is one.
+    """Returns the name of the field that labels each answer as good or bad, if there is one.
 
     Args:
         values: records.
-        names: those of their fields.
+        names: names of their fields.
     """
     for name in FEEDBACK:
         if name not in names:
@@ -161,7 +161,7 @@ def feedback_field(values: Iterable[object], names: Collection[str]) -> str | No
 
 
 def check_feedback(record: object, name: str) -> None:
-    """Does nothing unless the label of a record says that its answer is bad.
+    """Refuses a record whose label says that its answer is bad.
 
     Raises:
         Refused: ``unpaired_feedback``.

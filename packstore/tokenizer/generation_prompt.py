@@ -1,8 +1,8 @@
-"""The generation prompt of templates that write it whether it is asked for or not.
+"""Finds the generation prompt of templates that always write it.
 
-Such a template (the first ones of Llama 3 are) ends every dialogue with the header of the next
-answer. It is found by the outputs of the template: one mark before each tells which of them wrote
-the end of a dialogue, and whether it wrote anything else.
+Such a template (Llama 3's first ones) ends every dialogue with the header of the next answer. A
+mark before each output expression of the template shows which of them wrote the end of a dialogue,
+and whether it wrote anything else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from packstore.tokenizer.control import free_characters
 
 
 class _Marks(NodeTransformer):
-    """Puts a character before every output that goes straight to the text."""
+    """Inserts a character before every output that is written directly to the text."""
 
     def __init__(self, marks: Sequence[str]) -> None:
         self._left = list(marks)
@@ -28,7 +28,7 @@ class _Marks(NodeTransformer):
         return node
 
     def visit_Macro(self, node: nodes.Node) -> nodes.Node:
-        return node  # text that is caught may be changed before it is written
+        return node  # captured text may be changed before it is written
 
     visit_CallBlock = visit_FilterBlock = visit_AssignBlock = visit_Macro
 
@@ -38,10 +38,10 @@ def mark_outputs(tree: nodes.Template, taken: str) -> list[str]:
 
     Args:
         tree: the parsed template.
-        taken: characters that are no marks.
+        taken: characters that must not be used as marks.
 
     Returns:
-        The marks: a private-use character for each output, at least.
+        The marks: at least one private-use character per output.
     """
     marks = free_characters(taken, sum(1 for _ in tree.find_all(nodes.Output)))
     _Marks(marks).visit(tree)
@@ -49,7 +49,7 @@ def mark_outputs(tree: nodes.Template, taken: str) -> list[str]:
 
 
 def written_last(text: str, marks: Sequence[str]) -> tuple[str, str]:
-    """The text without its marks, and the end of it by outputs that wrote nothing before."""
+    """Returns the text without marks, and its end as written by outputs used only once."""
     if not marks:
         return text, ""
     _, *parts = re.split(f"(?=[{''.join(marks)}])", text)

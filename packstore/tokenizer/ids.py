@@ -1,4 +1,4 @@
-"""Records that are token ids already: checked, and made sequences."""
+"""Checks records of token ids, and converts them to sequences."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from packstore.tokenizer.tokenizer import Tokenizer
 
 
 def as_ids(value: object, name: str, *, labels: bool = False) -> Int32:
-    """int32 `[N]`: a list of ids, or of labels.
+    """Converts a list of ids, or of labels, to int32 `[N]`.
 
     Raises:
-        Refused: ``wrong_type``; calls the field `name`.
+        Refused: ``wrong_type``; names the field `name`.
     """
     low = IGNORE_INDEX if labels else 0
     if value == []:
@@ -34,7 +34,7 @@ def as_ids(value: object, name: str, *, labels: bool = False) -> Int32:
 
 
 def supervised_ids(ids: Int32, labels: object) -> Bool:
-    """bool `[N]`: which ids are supervised, by their labels; None: all.
+    """Returns the supervision mask of ids, bool `[N]`, from their labels; without labels all True.
 
     Raises:
         Refused: ``wrong_type``.
@@ -54,16 +54,16 @@ def id_sequences(
     supervised: Sequence[Bool] | None,
     tokenizer: Tokenizer | None,
 ) -> list[Tokens]:
-    """The sequences of a record of ids; BOS and EOS are as they are there.
+    """Returns the sequences of a record of ids, without adding BOS or EOS.
 
     Args:
         prompt: int32 `[N]`.
         responses: int32 `[M]` each.
-        supervised: which ids of each response are; None: all.
-        tokenizer: knows the vocabulary and BOS, if there is one.
+        supervised: supervision mask of each response; None: all tokens.
+        tokenizer: tokenizer with the vocabulary and BOS, if there is one.
 
     Raises:
-        Refused: ``wrong_type``: an id beyond the vocabulary.
+        Refused: ``wrong_type``: an id is outside the vocabulary.
     """
     sequences = []
     for i, response in enumerate(responses):

@@ -1,4 +1,4 @@
-"""Prompts that are only implied: what whole dialogues on all sides have in common."""
+"""Finds implicit prompts: the common prefix of whole dialogues on all sides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
 
 def split_messages(dialogues: Sequence[list[Message]]) -> tuple[list[Message], list[list[Message]]]:
-    """Longest common prefix of messages after which every side goes on with the assistant.
+    """Splits off the longest common prefix of messages that all sides follow by the assistant.
 
     Raises:
         Refused: ``no_common_prompt``.
@@ -27,11 +27,11 @@ def split_messages(dialogues: Sequence[list[Message]]) -> tuple[list[Message], l
 
 
 def split_texts(texts: Sequence[str]) -> tuple[str, list[str]]:
-    """The common prompt of whole texts, and what each side adds.
+    """Splits whole texts into their common prompt and the rest of each side.
 
-    Dialogues of the HH form are read as turns: the prompt is the longest common prefix of turns
-    with the header of the assistant turn that follows. Other texts part at the end of the last
-    common word.
+    Dialogues of the HH form are split into turns: the prompt is the longest common prefix of turns,
+    with the header of the assistant turn that follows. Other texts are split after the last common
+    word.
 
     Raises:
         Refused: ``no_common_prompt``.
@@ -48,19 +48,19 @@ def split_texts(texts: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def is_hh(texts: Sequence[str]) -> bool:
-    """Whether all texts are dialogues of the Anthropic HH form."""
+    """Returns True if all texts are dialogues of the Anthropic HH form."""
     return all(
         ASSISTANT in text and (HUMAN in text or text.startswith(HUMAN.lstrip())) for text in texts
     )
 
 
 def _hh_turns(text: str) -> list[str]:
-    """The turns, each with its header; they join to `text` again."""
+    """Splits a dialogue into turns with their headers; their concatenation is `text`."""
     return re.split(f"(?={HUMAN}|{ASSISTANT})", text)
 
 
 def _common_turns(dialogues: Sequence[Sequence[T]], is_assistant: Callable[[T], bool]) -> int:
-    """Turns that all dialogues share and after which all go on with an assistant turn."""
+    """Number of common turns that all dialogues follow by an assistant turn."""
     shortest = min(len(dialogue) for dialogue in dialogues)
     first = dialogues[0]
     cut = 0
@@ -77,5 +77,5 @@ def _common_words(texts: Sequence[str]) -> int:
     size = min(shared_characters(texts[0], other) for other in texts[1:])
     while size and any(text[size - 1 : size + 1].isalnum() and len(text) > size for text in texts):
         size -= 1
-    # Tokens carry the space before a word, so a space belongs to what follows it.
+    # Tokens include the space before a word, so a space belongs to the following word.
     return len(texts[0][:size].rstrip(" "))

@@ -1,4 +1,4 @@
-"""Hashes that tell records apart: their prompts, and all of them."""
+"""Hashes of records and of their prompts, for deduplication and splits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from packstore.tokenizer.shapes import Parsed
 
 
 def record_keys(parsed: Parsed) -> tuple[int, int]:
-    """64-bit hashes of the prompt and of the record, rewards apart.
+    """Returns 64-bit hashes of the prompt and of the record, without rewards.
 
-    They are those of the words, not of ids, which at the end of a prompt may depend on what
-    follows. A dialogue that has no prompt of its own begins with one, up to its first answer; where
-    there is none either, all of the record counts as prompt.
+    They hash text, not ids, which at the end of a prompt may depend on what follows. The prompt of
+    a dialogue without a separate one ends before its first answer; without an answer, the whole
+    record is the prompt.
     """
     whole = [parsed.prompt, *parsed.responses, parsed.tools]
     if parsed.variables:

@@ -1,4 +1,4 @@
-"""Chat messages of many spellings, made uniform: role, content, tool calls, reasoning."""
+"""Normalises chat messages of many formats: role, content, tool calls, reasoning."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ ROLES = {
     "function_call": "call",
     "assistant_reasoning": "reasoning",
 }
-"""Role as written -> our role. ``call`` and ``reasoning`` become part of an assistant message."""
+"""Role in the input -> our role. ``call`` and ``reasoning`` are merged into assistant messages."""
 
 KEPT = ("name", "tool_call_id")
-"""Further text fields of a message that templates use."""
+"""Other text fields of a message that templates use."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Fields of thoughts, the first that is there counts; templates get it under the first two names,
-as transformers gives it to them."""
+"""Fields of reasoning, in order of precedence; templates get it under the first two names, as in
+transformers."""
 
 
 def normalize_messages(value: object) -> list[Message]:
-    """Messages as templates expect them.
+    """Converts messages to the form that templates expect.
 
-    Accepted are ``role`` / ``content`` and ShareGPT's ``from`` / ``value``; content as text or as
-    text parts; a tool call or reasoning as a message of its own, joined to the assistant message
-    it belongs to. A turn that only calls has null as content, or what the record has; arguments
-    that are JSON text stay text.
+    Accepts ``role`` / ``content`` and ShareGPT's ``from`` / ``value``; content as text or as text
+    parts; a tool call or reasoning as a separate message, which is merged into its assistant
+    message. A turn with calls only has the record's content, or null; arguments that are JSON text
+    stay text.
 
     Raises:
         Refused: ``wrong_type`` or ``bad_role``.
@@ -79,7 +79,7 @@ def normalize_messages(value: object) -> list[Message]:
 
 
 def parsed_json(messages: object) -> object:
-    """Messages that are written as JSON text, as columns of text hold them.
+    """Parses messages that are JSON text, as in text columns.
 
     Raises:
         Refused: ``wrong_type``.
@@ -93,7 +93,7 @@ def parsed_json(messages: object) -> object:
 
 
 def normalize_tools(value: object) -> Tools:
-    """Tool descriptions, given as a list or as its JSON text; None where there are none.
+    """Normalises tool descriptions, given as a list or its JSON text; None without tools.
 
     Raises:
         Refused: ``wrong_type``.
@@ -108,9 +108,10 @@ def normalize_tools(value: object) -> Tools:
 
 
 def normalize_variables(value: object) -> dict[str, Any] | None:
-    """Variables of the chat template, given as an object or as its JSON text; None without.
+    """Normalises variables of the chat template, given as an object or its JSON text.
 
-    Null counts as absent: tables put it where other records have a variable.
+    None without variables. Null values count as absent: tables fill missing variables with null.
+
 
     Raises:
         Refused: ``wrong_type``.
@@ -129,13 +130,13 @@ def normalize_variables(value: object) -> dict[str, Any] | None:
 
 
 def strip_thinking(text: str) -> str:
-    """`text` without ``<think>...</think>``, also where the opening tag stood in the prompt."""
+    """Removes ``<think>...</think>`` from `text`, also if the opening tag was in the prompt."""
     text = re.sub(r"<think>.*?</think>\s*", "", text, flags=re.DOTALL)
     return text.rpartition("</think>")[2].lstrip() if "</think>" in text else text
 
 
 def without_thinking(messages: list[Message]) -> list[Message]:
-    """The messages with all reasoning of assistant turns removed."""
+    """Removes all reasoning from assistant turns."""
     return [
         {
             **{key: value for key, value in message.items() if key not in REASONING},
@@ -148,13 +149,13 @@ def without_thinking(messages: list[Message]) -> list[Message]:
 
 
 def says_something(message: Message) -> bool:
-    """Whether a turn has words, calls or thoughts."""
+    """Returns True if a turn has text, calls or reasoning."""
     content = message["content"] or ""
     return bool(content.strip() or message.get("tool_calls") or message.get("reasoning_content"))
 
 
 def text_arguments(messages: list[Message]) -> Iterator[str]:
-    """Arguments of tool calls that are text; empty ones are left out."""
+    """Yields non-empty arguments of tool calls that are text."""
     for message in messages:
         for call in message.get("tool_calls", ()):
             arguments = call["function"]["arguments"]
@@ -163,7 +164,7 @@ def text_arguments(messages: list[Message]) -> Iterator[str]:
 
 
 def with_parsed_arguments(messages: list[Message]) -> list[Message]:
-    """The messages with arguments of calls that are JSON text parsed.
+    """Parses arguments of tool calls that are JSON text.
 
     Raises:
         Refused: ``wrong_type``.
@@ -185,7 +186,7 @@ def with_parsed_arguments(messages: list[Message]) -> list[Message]:
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with `change` applied to every string in it, keys included."""
+    """Applies `change` to every string in a JSON value, including keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -230,7 +231,7 @@ def _text(content: object) -> str:
 
 
 def _calls(value: object) -> list[dict[str, Any]]:
-    """Tool calls in OpenAI's form, without the nulls that tables put into them."""
+    """Tool calls in OpenAI's form, without the nulls that tables add."""
     if isinstance(value, str):
         value = _json(value, "a tool call")
     calls = []

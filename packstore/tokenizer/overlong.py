@@ -1,4 +1,4 @@
-"""Examples that do not fit: measured as the layout will store them, cut as the settings say."""
+"""Handles overlong examples: measures them in their layout, and truncates by the settings."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from packstore.tokenizer.sequences import Draft, Tokens, common_prefix
 from packstore.tokenizer.tokenizer import Tokenizer
 
 _JUDGED = 1 << 16
-"""Characters of an example from which on its texts are judged before they are encoded."""
+"""Characters of an example above which its texts are checked before encoding."""
 
 _PLAUSIBLE = 8
-"""Characters per token up to which a text may well fit; ordinary text has 2 to 5."""
+"""Characters per token up to which a text is assumed to fit; ordinary text has 2 to 5."""
 
 _SLACK = 16
-"""Tokens by which NFC across the border of prompt and response may change a count, at most."""
+"""Most tokens by which NFC across the border of prompt and response may change a count."""
 
 
 def refuse_surely_overlong(
     drafts: Sequence[Draft], tokenizer: Tokenizer, config: TokenizeConfig
 ) -> None:
-    """Refuses an example that cannot fit, however its long texts are encoded.
+    """Refuses an example that cannot fit in any encoding, before it is encoded.
 
-    Encoding takes hundreds of bytes of memory for each byte of text. What this lets through,
-    :func:`fit` judges by its ids; nothing is refused here that would fit, or could be cut to fit.
+    Encoding takes hundreds of bytes of memory per byte of text. This refuses nothing that would
+    fit, or could be truncated to fit; :func:`fit` checks the rest by their ids.
+
 
     Raises:
         Refused: ``overlong``.
@@ -36,7 +37,7 @@ def refuse_surely_overlong(
     limit, size = config.sequence_limit, config.pack_size
     if (
         sum(len(draft.text) for draft in drafts) <= max(_JUDGED, _PLAUSIBLE * limit)
-        or config.overlong == "truncate_response"  # a cut may leave the beginning of any text
+        or config.overlong == "truncate_response"  # any text can be truncated to its beginning
         or (bound := tokenizer.engine.token_bound) is None
     ):
         return
@@ -59,16 +60,16 @@ def refuse_surely_overlong(
 
 
 def fit(sequences: list[Tokens], config: TokenizeConfig, specials: frozenset[int]) -> list[Tokens]:
-    """The sequences of one example, cut where they do not fit and a policy allows it.
+    """Returns the sequences of one example, truncated if necessary and allowed.
 
-    Every sequence must fit ``config.sequence_limit``, the example ``config.pack_size``, where
-    layout ``shared_prefix`` counts the prompt once, each sequence padded to
-    ``config.pad_to_multiple``.
+    Every sequence must fit ``config.sequence_limit``, and the example ``config.pack_size``, with
+    sequences padded to ``config.pad_to_multiple``. Layout ``shared_prefix`` counts the prompt once.
+
 
     Args:
         sequences: the example.
         config: the settings.
-        specials: ids of control tokens, which a cut response keeps at its end.
+        specials: ids of control tokens, which a truncated response keeps at its end.
 
     Raises:
         Refused: ``overlong``.
@@ -87,7 +88,7 @@ def fit(sequences: list[Tokens], config: TokenizeConfig, specials: frozenset[int
     if longest <= config.sequence_limit and total <= size:
         return sequences
     if config.overlong == "truncate_prompt":
-        # Stored once, a prompt token is also saved only once.
+        # A prompt token stored once is also saved only once.
         stored = (np.arange(len(lengths)) == 0) | (config.layout == "concat")
         over = int(lengths.sum() - left_out.sum()) - size
         cut = max(longest - config.sequence_limit, -(-over // int(stored.sum())), 1)
@@ -132,7 +133,7 @@ def _cut_prompt(tokens: Tokens, head: int, cut: int) -> Tokens:
 
 
 def _common_limit(lengths: np.ndarray, limit: int, budget: int) -> int:
-    """The longest length to which all may be cut so that together they fit `budget`."""
+    """The largest length to which all can be truncated so that their sum fits `budget`."""
     ordered = np.sort(np.minimum(lengths, limit))
     for i, length in enumerate(ordered):
         share = budget // (len(ordered) - i)
@@ -143,11 +144,11 @@ def _common_limit(lengths: np.ndarray, limit: int, budget: int) -> int:
 
 
 def _cut_response(tokens: Tokens, limit: int, specials: frozenset[int]) -> Tokens | None:
-    """The sequence with at most `limit` tokens, or None if no supervised text would be left."""
+    """Truncates a sequence to `limit` tokens; None if no supervised text would be left."""
     if len(tokens.ids) <= limit:
         return tokens
     tail = 0  # the tokens that end a turn: EOS, or a control token and the line break after it
-    # A generation prompt may follow the last turn; nothing is lost with it.
+    # A generation prompt after the last turn can be dropped.
     end = len(tokens.ids) - int(np.argmax(tokens.supervised[::-1]))
     for n in (1, 2):
         if end > n and int(tokens.ids[end - n]) in specials and tokens.supervised[end - n]:

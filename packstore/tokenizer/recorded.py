@@ -1,4 +1,4 @@
-"""The tokenizer that a dataset was made with, found again."""
+"""Loads the tokenizer that a dataset was made with."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from packstore.tokenizer.tokenizer import Tokenizer
 def recorded_tokenizer(
     provenance: Mapping[str, Any], path: str | None, where: str, do: str
 ) -> Tokenizer:
-    """The tokenizer at `path`, or where the manifest says that it was.
+    """Loads the tokenizer at `path`, or at the path recorded in the manifest.
 
     Args:
-        provenance: of the dataset's manifest.
-        path: as the user named it, or None.
-        where: the dataset, as error texts name it.
-        do: what the user can do if it is not at hand.
+        provenance: provenance of the dataset's manifest.
+        path: path given by the user, or None.
+        where: name of the dataset in error texts.
+        do: remedy if the tokenizer is missing.
 
     Raises:
-        TokenizerError: it does not load, or nothing says where it is.
-        CompatibilityError: the dataset was packed with another one.
+        TokenizerError: it does not load, or its path is unknown.
+        CompatibilityError: the dataset was packed with another tokenizer.
     """
     told = provenance.get("tokenizer") or {}
     chosen = path or told.get("path")

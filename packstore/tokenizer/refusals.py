@@ -1,4 +1,4 @@
-"""Why a record does not become an example, and the setting that decides what then happens."""
+"""Reasons for refusing a record, and the settings that decide what then happens."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ REASONS: dict[str, tuple[str, str | None]] = {
     "unsupervised": ("every sequence must have a supervised token", "unsupervised"),
     "overlong": ("an example must fit max_length and pack_size", "overlong"),
 }
-"""Drop reason -> the rule, and the setting that may make a breach an error (None: none may)."""
+"""Drop reason -> the rule, and the setting that may make a breach an error (None: no setting)."""
 
 
 class Refused(Exception):
     """One record cannot become an example, for a reason in :data:`REASONS`.
 
     Args:
-        reason: see above.
-        detail: what was found.
-        do: the remedy, where there is a better one than to correct the record.
+        reason: a key of :data:`REASONS`.
+        detail: description of the value found.
+        do: the remedy, if there is a better one than to correct the record.
     """
 
     def __init__(self, reason: str, detail: str, do: str = "Correct it") -> None:
@@ -44,7 +44,7 @@ class Refused(Exception):
 
 
 def raise_if_error(refused: Refused, where: str, config: TokenizeConfig) -> None:
-    """Does nothing where the settings drop such records.
+    """Raises unless the settings drop such records.
 
     Raises:
         RecordError: the policy of the reason is ``error``.

@@ -1,4 +1,4 @@
-"""Sequences as text, and as ids: one alone, or those of a block side by side."""
+"""Sequences as text and as ids: single ones, or all of a block in flat arrays."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class Draft(NamedTuple):
     Attributes:
         text: prompt and response.
         spans: supervised characters (start, end), in order.
-        mode: control strings in `text` become ids; or are plain text; or become ids unless they
-            hold the character `guard`, which is not part of the text.
+        mode: ``control``: control strings in `text` become ids; ``literal``: they are plain text;
+            ``guarded``: they become ids unless they contain the character `guard`, which is not
+            part of the text.
         guard: see `mode`.
-        system_end: end of a system turn at the beginning, which truncation keeps; 0: none.
-        from_template: whether a chat template made the text.
-        harmless: whether it is known to hold no control string.
-        prompt: what precedes the only span, if that is at hand.
+        system_end: end of a leading system turn, which truncation keeps; 0: none.
+        from_template: True if a chat template rendered the text.
+        harmless: True if the text certainly holds no control string.
+        prompt: the text before the only span, if known.
     """
 
     text: str
@@ -49,8 +50,8 @@ class Tokens:
     Attributes:
         ids: int32 `[n]`.
         supervised: bool `[n]`.
-        head: leading tokens (BOS, system turn) that truncation keeps.
-        events: what there is to note.
+        head: number of leading tokens (BOS, system turn) that truncation keeps.
+        events: events to note.
     """
 
     ids: Int32
@@ -66,10 +67,10 @@ class Sequences:
     Attributes:
         ids: int32 `[N]`.
         supervised: bool `[N]`.
-        offsets: int64 `[S + 1]`, where each sequence starts.
-        heads: int64 `[S]`, leading tokens (BOS, system turn) that truncation keeps.
-        events: what there is to note of a sequence.
-        refused: why a sequence cannot be used.
+        offsets: int64 `[S + 1]`, offsets of the sequences.
+        heads: int64 `[S]`, number of leading tokens (BOS, system turn) that truncation keeps.
+        events: events to note, by sequence.
+        refused: refusals, by sequence.
     """
 
     ids: Int32
@@ -80,14 +81,14 @@ class Sequences:
     refused: dict[int, Refused]
 
     def row(self, i: int) -> Tokens:
-        """Sequence `i` alone."""
+        """Returns sequence `i`."""
         start, end = self.offsets[i : i + 2]
         events = self.events.get(i, [])
         return Tokens(self.ids[start:end], self.supervised[start:end], int(self.heads[i]), events)
 
     @classmethod
     def of(cls, rows: Sequence[Tokens]) -> Sequences:
-        """Some sequences side by side."""
+        """Joins single sequences."""
         return cls(
             ids=np.concatenate([NO_IDS, *(t.ids for t in rows)]).astype(np.int32, copy=False),
             supervised=np.concatenate([NO_IDS.astype(np.bool_), *(t.supervised for t in rows)]),
@@ -98,7 +99,7 @@ class Sequences:
         )
 
     def with_rows(self, rows: Mapping[int, Tokens], *, insert: bool = False) -> Sequences:
-        """With `rows` at their places, instead of what is there or in between."""
+        """Returns the sequences with `rows` replaced, or inserted with `insert`."""
         if not rows:
             return self
         own = map(self.row, range(len(self.heads)))
@@ -115,7 +116,7 @@ class Sequences:
         return replace(Sequences.of(out), refused=refused)
 
     def kept(self, keep: Bool) -> tuple[Int32, Bool, Int64]:
-        """Ids, supervised and lengths of the sequences for which `keep` (bool `[S]`) is true."""
+        """Returns ids, supervision and lengths of the sequences where `keep`, `[S]`, is True."""
         lengths = np.diff(self.offsets)
         if keep.all():
             return self.ids, self.supervised, lengths
@@ -124,12 +125,12 @@ class Sequences:
 
 
 def common_prefix(a: Int32, b: Int32) -> int:
-    """Number of leading ids that agree."""
+    """Returns the length of the common prefix."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     return int(np.argmax(differ)) if differ.any() else n
 
 
 def starts_with(ids: Int32, token: int | None) -> bool:
-    """Whether the first id is `token`."""
+    """Returns True if the first id is `token`."""
     return len(ids) > 0 and int(ids[0]) == token

@@ -1,4 +1,4 @@
-"""From a record of any accepted shape to prompt, responses and rewards."""
+"""Parses a record of any accepted shape to prompt, responses and rewards."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ PLAIN_FIELDS = ("prompt", "chosen", "rejected")
 """The fields of a pair of plain texts."""
 
 DEFAULT_REWARDS = (1.0, 0.0)
-"""Rewards of the sides of a pair that has none."""
+"""Default rewards of chosen and rejected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """A record made uniform. Prompt and responses are all text, all messages, or all ids.
+    """A parsed record, whose prompt and responses are all text, all messages, or all ids.
 
     Attributes:
         prompt: text (may be empty), messages (may be none), or ids.
-        responses: K of the same.
-        rewards: one per response.
-        tools: descriptions for the chat template.
-        variables: variables of the chat template that the record has of its own.
-        supervised: of responses that are ids, which of them are; None: all.
-        fields: the names, as the record has them, of the fields that this was made of.
-        scored: whether the record gives the rewards.
-        events: what there is to note of it.
+        responses: K responses of the same type.
+        rewards: one reward per response.
+        tools: tool descriptions for the chat template.
+        variables: the record's variables of the chat template.
+        supervised: supervision masks of responses that are ids; None: all tokens.
+        fields: the record's names of the fields used.
+        scored: True if the record has rewards.
+        events: events to note.
     """
 
     prompt: str | list[Message] | Int32
@@ -58,7 +58,7 @@ class Parsed:
 
 
 def detect_kind(record: object, config: TokenizeConfig, where: str = "the first record") -> str:
-    """The kind of dataset that a record belongs to, unless the settings say it.
+    """Returns the kind of the settings, or else of the record's fields.
 
     Raises:
         RecordError: the record has the fields of no kind.
@@ -80,7 +80,7 @@ def detect_kind(record: object, config: TokenizeConfig, where: str = "the first 
 
 
 def _proposed(record: object, config: TokenizeConfig) -> str:
-    """Flags that would map the fields of a record of no kind, as far as their names tell."""
+    """Flags that would probably map the fields of a record of no kind, by their names."""
     if isinstance(record, dict):
         fields = Fields(record, config)
         for names in (
@@ -96,10 +96,10 @@ def _proposed(record: object, config: TokenizeConfig) -> str:
 
 
 def parse_record(record: object, kind: str, config: TokenizeConfig) -> Parsed:
-    """Prompt, responses and rewards of a record.
+    """Parses a record to prompt, responses and rewards.
 
     Raises:
-        Refused: it is not of a shape of this kind.
+        Refused: the record has no shape of this kind.
     """
     if not isinstance(record, dict):
         raise Refused("not_an_object", f"a record must be an object, found {quote(record)}")
@@ -128,7 +128,7 @@ def parse_record(record: object, kind: str, config: TokenizeConfig) -> Parsed:
 
 
 def _parse_pair(fields: Fields) -> Parsed:
-    # Who maps a prompt says that there is one: then none is implied.
+    # A mapped prompt is required; only without a mapping may it be implicit.
     prompt = fields.need("prompt") if "prompt" in fields.config.fields else fields.get("prompt")
     sides = [fields.need("chosen"), fields.need("rejected")]
     labels = [fields.get("chosen_labels"), fields.get("rejected_labels")]
@@ -141,7 +141,7 @@ def _parse_pair(fields: Fields) -> Parsed:
 
 
 def _plain_pair(record: Mapping[str, Any]) -> Parsed | None:
-    """The commonest shape of all in fewer steps: three texts, and no rewards."""
+    """Parses the most common shape, three texts without rewards: a fast path."""
     prompt, chosen, rejected = record.get("prompt"), record.get("chosen"), record.get("rejected")
     if not (isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)):
         return None
@@ -177,7 +177,7 @@ def _parse_sft(fields: Fields) -> Parsed:
 
 
 def _with_system(fields: Fields, messages: list[Message]) -> list[Message]:
-    """The messages, and before them the text of the field `system`, if they have no such turn."""
+    """Prepends the text of the field `system`, unless there is a system turn."""
     used = fields.used.copy()
     text = fields.get("system")
     if text is None or text == "":
@@ -230,10 +230,10 @@ def _assemble(
 
 
 def _split(fields: Fields, texts: list[str]) -> tuple[str, list[str]]:
-    """The common beginning of two whole texts, and what each side adds.
+    """Splits two whole texts into their common prompt and the rest of each side.
 
     Raises:
-        Refused: ``missing_field`` where they might as well be two responses.
+        Refused: ``missing_field`` if they might be two responses without a prompt.
     """
     if fields.config.implicit_prompt != "common_prefix" and not is_hh(texts):
         refused = fields.missing("prompt")
@@ -246,7 +246,7 @@ def _split(fields: Fields, texts: list[str]) -> tuple[str, list[str]]:
 
 
 def _check_messages(prompt: Any, responses: list[Any]) -> None:
-    """Refuses what is neither text nor messages."""
+    """Refuses sides that are neither text nor messages."""
     sides = dict(zip(_names(responses), (prompt, *responses), strict=True))
     forms = {name: _form(side) for name, side in sides.items() if side is not None}
     if set(forms.values()) <= {"text", "messages"}:
@@ -267,14 +267,14 @@ def _form(side: object) -> str | None:
 
 
 def _names(responses: list[Any]) -> list[str]:
-    """Names of the prompt and of each response, for texts of errors."""
+    """Names of the prompt and of each response, for error texts."""
     sides = {1: ["response"], 2: ["chosen", "rejected"]}
     numbered = [f"response {i + 1}" for i in range(len(responses))]
     return ["prompt", *sides.get(len(responses), numbered)]
 
 
 def _as_dialogue(prompt: Any, responses: list[Any]) -> tuple[list[Message], list[list[Message]]]:
-    """All sides as messages: text is a user's as prompt, the assistant's as response."""
+    """Converts all sides to messages: a text prompt becomes a user turn, a response an answer."""
     ends = [
         normalize_messages([{"role": "assistant", "content": r}] if isinstance(r, str) else r)
         for r in responses
@@ -288,7 +288,7 @@ def _as_dialogue(prompt: Any, responses: list[Any]) -> tuple[list[Message], list
 
 
 def _holds(value: object, kind: type) -> bool:
-    """Whether `value` is a list that is empty or begins with a `kind`."""
+    """Returns True if `value` is a list that is empty or starts with a `kind`."""
     return isinstance(value, list) and (not value or type(value[0]) is kind)
 
 

@@ -1,4 +1,4 @@
-"""Parts of a dialogue that its rendering leaves out: a role, a call or the tools."""
+"""Finds parts of a dialogue that its rendering omits: a turn, a call or the tools."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from packstore.tokenizer.sandbox import as_json
 from packstore.tokenizer.template import ChatTemplate, Message, Tools
 
 SHORT = 8
-"""Characters of a text that may stand in a rendering by chance, as part of the template's own."""
+"""Texts up to this length may occur in a rendering by chance, as part of the template."""
 
 _NOTHING: tuple[Any, ...] = (None, "", "{}", "null", {}, [])
 
 
 def is_plain(template: ChatTemplate, messages: list[Message], text: str) -> bool:
-    """Whether nothing needs a closer look: every turn is words alone, and `text` has them in order.
+    """Returns True if every turn is plain text, and `text` certainly contains them in order.
 
-    Words that may stand there by chance, as part of the template's own, are none to be sure of.
+    Short texts that may occur by chance, as part of the template, are not certain.
     """
     at = 0
     for message in messages:
@@ -42,15 +42,15 @@ def is_plain(template: ChatTemplate, messages: list[Message], text: str) -> bool
 def left_out(
     template: ChatTemplate, messages: list[Message], tools: Tools, text: str
 ) -> str | None:
-    """Names the first turn or call that is not in `text`; None where all are.
+    """Names the first turn or call that is not in `text`; None if all are.
 
-    It is in the text if a change of it changes the text: templates may show it in another form.
+    A part is in the text if changing it changes the text: templates may render it in another form.
 
     Args:
         template: the chat template.
         messages: the dialogue.
-        tools: descriptions of tools.
-        text: its rendering.
+        tools: tool descriptions.
+        text: the rendering of the dialogue.
     """
     found = list(_changes(messages))
     marks = free_characters(template.source + text + as_json([messages, tools]), len(found))
@@ -69,13 +69,13 @@ def left_out(
         try:
             if template.render(alone, tools) == text:
                 return name
-        except Refused:  # a change that is refused was looked at
+        except Refused:  # the template reads what it refuses
             continue
     return None
 
 
 def shows_tools(template: ChatTemplate, messages: list[Message], tools: Tools, text: str) -> bool:
-    """Whether `text`, the rendering of the messages, would be another without `tools`."""
+    """Returns True if `text`, the rendering of the messages, would change without `tools`."""
     try:
         return not tools or template.render(messages, None) != text
     except Refused:
@@ -83,12 +83,12 @@ def shows_tools(template: ChatTemplate, messages: list[Message], tools: Tools, t
 
 
 def quotes_arguments(messages: list[Message], text: str) -> bool:
-    """Whether arguments that are JSON text stand in `text` as a quoted string."""
+    """Returns True if arguments that are JSON text occur in `text` as a quoted string."""
     return any(as_json(arguments) in text for arguments in text_arguments(messages))
 
 
 def _changes(messages: list[Message]) -> Iterator[tuple[int, tuple[str, int], str]]:
-    """Place of each thing that must be shown: message, part and number of the call, its name."""
+    """Yields each part that must be rendered: message, part and number of the call, name."""
     for i, message in enumerate(messages):
         where = f"message {i + 1}, of role {message['role']}"
         if (message["content"] or "").strip():

@@ -1,4 +1,4 @@
-"""From what the user names to a :class:`Tokenizer`: a file, a folder, or an object."""
+"""Loads a :class:`Tokenizer` from a file, a folder, or an object."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ FILE_NAMES = {
     "tokenizers": ("tokenizer.json",),
     "sentencepiece": ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 }
-"""Reference engine -> names of its file in a folder."""
+"""Reference engine -> file names in a folder."""
 
 FILE_ENGINES = {
     "tokenizers": ("auto", "tokenizers", *FASTER),
     "sentencepiece": ("auto", "sentencepiece"),
 }
-"""Reference engine -> settings that take its files."""
+"""Reference engine -> values of `tokenizer_engine` that accept its files."""
 
 MAX_FILE_BYTES = 1 << 30
-"""Bytes of a tokenizer file at most."""
+"""Largest size of a tokenizer file in bytes."""
 
 WELL_KNOWN = {
     "bos_token": ("<s>", "<|begin_of_text|>", "<bos>"),
@@ -41,7 +41,7 @@ WELL_KNOWN = {
     "pad_token": ("<pad>", "<|pad|>"),
     "unk_token": ("<unk>",),
 }
-"""Names to try, in this order, where no file says which token it is."""
+"""Names to try, in this order, if no file names the token."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class _Found:
     hashes: dict[str, str] = field(default_factory=dict)
 
     def read(self, path: Path) -> str | None:
-        """The text of a further file, None where there is none."""
+        """Reads a text file; None if it does not exist."""
         if not path.is_file():
             return None
         content = _read(path)
@@ -67,7 +67,7 @@ class _Found:
             raise TokenizerError(sentence(path.name, "it must be UTF-8", str(error))) from error
 
     def read_json(self, path: Path) -> dict[str, Any]:
-        """A further JSON file, empty where there is none."""
+        """Reads a JSON file; empty if it does not exist."""
         text = self.read(path)
         try:
             value = json.loads(text) if text is not None else {}
@@ -81,20 +81,20 @@ class _Found:
 def load_tokenizer(
     source: object, *, engine: str = "auto", chat_template: str | None = None
 ) -> Tokenizer:
-    """Loads a tokenizer and, where there is one, its chat template.
+    """Loads a tokenizer and its chat template, if it has one.
 
     Args:
         source: path of a ``tokenizer.json``, of a SentencePiece ``.model`` or of a Hugging Face
-            folder, or a ``tokenizers.Tokenizer``. Beside a file, ``tokenizer_config.json`` and its
-            like are read too: they name EOS, BOS and the template.
+            folder, or a ``tokenizers.Tokenizer``. ``tokenizer_config.json`` and similar files next
+            to it, which name EOS, BOS and the template, are read too.
         engine: a name in :data:`packstore.tokenizer.engines.ENGINES`; ``auto``: by the file.
         chat_template: ``chatml`` or ``plain``, a Jinja file, Jinja text, or the name of one of the
-            tokenizer's own templates; None: the tokenizer's default one, and for records with tools
-            its ``tool_use``, if it has that.
+            tokenizer's templates; None: the tokenizer's default, and for records with tools its
+            ``tool_use``, if any.
 
     Raises:
-        TokenizerError: nothing there, or it does not load.
-        UnknownNameError: no such engine.
+        TokenizerError: the tokenizer does not exist or load.
+        UnknownNameError: `engine` is unknown.
         MissingExtraError: the engine's package is not installed.
     """
     if engine != "auto":
@@ -130,19 +130,19 @@ def load_tokenizer(
     _ = (
         tokenizer.template,
         tokenizer.tool_use_template,
-    )  # a syntax error shows here, not in a worker
+    )  # raises for a syntax error here, not in a worker
     if found.engine != "tokenizers" or engine == "tokenizers":
         return tokenizer
     if engine == "auto":
         return fastest(tokenizer)
-    return tokenizer.with_engine(engine)  # so does a tokenizer that the engine does not know
+    return tokenizer.with_engine(engine)  # likewise for an unsupported kind of tokenizer
 
 
 def _local(source: str | PathLike[str]) -> Path:
-    """The path that `source` names.
+    """Returns the local path that `source` names.
 
     Raises:
-        TokenizerError: it is a URL, or has the form of a name on a hub.
+        TokenizerError: `source` is a URL, or looks like a hub name.
     """
     name, path = fspath(source), Path(source)
     do = ""
@@ -195,7 +195,7 @@ def _read(path: Path) -> bytes:
 
 
 def _add_templates(found: _Found, folder: Path) -> None:
-    """Later places win, as in Hugging Face folders."""
+    """Adds chat templates; later files override earlier ones, as in Hugging Face folders."""
     stored = found.read_json(folder / "chat_template.json").get("chat_template")
     for value in (found.settings.pop("chat_template", None), stored):
         if isinstance(value, list):
@@ -233,14 +233,14 @@ def _choose_template(wanted: str | None, own: Mapping[str, str]) -> str | None:
 
 
 def _roles(engine: Engine, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Which token is BOS, EOS, ...: by the settings, by the tokenizer file, by well-known names."""
+    """Finds BOS, EOS, ...: by the settings, by the tokenizer file, by well-known names."""
     before, after = engine.wrapping()
     roles = {name: _token(settings.get(name)) for name in WELL_KNOWN}
     if before:
         roles["bos_token"] = roles["bos_token"] or engine.id_to_token(before[0])
     if after:
         roles["eos_token"] = roles["eos_token"] or engine.id_to_token(after[-1])
-    # Ordinary vocabularies hold "</s>" as a piece of mark-up; as control token it is declared.
+    # Some vocabularies hold "</s>" as a piece of markup; as a control token it is declared.
     declared = engine.specials
     for role, names in WELL_KNOWN.items():
         known = (n for n in names if (n in declared if declared else _has(engine, n)))
@@ -261,7 +261,7 @@ def _has(engine: Engine, token: str) -> bool:
 
 
 def _token(value: object) -> str | None:
-    """A token as the settings spell it: text, or an object with its text under ``content``."""
+    """Parses a token in the settings: text, or an object with its text under ``content``."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None

@@ -1,4 +1,4 @@
-"""A lower bound on the number of tokens of a text, for texts that are too long to be encoded."""
+"""A lower bound of the number of tokens of a text, for texts too long to encode."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 _AT_ONCE = 1 << 20
 _KEEPING = ("ByteLevel", "Metaspace", "Digits")
-"""Pre-tokenizers that keep every byte; so do the next two, unless they remove what they find."""
+"""Pre-tokenizers that keep every byte; so do the next two, unless they remove matches."""
 _CUTTING = ("Split", "Punctuation")
 _COMPOSED = 4
-"""Characters that become one at most when a text is put into NFC (Unicode's stability policy)."""
+"""Most characters that NFC composes to one (Unicode's stability policy)."""
 
 
 class TokenBound:
-    """Tokens that a text has at least.
+    """A lower bound of the tokens of a text.
 
-    A token of n bytes adds at most 1 to the sum, over the bytes of the text, of 1 / (bytes of the
-    longest token that holds this byte): each of its n terms is at most 1 / n. So the sum is never
-    more than the number of tokens, where no token stands for more bytes than its own.
+    It sums 1 / (length of the longest token that contains the byte) over the bytes of the text. A
+    token of n bytes adds n terms of at most 1 / n, so at most 1. So the sum is at most the number
+    of tokens, if no token represents more bytes than its own.
 
     Args:
-        longest: int `[256]`, bytes of the longest token with this byte.
-        composes: whether the text is put into NFC first, which may shorten it.
+        longest: int `[256]`, length in bytes of the longest token with each byte.
+        composes: True if the text is normalised to NFC first, which may shorten it.
     """
 
     def __init__(self, longest: np.ndarray, composes: bool) -> None:
@@ -36,7 +36,7 @@ class TokenBound:
         self._composes = composes
 
     def least(self, text: str, start: int, enough: int) -> int:
-        """Tokens of `text` from character `start` on; counted up to `enough`, about."""
+        """Bounds the tokens of `text` from character `start` on; may stop above `enough`."""
         if self._composes and not _is_composed(text):
             return int((len(text) - start) / _COMPOSED * float(self._weights.min()))
         total = 0.0
@@ -50,10 +50,11 @@ class TokenBound:
 
     @classmethod
     def of(cls, tokenizer: tokenizers.Tokenizer) -> TokenBound | None:
-        """The bound of a byte-level or byte-fallback BPE; None where tokens may stand for anything.
+        """Makes the bound of a byte-level or byte-fallback BPE; None for other tokenizers.
 
-        Other models have an unknown token, which may stand for a whole text; so may a control token
-        that swallows the white space beside it, a normalizer or a pre-tokenizer that removes.
+        Other models have an unknown token, which may represent a whole text. The same holds for
+        control tokens that strip adjacent white space, and for normalizers and pre-tokenizers that
+        remove text.
         """
         model = tokenizer.model
         normal = list(_steps(tokenizer.normalizer, "normalizers"))
@@ -78,7 +79,7 @@ class TokenBound:
 
 
 def _steps(part: Any, children: str) -> Iterator[dict[str, Any]]:
-    """The settings of a normalizer or pre-tokenizer, step by step."""
+    """Yields the settings of each step of a normalizer or pre-tokenizer."""
     todo = [json.loads(part.__getstate__())] if part is not None else []
     while todo:
         step = todo.pop(0)
@@ -89,7 +90,7 @@ def _steps(part: Any, children: str) -> Iterator[dict[str, Any]]:
 
 
 def _grows(step: dict[str, Any]) -> bool:
-    """Whether a normalizer never makes a text shorter."""
+    """Returns True if a normalizer never shortens a text."""
     if step["type"] == "Replace":
         found = step["pattern"].get("String")
         return found is not None and len(step["content"].encode()) >= len(found.encode())
@@ -97,13 +98,13 @@ def _grows(step: dict[str, Any]) -> bool:
 
 
 def _keeps(step: dict[str, Any]) -> bool:
-    """Whether a pre-tokenizer leaves every byte in a piece."""
+    """Returns True if a pre-tokenizer keeps every byte."""
     kind = step["type"]
     return kind in _KEEPING or (kind in _CUTTING and step["behavior"] != "Removed")
 
 
 def _longest(names: dict[str, int], added: list[str]) -> np.ndarray:
-    """Bytes of the longest token with each byte; names of a byte-level vocabulary spell bytes."""
+    """Length of the longest token with each byte, from a byte-level vocabulary."""
     spelled = _byte_of()
     longest = np.ones(256, np.int64)
     tokens = [[spelled[c] for c in name] for name in names if spelled.keys() >= set(name)]
@@ -113,9 +114,9 @@ def _longest(names: dict[str, int], added: list[str]) -> np.ndarray:
 
 
 def _byte_of() -> dict[str, int]:
-    """The byte that each character stands for in a byte-level vocabulary.
+    """The byte that each character of a byte-level vocabulary represents.
 
-    Printable bytes of Latin-1 stand for themselves, the others for characters from 256 on.
+    Printable bytes of Latin-1 represent themselves, the others are characters from 256 on.
     """
     plain = [b for b in range(256) if chr(b) in ByteLevel.alphabet()]
     rest = [b for b in range(256) if b not in plain]
@@ -123,7 +124,7 @@ def _byte_of() -> dict[str, int]:
 
 
 def _is_composed(text: str) -> bool:
-    """Whether NFC, of any version of Unicode, leaves the text as it is."""
+    """Returns True if NFC, of any Unicode version, does not change the text."""
     if text.isascii():
         return True
     return unicodedata.is_normalized("NFC", text) and not any(

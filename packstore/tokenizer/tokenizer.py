@@ -1,4 +1,4 @@
-"""A loaded tokenizer: what the stages after it and the manifest need to know of it."""
+"""A loaded tokenizer, with its control tokens, chat template and provenance."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from packstore.tokenizer.engines import ENGINES, Engine
 from packstore.tokenizer.template import TEMPLATE_DATE, ChatTemplate, Tools
 
 VARIED_TEMPLATES = 64
-"""Chat templates with variables of their own that are kept for the next record that wants them."""
+"""Number of cached chat templates with records' own variables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    """A tokenizer file and what lay beside it.
+    """A tokenizer file and the files next to it.
 
     Picklable: a worker rebuilds the engine on first use.
+
 
     Attributes:
         name: name of the file, for messages and the manifest.
@@ -36,10 +37,10 @@ class Tokenizer:
         eos_token: end-of-sequence string, if known.
         pad_token: padding string, if known (packstore itself never pads).
         unk_token: string of the unknown token, if known.
-        adds_bos: whether the tokenizer begins plain text with BOS.
+        adds_bos: True if the tokenizer adds BOS to plain text.
         chat_template: text of the chat template, if there is one.
-        tool_template: text of the one for records with tools, where that is another one.
-        files: sha256 of each further file that was read, by name.
+        tool_template: text of the chat template for records with tools, if it differs.
+        files: sha256 of each other file read, by name.
     """
 
     name: str
@@ -56,22 +57,22 @@ class Tokenizer:
 
     @cached_property
     def engine(self) -> Engine:
-        """The loaded library."""
+        """The loaded engine."""
         engine = ENGINES.load(self.engine_name)(self.payload, f"tokenizer {self.name}")
         engine.register(self.marks)
         return engine
 
     @property
     def marks(self) -> list[str]:
-        """The strings of BOS, EOS and padding that are known."""
+        """The known strings of BOS, EOS and padding."""
         return [token for token in (self.bos_token, self.eos_token, self.pad_token) if token]
 
     def with_engine(self, name: str, engine: Engine | None = None) -> Self:
-        """The same with another engine, that is loaded already, or that of `name`.
+        """Returns the tokenizer with another engine: `engine`, or a new one by `name`.
 
         Raises:
-            TokenizerError: the engine does not know this kind of tokenizer.
-            MissingExtraError: its package is not installed.
+            TokenizerError: the engine does not support this kind of tokenizer.
+            MissingExtraError: the engine's package is not installed.
         """
         other = replace(self, engine_name=name)
         other.__dict__["engine"] = engine or ENGINES.load(name).beside(self.engine)  # type: ignore[attr-defined]
@@ -132,17 +133,17 @@ class Tokenizer:
 
     @cached_property
     def tool_use_template(self) -> ChatTemplate | None:
-        """The compiled chat template for records with tools, where that is another one.
+        """The compiled chat template for records with tools, if it differs.
 
         Raises:
-            TokenizerError: it has a syntax error.
+            TokenizerError: the template has a syntax error.
         """
         if self.tool_template is None:
             return None
         return ChatTemplate(self.tool_template, self._token_strings())
 
     def template_for(self, tools: Tools, variables: Mapping[str, Any]) -> ChatTemplate | None:
-        """The chat template for a record with these tools and variables, as transformers chooses.
+        """Returns the chat template for a record with these tools and variables, as transformers.
 
         Raises:
             TokenizerError: the template has a syntax error.
@@ -161,15 +162,15 @@ class Tokenizer:
 
     @cached_property
     def _varied(self) -> dict[tuple[str, str], ChatTemplate]:
-        """Templates with variables that were used already."""
+        """Cache of templates with variables."""
         return {}
 
     @cached_property
     def separable(self) -> frozenset[str]:
-        """Control strings around which text may be cut and encoded piecewise, with equal ids.
+        """Control strings at which text can be split and encoded piecewise, with equal ids.
 
-        Not so where a token swallows the white space beside it, or where only the very first
-        piece of a text gets a leading space.
+        Excludes tokens that strip adjacent white space, and tokenizers that add a leading space to
+        the first piece of a text only.
         """
         names = list(self.specials)
         whole, offsets = self.engine.encode_batch([f"{s} a{s}\na" for s in names], control=True)
@@ -190,25 +191,25 @@ class Tokenizer:
 
     @cached_property
     def controls(self) -> re.Pattern[str]:
-        """Matches the string of any control token."""
+        """Pattern that matches the string of any control token."""
         return control_pattern(frozenset(self.specials))
 
     @cached_property
     def control_hint(self) -> str:
-        """What every control string begins with: a text without it holds none; maybe empty."""
+        """Common prefix of all control strings, possibly empty: a text without it holds none."""
         hint = os.path.commonprefix(list(self.specials))  # noqa: RUF071  (of characters)
         return "" if "\n" in hint else hint
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, control tokens included."""
+        """Decodes `ids` to text, including control tokens."""
         return self.engine.decode([int(i) for i in ids])
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary entry with this id."""
+        """Returns the vocabulary entry with this id."""
         return self.engine.id_to_token(token_id)
 
     def provenance(self) -> dict[str, Any]:
-        """What the manifest records of the tokenizer and its chat template, as JSON values."""
+        """Returns the manifest's record of the tokenizer and its chat template, as JSON values."""
         template, for_tools = self.chat_template, self.tool_template
         return {
             "name": self.name,

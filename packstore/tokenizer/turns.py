@@ -1,4 +1,4 @@
-"""Where the assistant's words lie in a rendered dialogue."""
+"""Finds the assistant's turns in a rendered dialogue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EMPTY_THINKING = re.compile(r"\n*(<think>)?\n*</think>\n{0,2}")
 
 
 _OPEN_MARKER = re.compile("<[^<>]*$")
-"""A marker that is cut in two."""
+"""An incomplete marker at the end."""
 
 
 def render_turns(
@@ -28,23 +28,24 @@ def render_turns(
     last_only: bool,
     prompts: dict[int, str] | None = None,
 ) -> tuple[str, list[Span]]:
-    """A dialogue as text, and the spans of it that are supervised.
+    """Renders a dialogue, and finds its supervised spans.
 
     Args:
         template: the chat template.
         messages: prompt and response.
         first: number of messages in the prompt; only assistant turns after it are supervised.
-        tools: descriptions of tools.
+        tools: tool descriptions.
         last_only: supervise only the last of those turns.
-        prompts: where the responses to one prompt share what they render of it, by messages.
+        prompts: cache of rendered prompts by number of messages, shared by the responses to one
+            prompt.
 
     Returns:
-        The text, and (start, end) character spans in order. A turn begins after the generation
-        prompt, as at inference, and goes through the template's end-of-turn text; a generation
-        prompt that the template writes behind the last one is no part of it.
+        The text, and (start, end) character spans in order. A turn starts after the generation
+        prompt, as at inference, and includes the template's end-of-turn text, but not a generation
+        prompt that the template writes after the last turn.
 
     Raises:
-        Refused: ``template_refused``, or ``unsupervised`` where there is no assistant turn.
+        Refused: ``template_refused``, or ``unsupervised`` without an assistant turn.
     """
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
@@ -64,9 +65,9 @@ def render_turns(
 
 
 def after_empty_thinking(text: str, span: Span) -> Span:
-    """The span without a thinking block at its beginning in which nothing is thought.
+    """Returns the span without an empty thinking block at its start.
 
-    Templates put it before answers without thoughts; its opening tag may stand in the prompt.
+    Templates write it before answers without reasoning; its opening tag may be in the prompt.
     """
     start, end = span
     found = _EMPTY_THINKING.match(text, start, end)
@@ -93,7 +94,7 @@ class _Finder:
         self._prompts = {} if prompts is None else prompts
 
     def spans(self, turns: Sequence[int]) -> list[Span]:
-        """The span of each turn."""
+        """Returns the span of each turn."""
         found: list[Span] = []
         for i in turns:
             start = self.start(i, found[-1][1] if found else 0)
@@ -101,7 +102,7 @@ class _Finder:
         return found
 
     def start(self, i: int, low: int) -> int:
-        """Where message `i` begins: after the generation prompt, and not before `low`."""
+        """Returns the start of message `i`: after the generation prompt, and at least `low`."""
         header = before = ""
         try:
             prompt = self._prompt(i)
@@ -110,7 +111,7 @@ class _Finder:
             before = self._before(i)
             header = prompt.removeprefix(before)
         except Refused:
-            if i > 0:  # only a dialogue that the assistant opens has no prompt to render
+            if i > 0:  # a dialogue that starts with the assistant has no prompt to render
                 raise
         begin, end = self._content(i)
         at = self._text.rfind(header, low, end if begin is None else begin) if header else -1
@@ -118,7 +119,7 @@ class _Finder:
             return at + len(header)
         if begin is not None:
             return begin
-        # A prompt may open thoughts that a call has none of: what both share is the header.
+        # A prompt may open a thinking block that a call lacks: the header is their common prefix.
         shared = ""
         if self._text.startswith(before):
             size = shared_characters(header, self._text[len(before) :])
@@ -128,19 +129,19 @@ class _Finder:
         return len(before) + len(shared)
 
     def _before(self, i: int) -> str:
-        """The first `i` messages, without a prompt for what follows."""
+        """Renders the first `i` messages, without a generation prompt."""
         text = self._template.render(self._messages[:i], self._tools)
         return text.removesuffix(self._template.written_prompt)
 
     def _prompt(self, i: int) -> str:
-        """The first `i` messages, up to where the next answer would begin."""
+        """Renders the first `i` messages, with the generation prompt."""
         if i not in self._prompts:
             text = self._template.render(self._messages[:i], self._tools, prompt=True)
             self._prompts[i] = text
         return self._prompts[i]
 
     def _end(self, i: int) -> int:
-        """Where message `i` ends, with the end-of-turn text that follows it."""
+        """The end of message `i`, including its end-of-turn text."""
         if i == len(self._messages) - 1:
             return len(self._text.removesuffix(self._template.written_prompt))
         alone = self._before(i + 1)
@@ -155,16 +156,16 @@ class _Finder:
 
     @cached_property
     def _marks(self) -> list[tuple[str, str]]:
-        """Two characters for each message that occur nowhere in the dialogue."""
+        """Two characters per message that do not occur in the dialogue."""
         known = self._template.source + as_json([self._messages, self._tools])
         marks = free_characters(known, 2 * len(self._messages))
         return list(zip(marks[::2], marks[1::2], strict=True))
 
     @cached_property
     def _contents(self) -> dict[int, tuple[int | None, int]]:
-        """Where the content of each assistant message lies, by marks put around it.
+        """Start and end of each assistant message's content, found by marks around it.
 
-        The begin is None where the template drops what stands there, or puts something before it.
+        The start is None if the template drops the mark there, or writes something before it.
 
         Raises:
             Refused: ``template_refused``: the marks change the text.
@@ -194,7 +195,7 @@ class _Finder:
 
 
 def _mark(message: Message, opens: str, closes: str) -> Message:
-    """The message with marks around its content, or around the name of its last function call."""
+    """Puts marks around a message's content, or around the name of its last function call."""
     content = message["content"] or ""
     core = content.strip()
     if core:

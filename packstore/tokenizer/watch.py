@@ -1,4 +1,4 @@
-"""Compares a faster engine with the reference on some of the records of a job."""
+"""Compares a faster engine with the reference on a sample of a job's records."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from packstore.tokenizer.record_tokenizer import RecordTokenizer
 from packstore.tokenizer.tokenizer import Tokenizer
 
 ONE_IN = 1000
-"""One record of so many is tokenized again."""
+"""Of this many records, one is tokenized again by the reference."""
 
 FEWEST = 200
-"""Records of a job that are tokenized again at least, as far as there are so many."""
+"""Least number of records of a job that are tokenized again."""
 
 _SHOWN = 8
-"""Ids of each engine that an error shows, from two before the first that differs."""
+"""Number of ids of each engine in an error, from two before the first difference."""
 
 
 class EngineWatch:
-    """Tokenizes some records of each block again, and compares.
+    """Tokenizes a sample of each block's records again with the reference, and compares.
 
-    Which ones is decided by the seed and the place of a record in the input: not by the workers,
-    partitions or blocks. Picklable.
+    The sample depends on the seed and each record's place in the input, not on workers, partitions
+    or blocks. Picklable.
 
     Args:
-        tokenizer: with a faster engine, which works beside the reference.
+        tokenizer: tokenizer with a faster engine.
         config: the settings.
         kind: ``dpo``, ``sft`` or ``ranked``.
-        seed: decides which records.
-        sources: inputs of the job; of each the first records are looked at.
+        seed: seed of the sample.
+        sources: number of inputs of the job; the first records of each are in the sample.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class EngineWatch:
         self._first = -(-FEWEST // max(sources, 1))
 
     def __call__(self, rows: Rows, examples: Examples) -> None:
-        """Compares what became of `rows`.
+        """Compares the examples of `rows` with those of the reference.
 
         Raises:
-            WrongEngineError: the reference makes something else of one.
+            WrongEngineError: an example differs.
         """
         ordinals = np.array(rows.ordinals, np.int64)
         ids = example_id(rows.source, 0) + ordinals
@@ -63,7 +63,7 @@ class EngineWatch:
             raise self._error(few, found, expected)
 
     def chosen(self, ordinals: Int64, ids: Int64) -> Int64:
-        """Which of the records with these ordinals and ids are looked at."""
+        """Returns the indices of the sampled records, from their ordinals and ids."""
         drawn = seeds.keys_at(ids.view(np.uint64), self._seed, "engine watch")
         return np.flatnonzero((ordinals < self._first) | (drawn < 2**64 // ONE_IN))
 
@@ -88,7 +88,7 @@ class EngineWatch:
         return error
 
     def _difference(self, found: Examples, expected: Examples) -> str:
-        """The text about which two examples differ, and its ids."""
+        """The text where two examples differ, and its ids."""
         if found.num_examples != expected.num_examples:
             return "that it drops a record which the reference keeps, or keeps one that it drops"
         n = min(len(found.input_ids), len(expected.input_ids))

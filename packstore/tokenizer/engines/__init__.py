@@ -1,4 +1,4 @@
-"""Libraries that turn text into ids: one file each, one line in :data:`ENGINES`."""
+"""Tokenizer libraries: one file each, one line in :data:`ENGINES`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from packstore.tokenizer.token_bound import TokenBound
 
 
 class Engine(Protocol):
-    """One loaded tokenizer. Never adds a token that the text does not ask for.
+    """A loaded tokenizer, which adds no tokens beyond those of the text.
 
     Attributes:
         version: the library's version.
-        specials: control tokens by their string: the strings that may become control ids.
-        token_bound: tells how many tokens a text has at least; None where nobody can.
+        specials: control strings and their ids.
+        token_bound: lower bound of the tokens of a text; None if there is none.
     """
 
     version: str
@@ -29,36 +29,36 @@ class Engine(Protocol):
 
     @property
     def token_bound(self) -> TokenBound | None:
-        """See above."""
+        """Lower bound of the tokens of a text; None if there is none."""
 
     def register(self, tokens: Sequence[str]) -> None:
-        """Makes `tokens` control tokens, where they are in the vocabulary."""
+        """Makes those of `tokens` that are in the vocabulary control tokens."""
 
     def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
-        """Ids of all texts, flat, and their offsets.
+        """Encodes all texts; returns flat ids and their offsets.
 
         Args:
             texts: the texts.
-            control: whether the strings of `specials` become their ids, or are plain text.
+            control: True: the strings of `specials` become their ids; False: they are plain text.
 
         Raises:
             TokenizerError: the library refuses the text.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, control tokens included."""
+        """Decodes `ids` to text, including control tokens."""
 
     def vocab_size(self) -> int:
-        """Highest id + 1."""
+        """Returns the highest id + 1."""
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary entry with this id."""
+        """Returns the vocabulary entry with this id."""
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a vocabulary entry."""
+        """Returns the id of a vocabulary entry."""
 
     def wrapping(self) -> tuple[list[int], list[int]]:
-        """Ids that the tokenizer file puts before and after a text by itself."""
+        """Returns the ids that the tokenizer file adds before and after a text by default."""
 
 
 ENGINES: Registry[Callable[[bytes, str], Engine]] = Registry(
@@ -71,14 +71,14 @@ ENGINES: Registry[Callable[[bytes, str], Engine]] = Registry(
     },
     extras={"fastokens": "fast", "gigatoken": "fast", "sentencepiece": "sentencepiece"},
 )
-"""Name -> class, made from the bytes of the tokenizer file and its name for error texts."""
+"""Name -> class, called with the bytes of the tokenizer file and its name for error texts."""
 
 
 @contextlib.contextmanager
 def inside(where: str, must: str, do: str = "") -> Iterator[None]:
-    """A context in which whatever a library raises becomes a :class:`TokenizerError`.
+    """Converts any exception of a library to a :class:`TokenizerError`.
 
-    They have no narrower class, and a panic of Rust is not even an ``Exception``.
+    The libraries raise no narrower class, and a Rust panic is not even an ``Exception``.
     """
     try:
         yield
@@ -89,6 +89,6 @@ def inside(where: str, must: str, do: str = "") -> Iterator[None]:
 
 
 def flatten(rows: Sequence[Sequence[int]]) -> tuple[Int32, Int64]:
-    """Lists of ids as flat int32 and int64 offsets."""
+    """Converts lists of ids to flat int32 ids and int64 offsets."""
     offsets = to_offsets(np.fromiter(map(len, rows), np.int64, len(rows)))
     return np.fromiter(itertools.chain.from_iterable(rows), np.int32, int(offsets[-1])), offsets

@@ -14,12 +14,12 @@ from packstore.tokenizer.engines.tokenizers import TokenizersEngine
 
 
 class FastokensEngine(TokenizersEngine):
-    """Encodes with ``fastokens``; all else, which is not about speed, is left to the reference."""
+    """Encodes with ``fastokens``; the reference library does the rest."""
 
     version = version("fastokens")
 
     def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
-        """Ids of all texts, flat, and their offsets."""
+        """Encodes all texts; returns flat ids and their offsets."""
         with inside(self._where, "fastokens must encode every text"):
             ids, offsets = self._fast.encode_batch_flat(
                 list(texts), split_special_tokens=not control

@@ -16,12 +16,12 @@ from packstore.tokenizer.engines.tokenizers import TokenizersEngine
 
 
 class GigatokenEngine(TokenizersEngine):
-    """Encodes with ``gigatoken``; all else, which is not about speed, is left to the reference."""
+    """Encodes with ``gigatoken``; the reference library does the rest."""
 
     version = version("gigatoken")
 
     def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
-        """Ids of all texts, flat, and their offsets."""
+        """Encodes all texts; returns flat ids and their offsets."""
         try:
             rows = self._fast[control].encode_batch(list(texts), parallel=False).layout
             offsets = np.asarray(rows.offsets.data, np.int64)
@@ -32,7 +32,7 @@ class GigatokenEngine(TokenizersEngine):
         return ids.astype(np.int32), offsets - offsets[0]
 
     def _load(self) -> None:
-        # It always finds control strings in a text: plain text goes to a copy that knows none.
+        # It always matches control strings, so plain text is encoded by a copy without them.
         known = json.loads(self._tokenizer.to_str())
         added = known.get("added_tokens") or []
         plain: dict[str, Any] = {**known, "added_tokens": [t for t in added if not t["special"]]}

@@ -17,7 +17,7 @@ from packstore.tokenizer.engines import flatten
 class SentencePieceEngine:
     """See :class:`packstore.tokenizer.engines.Engine`.
 
-    The library itself never turns text into control ids; here the text is cut around them.
+    The library itself never encodes text to control ids; here text is split around control strings.
     """
 
     version = str(sentencepiece.__version__)
@@ -36,12 +36,12 @@ class SentencePieceEngine:
         }
 
     def register(self, tokens: Sequence[str]) -> None:
-        """Makes `tokens` control tokens, where they are in the vocabulary."""
+        """Makes those of `tokens` that are in the vocabulary control tokens."""
         found = {token: self.token_to_id(token) for token in tokens}
         self.specials |= {token: i for token, i in found.items() if i is not None}
 
     def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
-        """Ids of all texts, flat, and their offsets."""
+        """Encodes all texts; returns flat ids and their offsets."""
         if not control or not self.specials:
             return flatten(self._model.encode(list(texts), out_type=int))
         rows = encode_around_controls(
@@ -51,7 +51,7 @@ class SentencePieceEngine:
         return np.concatenate([np.empty(0, np.int32), *rows]), to_offsets(lengths)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, control tokens included."""
+        """Decodes `ids` to text, including control tokens."""
         names = {i: token for token, i in self.specials.items()}
         runs = itertools.groupby(ids, names.__contains__)
         return "".join(
@@ -60,19 +60,19 @@ class SentencePieceEngine:
         )
 
     def vocab_size(self) -> int:
-        """Highest id + 1."""
+        """Returns the highest id + 1."""
         return self._size
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary entry with this id."""
+        """Returns the vocabulary entry with this id."""
         return str(self._model.id_to_piece(token_id)) if 0 <= token_id < self._size else None
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a vocabulary entry."""
+        """Returns the id of a vocabulary entry."""
         found = int(self._model.piece_to_id(token))
         return found if self._model.id_to_piece(found) == token else None
 
     def wrapping(self) -> tuple[list[int], list[int]]:
-        """A model file says whether a BOS exists, and its users (Llama, Mistral) then add it."""
+        """Returns BOS before a text if the model file has one, as users of such files add it."""
         bos = int(self._model.bos_id())
         return ([bos] if bos >= 0 else []), []

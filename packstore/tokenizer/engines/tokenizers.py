@@ -17,14 +17,14 @@ from packstore.tokenizer.engines import flatten, inside
 from packstore.tokenizer.token_bound import TokenBound
 
 MAX_IDS = 1 << 24
-"""Ids are below it; the largest vocabularies have a tenth of that."""
+"""Upper bound of ids; the largest vocabularies have a tenth of it."""
 
 MAX_GROWTH = 1000
-"""How many times as long the replacements of a normalizer may make a text."""
+"""Largest factor by which the replacements of a normalizer may lengthen a text."""
 
 
 class _Modes:
-    """Who may encode: the library's object has one mode for all threads that use it."""
+    """Serialises encoding by mode: the library's object has one mode for all threads."""
 
     def __init__(self) -> None:
         self._free = threading.Condition()
@@ -32,11 +32,11 @@ class _Modes:
 
     @contextlib.contextmanager
     def using(self, tokenizer: tokenizers.Tokenizer, *, control: bool) -> Iterator[None]:
-        """A context in which control strings become their ids, or are plain text."""
+        """A context in which control strings become their ids, or stay plain text."""
         with self._free:
             while self._users and tokenizer.encode_special_tokens == control:
                 self._free.wait()
-            if tokenizer.encode_special_tokens == control:  # changing it while in use is an error
+            if tokenizer.encode_special_tokens == control:  # must not change while in use
                 tokenizer.encode_special_tokens = not control
             self._users += 1
         try:
@@ -51,7 +51,7 @@ class TokenizersEngine:
     """See :class:`packstore.tokenizer.engines.Engine`.
 
     Attributes:
-        dropout: probability at which the file wants merges of BPE left out, which is switched off.
+        dropout: BPE dropout of the file, which is disabled.
     """
 
     version = tokenizers.__version__
@@ -62,18 +62,18 @@ class TokenizersEngine:
         self._modes = _Modes()
         with inside(where, "it must be a tokenizer.json that the tokenizers library reads"):
             self._tokenizer = tokenizers.Tokenizer.from_str(payload.decode())
-            # Left in place, these would cut and pad silently, and draw other ids at every call.
+            # Otherwise these would truncate, pad, and draw other ids at every call, silently.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             self.dropout = _without_dropout(self._tokenizer)
             self._find_specials()
             self._check_growth()
-            self.vocab_size()  # refuses huge ids, before a faster library makes a table of them
+            self.vocab_size()  # refuses huge ids, for which a faster library would make a table
         self._load()
 
     @classmethod
     def beside(cls, other: TokenizersEngine) -> Self:
-        """The engine of this class for the file of `other`, which is not read again."""
+        """Makes an engine of this class from the loaded file of `other`."""
         engine = cls.__new__(cls)
         engine._where, engine._tokenizer = other._where, other._tokenizer
         engine._size, engine._modes = other._size, other._modes
@@ -84,11 +84,11 @@ class TokenizersEngine:
 
     @cached_property
     def token_bound(self) -> TokenBound | None:
-        """Tells how many tokens a text has at least; worked out when a long text comes."""
+        """Lower bound of the tokens of a text; made for the first long text."""
         return TokenBound.of(self._tokenizer)
 
     def register(self, tokens: Sequence[str]) -> None:
-        """Makes `tokens` control tokens, where they are in the vocabulary."""
+        """Makes those of `tokens` that are in the vocabulary control tokens."""
         known = [t for t in tokens if self._tokenizer.token_to_id(t) is not None]
         if new := [t for t in known if t not in self.specials]:
             self._tokenizer.add_special_tokens(new)
@@ -98,19 +98,19 @@ class TokenizersEngine:
             self._load()
 
     def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
-        """Ids of all texts, flat, and their offsets."""
+        """Encodes all texts; returns flat ids and their offsets."""
         must = "it must encode every text"
         with inside(self._where, must), self._modes.using(self._tokenizer, control=control):
             found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             return flatten([encoding.ids for encoding in found])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, control tokens included."""
+        """Decodes `ids` to text, including control tokens."""
         with inside(self._where, "it must decode ids"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def vocab_size(self) -> int:
-        """Highest id + 1."""
+        """Returns the highest id + 1."""
         if self._size is None:
             self._size = self._count()
         return self._size
@@ -118,7 +118,7 @@ class TokenizersEngine:
     def _count(self) -> int:
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         if None not in map(self._tokenizer.id_to_token, range(size)):
-            return size  # no gaps: the vocabulary need not be copied
+            return size  # no gaps, so the vocabulary is not copied
         size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if size > MAX_IDS:
             must = f"its ids must be below {MAX_IDS}"
@@ -126,15 +126,15 @@ class TokenizersEngine:
         return size
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary entry with this id."""
+        """Returns the vocabulary entry with this id."""
         return self._tokenizer.id_to_token(token_id)
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a vocabulary entry."""
+        """Returns the id of a vocabulary entry."""
         return self._tokenizer.token_to_id(token)
 
     def wrapping(self) -> tuple[list[int], list[int]]:
-        """Ids that the file puts before and after a text by itself."""
+        """Returns the ids that the file adds before and after a text by default."""
         with inside(self._where, "it must encode every text"):
             whole = self._tokenizer.encode("a", add_special_tokens=True)
         inner = [i for i, special in enumerate(whole.special_tokens_mask) if not special]
@@ -143,10 +143,10 @@ class TokenizersEngine:
         return whole.ids[: inner[0]], whole.ids[inner[-1] + 1 :]
 
     def _load(self) -> None:
-        """Makes ready what a faster engine needs; again when control tokens were added."""
+        """Prepares a faster engine; called again after control tokens were added."""
 
     def _check_growth(self) -> None:
-        """Refuses a normalizer that makes much text of little."""
+        """Refuses a normalizer that lengthens text excessively."""
         normalizer = self._tokenizer.normalizer
         steps = [json.loads(normalizer.__getstate__())] if normalizer is not None else []
         growth = 1
@@ -164,7 +164,7 @@ class TokenizersEngine:
 
 
 def _without_dropout(tokenizer: tokenizers.Tokenizer) -> float:
-    """Switches BPE dropout off; returns what it was."""
+    """Disables BPE dropout; returns its former value."""
     model = tokenizer.model
     before = getattr(model, "dropout", None) or 0.0
     if before:
