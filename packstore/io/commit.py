@@ -111,8 +111,8 @@ def commit(
         version: the number that :func:`refuse_existing` gave when the job began; None: the next.
 
     Returns:
-        The number. If the very same text has it already, an equal job was faster, or this put was
-        sent twice: that is this version.
+        The number. If `version` has this very text already, an equal job was faster, or this put
+        was sent twice: that is this version.
 
     Raises:
         DatasetExistsError: another writer was faster.
@@ -127,7 +127,7 @@ def commit(
         if number == following:
             location.create_bytes(path, data)
             return number
-    if number in versions(location, name) and location.read_bytes(path) == data:
+    if version in versions(location, name) and location.read_bytes(path) == data:
         return number
     raise too_late(location)
 
