@@ -1,10 +1,9 @@
 """A local cache of what is read of shards: small files, for many processes at once.
 
-What is kept is what a reader asks for: a Parquet shard's row groups and footer, one file each, so
-that the first batch waits for no whole shard, and a rank keeps its own row groups alone. An Arrow
-shard is kept whole, as its batches are views of a mapped file. A file is named by the sha256 of its
-shard and its place there, and is compared with the manifest's checksum whenever it is used: the
-bytes of another dataset, or damaged ones, are never given out.
+What is kept is what a reader asks for: row groups and footers, one file each, so that the first
+batch waits for no whole shard, and a rank keeps its own row groups alone. A file is named by the
+sha256 of its shard and its place there, and is compared with the manifest's checksum whenever it is
+used: bytes of another dataset, or damaged ones, are never returned.
 
 The cache never ends a training: where its folder fails (it is full, read-only, removed), the store
 is read instead, and a warning says so once.
@@ -19,7 +18,6 @@ import contextlib
 import fcntl
 import functools
 import logging
-import mmap
 import os
 import stat
 import time
@@ -28,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
-from packstore.errors import PackstoreError, StorageError, sentence
+from packstore.errors import StorageError, sentence
 from packstore.io.faults import guarded
 
 log = logging.getLogger("packstore")
@@ -71,44 +69,23 @@ class Cache:
     limit: int
 
     def read(self, key: Key, good: Callable[[bytes], bool], fetch: Callable[[], bytes]) -> bytes:
-        """What is kept under `key`, else what `fetch` gives, which is then kept.
+        """The bytes that are kept under `key`, else those that `fetch` returns, which are kept.
 
         Args:
             key: what to read.
-            good: whether bytes are those that were written; others are dropped, or not kept.
+            good: whether bytes are those that were written; others are not used, or not kept.
             fetch: reads them from the store; its errors are passed on.
         """
-        if (home := self._home()) is None:
-            return fetch()
-        with contextlib.suppress(OSError):
-            data = _contents(_path(home, key), key.end - key.start)
-            if data is not None and good(data):
-                return data
-            self.drop(key)
+        data = None
+        with self._harmless():
+            data = _contents(_path(self.home(), key), key.end - key.start)
+        if data is not None and good(data):
+            return data
         data = fetch()
         if good(data):
-            self._keep(home, key, lambda file: file.write(data))
+            with self._harmless():
+                self._keep(self.home(), key, data)
         return data
-
-    def map(self, key: Key, fill: Callable[[BinaryIO], object]) -> mmap.mmap | None:
-        """What is kept under `key`, mapped; None if the cache cannot keep it.
-
-        Args:
-            key: what to read.
-            fill: writes it, a part at a time; its errors are passed on.
-        """
-        if (home := self._home()) is None:
-            return None
-        mapped = _mapped(_path(home, key), key.end - key.start)
-        if mapped is None:
-            self._keep(home, key, fill)
-            mapped = _mapped(_path(home, key), key.end - key.start)
-        return mapped
-
-    def drop(self, key: Key) -> None:
-        """Removes what is kept under `key`."""
-        with contextlib.suppress(OSError):
-            os.unlink(_path(self.home(), key))
 
     def home(self) -> str:
         """The user's folder in the cache, made if need be.
@@ -128,29 +105,26 @@ class Cache:
             raise StorageError(sentence(home, must, what, "Name another cache_dir"))
         return home
 
-    def _home(self) -> str | None:
-        """The folder; None, with one warning, where it is no longer what `home` made of it."""
+    @contextlib.contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """A context in which the folder may fail: a warning says so, once for each reason."""
         try:
-            return self.home()
-        except StorageError as error:
-            _tell(self.folder, str(error))
-            return None
+            yield
+        except FileNotFoundError:
+            pass  # nothing is kept under this key, or the folder was just removed
+        except (OSError, ValueError) as error:  # ValueError: a file that is not of the cache
+            _warn(self.folder, getattr(error, "strerror", None) or str(error))
 
-    def _keep(self, home: str, key: Key, write: Callable[[BinaryIO], object]) -> None:
-        """Makes a file appear; if the disk refuses, nothing is kept."""
-        path, size = _path(home, key), key.end - key.start
-        unfinished = os.path.join(home, f"{_UNFINISHED}{size}-{uuid.uuid4().hex}")
+    def _keep(self, home: str, key: Key, data: bytes) -> None:
+        path = _path(home, key)
+        unfinished = os.path.join(home, f"{_UNFINISHED}{len(data)}-{uuid.uuid4().hex}")
         try:
             os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
             with _open(unfinished, _CREATE | os.O_EXCL | os.O_WRONLY) as file:
-                if self._make_room(home, unfinished, size):
-                    write(file)
+                if self._make_room(home, unfinished, len(data)):
+                    file.write(data)
                     file.flush()
                     os.replace(unfinished, path)
-        except PackstoreError:
-            raise  # of the store
-        except (OSError, ValueError) as error:  # ValueError: a file that is not of the cache
-            _tell(home, getattr(error, "strerror", None) or str(error))
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(unfinished)
@@ -186,9 +160,9 @@ def _open(path: str, flags: int) -> BinaryIO:
 
 
 @functools.cache
-def _tell(home: str, reason: str) -> None:
+def _warn(folder: str, reason: str) -> None:
     """Once for each reason, and not for each file."""
-    log.warning("not kept in the cache %s: %s", home, reason)
+    log.warning("not kept in the cache %s: %s", folder, reason)
 
 
 def _evict(home: str, limit: int, own: str) -> int:
@@ -245,34 +219,9 @@ def _path(home: str, key: Key) -> str:
     return os.path.join(home, key.sha256[:2], f"{key.sha256}-{key.start}-{key.end}")
 
 
-def _used(path: str) -> BinaryIO | None:
-    """A file, which is now the one used last; None if there is none that can be read."""
-    try:
-        file = _open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        _tell(os.path.dirname(os.path.dirname(path)), error.strerror or str(error))
-        return None
-    with contextlib.suppress(OSError):  # a disk that turned read-only still gives what it has
-        os.utime(file.fileno())
-    return file
-
-
-def _contents(path: str, size: int) -> bytes | None:
-    if (file := _used(path)) is None:
-        return None
-    with file:
-        return file.read(size + 1)
-
-
-def _mapped(path: str, size: int) -> mmap.mmap | None:
-    if (file := _used(path)) is None:
-        return None
-    with file:
-        try:
-            if os.fstat(file.fileno()).st_size == size:
-                return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-        except OSError as error:
-            _tell(os.path.dirname(os.path.dirname(path)), error.strerror or str(error))
-    return None
+def _contents(path: str, size: int) -> bytes:
+    """The bytes of a file, which is now the one used last."""
+    with _open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC) as file:
+        with contextlib.suppress(OSError):  # a disk that turned read-only still gives what it has
+            os.utime(file.fileno())
+        return file.read(size + 1)  # a longer one is another

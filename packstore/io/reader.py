@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -44,9 +44,6 @@ from packstore.schema import from_arrow, signed_packs
 
 Fetched: TypeAlias = Any
 """A row group that was fetched and not verified: its bytes, or a batch whose buffers are views."""
-
-COPIED_BYTES = 8 << 20
-"""Bytes of a shard that are copied to the cache at once."""
 
 _REMEDY = "The file was damaged or replaced: copy the dataset again, or run `packstore verify`"
 
@@ -225,21 +222,17 @@ class ShardReader:
         """A batch of the Arrow file; a local one is mapped: it is a view of the page cache."""
         arrow = self._arrow_file()
         start, end = arrow.ranges[group]
-        if self._data is None:
-            if self._cache is not None and (mapped := self._cache.map(self._whole, self._copy)):
-                return arrow.batch(memoryview(mapped)[start:end])
-            if self._location.local_path is not None:
-                return arrow.batch(local.map_part(self._path, start, end))
-        return arrow.batch(self._read(start, end))
+        if self._data is None and self._cache is None and self._location.local_path is not None:
+            return arrow.batch(local.map_part(self._path, start, end))
 
-    @property
-    def _whole(self) -> Key:
-        return Key(self.shard.sha256, 0, self.shard.bytes)
+        def good(data: bytes) -> bool:
+            with contextlib.suppress(FormatError, *DECODER_ERRORS):
+                batch = arrow.batch(data)
+                batch.validate()
+                return batch_crc32(batch) == int(self.shard.row_groups.crc32[group])
+            return False
 
-    def _copy(self, file: BinaryIO) -> None:
-        """The whole shard, a part at a time, into a file of the cache."""
-        for start in range(0, self.shard.bytes, COPIED_BYTES):
-            file.write(self._read(start, min(start + COPIED_BYTES, self.shard.bytes)))
+        return arrow.batch(self._cached(start, end, good))
 
     def _cached(self, start: int, end: int, good: Callable[[bytes], bool]) -> bytes:
         if self._cache is None:
@@ -256,11 +249,6 @@ class ShardReader:
             found = f"only {start + len(data)} bytes"
             raise IntegrityError(f"must have {self.shard.bytes} bytes; found {found}")
         return data
-
-    def _forget(self) -> None:
-        """Drops an Arrow shard from the cache: its copy may be damaged, and is fetched again."""
-        if self._cache is not None:
-            self._cache.drop(self._whole)
 
     def _check_crc32(self, group: int, found: int) -> None:
         if found != self.shard.row_groups.crc32[group]:
@@ -281,7 +269,6 @@ class ShardReader:
         try:
             yield
         except FormatError as error:
-            self._forget()
             raise IntegrityError(sentence(place, str(error).rstrip("."), "", _REMEDY)) from error
         except StorageError as error:
             add_place(error, place)
@@ -292,6 +279,5 @@ class ShardReader:
             if isinstance(error, OSError) and error.errno:
                 with self._location.guard("read", self.shard.path):
                     raise
-            self._forget()
             must = "its bytes must be those that were written"
             raise IntegrityError(sentence(place, must, str(error), _REMEDY)) from error
