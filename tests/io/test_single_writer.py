@@ -22,7 +22,7 @@ from packstore.io.side import SideWriter, open_side
 from packstore.io.storage import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
-SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_bytes": 1}
+SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
 REFUSED = r"only one writer at a time may commit there; .* single_writer=True \(--single-writer\)"
 
 
