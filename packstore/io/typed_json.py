@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Hashable, Mapping
@@ -97,9 +98,10 @@ def _refusal(error: msgspec.ValidationError, value: Any, where: str) -> FormatEr
     """The error in our words, with what was found at its path."""
     text, _, path = str(error).removesuffix("`").partition(" - at `$")
     path = path.partition("[...]")[0].lstrip(".")  # keys of a mapping are not named
-    for step in re.findall(r"\w+", path):
-        value = value[int(step) if isinstance(value, list | tuple) else step]
     place = f"{where}, field {path}" if path else where
+    with contextlib.suppress(LookupError, TypeError, ValueError):  # another field of that name
+        for step in re.findall(r"\w+", path):
+            value = value[int(step) if isinstance(value, list | tuple) else step]
     if missing := re.fullmatch("Object missing required field `(.*)`", text):
         return FormatError(sentence(place, f"must have a field {missing[1]!r}", "none"))
     must = re.sub(", got .*", "", text).replace("Expected ", "must be ")

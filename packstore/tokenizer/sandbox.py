@@ -77,6 +77,8 @@ class Budget:
 
     def size(self, value: object) -> int:
         """Characters of a value and of all in it, however often it is in it."""
+        if isinstance(value, str):
+            return len(value)
         total, stack = 0, [value]
         while stack:
             top = stack.pop()
@@ -87,7 +89,6 @@ class Budget:
                 stack += [*top.keys(), *top.values()]
             elif isinstance(top, _HOLDERS):
                 stack += top
-                total += _NODE * len(top)
             elif isinstance(top, Namespace):
                 stack.append(object.__getattribute__(top, "_Namespace__attrs"))
             if total > self.left:
@@ -187,6 +188,8 @@ class _Guards(NodeTransformer):
             node.body.insert(0, look)
         elif isinstance(node, nodes.Concat):
             return _apply("concat", nodes.Tuple(node.nodes, "load", lineno=node.lineno), node)
+        elif isinstance(node, nodes.Getitem):
+            return _apply("count", node, node) if isinstance(node.arg, nodes.Slice) else node
         elif isinstance(node, nodes.List | nodes.Tuple | nodes.Dict):
             loaded = getattr(node, "ctx", "load") == "load"
             if loaded and any(node.find_all((nodes.Name, nodes.Call, nodes.Filter))):

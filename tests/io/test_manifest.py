@@ -168,6 +168,16 @@ def test_not_a_manifest(data):
         Manifest.from_json(data, "the place")
 
 
+@pytest.mark.parametrize("again", [b"5", b"[]", b"{}", b'"x"', b"null"])
+@pytest.mark.parametrize("name", [b'"features": [1]', b'"totals": {"packs": []}'])
+def test_a_wrong_field_that_comes_again(good, name, again):
+    """The last of two fields of a name counts, but the first must be right as well."""
+    field = name.partition(b":")[0]
+    text = good.replace(b"{", b"{" + name + b",", 1).rstrip()[:-1] + b"," + field + b":" + again
+    with pytest.raises(FormatError, match=r"the place, field (features|totals)"):
+        Manifest.from_json(text + b"}", "the place")
+
+
 @pytest.mark.parametrize("junk", [b'"later\xff": 1,', b'"later": "\xff",', b'"later": ["\xc3("],'])
 def test_letters_of_unknown_fields_must_be_utf8(good, junk):
     with pytest.raises(FormatError, match="the place: must be valid JSON"):

@@ -99,6 +99,10 @@ ATTACKS = {
     "a change of the messages": "{{ messages.append(1) }}{{ messages[0].update(a=1) }}",
     "a change by do": "{{ messages.clear() }}",
     "chance": "{{ [1, 2] | random }}",
+    "slices": "{% set x = 'a' * 20000000 %}"
+    + "".join(f"{{% set x{i} = x[1:] %}}" for i in range(999)),
+    "slices of lists": "{% set x = [1] * 200000 %}"
+    + "".join(f"{{% set x{i} = x[1:] %}}" for i in range(9999)),
     "markup that repeats": "{% autoescape true %}{{ (('a' * 9999) | e).replace('a', 'b' * 99999) }}"
     "{% endautoescape %}",
     "markup that joins": "{% autoescape true %}{{ (('a' * 99999) | e).join(['x'] * 99999) }}"
