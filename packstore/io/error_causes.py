@@ -31,134 +31,89 @@ class Cause(NamedTuple):
 
 _LATER = "Check the network, or run again later"
 _OTHER_PLACE = "Free some space or name another place"
-_THROTTLED = Cause(
-    "that it throttles",
-    "Run again later, make fewer requests at a time, or be more patient (storage option "
-    "retry_seconds)",
-    True,
-)
-_FAILING = Cause("an error inside the store", "Run again later, or ask who operates it", True)
 _UNREACHABLE = Cause(
     "no connection", "Check the network, the endpoint and the proxy settings", True
 )
-_TIMEOUT = Cause("no answer in time", _LATER, True)
-_CUT = Cause("an answer that ended too early", _LATER, True)
-_DAMAGED = Cause("bytes that were damaged on the way", _LATER, True)
 DENIED = Cause("permission denied", "Check that these credentials may do this here")
-_UNKNOWN_KEYS = Cause(
-    "credentials that the store does not accept", "Check the key, the secret and the endpoint"
-)
-_EXPIRED = Cause("credentials that have expired", "Log in again, or renew the token")
-_NO_KEYS = Cause(
-    "no credentials",
-    "Set them in the environment or a profile, or add the storage option anon=true for public data",
-)
 NO_BUCKET = Cause("no such bucket", "Check its name, or make it first", False)
-_CLOCK = Cause("that this machine's clock is wrong", "Set the clock (NTP)")
-_REGION = Cause(
-    "that the bucket is in another region",
-    "Set AWS_DEFAULT_REGION to the region of the bucket, or check the endpoint",
-)
-_PAYS = Cause("a bucket that lets the requester pay", "Add the storage option requester_pays=true")
-_NO_CONDITION = Cause(
-    "a store that does not know this kind of request",
-    "packstore needs conditional puts to commit: name another store, or a newer release of it",
-)
-_FROZEN = Cause("an object in an archive", "Restore it to a class that can be read")
-_TLS = Cause("a failure of TLS", "Check the endpoint: http or https?")
 
-_NAMED: tuple[tuple[Cause, str], ...] = (
-    (
-        _THROTTLED,
-        "SlowDown Throttling ThrottlingException RequestLimitExceeded TooManyRequests "
-        "TooManyRequestsException BandwidthLimitExceeded ServerBusy 429 503",
-    ),
-    (
-        _FAILING,
-        "InternalError ServiceUnavailable OperationAborted ConditionalRequestConflict 500 502",
-    ),
-    (
-        _TIMEOUT,
-        "RequestTimeout OperationTimedOut ReadTimeoutError ConnectTimeoutError ServerTimeoutError "
-        "FSTimeoutError ReadTimeout Timeout ServiceResponseTimeoutError 408 504 ETIMEDOUT "
-        "TimeoutError",
-    ),
-    (
-        _CUT,
-        "IncompleteBody ClientPayloadError IncompleteRead IncompleteReadError "
-        "ResponseStreamingError ChunkedEncodingError ContentLengthError ResponseParserError "
-        "ContentDecodingError ChecksumError",
-    ),
-    (
-        _DAMAGED,
-        "BadDigest XAmzContentChecksumMismatch XAmzContentSHA256Mismatch FlexibleChecksumError",
-    ),
-    (
-        _UNREACHABLE,
-        "EndpointConnectionError ConnectionClosedError ClientConnectionError "
-        "ServerDisconnectedError ClientConnectorError HTTPClientError ServiceRequestError "
-        "ServiceResponseError ProxyError RemoteDisconnected ECONNREFUSED ECONNRESET ECONNABORTED "
-        "EPIPE EHOSTUNREACH ENETUNREACH ENETDOWN ConnectionError",
-    ),
-    (
-        DENIED,
-        "AccessDenied AllAccessDisabled AuthorizationFailure AuthorizationPermissionMismatch "
-        "InsufficientAccountPermissions InvalidPayer 403",
-    ),
-    (
-        _UNKNOWN_KEYS,
-        "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken InvalidSecurity "
-        "AuthenticationFailed InvalidAuthenticationInfo ClientAuthenticationError 401",
-    ),
-    (
-        _EXPIRED,
-        "ExpiredToken ExpiredTokenException TokenRefreshRequired RequestExpired RefreshError",
-    ),
-    (
-        _NO_KEYS,
-        "NoCredentialsError PartialCredentialsError CredentialUnavailableError "
-        "DefaultCredentialsError",
-    ),
-    (NO_BUCKET, "NoSuchBucket ContainerNotFound ContainerBeingDeleted"),
-    (_CLOCK, "RequestTimeTooSkewed"),
-    (
-        _REGION,
-        "PermanentRedirect TemporaryRedirect AuthorizationHeaderMalformed "
-        "IllegalLocationConstraintException 301",
-    ),
-    (_NO_CONDITION, "NotImplemented 501"),
-    (_FROZEN, "InvalidObjectState BlobArchived"),
-    (
-        Cause("no space left in the store", _OTHER_PLACE),
-        "QuotaExceeded StorageFull XMinioStorageFull 507",
-    ),
-    (
-        Cause(
-            "a certificate that is not trusted",
-            "Check the endpoint, or name the certificates to trust",
-        ),
-        "ClientConnectorCertificateError",
-    ),
-    (_TLS, "SSLError ClientConnectorSSLError"),
-    (Cause("no space left on the device", _OTHER_PLACE), "ENOSPC"),
-    (Cause("File too large", "Raise the limit on file sizes (ulimit -f)"), "EFBIG"),
-    (Cause("disk quota exceeded", _OTHER_PLACE), "EDQUOT"),
-    (Cause("a read-only filesystem", "Name another place"), "EROFS"),
-    (Cause("no such file or folder", "Check the path", False), "FileNotFoundError"),
-    (
-        Cause("permission denied", "Check the rights of the folder, or the credentials"),
-        "PermissionError",
-    ),
-    (
-        Cause("a file where a folder must be", "Name another folder", False),
-        "NotADirectoryError",
-    ),
-    (Cause("a folder where a file must be", "Name a file", False), "IsADirectoryError"),
-)
-_CAUSES = {name: cause for cause, names in _NAMED for name in names.split()}
+# Cause -> names of what it stands behind: codes of stores, statuses, classes of clients, errnos,
+# builtin classes.
+_NAMED: dict[Cause, str] = {
+    Cause(
+        "that it throttles",
+        "Run again later, make fewer requests at a time, or be more patient (storage option "
+        "retry_seconds)",
+        True,
+    ): "SlowDown Throttling ThrottlingException RequestLimitExceeded TooManyRequests "
+    "TooManyRequestsException BandwidthLimitExceeded ServerBusy 429 503",
+    Cause(
+        "an error inside the store", "Run again later, or ask who operates it", True
+    ): "InternalError ServiceUnavailable OperationAborted ConditionalRequestConflict 500 502",
+    Cause("no answer in time", _LATER, True): "RequestTimeout OperationTimedOut ReadTimeoutError "
+    "ConnectTimeoutError ServerTimeoutError FSTimeoutError ReadTimeout Timeout "
+    "ServiceResponseTimeoutError 408 504 ETIMEDOUT TimeoutError",
+    Cause("an answer that ended too early", _LATER, True): "IncompleteBody ClientPayloadError "
+    "IncompleteRead IncompleteReadError ResponseStreamingError ChunkedEncodingError "
+    "ContentLengthError ResponseParserError ContentDecodingError ChecksumError",
+    Cause("bytes that were damaged on the way", _LATER, True): "BadDigest FlexibleChecksumError "
+    "XAmzContentChecksumMismatch XAmzContentSHA256Mismatch",
+    _UNREACHABLE: "EndpointConnectionError ConnectionClosedError ClientConnectionError "
+    "ServerDisconnectedError ClientConnectorError HTTPClientError ServiceRequestError "
+    "ServiceResponseError ProxyError RemoteDisconnected ECONNREFUSED ECONNRESET ECONNABORTED "
+    "EPIPE EHOSTUNREACH ENETUNREACH ENETDOWN ConnectionError",
+    DENIED: "AccessDenied AllAccessDisabled AuthorizationFailure InvalidPayer 403 "
+    "AuthorizationPermissionMismatch InsufficientAccountPermissions",
+    Cause(
+        "credentials that the store does not accept", "Check the key, the secret and the endpoint"
+    ): "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken InvalidSecurity "
+    "AuthenticationFailed InvalidAuthenticationInfo ClientAuthenticationError 401",
+    Cause("credentials that have expired", "Log in again, or renew the token"): "ExpiredToken "
+    "ExpiredTokenException TokenRefreshRequired RequestExpired RefreshError",
+    Cause(
+        "no credentials",
+        "Set them in the environment or a profile, or add the storage option anon=true for public "
+        "data",
+    ): "NoCredentialsError PartialCredentialsError CredentialUnavailableError "
+    "DefaultCredentialsError",
+    NO_BUCKET: "NoSuchBucket ContainerNotFound ContainerBeingDeleted",
+    Cause("that this machine's clock is wrong", "Set the clock (NTP)"): "RequestTimeTooSkewed",
+    Cause(
+        "that the bucket is in another region",
+        "Set AWS_DEFAULT_REGION to the region of the bucket, or check the endpoint",
+    ): "PermanentRedirect TemporaryRedirect AuthorizationHeaderMalformed "
+    "IllegalLocationConstraintException 301",
+    Cause(
+        "a store that does not know this kind of request",
+        "packstore needs conditional puts to commit: name another store, or a newer release of it",
+    ): "NotImplemented 501",
+    Cause("an object in an archive", "Restore it to a class that can be read"): "BlobArchived "
+    "InvalidObjectState",
+    Cause("no space left in the store", _OTHER_PLACE): "QuotaExceeded StorageFull 507 "
+    "XMinioStorageFull",
+    Cause(
+        "a certificate that is not trusted", "Check the endpoint, or name the certificates to trust"
+    ): "ClientConnectorCertificateError",
+    Cause("a failure of TLS", "Check the endpoint: http or https?"): "SSLError "
+    "ClientConnectorSSLError",
+    Cause("no space left on the device", _OTHER_PLACE): "ENOSPC",
+    Cause("File too large", "Raise the limit on file sizes (ulimit -f)"): "EFBIG",
+    Cause("disk quota exceeded", _OTHER_PLACE): "EDQUOT",
+    Cause("a read-only filesystem", "Name another place"): "EROFS",
+    Cause("no such file or folder", "Check the path", False): "FileNotFoundError",
+    Cause(
+        "permission denied", "Check the rights of the folder, or the credentials"
+    ): "PermissionError",
+    Cause("a file where a folder must be", "Name another folder", False): "NotADirectoryError",
+    Cause("a folder where a file must be", "Name a file", False): "IsADirectoryError",
+}
+_CAUSES = {name: cause for cause, names in _NAMED.items() for name in names.split()}
 
 _TEXTS: tuple[tuple[str, Cause], ...] = (
-    ("requester pays", _PAYS),
+    (
+        "requester pays",
+        Cause("a bucket that lets the requester pay", "Add the storage option requester_pays=true"),
+    ),
     ("Forbidden: ", DENIED),  # gcsfs, which says nothing else
     ("Invalid bucket name", Cause("a bucket name that cannot be", "Check it", False)),
 )
