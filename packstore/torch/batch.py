@@ -212,8 +212,7 @@ class PackedBatch:
 
         Args:
             logical_tokens: sum of the lengths.
-            signed: int32 `[T]`, the id of each token, bit-inverted (``~id``) where unsupervised;
-                None: `fields` hold ids and labels.
+            signed: int32 `[T]`, ids, ``~id`` where unsupervised; None: `fields` hold ids, labels.
             fields: the other fields; for packs ``_examples`` (examples per pack), ``_void`` (the
                 packs of weight 0) and ``_pack_sources`` (int64 `[P]`, or None).
         """
