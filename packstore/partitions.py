@@ -176,9 +176,18 @@ class ReadKeys:
         self._keys, self._config = _Keys(tokenize, config), config
 
     def __call__(
-        self, partitions: Sequence[Sequence[Slice]], run: Run
+        self,
+        partitions: Sequence[Sequence[Slice]],
+        run: Run,
+        on_keys: Callable[[int], None] = lambda _: None,
     ) -> Iterator[tuple[U64, Int64]]:
-        """Yields uint64 `[n]` and int64 `[n]` of each partition, in input order."""
+        """Yields uint64 `[n]` and int64 `[n]` of each partition, in input order.
+
+        Args:
+            partitions: the slices of each.
+            run: tokenizes the blocks.
+            on_keys: told of the number of keys of each block.
+        """
         found: list[tuple[list[U64], list[Int64]]] = [
             ([np.empty(0, np.uint64)], [np.empty(0, np.int64)]) for _ in partitions
         ]
@@ -186,6 +195,7 @@ class ReadKeys:
         for number, block in in_turn(self._keys, pairs, run):
             found[number][0].append(block[0])
             found[number][1].append(block[1])
+            on_keys(len(block[1]))
         for keys, ids in found:
             yield np.concatenate(keys), np.concatenate(ids)
 

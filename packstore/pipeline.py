@@ -179,9 +179,11 @@ def _partitions(
     counting: Counting,
 ) -> Generator[Partition, None, None]:
     """Yields all partitions in order, each packed and written, or taken over."""
+    counting.read(0)
     for other in notes:
-        if found := other.of_others():
-            log.info("%d finished partitions of other jobs lie there: see `packstore clean`", found)
+        if others := other.of_others():
+            text = "%d finished partitions of other jobs lie there: see `packstore clean`"
+            log.info(text, others)
     number = config.partitions or 1
     on_cluster = number > 1 and config.engine != "local"
     engine = ENGINES.load(config.engine)
@@ -199,7 +201,8 @@ def _partitions(
     repeated: list[Int64 | None] = [None] * number
     if config.dedup != "none" and number > 1:
         keys = ReadKeys(intake.tokenize(), config)
-        known = list(run(InTask(keys), slices) if on_cluster else keys(slices, run))
+        found = run(InTask(keys), slices) if on_cluster else keys(slices, run, counting.keyed)
+        known = list(found)
         repeated = [*duplicates([k for k, _ in known], [ids for _, ids in known])]
     items = list(zip(range(number), slices, repeated, strict=True))
     taken = 0

@@ -44,7 +44,6 @@ _DECIDING_SETTINGS = (
 )
 """What changes the tokens of an example, beside truncation."""
 
-
 ASKED_TO_GO = (*DUPLICATES.values(), "unpaired_feedback")
 """Reasons that a setting must ask for; they do not count against `max_drop_rate`."""
 
@@ -180,7 +179,13 @@ class Counting:
     """Tells the progress of all partitions together: records read, packs written."""
 
     def __init__(self, report: Progress | None = None) -> None:
-        self._report, self._read, self._written = report, 0, 0
+        self._report, self._keys, self._read, self._written = report, 0, 0, 0
+
+    def keyed(self, examples: int) -> None:
+        """Adds examples that were read for their keys, before all are read."""
+        self._keys += examples
+        if self._report:
+            self._report("compare", self._keys, None, "records")
 
     def read(self, records: int, last: bool = False) -> None:
         """Adds records; with `last` they are all there are."""
@@ -216,12 +221,7 @@ class Contents:
 class Account:
     """Adds up the records of all partitions, and checks them once all are read.
 
-    Args:
-        jobs: of each part that the settings ask for; the only one is part None.
-        intake: the input.
-        config: all settings.
-        rejects: gets the dropped records, partition by partition.
-        counting: told when all is read.
+    The job of each part that the settings ask for is under its name; the only one is part None.
     """
 
     def __init__(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import packstore
-from packstore import partition_work
 from packstore.config import PackConfig
 from packstore.engines import ENGINES
 from packstore.intake import RecordIntake
@@ -14,7 +13,7 @@ from packstore.io.writer import ShardWriter
 from packstore.overlap import no_garbage_collection
 from packstore.pack.layout import sizes
 from packstore.pack.plan import plan
-from packstore.spill import Spill
+from packstore.spill import Spill, filled
 from packstore.tokenizer import RecordTokenizer
 from peers_etl.child import Task, Watch
 
@@ -67,14 +66,14 @@ def stages(task: Task, watch: Watch) -> None:
         packing = plan(spill.lengths(), config=config)
         packing.statistics()
         watch.stage("plan")
-        filled = list(partition_work.filled(spill, packing, config))
+        packs_made = list(filled(spill, packing, config))
         watch.stage("fill")
         shape = PackShape(
             kind=intake.kind, layout=config.layout, pack_size=config.pack_size, carry={},
             vocab_size=intake.vocab_size,
         )  # fmt: skip
         with ShardWriter(Location(task.out, {}), shape, config, "0" * 12) as writer:
-            for packs in filled:
+            for packs in packs_made:
                 writer.write(packs)
         watch.stage("write")
 

@@ -6,6 +6,7 @@ Parquet has checksums of its own for pages, but not for their headers; Arrow fil
 from __future__ import annotations
 
 import contextlib
+import os
 import zlib
 from typing import Any
 
@@ -44,7 +45,7 @@ def batch_crc32(batch: pa.RecordBatch) -> int:
 
 def row_group_crc32(path: str) -> Int64:
     """Returns int64 `[G]`, the crc32 of each row group or batch of a finished local file."""
-    with pa.memory_map(path) as source:
+    with pa.memory_map(os.fsencode(path)) as source:  # Arrow takes texts for UTF-8
         if source.read(4) == b"PAR1":
             metadata = pq.read_metadata(source)
             groups = map(metadata.row_group, range(metadata.num_row_groups))
