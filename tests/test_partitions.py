@@ -85,6 +85,48 @@ def test_partitions_hold_what_one_would(
     assert again.manifest.to_json() == made.manifest.to_json()
 
 
+@pytest.mark.parametrize("passes", [1, 4, 10])
+def test_partitions_are_read_some_at_a_time(
+    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: int
+) -> None:
+    """However many at once: the same bytes, and no file is read more often than that."""
+    settings: dict[str, Any] = {**SETTINGS, "partitions": 10, "num_workers": 0}
+    whole = packstore.pack(sources, tmp_path / "whole", **settings)
+    opened, open_read = Counter[str](), Location.open_read
+
+    def counted(self: Location, path: str = "", **how: Any) -> Any:
+        opened[self.url] += not path
+        return open_read(self, path, **how)
+
+    monkeypatch.setattr("packstore.partition_work.PASSES", passes)
+    monkeypatch.setattr(Location, "open_read", counted)
+    made = packstore.pack(sources, tmp_path / "out", **settings)
+    assert made.manifest.to_json() == whole.manifest.to_json()
+    reads = [opened[Location(source).url] for source in sources]
+    assert reads[0] <= passes + 1  # the first tells the kind of the records
+    assert max(reads[1:]) <= passes
+
+
+@pytest.mark.parametrize("stage", ["read", "write"])
+def test_a_job_that_is_stopped_leaves_no_temporary_files(
+    sources: list[str], tmp_path: Path, stage: str
+) -> None:
+    def progress(now: str, done: int, total: int | None, unit: str) -> None:
+        if now == stage and done:
+            raise KeyboardInterrupt
+
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        packstore.pack(
+            sources, tmp_path / "out", partitions=6, num_workers=2, progress=progress,
+            spill_dir=str(spill), **SETTINGS,
+        )  # fmt: skip
+    assert not list(spill.iterdir())
+    left = (p for p in (tmp_path / "out").rglob("*") if p.is_file())
+    assert {p.parent.name for p in left} <= {"data", "partitions"}
+
+
 def test_one_file_is_enough(sources: list[str], tmp_path: Path) -> None:
     made = packstore.pack(sources[2], tmp_path / "out", partitions=4, num_workers=0, **SETTINGS)
     assert examples(made) == Counter(range(RECORDS))
