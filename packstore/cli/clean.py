@@ -66,7 +66,8 @@ def _run(args: argparse.Namespace) -> int:
     if not report.lists_uploads and "://" in report.url:
         console.print("unfinished uploads: this store does not list them", style="dim")
     if report.writer:
-        console.print(f"{report.writer} is writing here: what it has written is spared by its age")
+        text = f"{report.writer} may be writing here: only its age spares what it has written"
+        console.print(text, markup=False)
     if not going:
         console.print("nothing to remove", style="green")
     elif report.deleted:

@@ -16,6 +16,7 @@ import orjson
 import pytest
 
 import packstore
+from packstore.cli import main
 from packstore.errors import DatasetExistsError, StorageError
 from packstore.io import upkeep
 from packstore.io.clean import clean
@@ -111,6 +112,20 @@ def test_an_unreadable_marker_is_of_some_job(place: str) -> None:
         Location(place).create_bytes(f"{WRITERS}/{uuid.uuid4().hex}.json", text)
     assert len(writers(Location(place))) == 6
     assert all("another machine" in w.text for w in writers(Location(place)))
+
+
+def test_what_a_marker_says_is_shown_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packstore.pack(pairs(5), str(tmp_path), **SETTINGS)
+    told = {"call": "[/x]\x1b[2J" + "y" * 99, "machine": "", "pid": 1, "started": ""}
+    (tmp_path / WRITERS).mkdir()
+    (tmp_path / WRITERS / "0.json").write_bytes(orjson.dumps(told))
+    assert main(["clean", str(tmp_path)]) == 0
+    out = capsys.readouterr().out.replace("\n", " ")
+    assert "'[/x]\\x1b[2J" in out
+    assert "\x1b" not in out
+    assert "may be writing here" in out
 
 
 def test_a_marker_goes_however_its_job_ends(place: str) -> None:
