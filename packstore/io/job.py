@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from packstore.errors import DatasetExistsError, StorageError, sentence
-from packstore.io.commit import refuse_existing, require_exclusive
+from packstore.io.commit import DATASET, refuse_existing, require_exclusive
 from packstore.io.dataset import Dataset
 from packstore.io.manifest import Manifest
 from packstore.io.merge import Part, check_alike, merge
@@ -118,7 +118,12 @@ class WriteJob:
 
 @contextlib.contextmanager
 def writing(
-    location: Location, overwrite: bool, call: str = "pack", *, single_writer: bool = False
+    location: Location,
+    overwrite: bool,
+    call: str = "pack",
+    *,
+    single_writer: bool = False,
+    name: str = DATASET,
 ) -> Iterator[WriteJob]:
     """A context in which a job writes to `location`, maybe beside others.
 
@@ -127,6 +132,7 @@ def writing(
         overwrite: a dataset that is there is going to be replaced.
         call: what the job does, for people.
         single_writer: no other job writes there meanwhile.
+        name: first part of the name of its manifest.
 
     Raises:
         ConfigError: two writers could both commit there, and `single_writer` is False.
@@ -134,6 +140,6 @@ def writing(
         StorageError: the store refuses.
     """
     require_exclusive(location, single_writer)
-    version = refuse_existing(location, overwrite)
+    version = refuse_existing(location, overwrite, name)
     with pruned(location), marked(location, call):
         yield WriteJob(location, version)

@@ -10,6 +10,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,9 +21,10 @@ import pyarrow.parquet as pq
 
 from packstore.config import fingerprint
 from packstore.errors import ConfigError, FormatError, sentence
-from packstore.io.commit import FOLDER, commit, refuse_existing, require_exclusive
+from packstore.io.commit import FOLDER, commit
 from packstore.io.dataset import Dataset
 from packstore.io.faults import guarded
+from packstore.io.job import DATA, writing
 from packstore.io.manifest import Manifest
 from packstore.io.presence import require_committed
 from packstore.io.side_manifest import (
@@ -36,15 +38,12 @@ from packstore.io.side_reader import Side, open_side, open_side_at
 from packstore.io.staging import Staging
 from packstore.io.storage import Location
 from packstore.io.stored_file import StoredFile
-from packstore.io.upkeep import pruned
-from packstore.io.writers import marked
 from packstore.records import Int64, to_offsets
 from packstore.schema import KINDS
 from packstore.version import VERSION
 
 __all__ = ["SHARD_ROWS", "Side", "SideWriter", "open_side", "open_side_at"]
 
-DATA = "data"
 SHARD_ROWS = 1 << 20
 """Examples of a shard: what a writer holds, and what a reader decodes at once."""
 
@@ -100,13 +99,11 @@ class SideWriter:
             shards=(),
         )
         self._manifest.check(self._location.display)
-        require_exclusive(self._location, single_writer)
-        self._version = refuse_existing(self._location, overwrite, SIDE)
         head = self._manifest
         self._run = fingerprint([head.fingerprint, head.columns, head.made_with])[:12]
         with contextlib.ExitStack() as stack:
-            stack.enter_context(pruned(self._location))
-            stack.enter_context(marked(self._location, "side data"))
+            opened = partial(writing, call="side data", single_writer=single_writer, name=SIDE)
+            self._version = stack.enter_context(opened(self._location, overwrite)).version
             # Also when it is forgotten.
             self._release = weakref.finalize(self, stack.pop_all().close)
         self._staging = Staging(self._location, (FOLDER, DATA), None)
