@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from packstore.io.commit import DATASET, versions
+from packstore.io.commit import DATASET
 from packstore.io.manifest import read_manifest
 from packstore.io.side_manifest import SIDE
 from packstore.io.side_reader import open_side_at
@@ -27,9 +27,3 @@ def paths_of(location: Location, numbers: Iterable[int], name: str = DATASET) ->
         found |= {shard.path for shard in manifest.shards}
         found |= {manifest.pack_index.path} if manifest.pack_index else set()
     return found
-
-
-def named_paths(location: Location) -> set[str]:
-    """Those of all versions, of a dataset and of a side dataset; raises as :func:`paths_of`."""
-    parts = (paths_of(location, versions(location, name), name) for name in (DATASET, SIDE))
-    return set().union(*parts)
