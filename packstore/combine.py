@@ -21,10 +21,10 @@ from packstore.io.dataset import Dataset, find_dataset
 from packstore.io.dataset import open as open_dataset
 from packstore.io.faults import guarded
 from packstore.io.job import DATA, AppendedBefore, WriteJob, writing
-from packstore.io.manifest import Manifest, commit_manifest
+from packstore.io.manifest import Manifest
 from packstore.io.merge import Part, check_parts, merge, origins
 from packstore.io.pack_index import put_index
-from packstore.io.presence import require_committed, require_files
+from packstore.io.presence import require_files
 from packstore.io.shard import ShardInfo
 from packstore.io.staging import Staging
 from packstore.io.storage import Location
@@ -95,7 +95,7 @@ def append(
         except AppendedBefore:
             log.info("%s: already there, same input and settings", base.url)
             return base
-    grown = open_dataset(base.location.url, base.location.storage_options)
+    grown = job.committed
     added = grown.manifest.records.packed - base.manifest.records.packed
     log.info("appended %s records: version %d of %s", f"{added:,}", grown.version, grown.url)
     return grown
@@ -148,9 +148,8 @@ def concat(
                 raise too_late(location)  # its newest version was meant, and another came
         manifest = _copied(job, parts, run)
         job.confirm(manifest.shards)
-        commit_manifest(location, manifest, version=job.version)
-        require_committed(location, manifest, job.version)
-    return open_dataset(out, storage_options)
+        job.commit(manifest)
+    return job.committed
 
 
 def _concatenated_before(location: Location, parts: Sequence[Part]) -> Dataset | None:

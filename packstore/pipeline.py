@@ -27,7 +27,6 @@ from packstore.finished import finished_before
 from packstore.finished_partitions import Partition, Written
 from packstore.intake import Intake, RecordIntake, open_intake
 from packstore.io.dataset import Dataset
-from packstore.io.dataset import open as open_dataset
 from packstore.io.job import WriteJob, writing
 from packstore.io.partition_notes import PartitionNotes
 from packstore.io.rejects import RejectsFile
@@ -109,10 +108,9 @@ def pack(
         ]
         work = partial(_pack, jobs, source, tokenizer, config, progress)
         _falling_back(work, source, config)
-    datasets = [open_dataset(p.url, storage_options=storage_options) for p in places.values()]
-    for dataset in datasets:
-        _log_result(dataset)
-    return datasets[0]
+    for job in jobs:
+        _log_result(job.committed)
+    return jobs[0].committed
 
 
 def pack_into(

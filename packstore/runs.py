@@ -12,10 +12,9 @@ from packstore.config import MEANINGFUL, PackConfig, fingerprint
 from packstore.errors import ConfigError, DropRateError, InputError, sentence
 from packstore.intake import Intake, RecordIntake
 from packstore.io.job import WriteJob
-from packstore.io.manifest import build_manifest, commit_manifest
+from packstore.io.manifest import build_manifest
 from packstore.io.pack_index import put_index
 from packstore.io.partition_notes import Finished
-from packstore.io.presence import require_committed
 from packstore.io.rejects import RejectsFile
 from packstore.io.shard import PackShape
 from packstore.io.statistics import PackCounter
@@ -295,6 +294,4 @@ def commit(
     manifest = build_manifest(shape, config, infos, counter, *known)
     index = put_index(job.location, itertools.chain(job.earlier(), (part.sizes for part in shards)))
     job.confirm(infos)
-    whole = job.whole(replace(manifest, pack_index=index))
-    commit_manifest(job.location, whole, version=job.version)
-    require_committed(job.location, whole, job.version)
+    job.commit(job.whole(replace(manifest, pack_index=index)))

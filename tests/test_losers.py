@@ -13,6 +13,7 @@ import packstore
 from packstore.errors import DatasetExistsError, MissingFilesError, StorageError
 from packstore.io.clean import clean
 from packstore.io.commit import manifest_path
+from packstore.io.dataset import Dataset
 from packstore.io.job import WriteJob
 from packstore.io.storage import Location
 
@@ -151,3 +152,31 @@ def test_a_commit_without_its_shards_is_told(
     with pytest.raises(MissingFilesError, match="must have all files that version 2 names"):
         packstore.concat([place, other], f"{place}-out")
     assert packstore.open(place, version=1).verify().ok
+
+
+@pytest.mark.parametrize("how", ["pack", "append", "concat"])
+def test_a_call_returns_what_it_committed(
+    place: str, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Also where another job commits the next version before the call returns."""
+    packstore.pack(RECORDS, place, **SETTINGS)
+    other = packstore.pack(RECORDS[:30], f"{place}-other", **SETTINGS)
+    create, later = Location.create_bytes, list[Dataset]()
+
+    def overtaken(self: Location, path: str, data: bytes) -> None:
+        create(self, path, data)
+        if path == manifest_path(2):
+            later.append(packstore.pack(pairs(5, 3000), place, overwrite=True, **SETTINGS))
+
+    act = {
+        "pack": lambda: packstore.pack(pairs(20, 0), place, overwrite=True, **SETTINGS),
+        "append": lambda: packstore.append(place, pairs(20, 900)),
+        "concat": lambda: packstore.concat([place, other], place, overwrite=True),
+    }[how]
+    with monkeypatch.context() as patch:
+        patch.setattr(Location, "create_bytes", overtaken)
+        made = act()
+    assert (made.version, later[0].version, packstore.open(place).version) == (2, 3, 3)
+    stored = packstore.open(place, version=2)
+    assert made.manifest.to_json() == stored.manifest.to_json()
+    assert made.verify().ok

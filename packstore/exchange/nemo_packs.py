@@ -20,10 +20,8 @@ from packstore.exchange.importers import ImportOptions
 from packstore.exchange.object_array import Row, numbers, read_rows, reals
 from packstore.invariants import check_packs
 from packstore.io.dataset import Dataset
-from packstore.io.dataset import open as open_dataset
 from packstore.io.job import writing
-from packstore.io.manifest import build_manifest, commit_manifest
-from packstore.io.presence import require_committed
+from packstore.io.manifest import build_manifest
 from packstore.io.shard import PackShape
 from packstore.io.storage import Location
 from packstore.io.streams import HashedStream, decompressed
@@ -92,10 +90,9 @@ def import_packs(
         tally = Tally(read=pairs)
         manifest = build_manifest(shape, config, shards, writer.counter, tally, {}, provenance)
         manifest = replace(manifest, pack_index=writer.pack_index)
-        commit_manifest(place, manifest, version=job.version)
-        require_committed(place, manifest, job.version)
+        job.commit(manifest)
     progress("import", manifest.num_packs, manifest.num_packs, "packs")
-    return open_dataset(place.url, place.storage_options)
+    return job.committed
 
 
 def _found(source: Location, hashed: HashedStream, pairs: int) -> dict[str, Any]:

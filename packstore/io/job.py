@@ -19,8 +19,9 @@ from typing import Any
 from packstore.errors import DatasetExistsError, StorageError, sentence
 from packstore.io.commit import DATASET, refuse_existing, require_exclusive
 from packstore.io.dataset import Dataset
-from packstore.io.manifest import Manifest
+from packstore.io.manifest import Manifest, commit_manifest
 from packstore.io.merge import Part, check_alike, merge
+from packstore.io.presence import require_committed
 from packstore.io.shard import ShardInfo
 from packstore.io.storage import Location
 from packstore.io.upkeep import list_folder, pruned
@@ -43,9 +44,11 @@ class WriteJob:
         location: the place.
         version: the number that the next manifest will have.
         extends: the dataset whose packs come first in the next version; None: there are none.
+        committed: the version that :meth:`commit` made.
     """
 
     extends: Dataset | None = None
+    committed: Dataset
 
     def __init__(self, location: Location, version: int) -> None:
         self.location, self.version = location, version
@@ -114,6 +117,20 @@ class WriteJob:
                 found = f"{shard.path} removed or changed"
                 must = "its shards must stay while a job writes there"
                 raise StorageError(sentence(self.location.display, must, found, "Run it again"))
+
+    def commit(self, manifest: Manifest) -> None:
+        """Puts the manifest under the number of this job, and looks whether its files are there.
+
+        Raises:
+            DatasetExistsError: another writer was faster.
+            MissingFilesError: the version is on record, and broken.
+            StorageError: the store refuses.
+        """
+        commit_manifest(self.location, manifest, version=self.version)
+        require_committed(self.location, manifest, self.version)
+        # As a reader gets it. The newest version may be that of another job by now.
+        as_stored = Manifest.from_json(manifest.to_json(), self.location.display)
+        self.committed = Dataset(self.location, as_stored, self.version)
 
 
 @contextlib.contextmanager
