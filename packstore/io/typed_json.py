@@ -10,7 +10,6 @@ from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from packstore.errors import FormatError, quote, sentence
 from packstore.records import Int64
@@ -22,8 +21,8 @@ Positive = Annotated[int, msgspec.Meta(ge=1, le=TOP)]
 Whole = Annotated[int, msgspec.Meta(ge=-TOP - 1, le=TOP)]
 Real = Annotated[float, msgspec.Meta(ge=0)]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-Checksums = npt.NDArray[np.uint32]
-"""In JSON a text: 8 hexadecimal digits for each."""
+Checksums = np.ndarray[Any, np.dtype[np.uint32]]
+"""In JSON a text: 8 hexadecimal digits for each. (An alias of numpy would not stay comparable.)"""
 
 T = TypeVar("T")
 _HEX = re.compile(r"([0-9a-f]{8})*")
