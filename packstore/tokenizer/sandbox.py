@@ -65,11 +65,7 @@ class Budget:
 
     def count(self, value: Any) -> Any:
         """Counts a value that was made, and returns it."""
-        if type(value) is str:
-            self.left -= len(value)
-            if self.left < 0:
-                self.spend(0)
-        elif not isinstance(value, _FREE):
+        if not isinstance(value, _FREE):
             self.spend(self.size(value))
         elif isinstance(value, int):
             check_bits(value.bit_length())
@@ -147,13 +143,6 @@ def _join(environment: Environment, value: Any, d: str = "", attribute: Any = No
     return d.join(map(str, HERE.budget.listed(value, d)))
 
 
-def _concat(parts: tuple[Any, ...]) -> str:
-    """``a ~ b``."""
-    return "".join(
-        [part if type(part) is str else str(part) for part in map(HERE.budget.count, parts)]
-    )
-
-
 def _size_of_format(text: str, *args: Any, **kwargs: Any) -> int:
     if _WIDE.search(text.replace("{{", "")):
         raise Refused("template_refused", "a format with a large or given width")
@@ -187,7 +176,7 @@ class _Guards(NodeTransformer):
             look = nodes.ExprStmt(_apply("look", nodes.Const(None), node), lineno=node.lineno)
             node.body.insert(0, look)
         elif isinstance(node, nodes.Concat):
-            return _apply("concat", nodes.Tuple(node.nodes, "load", lineno=node.lineno), node)
+            return _apply("join", nodes.Tuple(node.nodes, "load", lineno=node.lineno), node)
         elif isinstance(node, nodes.Getitem):
             return _apply("count", node, node) if isinstance(node.arg, nodes.Slice) else node
         elif isinstance(node, nodes.List | nodes.Tuple | nodes.Dict):
@@ -216,7 +205,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters = {n: _counted(n, f) for n, f in filters.items()}
         self.filters["packstore look"] = lambda _: HERE.budget.check_time()
         self.filters["packstore count"] = lambda value: HERE.budget.count(value)
-        self.filters["packstore concat"] = _concat
+        self.filters["packstore join"] = _join
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _Guards().visit(super()._parse(source, name, filename))
