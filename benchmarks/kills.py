@@ -284,6 +284,10 @@ def main() -> int:
         contextlib.ExitStack() as stack,
     ):
         folder = Path(name)
+        # In this process, so that children find everything loaded.
+        (folder / "warm").mkdir()
+        warm = Place(str(folder / "warm" / "ds"), folder / "warm" / "ds")
+        assert pack(written(warm, OLD), warm.url, **SETTINGS).verify().ok
         if "local" in args.places:
             report["local"] = kill_all(local_places(folder / "local"), args.moments, args.seed)
         if "s3" in args.places:
