@@ -21,11 +21,11 @@ def read_rows(stream: BinaryIO, path: str, keys: frozenset[str]) -> Iterator[Row
 
     Args:
         stream: the file; it is read to its end.
-        path: what error texts call it.
-        keys: the keys of every row, no more and no less; each value is a list.
+        path: name of the file in error texts.
+        keys: the exact keys of every row; each value is a list.
 
     Raises:
-        InputError: it is not such a file, or asks for anything else.
+        InputError: it is not such a file.
     """
     declared, rows = _declared(stream, path), load(stream.read(), path)
     if len(rows) != declared:
@@ -41,7 +41,7 @@ def read_rows(stream: BinaryIO, path: str, keys: frozenset[str]) -> Iterator[Row
         for name, values in row.items():
             if type(values) is not list:
                 raise InputError(sentence(f"{where}, {name}", "must be a list", _kind(values)))
-        # Of a few bytes, a list that is used again and again would become any number of packs.
+        # A list that is used repeatedly could make any number of packs from a few bytes.
         used = {id(row), *map(id, row.values())}
         if len(used) <= len(keys) or used & seen:
             raise InputError(
@@ -52,10 +52,10 @@ def read_rows(stream: BinaryIO, path: str, keys: frozenset[str]) -> Iterator[Row
 
 
 def numbers(values: list[Any], where: str) -> Int64:
-    """Returns a list of whole numbers as int64.
+    """Converts a list of integers to int64.
 
     Raises:
-        InputError: there is anything else in it.
+        InputError: a value is no integer of 64 bits.
     """
     if set(map(type, values)) <= {int}:
         with contextlib.suppress(OverflowError):
@@ -66,10 +66,10 @@ def numbers(values: list[Any], where: str) -> Int64:
 
 
 def reals(values: list[Any], where: str) -> npt.NDArray[np.float64]:
-    """Returns a list of numbers as float64.
+    """Converts a list of numbers to float64.
 
     Raises:
-        InputError: there is anything else in it.
+        InputError: a value is no number.
     """
     if set(map(type, values)) <= {int, float}:
         return np.array(values, np.float64)
@@ -78,14 +78,14 @@ def reals(values: list[Any], where: str) -> npt.NDArray[np.float64]:
 
 
 def _kind(value: Any) -> str:
-    """A value for error texts: short, however deep it is."""
+    """Describes a value for error texts, briefly."""
     if value is None or isinstance(value, str | int | float):
         return quote(value)
     return "a " + type(value).__name__.lstrip("_")
 
 
 def _declared(stream: BinaryIO, path: str) -> int:
-    """Rows that the header of the file declares."""
+    """Number of rows in the header of the file."""
     try:
         version = np.lib.format.read_magic(stream)
         if version == (1, 0):

@@ -1,13 +1,13 @@
 """Unpickles an array of dicts of lists of numbers, as ``numpy.save`` writes it, and nothing else.
 
-A pickle is a program: ``numpy.load`` with ``allow_pickle`` runs whatever the file asks for. Here
-Python's own ``Unpickler`` runs it, but gets four names at most, none of which is numpy's: they are
-stand-ins that take the arguments that ``numpy.save`` writes, and make nothing but a holder of the
-rows. Before that, :func:`_scan` passes once over the file and refuses every instruction that such a
-file does not have, and what would take memory or stack out of proportion to its size.
+A pickle is a program: ``numpy.load`` with ``allow_pickle`` runs it. Here Python's ``Unpickler``
+runs it, but resolves only four names, to stand-ins instead of numpy's objects: they accept the
+arguments that ``numpy.save`` writes, and make only a holder of the rows. Before that, :func:`_scan`
+refuses every instruction that such a file does not need, and memory or stack use out of proportion
+to the file's size.
 
-What the instructions mean is in Python's ``pickletools``, which also showed what numpy 1 and 2
-write (protocols 3 and 4; ``numpy.core`` and ``numpy._core``).
+The instructions are documented in Python's ``pickletools``, which also showed the output of numpy 1
+and 2 (protocols 3 and 4; ``numpy.core`` and ``numpy._core``).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from packstore.errors import InputError, PackstoreError, quote, sentence
 from packstore.pack.kernels import jit
 
 _TEXT = 256
-"""Bytes of a text or a name at most: the file holds the names of a few lists, no prose."""
+"""Most bytes of a text or a name: the file holds the names of a few lists only."""
 _TUPLES = 16
-"""Tuples at most, of which numpy writes seven: hashing one within another takes stack for each."""
+"""Most tuples, of which numpy writes seven: hashing nested tuples uses stack for each level."""
 _LISTS = 8
-"""Bytes of the file at least for each list or dict, which take up to 250 bytes of memory."""
+"""Least bytes of the file per list or dict, each of which takes up to 250 bytes of memory."""
 _LONG = 9
-"""Bytes of a whole number at most, 64 bits and the sign: larger ones can have equal hashes."""
+"""Most bytes of an integer, 64 bits and the sign: larger ones can have equal hashes."""
 
 _NO, _LINES = -1, -9
 _SIZES = np.full(256, _NO, np.int64)
-"""Instruction -> bytes behind it. Negative: `_NO` instruction of such a file; `_LINES`, two lines;
-else minus the bytes of a length, less one, which so many bytes follow."""
+"""Instruction -> bytes of its argument. Negative: `_NO`: not allowed; `_LINES`: two lines; else
+minus (n + 1): a length of n bytes, and as many bytes as it says."""
 for _codes, _size in (
     (b"(]})N\x88\x89\x93\x94\x85\x86\x87tRbaesu.", 0),
     (b"\x80Kqh", 1),
@@ -62,15 +62,15 @@ _END, _CODE, _LENGTH, _DEEP, _MANY, _BEHIND, _MEMO = range(len(_FAULTS))
 def load(data: bytes, path: str) -> list[Any]:
     """Returns the objects of the pickled array in `data`, which are of built-in types.
 
-    They take at most about 40 times the memory of `data`, and of a real file about 10 times. A
-    list may be in several places.
+    They take at most about 40 times the memory of `data`, for a real file about 10 times. A list
+    may occur several times.
 
     Args:
-        data: the file behind its header.
-        path: what error texts call it.
+        data: the file after its header.
+        path: name of the file in error texts.
 
     Raises:
-        InputError: the file asks for anything else.
+        InputError: the file is not such an array.
     """
     fault, at = _scan(np.frombuffer(data, np.uint8), _SIZES)
     if fault >= 0:
@@ -80,7 +80,7 @@ def load(data: bytes, path: str) -> list[Any]:
         array = _Unpickler(io.BufferedReader(io.BytesIO(data), 1 << 20)).load()
     except PackstoreError as error:
         raise _refusal(path, str(error)) from None
-    except Exception as error:  # the instructions do not fit together, in one of many ways
+    except Exception as error:  # inconsistent instructions raise many kinds of errors
         raise _refusal(path, quote(f"{type(error).__name__}: {error}", 120)) from error
     if not isinstance(array, _Array) or array.rows is None:
         raise _refusal(path, "something else at its end")
@@ -91,7 +91,7 @@ def load(data: bytes, path: str) -> list[Any]:
 
 
 class _Array:
-    """Holds the rows of the array, once it has got its state."""
+    """Holds the rows of the array, once its state is set."""
 
     __slots__ = ("rows", "shape")
 
@@ -107,7 +107,7 @@ class _Array:
 
 
 class _DType:
-    """The data type of objects, whose state says nothing more."""
+    """The data type of objects, whose state is ignored."""
 
     __slots__ = ()
 
@@ -116,7 +116,7 @@ class _DType:
 
 
 class _Name:
-    """A name of numpy's. As an instance without attributes it can be neither changed nor made."""
+    """A stand-in for a name of numpy; an instance without attributes, so that it is immutable."""
 
     __slots__ = ()
 
@@ -163,7 +163,7 @@ def _refusal(where: str, found: str) -> InputError:
 
 @jit
 def _scan(data: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> tuple[int, int]:
-    """Returns what is wrong with the instructions, an index of `_FAULTS` or -1, and the place."""
+    """Returns the first fault of the instructions, an index of `_FAULTS` or -1, and its offset."""
     at = start = tuples = lists = count = 0
     end = len(data)
     while at < end:
@@ -178,7 +178,7 @@ def _scan(data: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> tuple[in
                     return _LENGTH, start
                 lines -= data[at] == 0x0A
                 at += 1
-            size = lines  # more than nothing where the file ended
+            size = lines  # positive if the file ended
         elif size < 0:
             prefix, size = -1 - size, 0
             if at + prefix > end:

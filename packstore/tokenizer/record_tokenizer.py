@@ -1,4 +1,4 @@
-"""The stage itself: parsed records in, examples and a tally out."""
+"""The tokenization stage: converts parsed records to examples and a tally."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ STRICT = ("tokenizers", *FASTER)
 """Engines that raise an error for text with lone surrogates."""
 
 FIRST_RECORDS = 64
-"""Records on which a faster engine must agree with the reference before it is used."""
+"""Number of first records on which a faster engine must agree with the reference."""
 
 
 class _Block:
-    """The records of a block on their way through the stage, their sequences one after another.
+    """The records of a block in the stage, with their sequences.
 
     Attributes:
-        records: place in the block of each record that came through so far.
-        counts: its number of sequences.
-        rewards: of all sequences.
+        records: index in the block of each record not refused so far.
+        counts: number of sequences of each record.
+        rewards: rewards of all sequences.
         carried: carried values of each record.
-        keys: hashes of the prompt and of all of each record, where they are wanted.
+        keys: hashes of prompt and record of each record, if needed.
         drafts: the sequences that are text.
-        ids: the sequences that are ids already, by their place among all sequences.
-        refused: why records are refused, by place in the block.
-        events: what there is to note of records, likewise.
-        used: name of a field -> records in which it was used, plain pairs apart.
-        plain: pairs of plain texts, of which no more than these was looked at.
-        scored: places of the records that have rewards of their own.
+        ids: the sequences that are ids, by their index among all sequences.
+        refused: refusals, by index in the block.
+        events: events to note, by index in the block.
+        used: field name -> records in which it was used, without plain pairs.
+        plain: number of plain pairs, which took the fast path.
+        scored: indices of the records with rewards.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class _Block:
         self.scored: set[int] = set()
 
     def add_pair(self, i: int, drafts: tuple[Draft, Draft]) -> None:
-        """Adds record `i`, of which nothing is carried, and which has no rewards of its own."""
+        """Adds record `i`, which has no carried values and no rewards."""
         self.records.append(i)
         self.counts.append(2)
         self.rewards += DEFAULT_REWARDS
@@ -77,16 +77,16 @@ class _Block:
 
 
 class RecordTokenizer:
-    """Turns records into examples. Picklable, and the same rows always give the same examples.
+    """Converts records to examples, deterministically. Picklable.
 
     Args:
-        tokenizer: the tokenizer; None only where all records are token ids already.
+        tokenizer: the tokenizer; None only if all records are token ids.
         config: the settings.
         kind: ``dpo``, ``sft`` or ``ranked``.
 
     Raises:
-        TokenizerError: BOS or EOS is asked for, and the tokenizer has none.
-        ConfigError: a carried column that cannot be.
+        TokenizerError: the settings require BOS or EOS, and the tokenizer has none.
+        ConfigError: a carried column is not possible.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, config: TokenizeConfig, kind: str) -> None:
@@ -102,7 +102,7 @@ class RecordTokenizer:
         plain = not (self._wants_keys or self.carry or config.fields or config.thinking == "strip")
         if tokenizer and kind == "dpo" and plain:
             self._hint = tokenizer.control_hint
-        # These refuse what is no Unicode, so that it need not be looked for beforehand.
+        # These refuse invalid Unicode, so that no check is needed before.
         self._trusting = tokenizer is not None and tokenizer.engine_name in STRICT
         for role, asked in (("bos", config.add_bos), ("eos", config.append_eos)):
             if asked and tokenizer and getattr(tokenizer, f"{role}_id") is None:
@@ -110,11 +110,11 @@ class RecordTokenizer:
                 raise TokenizerError(sentence(f"tokenizer {tokenizer.name}", must, "none"))
 
     def __call__(self, rows: Rows) -> tuple[Examples, Tally]:
-        """The examples of `rows`, in order, and what happened to every record.
+        """Returns the examples of `rows`, in order, and the tally of all records.
 
         Raises:
             RecordError: a record breaks a rule whose policy is ``error``.
-            TokenizerError: text without a tokenizer, or messages without a chat template.
+            TokenizerError: there is text without a tokenizer, or messages without a chat template.
         """
         block, trusting = _Block(), self._trusting
         names = names_of(rows.values)
@@ -130,7 +130,7 @@ class RecordTokenizer:
                     check_feedback(value, feedback)
                 self._prepare(block, i, value)
             except Refused as error:
-                # Its traceback holds the block: a cycle, of which a long job would make many.
+                # Its traceback references the block: a cycle that would leak memory in long jobs.
                 block.refused[i] = error.with_traceback(None)
         try:
             sequences = self._encode(block)
@@ -153,7 +153,7 @@ class RecordTokenizer:
         return self._examples(rows, block, sequences, firsts), tally
 
     def _count(self, tally: Tally, block: _Block, rows: Rows, names: set[str]) -> None:
-        """Counts fields that were used or not, and pairs with rewards of their own."""
+        """Counts used and unused fields, and pairs with rewards."""
         block.used.update(dict.fromkeys(PLAIN_FIELDS, block.plain) if block.plain else {})
         records = [rows.values[i] for i in block.records]
         tally.used = block.used
@@ -166,7 +166,7 @@ class RecordTokenizer:
         """Adds record `i` to the block.
 
         Raises:
-            Refused: it cannot become an example.
+            Refused: the record cannot become an example.
         """
         parsed = check_responses(parse_record(value, self.kind, self.config), self.config)
         carried = carried_values(value, self.carry) if isinstance(value, dict) else []
@@ -198,14 +198,14 @@ class RecordTokenizer:
         return self.tokenizer
 
     def _encode(self, block: _Block) -> Sequences:
-        """The sequences of all records, in order."""
+        """Encodes the sequences of all records, in order."""
         found = Sequences.of([])
         if self.tokenizer is not None and block.drafts:
             found = assemble(self.tokenizer, block.drafts, self.config)
         return found.with_rows(block.ids, insert=True)
 
     def _judge(self, block: _Block, sequences: Sequences, firsts: Int64) -> Sequences:
-        """Refuses records that cannot stay, and cuts those that settings want cut."""
+        """Refuses records by the policies, and truncates overlong ones if set."""
         if not block.records:
             return sequences
         record = np.repeat(block.records, block.counts)
@@ -217,7 +217,7 @@ class RecordTokenizer:
             response = i - int(firsts[np.searchsorted(firsts, i, "right") - 1]) + 1
             detail = f"response {response} has no supervised token"
             block.refused.setdefault(int(record[i]), Refused("unsupervised", detail))
-        # Shared prefixes only make an example shorter: what fits without them needs no look.
+        # Shared prefixes only shorten an example: one that fits without them needs no check.
         multiple = self.config.pad_to_multiple
         total = np.add.reduceat(-(-lengths // multiple) * multiple, firsts[:-1])
         longest = np.maximum.reduceat(lengths, firsts[:-1])
@@ -242,7 +242,7 @@ class RecordTokenizer:
         return sequences
 
     def _examples(self, rows: Rows, block: _Block, sequences: Sequences, firsts: Int64) -> Examples:
-        """The records that are not refused."""
+        """The examples of the records not refused."""
         records = np.array(block.records, np.int64)
         keep = np.ones(len(records), np.bool_)
         if block.refused:
@@ -268,10 +268,10 @@ class RecordTokenizer:
 
 
 def agreeing(tokenizer: Tokenizer, rows: Rows, config: TokenizeConfig, kind: str) -> Tokenizer:
-    """`tokenizer`, or the same with the reference engine if that one reads records differently.
+    """Returns `tokenizer`, or one with the reference engine if their examples differ.
 
     Args:
-        tokenizer: as chosen by probe texts.
+        tokenizer: the tokenizer chosen by probe texts.
         rows: the first records of the input; some of them are tokenized with both engines.
         config: the settings of the job.
         kind: ``dpo``, ``sft`` or ``ranked``.

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja, in a sandbox, rendered the way Hugging Face renders them."""
+"""Chat templates: Jinja in a sandbox, rendered as Hugging Face renders them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.sandbox import HERE, MAX_SOURCE, Budget, Sandbox, as_json
 
 TEMPLATE_DATE = "2024-07-26"
-"""Today, as templates that ask for the date see it: the same on every day, so that the same input
-gives the same bytes. It is the date that Llama's own templates fall back to."""
+"""The current date for templates that use it: constant, so that the same input always gives the
+same bytes. It is the fallback of Llama's own templates."""
 
 MAX_RENDERED = 1 << 26
-"""Characters that a rendered dialogue may have; what may be made on the way: :mod:`.sandbox`."""
+"""Most characters of a rendered dialogue; limits of intermediate values are in :mod:`.sandbox`."""
 
 Message = dict[str, Any]
 Tools = list[Any] | None
@@ -32,7 +32,7 @@ Span = tuple[int, int]
 
 
 class _Generation(Extension):
-    """``{% generation %}...{% endgeneration %}``: marks what the assistant says."""
+    """``{% generation %}...{% endgeneration %}``: marks the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012  (declared so by jinja2)
 
@@ -48,12 +48,12 @@ class _Generation(Extension):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template, the token strings that it may use (``bos_token``, ...), and variables.
+    """A chat template, with its token strings (``bos_token``, ...) and variables.
 
     Attributes:
         source: Jinja text.
-        tokens: name -> string of a token, None where the tokenizer has none.
-        variables: JSON values that the template asks for by name, such as ``enable_thinking``.
+        tokens: name -> string of a token, None if the tokenizer has none.
+        variables: JSON values that the template uses by name, such as ``enable_thinking``.
 
     Raises:
         TokenizerError: on construction, if the template has a syntax error or is too long; on
@@ -69,15 +69,15 @@ class ChatTemplate:
 
     @cached_property
     def marks_generation(self) -> bool:
-        """Whether the template itself says what the assistant's words are."""
+        """True if the template marks the assistant's text by ``{% generation %}`` blocks."""
         tree = self._compiled.environment.parse(self.source)
         return any(name.name == "generation_opens" for name in tree.find_all(nodes.Name))
 
     @cached_property
     def written_prompt(self) -> str:
-        """Generation prompt that every dialogue ends with, asked for or not; mostly empty.
+        """Generation prompt that the template always writes at the end; usually empty.
 
-        Looked for in a dialogue of two turns each; empty where the template refuses that one.
+        Found by rendering dialogues of two turns; empty if the template refuses them.
         """
         words = free_characters(self.source, 4)
         roles = ("user", "assistant") * 2
@@ -102,9 +102,9 @@ class ChatTemplate:
 
     @cached_property
     def takes_null(self) -> bool:
-        """Whether the content of a turn that only calls may be null; "" suits the template else.
+        """True if the content of a turn with calls only should be null instead of "".
 
-        Some templates show calls only where it is null, others refuse it or write "None".
+        Some templates render calls only if it is null, others refuse null or write "None".
         """
         null, empty = (
             max(self._grade_call(content, arguments) for arguments in ({"k": "v"}, '{"k": "v"}'))
@@ -129,7 +129,7 @@ class ChatTemplate:
         return grade
 
     def with_variables(self, variables: Mapping[str, Any]) -> Self:
-        """The same template with these variables; it is not compiled again."""
+        """Returns the template with these variables, without compiling it again."""
         other = object.__new__(type(self))
         own = {"source": self.source, "tokens": self.tokens, "_compiled": self._compiled}
         other.__dict__.update(own, variables=dict(variables))
@@ -138,15 +138,15 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False
     ) -> str:
-        """The text of a dialogue; with `prompt`, up to where the next answer would begin.
+        """Renders a dialogue; with `prompt`, followed by the generation prompt.
 
         Raises:
-            Refused: ``template_refused``, with what the template said.
+            Refused: ``template_refused``, with the template's message.
         """
         return self._render(messages, tools, add_generation_prompt=prompt)
 
     def render_spans(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
-        """The text, and where in it the ``{% generation %}`` blocks lie (start, end)."""
+        """Renders a dialogue; returns the text and (start, end) of its generation blocks."""
         opens, closes = free_characters(self.source + as_json([messages, tools]), 2)
         marked = self._render(
             messages,
@@ -183,13 +183,13 @@ class ChatTemplate:
                     raise Refused("template_refused", f"more than {MAX_RENDERED} characters")
         except (Refused, TokenizerError):
             raise
-        except Exception as error:  # foreign code on foreign data: anything can be raised
+        except Exception as error:  # untrusted code on untrusted data may raise anything
             raise Refused("template_refused", f"{type(error).__name__}: {error}") from error
         return "".join(parts)
 
     @cached_property
     def _context(self) -> dict[str, Any]:
-        """Variables of every rendering; a given one hides a token of its name."""
+        """Variables of every rendering; they override tokens of the same name."""
         tokens = {name: token for name, token in self.tokens.items() if token is not None}
         return {**tokens, **self.variables, "documents": None}
 
