@@ -16,11 +16,11 @@ from typing import Any
 
 from packstore.config import PackConfig, RunConfig, fingerprint
 from packstore.errors import ConfigError, IntegrityError, TokenizerError, sentence
-from packstore.io.commit import FOLDER, too_late
+from packstore.io.commit import DATA, FOLDER, too_late
 from packstore.io.dataset import Dataset, find_dataset
 from packstore.io.dataset import open as open_dataset
 from packstore.io.faults import guarded
-from packstore.io.job import DATA, AppendedBefore, WriteJob, writing
+from packstore.io.job import AppendedBefore, WriteJob, writing
 from packstore.io.manifest import Manifest
 from packstore.io.merge import Part, check_parts, merge, origins
 from packstore.io.pack_index import put_index

@@ -21,7 +21,8 @@ from packstore.errors import (
 from packstore.io.seal import seal, unsealed
 from packstore.io.storage import Location
 
-FOLDER = "_packstore"
+FOLDER, DATA = "_packstore", "data"
+"""Folders of a dataset: its versions and notes, and its shards."""
 MAX_MANIFEST_BYTES = 256 << 20
 """A larger manifest is refused, on write and on read."""
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from packstore.errors import DatasetExistsError, StorageError, sentence
-from packstore.io.commit import DATASET, refuse_existing, require_exclusive
+from packstore.io.commit import DATA, DATASET, refuse_existing, require_exclusive
 from packstore.io.dataset import Dataset
 from packstore.io.manifest import Manifest, commit_manifest
 from packstore.io.merge import Part, check_alike, merge
@@ -29,8 +29,6 @@ from packstore.io.writers import marked
 from packstore.records import PackSizes
 
 log = logging.getLogger("packstore")
-
-DATA = "data"
 
 
 class AppendedBefore(DatasetExistsError):

@@ -21,10 +21,10 @@ import pyarrow.parquet as pq
 
 from packstore.config import fingerprint
 from packstore.errors import ConfigError, FormatError, sentence
-from packstore.io.commit import FOLDER, commit
+from packstore.io.commit import DATA, FOLDER, commit
 from packstore.io.dataset import Dataset
 from packstore.io.faults import guarded
-from packstore.io.job import DATA, writing
+from packstore.io.job import writing
 from packstore.io.manifest import Manifest
 from packstore.io.presence import require_committed
 from packstore.io.side_manifest import (

@@ -19,8 +19,7 @@ from functools import partial
 
 from packstore.errors import PackstoreError
 from packstore.io import temporary
-from packstore.io.commit import DATASET, FOLDER, manifest_path, versions
-from packstore.io.job import DATA
+from packstore.io.commit import DATA, DATASET, FOLDER, manifest_path, versions
 from packstore.io.named import paths_of
 from packstore.io.partition_notes import NOTES
 from packstore.io.side_manifest import SIDE

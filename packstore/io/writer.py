@@ -22,8 +22,7 @@ import pyarrow as pa
 from packstore.config import WriteConfig
 from packstore.invariants import check_packs
 from packstore.io.columns import int64_values
-from packstore.io.commit import FOLDER
-from packstore.io.job import DATA
+from packstore.io.commit import DATA, FOLDER
 from packstore.io.pack_index import put_index
 from packstore.io.partition_notes import Finished
 from packstore.io.shard import PackShape, ShardInfo, describe_shard
