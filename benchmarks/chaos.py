@@ -13,7 +13,7 @@ An observer with means of its own watches: each version has its files and verifi
 ever replaced, no version goes but by `clean`, each job that told of success has its version with
 its records behind those of the version before, and every error is one of packstore's that tells
 the place. A run is cut into rounds. In each, what earlier rounds wrote is old enough to be cleaned:
-the clock of the cleaners says so. At its end all is quiet, every version is verified once more, two
+the clock of the cleaners says so. At its end all is quiet, versions are verified once more, two
 cleaners remove at once what nobody needs, and nothing else may be left.
 """
 
@@ -290,7 +290,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600, help="at each place, at most")
     parser.add_argument("--round", type=float, default=60, help="seconds of a round")
     parser.add_argument("--calm", type=float, default=0.3, help="seconds between two signals")
-    parser.add_argument("--rate", type=float, default=0.05, help="of requests that fail")
+    parser.add_argument("--rate", type=float, default=0.03, help="of requests that fail")
     parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
     parser.add_argument("--endpoint", help="of a server that runs; default: one is started")
     parser.add_argument("--out", type=Path)

@@ -208,7 +208,7 @@ def tidy(scene: Scene, log: Log, name: str) -> None:
             )
             gone = [int(x.why[8:]) for x in report.removable if x.why.startswith("version ")]
             log.tell("cleaned", files=len(report.removable), versions=gone)
-        time.sleep(rng.uniform(0, 0.5))
+        time.sleep(rng.uniform(0, 1.0))
 
 
 def load(scene: Scene, log: Log, name: str) -> None:
@@ -220,7 +220,7 @@ def load(scene: Scene, log: Log, name: str) -> None:
             dataset = packstore.open(scene.url, options)
             packs = sum(1 for _ in PackedDataset(dataset, seed=rng.randrange(9), reading=READING))
             log.tell("epoch", packs=packs, right=packs == len(dataset), version=dataset.version)
-        time.sleep(rng.uniform(0, 0.2))
+        time.sleep(rng.uniform(0, 0.5))
 
 
 def look(scene: Scene, log: Log, name: str) -> None:
@@ -232,7 +232,7 @@ def look(scene: Scene, log: Log, name: str) -> None:
             version = packstore.open(scene.url, scene.options(False)).version
             log.tell("opened", version=version, right=version >= newest)
             newest = max(newest, version)
-        time.sleep(rng.uniform(0, 0.2))
+        time.sleep(rng.uniform(0, 0.5))
 
 
 ROLES: dict[str, Callable[[Scene, Log, str], None]] = {
