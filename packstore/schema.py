@@ -159,7 +159,7 @@ def from_arrow(batch: pa.RecordBatch, kind: str) -> Packs:
 
 
 def signed_packs(
-    columns: pa.RecordBatch | Mapping[str, tuple[Any, Int64]],
+    batch: pa.RecordBatch,
     kind: str,
     room: Callable[[int], Int32] = lambda n: np.empty(n, np.int32),
     vocab_size: int | None = None,
@@ -169,8 +169,7 @@ def signed_packs(
     The id of a supervised token is kept; that of any other is bit-inverted (``~id``), so negative.
 
     Args:
-        columns: a batch; or the values and int64 `[P + 1]` offsets of each column, whose types
-            are already checked.
+        batch: rows of a shard.
         kind: kind of the examples.
         room: allocates an array of n signed ids.
         vocab_size: upper bound of ids, if known.
@@ -181,10 +180,7 @@ def signed_packs(
     Raises:
         FormatError: see :func:`from_arrow`, or an id is below 0 or not below `vocab_size`.
     """
-    if isinstance(columns, pa.RecordBatch):
-        names, flat = columns.schema.names, partial(flat_column, columns)
-    else:
-        names, flat = list(columns), partial(_known, columns)
+    names, flat = batch.schema.names, partial(flat_column, batch)
     found = _columns(flat, names, kind)
     ids, tokens = found["input_ids"], found["token_offsets"]
     top = np.iinfo(np.int32).max if vocab_size is None else vocab_size
@@ -200,10 +196,6 @@ def signed_packs(
         outside = (np.arange(len(runs), dtype=np.int32) & 1) - 1  # -1, 0, -1, …
         signed = np.bitwise_xor(np.repeat(outside, runs), ids, out=room(len(ids)))
     return Packs(**found | {"input_ids": signed}, labels=np.empty(0, np.int32))
-
-
-def _known(columns: Mapping[str, tuple[Any, Int64]], name: str, _: object) -> tuple[Any, Int64]:
-    return columns[name]
 
 
 def _columns(flat: _Flat, names: Sequence[str], kind: str) -> dict[str, Any]:
@@ -337,28 +329,30 @@ def flat_column(batch: pa.RecordBatch, name: str, value: pa.DataType | None) -> 
         raise FormatError(sentence(f"column {name!r}", "every shard must have it", "none"))
     column = batch.column(position)
     type_ = column.type
-    if not (pa.types.is_list(type_) or pa.types.is_large_list(type_)) or (
-        value is not None and type_.value_type != value
-    ):
+    # Types of few kinds: comparing numbers is faster than comparing types.
+    if type_.id not in _LISTS or (value is not None and type_.value_type.id != value.id):
         expected = f"list<{value}>" if value is not None else "a list"
         raise FormatError(sentence(f"column {name!r}", f"its type must be {expected}", str(type_)))
-    offsets = _numbers(column.offsets).astype(np.int64)
+    child, offsets = column.values, _numbers(column.offsets).astype(np.int64)
+    first, last = int(offsets[0]), int(offsets[-1])
     # Arrow's own check covers the first and last offset only.
-    if offsets[0] < 0 or offsets[-1] > len(column.values) or np.any(np.diff(offsets) < 0):
+    if first < 0 or last > len(child) or np.any(offsets[1:] < offsets[:-1]):
         raise FormatError(sentence(f"column {name!r}", "its offsets must rise inside its values"))
-    child = column.values.slice(offsets[0], offsets[-1] - offsets[0])
+    if first or last < len(child):
+        child = child.slice(first, last - first)
+        offsets -= first
     if column.null_count or child.null_count:
         raise FormatError(sentence(f"column {name!r}", "it must not hold nulls", "nulls"))
-    return _numbers(child), offsets - offsets[0]
+    return _numbers(child), offsets
 
 
 def _numbers(array: pa.Array) -> Any:
     """Views a numeric Arrow array as numpy (``to_numpy`` would import pandas)."""
-    if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
+    dtype = _NUMPY.get(array.type.id)
+    if dtype is None:
         array.validate(full=True)  # offsets of strings may be out of bounds
         return np.array(array.to_pylist(), _OBJECT.get(str(array.type), object))
     buffer = array.buffers()[1]
-    dtype = np.dtype(_NUMPY[str(array.type)])
     if buffer is None or len(array) == 0:
         return np.empty(0, dtype)
     return np.frombuffer(buffer, dtype, len(array), array.offset * dtype.itemsize)
@@ -366,5 +360,14 @@ def _numbers(array: pa.Array) -> Any:
 
 _Flat = Callable[[str, pa.DataType | None], tuple[Any, Int64]]
 """Returns values and offsets of a list column, and checks the type if one is given."""
-_NUMPY = {"int32": "i4", "int64": "i8", "float": "f4", "double": "f8"}
+_LISTS = (pa.list_(pa.int32()).id, pa.large_list(pa.int32()).id)
+_NUMPY = {
+    type_.id: np.dtype(name)
+    for type_, name in (
+        (pa.int32(), "i4"),
+        (pa.int64(), "i8"),
+        (pa.float32(), "f4"),
+        (pa.float64(), "f8"),
+    )
+}
 _OBJECT = {"bool": np.bool_}

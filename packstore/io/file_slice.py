@@ -12,14 +12,18 @@ class FileSlice(io.RawIOBase):
     """A part of a file at its offset in the file, as pyarrow's Parquet reader wants to read it.
 
     Args:
+        size: of the whole file.
         data: the part.
         start: its offset.
-        size: of the whole file.
     """
 
-    def __init__(self, data: bytes, start: int, size: int) -> None:
-        self._data, self._start, self._size = memoryview(data), start, size
-        self._position = 0
+    def __init__(self, size: int, data: bytes = b"", start: int = 0) -> None:
+        self._size = size
+        self.hold(data, start)
+
+    def hold(self, data: bytes, start: int) -> None:
+        """Holds another part."""
+        self._data, self._start, self._position = memoryview(data), start, start
 
     def readable(self) -> bool:
         """Returns True."""

@@ -27,7 +27,7 @@ from packstore.io.columns import read_columns
 from packstore.io.commit import FOLDER
 from packstore.io.faults import guarded
 from packstore.io.manifest import Manifest
-from packstore.io.parquet import check_group, read_group
+from packstore.io.parquet import check_group, open_parquet, read_group
 from packstore.io.shard import ShardInfo
 from packstore.io.staging import Staging
 from packstore.io.storage import Location
@@ -158,8 +158,9 @@ class PackIndex:
         with decoding(self.where):
             rows = self._shards[number].rows
             check_group(self._metadata.row_group(number), rows, rows)
-            file = pa.BufferReader(self._data)
-            batch = read_group(file, self._metadata, number, page_checksums=True)
+            source = pa.BufferReader(self._data)
+            file = open_parquet(source, self._metadata, page_checksums=True)
+            batch = read_group(file, number)
             sizes = PackSizes(
                 *(_numbers(batch.column(name)) for name in _SIZES), counts=_counts(batch)
             )

@@ -91,30 +91,36 @@ def byte_range(
     return start, end
 
 
+def open_parquet(
+    source: Any, metadata: pq.FileMetaData, page_checksums: bool = False
+) -> pq.ParquetFile:
+    """Opens a file for :func:`read_group`.
+
+    Args:
+        source: the file.
+        metadata: of the file.
+        page_checksums: compares them; needed where no crc32 of the row group was compared.
+    """
+    # Nothing is buffered ahead: a thread of Arrow's may outlive the interpreter.
+    return pq.ParquetFile(
+        source, metadata=metadata, page_checksum_verification=page_checksums, pre_buffer=False
+    )
+
+
 def read_group(
-    source: Any,
-    metadata: pq.FileMetaData,
-    number: int,
-    columns: Sequence[str] | None = None,
-    page_checksums: bool = False,
+    file: pq.ParquetFile, number: int, columns: Sequence[str] | None = None
 ) -> pa.RecordBatch:
     """Decodes row group `number`, in this thread.
 
     Args:
-        source: a file that holds its bytes.
-        metadata: of the whole file.
+        file: that holds it.
         number: of the row group.
         columns: names of some columns; None: all.
-        page_checksums: compares them; needed where no crc32 of the row group was compared.
 
     Raises:
         IntegrityError: it has no rows.
         pyarrow.ArrowException, OSError: it cannot be decoded.
     """
-    # Nothing is buffered ahead: a thread of Arrow's may outlive the interpreter.
-    file = pq.ParquetFile(
-        source, metadata=metadata, page_checksum_verification=page_checksums, pre_buffer=False
-    )
     names = None if columns is None else list(columns)
     table = file.read_row_group(number, columns=names, use_threads=False)
     batches: list[pa.RecordBatch] = table.combine_chunks().to_batches()

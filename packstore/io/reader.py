@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from packstore.errors import (
     FormatError,
@@ -31,9 +30,8 @@ from packstore.io.arrow_file import ArrowFile
 from packstore.io.cache import Cache, Key
 from packstore.io.checksums import batch_crc32, crc32_of
 from packstore.io.compact import CompactPacks
-from packstore.io.file_slice import FileSlice
 from packstore.io.manifest import Manifest
-from packstore.io.parquet import byte_range, check_group, read_group
+from packstore.io.parquet_shard import ParquetShard
 from packstore.io.room import room
 from packstore.io.shard import ShardInfo
 from packstore.io.shard_bytes import ShardBytes
@@ -72,7 +70,7 @@ class ShardReader:
         self._cache = cache
         self.where = location.join(shard.path).display
         self._lock = threading.Lock()
-        self._parsed: pq.FileMetaData | None = None
+        self._parquet: ParquetShard | None = None
         self._arrow: ArrowFile | None = None
 
     def read_batch(self, group: int) -> pa.RecordBatch:
@@ -110,18 +108,14 @@ class ShardReader:
         if self._manifest.file_format == "arrow":
             return self.read_batch(group)
         with self._naming(f"row group {group}"):
-            found, size = self._group(group), self.shard.bytes
-            order = self._manifest.stored_schema.names
-            start, end = byte_range(found, size, [order.index(name) for name in names])
-            file = FileSlice(self._read(start, end), start, size)
-            return read_group(file, self._metadata, group, names, page_checksums=True)
+            return self._parquet_shard().columns(group, names, self._read)
 
     def fetch(self, group: int) -> Fetched:
         """The bytes of row group `group`, not looked at yet; raises as :meth:`read_packs`."""
         with self._naming(f"row group {group}"):
             if self._manifest.file_format == "arrow":
                 return self._arrow_batch(group)
-            start, end = byte_range(self._group(group), self.shard.bytes)
+            start, end = self._parquet_shard().range(group)
             crc32 = int(self.shard.row_groups.crc32[group])
             return self._cached(start, end, lambda data: crc32_of(data) == crc32)
 
@@ -146,7 +140,7 @@ class ShardReader:
     def _batch(self, group: int, fetched: Fetched) -> pa.RecordBatch:
         if isinstance(fetched, bytes):
             self._check_crc32(group, crc32_of(fetched))
-            batch = self._decode_parquet(group, fetched)
+            batch = self._parquet_shard().batch(group, fetched)
         else:
             batch = fetched
             batch.validate()
@@ -168,29 +162,14 @@ class ShardReader:
             packs = replace(packs, example_ids=packs.example_ids + base)
         return packs
 
-    def _decode_parquet(self, group: int, data: bytes) -> pa.RecordBatch:
-        start, _ = byte_range(self._group(group), self.shard.bytes)
-        file = FileSlice(data, start, self.shard.bytes)
-        return read_group(file, self._metadata, group)
-
-    def _group(self, group: int) -> pq.RowGroupMetaData:
-        """Of a row group of a Parquet file; refuses one that its footer makes too large."""
-        found, groups = self._metadata.row_group(group), self.shard.row_groups
-        rows, tokens = int(groups.rows[group]), int(groups.tokens[group])
-        # At most two numbers of a span for each token, or a border more than tokens in each pack.
-        check_group(found, rows, rows + 2 * tokens)
-        return found
-
-    @property
-    def _metadata(self) -> pq.FileMetaData:
-        """Of a Parquet file, checked against the manifest; read once."""
+    def _parquet_shard(self) -> ParquetShard:
+        """The footer of a Parquet file, checked against the manifest; read once."""
         with self._lock:
-            if self._parsed is None:
-                footer = pa.BufferReader(b"PAR1" + self._read_footer())
-                metadata = pq.read_metadata(footer)
-                self._check(metadata.schema.to_arrow_schema(), metadata.num_row_groups)
-                self._parsed = metadata
-            return self._parsed
+            if self._parquet is None:
+                parquet = ParquetShard(self._read_footer(), self.shard)
+                self._check(parquet.schema, parquet.num_groups)
+                self._parquet = parquet
+            return self._parquet
 
     def _read_footer(self) -> bytes:
         """The end of the file. Its hash is checked first: a damaged one can crash the parser."""
