@@ -1,7 +1,7 @@
-"""Record batches out of an Arrow file, each by one read of its byte range.
+"""Reads record batches of an Arrow file, each with one read of its byte range.
 
-Given a file object, Arrow's own threads would read it: one that still holds a Python object when
-the interpreter ends can abort the process. Here Arrow only sees bytes that are there.
+Arrow would read a file object in its own threads, and a thread that still holds a Python object
+when the interpreter exits can abort the process. Here Arrow only gets bytes in memory.
 
 Source: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format; ``File.fbs``, which
 declares the footer: a table whose fourth field lists a ``Block`` of 24 bytes for each record batch;
@@ -25,15 +25,15 @@ _BLOCK = struct.Struct("<qi4xq")  # offset, bytes of its metadata, bytes of its 
 
 
 class ArrowFile:
-    """What the footer of an Arrow file tells.
+    """Schema and byte ranges from the footer of an Arrow file.
 
     Args:
-        footer: the end of the file, from its table on; it must be known to be what was written.
+        footer: the end of the file, from the flatbuffers table on; already verified by hash.
         size: of the whole file.
 
     Attributes:
         schema: of all batches.
-        ranges: where each record batch lies: start, end (exclusive).
+        ranges: byte range of each record batch: start, end (exclusive).
 
     Raises:
         IntegrityError: a batch would lie outside the file.
@@ -47,7 +47,7 @@ class ArrowFile:
             raise IntegrityError("its record batches must lie in the file")
 
     def batch(self, data: bytes | memoryview) -> pa.RecordBatch:
-        """The record batch whose bytes these are: its buffers are views of them."""
+        """Returns the record batch in `data`; its buffers are views of `data`."""
         message = pa.ipc.read_message(pa.py_buffer(data))
         if message.type != "record batch" or _is_compressed(bytes(message.metadata)):
             raise IntegrityError("its record batches must stand there, and not be compressed")
@@ -55,7 +55,7 @@ class ArrowFile:
 
 
 def _blocks(table: bytes) -> list[tuple[int, int, int]]:
-    """Of each record batch its offset, bytes of metadata and bytes of the body."""
+    """Returns offset, metadata bytes and body bytes of each record batch."""
     try:
         place = _field(table, _root(table), _BATCHES)
         if place is None:
@@ -70,7 +70,7 @@ def _blocks(table: bytes) -> list[tuple[int, int, int]]:
 
 
 def _is_compressed(message: bytes) -> bool:
-    """Whether a record batch says so: a few bytes could then ask for any amount of memory."""
+    """Returns True for a compressed record batch, which could decompress to any size."""
     try:
         header = _field(message, _root(message), _HEADER)
         if header is None:
@@ -90,7 +90,7 @@ def _u32(table: bytes, place: int) -> int:
 
 
 def _field(table: bytes, root: int, number: int) -> int | None:
-    """Where a field of a flatbuffers table lies; None if it is left out."""
+    """Returns the offset of a field of a flatbuffers table; None if the field is absent."""
     (back,) = struct.unpack_from("<i", table, root)
     known = struct.unpack_from("<H", table, root - back)[0]  # bytes of the list of fields
     if known < 6 + 2 * number:

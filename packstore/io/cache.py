@@ -1,15 +1,13 @@
-"""A local cache of what is read of shards: small files, for many processes at once.
+"""A local cache of row groups and footers, shared by many processes.
 
-What is kept is what a reader asks for: row groups and footers, one file each, so that the first
-batch waits for no whole shard, and a rank keeps its own row groups alone. A file is named by the
-sha256 of its shard and its place there, and is compared with the manifest's checksum whenever it is
-used: bytes of another dataset, or damaged ones, are never returned.
-
-The cache never ends a training: where its folder fails (it is full, read-only, removed), the store
-is read instead, and a warning says so once.
-
-A file appears in one step, complete. Only making room takes a lock, which the system gives back if
-its holder is killed, and for which nobody waits long: its holder may be stopped.
+Each row group or footer is one file, so the first batch does not wait for a whole shard, and a rank
+caches only its own row groups. A file is named by the sha256 of its shard and its byte range, and
+is checked against the manifest's checksum on every read: bytes of another dataset and damaged bytes
+are never returned.
+The cache never stops a training run: if its folder fails (full, read-only, removed), readers use
+the store and warn once.
+Files are written under a temporary name and renamed. Only eviction takes a lock. The system
+releases it if its holder is killed, and the wait for it is short, as its holder may be suspended.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ log = logging.getLogger("packstore")
 _ACCOUNT = "account"
 _UNFINISHED = "unfinished-"
 _ABANDONED = 3600.0
-"""Seconds without a write after which an unfinished file is that of a killed writer."""
+"""Seconds without a write after which an unfinished file counts as left by a killed writer."""
 _PATIENCE = 100
-"""Times that the lock is tried, 10 ms apart."""
+"""Attempts to take the lock, 10 ms apart."""
 _CREATE = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -49,7 +47,7 @@ class Key(NamedTuple):
 
 
 class _File(NamedTuple):
-    """A file of the cache; ordered by when it was used last."""
+    """A file of the cache, ordered by time of last use."""
 
     used: int
     size: int
@@ -58,23 +56,23 @@ class _File(NamedTuple):
 
 @dataclass(frozen=True)
 class Cache:
-    """Files in a folder that is the user's own. Picklable; keeps nothing open.
+    """A least-recently-used cache in a private folder of the user. Picklable; keeps no file open.
 
     Args:
-        folder: holds the folders of all users, each open to its owner alone.
-        limit: bytes that the files may take together; what was used last is kept.
+        folder: contains one folder for each user, accessible to its owner only.
+        limit: total bytes of the files; the least recently used are evicted first.
     """
 
     folder: str
     limit: int
 
     def read(self, key: Key, good: Callable[[bytes], bool], fetch: Callable[[], bytes]) -> bytes:
-        """The bytes that are kept under `key`, else those that `fetch` returns, which are kept.
+        """Returns the cached bytes of `key`, or fetches and caches them.
 
         Args:
             key: what to read.
-            good: whether bytes are those that were written; others are not used, or not kept.
-            fetch: reads them from the store; its errors are passed on.
+            good: checks bytes; on False, cached bytes are dropped and fetched ones not cached.
+            fetch: reads the bytes from the store; its errors propagate.
         """
         data = None
         with self._harmless():
@@ -88,10 +86,10 @@ class Cache:
         return data
 
     def home(self) -> str:
-        """The user's folder in the cache, made if need be.
+        """Returns the user's folder in the cache; creates it if needed.
 
         Raises:
-            StorageError: it cannot be made, or others may write to it.
+            StorageError: it cannot be created, or other users can write to it.
         """
         home = os.path.join(self.folder, f"packstore-{os.getuid()}")
         with guarded("write", home, {}):
@@ -107,11 +105,11 @@ class Cache:
 
     @contextlib.contextmanager
     def _harmless(self) -> Iterator[None]:
-        """A context in which the folder may fail: a warning says so, once for each reason."""
+        """Suppresses errors of the folder in this context; warns once for each reason."""
         try:
             yield
         except FileNotFoundError:
-            pass  # nothing is kept under this key, or the folder was just removed
+            pass  # a cache miss, or the folder was just removed
         except (OSError, ValueError) as error:  # ValueError: a file that is not of the cache
             _warn(self.folder, getattr(error, "strerror", None) or str(error))
 
@@ -130,10 +128,10 @@ class Cache:
                 os.unlink(unfinished)
 
     def _make_room(self, home: str, unfinished: str, size: int) -> bool:
-        """Adds `size` to the account; if that is beyond the limit, drops what was not used longest.
+        """Adds `size` to the total; above the limit, evicts the least recently used files.
 
-        A tenth more than needed goes, so that the files are not listed each time. False: the room
-        is taken by what others are writing, or another process makes room and does not get ready.
+        Evicts a tenth more than needed, so that files are not listed on each write. Returns False
+        if files still being written fill the cache, or another process holds the lock for too long.
         """
         with _open(os.path.join(home, _ACCOUNT), _CREATE | os.O_RDWR) as account:
             if not _lock(account):
@@ -150,7 +148,7 @@ class Cache:
                 account.write(b"%020d" % (total + size))
                 account.flush()
             finally:
-                fcntl.flock(account, fcntl.LOCK_UN)  # a fork meanwhile has the lock as well
+                fcntl.flock(account, fcntl.LOCK_UN)  # a child forked meanwhile also holds the lock
         return size > 0
 
 
@@ -161,12 +159,12 @@ def _open(path: str, flags: int) -> BinaryIO:
 
 @functools.cache
 def _warn(folder: str, reason: str) -> None:
-    """Once for each reason, and not for each file."""
+    """Warns once for each reason, not for each file."""
     log.warning("not kept in the cache %s: %s", folder, reason)
 
 
 def _evict(home: str, limit: int, own: str) -> int:
-    """Removes files until `limit` bytes are left, if it can; returns how many are."""
+    """Removes files until at most `limit` bytes are left, if it can; returns the bytes left."""
     files = sorted(_finished(home))
     total = sum(file.size for file in files) + _being_written(home, own)
     for file in files:
@@ -193,7 +191,7 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 
 
 def _being_written(home: str, own: str) -> int:
-    """Bytes that others are going to write; what a killed one left is removed."""
+    """Returns the bytes being written by other processes; removes files of killed ones."""
     total = 0
     for entry in _entries(home):
         if entry.name.startswith(_UNFINISHED) and entry.path != own:
@@ -206,7 +204,7 @@ def _being_written(home: str, own: str) -> int:
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Takes the lock of a file; False if others hold it for long."""
+    """Locks a file; returns False if another process holds the lock for too long."""
     for _ in range(_PATIENCE):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -220,8 +218,8 @@ def _path(home: str, key: Key) -> str:
 
 
 def _contents(path: str, size: int) -> bytes:
-    """The bytes of a file, which is now the one used last."""
+    """Returns the bytes of a file and sets its time of last use."""
     with _open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC) as file:
-        with contextlib.suppress(OSError):  # a disk that turned read-only still gives what it has
+        with contextlib.suppress(OSError):  # a disk that turned read-only can still be read
             os.utime(file.fileno())
-        return file.read(size + 1)  # a longer one is another
+        return file.read(size + 1)  # one more, so that a longer file fails the check

@@ -1,6 +1,6 @@
-"""A checksum for each row group, so that damage is found when it is read.
+"""Checksums of row groups, so that damage is found at reading.
 
-Parquet has checksums of its own for pages, but not for their headers; Arrow files have none.
+Parquet has page checksums, which do not cover page headers; Arrow files have none.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _crc32 = zlib.crc32
 with contextlib.suppress(ImportError):
     from isal.isal_zlib import crc32 as _faster
 
-    # It guards every read, so it is believed only where it gives what the standard says.
+    # Every read depends on it, so a native crc32 is used only if it passes the standard test.
     if _faster(b"56789", _faster(b"1234")) == _faster(b"123456789") == 0xCBF43926:
         _crc32 = _faster
 
 
 def crc32_of(data: Any, before: int = 0) -> int:
-    """crc32 of what has a buffer, after bytes whose crc32 is `before`."""
+    """Returns the crc32 of a buffer, continued from the crc32 `before` of earlier bytes."""
     return int(_crc32(data, before))
 
 
 def batch_crc32(batch: pa.RecordBatch) -> int:
-    """crc32 of the buffers of an Arrow batch as they lie in its file, and of what frames them."""
+    """Returns the crc32 of an Arrow batch: its counts of rows and nulls, and its buffers."""
     crc = 0
     for column in batch.columns:
         shape = (len(column), column.null_count, len(column.values), column.values.null_count)

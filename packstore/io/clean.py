@@ -1,7 +1,7 @@
-"""Finds and removes what no version of a dataset refers to.
+"""Finds and removes files that no version of a dataset refers to.
 
-What a killed job left, and versions that nobody needs any more. Only age protects what a running
-job has written and not yet committed, so nothing goes that is younger than `older_than`.
+These are leftovers of killed jobs, and old versions. Only their age protects the files that a
+running job has not committed yet, so files younger than `older_than` are never removed.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from packstore.io.writers import WRITERS, writers
 __all__ = ["OLD_SECONDS", "CleanReport", "Leftover", "clean"]
 
 OLD_SECONDS = 7 * 86_400.0
-"""Longer than a job takes from its last write to its commit, with any pause and repetition."""
+"""Seconds; longer than a job takes from its last write to its commit, retries included."""
 
 YOUNGEST_SECONDS = 3600.0
-"""Smaller ages are for places where nobody writes."""
+"""Seconds; a smaller `older_than` is allowed only with `no_writers`."""
 
 
 @dataclass(frozen=True)
 class CleanReport:
-    """What :func:`clean` found.
+    """The result of :func:`clean`.
 
     Attributes:
         url: of the dataset, without secrets.
-        leftovers: what was found; those that are not spared were removed if `deleted`.
-        deleted: whether it was asked to remove them.
-        writer: who writes there now, if somebody does.
-        lists_uploads: whether the store tells of unfinished uploads.
+        leftovers: all files found; if `deleted`, those not spared were removed.
+        deleted: True if called with `delete`.
+        writer: the job that is writing there now, if any.
+        lists_uploads: True if the store can list unfinished uploads.
     """
 
     url: str
@@ -47,7 +47,7 @@ class CleanReport:
 
     @property
     def removable(self) -> list[Leftover]:
-        """Those that go."""
+        """Returns the leftovers that are not spared."""
         return [x for x in self.leftovers if not x.spared]
 
 
@@ -61,27 +61,28 @@ def clean(
     spill_dir: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> CleanReport:
-    """Lists what no version of a dataset or side dataset refers to, or removes it.
+    """Lists or removes files that no version of a dataset or side dataset refers to.
 
-    May run beside jobs and beside itself. Versions are read again right before anything goes.
+    May run while jobs write, and several times at once. Reads the versions again right before it
+    removes anything.
 
     Args:
         url: a local folder or an fsspec URL.
-        delete: remove what is found; else nothing is touched.
-        keep_versions: keep so many of the newest versions only, and those that were replaced less
-            than `older_than` ago; None: all.
-        older_than: seconds; spares what is younger, or of unknown age. All files of a run are as
-            young as the youngest of them. Below 3600 only with `no_writers`.
-        no_writers: no job writes there, on any machine. Allows any `older_than`, so it may remove
-            what a running job has written, whose commit would then name missing files.
-        spill_dir: where jobs put temporary files; None: the system's folder.
-        storage_options: what fsspec's filesystem takes.
+        delete: remove the files; by default they are only listed.
+        keep_versions: number of newest versions to keep, besides versions replaced less than
+            `older_than` ago; None: keep all.
+        older_than: seconds; spares younger files and files of unknown age. All files of a run
+            count as young as the youngest of them. Below 3600 only with `no_writers`.
+        no_writers: asserts that no job writes there, on any machine. Allows any `older_than`; if
+            the assertion is wrong, a running job may commit a version that lacks files.
+        spill_dir: folder of the jobs' temporary files; None: the system's.
+        storage_options: options of the fsspec filesystem.
 
     Raises:
         ConfigError: `keep_versions` below 1; a small `older_than` without `no_writers`.
         DatasetBusyError: `no_writers`, but a job of this machine is writing there.
         DatasetNotFoundError: no dataset is there, nor an unfinished one.
-        FormatError: a manifest is not valid, so what it names is not known.
+        FormatError: a manifest is not valid, so its files are not known.
         StorageError: the store refuses.
     """
     if keep_versions is not None and keep_versions < 1:
@@ -106,7 +107,7 @@ def clean(
 
 
 def _refuse_other_places(location: Location) -> None:
-    """Raises unless packstore has written there: nobody else's ``data`` is looked at."""
+    """Raises unless packstore has written there: a ``data`` folder may be another program's."""
     if not any(list_folder(location, folder) for folder in (FOLDER, *NOTES, WRITERS)):
         must = "must be a dataset, or the place of an unfinished one"
         found = f"no {FOLDER} in it" if location.exists() else "no such folder"

@@ -1,10 +1,9 @@
-"""The filesystem behind a URL: which client, and with which settings of its own.
+"""Opens the fsspec filesystem of a URL, with the settings that each client needs.
 
-The clients are s3fs, gcsfs and adlfs; docs/storage.md has the figures for the choice. Each asks
-again by itself when a request fails. For S3 that is switched off, so that one place decides how
-often and how long (:mod:`packstore.io.retry`), and so that a conditional put whose answer got lost
-is told from one that lost a race. gcsfs and adlfs have no such switch: what they raise has been
-asked for a few times already.
+The clients are s3fs, gcsfs and adlfs; docs/storage.md has the measurements behind the choice. Each
+retries failed requests itself. For S3 this is switched off, so that all retries follow
+:mod:`packstore.io.retry`, and a conditional put whose response got lost differs from one that lost
+a race. gcsfs and adlfs cannot switch it off: their errors come after a few retries.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from packstore.errors import StorageError, display, sentence
 from packstore.io.error_causes import NO_BUCKET, is_passing
 
 BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
-"""Schemes of stores that keep objects in buckets (containers)."""
+"""URL schemes of object stores with buckets (containers)."""
 
 CONNECTIONS = 32
-"""Requests that one process makes to a store at a time; reading ahead uses up to 24."""
+"""Concurrent requests of a process to a store; reading ahead uses up to 24."""
 
 PART_BYTES = 8 << 20
-"""Bytes of a file that are sent in one request."""
+"""Bytes of a file sent in one request."""
 
 PARTS_AT_ONCE = 4
 
@@ -32,7 +31,7 @@ _MEMORY = threading.Lock()
 
 
 def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """The fsspec filesystem of `url` and the path in it.
+    """Returns the fsspec filesystem of `url`, and the path in it.
 
     Raises:
         ImportError: the package of the filesystem is not installed.
@@ -50,10 +49,10 @@ def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         options = {**options, "config_kwargs": {**settings, **options.get("config_kwargs", {})}}
     fs, path = url_to_fs(url, **options)
     if ours:
-        fs.retries = 1  # the instance is ours: nobody else asks for one with these settings
+        fs.retries = 1  # this instance is not shared: its settings are unique to packstore
     config: Any = getattr(getattr(fs, "service_client", None), "_config", None)
     if hasattr(config, "max_single_put_size"):
-        # Azure's client else sends up to 64 MB at once, of which it keeps three copies.
+        # By default Azure's client sends up to 64 MB at once and keeps three copies of it.
         config.max_single_put_size = PART_BYTES
     return fs, path
 
@@ -62,38 +61,39 @@ _EXCLUSIVE = ("s3fs", "gcsfs", "adlfs")
 
 
 def creates_exclusively(fs: Any) -> bool:
-    """Whether `create` is known to let one of many writers win; local disks have their own way.
+    """Returns True if exactly one of many concurrent calls of `create` is known to succeed.
 
-    Most filesystems of fsspec look whether the file is there, and then write it.
+    Most fsspec filesystems check that the file is missing and then write it, which is a race.
+    Local disks are handled in :mod:`packstore.io.local`.
     """
     module = type(fs).__module__
     return module.partition(".")[0] in _EXCLUSIVE or module == "fsspec.implementations.memory"
 
 
 def make_parent(fs: Any, path: str) -> None:
-    """Makes the folder of a file, on filesystems that may have real ones (sftp, …)."""
+    """Creates the folder of a file on filesystems with real folders (sftp, …)."""
     if not creates_exclusively(fs):
         fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
 
 def is_s3(url: str) -> bool:
-    """Whether the URL is one of S3, and of nothing around it (``simplecache::s3://``)."""
+    """Returns True for a plain S3 URL, False for a chained one (``simplecache::s3://``)."""
     return url.startswith(("s3://", "s3a://"))
 
 
 def is_s3fs(fs: Any) -> bool:
-    """Whether a filesystem, or a class of them, is s3fs, and not another that was registered."""
+    """Returns True if a filesystem or its class is s3fs; another may be registered for S3."""
     kind = fs if isinstance(fs, type) else type(fs)
     return kind.__module__.startswith("s3fs")
 
 
 def asks_again(fs: Any) -> bool:
-    """Whether `create` may be repeated by the client, so that "exists" may mean its own put."""
+    """Returns True if the client may retry `create`, so that "exists" may mean its own put."""
     return type(fs).__module__.startswith("gcsfs")
 
 
 def put_file(fs: Any, local_path: str, path: str) -> None:
-    """Uploads a file with a few parts in memory at a time (not for S3: see `s3_upload`)."""
+    """Uploads a file, a few parts in memory at a time (for S3 see `s3_upload`)."""
     how: dict[str, Any] = {}
     if type(fs).__module__.startswith("gcsfs"):
         how = {"chunksize": PART_BYTES}
@@ -104,17 +104,17 @@ def put_file(fs: Any, local_path: str, path: str) -> None:
 
 
 def create(fs: Any, path: str, data: bytes) -> None:
-    """Puts bytes only if nothing is there; raises what the client raises if something is."""
+    """Puts bytes only if no file is there; otherwise raises the client's error."""
     how = {"retry_total": 0} if type(fs).__module__.startswith("adlfs") else {}
     make_parent(fs, path)
-    # In memory it looks first and writes then, which threads could do at the same time.
+    # The memory filesystem checks first and writes then: without a lock, threads would race.
     with _MEMORY if type(fs).__module__.endswith(".memory") else contextlib.nullcontext():
         fs.pipe_file(path, data, mode="create", **how)
 
 
 def glob(fs: Any, pattern: str, url: str) -> dict[str, Any]:
-    """What matches, by path; raises :class:`StorageError` if the bucket is missing."""
-    with contextlib.suppress(FileNotFoundError):  # so says the client of Google
+    """Returns matches by path; raises :class:`StorageError` if the bucket is missing."""
+    with contextlib.suppress(FileNotFoundError):  # raised by gcsfs
         if found := fs.glob(pattern, detail=True):
             return dict(found)
     refuse_missing_bucket(fs, pattern, url)
@@ -122,14 +122,14 @@ def glob(fs: Any, pattern: str, url: str) -> dict[str, Any]:
 
 
 def refuse_missing_bucket(fs: Any, path: str, url: str) -> None:
-    """Raises :class:`StorageError` if what is not found at `path` is missing with its bucket."""
+    """Raises :class:`StorageError` if `path` was not found because its bucket is missing."""
     if _lacks_bucket(fs, path, url):
         where = display(url)
         raise StorageError(sentence(where, "cannot list", NO_BUCKET.what, NO_BUCKET.do)) from None
 
 
 def _lacks_bucket(fs: Any, path: str, url: str) -> bool:
-    """Whether what is not found at `path` is missing because its whole bucket is."""
+    """Returns True if the bucket of `path` is missing."""
     if url.partition("://")[0] not in BUCKETS:
         return False
     try:
@@ -139,4 +139,4 @@ def _lacks_bucket(fs: Any, path: str, url: str) -> bool:
     except Exception as error:
         if is_passing(error):
             raise
-    return False  # it is there, or denied to these credentials, which tells nothing
+    return False  # the bucket exists, or these credentials may not see it

@@ -1,4 +1,4 @@
-"""Some columns of a shard alone, for what needs no tokens."""
+"""Reads some columns of a shard, for code that needs no tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from packstore.schema import flat_column
 def read_columns(
     location: Location, manifest: Manifest, shard: ShardInfo, names: Sequence[str]
 ) -> Iterator[Mapping[str, tuple[Any, Int64]]]:
-    """Columns `names` of each row group of `shard`, in order: values, and offsets of the packs.
+    """Yields columns `names` of each row group of `shard`, in order: values and pack offsets.
 
-    Of Parquet only these columns are fetched and their pages verified; of Arrow whole batches.
+    For Parquet, fetches and verifies only the pages of these columns; for Arrow, whole batches.
 
     Raises:
         StorageError: the shard is missing, or the store refuses.
-        IntegrityError: its bytes are not those that were written, or counts of them do not agree.
+        IntegrityError: a checksum does not match, or counts do not agree.
     """
     reader = ShardReader(location, manifest, shard)
     for group in range(len(shard.row_groups)):
@@ -39,9 +39,9 @@ def read_columns(
 
 
 def _check_counts(columns: Mapping[str, tuple[Any, Int64]], rows: int) -> None:
-    """Refuses what would lead outside of arrays; see :func:`packstore.invariants.check_structure`.
+    """Refuses out-of-range offsets; see :func:`packstore.invariants.check_structure`.
 
-    Sums are compared with the manifest by whoever takes them.
+    Callers compare the sums with the manifest.
     """
     for name, (values, offsets) in columns.items():
         if len(offsets) != rows + 1:
@@ -57,7 +57,7 @@ def _check_counts(columns: Mapping[str, tuple[Any, Int64]], rows: int) -> None:
 
 
 def int64_values(column: pa.ListArray) -> Int64:
-    """The elements of a list column of int32, as int64 (``to_numpy`` would import pandas)."""
+    """Returns the elements of an int32 list column as int64 (``to_numpy`` would import pandas)."""
     values = column.flatten()
     return np.frombuffer(values.buffers()[1], np.int32, len(values), 4 * values.offset).astype(
         np.int64

@@ -1,4 +1,4 @@
-"""Row groups that wait in memory until their rows are wanted."""
+"""Row groups buffered in memory: ids and labels in one column."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import numpy as np
 from packstore.records import IGNORE_INDEX, Bool, Column, Float32, Int32, Int64, Packs
 
 TOKEN_BYTES = 4
-"""Of a token that waits: its id, whose sign tells whether it is supervised."""
+"""Bytes per buffered token: the id, bit-inverted where unsupervised."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompactPacks:
-    """Packs whose ids and labels are one column; a row gets both.
+    """Packs with ids and labels in one signed column; rows have both.
 
     By the format a label is the id at its place, or -100.
 
     Attributes:
-        packs: whose `input_ids` are signed, see :func:`packstore.schema.signed_packs`, and whose
-            labels are empty.
-        cuts: where the tokens, sequences and examples of each pack start and end.
-        sequences: int32 `[3, S]`: lengths, where segments end in their pack, and rewards (float32).
+        packs: with signed `input_ids` (:func:`packstore.schema.signed_packs`) and empty labels.
+        cuts: start and end of the tokens, sequences and examples of each pack.
+        sequences: int32 `[3, S]`: lengths, ends of segments in their pack, and rewards (float32).
         examples: int64 `[2, E]`: ids, and numbers of responses.
     """
 
@@ -34,11 +33,11 @@ class CompactPacks:
 
     @classmethod
     def of(cls, packs: Packs) -> CompactPacks:
-        """Those of signed `packs`, with copies of all columns but the ids, which are one.
+        """Returns signed `packs` in compact form; copies all columns but the ids.
 
-        What a decoder allocated, or a file that is mapped, is so given back at once, and by the
-        thread that took it. Kept in place it costs about half as much again: allocators hold on to
-        the room between such buffers.
+        The copies free the decoder's buffers (or the mapped file) at once, in the thread that
+        allocated them. Without them memory is about 1.5 times as large: allocators keep the gaps
+        between such buffers.
         """
         sequences = np.empty((3, len(packs.lengths)), np.int32)
         sequences[0] = packs.lengths
@@ -63,17 +62,17 @@ class CompactPacks:
 
     @property
     def supervised(self) -> Bool:
-        """bool `[N]`."""
+        """Returns bool `[N]`: True for supervised tokens."""
         return self.packs.input_ids >= 0
 
     @property
     def plain(self) -> Packs:
-        """All of them, with ids and labels."""
+        """Returns all packs, with ids and labels."""
         signed = self.packs.input_ids
         return replace(self.packs, input_ids=unsigned(signed), labels=labels_of(signed))
 
     def row(self, i: int, stand_in: bool = False) -> CompactRow:
-        """Pack `i` alone."""
+        """Returns pack `i` alone."""
         row: Any = _new(CompactRow)
         row.group, row.index, row.stand_in, row.ref_logps, row.joined = (
             self,
@@ -87,9 +86,9 @@ class CompactPacks:
 
 
 class CompactRow(Packs):
-    """One pack of :class:`CompactPacks`: looks its columns up when they are asked for.
+    """One pack of :class:`CompactPacks`, with lazily computed columns.
 
-    Pickles, and is replaced, as the :class:`Packs` of this one row, without those beside it.
+    Pickle and ``dataclasses.replace`` turn it into a :class:`Packs` of this one row.
     """
 
     __slots__ = ("group", "index", "joined")
@@ -100,7 +99,7 @@ class CompactRow(Packs):
     __setattr__ = object.__setattr__
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
-        """What ``dataclasses.replace`` makes of a row: plain packs."""
+        """Returns plain packs, for ``dataclasses.replace``."""
         return Packs(*values, **named)  # type: ignore[return-value]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -111,7 +110,7 @@ class CompactRow(Packs):
 
     @property
     def signed(self) -> Int32:
-        """int32 `[N]`, a view: ids where supervised, else ``~id``."""
+        """Returns int32 `[N]`, a view: ids where supervised, else ``~id``."""
         cut = self.group.cuts[self.index]
         return self.group.packs.input_ids[cut[0] : cut[3]]
 
@@ -182,7 +181,7 @@ class CompactRow(Packs):
 
 
 def with_side(packs: Packs, name: str, values: Column, of_sequences: bool) -> Packs:
-    """The packs with joined side data: a column, or, of sequences, log-probs of a reference."""
+    """Returns packs with side data joined: a column, or for sequences reference log-probs."""
     if not isinstance(packs, CompactRow):
         changed = {"ref_logps": values} if of_sequences else {}
         columns = packs.columns if of_sequences else {**packs.columns, name: values}
@@ -198,23 +197,23 @@ def with_side(packs: Packs, name: str, values: Column, of_sequences: bool) -> Pa
 
 
 def signed(input_ids: Int32, labels: Int32) -> Int32:
-    """int32 `[N]`: ids where a label is there, else ``~id``."""
+    """Returns int32 `[N]`: ids where there is a label, else ``~id``."""
     out: Int32 = labels >> 31
     out ^= input_ids
     return out
 
 
 def unsigned(signed: Int32) -> Int32:
-    """The ids of signed ids."""
+    """Returns the ids of signed ids."""
     ids: Int32 = signed >> 31
     ids ^= signed
     return ids
 
 
 def labels_of(signed: Int32) -> Int32:
-    """The labels of signed ids."""
+    """Returns the labels of signed ids."""
     labels: Int32 = signed >> 31
-    labels &= signed ^ IGNORE_INDEX  # where below 0, what turns it into -100
+    labels &= signed ^ IGNORE_INDEX  # the bits that turn negative ids into -100
     labels ^= signed
     return labels
 

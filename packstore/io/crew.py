@@ -1,4 +1,4 @@
-"""A few threads that work through a queue, and that never keep a process from ending."""
+"""A small thread pool that never keeps the process from exiting."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 PATIENCE = 2.0
-"""Seconds that :meth:`Crew.close` waits for what is being done, over all threads."""
+"""Seconds that :meth:`Crew.close` waits for running jobs, over all threads."""
 
 
 class Job(Generic[T]):
-    """One piece of work: what it returned or raised, once it is done."""
+    """A call and, once done, its result or error."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
@@ -27,7 +27,7 @@ class Job(Generic[T]):
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Does it."""
+        """Runs the call and stores its result or error."""
         try:
             self._value = self._work()
         except BaseException as error:
@@ -35,7 +35,7 @@ class Job(Generic[T]):
         self._done.set()
 
     def result(self) -> T:
-        """Waits for it; raises what it raised. After a fork, where no thread is, does it."""
+        """Waits for the result; raises the job's error. After a fork, runs the job here."""
         if not self._done.is_set() and os.getpid() != self._pid:
             return self._work()
         self._done.wait()
@@ -45,22 +45,22 @@ class Job(Generic[T]):
 
 
 class Later(Job[T]):
-    """Work that nobody does before its result is asked for; then who asks does it."""
+    """Runs lazily, in the caller's thread."""
 
     def result(self) -> T:
-        """What it returns; raises what it raises."""
+        """Runs the call; returns its result or raises its error."""
         return self._work()
 
 
 class Crew:
-    """Threads that do jobs in the order in which they were submitted.
+    """A thread pool that starts jobs in the order in which they were submitted.
 
-    They end when the crew is closed or no longer referenced. They are daemons, which the end of the
-    interpreter does not wait for; but it closes the crew first, as a thread that is inside a C
-    library then could crash it.
+    The threads end when the pool is closed or no longer referenced. They are daemons, so the
+    interpreter does not wait for them; it closes the pool at exit, because a thread inside a C
+    library could crash it then.
 
     Args:
-        size: threads at most; each is started when a job finds no idle one.
+        size: maximum number of threads; a job starts one if none is idle.
     """
 
     def __init__(self, size: int) -> None:
@@ -69,13 +69,13 @@ class Crew:
         self._idle = threading.Semaphore(0)
         self._threads: list[threading.Thread] = []
         self.stopping = threading.Event()
-        """Is set once nobody waits for results any more."""
+        """Set by :meth:`close`: results are no longer needed."""
         self._finalizer = weakref.finalize(
             self, _dismiss, self._pid, self.stopping, self._jobs, self._threads
         )
 
     def submit(self, job: Job[T]) -> Job[T]:
-        """Has `job` done; returns it."""
+        """Queues `job` and returns it."""
         if not self._idle.acquire(blocking=False) and len(self._threads) < self._size:
             arguments = (self._jobs, self._idle, self.stopping)
             thread = threading.Thread(
@@ -87,7 +87,7 @@ class Crew:
         return job
 
     def close(self) -> None:
-        """Ends the threads; what is queued is not done. Waits a moment for what is being done."""
+        """Ends the threads; drops queued jobs, and waits a moment for running ones."""
         self._finalizer()
 
 
@@ -108,7 +108,7 @@ def _dismiss(
     jobs: queue.SimpleQueue[Job[object] | None],
     threads: list[threading.Thread],
 ) -> None:
-    if os.getpid() != pid:  # a fork has none of the threads, and their locks in any state
+    if os.getpid() != pid:  # a forked child has none of the threads, and locks in any state
         return
     stopping.set()
     for _ in threads:

@@ -1,4 +1,4 @@
-"""A committed dataset: its manifest, and its packs in file order."""
+"""Opens and reads committed datasets."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class Dataset:
     """A committed version of a dataset, which never changes. Picklable; opens files when it reads.
 
     Args:
-        location: where it is.
-        manifest: what it is.
+        location: folder of the dataset.
+        manifest: of this version.
         version: number of the manifest.
-        cache: keeps what is read of shards.
+        cache: caches row groups and footers; None: no cache.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class Dataset:
 
     @property
     def url(self) -> str:
-        """Where the dataset is, without secrets."""
+        """URL of the dataset, without secrets."""
         return self.location.display
 
     @property
     def shard_urls(self) -> list[str]:
-        """Where the shards of this version are, for readers that know no manifest.
+        """URLs of the shards of this version, for readers that do not read manifests.
 
-        After an overwrite the folder holds the shards of older versions too, so give Polars,
-        DuckDB or ``datasets`` this list rather than the folder.
+        After an overwrite the folder also contains shards of older versions, so pass this list,
+        not the folder, to Polars, DuckDB or ``datasets``.
         """
         return [self.location.join(shard.path).url for shard in self.manifest.shards]
 
@@ -101,11 +101,11 @@ class Dataset:
         return self.manifest.schema
 
     def cached(self, reading: ReadConfig) -> Dataset:
-        """This dataset, read through the local cache that the settings name, if they name one.
+        """Returns this dataset with the local cache of the settings, if they name one.
 
         Raises:
             ConfigError: the cache is smaller than a shard.
-            StorageError: its folder cannot be made, or is not the user's own.
+            StorageError: the cache folder cannot be created, or other users can write to it.
         """
         if reading.cache_dir is None:
             return self
@@ -135,12 +135,12 @@ class Dataset:
 
     @cached_property
     def group_rows(self) -> Int64:
-        """int64 `[G]`, packs of each row group: what :class:`PackOrder` takes."""
+        """int64 `[G]`, packs of each row group, for :class:`PackOrder`."""
         parts = [shard.row_groups.rows for shard in self.manifest.shards]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def group_tokens(self, group: int) -> int:
-        """Tokens of a row group."""
+        """Returns the tokens of a row group."""
         shard, index = self._place(group)
         return int(self.manifest.shards[shard].row_groups.tokens[index])
 
@@ -151,86 +151,86 @@ class Dataset:
 
     @cached_property
     def pack_index(self) -> PackSizes:
-        """Sizes of all packs, in file order: 56 bytes for each, read when first asked for.
+        """Sizes of all packs, in file order; 56 bytes per pack, read at first use.
 
         Raises:
             StorageError: a file is missing, or the store refuses.
-            IntegrityError: its bytes are not those that were written.
+            IntegrityError: a checksum does not match.
         """
         with self._whole():
             return self._sizes.all()
 
     def sizes(self, packs: Int64) -> PackSizes:
-        """Sizes of the packs with these numbers in file order, int64 `[n]`.
+        """Returns the sizes of packs; `packs`: their numbers in file order, int64 `[n]`.
 
-        Looks them up shard by shard, so that memory does not grow with the dataset; raises as
+        Reads them shard by shard, so that memory does not grow with the dataset; raises like
         :attr:`pack_index`.
         """
         with self._whole():
             return self._sizes.take(packs)
 
     def shard_sizes(self, shard: int) -> PackSizes:
-        """Sizes of the packs of a shard; raises as :attr:`pack_index`."""
+        """Returns the sizes of the packs of a shard; raises like :attr:`pack_index`."""
         with self._whole():
             return self._sizes.shard(shard)
 
     def read_packs(self, group: int) -> Packs:
-        """Row group `group` of the dataset, checksums verified; safe to call from many threads.
+        """Returns row group `group` of the dataset, verified by checksum. Thread-safe.
 
         Raises:
-            MissingFilesError: this version lacks files; names one that is whole.
+            MissingFilesError: this version lacks files; the error names a complete version.
             StorageError: the store refuses.
-            IntegrityError: its bytes are not those that were written.
+            IntegrityError: a checksum does not match.
         """
         shard, index = self._place(group)
         with self._whole():
             return self._readers[shard].read_packs(index)
 
     def fetch(self, group: int) -> Fetched:
-        """The bytes of a row group, not looked at yet; raises as :meth:`read_packs`."""
+        """Returns the bytes of a row group, not verified yet; raises like :meth:`read_packs`."""
         shard, index = self._place(group)
         with self._whole():
             return self._readers[shard].fetch(index)
 
     def decode(self, group: int, fetched: Fetched) -> CompactPacks:
-        """A row group out of its bytes; raises as :meth:`read_packs`."""
+        """Verifies and decodes the bytes of a row group; raises like :meth:`read_packs`."""
         shard, index = self._place(group)
         return self._readers[shard].decode(index, fetched)
 
     @property
     def is_mapped(self) -> bool:
-        """Whether row groups are views of local files, which costs little to decode."""
+        """True if row groups are memory-mapped local files, which are cheap to decode."""
         return self.manifest.file_format == "arrow" and self.location.local_path is not None
 
     def expect(self, group: int) -> None:
-        """Has the system read a row group of a mapped file from its disk; never raises."""
+        """Makes the system prefetch a row group of a mapped file from disk; never raises."""
         shard, index = self._place(group)
         self._readers[shard].expect(index)
 
     def group_name(self, group: int) -> str:
-        """Shard and row group, as error texts name them."""
+        """Returns shard and row group for error texts."""
         shard, index = self._place(group)
         place = self.location.join(self.manifest.shards[shard].path)
         return f"{place.display}, row group {index}"
 
     def object_version(self, group: int) -> str:
-        """Version id or ETag of the shard of a row group, where the store tells it; else empty."""
+        """Returns the version id or ETag of a row group's shard; empty if the store has none."""
         return object_version(self.location, self.manifest.shards[self._place(group)[0]].path)
 
     def iter_packs(self) -> Iterator[Packs]:
-        """All packs, one row group at a time, in file order; raises as :meth:`read_packs`."""
+        """Yields all packs in file order, by row group; raises like :meth:`read_packs`."""
         return map(self.read_packs, range(len(self.row_groups)))
 
     def iter_batches(self) -> Iterator[pa.RecordBatch]:
-        """All packs as Arrow batches of :attr:`schema`, one row group at a time."""
+        """Yields all packs as Arrow batches of :attr:`schema`, one for each row group."""
         return (to_arrow(packs, self.schema) for packs in self.iter_packs())
 
     def verify(self, progress: Progress | None = None, jobs: int | None = None) -> VerifyReport:
-        """Reads everything and checks every hash, rule and count; collects all problems.
+        """Reads the whole dataset, checks every hash, invariant and count; returns all problems.
 
         Args:
-            progress: called with the shards done and the shards in all, after each.
-            jobs: shards that are read at a time; default: as many as processors, 4 at most.
+            progress: called after each shard with the shards done and the total.
+            jobs: shards read in parallel; default: number of processors, at most 4.
         """
         return verify(self.location, self.manifest, progress, jobs)
 
@@ -238,13 +238,13 @@ class Dataset:
         return explaining(self.location, self.manifest, self.version)
 
     def _place(self, group: int) -> tuple[int, int]:
-        """The shard of a row group, and its number there."""
+        """Returns the shard of a row group, and its number in the shard."""
         shard = bisect.bisect_right(self._first_groups, group) - 1
         return shard, group - self._first_groups[shard]
 
     @cached_property
     def _first_groups(self) -> list[int]:
-        """Number of the first row group of each shard."""
+        """Returns the number of the first row group of each shard."""
         return [0, *itertools.accumulate(len(s.row_groups) for s in self.manifest.shards)][:-1]
 
     @cached_property
@@ -262,13 +262,13 @@ def open(
     version: int | None = None,
     reading: ReadConfig | None = None,
 ) -> Dataset:
-    """The dataset at `url`, its current version by default.
+    """Opens the dataset at `url`, by default its current version.
 
     Args:
         url: a local folder or an fsspec URL.
-        storage_options: what fsspec's filesystem takes.
+        storage_options: options of the fsspec filesystem.
         version: number of an older version.
-        reading: of it, the local cache.
+        reading: only its settings of the local cache are used.
 
     Raises:
         DatasetNotFoundError: no dataset, or no such version, was committed there.
@@ -283,7 +283,7 @@ def open(
 def find_dataset(
     source: object, storage_options: Mapping[str, Any] | None = None
 ) -> Dataset | None:
-    """The dataset at `source`, or None if `source` is anything else (a file, a glob, a table).
+    """Opens the dataset at `source`; returns None for any other source (file, glob, table).
 
     Raises:
         FormatError: a dataset is there, but its manifest is not valid.

@@ -45,7 +45,7 @@ class Side:
 
         Raises:
             StorageError: a shard is missing, or the store refuses.
-            IntegrityError: its bytes are not those that were written.
+            IntegrityError: a checksum does not match.
         """
         for shard in self.manifest.shards:
             where = self.location.join(shard.path).display
