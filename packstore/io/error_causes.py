@@ -1,9 +1,9 @@
-"""Causes and remedies of what the clients of stores raise.
+"""Causes and remedies of errors raised by the clients of object stores.
 
-Every client has errors of its own, some of them wrapped twice. They have in common a code of the
-store, an HTTP status, an errno, or the name of the exception; these are looked up along the chain
-of causes, so that no client needs to be imported. Codes: the S3 API's list of error responses,
-Azure's Blob service error codes, and the statuses that Google's JSON API documents.
+Each client has its own exceptions, some wrapped twice. What they share is an error code of the
+store, an HTTP status, an errno or the name of a class; these are looked up along the chain of
+causes, without importing any client. Sources of the codes: the S3 API's list of error responses,
+Azure's Blob service error codes, and the statuses in the documentation of Google's JSON API.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 
 class Cause(NamedTuple):
-    """What is wrong, and what to do about it.
+    """The cause of an error, and its remedy.
 
     Attributes:
         what: completes "found …".
         do: the remedy.
-        passing: True: asking again helps, within a minute or two; False: it never does; None: it
-            may, if the store's own state is behind the times (rights, keys).
+        passing: True: a retry within a minute or two helps; False: never; None: perhaps, as new
+            permissions or keys take time to become effective.
     """
 
     what: str
@@ -37,8 +37,8 @@ _UNREACHABLE = Cause(
 DENIED = Cause("permission denied", "Check that these credentials may do this here")
 NO_BUCKET = Cause("no such bucket", "Check its name, or make it first", False)
 
-# Cause -> names of what it stands behind: codes of stores, statuses, classes of clients, errnos,
-# builtin classes.
+# Cause -> its names in errors: codes of stores, statuses, classes of clients, errnos, builtin
+# classes.
 _NAMED: dict[Cause, str] = {
     Cause(
         "that it throttles",
@@ -114,16 +114,16 @@ _TEXTS: tuple[tuple[str, Cause], ...] = (
         "requester pays",
         Cause("a bucket that lets the requester pay", "Add the storage option requester_pays=true"),
     ),
-    ("Forbidden: ", DENIED),  # gcsfs, which says nothing else
+    ("Forbidden: ", DENIED),  # gcsfs gives nothing else
     ("Invalid bucket name", Cause("a bucket name that cannot be", "Check it", False)),
 )
 
 
 def cause_of(error: BaseException) -> Cause | None:
-    """The cause of an error of a client; None if nothing is known of such an error.
+    """Returns the cause of a client's error; None if it is not in the table.
 
-    What says most decides, wherever in the chain of causes it stands: a text, then a code of the
-    store, the class of a client, an HTTP status, an errno, and last a builtin class.
+    Searches the whole chain of causes, for the most specific name first: a text, a code of the
+    store, a class of the client, an HTTP status, an errno, a builtin class.
     """
     chain = list(_chain(error))
     for link in chain:
@@ -140,18 +140,18 @@ def cause_of(error: BaseException) -> Cause | None:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether asking again helps: throttling, an error of the server, a lost connection."""
+    """Returns True if a retry helps: throttling, server errors, lost connections."""
     cause = cause_of(error)
     return cause is not None and cause.passing is True
 
 
 def code_of(error: BaseException) -> str | None:
-    """The store's own code for its answer, if it gave one (``NoSuchBucket``)."""
+    """Returns the store's error code (``NoSuchBucket``); None if there is none."""
     return next((code for link in _chain(error) if (code := _code(link))), None)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and its causes: first the one that was raised last."""
+    """Yields the error and its causes, the one raised last first."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -161,7 +161,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _names(error: BaseException) -> tuple[list[str], ...]:
-    """Names under which an error may stand in the table, the ones that say most first."""
+    """Returns the names to look an error up by, the most specific first."""
     kinds = type(error).__mro__
     number = error.errno if isinstance(error, OSError) else None
     return (

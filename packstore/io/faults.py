@@ -1,4 +1,4 @@
-"""What filesystems raise, as one-line storage errors without secrets."""
+"""Turns errors of filesystems into one-line storage errors without secrets."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _EXTRAS = {
 
 
 def named_place(url: str) -> str:
-    """`url`, refused where a filesystem would take it for another place than is meant.
+    """Returns `url`; raises where a filesystem would open another place than intended.
 
     Raises:
-        StorageError: it is empty, which is the current folder; or its login has a ``/``, ``?`` or
-            ``#``, after which the host would begin in the password.
+        StorageError: it is empty (the current folder), or its login contains ``/``, ``?`` or
+            ``#``, so that part of the password would be read as the host.
     """
     if not url:
         must, do = "a place must have a name", "Write . for the current folder"
@@ -47,12 +47,12 @@ def named_place(url: str) -> str:
 
 @contextlib.contextmanager
 def guarded(verb: str, url: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Turns whatever a filesystem raises inside into a :class:`StorageError`.
+    """Turns all errors of a filesystem in this context into a :class:`StorageError`.
 
     Args:
-        verb: what is being done: ``open``, ``read``, ``write``, ``list`` or ``remove``.
-        url: to what.
-        options: the storage options, whose secrets must not be told.
+        verb: the operation: ``open``, ``read``, ``write``, ``list`` or ``remove``.
+        url: its target.
+        options: the storage options; their secrets are removed from the text.
     """
     try:
         yield
@@ -63,7 +63,7 @@ def guarded(verb: str, url: str, options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def missing_filesystem(url: str, error: ImportError) -> MissingExtraError:
-    """The error for a URL whose filesystem package is not installed, with the install line."""
+    """Returns the error for a missing filesystem package, with the command that installs it."""
     scheme = url.partition("://")[0].rsplit("::", 1)[-1]
     if scheme in _EXTRAS:
         cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
@@ -74,10 +74,10 @@ def missing_filesystem(url: str, error: ImportError) -> MissingExtraError:
 
 
 def means_exists(error: BaseException) -> bool:
-    """Whether a create-only put was refused because something is there.
+    """Returns True if a create-only put failed because the file exists.
 
-    s3fs raises a bare OSError(EINVAL) when the 412 answer of the server names no condition; the
-    code is then in the client's error behind it.
+    s3fs raises a bare OSError(EINVAL) when the server's 412 response names no condition; the code
+    is then in its cause, the client's error.
     """
     if isinstance(error, FileExistsError):
         return True
@@ -87,7 +87,7 @@ def means_exists(error: BaseException) -> bool:
 def storage_error(
     error: Exception, verb: str, url: str, options: Mapping[str, Any]
 ) -> StorageError:
-    """The named error for what a filesystem raised while it did `verb` to `url`."""
+    """Returns the storage error for a filesystem's error during `verb` of `url`."""
     cause, code = cause_of(error), code_of(error)
     scheme = url.partition("://")[0]
     if cause is None:
@@ -95,7 +95,7 @@ def storage_error(
         text = Secrets(url, options).hide(text)
         cause = Cause(f"{type(error).__name__}: {text or 'no further text'}")
     elif cause.what == "no such file or folder" and verb == "write" and scheme in BUCKETS:
-        cause = NO_BUCKET  # all that a put can miss
+        cause = NO_BUCKET  # a put needs nothing else to exist
     elif cause is DENIED and scheme in ("s3", "s3a", "gs", "gcs"):
         cause = cause._replace(do=f"{cause.do}; {_PAYER}")
     what = f"{cause.what} ({code})" if code and cause.do else cause.what

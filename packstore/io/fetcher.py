@@ -1,4 +1,4 @@
-"""Row groups that cannot be read: raised, asked for again, or left out."""
+"""Reads row groups with retries, and raises or quarantines those that cannot be read."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from packstore.io.retry import retrying
 log = logging.getLogger("packstore")
 
 _REFUSALS = 4
-"""Attempts where an error seldom passes: rights and keys of a running training may be renewed."""
+"""Attempts at errors that rarely pass: keys of a running training may be renewed meanwhile."""
 
 
 class GroupFetcher:
-    """Reads row groups of a dataset as a :class:`ReadConfig` says; for use by many threads.
+    """Reads row groups of a dataset by the rules of a :class:`ReadConfig`. Thread-safe.
 
-    Bytes that are not those that were written are fetched once more.
+    If a checksum does not match, the bytes are fetched once more.
 
     Args:
-        dataset: whose row groups.
-        config: how often to ask, and what to do then.
-        stopping: once set, nobody waits for an answer.
+        dataset: contains the row groups.
+        config: the number of retries, and what to do after the last.
+        stopping: once set, waits and retries end.
     """
 
     def __init__(self, dataset: Dataset, config: ReadConfig, stopping: threading.Event) -> None:
@@ -39,10 +39,10 @@ class GroupFetcher:
         )
 
     def fetch(self, group: int) -> Fetched:
-        """The bytes of row group `group` of the dataset.
+        """Returns the bytes of row group `group` of the dataset.
 
         Raises:
-            StorageError: the store refuses; names the store, shard, row group and attempts.
+            StorageError: the store refuses; the text names store, shard, row group and attempts.
             IntegrityError: the shard's footer is damaged.
         """
         return retrying(
@@ -53,15 +53,15 @@ class GroupFetcher:
         )
 
     def read(self, group: int, fetched: Job[Fetched] | None = None) -> CompactPacks | None:
-        """Row group `group` of the dataset; None if it is quarantined.
+        """Returns row group `group` of the dataset; None if it is quarantined.
 
         Args:
             group: number in the dataset.
-            fetched: its bytes, if another thread fetches them.
+            fetched: job of another thread that fetches its bytes, if there is one.
 
         Raises:
-            StorageError: as :meth:`fetch`.
-            IntegrityError: its bytes are not those that were written; likewise.
+            StorageError: like :meth:`fetch`.
+            IntegrityError: a checksum does not match; text like :meth:`fetch`.
         """
         try:
             return self._decode(group, fetched)

@@ -1,7 +1,7 @@
-"""Row groups in a shuffled order, laid end to end: which one lies at a place.
+"""Finds row groups in a shuffled order by position.
 
-Of many row groups, the order of a few is worked out at first: those around the places that are
-asked for. So a training run that begins, or resumes, does not wait for a sort of millions.
+With many row groups, only those around the first requested positions are sorted at first, so that
+a training run starts or resumes without sorting millions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from packstore.records import Bool, Int64, to_offsets
 from packstore.seeds import U64, permutation, permutation_keys
 
 MANY = 1 << 17
-"""Row groups from which on the order is worked out in two steps."""
+"""Number of row groups from which on they are sorted in two steps."""
 
 _BITS = 12
 _BUCKETS = 1 << _BITS
@@ -23,7 +23,7 @@ class GroupOrder:
 
     Args:
         rows: int64 `[G]`, rows of each row group, in file order.
-        seed, purpose: of the permutation; no `purpose`: file order.
+        seed, purpose: arguments of the permutation; no `purpose`: file order.
     """
 
     def __init__(self, rows: Int64, seed: int, *purpose: str | int) -> None:
@@ -35,7 +35,7 @@ class GroupOrder:
 
     @property
     def whole(self) -> tuple[Int64, Int64]:
-        """int64 `[G]`, the row groups in their order; int64 `[G + 1]`, the place of each."""
+        """Returns the row groups in order, int64 `[G]`, and their positions, int64 `[G + 1]`."""
         if self._whole is None:
             groups = np.arange(len(self._rows))
             if self._purpose:
@@ -46,24 +46,24 @@ class GroupOrder:
 
     @property
     def is_new(self) -> bool:
-        """Whether :meth:`find` was not called yet: what it is asked for first decides a lot."""
+        """True before the first call of :meth:`find`, which decides what is sorted first."""
         return self._whole is None and self._edges is None
 
     def find(self, places: Int64) -> tuple[Int64, Int64]:
-        """Row groups at `places` in the row sequence, int64 `[n]`, and the first place of each."""
+        """Returns the row groups at row positions `places`, int64 `[n]`, and their first rows."""
         if self._whole is None and not self._knows(places):
             _ = self.whole
         slots = np.searchsorted(self._firsts, places, side="right") - 1
         return self._groups[slots], self._firsts[slots]
 
     def _knows(self, places: Int64) -> bool:
-        """Whether the order around `places` is known, or becomes known as the first that is."""
+        """Returns True if `places` are sorted; on the first call, sorts around them."""
         if not self._purpose or len(self._rows) < MANY:
             return False
         first = self._edges is None
         keys = permutation_keys(len(self._rows), self._seed, *self._purpose) if first else None
         if keys is not None:
-            # Keys are sorted in the end, so what their highest bits say is sorted first.
+            # The full sort is by key too, so sorting by the highest bits first is consistent.
             bucket = (keys >> np.uint64(64 - _BITS)).astype(np.int16)
             rows = np.bincount(bucket, weights=self._rows, minlength=_BUCKETS)
             self._edges = to_offsets(rows.astype(np.int64))
@@ -71,12 +71,12 @@ class GroupOrder:
         wanted = np.searchsorted(self._edges, places, side="right") - 1
         if keys is not None:
             self._known[wanted] = True
-            self._known[np.minimum(wanted + 1, _BUCKETS - 1)] = True  # what comes next
+            self._known[np.minimum(wanted + 1, _BUCKETS - 1)] = True  # the buckets read next
             self._learn(keys, self._known[bucket])
         return bool(self._known[wanted].all())
 
     def _learn(self, keys: U64, chosen: Bool) -> None:
-        """Sorts those row groups that are `chosen`, bool `[G]`: all of some buckets."""
+        """Sorts the `chosen` row groups, bool `[G]`: all of some buckets."""
         assert self._edges is not None
         found = np.sort(keys[chosen])
         below = np.uint64(max(len(self._rows) - 1, 0).bit_length())

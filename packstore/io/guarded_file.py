@@ -1,4 +1,4 @@
-"""A stream from a store: every error is named, and what may pass is read again."""
+"""A stream from a store that retries reads and raises only storage errors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 
 class GuardedFile(io.RawIOBase):
-    """A raw file of a filesystem.
+    """Wraps a raw file of a filesystem.
 
     Args:
         raw: the file.
-        ask: makes one request to it, names its errors, and asks again.
-        guard: makes a context that names errors.
+        ask: makes one request to it, with retries and storage errors.
+        guard: returns a context that turns errors into storage errors.
     """
 
     def __init__(
@@ -27,32 +27,32 @@ class GuardedFile(io.RawIOBase):
         self._raw, self._ask, self._guard = raw, ask, guard
 
     def readable(self) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """Whether the file is; the answer of a plain web server may be not."""
+        """Returns True if the file is; the response of a plain web server may not be."""
         return bool(self._raw.seekable())
 
     def readinto(self, buffer: Any) -> int:
-        """Fills `buffer`, or as much of it as there are bytes."""
+        """Reads up to the length of `buffer` into it; returns the number of bytes."""
         if not self.seekable():
             with self._guard():
                 return int(self._raw.readinto(buffer) or 0)
         place = self._raw.tell()
 
         def read() -> int:
-            self._raw.seek(place)  # a read that failed may have moved on
+            self._raw.seek(place)  # a failed read may have moved the position
             return int(self._raw.readinto(buffer) or 0)
 
         return self._ask(read)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Moves to a place in the file."""
+        """Moves to a position in the file; returns it."""
         return self._ask(lambda: int(self._raw.seek(offset, whence)))
 
     def close(self) -> None:
-        """Closes the file of the filesystem too."""
+        """Also closes the filesystem's file."""
         if not self.closed:
             self._raw.close()
         super().close()

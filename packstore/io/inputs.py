@@ -1,9 +1,9 @@
-"""What the user names as input, read as a stream of blocks.
+"""Reads the user's input as a stream of blocks.
 
     source -> expand -> read -> Block (-> a worker) -> parse -> Rows
 
-One process reads, decompresses, hashes and cuts; :meth:`Block.parse` runs in workers. Where blocks
-are cut does not depend on the workers, and does not show in the records or their ordinals.
+One process reads, decompresses, hashes and cuts; :meth:`Block.parse` runs in workers. The cuts do
+not depend on the number of workers, and do not affect records or ordinals.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from packstore.io.streams import HashedStream, decompressed, drain, staged
 from packstore.records import Rows
 
 BLOCK_BYTES = 2 << 20
-"""Bytes of a block, about: the unit of work of a worker. Its records take ten times as much memory,
-and smaller ones stay in the cache of the processor."""
+"""Approximate bytes of a block, a worker's unit of work. Its records take ten times as much
+memory; at this size they stay in the processor's cache."""
 
 _KNOWN = f"one of {' '.join(SUFFIXES)}, and {' or '.join(COMPRESSIONS)} after it"
 
@@ -39,9 +39,9 @@ class Input:
     """One input file.
 
     Attributes:
-        ordinal: its place among the inputs, from 0.
-        path: as the user gave it, without secrets.
-        location: where it is.
+        ordinal: position among the inputs, from 0.
+        path: as given by the user, without secrets.
+        location: of the file.
         format: a name in :data:`packstore.io.formats.FORMATS`.
         compression: ``gzip``, ``zstd`` or None.
     """
@@ -55,16 +55,16 @@ class Input:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """A stretch of one input, at least one record long. Picklable.
+    """A part of one input, at least one record long. Picklable.
 
     Attributes:
         source: ordinal of the input.
-        path: the input, as error texts name it.
-        format: what parses the payload.
-        unit: what an ordinal counts: ``line``, ``row`` or ``item``.
+        path: of the input, for error texts.
+        format: format of the payload.
+        unit: unit of ordinals: ``line``, ``row`` or ``item``.
         first: ordinal of the first line, row or item, from 0.
-        records: how many it holds.
-        payload: what the format's `parse` takes.
+        records: number of records.
+        payload: argument of the format's `parse`.
     """
 
     source: int
@@ -76,10 +76,10 @@ class Block:
     payload: Any = field(repr=False)
 
     def parse(self) -> Rows:
-        """The records.
+        """Parses the payload into records.
 
         Raises:
-            InputError: one of them is not what the format says; names its place.
+            InputError: a record violates the format; the text names its place.
         """
         ordinals, values = FORMATS.load(self.format).parse(self.payload, self.path, self.first)
         return Rows(self.source, self.path, self.unit, ordinals, values)
@@ -92,13 +92,13 @@ class InputReader:
         source: a path, glob, folder or URL, or a list of them; an Arrow table, a Polars frame, or
             an iterable of records.
         storage_options: for the fsspec filesystem of `source`.
-        config: of it, `fields` and `carry` say which CSV columns are not text; `spill_dir` holds
-            copies of remote or compressed Parquet and Arrow files while they are read.
-        block_bytes: bytes of a block, about.
+        config: `fields` and `carry` decide which CSV columns are not text; `spill_dir` is for
+            temporary copies of remote or compressed Parquet and Arrow files.
+        block_bytes: approximate bytes of a block.
 
     Raises:
-        InputError: nothing there, or of no known format; while iterating: a file is broken, or
-            there is no record at all.
+        InputError: no files, or a file of unknown format; while iterating: a file is broken, or
+            there are no records.
         StorageError: the store refuses.
     """
 
@@ -136,32 +136,32 @@ class InputReader:
             raise InputError(sentence(names, "must hold at least one record", "no records"))
 
     def sources(self) -> list[dict[str, Any]]:
-        """Of each input read to its end: `path`, `bytes`, `sha256` and `records`.
+        """Returns `path`, `bytes`, `sha256` and `records` of each input read to its end.
 
-        Bytes and hash are those of the file as it is stored; of inputs in memory, those of
-        the records as JSON lines (see :func:`packstore.io.memory.record_pieces`).
+        Bytes and hash are of the stored file; for inputs in memory, of the records as JSON lines
+        (see :func:`packstore.io.memory.record_pieces`).
         """
         return list(self._sources)
 
     @property
     def inputs(self) -> tuple[Input, ...]:
-        """The files; none where the input is in memory."""
+        """The input files; empty if the input is in memory."""
         return tuple(self._inputs)
 
     @property
     def paths(self) -> dict[int, str]:
-        """Ordinal of each input -> its path, as `sources` names it."""
+        """Maps the ordinal of each input to its path in `sources`."""
         if self._memory:
             return {0: self._memory[0]}
         return {item.ordinal: item.path for item in self._inputs}
 
     @property
     def ends(self) -> bool:
-        """Whether the input surely ends: files, tables, and what knows its length."""
+        """True if the input is known to be finite: files, tables, and objects with a length."""
         return self._memory is None or self._sized
 
     def read_file(self, item: Input) -> Iterator[Block]:
-        """The blocks of one file, which need not be among the inputs; as iterating does."""
+        """Yields the blocks of one file, even if not among the inputs; raises like iterating."""
         records = 0
         form = FORMATS.load(item.format)
         with contextlib.ExitStack() as stack:
@@ -181,7 +181,7 @@ class InputReader:
         stream: io.BufferedReader,
         stack: contextlib.ExitStack,
     ) -> BinaryIO:
-        """The plain bytes of a file at random; reads all of it once, so that it is hashed."""
+        """Opens the plain bytes of a file for random access; reads all of it once, to hash it."""
         if item.compression or item.location.local_path is None:
             return stack.enter_context(staged(stream, self._folder))
         drain(stream)
@@ -206,10 +206,10 @@ def expand(
     source: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[Input]:
-    """The files behind paths, globs, folders and URLs: lists in their order, the others sorted.
+    """Returns the files of paths, globs, folders and URLs; keeps the order of lists, sorts others.
 
     Raises:
-        InputError: nothing there, a file of no known format, or a packed dataset.
+        InputError: no files, a file of unknown format, or a packed dataset.
         StorageError: the store refuses.
     """
     given = [source] if isinstance(source, str | os.PathLike) else source
@@ -218,7 +218,7 @@ def expand(
 
 
 def json_columns(config: PackConfig) -> frozenset[str]:
-    """Columns that are not text, under the names that they have in the input."""
+    """Returns the names, in the input, of the columns that are not text."""
     carried = (entry.rpartition(":") for entry in config.carry)
     typed = {name for name, colon, type_ in carried if colon and type_ != "string"}
     mapped = config.fields
@@ -227,15 +227,15 @@ def json_columns(config: PackConfig) -> frozenset[str]:
 
 
 def _files(url: str, options: Mapping[str, Any]) -> list[tuple[str, Location]]:
-    """Path, as the user would write it, and place of each file."""
+    """Returns the path, as a user would write it, and the location of each file."""
     location = Location(url, options)
     if location.is_dir():
         return _files_of_folder(location)
     if location.exists():
         return [(location.display, location)]
-    # In a URL a question mark begins the query.
+    # In a URL a question mark starts the query.
     if not any(c in url for c in ("*[" if "://" in url else "*?[")):
-        location.files()  # says so where its bucket is missing
+        location.files()  # raises if the bucket is missing
         raise InputError(sentence(location.display, "must exist", "no such file", "Check the path"))
     dotted = _name(url).startswith(".")
     matches = [m for m in location.glob() if dotted or not _name(m.url).startswith(".")]
@@ -260,7 +260,7 @@ def _files_of_folder(folder: Location) -> list[tuple[str, Location]]:
 
 
 def _format_of(path: str) -> tuple[str, str | None]:
-    """Format and compression by the name of a file."""
+    """Returns format and compression by the name of a file."""
     form, compression = format_of(path)
     if form is None:
         do = "Rename it, or name the wanted files alone"
@@ -281,10 +281,10 @@ def _is_path(source: object) -> bool:
 
 
 def _iterable(source: Any) -> Iterable[object]:
-    """`source`, unless iterating over it cannot give records.
+    """Returns `source` if it can be iterated for records.
 
     Raises:
-        InputError: it is not iterable, or a mapping, whose items are names.
+        InputError: it is not iterable, or a mapping, which iterates over names.
     """
     if isinstance(source, Mapping | bytes) or not isinstance(source, Iterable):
         must = "must be a path, a list of paths, a table, or an iterable of records"

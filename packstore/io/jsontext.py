@@ -1,4 +1,4 @@
-"""JSON text to Python values."""
+"""Parses JSON text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from packstore.errors import InputError, quote, sentence
 
 
 def loads(data: bytes, where: str, do: str = "Correct the text") -> object:
-    """The value that `data` holds.
+    """Returns the JSON value in `data`.
 
-    Lone surrogates, NaN and infinities are let through: policies further on judge them.
+    Accepts lone surrogates, NaN and infinities: later policies decide about them.
 
     Args:
         data: UTF-8 text of one JSON value.
@@ -41,18 +41,18 @@ def loads(data: bytes, where: str, do: str = "Correct the text") -> object:
 
 
 def describe(error: json.JSONDecodeError) -> str:
-    """What is wrong, with the text around it."""
+    """Describes the error, with the text around it."""
     near = error.doc[max(0, error.pos - 10) : error.pos + 20]
     return f"{error.msg} near {quote(near)}" if near else error.msg
 
 
 def not_utf8(error: UnicodeDecodeError, where: str) -> InputError:
-    """The error for bytes that are not UTF-8."""
+    """Returns the error for bytes that are not UTF-8."""
     found = f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
     return InputError(sentence(where, "must be UTF-8", found, "Convert the file to UTF-8"))
 
 
 def too_deep(where: str) -> InputError:
-    """The error for values within values within values."""
+    """Returns the error for values nested too deeply."""
     found = "more than about 1000 levels"
     return InputError(sentence(where, "JSON must not be nested deeply", found, "Flatten it"))

@@ -1,4 +1,4 @@
-"""Files on the local disk that appear whole, never replace, and survive a power cut."""
+"""Writes local files in one step, never over another file, and durable across a power cut."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from packstore.errors import IntegrityError
 
 
 def is_local(fs: Any) -> bool:
-    """Whether a filesystem is that of the machine itself."""
+    """Returns True for the local filesystem."""
     from fsspec.implementations.local import LocalFileSystem
 
     return isinstance(fs, LocalFileSystem)
 
 
 def only_regular(path: str) -> str:
-    """`path`, unless a device or pipe is there, which may give bytes without end, or wait for them.
+    """Returns `path`; raises for a device or pipe, which may block or never end.
 
-    A link is followed: caches of downloads are made of them, and hashes tell what may be read.
+    Links are followed: download caches consist of them, and hashes check the bytes.
     """
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -34,7 +34,7 @@ def only_regular(path: str) -> str:
 
 
 def read_part(path: str, start: int, end: int) -> bytes:
-    """Bytes `start` to `end` of a file, fewer if it is shorter: one system call for most."""
+    """Returns bytes `start` to `end` of a file, fewer if it is shorter; mostly one system call."""
     handle = os.open(path, os.O_RDONLY)
     try:
         data = b""
@@ -46,7 +46,7 @@ def read_part(path: str, start: int, end: int) -> bytes:
 
 
 def will_read(path: str, start: int, end: int) -> None:
-    """Has the system fetch bytes `start` to `end` of a file from its disk, without waiting."""
+    """Makes the system prefetch bytes `start` to `end` of a file from disk; does not wait."""
     if not hasattr(os, "posix_fadvise"):
         return
     handle = os.open(only_regular(path), os.O_RDONLY)
@@ -57,13 +57,13 @@ def will_read(path: str, start: int, end: int) -> None:
 
 
 def map_part(path: str, start: int, end: int) -> memoryview:
-    """Bytes `start` to `end` of a file, as a view of the page cache.
+    """Returns bytes `start` to `end` of a file, as a view of the page cache.
 
-    All pages are mapped at once: one by one they would cost more than copying them.
+    Maps all pages at once: page faults one by one would cost more than a copy.
 
     Raises:
         OSError: the file cannot be opened.
-        IntegrityError: it is too short; its pages could not be touched.
+        IntegrityError: it is too short; access to missing pages would crash.
     """
     aligned = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     handle = os.open(only_regular(path), os.O_RDONLY)
@@ -79,7 +79,7 @@ def map_part(path: str, start: int, end: int) -> memoryview:
 
 
 def make_folder(folder: str) -> None:
-    """Makes a folder and those above it; raises NotADirectoryError if a file stands there."""
+    """Creates a folder and its parents; raises NotADirectoryError if a file is in the way."""
     try:
         os.makedirs(folder, exist_ok=True)
     except FileExistsError as error:
@@ -87,7 +87,7 @@ def make_folder(folder: str) -> None:
 
 
 def in_its_folder(full: str, put: Callable[[], None]) -> None:
-    """Makes the folder of a file, and calls `put`; again if a job that ends has just removed it."""
+    """Creates the folder of a file and calls `put`; repeats if an ending job has removed it."""
     for last in (False, False, True):
         make_folder(os.path.dirname(full))
         try:
@@ -99,7 +99,7 @@ def in_its_folder(full: str, put: Callable[[], None]) -> None:
 
 
 def create(full: str, data: bytes) -> None:
-    """A temporary file, linked to its name: link refuses to replace, and readers see it whole."""
+    """Writes a temporary file and links it: link never replaces, and readers see it complete."""
     folder, name = os.path.split(full)
     temporary = os.path.join(folder, f".{name}.{uuid.uuid4().hex}")
     try:
@@ -124,12 +124,12 @@ def _write_new(path: str, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         except BaseException:
-            os.unlink(path)  # ours: it was not there; half a manifest would close the dataset
+            os.unlink(path)  # ours; half a manifest would make the dataset unreadable
             raise
 
 
 def _rename_new(source: str, target: str) -> bool:
-    """Renames a file unless the new name is taken; False where the system cannot do that."""
+    """Renames a file unless the new name is taken; returns False if the system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -142,7 +142,7 @@ def _rename_new(source: str, target: str) -> bool:
 
 
 def settle(file: IO[bytes], durable: bool) -> None:
-    """Closes a file that is complete; with `durable` it survives a power cut."""
+    """Closes a complete file; with `durable`, syncs it so that it survives a power cut."""
     file.flush()
     if durable:
         os.fsync(file.fileno())
@@ -150,7 +150,7 @@ def settle(file: IO[bytes], durable: bool) -> None:
 
 
 def sync_folder(folder: str) -> None:
-    """Makes a rename or link survive a power cut."""
+    """Syncs a folder, so that a rename or link in it survives a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

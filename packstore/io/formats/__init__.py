@@ -1,7 +1,7 @@
-"""File formats of the input: one small file each, one line in :data:`FORMATS`.
+"""File formats of the input: a module and a line in :data:`FORMATS` for each.
 
-One process reads: :attr:`Format.read` cuts a file into payloads without looking into the records
-more than it must. Workers parse: :attr:`Format.parse` turns a payload into records.
+One process reads: :attr:`Format.read` cuts a file into payloads and inspects records as little as
+possible. Workers parse: :attr:`Format.parse` turns a payload into records.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any, BinaryIO, NamedTuple
 from packstore.registry import Registry
 
 MAX_RECORD_BYTES = 64 << 20
-"""A longer record is taken for a broken file."""
+"""Maximum length of a record; a longer one means that the file is broken."""
 
 
 class Piece(NamedTuple):
-    """A stretch of a file: at least one whole record, and about `block_bytes` at most.
+    """A part of a file: at least one whole record, and at most about `block_bytes`.
 
     Attributes:
         first: ordinal of its first line, row or item in the file, from 0.
-        records: how many records it holds.
-        payload: what `parse` takes; picklable.
+        records: number of records.
+        payload: the argument of `parse`; picklable.
     """
 
     first: int
@@ -32,11 +32,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """What formats need to know to read.
+    """Options of :attr:`Format.read`.
 
     Attributes:
-        block_bytes: bytes of a piece; one longer record makes a longer piece.
-        json_columns: in formats whose cells are text alone, the columns that hold JSON values.
+        block_bytes: bytes of a piece; a longer record makes a longer piece.
+        json_columns: columns with JSON values, in formats whose cells are text.
     """
 
     block_bytes: int
@@ -45,14 +45,14 @@ class ReadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How files of one format are read. Both functions raise :class:`InputError`.
+    """Reader and parser of a file format. Both functions raise :class:`InputError`.
 
     Attributes:
-        unit: what an ordinal counts: ``line``, ``row`` or ``item``.
-        read: ``(stream, path, options)`` -> pieces, in order; the path is for error texts. Reads a
-            stream to its very end, so that all of it is hashed.
+        unit: unit of ordinals: ``line``, ``row`` or ``item``.
+        read: ``(stream, path, options)`` -> pieces, in order; the path is for error texts. Reads
+            the stream to its end, so that all of it is hashed.
         parse: ``(payload, path, first)`` -> ordinals and values of the records of a piece.
-        random_access: whether `stream` must be seekable.
+        random_access: True if `stream` must be seekable.
     """
 
     unit: str

@@ -16,7 +16,7 @@ _OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)  # our own threads read; see
 
 
 def read(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
-    """Batch by batch; the first bytes tell a file from a stream."""
+    """Yields a piece for each batch; tells a file from a stream by the first bytes."""
     begin = stream.read(len(_MAGIC))
     stream.seek(0)
     with as_input_error(path, "must be a readable Arrow IPC file or stream"):

@@ -1,8 +1,8 @@
 """CSV and TSV with a header line, RFC 4180: cells may be quoted and hold line ends.
 
-Every cell is text, exactly as written, whatever it looks like: a prompt that reads ``007`` stays
-that. Only in the columns that cannot be text (rewards, scores, messages, token ids, carried
-numbers) a cell is read as JSON; there an empty cell is null, and one that is not JSON stays text.
+Cells are text, exactly as written: a prompt ``007`` stays ``007``. Only in columns that cannot be
+text (rewards, scores, messages, token ids, carried numbers) cells are parsed as JSON; there an
+empty cell is null, and one that is not JSON stays text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from packstore.io.jsontext import not_utf8
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """Some rows: each as many cells as `header` has names."""
+    """Some rows, each with a cell for each name in `header`."""
 
     header: list[str]
     json_columns: frozenset[str]
@@ -34,14 +34,14 @@ class _Cells:
 
 def read(stream: BinaryIO, path: str, options: ReadOptions, *, delimiter: str) -> Iterator[Piece]:
     """Cuts between rows."""
-    # The module's own limit of 128 KiB a cell is global and far below real prompts.
+    # The csv module's limit is global, and its default of 128 KiB a cell is too low for prompts.
     csv.field_size_limit(max(csv.field_size_limit(), formats.MAX_RECORD_BYTES))
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     try:
         rows = csv.reader(_lines(text, path), delimiter=delimiter, strict=True)
         yield from _pieces(rows, path, options)
     finally:
-        text.detach()  # else it would close the stream
+        text.detach()  # otherwise it would close the stream
 
 
 def _pieces(rows: Iterator[list[str]], path: str, options: ReadOptions) -> Iterator[Piece]:
@@ -59,7 +59,7 @@ def _pieces(rows: Iterator[list[str]], path: str, options: ReadOptions) -> Itera
 
 
 def parse(payload: _Cells, path: str, first: int) -> tuple[range, list[object]]:
-    """The records of some rows."""
+    """Parses rows into records."""
     typed = [name for name in payload.header if name in payload.json_columns]
     values: list[object] = []
     for row in payload.rows:
@@ -89,7 +89,7 @@ def _header(rows: Iterator[list[str]], path: str) -> list[str]:
 
 
 def _rows(rows: Iterator[list[str]], header: list[str], path: str) -> Iterator[list[str]]:
-    """All rows, blank lines apart, each of as many cells as there are columns."""
+    """Yields all rows but blank lines; raises if the number of cells is wrong."""
     for number, row in enumerate(filter(None, _checked(rows, path)), 1):
         if len(row) != len(header):
             must = f"must have {len(header)} cells, as the header has"
@@ -99,7 +99,7 @@ def _rows(rows: Iterator[list[str]], header: list[str], path: str) -> Iterator[l
 
 
 def _checked(rows: Iterator[list[str]], path: str) -> Iterator[list[str]]:
-    """The rows, with errors that name the line."""
+    """Yields the rows; errors name the line."""
     while True:
         try:
             yield next(rows)
@@ -115,7 +115,7 @@ def _checked(rows: Iterator[list[str]], path: str) -> Iterator[list[str]]:
 
 
 def _lines(text: io.TextIOWrapper, path: str) -> Iterator[str]:
-    """The lines of a file, none of them endless."""
+    """Yields the lines of a file; raises at one that is too long."""
     for number, line in enumerate(iter(partial(text.readline, formats.MAX_RECORD_BYTES), ""), 1):
         if len(line) == formats.MAX_RECORD_BYTES:
             must = f"a line must be shorter than {formats.MAX_RECORD_BYTES:,} characters"

@@ -31,7 +31,7 @@ def read(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
 
 
 def parse(payload: list[bytes], path: str, first: int) -> tuple[range, list[object]]:
-    """The records behind some texts."""
+    """Parses texts into records."""
     ordinals = range(first, first + len(payload))
     values = [
         loads(text, f"{path}, item {i + 1}") for i, text in zip(ordinals, payload, strict=True)
@@ -40,7 +40,7 @@ def parse(payload: list[bytes], path: str, first: int) -> tuple[range, list[obje
 
 
 def _items(scanner: _Scanner) -> Iterator[bytes]:
-    """The text of every record."""
+    """Yields the text of every record."""
     opening = scanner.peek()
     if opening == "{":
         while scanner.peek():
@@ -62,7 +62,7 @@ def _items(scanner: _Scanner) -> Iterator[bytes]:
 
 
 class _Scanner:
-    """A position in a JSON text of which only a window is held."""
+    """A position in a JSON text; only a window of the text is in memory."""
 
     def __init__(self, stream: BinaryIO, path: str, chunk_bytes: int) -> None:
         self._stream, self._path, self._chunk_bytes = stream, path, chunk_bytes
@@ -72,7 +72,7 @@ class _Scanner:
         self._lines, self._columns = 0, 0
 
     def peek(self) -> str:
-        """The next character that is not white space; empty at the end."""
+        """Returns the next character that is not white space; empty at the end."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in _SPACE:
                 self._at += 1
@@ -83,11 +83,11 @@ class _Scanner:
             self._fill()
 
     def skip(self) -> None:
-        """Steps over one character."""
+        """Skips one character."""
         self._at += 1
 
     def value(self) -> bytes:
-        """Steps over one JSON value; returns its text."""
+        """Skips one JSON value and returns its text."""
         self.peek()
         while True:
             try:
@@ -95,7 +95,7 @@ class _Scanner:
             except RecursionError:
                 raise too_deep(self._where(self._at)) from None
             except ValueError as error:
-                # What looks broken may be cut by the window: more text decides.
+                # The value may be cut by the window: load more text before refusing it.
                 if self._ended or len(self._text) - self._at > formats.MAX_RECORD_BYTES:
                     raise self._broken(error) from None
             else:
@@ -108,13 +108,13 @@ class _Scanner:
         return text
 
     def refuse(self, must: str) -> NoReturn:
-        """Raises: `must` holds at this place."""
+        """Raises :class:`InputError`: `must` is violated at this position."""
         found = quote(self._text[self._at : self._at + 20]) if self.peek() else "the end"
         do = "Correct the file; records one a line belong into a .jsonl file"
         raise InputError(sentence(self._where(self._at), must, found, do))
 
     def _fill(self) -> None:
-        """Drops what was read, and at least doubles what is left."""
+        """Drops the consumed text, and at least doubles the rest."""
         lines = self._text.count("\n", 0, self._at)
         start = self._text.rfind("\n", 0, self._at) + 1 if lines else -self._columns
         self._lines, self._columns = self._lines + lines, self._at - start

@@ -26,7 +26,7 @@ def read(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
 
 
 def parse(payload: bytes, path: str, first: int) -> tuple[list[int], list[object]]:
-    """The records of some lines."""
+    """Parses lines into records."""
     lines = payload.split(b"\n")
     numbers = [i for i, line in enumerate(lines, first) if not _is_blank(line)]
     return numbers, [loads(lines[i - first], f"{path}, line {i + 1}", _DO) for i in numbers]
@@ -37,7 +37,7 @@ def _is_blank(line: bytes) -> bool:
 
 
 def _cut(stream: BinaryIO, path: str, block_bytes: int) -> Iterator[bytes]:
-    """Stretches of whole lines; only the last may lack its line end."""
+    """Yields runs of whole lines; only the last may lack its line end."""
     begun: list[bytes] = []
     lines = 0
     chunk = stream.read(block_bytes).removeprefix(_BOM)

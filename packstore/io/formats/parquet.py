@@ -1,4 +1,4 @@
-"""Parquet files, read a batch of rows at a time."""
+"""Parquet files, read in batches of rows."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from packstore.io.formats import Format, Piece, ReadOptions
 from packstore.io.tabular import BATCH_ROWS, as_input_error, parse, pieces
 
 BATCH_BYTES = 1 << 30
-"""Bytes that the values of a column may take at once, if all are the longest of a dictionary."""
+"""Maximum bytes of a batch's values in a column, if each is the longest of its dictionary."""
 
-# Type and size when decompressed: the first two fields of the header of a page (PageHeader in
-# parquet.thrift of apache/parquet-format), which every page has, in Thrift's compact protocol.
+# Type and uncompressed size: the first two fields, always present, of a page header (PageHeader in
+# parquet.thrift of apache/parquet-format) in Thrift's compact protocol.
 _DICTIONARY_HEADER = re.compile(rb"\x15\x04\x15([\x80-\xff]{0,4}[\x00-\x7f])", re.DOTALL)
 
 
 def read(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
-    """Streams the pages: a row group may be larger than memory.
+    """Streams the pages, as a row group may be larger than memory.
 
-    Few rows at a time where a large dictionary may make each of them large.
+    Reads fewer rows at a time if a large dictionary can make each of them large.
     """
     with as_input_error(path, "must be a readable Parquet file"):
         file = pq.ParquetFile(stream, buffer_size=1 << 20, pre_buffer=False)
