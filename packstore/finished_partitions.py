@@ -7,24 +7,24 @@ they were, and so is each of its shards.
 from __future__ import annotations
 
 import hashlib
-from base64 import b64decode, b64encode
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from packstore.io.inputs import Input
 from packstore.io.object_version import object_version
 from packstore.io.partition_notes import Finished, PartitionNotes
 from packstore.partitions import Item
-from packstore.records import Int64, Sample, Tally
+from packstore.records import Int64
 from packstore.runs import Contents
 from packstore.version import VERSION
 
-_COUNTS = [f.name for f in fields(Tally) if f.name not in ("samples", "rejected")]
+Versions = dict[int, str]
+"""Ordinal of an input -> its version in the store; empty where the store tells none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,33 +55,19 @@ class Partition:
         """In all datasets."""
         return sum(part.shard.rows for one in self.written for part in one.shards)
 
-    def note(
-        self,
-        notes: Sequence[PartitionNotes],
-        number: int,
-        identity: str,
-        versions: Mapping[str, str],
-    ) -> None:
-        """Notes it in each dataset.
+    def note(self, notes: Sequence[PartitionNotes], item: Item, versions: Versions) -> None:
+        """Notes it in each dataset, with the versions of its inputs before they were read."""
+        for one, own in zip(notes, self.written, strict=True):
+            one.put(item[0], Note(identity(item), versions, self.contents, own))
 
-        Args:
-            notes: of each dataset.
-            number: of the partition.
-            identity: of its item, from :func:`identity`.
-            versions: ordinal of an input -> its version in the store before it was read.
-        """
-        contents, tally = self.contents, self.contents.tally
-        shared = {
-            "identity": identity,
-            "versions": versions,
-            "tally": {name: getattr(tally, name) for name in _COUNTS},
-            "samples": [asdict(sample) for sample in tally.samples],
-            "rejects": b64encode(contents.rejects).decode(),
-            "sources": {str(ordinal): source for ordinal, source in contents.sources.items()},
-        }
-        for one, own, examples in zip(notes, self.written, contents.examples, strict=True):
-            about = {"planning": own.planning, "counts": own.counts, "examples": examples}
-            one.put(number, own.shards, {**shared, **about})
+
+class Note(msgspec.Struct):
+    """A partition in one dataset."""
+
+    identity: str
+    versions: Versions
+    contents: Contents
+    written: Written
 
 
 def identity(item: Item) -> str:
@@ -107,24 +93,19 @@ def taken_over(
         hashes: ordinal of an input -> its sha256, as far as known; more are added.
     """
     number, slices, _ = item
-    noted = [found for one in notes if (found := one.read(number)) is not None]
+    noted = [found for one in notes if (found := one.read(number, Note)) is not None]
     same = identity(item)
-    if len(noted) < len(notes) or any(about.get("identity") != same for _, about in noted):
+    if len(noted) < len(notes) or any(note.identity != same for note in noted):
         return None
-    about = noted[0][1]
-    sources = {int(ordinal): source for ordinal, source in about["sources"].items()}
-    inputs = [(s.input, sources[s.input.ordinal]) for s in slices]
-    versions = about["versions"]
-    if not all(_is_same(i, source, versions[str(i.ordinal)], hashes) for i, source in inputs):
+    contents, versions = noted[0].contents, noted[0].versions
+    for one in slices:
+        ordinal = one.input.ordinal
+        if not _is_same(one.input, contents.sources[ordinal], versions[ordinal], hashes):
+            return None
+    made = Partition(contents, [note.written for note in noted], resumed=True)
+    if not all(n.are_whole(w.shards) for n, w in zip(notes, made.written, strict=True)):
         return None
-    if not all(one.are_whole(shards) for one, (shards, _) in zip(notes, noted, strict=True)):
-        return None
-    written = [Written(s, a["planning"], np.array(a["counts"], np.int64)) for s, a in noted]
-    contents = Contents(
-        [a["examples"] for _, a in noted], _tally(about), sources, b64decode(about["rejects"])
-    )
-    made = Partition(contents, written, resumed=True)
-    made.note(notes, number, same, versions)
+    made.note(notes, item, versions)
     return made
 
 
@@ -139,10 +120,3 @@ def _is_same(item: Input, source: Mapping[str, Any], version: str, hashes: dict[
             digest = hashlib.file_digest(file, "sha256")
         hashes[item.ordinal] = digest.hexdigest()
     return bool(hashes[item.ordinal] == source["sha256"])
-
-
-def _tally(value: Mapping[str, Any]) -> Tally:
-    samples = [Sample(**sample) for sample in value["samples"]]
-    counts = value["tally"]
-    told: dict[str, Any] = {n: Counter(v) if isinstance(v, dict) else v for n, v in counts.items()}
-    return Tally(**told, samples=samples)

@@ -20,7 +20,7 @@ import numpy as np
 
 from packstore import seeds
 from packstore.config import PackConfig
-from packstore.finished_partitions import Partition, Written, identity, taken_over
+from packstore.finished_partitions import Partition, Versions, Written, taken_over
 from packstore.intake import Part
 from packstore.io.inputs import Block
 from packstore.io.partition_notes import PartitionNotes
@@ -45,13 +45,13 @@ class Spilled:
     """A partition that is being read; its examples are on the local disk."""
 
     def __init__(self, item: Item, config: PackConfig, paths: Mapping[int, str]) -> None:
-        self.number, self.slices, repeated = item
-        self.identity, self._config = identity(item), config
+        self.number, self.slices, repeated = self.item = item
+        self._config = config
         self._select = Selection(config, config.seed, repeated, paths)
         self.spills = [Spill(config.spill_dir) for _ in self._select.parts]
         self._tally, self._rejects = Tally(), CompressedRejects()
         self._sources = dict[int, dict[str, Any]]()
-        self.versions = dict[str, str]()
+        self.versions = Versions()
 
     def add(self, part: Part) -> None:
         """Adds the examples of the next block."""
@@ -64,7 +64,7 @@ class Spilled:
     def read(self, file: ReadFile) -> None:
         """Notes a file that was read to its end."""
         self._sources[file.ordinal] = file.source
-        self.versions[str(file.ordinal)] = file.version
+        self.versions[file.ordinal] = file.version
 
     def contents(self) -> Contents:
         """The records, once all were added; called once."""
@@ -200,7 +200,7 @@ class PackPartitions:
         one.close()
         made = Partition(contents, written)
         if one.slices:
-            made.note(self._notes, one.number, one.identity, one.versions)
+            made.note(self._notes, one.item, one.versions)
         return made
 
     def _write_packs(

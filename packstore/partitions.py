@@ -173,7 +173,7 @@ class ReadKeys:
     """
 
     def __init__(self, tokenize: Callable[[Block], Part], config: PackConfig) -> None:
-        self._keys, self._config = _Keys(tokenize, config), config
+        self._tokenize, self._config = tokenize, config
 
     def __call__(
         self,
@@ -192,21 +192,9 @@ class ReadKeys:
             ([np.empty(0, np.uint64)], [np.empty(0, np.int64)]) for _ in partitions
         ]
         pairs = blocks_of(enumerate(partitions), self._config)
-        for number, block in in_turn(self._keys, pairs, run):
-            found[number][0].append(block[0])
-            found[number][1].append(block[1])
-            on_keys(len(block[1]))
+        for number, (examples, _) in in_turn(self._tokenize, pairs, run):
+            found[number][0].append(dedup_keys(examples, self._config))
+            found[number][1].append(examples.example_ids)
+            on_keys(examples.num_examples)
         for keys, ids in found:
             yield np.concatenate(keys), np.concatenate(ids)
-
-
-class _Keys:
-    """The keys and ids of a block."""
-
-    def __init__(self, tokenize: Callable[[Block], Part], config: PackConfig) -> None:
-        self._tokenize, self._config = tokenize, config
-        self.suits_threads = getattr(tokenize, "suits_threads", False)
-
-    def __call__(self, block: Block) -> tuple[U64, Int64]:
-        examples, _ = self._tokenize(block)
-        return dedup_keys(examples, self._config), examples.example_ids

@@ -261,8 +261,8 @@ from packstore.io.partition_notes import PartitionNotes
 
 put = PartitionNotes.put
 
-def put_and_die(self, number, shards, about):
-    put(self, number, shards, about)
+def put_and_die(self, number, value):
+    put(self, number, value)
     if (number, self.location.url.rpartition("/")[2]) == (1, "validation"):
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -9,24 +9,24 @@ commits removes its notes; ``packstore clean`` removes those of jobs that never 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, get_origin
 
+import msgspec
 import numpy as np
-import orjson
 
 from packstore.errors import PackstoreError, StorageError
 from packstore.io.commit import FOLDER
-from packstore.io.manifest_json import dump_shard, parse_shard
 from packstore.io.shard import ShardInfo
 from packstore.io.statistics import PackCounter
 from packstore.io.storage import Location
+from packstore.io.typed_json import Checksums
 from packstore.io.upkeep import remove_all, replace_bytes
 from packstore.records import PackSizes
 
@@ -39,8 +39,7 @@ _CHECKS = 4
 """Shards that are hashed at a time."""
 _CHUNK = 1 << 20
 
-_COUNTED = [f.name for f in dataclasses.fields(PackCounter) if f.name != "histogram"]
-_SIZES = ("tokens", "examples", "squares")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,33 +62,30 @@ class PartitionNotes:
     def __init__(self, location: Location, run: str) -> None:
         self.location, self.run = location, run
 
-    def put(self, number: int, shards: Sequence[Finished], about: Mapping[str, Any]) -> None:
+    def put(self, number: int, value: object) -> None:
         """Notes a partition whose shards are all in their places, over an earlier note.
 
         Args:
             number: of the partition.
-            shards: in order.
-            about: further JSON values.
+            value: a dataclass or struct of what is known of it.
         """
-        value = {**about, "shards": [_entry(s) for s in shards]}
-        text = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+        text = msgspec.json.encode(value, enc_hook=_plain)
         seal = b'{"sha256":"%s"}\n' % hashlib.sha256(text).hexdigest().encode()
         replace_bytes(self.location, self._path(number), seal + text + b"\n")
 
-    def read(self, number: int) -> tuple[list[Finished], dict[str, Any]] | None:
+    def read(self, number: int, kind: type[T]) -> T | None:
         """What was noted of a partition; None without a note, or one that is not as it was put."""
         try:
             seal, _, text = self.location.read_bytes(self._path(number)).partition(b"\n")
             text = text.removesuffix(b"\n")
-            if orjson.loads(seal)["sha256"] != hashlib.sha256(text).hexdigest():
+            if seal != b'{"sha256":"%s"}' % hashlib.sha256(text).hexdigest().encode():
                 return None
-            about = orjson.loads(text)
-            return [_parse(entry) for entry in about.pop("shards")], about
+            return msgspec.json.decode(text, type=kind, dec_hook=_typed)
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return None
             raise
-        except (PackstoreError, ValueError, KeyError, TypeError):  # of another release, or damaged
+        except msgspec.DecodeError:  # of another release
             return None
 
     def are_whole(self, shards: Sequence[Finished]) -> bool:
@@ -133,22 +129,13 @@ class PartitionNotes:
         return digest.hexdigest() == shard.sha256
 
 
-def _entry(part: Finished) -> dict[str, Any]:
-    counter = {name: int(getattr(part.counter, name)) for name in _COUNTED}
-    counts = part.sizes.counts
-    return {
-        "shard": dump_shard(part.shard),
-        "counter": {**counter, "histogram": part.counter.histogram.tolist()},
-        "sizes": {name: getattr(part.sizes, name).tolist() for name in _SIZES},
-        "counts": [] if counts is None else counts.tolist(),
-    }
+def _plain(value: Any) -> Any:
+    """Arrays and numbers of numpy as JSON values."""
+    return value.tolist()
 
 
-def _parse(entry: Mapping[str, Any]) -> Finished:
-    histogram = np.array(entry["counter"].pop("histogram"), np.int64)
-    sizes = {name: np.array(entry["sizes"][name], np.int64) for name in _SIZES}
-    return Finished(
-        parse_shard(entry["shard"], "shard"),
-        PackCounter(**entry["counter"], histogram=histogram),
-        PackSizes(**sizes, counts=np.array(entry["counts"], np.int64)),
-    )
+def _typed(kind: Any, value: Any) -> Any:
+    """Fields that msgspec leaves to us: counters, and arrays of numpy."""
+    if get_origin(kind) is Counter:
+        return Counter(value)
+    return np.array(value, np.uint32 if kind == Checksums else np.int64)
