@@ -1,4 +1,4 @@
-"""The manifest: what a dataset is, in one JSON file whose appearance is the commit."""
+"""The manifest: one JSON file that describes a dataset; writing it is the commit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from packstore.schema import FORMAT_VERSION, KINDS, pack_schema
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """What became of the input: ``read == packed + sum(dropped)``; `noted` ones are in.
+    """Counts of input records: ``read == packed + sum(dropped)``; `packed` includes `noted`.
 
     `fields_used` and `fields_not_used` count the records that have a field, by its name.
     """
@@ -38,15 +38,15 @@ class Records:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest:
-    """Everything a reader needs to know before it opens a shard.
+    """Everything that a reader needs before it opens a shard.
 
     Attributes:
-        features: required features, which a reader must know.
+        features: required features; a reader must support all of them.
         file_format: ``parquet`` or ``arrow``.
         provenance: `sources` (path, bytes, sha256, records of each), `tokenizer`, `settings`,
             `package_version`.
         shards: in dataset order.
-        pack_index: the sizes of every pack, if the writer left them; see :mod:`.pack_index`.
+        pack_index: the file with the sizes of every pack, if written; see :mod:`.pack_index`.
     """
 
     kind: str
@@ -67,35 +67,35 @@ class Manifest:
 
     @property
     def num_responses(self) -> int | None:
-        """K, the sequences of each example; None for kind ``ranked``, where it varies."""
+        """Number of sequences K of each example; None for kind ``ranked``, where it varies."""
         return KINDS[self.kind]
 
     @property
     def num_packs(self) -> int:
-        """Packs of the dataset."""
+        """Number of packs of the dataset."""
         return self.totals.packs
 
     @property
     def pairs(self) -> int:
-        """Preference pairs: the examples of kind ``dpo``, else 0."""
+        """Number of preference pairs: the examples of kind ``dpo``, else 0."""
         return self.totals.examples if self.kind == "dpo" else 0
 
     @property
     def fill_rate(self) -> float:
-        """Share of the packs' room that tokens take, 0 to 1."""
+        """Tokens as a fraction of packs x pack size, 0 to 1."""
         return self.statistics.fill_rate
 
     @property
     def vocab_size(self) -> int | None:
-        """Token ids are below it, if the tokenizer's size was recorded."""
+        """Exclusive upper bound of token ids, if the tokenizer's size was recorded."""
         size = (self.provenance.get("tokenizer") or {}).get("vocab_size")
         return size if isinstance(size, int) else None
 
     @property
     def lineage(self) -> str:
-        """The same for all datasets whose examples have equal tokens under equal ids.
+        """Id shared by all datasets whose examples have equal tokens under equal ids.
 
-        Repacking keeps it. A dataset that does not tell it has one of its own: its fingerprint.
+        Repacking keeps it. By default it is the dataset's fingerprint.
         """
         return str(self.provenance.get("lineage", self.fingerprint))
 
@@ -112,16 +112,16 @@ class Manifest:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 (hex) that identifies the packs and their order, whatever the rest says."""
+        """sha256 (hex) of the packs and their order, independent of the other fields."""
         what = [FORMAT_VERSION, self.kind, self.layout, self.pack_size, self.file_format]
         parts = [*what, *self.features, *(f"{s.sha256}+{s.example_id_base}" for s in self.shards)]
         return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
 
     def to_json(self) -> bytes:
-        """Canonical JSON: the same manifest gives the same bytes.
+        """Returns canonical JSON: equal manifests give equal bytes.
 
         Raises:
-            FormatError: a text in it is not valid Unicode.
+            FormatError: a text is not valid Unicode.
         """
         from packstore.io.manifest_json import dump
 
@@ -129,11 +129,11 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes, where: str = "manifest") -> Manifest:
-        """The manifest in `data`; optional fields that are unknown are ignored.
+        """Parses the manifest in `data`; ignores unknown optional fields.
 
         Raises:
-            UnsupportedFormatError: a higher version, or a required feature that is unknown.
-            FormatError: anything missing, of the wrong type, or contradictory; names the field.
+            UnsupportedFormatError: a higher version, or an unknown required feature.
+            FormatError: a field is missing, of the wrong type, or contradicts others; names it.
         """
         from packstore.io.manifest_json import parse
 
@@ -149,14 +149,14 @@ def build_manifest(
     planning: Mapping[str, Any],
     provenance: Mapping[str, Any],
 ) -> Manifest:
-    """The manifest of a dataset that was just written.
+    """Builds the manifest of a dataset that was just written.
 
     Args:
-        shape: what all packs have in common.
+        shape: properties shared by all packs.
         config: the settings of the job.
-        shards: as :meth:`ShardWriter.close` returned them.
-        counter: as the writer counted, :attr:`ShardWriter.counter`.
-        tally: what became of the records.
+        shards: returned by :meth:`ShardWriter.close`.
+        counter: :attr:`ShardWriter.counter` of the writer.
+        tally: counts of packed, dropped and noted records.
         planning: statistics of the plan.
         provenance: see :class:`Manifest`.
 
@@ -193,10 +193,10 @@ def build_manifest(
 
 
 def read_manifest(location: Location, version: int | None = None) -> tuple[Manifest, int]:
-    """The manifest of a dataset and its version, by default the current one.
+    """Reads the manifest of a dataset, by default the current one; returns it and its version.
 
     Raises:
-        DatasetNotFoundError: nothing, or no such version, was committed there.
+        DatasetNotFoundError: no dataset, or no such version, was committed there.
         FormatError: the manifest is not valid.
     """
     data, where, number = read_committed(location, version)
@@ -206,17 +206,17 @@ def read_manifest(location: Location, version: int | None = None) -> tuple[Manif
 def commit_manifest(
     location: Location, manifest: Manifest, overwrite: bool = False, version: int | None = None
 ) -> int:
-    """Makes the dataset visible, in one step; returns its version.
+    """Commits a dataset in one step; returns its version.
 
     Args:
         location: the dataset.
-        manifest: what it is.
-        overwrite: replace a dataset that is there.
-        version: the number it must get, as the job saw it when it began; None: the next one.
+        manifest: of the new version.
+        overwrite: replace an existing dataset.
+        version: its number, chosen when the job started; None: the next one.
 
     Raises:
-        DatasetExistsError: a dataset is there and `overwrite` is False, or another writer was
-            faster.
+        DatasetExistsError: a dataset exists and `overwrite` is False, or another writer committed
+            first.
         FormatError: the manifest is too large.
     """
     return commit(location, manifest.to_json(), overwrite, version=version)

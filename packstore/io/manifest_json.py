@@ -1,4 +1,4 @@
-"""A manifest as JSON text and back, and what must hold in it."""
+"""Writes and parses the JSON text of manifests, and checks their contents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from packstore.schema import (
 )
 
 MAX_FOOTER_BYTES, GROUP_FOOTER_BYTES = 1 << 24, 1 << 16
-"""Bytes of a footer at most: in all, and more for each row group."""
+"""Maximum bytes of a footer: a constant part, and a part for each row group."""
 
 FILE_FORMATS = ("parquet", "arrow")
 _CHOICES = {"kind": tuple(KINDS), "layout": LAYOUTS, "file_format": FILE_FORMATS}
@@ -35,7 +35,7 @@ _SUMS = ("examples", "sequences", "tokens", "supervised_tokens", "bytes")
 
 
 class _Head(msgspec.Struct):
-    """Fields that are judged before the others, and whether the optional one is null."""
+    """Fields checked before the others, and a flag if the optional one is null."""
 
     format_version: Count
     features: list[str]
@@ -62,7 +62,7 @@ class _About(msgspec.Struct):
 
 
 def dump(manifest: Manifest) -> bytes:
-    """Canonical JSON: fields as declared, one line for each, and one for each shard."""
+    """Returns canonical JSON: fields in order of declaration, a line for each field and shard."""
     fields = {f.name: getattr(manifest, f.name) for f in dataclasses.fields(manifest)}
     shards = [_compact(dump_shard(s)) for s in fields.pop("shards")]
     head = {"format_version": FORMAT_VERSION, "features": fields.pop("features")}
@@ -81,8 +81,8 @@ def parse(data: bytes, where: str) -> Manifest:
     """Returns the manifest in `data`.
 
     Raises:
-        UnsupportedFormatError: a higher version, or a required feature that is unknown.
-        FormatError: anything missing, of the wrong type, or contradictory.
+        UnsupportedFormatError: a higher version, or an unknown required feature.
+        FormatError: a field is missing, of the wrong type, or contradicts others.
     """
     head = decode(data, _Head, where)
     check_features(head.format_version, head.features, where)

@@ -1,7 +1,7 @@
-"""Records that are in memory already: tables, frames and iterables, as lines of JSON.
+"""Converts records in memory (tables, frames, iterables) to JSON lines.
 
-One way for all of them, so that the same records have the same fingerprint whatever held them, and
-what a worker gets is what it would have got from a file.
+All go through the same form, so that equal records have equal fingerprints from any container, and
+workers get the same blocks as from a file.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from packstore.io.tabular import BATCH_ROWS, as_input_error, plain
 
 
 def is_table(source: object) -> bool:
-    """Whether `source` is an Arrow table or reader, a Polars frame, or the like of them."""
+    """Returns True for an Arrow table or reader, a Polars frame, or a similar object."""
     return any(hasattr(source, name) for name in ("__arrow_c_stream__", "collect_batches"))
 
 
 def table_records(table: Any) -> Iterator[object]:
-    """The rows of a table, a few at a time.
+    """Yields the rows of a table, converted a few at a time.
 
     Args:
-        table: what has the Arrow PyCapsule stream interface, or a Polars LazyFrame.
+        table: an object with the Arrow PyCapsule stream interface, or a Polars LazyFrame.
     """
     if hasattr(table, "collect_batches"):
         for frame in table.collect_batches(maintain_order=True):
@@ -39,10 +39,10 @@ def table_records(table: Any) -> Iterator[object]:
 
 
 def record_pieces(records: Iterable[object], path: str, block_bytes: int) -> Iterator[Piece]:
-    """The records as pieces of JSON lines: ``json.dumps`` of each, without spaces.
+    """Yields the records as pieces of JSON lines: ``json.dumps`` of each, without spaces.
 
     Raises:
-        InputError: a record holds what JSON has no word for.
+        InputError: a record contains a value that JSON cannot represent.
     """
     first, size = 0, 0
     lines: list[bytes] = []
@@ -68,7 +68,7 @@ def _line(record: object, where: str) -> bytes:
 
 
 def _plain_value(value: Any) -> object:
-    """Containers and scalars of other libraries, as Python's own."""
+    """Converts containers and scalars of other libraries to Python's builtin types."""
     if isinstance(value, Mapping):
         return dict(value)
     for method in ("tolist", "isoformat"):  # of arrays; of dates and times

@@ -1,7 +1,7 @@
-"""One dataset over the shards of several, none of which is written anew.
+"""Merges the manifests of several datasets into one, without rewriting shards.
 
-Ids stay distinct, and still lead to the record: those of a part are moved behind the sources of the
-parts before it, and ``provenance.sources`` lists all sources in that order.
+Example ids stay distinct and still identify the record: the source numbers of a part are shifted by
+the sources of the parts before it, and ``provenance.sources`` lists all sources in that order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from packstore.records import SOURCE_SHIFT
 from packstore.version import VERSION
 
 MAX_SOURCES = 1 << (63 - SOURCE_SHIFT)
-"""Ids have 63 bits, and the lower ones count the records of a source."""
+"""Maximum number of sources: ids have 63 bits, the lower ones number the records of a source."""
 
 _SHAPE = ("kind", "layout", "pack_size", "file_format", "features", "carry", "pad_to_multiple")
 _TOKENIZER = (
@@ -38,8 +38,8 @@ class Part:
     """One of the datasets.
 
     Attributes:
-        url: where it is, for error texts and provenance; without secrets.
-        manifest: what it is; the paths of its shards are those in the new dataset.
+        url: of the dataset, for error texts and provenance; without secrets.
+        manifest: of the dataset, with shard paths relative to the new dataset.
     """
 
     url: str
@@ -47,11 +47,11 @@ class Part:
 
 
 def merge(parts: Sequence[Part]) -> Manifest:
-    """The manifest of the packs of `parts`, one after another; it names no pack index.
+    """Returns the manifest of the packs of `parts` in order; it names no pack index.
 
     Raises:
-        CompatibilityError: they were not made alike.
-        ConfigError: no parts, or more sources than ids can tell apart.
+        CompatibilityError: the parts are not compatible.
+        ConfigError: no parts, or more sources than ids can number.
     """
     check_parts(parts)
     first = parts[0].manifest
@@ -79,7 +79,7 @@ def merge(parts: Sequence[Part]) -> Manifest:
 
 
 def check_parts(parts: Sequence[Part]) -> None:
-    """Refuses datasets that cannot be combined; raises as :func:`merge`."""
+    """Refuses datasets that cannot be combined; raises like :func:`merge`."""
     if not parts:
         raise ConfigError("there must be at least one dataset to combine; found none.")
     for part in parts[1:]:
@@ -90,10 +90,10 @@ def check_parts(parts: Sequence[Part]) -> None:
 
 
 def check_alike(first: Part, other: Part) -> None:
-    """Refuses datasets that cannot stand in one manifest, or must not be trained on as one.
+    """Refuses datasets that one manifest cannot describe, or that must not be trained on together.
 
     Raises:
-        CompatibilityError: says what differs.
+        CompatibilityError: names the differences.
     """
     differences = [
         f"{name} {quote(a, 40)} and {quote(b, 40)}"
@@ -121,7 +121,7 @@ def _value(manifest: Manifest, name: str) -> Any:
 
 
 def _tokenizer_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """As far as both say: records of token ids know no tokenizer."""
+    """Compares fields that both have: datasets from token ids record no tokenizer."""
     if not a or not b:
         return [] if a == b else ["a tokenizer that is known and one that is not"]
     names: tuple[str, ...] = ("vocab_sha256", "probe_sha256")
@@ -135,7 +135,7 @@ def _tokenizer_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[s
 
 
 def _moved(manifests: Sequence[Manifest]) -> tuple[ShardInfo, ...]:
-    """All shards, the ids of each manifest behind the sources of those before it."""
+    """Returns all shards, their ids shifted by the sources of the manifests before."""
     shards, before = list[ShardInfo](), 0
     for manifest in manifests:
         base = before << SOURCE_SHIFT
@@ -145,7 +145,7 @@ def _moved(manifests: Sequence[Manifest]) -> tuple[ShardInfo, ...]:
 
 
 def origins(part: Part) -> list[dict[str, Any]]:
-    """What the dataset was combined from, or itself."""
+    """Returns the datasets that `part` was combined from, or `part` itself."""
     manifest = part.manifest
     if "combined_from" in manifest.provenance:
         return list(manifest.provenance["combined_from"])
@@ -161,7 +161,7 @@ def origins(part: Part) -> list[dict[str, Any]]:
 
 
 def _lineage(origins: Sequence[Mapping[str, Any]]) -> str:
-    """The same however often it was combined, as ids and tokens are then the same."""
+    """Returns the lineage, independent of the order of combining: ids and tokens are the same."""
     return fingerprint({"parts": [[o["lineage"], o["sources"]] for o in origins]})
 
 

@@ -1,4 +1,4 @@
-"""What the committed versions at a place are made of: the files that nobody may remove."""
+"""Lists the files of committed versions, which must not be removed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from packstore.io.storage import Location
 
 
 def paths_of(location: Location, numbers: Iterable[int], name: str = DATASET) -> set[str]:
-    """Shards and pack indexes that these versions name.
+    """Returns the paths of the shards and pack indexes of these versions.
 
     Raises:
         FormatError: a manifest is not valid.

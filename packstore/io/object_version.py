@@ -1,4 +1,4 @@
-"""Which object a store has at a place: what it was replaced by is then known by its name."""
+"""Identifies the object that a store has at a path, to detect replaced ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NAMES = ("VersionId", "version_id", "generation", "ETag", "etag", "e_tag", "md5
 
 
 def object_version(location: Location, path: str) -> str:
-    """Version id or ETag of a file, named; empty where the filesystem tells none.
+    """Returns the version id or ETag of a file, with its label; empty if there is none.
 
     Args:
         location: a dataset.

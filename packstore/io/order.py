@@ -1,17 +1,16 @@
 """The global order of packs: a pure function of (row groups, seed, epoch), the same for all ranks.
 
 1. Permute the row groups over the whole dataset.
-2. Lay their rows end to end, and cut that into `lanes` contiguous lanes of equal length.
-3. Deal the lanes out in turn: pack ``i`` is number ``i // lanes`` of lane ``i % lanes``.
+2. Concatenate their rows, and cut the sequence into `lanes` contiguous lanes of equal length.
+3. Take packs from the lanes in turn: pack ``i`` is number ``i // lanes`` of lane ``i % lanes``.
 4. Permute the rows inside each row group.
 
-A batch thus mixes as many row groups as there are lanes, while each lane reads its row groups one
-after another, whole. Rank ``r`` of ``w`` takes the indices ``r, r + w, …``, so the sequence does
-not depend on how many ranks there are, and position is one number.
-
-With `strata`, the rows of each row group are sorted by stratum instead, and go to its places in
-the order of ``i * phi mod 1``, with the golden ratio phi: a sequence of which every stretch is
-spread evenly over 0 to 1. So every stretch of packs is spread about evenly over the strata.
+A batch thus mixes as many row groups as there are lanes, while each lane reads whole row groups
+one after another. Rank ``r`` of ``w`` takes the indices ``r, r + w, …``, so the sequence does not
+depend on the number of ranks, and the position is one number.
+With `strata`, step 4 instead sorts the rows of each row group by stratum and assigns them to
+positions in the order of ``i * phi mod 1`` (golden ratio phi). Every section of that sequence is
+spread evenly over 0 to 1, so every section of packs is spread about evenly over the strata.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from packstore.records import Int64, range_indices, to_offsets
 from packstore.seeds import U64, derive, mixed
 
 LANES = 64
-"""Row groups that are open at once, over all ranks; mixes as well as a full shuffle."""
+"""Row groups open at once, over all ranks; mixes as well as a full shuffle."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 4
 
 
 class PackOrder:
-    """Where the i-th pack of an epoch lies. Holds two integers per row group, of
-    very many only of those around the places that were asked for at first.
+    """Maps the i-th pack of an epoch to its row group and row.
+    Memory: two integers per row group; with very many, see :class:`GroupOrder`.
 
     Args:
         group_rows: int64 `[G]`, rows of each row group, in file order.
         seed: source of the shuffle.
         epoch: each epoch has its own order.
-        lanes: see above; part of the position, as another number gives another order.
+        lanes: see above; part of the position, as another number changes the order.
         shuffle: False: file order, with no lanes.
         strata: int64 `[packs]` in file order, such as the examples of each pack; default: none.
 
@@ -71,11 +70,11 @@ class PackOrder:
         return self._packs
 
     def lane(self, indices: Int64) -> Int64:
-        """int64 `[n]`, the lanes of the packs at global `indices`; 0 in file order."""
+        """Returns int64 `[n]`, the lanes of the packs at global `indices`; 0 in file order."""
         return indices % self.lanes if self.shuffle else np.zeros_like(indices)
 
     def locate(self, indices: Int64) -> tuple[Int64, Int64]:
-        """Row group and row of the packs at global `indices`.
+        """Finds row group and row of the packs at global `indices`.
 
         Args:
             indices: int64 `[n]`, each in ``0 .. len(self) - 1``, in any order.
@@ -92,7 +91,7 @@ class PackOrder:
         if indices.min() < 0 or indices.max() >= len(self):
             raise IndexError(f"pack indices must lie in 0..{len(self) - 1}")
         places = self._places(indices) if self.shuffle else indices
-        if self.shuffle and self._order.is_new:  # all lanes go on from about here
+        if self.shuffle and self._order.is_new:  # all lanes continue from about here
             first = int(indices.min())
             self._order.find(self._places(np.arange(first, min(first + self.lanes, len(self)))))
         groups, firsts = self._order.find(places)
@@ -104,13 +103,13 @@ class PackOrder:
         return groups, permuted(rows, self._rows[groups], self._keys("rows", groups))
 
     def _places(self, indices: Int64) -> Int64:
-        """Positions in the row sequence: the first lanes are one longer if the cut is uneven."""
+        """Returns positions in the row sequence; with an uneven cut, first lanes are one longer."""
         length, longer = divmod(len(self), self.lanes)
         lane, step = indices % self.lanes, indices // self.lanes
         return lane * length + np.minimum(lane, longer) + step
 
     def _indices(self, places: Int64) -> Int64:
-        """The inverse of :meth:`_places`."""
+        """Inverts :meth:`_places`."""
         length, longer = divmod(len(self), self.lanes)
         border = longer * (length + 1)
         late = places >= border
@@ -119,12 +118,12 @@ class PackOrder:
         return step * self.lanes + lane + np.where(late, longer, 0)
 
     def _keys(self, purpose: str, groups: Int64) -> U64:
-        """A pseudo-random number of each row group, in this epoch."""
+        """Returns a pseudo-random number for each row group in this epoch."""
         start = np.uint64(derive(self.seed, purpose, self.epoch))
         return mixed(start + _GOLDEN * (groups.astype(np.uint64) + np.uint64(1)))
 
     def _stratified(self, places: Int64, rows: Int64) -> Int64:
-        """The row at each of `places`, which are `rows` of their row groups."""
+        """Returns the row at each of `places`, given positions `rows` in their row groups."""
         assert self._first_rows is not None
         assert self._strata is not None
         in_order, offsets = self._order.whole
@@ -145,11 +144,11 @@ class PackOrder:
 
 
 def permuted(values: Int64, sizes: Int64, keys: U64) -> Int64:
-    """Where a permutation of ``0 .. sizes[i] - 1``, chosen by ``keys[i]``, puts ``values[i]``.
+    """Maps ``values[i]`` by the permutation of ``0 .. sizes[i] - 1`` with key ``keys[i]``.
 
-    Invertible steps on as many bits as the size needs (multiply by an odd number, add, fold the
-    high bits onto the low ones), repeated for what falls outside: cycle walking. So each value is
-    found by itself.
+    Invertible steps on as many bits as the size needs (multiply by an odd number, add, xor the
+    high bits into the low ones), repeated while the result is out of range (cycle walking). Each
+    value is computed independently.
 
     Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
 

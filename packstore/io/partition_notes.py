@@ -1,9 +1,9 @@
 """Notes of finished partitions, for a rerun of the same job.
 
-``_packstore/partitions/<run>-<number>.json`` lists the shards of one partition and all else that
-the manifest needs of it. It is put at once, when the shards are in their places, as object stores
-can neither append nor rename. Two lines: the hash of the second, and a JSON object. The job that
-commits removes its notes; ``packstore clean`` removes those of jobs that never do.
+``_packstore/partitions/<run>-<number>.json`` lists the shards of a partition and the other values
+that the manifest needs. It is written in one put after the shards, as object stores can neither
+append nor rename. It has two lines: the hash of the second, and a JSON object. The commit removes
+the notes of its job; ``packstore clean`` removes those of jobs that never commit.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from packstore.records import PackSizes
 
 PARTITIONS = f"{FOLDER}/partitions"
 NOTES = (PARTITIONS, f"{FOLDER}/runs")
-"""Folders of notes; the second is that of earlier versions."""
+"""Folders of notes; the second was used by earlier versions."""
 
 _NAME = re.compile(r"([0-9a-f]{12})-[0-9]{5,}\.json")
 _CHECKS = 4
-"""Shards that are hashed at a time."""
+"""Shards hashed in parallel."""
 _CHUNK = 1 << 20
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """A shard that is in its place, with the totals and the sizes of its packs."""
+    """A stored shard, with the totals and the sizes of its packs."""
 
     shard: ShardInfo
     counter: PackCounter
@@ -52,7 +52,7 @@ class Finished:
 
 
 class PartitionNotes:
-    """The notes of one run at a place; safe to use from many threads and machines.
+    """The notes of one run of a job; safe for concurrent use by threads and machines.
 
     Args:
         location: the dataset.
@@ -63,18 +63,18 @@ class PartitionNotes:
         self.location, self.run = location, run
 
     def put(self, number: int, value: object) -> None:
-        """Notes a partition whose shards are all in their places, over an earlier note.
+        """Writes the note of a partition whose shards are all stored; replaces an earlier note.
 
         Args:
             number: of the partition.
-            value: a dataclass or struct of what is known of it.
+            value: contents of the note, a dataclass or struct.
         """
         text = msgspec.json.encode(value, enc_hook=_plain)
         seal = b'{"sha256":"%s"}\n' % hashlib.sha256(text).hexdigest().encode()
         replace_bytes(self.location, self._path(number), seal + text + b"\n")
 
     def read(self, number: int, kind: type[T]) -> T | None:
-        """What was noted of a partition; None without a note, or one that is not as it was put."""
+        """Returns the note of a partition; None if there is none, or it is damaged."""
         try:
             seal, _, text = self.location.read_bytes(self._path(number)).partition(b"\n")
             text = text.removesuffix(b"\n")
@@ -89,16 +89,16 @@ class PartitionNotes:
             return None
 
     def are_whole(self, shards: Sequence[Finished]) -> bool:
-        """Returns whether every shard in the store has the bytes that were written."""
+        """Returns True if every stored shard has the recorded hash."""
         with ThreadPoolExecutor(_CHECKS) as pool:
             return all(pool.map(self._is_whole, (s.shard for s in shards)))
 
     def of_others(self) -> int:
-        """Counts the notes of other runs at the place."""
+        """Counts the notes of other runs."""
         return sum(run != self.run for run, _ in self._listed())
 
     def remove(self) -> None:
-        """Removes the notes of this run; one that cannot be removed stays for `clean`."""
+        """Removes the notes of this run; leaves those it cannot remove to `clean`."""
         with contextlib.suppress(PackstoreError):
             own = [path for run, path in self._listed() if run == self.run]
             remove_all(self.location, own)
@@ -107,7 +107,7 @@ class PartitionNotes:
                 os.rmdir(os.path.join(self.location.local_path, PARTITIONS))
 
     def _listed(self) -> list[tuple[str, str]]:
-        """Run and path of each note."""
+        """Returns run and path of each note."""
         names = (entry.name for entry in self.location.files(PARTITIONS))
         return [(m[1], f"{PARTITIONS}/{m[0]}") for n in names if (m := _NAME.fullmatch(n))]
 
@@ -130,12 +130,12 @@ class PartitionNotes:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and numbers of numpy as JSON values."""
+    """Converts numpy arrays and numbers to JSON values."""
     return value.tolist()
 
 
 def _typed(kind: Any, value: Any) -> Any:
-    """Fields that msgspec leaves to us: counters, and arrays of numpy."""
+    """Converts the types that msgspec does not support: counters and numpy arrays."""
     if get_origin(kind) is Counter:
         return Counter(value)
     return np.array(value, np.uint32 if kind == Checksums else np.int64)

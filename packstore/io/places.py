@@ -1,4 +1,4 @@
-"""How random the places in the input are, of the examples that meet in a pack or a step."""
+"""Measures how well packs and steps mix examples from all over the input."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from packstore.records import SOURCE_SHIFT, Int64
 Float64 = npt.NDArray[np.float64]
 
 STEP = 64
-"""Packs of one optimizer step, as far as statistics are concerned."""
+"""Packs of an optimizer step that these statistics assume."""
 
 NEIGHBOURS, DEVIATIONS = 1.5, 4
-"""Packs are said to hold neighbours of the input from this design effect on, and so many deviations
-more. Lengths that belong to places bring it to 1.2, in packs that are as full as can be."""
+"""Design effect, and standard deviations above it, from which on packs count as holding neighbours
+of the input. Lengths that correlate with places alone reach 1.2, in completely full packs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Places in the input (ranks of example ids) and source files, beside those of a random draw.
+    """Spread of places in the input (ranks of example ids) and source files, against random draws.
 
     Attributes:
-        packs: of the dataset.
-        design_effect: how much more the mean place varies from pack to pack than if examples were
-            drawn at random, which is 1; None: fewer than two packs or examples.
-        step_design_effect: the same from step to step of 64 packs in the order of the dataset.
-        sources: source files.
-        sources_per_example: distinct sources of the packs, together, over examples; None: there
-            are fewer than two sources.
-        sources_of_a_draw: the same where each example is drawn from the whole dataset.
+        packs: number of packs.
+        design_effect: variance of the mean place between packs, relative to random draws, for
+            which it is 1; None: fewer than two packs or examples.
+        step_design_effect: the same between steps of 64 packs in dataset order.
+        sources: number of source files.
+        sources_per_example: distinct sources, summed over packs, divided by examples; None: fewer
+            than two sources.
+        sources_of_a_draw: the same for examples drawn at random from the whole dataset.
     """
 
     packs: int
@@ -46,32 +46,32 @@ class Places:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of the design effect of packs that are drawn at random."""
+        """Standard deviation of the design effect of randomly drawn packs."""
         return math.sqrt(2 / max(self.packs - 1, 1))
 
     @property
     def step_deviation(self) -> float:
-        """Standard deviation of the design effect of steps that are drawn at random."""
+        """Standard deviation of the design effect of randomly drawn steps."""
         return math.sqrt(2 / max(self.packs // STEP - 1, 1))
 
     @property
     def neighbours(self) -> bool:
-        """Whether packs hold neighbours of the input, beyond chance."""
+        """True if packs contain neighbours of the input more often than by chance."""
         limit = NEIGHBOURS + DEVIATIONS * self.deviation
         return self.design_effect is not None and self.design_effect > limit
 
 
 def knows_places(manifest: Manifest) -> bool:
-    """Whether example ids tell places in the input: not those of imported packs."""
+    """Returns True if example ids encode places in the input; imported packs' ids do not."""
     return manifest.strategy != "imported"
 
 
 def places_of(parts: Sequence[tuple[Int64, Int64]], every: Int64) -> Places:
-    """The places of the examples of some packs.
+    """Computes the spread of the examples of some packs.
 
     Args:
-        parts: of neighbouring packs each: ids of their examples, int64 `[e]`, in their order, and
-            the examples of each pack, int64 `[p]`, none of them 0.
+        parts: for each run of neighbouring packs, the ids of their examples in order, int64
+            `[e]`, and the number of examples of each pack, int64 `[p]`, all above 0.
         every: int64 `[E]`, the ids of all parts, sorted.
     """
     sources, counts = _counted(every >> SOURCE_SHIFT)
@@ -97,25 +97,25 @@ def places_of(parts: Sequence[tuple[Int64, Int64]], every: Int64) -> Places:
 
 
 def _counted(source: Int64) -> tuple[Int64, Int64]:
-    """Distinct values of a sorted array, and how often each occurs."""
+    """Returns the distinct values of a sorted array, and their counts."""
     first = np.flatnonzero(np.diff(source, prepend=-1))
     return source[first], np.diff(first, append=len(source))
 
 
 def _by_step(values: Float64 | Int64) -> Float64:
-    """Sums over steps; a last, shorter step is left out."""
+    """Returns sums over steps; omits a shorter last step."""
     steps = len(values) // STEP
     found: Float64 = values[: steps * STEP].reshape(steps, STEP).sum(axis=1, dtype=np.float64)
     return found
 
 
 def _design_effect(sums: Float64, size: Float64 | Int64, n: int) -> float | None:
-    """Mean square between groups of ranks, over the variance of 0..n-1 (Kish, 1965).
+    """Returns the mean square between groups of ranks over the variance of 0..n-1 (Kish, 1965).
 
     Args:
-        sums: float64 `[G]`, of the ranks of each group.
-        size: `[G]`, of each group.
-        n: ranks that groups draw from.
+        sums: float64 `[G]`, sum of the ranks of each group.
+        size: `[G]`, number of ranks of each group.
+        n: number of ranks to draw from.
     """
     if len(sums) < 2 or n < 2:
         return None
@@ -125,7 +125,7 @@ def _design_effect(sums: Float64, size: Float64 | Int64, n: int) -> float | None
 
 
 def _drawn(counts: Int64, size: Int64) -> float:
-    """Distinct sources that packs of these sizes are expected to hold, in all of them together.
+    """Returns the expected distinct sources, summed over packs, of randomly drawn examples.
 
     Args:
         counts: int64 `[sources]`, examples of each.

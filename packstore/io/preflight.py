@@ -1,6 +1,6 @@
-"""Whether a place can be used: listed, read, written to, committed to, and how fast.
+"""Tests a location before a job: listing, reading, writing, committing, and speed.
 
-What a job would find out after an hour is tried at once, with small files that are removed again.
+Finds errors that a job would hit after an hour, with small files that are removed afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from packstore.version import VERSION
 
 READ_ONLY = ("http", "https")
 TRIAL_BYTES = 12 << 20
-"""Written and read to measure: enough to be sent in parts."""
+"""Bytes written and read to measure speed: enough for a multipart upload."""
 
 _CLIENTS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp"}
 _CLIENTS |= {**dict.fromkeys(("az", "abfs", "abfss"), "adlfs"), "https": "aiohttp"}
@@ -34,7 +34,7 @@ _CLIENTS |= {"hf": "huggingface_hub"}
 
 
 class Finding(NamedTuple):
-    """One line of the report. `ok` is None for what was not tried."""
+    """One line of the report. `ok` is None if the test was skipped."""
 
     what: str
     ok: bool | None
@@ -42,10 +42,10 @@ class Finding(NamedTuple):
 
 
 def preflight(location: Location) -> Iterator[Finding]:
-    """Tries a place: an empty one, one with a dataset, or one that can only be read.
+    """Tests a location: an empty one, one with a dataset, or a read-only one.
 
     Args:
-        location: the place. Nothing of what is there is changed.
+        location: the location; existing files are not changed.
     """
     yield Finding("versions", True, _versions(location))
     listed = _tried("list", lambda: _list(location))
@@ -111,13 +111,13 @@ def _read_group(dataset: Dataset, group: int) -> str:
 
 
 class _Trial:
-    """Files of ours in the place, written, read and removed."""
+    """Writes, reads and removes test files."""
 
     def __init__(self, location: Location) -> None:
         self._location, self._name = location, f".packstore-check-{uuid.uuid4().hex}"
 
     def findings(self) -> Iterator[Finding]:
-        """Rights, conditional puts, speed, and cleaning up."""
+        """Tests permissions, conditional puts, speed, and removal."""
         made = _missing_folders(self._location)
         try:
             written = _tried("write", self._write)
@@ -186,7 +186,7 @@ class _Trial:
 
 
 def _missing_folders(location: Location) -> list[str]:
-    """Folders of a local place that are not there yet, the innermost first."""
+    """Returns the missing folders of a local path, innermost first."""
     folder, missing = location.local_path, []
     while folder and not os.path.exists(folder):
         missing.append(folder)

@@ -1,4 +1,4 @@
-"""Looks whether all files that a version names are there, by listings."""
+"""Checks by listings that all files of a version exist."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from packstore.io.storage import Location
 
 
 class Lacking(NamedTuple):
-    """How many files a version names, and those that are not there with their bytes."""
+    """The number of files of a version, and its missing files with their sizes."""
 
     named: int
     paths: list[str]
 
     @property
     def text(self) -> str:
-        """For error texts."""
+        """Returns a summary for error texts."""
         files = f"{len(self.paths)} of its {self.named} files"
         return f"{files} missing or of another size (first: {self.paths[0]})"
 
 
 def lacking(location: Location, manifest: Manifest | SideManifest) -> Lacking:
-    """The files that a manifest names and that are not there; one listing for each folder.
+    """Returns the missing files of a manifest, from one listing for each folder.
 
     Raises:
         StorageError: the store refuses.
@@ -47,7 +47,7 @@ def require_files(location: Location, manifest: Manifest, version: int) -> None:
     """Refuses a version that lacks files.
 
     Raises:
-        MissingFilesError: names a version that is whole, if there is one.
+        MissingFilesError: the text names a complete version, if there is one.
         StorageError: the store refuses.
     """
     found = lacking(location, manifest)
@@ -58,10 +58,10 @@ def require_files(location: Location, manifest: Manifest, version: int) -> None:
 
 
 def require_committed(location: Location, manifest: Manifest | SideManifest, version: int) -> None:
-    """Looks, after a commit, whether the version that was committed is whole.
+    """Checks after a commit that the committed version is complete.
 
     Raises:
-        MissingFilesError: the version is on record, and broken.
+        MissingFilesError: the version is committed, but lacks files.
         StorageError: the store refuses.
     """
     found = lacking(location, manifest)
@@ -73,7 +73,7 @@ def require_committed(location: Location, manifest: Manifest | SideManifest, ver
 
 @contextlib.contextmanager
 def explaining(location: Location, manifest: Manifest, version: int) -> Iterator[None]:
-    """A context in which a missing file is told as one that the version lacks."""
+    """Turns the error of a missing file in this context into :class:`MissingFilesError`."""
     try:
         yield
     except StorageError as error:
@@ -96,7 +96,7 @@ def _explained(
 
 
 def whole_version(location: Location, version: int) -> str:
-    """What to open instead of a version that lacks files, for error texts."""
+    """Returns a complete version to open instead, for error texts."""
     for number in sorted(versions(location), reverse=True):
         with contextlib.suppress(PackstoreError):
             if (

@@ -1,6 +1,6 @@
-"""Tells one process of one machine from every other, also after its number was given again.
+"""Identifies a process across machines, even after its pid was reused.
 
-Works where the kernel has ``/proc``; elsewhere nothing can be told, and ages have to do.
+Needs ``/proc``; without it processes are unknown, and only the age of their files counts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _NAMESPACE = "/proc/self/ns/pid"
 
 
 class Process(NamedTuple):
-    """A process, as another one on its machine finds it again.
+    """The identity of a process.
 
     Attributes:
-        machine: hash of the ids of machine, boot and process namespace; empty if they are unknown.
-        pid: its number.
-        started: ticks from the boot to its start.
+        machine: hash of the ids of machine, boot and process namespace; empty if unknown.
+        pid: process id.
+        started: ticks from boot to its start.
     """
 
     machine: str
@@ -31,12 +31,12 @@ class Process(NamedTuple):
 
     @property
     def is_of_this_machine(self) -> bool:
-        """Whether it runs, or ran, on this machine since it was booted."""
+        """True for a process of this machine since its last boot."""
         return bool(self.machine) and self.machine == _machine()
 
     @property
     def lives(self) -> bool:
-        """Whether it still runs; False if it is of another machine, where nothing can be told."""
+        """True if it still runs; False for a process of another machine, which is unknown."""
         if not self.is_of_this_machine or self.pid < 1:
             return False
         try:
@@ -49,7 +49,7 @@ class Process(NamedTuple):
 
 
 def this_process() -> Process:
-    """The process that asks."""
+    """Returns the identity of this process."""
     return Process(_machine(), os.getpid(), _started(os.getpid()))
 
 
@@ -59,14 +59,14 @@ def _machine() -> str:
         ids = [Path(part).read_text().strip() for part in _PARTS] + [os.readlink(_NAMESPACE)]
     except OSError:
         return ""
-    # Only its hash may leave the machine: so asks systemd of those who use the id.
+    # machine-id(5) of systemd: only a hash of the id may leave the machine.
     return hashlib.sha256("\n".join(ids).encode()).hexdigest()[:32]
 
 
 def _started(pid: int) -> str:
-    """Empty if there is no such process, or it has ended and only waits for its parent."""
+    """Returns the start of a process in ticks; empty if it does not exist, or is a zombie."""
     with contextlib.suppress(OSError):
-        # The name of the program, in brackets, may hold anything.
+        # The name of the program, in parentheses, may contain any character.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         if fields[0] not in (b"Z", b"X"):
             return fields[19].decode()

@@ -1,8 +1,8 @@
-"""Packs in the order in which they are wanted, their row groups fetched ahead by threads.
+"""Yields packs in a given order; threads fetch their row groups ahead.
 
-A reader knows what it will want: it plans positions well before they are taken, and hands their row
-groups to a :class:`Crew` in the order of first use. A row group is read once for all that is wanted
-from it, and is dropped when nothing more is: when its lane has gone on to the next one.
+The order is known, so positions are planned well before their packs are yielded, and their row
+groups are submitted to a :class:`Crew` in the order of first use. Each row group is read once, and
+dropped when its lane has moved on to the next one.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from packstore.io.order import PackOrder
 from packstore.records import Int64, Packs
 
 _PLANNED = 512
-"""Packs that are looked up in the order at once."""
+"""Packs looked up in the order at once."""
 _FAR = 8 * _PLANNED
-"""Packs that are planned before they are taken, at most."""
+"""Maximum packs planned ahead."""
 
 
 Place = tuple[int, int]
-"""Where a pack lies: its row group, and its row there."""
+"""Row group and row of a pack."""
 
 
 @dataclass(slots=True)
 class _OpenGroup:
-    """A row group that is wanted.
+    """A row group in use.
 
     Attributes:
-        bytes: about, when decoded.
-        begun: whether its reading was begun.
-        job: its reading, until its first pack was taken.
-        packs: from then on; None if it is quarantined.
-        uses: packs that are planned from it and were not taken.
-        lanes: that have not gone on to another row group.
+        bytes: approximate, decoded.
+        begun: True once reading has started.
+        job: reads it, until its first pack is yielded.
+        packs: afterwards; None if it is quarantined.
+        uses: packs planned from it and not yet yielded.
+        lanes: lanes that have not moved on to another row group.
     """
 
     bytes: int
@@ -57,14 +57,14 @@ class _OpenGroup:
 
 
 class ReadAhead:
-    """Gives the packs at given positions, batch by batch.
+    """Yields the packs at given positions, batch by batch.
 
     Args:
-        dataset: where they are.
-        order: where each position lies.
-        batches: int64 arrays of positions; taken before the packs before them are given out.
+        dataset: contains the packs.
+        order: maps positions to row groups and rows.
+        batches: int64 arrays of positions; consumed ahead of the packs yielded.
         config: how far to read ahead, and what to do with a row group that cannot be read.
-        left_out: takes the row groups that are quarantined.
+        left_out: called with quarantined row groups.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ReadAhead:
         self._dataset, self._order, self._config = dataset, order, config
         self._left_out = left_out
         self._batches = iter(batches)
-        # One thread decodes: what it allocates and drops stays in one heap, and so stays small.
+        # One thread decodes, so that its allocations reuse one heap and memory stays small.
         self._decoders = Crew(1)
         local = dataset.location.local_path is not None
         self._fetchers = None if local else Crew(config.requests)
@@ -92,18 +92,18 @@ class ReadAhead:
         self._good: CompactPacks | None = None
 
     def __iter__(self) -> Iterator[list[Packs]]:
-        """For each batch its packs, each as :class:`Packs` of one row.
+        """Yields the packs of each batch, each as :class:`Packs` of one row.
 
         Raises:
-            StorageError: the store refuses; names the store, shard, row group and attempts.
-            IntegrityError: bytes are not those that were written; likewise.
+            StorageError: the store refuses; the text names store, shard, row group and attempts.
+            IntegrityError: a checksum does not match; likewise.
         """
         with contextlib.ExitStack() as stack:
             for crew in (self._fetchers, self._decoders):
                 if crew is not None:
                     stack.callback(crew.close)
             if self._plan(1):
-                yield self._next_batch()  # alone, so that it waits for nothing else
+                yield self._next_batch()  # planned alone, so that it waits for nothing else
             self._go_ahead()
             while self._planned or self._plan(_PLANNED):
                 packs = self._next_batch()
@@ -111,7 +111,7 @@ class ReadAhead:
                 yield packs
 
     def _plan(self, packs: int) -> bool:
-        """Looks up the next batches, of `packs` packs or more; False if there are no more."""
+        """Plans the next batches, of at least `packs` packs; returns False if there are none."""
         chunk: list[Int64] = []
         while sum(map(len, chunk)) < packs and (batch := next(self._batches, None)) is not None:
             chunk.append(np.asarray(batch, np.int64))
@@ -126,7 +126,7 @@ class ReadAhead:
         return True
 
     def _expect(self, groups: Int64, lanes: Int64) -> None:
-        """Opens the row groups that are new, and lets go of those that lanes have left."""
+        """Opens new row groups, and drops those that all lanes have left."""
         distinct, first, counts = np.unique(groups, return_index=True, return_counts=True)
         for i in np.argsort(first).tolist():
             group = int(distinct[i])
@@ -145,7 +145,7 @@ class ReadAhead:
                     self._close_if_done(left)
 
     def _go_ahead(self) -> None:
-        """Has row groups read, as far as the settings allow."""
+        """Submits row groups for reading, as far ahead as the settings allow."""
         while self._ahead < self._far_bytes:
             if self._waiting:
                 self._begin(self._waiting.popleft())
@@ -158,7 +158,7 @@ class ReadAhead:
             entry.begun = True
             self._ahead += entry.bytes
             if self._dataset.is_mapped:
-                # Two threads that take turns at the interpreter cost more than what is decoded.
+                # Decoding in a second thread would cost more in GIL switches than it saves.
                 self._dataset.expect(group)
                 entry.job = Later(partial(self._reading.read, group))
                 return
@@ -194,7 +194,7 @@ class ReadAhead:
             del self._open[group]
 
     def _stand_in(self, group: int) -> Packs:
-        """A pack that can be read, in place of one that cannot. Any will do: it counts nothing."""
+        """Returns any readable pack, in place of an unreadable one; it has no weight in losses."""
         self._left_out.add(group)
         if self._good is None:
             groups = map(self._reading.read, range(len(self._dataset.group_rows)))

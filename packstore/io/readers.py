@@ -1,4 +1,4 @@
-"""The readers of a dataset's shards."""
+"""Keeps open readers of a dataset's shards."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from packstore.io.reader import ShardReader
 from packstore.io.storage import Location
 
 OPEN_SHARDS = 64
-"""Shards whose footers are kept."""
+"""Number of shards whose footers are kept."""
 
 
 class ShardReaders:
-    """Readers of the shards of a dataset, those used last; made anew in the process that uses them.
+    """The most recently used readers of a dataset's shards; not shared between processes.
 
     A reader holds the parsed footer of its shard, some kB for each row group.
 
     Args:
         location: the dataset.
         manifest: of the dataset.
-        cache: keeps what is read.
+        cache: caches row groups and footers.
     """
 
     def __init__(self, location: Location, manifest: Manifest, cache: Cache | None = None) -> None:
@@ -31,7 +31,7 @@ class ShardReaders:
         self._begin()
 
     def __getitem__(self, number: int) -> ShardReader:
-        if os.getpid() != self._pid:  # a fork: locks may be held by threads that it has not
+        if os.getpid() != self._pid:  # forked: locks may be held by threads of the parent
             self._begin()
         with self._lock:
             reader = self._recent.pop(number, None)

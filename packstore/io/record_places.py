@@ -1,4 +1,4 @@
-"""How the place of a record is told, and what the name of its file says."""
+"""Formats the places of records, and reads formats from file names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from packstore.io.formats import COMPRESSIONS, FORMATS, SUFFIXES
 
 
 def format_of(path: str) -> tuple[str | None, str | None]:
-    """Format and compression by the name of a file; None where it tells none."""
+    """Returns format and compression by the name of a file; None if the name has none."""
     stem, suffix = os.path.splitext(path.lower())
     compression = COMPRESSIONS.get(suffix)
     if compression:
@@ -17,11 +17,11 @@ def format_of(path: str) -> tuple[str | None, str | None]:
 
 
 def place_of(path: str, ordinal: int) -> str:
-    """Where a record is, as :meth:`packstore.records.Rows.where` spells it.
+    """Returns the place of a record, in the form of :meth:`packstore.records.Rows.where`.
 
     Args:
-        path: of its input, as `sources` names it.
-        ordinal: its line, row or item, from 0.
+        path: of its input, as in `sources`.
+        ordinal: of its line, row or item, from 0.
     """
     form, _ = format_of(path)
     units = {"<table>": "row", "<iterable>": "item"}

@@ -1,4 +1,4 @@
-"""Keeps secrets out of what is told: of URLs, of storage options, and of what clients say."""
+"""Removes secrets from texts: URLs, storage options, and messages of clients."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from packstore.errors import logins
 
 _NAME = re.compile(r"key|secret|token|pass|cred|sas|auth|connection|headers|cookie|sig", re.I)
 _HIDDEN = "***"
-# Forms of secrets that a client may repeat although nobody gave them as an option: they came from
-# the environment, a profile, or a signed URL.
+# Patterns of secrets in messages of clients that were not given as options: they came from the
+# environment, a profile, or a signed URL.
 _FORMS = re.compile(
     r"(?P<name>(?:AccountKey|SharedAccessSignature|X-Amz-(?:Signature|Credential|Security-Token)"
     r"|[?&;]sig|Authorization|aws_secret_access_key|aws_session_token)\s*[=:]\s*"
@@ -34,10 +34,10 @@ _KINDS: tuple[type[Exception], ...] = (
 
 
 class Secrets:
-    """What must not be told of a place.
+    """The secrets of a location.
 
     Args:
-        url: of the place.
+        url: of the location.
         options: its storage options.
     """
 
@@ -47,15 +47,15 @@ class Secrets:
         self._texts = sorted(forms, key=len, reverse=True)
 
     def hide(self, text: str) -> str:
-        """`text` with every secret replaced."""
+        """Returns `text` with every secret replaced."""
         for secret in self._texts:
             text = text.replace(secret, _HIDDEN)
         return _FORMS.sub(lambda m: m["name"] + _HIDDEN, text)
 
     def hide_in(self, error: BaseException) -> BaseException:
-        """The error, or a copy without its secrets if it or what caused it tells one.
+        """Returns the error; if it or a cause of it contains secrets, a copy without them.
 
-        The copy is of the builtin type that the error derives from.
+        The copy has the builtin type that the error derives from.
         """
         link: BaseException | None = error
         while link is not None:
@@ -71,18 +71,18 @@ def _of_url(url: str) -> Iterator[str]:
         if login:
             yield login
             password = login.partition(":")[2]
-            # Clients end a login at other characters than its author, and tell the pieces.
+            # Clients may split a login at other characters than its author, and show the parts.
             pieces = [p for p in re.split("[@:/?#]", password) if len(p) > 2]
             yield from filter(None, (password, *pieces))
         if scheme and (query := rest.partition("?")[2]):
             yield query
     if any(login.login and not login.rest for login in logins(url)):
-        # It cannot be told where the login ends: all that may be of it, or of a query.
+        # The end of the login is unknown: hide all that may belong to it or to a query.
         yield from (p for p in re.split("[@&]", url.partition("?")[2]) if len(p) > 2)
 
 
 def _of_options(options: Any, hide: bool = False) -> Iterator[str]:
-    """All texts in nested options that stand under a name that looks like a secret."""
+    """Yields all texts in nested options under names that suggest a secret."""
     if isinstance(options, Mapping):
         for key, value in options.items():
             yield from _of_options(value, hide or bool(_NAME.search(str(key))))

@@ -1,4 +1,4 @@
-"""The file of dropped records: one JSON line each, in the order in which they were read."""
+"""Writes the file of dropped records: a JSON line for each, in input order."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _NUMBER = re.compile(r"([0-9]+)$")
 
 
 class RejectsFile:
-    """Collects lines in a local file, which appears in its place once all records were read.
+    """Collects lines in a local file and publishes it once all records were read.
 
-    What was in its place is replaced then, and stays if the job ends before. A context manager.
+    An existing file is replaced only then, and stays if the job ends before. A context manager.
 
     Args:
-        url: local path or any fsspec URL; None: there is no such file, and nothing is collected.
-        storage_options: passed to its fsspec filesystem.
+        url: local path or any fsspec URL; None: collect nothing.
+        storage_options: options of its fsspec filesystem.
         spill_dir: local folder to collect in; None: the system's.
-        inputs: the files that the job reads, none of which it may be.
+        inputs: input files of the job; `url` must not be one of them.
 
     Raises:
         ConfigError: `url` is a folder, or one of `inputs`.
@@ -62,14 +62,14 @@ class RejectsFile:
         self._write(lines_of(samples or ()))
 
     def add_compressed(self, data: bytes) -> None:
-        """Adds lines that :class:`CompressedRejects` collected elsewhere."""
+        """Adds lines of :class:`CompressedRejects`."""
         inflate = zlib.decompressobj()
         self._write(inflate.decompress(data, _CHUNK))
         while inflate.unconsumed_tail:
             self._write(inflate.decompress(inflate.unconsumed_tail, _CHUNK))
 
     def publish(self) -> None:
-        """Makes the file appear, whole.
+        """Moves or uploads the finished file to its URL, in one step.
 
         Raises:
             StorageError: no space, no permission, or the store refuses.
@@ -115,34 +115,34 @@ class RejectsFile:
 
 
 class CompressedRejects:
-    """Collects the dropped records of a partition where it is made."""
+    """Collects the dropped records of a partition in the worker that packs it."""
 
     def __init__(self) -> None:
         self._deflate = zlib.compressobj(1)
         self._parts: list[bytes] = []
 
     def add(self, samples: Sequence[Sample] | None) -> None:
-        """Adds those of a block."""
+        """Adds the dropped records of a block."""
         if samples:
             self._parts.append(self._deflate.compress(lines_of(samples)))
 
     def finish(self) -> bytes:
-        """All lines, for :meth:`RejectsFile.add_compressed`."""
+        """Returns all lines, for :meth:`RejectsFile.add_compressed`."""
         return b"".join([*self._parts, self._deflate.flush()])
 
 
 def lines_of(samples: Iterable[Sample]) -> bytes:
-    """A JSON line for each: `place`, `reason` and `detail`, in the order of their places."""
+    """Returns a JSON line for each (`place`, `reason` and `detail`), in the order of places."""
     lines = (
         json.dumps({"place": s.where, "reason": s.reason, "detail": s.detail}, ensure_ascii=False)
         for s in sorted(samples, key=_number)
     )
-    # A lone surrogate, which UTF-8 cannot hold, becomes its escape in JSON.
+    # A lone surrogate, invalid in UTF-8, becomes its JSON escape.
     return "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
 
 
 def _number(sample: Sample) -> int:
-    """The line, row or item of a record; 0 where its place tells none."""
+    """Returns the line, row or item of a record; 0 if its place has none."""
     found = _NUMBER.search(sample.where)
     return int(found[1]) if found else 0
 

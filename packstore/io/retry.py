@@ -1,4 +1,4 @@
-"""The one loop that asks again."""
+"""Retries requests to stores; all retries go through :func:`retrying`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from packstore.errors import StorageError
 T = TypeVar("T")
 log = logging.getLogger("packstore")
 
-_WARN_AFTER = (4, 8)  # attempts: short failures are nobody's business
-_jitter = random.Random()  # times of waiting only; the global generator belongs to the training
+_WARN_AFTER = (4, 8)  # attempts: no warning for short failures
+_jitter = random.Random()  # for waits only; the global generator belongs to the training
 _retries: contextvars.ContextVar[bool] = contextvars.ContextVar("retries", default=False)
 
 
@@ -27,20 +27,20 @@ def retrying(
     refusals: int = 1,
     pause: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Returns what `call` returns; calls it again while its :class:`StorageError` may pass.
+    """Returns the result of `call`; retries while its :class:`StorageError` may pass.
 
-    The waits double, times a random factor of 0.5 to 1.5 so that many workers do not come back at
-    once; the last attempt begins `policy.seconds` after the first. Inside `call` nothing else asks
-    again: patience does not multiply.
+    The waits double, times a random factor of 0.5 to 1.5 so that many workers do not retry at once;
+    the last attempt starts `policy.seconds` after the first. Nested calls do not retry, so that
+    attempts do not multiply.
 
     Args:
-        call: one request, or several that may be made again together; it names its errors.
-        policy: how patiently.
-        refusals: attempts at most where the error seldom passes by itself.
-        pause: waits so many seconds; True: nobody wants the answer any more.
+        call: one request, or several that can be repeated together; raises storage errors.
+        policy: number of attempts, and time.
+        refusals: maximum attempts at errors that rarely pass (permissions).
+        pause: sleeps for so many seconds; returns True to stop retrying.
 
     Raises:
-        StorageError: the store refuses, or still fails after the last attempt; a note counts them.
+        StorageError: the store refuses, or still fails at the last attempt; a note counts them.
     """
     if _retries.get():
         return call()

@@ -1,8 +1,8 @@
-"""Memory of decoded row groups, used again once nothing looks at it.
+"""Reuses the memory of decoded row groups.
 
-Row groups go in another order than they came. An allocator keeps the gaps between them, so that a
-process would grow; and memory that goes back to the system and is taken again is cleared each time,
-which costs a fifth of decoding into it.
+Row groups are freed in another order than they were decoded. An allocator would keep the gaps, so
+that the process grows; memory returned to the system is zeroed when it is allocated again, which
+costs a fifth of the time of decoding.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 from packstore.records import Int32
 
 KEPT_BYTES = 32 << 20
-"""Of memory that waits to be used again, at most."""
+"""Maximum bytes kept for reuse."""
 _UNIT = 64 << 10
 
 _waiting: list[mmap.mmap] = []
 
 
 def room(n: int) -> Int32:
-    """An array of `n` numbers of any value, int32; its memory is used again after its last view."""
+    """Returns an uninitialized int32 array `[n]`; its memory is reused after its last view."""
     size = max(-(-4 * n // _UNIT), 1) * _UNIT
     try:
         memory = _waiting.pop()
@@ -31,7 +31,7 @@ def room(n: int) -> Int32:
     if len(memory) < size:
         memory = mmap.mmap(-1, size, **_PRIVATE)
     array = np.frombuffer(memory, np.int32, n)
-    # Views have `array` as their base, not the memory: so it lives until the last of them is gone.
+    # The base of all views is `array`, not the mmap, so it is finalized after the last view.
     weakref.finalize(array, _give_back, memory).atexit = False
     return array
 

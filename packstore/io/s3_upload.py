@@ -1,8 +1,7 @@
-"""Uploads a file to S3 in parts, of which a few are in memory and on their way at a time.
+"""Uploads a file to S3 in parts, a few at a time.
 
-Each part is retried by itself, so that one failure in a large shard costs one part; an upload that
-fails is aborted, and leaves no parts that the owner would pay for. What a killed process leaves,
-`unfinished` lists.
+Each part is retried separately, so that a failure in a large shard costs one part. A failed upload
+is aborted, so that it leaves no parts to pay for; `unfinished` lists those of killed processes.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from packstore.io.clients import PART_BYTES, PARTS_AT_ONCE
 from packstore.io.error_causes import code_of
 
 Ask: TypeAlias = Callable[[Callable[[], Any]], Any]
-"""Makes a request, and makes it again if that may help; raises :class:`StorageError`."""
+"""Makes a request, with retries; raises :class:`StorageError`."""
 
 MAX_PARTS = 10_000
 
 
 class Upload(NamedTuple):
-    """An upload that was begun, and neither finished nor aborted."""
+    """An upload that was started, and neither completed nor aborted."""
 
     path: str
     id: str
@@ -33,7 +32,7 @@ class Upload(NamedTuple):
 
 
 def upload(fs: Any, local_path: str, path: str, ask: Ask) -> None:
-    """Puts the file at `path`, whole or not at all.
+    """Uploads the file to `path`, atomically.
 
     Args:
         fs: an s3fs filesystem.
@@ -53,7 +52,7 @@ def upload(fs: Any, local_path: str, path: str, ask: Ask) -> None:
         ask(lambda: fs.call_s3("put_object", **target))
         return
     step = max(PART_BYTES, -(-size // MAX_PARTS))
-    # If its answer is lost, an upload without parts stays, which costs nothing; see `unfinished`.
+    # If the response is lost, an upload without parts stays, which costs nothing; see `unfinished`.
     target["UploadId"] = ask(lambda: fs.call_s3("create_multipart_upload", **target))["UploadId"]
 
     def send(number: int) -> dict[str, Any]:
@@ -69,14 +68,14 @@ def upload(fs: Any, local_path: str, path: str, ask: Ask) -> None:
         ask(lambda: fs.call_s3("complete_multipart_upload", **end))
     except BaseException as error:
         if code_of(error) == "NoSuchUpload" and _has(fs, path, size, ask):
-            return  # it is finished, and only the answer was lost
+            return  # the upload is complete, only the response was lost
         with contextlib.suppress(StorageError):
             ask(lambda: fs.call_s3("abort_multipart_upload", **target))
         raise
 
 
 def unfinished(fs: Any, path: str, ask: Ask) -> list[Upload]:
-    """The uploads below `path` (bucket and prefix) that were neither finished nor aborted."""
+    """Lists the uploads below `path` (bucket and prefix) neither completed nor aborted."""
     bucket, prefix, _ = fs.split_path(path)
     query = {"Bucket": bucket, "Prefix": prefix}
     found: list[Upload] = []

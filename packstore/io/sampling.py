@@ -1,7 +1,7 @@
-"""A sample of the input: blocks from all over it, chosen by a seed.
+"""Draws a sample of the input: blocks spread over all of it, chosen by a seed.
 
-The input is read to its end, which tells how many records there are; only the blocks of the sample
-are kept, and only they are tokenized.
+The whole input is read, which also counts its records; only the sampled blocks are kept and
+tokenized.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from packstore.records import Int64
 from packstore.seeds import derive
 
 SAMPLE_BLOCK_BYTES = 1 << 16
-"""Bytes of a block of a sample, about: small, so that a sample has many places."""
+"""Approximate bytes of a block of a sample: small, so that a sample has many places."""
 
 
 class _Counted(Protocol):
@@ -26,7 +26,7 @@ B = TypeVar("B", bound=_Counted)
 
 
 class RowGroup(NamedTuple):
-    """A row group of a dataset: its number, and the examples in it."""
+    """Number of a row group in its dataset, and its examples."""
 
     number: int
     records: int
@@ -34,15 +34,15 @@ class RowGroup(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a sample was taken.
+    """Figures of a sample.
 
     Attributes:
-        records: in the sample.
-        total: in the whole input; None: not known, as only its beginning was read.
-        places: blocks or row groups of the sample; its records are neighbours inside of each.
-        run: each place was drawn from so many neighbours.
-        last_run: those that the last place was drawn from.
-        seed: what decided the places.
+        records: number in the sample.
+        total: number in the whole input; None: unknown, as only its start was read.
+        places: number of blocks or row groups; the records in each are neighbours.
+        run: number of neighbouring blocks from which each place was drawn.
+        last_run: the same for the last place.
+        seed: of the draw.
     """
 
     records: int
@@ -54,12 +54,12 @@ class Sampling:
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of the input."""
+        """True if the sample is the whole input."""
         return self.records == self.total
 
 
 class _Drawn(NamedTuple):
-    """A block that was drawn from a run of neighbours, the first of which has this number."""
+    """A block drawn from a run of neighbours; `first`: number of the run's first block."""
 
     first: int
     run: int
@@ -69,31 +69,31 @@ class _Drawn(NamedTuple):
 def sample_blocks(
     blocks: Iterable[B], records: int, seed: int, report: Callable[[int], None] | None = None
 ) -> tuple[list[B], Sampling]:
-    """One block of every run of neighbours, in input order: `records` at most, or one block.
+    """Draws one block of every run of neighbours, in input order; keeps only these in memory.
 
-    Runs are as short as that allows, powers of two but for the last. Each block of a run has the
-    same chance. Memory holds the sample alone.
+    Runs are as short as `records` allows; their lengths are powers of two, except the last. Each
+    block of a run is equally likely. The sample has at least one block.
 
     Args:
         blocks: all blocks of the input.
-        records: how many are wanted at most; at least a third of them come, if there are as many,
-            and blocks hold about as many records each.
-        seed: decides which block of a run is taken.
-        report: told how many records were read so far.
+        records: maximum number of records; at least a third as many are drawn, if the input has
+            so many and the blocks are of similar size.
+        seed: decides which block of a run is drawn.
+        report: called with the number of records read so far.
     """
     run = 1
-    kept: list[_Drawn] = []  # of complete runs, and at the end of ever shorter ones
+    kept: list[_Drawn] = []  # from complete runs, then from shorter and shorter ones
     held = total = 0
     for number, block in enumerate(blocks):
         total += block.records
         if report:
             report(total)
         held += _append(kept, _Drawn(number, 1, block), run, seed)
-        while held > records and run <= number:  # a longer run has nothing to draw from
+        while held > records and run <= number:  # a longer run would exceed the blocks so far
             run *= 2
             before, kept = kept, []
             held = sum(_append(kept, drawn, run, seed) for drawn in before)
-    while len(kept) > 1 and kept[-2].run < run:  # the rest is the last run
+    while len(kept) > 1 and kept[-2].run < run:  # merges shorter runs into the last
         kept[-2:] = [_draw(kept[-2], kept[-1], seed)]
     chosen: list[B] = [drawn.block for drawn in kept]  # type: ignore[misc]
     return chosen, Sampling(
@@ -107,10 +107,10 @@ def sample_blocks(
 
 
 def _append(kept: list[_Drawn], drawn: _Drawn, run: int, seed: int) -> int:
-    """Appends one, draws from the last two as long as their runs are equal and shorter than `run`.
+    """Appends `drawn`; merges the last two while their runs are equal and shorter than `run`.
 
     Returns:
-        Records that are held more than before.
+        Increase of the records held.
     """
     more = drawn.block.records
     kept.append(drawn)
@@ -122,14 +122,14 @@ def _append(kept: list[_Drawn], drawn: _Drawn, run: int, seed: int) -> int:
 
 
 def _draw(a: _Drawn, b: _Drawn, seed: int) -> _Drawn:
-    """One of two, with chances as large as their runs."""
+    """Draws one of two, with probabilities proportional to their runs."""
     run = a.run + b.run
     first = derive(seed, "sample", a.first, run) % run < a.run
     return _Drawn(a.first, run, a.block if first else b.block)
 
 
 def head_blocks(blocks: Iterable[B], records: int, seed: int) -> tuple[list[B], Sampling]:
-    """The first blocks, of an input that may have no end; its total is known if it ended."""
+    """Takes the first blocks of an input that may be endless; its total is known if it ended."""
     kept: list[B] = []
     held = 0
     stream = iter(blocks)
@@ -141,7 +141,7 @@ def head_blocks(blocks: Iterable[B], records: int, seed: int) -> tuple[list[B], 
 
 
 def sample_groups(examples: Int64, records: int, seed: int) -> tuple[list[int], Sampling]:
-    """Numbers of row groups, chosen as blocks are; `examples` are those of each."""
+    """Draws row groups like blocks, by number; `examples`: int64 `[G]`, of each."""
     groups = (RowGroup(number, n) for number, n in enumerate(examples.tolist()))
     chosen, sampling = sample_blocks(groups, records, seed)
     return [group.number for group in chosen], sampling

@@ -1,4 +1,4 @@
-"""The hash that a manifest carries of itself, so that no flipped bit of it is believed."""
+"""Adds a hash of its own text to a manifest, so that flipped bits are detected."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ _DO = "Restore the file from a copy, or open another version"
 
 
 def seal(text: bytes) -> bytes:
-    """Canonical JSON of an object with the hash of it as its last field.
+    """Appends the hash of a JSON object to it as the last field.
 
     Args:
-        text: ends with a newline, a closing brace and a newline.
+        text: canonical JSON; ends with a newline, a closing brace and a newline.
     """
     body = text.removesuffix(_END)
     return body + b',\n "%s": "%s"%s' % (FIELD.encode(), _sha256(body), _END)
 
 
 def unsealed(data: bytes, where: str) -> bytes:
-    """The JSON object in `data` without its hash; `data` as it is where it has none.
+    """Verifies and removes the hash; returns the JSON object, or `data` if it has no hash.
 
     Args:
         data: the text of a manifest.
         where: its place, for error texts.
 
     Raises:
-        IntegrityError: the rest of the text has another hash, or the field that holds it is
-            damaged.
+        IntegrityError: the hash does not match, or its field is damaged.
     """
     comma = data.rfind(b",")
     last = _object(b"{" + data[comma + 1 :])
@@ -43,8 +42,8 @@ def unsealed(data: bytes, where: str) -> bytes:
     [(name, value)] = last.items()
     body = memoryview(data)[:comma]
     if name != FIELD:
-        # One flipped bit in the name would make it a field that readers ignore. A hash that fits
-        # tells it from a last field of another writer.
+        # One flipped bit in its name would make the hash a field that readers ignore. A value that
+        # matches shows that it is not the last field of another writer.
         if isinstance(value, str) and value.encode() == _sha256(body):
             must = f"the field with the hash of the manifest must be named {FIELD!r}"
             raise IntegrityError(sentence(where, must, quote(name), _DO))
@@ -56,7 +55,7 @@ def unsealed(data: bytes, where: str) -> bytes:
 
 
 def _object(text: bytes) -> dict[str, object]:
-    """The JSON object in `text`; none: it is something else."""
+    """Returns the JSON object in `text`; empty if `text` is anything else."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:

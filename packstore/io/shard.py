@@ -1,4 +1,4 @@
-"""What is known of a shard without opening it."""
+"""Properties of shards and packs that a manifest records."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from packstore.records import Int64
 
 @dataclass(frozen=True, kw_only=True)
 class PackShape:
-    """What all packs of a dataset have in common.
+    """Properties shared by all packs of a dataset.
 
     Attributes:
         kind: ``dpo``, ``sft`` or ``ranked``.
         layout: ``concat`` or ``shared_prefix``.
-        pack_size: tokens of a pack at most.
+        pack_size: maximum tokens of a pack.
         carry: carried columns, name -> a name in ``schema.CARRY_TYPES``.
-        vocab_size: token ids are below it, if known.
+        vocab_size: exclusive upper bound of token ids, if known.
     """
 
     kind: str
@@ -39,8 +39,8 @@ class RowGroups:
     """The row groups of a shard: int64 `[G]` each, checksums uint32.
 
     Attributes:
-        rows, examples, tokens: of the row group.
-        longest: its longest segment, in tokens.
+        rows, examples, tokens: counts of the row group.
+        longest: tokens of its longest segment.
         crc32: of its column chunks (Parquet) or buffers (Arrow).
     """
 
@@ -63,7 +63,7 @@ class ShardInfo:
         sha256: of the file, hexadecimal.
         footer_bytes: bytes at the end of the file that a reader needs before any row group.
         footer_sha256: of those bytes; page checksums do not cover them.
-        example_id_base: is added to the example ids that the file stores.
+        example_id_base: added to the example ids in the file.
     """
 
     path: str
@@ -82,7 +82,7 @@ class ShardInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class FileHashes:
-    """What identifies the bytes of a shard file; see :class:`ShardInfo`."""
+    """Hashes of a shard file and its footer; see :class:`ShardInfo`."""
 
     bytes: int
     sha256: str
@@ -91,12 +91,12 @@ class FileHashes:
 
     @classmethod
     def of(cls, file: io.BufferedIOBase) -> FileHashes:
-        """Reads the whole of a Parquet or Arrow file.
+        """Hashes a Parquet or Arrow file.
 
         Both end with a footer, its length in four bytes, and a magic word: ``PAR1`` or ``ARROW1``.
 
         Raises:
-            IntegrityError: the file does not end like that.
+            IntegrityError: the end of the file is invalid.
         """
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -116,11 +116,11 @@ class FileHashes:
 def describe_shard(
     path: str, groups: Sequence[Int64], hashes: FileHashes, crc32: Int64 | Checksums
 ) -> ShardInfo:
-    """What the manifest says about a shard.
+    """Builds the manifest's entry of a shard.
 
     Args:
         path: relative to the dataset.
-        groups: for each row group int64 `[6]`, as ``statistics.group_figures`` returns it.
+        groups: for each row group int64 `[6]`, from ``statistics.group_figures``.
         hashes: of the file.
         crc32: `[G]`, of each row group.
     """

@@ -1,4 +1,4 @@
-"""A shard read once, from its beginning to its end, and hashed on the way."""
+"""Reads and hashes a shard in one pass, from start to end."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from packstore.io.shard import ShardInfo
 from packstore.io.storage import Location
 
 WINDOW_BYTES = 16 << 20
-"""Bytes of a shard that are read at once."""
+"""Bytes read at once."""
 
 
 class ShardBytes:
-    """The bytes of a shard, for a reader that takes its row groups in their order.
+    """The bytes of a shard, for a reader of its row groups in order.
 
-    Two windows of it are in memory. Nothing is mapped: a file that gets shorter while it is read
-    would end the process.
+    Keeps two windows in memory. Does not map the file: if it were truncated meanwhile, the process
+    would crash.
 
     Args:
         location: the dataset.
-        shard: one of its shards; no more bytes are read than the manifest says it has.
+        shard: one of its shards; reads at most the size in the manifest.
     """
 
     def __init__(self, location: Location, shard: ShardInfo) -> None:
@@ -30,10 +30,10 @@ class ShardBytes:
         self._footer: bytes | None = None
 
     def __getitem__(self, part: slice) -> bytes:
-        """Bytes `start` to `stop`; none that lie before those that were asked for last."""
+        """Returns bytes `start` to `stop`; `start` must not decrease between calls."""
         size, length = self._shard.bytes, self._shard.footer_bytes
         start, stop = part.start, part.stop
-        if (start, stop) == (size - length, size):  # is read first
+        if (start, stop) == (size - length, size):  # the footer, read first
             self._footer = self._location.read_bytes(self._shard.path, start, stop)
             return self._footer
         while self._end < stop and self._advance(keep=start):
@@ -43,7 +43,7 @@ class ShardBytes:
         return self._window[start - self._start : stop - self._start]
 
     def hashes(self) -> dict[str, str]:
-        """sha256 of the file, of which the rest is read, and of its footer."""
+        """Reads the rest of the file; returns the sha256 of the file and of its footer."""
         while self._advance(keep=self._end):
             pass
         found = {"sha256": self._digest.hexdigest()}
@@ -56,7 +56,7 @@ class ShardBytes:
         return self._start + len(self._window)
 
     def _advance(self, keep: int) -> bool:
-        """Reads the next window; lets go of what lies before `keep`. False at the end."""
+        """Reads the next window; drops bytes before `keep`. Returns False at the end."""
         end = self._end
         data = (
             self._location.read_bytes(

@@ -1,4 +1,4 @@
-"""A shard that is being written to the local disk, row group by row group."""
+"""Writes a shard to the local disk, row group by row group."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from packstore.records import Int64
 
 
 class ShardFile:
-    """A Parquet or Arrow file; for one thread at a time.
+    """A Parquet or Arrow file; not thread-safe.
 
     Args:
-        path: a local path that nothing has yet.
+        path: a new local path.
         schema: of the packs.
         config: the file format.
 
     Attributes:
         figures: for each row group, ``statistics.pack_figures`` of its packs.
-        counter: what its packs add up to.
+        counter: totals of its packs.
     """
 
     def __init__(self, path: str, schema: pa.Schema, config: WriteConfig) -> None:
@@ -41,7 +41,7 @@ class ShardFile:
                 self._writer = parquet_writer(self._file, schema, config)
 
     def append(self, batches: Sequence[pa.RecordBatch]) -> None:
-        """Adds one row group, which the batches are together.
+        """Appends one row group that consists of all batches.
 
         Raises:
             StorageError: no space, or no permission.
@@ -54,7 +54,7 @@ class ShardFile:
         """Closes the file; with `durable` it survives a power cut.
 
         Returns:
-            its hashes, and int64 `[G]`, the crc32 of each row group.
+            Its hashes, and int64 `[G]`, the crc32 of each row group.
 
         Raises:
             StorageError: no space, or no permission.
@@ -66,7 +66,7 @@ class ShardFile:
                 return FileHashes.of(file), row_group_crc32(self.path)
 
     def discard(self) -> None:
-        """Closes the file, whatever happens: it is going to be removed."""
+        """Closes the file and ignores errors: it is going to be removed."""
         for handle in (self._writer, self._file):
             with contextlib.suppress(OSError, pa.ArrowException):
                 handle.close()

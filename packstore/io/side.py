@@ -51,28 +51,28 @@ Values = Mapping[str, npt.NDArray[Any]]
 
 
 class SideWriter:
-    """Writes a side dataset; a context manager that commits it, or gives it up after an error.
+    """Writes a side dataset; a context manager that commits it, or aborts after an error.
 
-    What it has put then stays for `clean`, as an equal job may be about to commit it.
+    After an error its stored shards stay for `clean`, as an equal job may be about to commit them.
 
     Args:
         url: a local folder or an fsspec URL.
         source: the dataset whose examples the values belong to, or its manifest.
         columns: name -> ``float32``, ``float64``, ``int64``, ``bool``, ``string``: one value for
             each example; or ``ref_logps`` -> ``list<float32>``: one for each sequence.
-        made_with: what made the values, such as `model`, `model_sha256`, `tokenizer_sha256`,
+        made_with: origin of the values, such as `model`, `model_sha256`, `tokenizer_sha256`,
             `chat_template_sha256`, `dtype`, `attention`, `head_dtype`: texts, numbers, booleans.
-        overwrite: replace a side dataset that is already there.
-        single_writer: no other job writes there meanwhile; needed where two could both commit.
-        storage_options: what fsspec's filesystem takes.
+        overwrite: replace an existing side dataset.
+        single_writer: asserts that no other job writes there; needed where two could both commit.
+        storage_options: options of the fsspec filesystem.
 
     Attributes:
-        examples: written so far.
+        examples: number written so far.
 
     Raises:
         ConfigError: two writers could both commit there, and `single_writer` is False.
-        DatasetExistsError: one is there, and `overwrite` is False.
-        FormatError: a column or a member of `made_with` that may not be.
+        DatasetExistsError: one exists, and `overwrite` is False.
+        FormatError: a column or a member of `made_with` is not valid.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class SideWriter:
         with contextlib.ExitStack() as stack:
             opened = partial(writing, call="side data", single_writer=single_writer, name=SIDE)
             self._version = stack.enter_context(opened(self._location, overwrite)).version
-            # Also when it is forgotten.
+            # Also if neither commit nor abort is called.
             self._release = weakref.finalize(self, stack.pop_all().close)
         self._staging = Staging(self._location, (FOLDER, DATA), None)
         self._pending: list[pa.RecordBatch] = []
@@ -135,12 +135,12 @@ class SideWriter:
         Args:
             example_ids: int64 `[E]`.
             values: of every column: `[E]`, and of ``ref_logps`` float32 `[S]`, the sequences of
-                each example one after another.
-            num_responses: int `[E]`, K of each example; needed for kind ``ranked`` alone.
+                each example in order.
+            num_responses: int `[E]`, K of each example; needed only for kind ``ranked``.
 
         Raises:
             ConfigError: other columns, or values of another length or type.
-            FormatError: log-probs that are not finite.
+            FormatError: a log-prob is not finite.
             StorageError: no space, no permission, or the store refuses.
         """
         head = self._manifest
@@ -162,11 +162,11 @@ class SideWriter:
             self._flush(SHARD_ROWS)
 
     def commit(self) -> int:
-        """Finishes the last shard and makes the side dataset visible; returns its version.
+        """Finishes the last shard and commits the side dataset; returns its version.
 
         Raises:
-            ConfigError: not every example of the dataset has its values.
-            DatasetExistsError: another writer was faster.
+            ConfigError: an example of the dataset has no values.
+            DatasetExistsError: another writer committed first.
             StorageError: no space, no permission, or the store refuses.
         """
         if self.examples != self._expected:
@@ -185,12 +185,12 @@ class SideWriter:
         return self._version
 
     def abort(self) -> None:
-        """Gives up, and removes what is unfinished; shards that were put stay for `clean`."""
+        """Aborts and removes unfinished files; stored shards stay for `clean`."""
         self._staging.remove()
         self._release()
 
     def _flush(self, rows: int) -> None:
-        """Puts the first pending rows as a shard, ordered by id."""
+        """Writes the first pending rows as a shard, sorted by id."""
         table = pa.Table.from_batches(self._pending)
         self._pending = table.slice(rows).to_batches()
         self._pending_rows -= rows
@@ -220,7 +220,7 @@ class SideWriter:
 
 
 def _column(name: str, values: npt.NDArray[Any], counts: Any, type_: pa.DataType) -> pa.Array:
-    """One column as Arrow."""
+    """Converts a column to Arrow."""
     per_sequence = name == REF_LOGPS
     expected = int(np.sum(counts)) if per_sequence else len(counts)
     if values.shape != (expected,):

@@ -1,4 +1,4 @@
-"""The manifest of a side dataset: what it was derived from, and with what."""
+"""The manifest of a side dataset: its source dataset, and the origin of its values."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ SIDE_VERSION = 1
 """Readers refuse a side dataset of a higher version."""
 
 SIDE = "side"
-"""First part of the names of its manifests."""
+"""Prefix of the names of its manifests."""
 
 REF_LOGPS = "ref_logps"
-"""The column that has a value for each sequence: its log-prob under a reference model."""
+"""The column with a value for each sequence: its log-prob under a reference model."""
 
 SIDE_TYPES: dict[str, pa.DataType] = {
     **CARRY_TYPES,
     "float32": pa.float32(),
     "list<float32>": list_of(pa.float32()),
 }
-"""Types of a column: one value for each example; the list, of `REF_LOGPS` alone, one for each of
-its sequences."""
+"""Types of columns, with one value for each example; the list, only for `REF_LOGPS`, has one for
+each sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SideShard(StoredFile):
-    """One file of a side dataset: a row for each of `rows` examples."""
+    """One file of a side dataset: a row for each of its `rows` examples."""
 
     rows: Positive
 
 
 class _Head(msgspec.Struct):
-    """The part that tells whether this reader knows the rest."""
+    """The fields that decide whether this reader supports the rest."""
 
     side_version: Whole
     features: list[str]
@@ -58,16 +58,16 @@ class _Head(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class SideManifest:
-    """Everything a reader needs to know before it opens a shard.
+    """Everything that a reader needs before it opens a shard.
 
     Attributes:
         kind: of the examples: ``dpo``, ``sft`` or ``ranked``.
-        lineage: of the dataset it was derived from; see :attr:`Manifest.lineage`.
+        lineage: of the source dataset; see :attr:`Manifest.lineage`.
         fingerprint: of that dataset.
         columns: name -> a name in `SIDE_TYPES`.
-        made_with: what made the values: model, dtype and the like; texts, numbers, booleans.
+        made_with: origin of the values (model, dtype, …): texts, numbers, booleans.
         package_version: of the writer.
-        shards: in no order that matters.
+        shards: in any order.
     """
 
     kind: str
@@ -80,7 +80,7 @@ class SideManifest:
 
     @property
     def examples(self) -> int:
-        """Examples that have values."""
+        """Number of examples with values."""
         return sum(s.rows for s in self.shards)
 
     @property
@@ -89,7 +89,7 @@ class SideManifest:
         return side_schema(self.columns)
 
     def to_json(self) -> bytes:
-        """Canonical JSON: the same manifest gives the same bytes."""
+        """Returns canonical JSON: equal manifests give equal bytes."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["shards"] = [dataclasses.asdict(s) for s in self.shards]
         head = {"side_version": SIDE_VERSION, "features": []}
@@ -103,11 +103,11 @@ class SideManifest:
 
     @classmethod
     def from_json(cls, data: bytes, where: str = "side manifest") -> Self:
-        """The manifest in `data`; fields that are unknown are ignored.
+        """Parses the manifest in `data`; ignores unknown fields.
 
         Raises:
-            UnsupportedFormatError: a higher version, or a required feature, none of which is known.
-            FormatError: anything missing, of the wrong type, or contradictory.
+            UnsupportedFormatError: a higher version, or any required feature (none exist yet).
+            FormatError: a field is missing, of the wrong type, or contradicts others.
         """
         head = decode(data, _Head, where)
         if head.side_version != SIDE_VERSION or head.features:
@@ -136,7 +136,7 @@ class SideManifest:
 
 
 def check_columns(columns: Mapping[str, str], where: str) -> None:
-    """Raises :class:`FormatError` unless these may be the columns of a side dataset."""
+    """Raises :class:`FormatError` unless `columns` are valid for a side dataset."""
     require(bool(columns), where, "it must have a column", {"columns": "none"})
     for name, type_name in columns.items():
         place = f"{where}, column {quote(name)}"
@@ -151,7 +151,7 @@ def check_columns(columns: Mapping[str, str], where: str) -> None:
 
 
 def side_schema(columns: Mapping[str, str]) -> pa.Schema:
-    """The Arrow schema of the shards of a side dataset."""
+    """Returns the Arrow schema of the shards of a side dataset."""
     fields = [pa.field("example_ids", pa.int64(), nullable=False)]
     fields += [pa.field(n, SIDE_TYPES[t], nullable=False) for n, t in columns.items()]
     return pa.schema(fields, {"packstore.side_version": str(SIDE_VERSION)})
@@ -161,7 +161,7 @@ def check_side(side: SideManifest, data: Manifest, where: str) -> None:
     """Refuses a side dataset that was not derived from these examples.
 
     Raises:
-        CompatibilityError: of another kind or lineage, or of fewer examples.
+        CompatibilityError: it has another kind or lineage, or fewer examples.
     """
     do = "Make it anew from this dataset"
     for name in ("kind", "lineage"):

@@ -1,4 +1,4 @@
-"""A side dataset that is there: what its manifest tells, and its rows."""
+"""Opens and reads committed side datasets."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from packstore.io.stored_file import decoding, read_stored
 
 
 class Side:
-    """A committed version of a side dataset. Picklable; reads when it is asked to.
+    """A committed version of a side dataset. Picklable; reads lazily.
 
     Args:
-        location: where it is.
-        manifest: what it is.
+        location: folder of the side dataset.
+        manifest: of this version.
         version: number of the manifest.
     """
 
@@ -37,11 +37,11 @@ class Side:
 
     @property
     def url(self) -> str:
-        """Where it is, without secrets."""
+        """URL of the side dataset, without secrets."""
         return self.location.display
 
     def iter_batches(self) -> Iterator[pa.RecordBatch]:
-        """All rows, one shard at a time, ordered by id in each; hashes verified.
+        """Yields all rows by shard, sorted by id in each; verifies hashes.
 
         Raises:
             StorageError: a shard is missing, or the store refuses.
@@ -69,7 +69,7 @@ class Side:
 def open_side(
     url: str, storage_options: Mapping[str, Any] | None = None, version: int | None = None
 ) -> Side:
-    """The side dataset at `url`, its current version by default.
+    """Opens the side dataset at `url`, by default its current version.
 
     Raises:
         DatasetNotFoundError: no side dataset, or no such version, was committed there.
@@ -80,6 +80,6 @@ def open_side(
 
 
 def open_side_at(location: Location, version: int | None = None) -> Side:
-    """The side dataset at a location; see :func:`open_side`."""
+    """Opens the side dataset at a location; see :func:`open_side`."""
     data, where, number = read_committed(location, version, SIDE)
     return Side(location, SideManifest.from_json(data, where), number)

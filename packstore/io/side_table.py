@@ -1,4 +1,4 @@
-"""The values of a side dataset by example id: two binary searches away, wherever a pack lies."""
+"""Looks up the values of a side dataset by example id, with two binary searches."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from packstore.io.stored_file import decoding
 from packstore.records import Column, Float32, Int64, ragged_indices, to_offsets
 
 MAPPED_BYTES = 64 << 20
-"""A larger array lies in a temporary file that is mapped, so that its memory can be taken back."""
+"""Bytes above which an array is kept in a mapped temporary file, which can be paged out."""
 
 
 class SideTable:
-    """The values of a side dataset, ordered by example id.
+    """The values of a side dataset, sorted by example id.
 
-    Holds 8 bytes for each example and what its values take, and three times that while it loads.
+    Memory: 8 bytes for each example besides its values, and three times as much during loading.
 
     Args:
-        side: is read whole, once.
+        side: read once, completely.
 
     Raises:
         StorageError: a shard is missing, or the store refuses.
-        IntegrityError: its bytes are not those that were written, or an id repeats.
+        IntegrityError: a checksum does not match, or an id repeats.
     """
 
     def __init__(self, side: Side) -> None:
@@ -57,7 +57,7 @@ class SideTable:
                     self._columns[name] = _settled(values[order])
 
     def find(self, example_ids: Int64) -> Int64:
-        """Rows of these examples, int64 `[E]`.
+        """Returns the rows of these examples, int64 `[E]`.
 
         Raises:
             CompatibilityError: an example has no values.
@@ -72,14 +72,14 @@ class SideTable:
         return rows
 
     def column(self, name: str, rows: Int64) -> Column:
-        """The value of each of these examples, `[E]`; strings as objects."""
+        """Returns the value of each of these examples, `[E]`; strings as objects."""
         values = self._columns[name]
         if isinstance(values, pa.Array):
             return np.array(values.take(pa.array(rows)).to_pylist(), np.object_)
         return np.asarray(values[rows])
 
     def ref_logps(self, rows: Int64, num_responses: npt.NDArray[np.integer]) -> Float32:
-        """The value of each sequence of these examples, float32 `[S]`.
+        """Returns the value of each sequence of these examples, float32 `[S]`.
 
         Raises:
             CompatibilityError: an example has another number of sequences.
@@ -106,7 +106,7 @@ class SideTable:
 
 
 def _settled(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """`values`, in a mapped temporary file if they are many."""
+    """Returns `values`, moved to a mapped temporary file if they are large."""
     if values.nbytes <= MAPPED_BYTES:
         return values
     with tempfile.TemporaryFile(prefix="packstore-side-") as file:
@@ -116,7 +116,7 @@ def _settled(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _numbers(array: Any) -> npt.NDArray[Any]:
-    """An Arrow array of numbers or booleans (``to_numpy`` would import pandas)."""
+    """Converts an Arrow array of numbers or booleans (``to_numpy`` would import pandas)."""
     if pa.types.is_boolean(array.type):
         return np.array(array.to_pylist(), np.bool_)
     width = _WIDTHS[str(array.type)]
@@ -130,5 +130,5 @@ _WIDTHS = {
     for name, code in (("int32", "i4"), ("int64", "i8"), ("float", "f4"), ("double", "f8"))
 }
 _NO_IDS = np.empty(0, np.int64)
-_NONE = pa.nulls(0, pa.large_string())  # pa.array would bring in pandas
+_NONE = pa.nulls(0, pa.large_string())  # pa.array would import pandas
 _REMEDY = "Make the side dataset anew from this dataset"

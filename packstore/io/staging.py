@@ -1,4 +1,4 @@
-"""Local folders for files that are being written, and that no reader may see yet."""
+"""Local folders for unfinished files, which readers must not see."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from packstore.io.upkeep import make_folder
 
 
 class Staging:
-    """The local folder of unfinished files, made when the first one needs it.
+    """The local folder of unfinished files, created for the first one.
 
-    For a local dataset it lies hidden inside it, so that files are moved in one step.
+    For a local dataset it is a hidden folder inside, so that files are moved by one rename.
 
     Args:
         location: the dataset.
-        folders: of a local dataset, relative; the staging folder lies in the first.
+        folders: folders of a local dataset, relative; the staging folder is in the first.
         spill_dir: the folder to use for a remote dataset; None: the system's.
     """
 
@@ -33,11 +33,11 @@ class Staging:
 
     @property
     def in_dataset(self) -> bool:
-        """Whether the folder lies inside a local dataset."""
+        """True if the folder is inside a local dataset."""
         return self._root is not None
 
     def path(self) -> str:
-        """A fresh path in the folder; safe to call from many threads."""
+        """Returns a new path in the folder. Thread-safe."""
         with self._lock:
             if not self._folder:
                 self._folder = self._make()
@@ -54,13 +54,13 @@ class Staging:
             return temporary.make(temporary.IN_DATASET, parent)
 
     def remove(self) -> None:
-        """Removes the folder and what is left in it."""
+        """Removes the folder and its contents."""
         if self._folder:
             temporary.remove(self._folder)
             self._folder = ""
 
     def prune(self) -> None:
-        """Removes the folders of a local dataset that this job made and left empty."""
+        """Removes empty folders of a local dataset that this job created."""
         for folder in reversed(self._made):
             with contextlib.suppress(OSError):
                 os.rmdir(folder)

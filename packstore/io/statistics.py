@@ -1,4 +1,4 @@
-"""Totals and statistics of packs, gathered while they pass by."""
+"""Totals and statistics of packs, computed while they are written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NONE = 2**63 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Sums over a dataset; `logical_tokens` are those that an unpacked run would feed."""
+    """Sums over a dataset; `logical_tokens` are the tokens of an unpacked run."""
 
     packs: Count
     examples: Count
@@ -32,7 +32,7 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Smallest, mean and largest of some numbers."""
+    """Minimum, mean and maximum of some numbers."""
 
     min: Count
     mean: Real
@@ -41,17 +41,17 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """What the packs look like.
+    """Statistics of the packs.
 
     Attributes:
         fill_rate: tokens / (packs * pack_size), 0 to 1.
         examples_per_pack: over all packs.
         longest_sequence: logical tokens.
-        most_segments: of one pack.
+        most_segments: maximum of a pack.
         shortest_pack: tokens.
-        length_histogram: sequences by logical length; the key is the lower bound of a bucket, a
-            power of two that the next bucket doubles.
-        planning: what the planner tells about its work.
+        length_histogram: number of sequences by logical length; keys are lower bounds of buckets,
+            powers of two.
+        planning: figures of the planner.
     """
 
     fill_rate: Real
@@ -78,14 +78,14 @@ NO_STATISTICS = Statistics(
 
 
 def pack_figures(packs: Packs, kind: str) -> Int64:
-    """int64 `[P, 10]`: examples, sequences, tokens, supervised tokens, longest segment of each, the
-    sum of the squared lengths of its segments, and the four of :mod:`packstore.loss_counts`.
+    """Returns int64 `[P, 10]`: examples, sequences, tokens, supervised tokens, longest segment and
+    sum of squared segment lengths of each pack, and the four of :mod:`packstore.loss_counts`.
     """
     return np.concatenate([_work(packs), count_packs(packs, kind)], axis=1)
 
 
 def _work(packs: Packs) -> Int64:
-    """int64 `[P, 6]`: those of :func:`pack_figures` that do not depend on the kind."""
+    """Returns int64 `[P, 6]`: the figures that do not depend on the kind."""
     segments = packs.segment_lengths.astype(np.int64)
     supervised = packs.labels != IGNORE_INDEX
     firsts = packs.sequence_offsets[:-1]
@@ -103,20 +103,20 @@ def _work(packs: Packs) -> Int64:
 
 
 def pack_sizes(figures: Int64) -> PackSizes:
-    """What a loader plans with, from :func:`pack_figures`."""
+    """Returns the sizes that loaders plan with, from :func:`pack_figures`."""
     return PackSizes(
         tokens=figures[:, 2], examples=figures[:, 0], squares=figures[:, 5], counts=figures[:, 6:]
     )
 
 
 def group_figures(figures: Int64) -> Int64:
-    """int64 `[6]`: rows, then what :func:`pack_figures` tells, of these packs together."""
+    """Returns int64 `[6]`: rows, then the figures of :func:`pack_figures`, over all packs."""
     return np.array([len(figures), *figures[:, :4].sum(axis=0), figures[:, 4].max()], np.int64)
 
 
 @dataclass(eq=False)
 class PackCounter:
-    """Adds up packs that obey the rules of the format, in whatever portions they come."""
+    """Accumulates totals of valid packs; the result does not depend on how they are batched."""
 
     packs: int = 0
     examples: int = 0
@@ -132,13 +132,13 @@ class PackCounter:
     shortest_pack: int = _NONE
 
     def add(self, packs: Packs) -> None:
-        """Counts some packs."""
+        """Adds some packs."""
         if len(packs):
             self.merge(PackCounter.of(_work(packs), packs.lengths))
 
     @classmethod
     def of(cls, figures: Int64, lengths: npt.NDArray[np.integer]) -> PackCounter:
-        """That of some packs, at least one.
+        """Returns the counter of some packs, at least one.
 
         Args:
             figures: of each pack, from :func:`pack_figures`.
@@ -161,7 +161,7 @@ class PackCounter:
         )
 
     def merge(self, other: PackCounter) -> None:
-        """Adds what `other` counted."""
+        """Adds the totals of `other`."""
         for name in (*_SUMS, "histogram"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("most_examples", "most_segments", "longest_sequence"):
@@ -170,11 +170,11 @@ class PackCounter:
             setattr(self, name, min(getattr(self, name), getattr(other, name)))
 
     def totals(self, stored_bytes: int) -> Totals:
-        """The sums, with the bytes of the shards."""
+        """Returns the sums, with the bytes of the shards."""
         return Totals(bytes=stored_bytes, **{name: getattr(self, name) for name in _SUMS})
 
     def statistics(self, pack_size: int, planning: Mapping[str, Any]) -> Statistics:
-        """The statistics; all zero where there are no packs."""
+        """Returns the statistics; all zero if there are no packs."""
         if not self.packs:
             return replace(NO_STATISTICS, planning=planning)
         return Statistics(
