@@ -166,7 +166,8 @@ def _pack(
         known = account.of_part(names[number]), _planning(own, config), account.provenance(part)
         shards = [shard for one in own for shard in one.shards]
         commit(job, shape_of(intake, config), config, shards, known)
-        notes[number].remove()
+    for one in notes:
+        one.remove()
 
 
 def _partitions(
@@ -212,6 +213,7 @@ def _partitions(
             counting.wrote(partition.packs)
         taken += partition.resumed
         yield partition
+    counting.wrote(0, 0)
     if taken:
         log.info("took over %d of %d partitions of an interrupted run", taken, number)
 

@@ -178,7 +178,9 @@ class Counting:
     """Tells the progress of all partitions together: records read, packs written."""
 
     def __init__(self, report: Progress | None = None) -> None:
-        self._report, self._keys, self._read, self._written = report, 0, 0, 0
+        self._report = report
+        self._total: int | None = None
+        self._keys = self._read = self._written = 0
 
     def keyed(self, examples: int) -> None:
         """Adds examples that were read for their keys, before all are read."""
@@ -195,9 +197,10 @@ class Counting:
     def wrote(self, packs: int, left: int | None = None) -> None:
         """Adds packs; `left`: how many are still to come, if that is known."""
         self._written += packs
-        if self._report:
-            total = None if left is None else self._written + left
+        total = None if left is None else self._written + left
+        if self._report and (packs or self._total is None):
             self._report("write", self._written, total, "packs")
+        self._total = total
 
 
 @dataclass(frozen=True, eq=False)
