@@ -16,7 +16,7 @@ import numpy as np
 
 from packstore.config import PackConfig, fingerprint
 from packstore.errors import InputError, sentence
-from packstore.exchange.importers import ImportOptions
+from packstore.exchange.import_options import ImportOptions
 from packstore.exchange.object_array import Row, numbers, read_rows, reals
 from packstore.invariants import check_packs
 from packstore.io.dataset import Dataset
@@ -43,7 +43,7 @@ _TOP = np.iinfo(np.int32).max
 def import_packs(
     source: Location, place: Location, options: ImportOptions, progress: Progress
 ) -> Dataset:
-    """Imports the file at `source` as a dataset at `place`; see :class:`.importers.Importer`.
+    """Imports the file at `source` as a dataset at `place`; see :class:`.import_options.Importer`.
 
     Raises:
         InputError: the file is not of the format; names the row.

@@ -20,8 +20,9 @@ from typing import Any, BinaryIO
 from packstore.config import NOT_TEXT, SPELLINGS, PackConfig
 from packstore.errors import InputError, quote, sentence, spelled
 from packstore.io.commit import FOLDER
-from packstore.io.formats import COMPRESSIONS, FORMATS, SUFFIXES, Piece, ReadOptions
+from packstore.io.formats import COMPRESSIONS, FORMATS, SUFFIXES
 from packstore.io.memory import is_table, record_pieces, table_records
+from packstore.io.pieces import Piece, ReadOptions
 from packstore.io.record_places import format_of
 from packstore.io.storage import Location
 from packstore.io.streams import HashedStream, decompressed, drain, staged

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from packstore.errors import InputError, quote, sentence
-from packstore.io.formats import Piece
+from packstore.io.pieces import Piece
 from packstore.io.tabular import BATCH_ROWS, as_input_error, plain
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from packstore.errors import InputError, IntegrityError, PackstoreError, quote, sentence
-from packstore.io.formats import Piece
+from packstore.io.pieces import Piece
 
 BATCH_ROWS = 1024
 """Rows that are decoded at once."""

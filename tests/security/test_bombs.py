@@ -27,13 +27,13 @@ MB = 1 << 20
 READ = """
 import sys
 from packstore.errors import PackstoreError
-from packstore.io import formats, parquet as shards, streams
+from packstore.io import parquet as shards, pieces, streams
 from packstore.io.formats import parquet
 from packstore.io.inputs import InputReader
 from packstore.io.dataset import open as open_dataset
 
 # Smaller than they are, so that the bombs can be.
-formats.MAX_RECORD_BYTES, streams.FREE_BYTES, parquet.BATCH_BYTES = 8 << 20, 4 << 20, 32 << 20
+pieces.MAX_RECORD_BYTES, streams.FREE_BYTES, parquet.BATCH_BYTES = 8 << 20, 4 << 20, 32 << 20
 shards.MAX_GROUP_BYTES = 32 << 20
 for path in sys.stdin.read().split():
     try:

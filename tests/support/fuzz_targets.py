@@ -25,10 +25,11 @@ import pyarrow.parquet as pq
 
 from packstore.exchange.nemo_packs import KEYS
 from packstore.exchange.object_array import numbers, read_rows, reals
-from packstore.io.formats import FORMATS, ReadOptions
+from packstore.io.formats import FORMATS
 from packstore.io.manifest import Manifest
 from packstore.io.pack_index import PackIndex
 from packstore.io.parquet import byte_range
+from packstore.io.pieces import ReadOptions
 from packstore.io.reader import ShardReader
 from packstore.io.shard import FileHashes
 from packstore.io.side_manifest import SideManifest

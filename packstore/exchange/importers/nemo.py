@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from packstore.exchange.importers import Importer, ImportOptions
+from packstore.exchange.import_options import Importer, ImportOptions
 from packstore.io.storage import Location
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
-from packstore.io.formats import Format, Piece, ReadOptions
+from packstore.io.pieces import Format, Piece, ReadOptions
 from packstore.io.tabular import as_input_error, parse, pieces
 
 _MAGIC = b"ARROW1"

@@ -18,9 +18,9 @@ from typing import BinaryIO
 import orjson
 
 from packstore.errors import InputError, quote, sentence
-from packstore.io import formats
-from packstore.io.formats import Format, Piece, ReadOptions
+from packstore.io import pieces
 from packstore.io.jsontext import not_utf8
+from packstore.io.pieces import Format, Piece, ReadOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class _Cells:
 def read(stream: BinaryIO, path: str, options: ReadOptions, *, delimiter: str) -> Iterator[Piece]:
     """Cuts between rows."""
     # The csv module's limit is global, and its default of 128 KiB a cell is too low for prompts.
-    csv.field_size_limit(max(csv.field_size_limit(), formats.MAX_RECORD_BYTES))
+    csv.field_size_limit(max(csv.field_size_limit(), pieces.MAX_RECORD_BYTES))
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     try:
         rows = csv.reader(_lines(text, path), delimiter=delimiter, strict=True)
@@ -116,9 +116,9 @@ def _checked(rows: Iterator[list[str]], path: str) -> Iterator[list[str]]:
 
 def _lines(text: io.TextIOWrapper, path: str) -> Iterator[str]:
     """Yields the lines of a file; raises at one that is too long."""
-    for number, line in enumerate(iter(partial(text.readline, formats.MAX_RECORD_BYTES), ""), 1):
-        if len(line) == formats.MAX_RECORD_BYTES:
-            must = f"a line must be shorter than {formats.MAX_RECORD_BYTES:,} characters"
+    for number, line in enumerate(iter(partial(text.readline, pieces.MAX_RECORD_BYTES), ""), 1):
+        if len(line) == pieces.MAX_RECORD_BYTES:
+            must = f"a line must be shorter than {pieces.MAX_RECORD_BYTES:,} characters"
             raise InputError(sentence(f"{path}, line {number}", must, "a longer one"))
         yield line
 

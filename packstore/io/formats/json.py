@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import BinaryIO, NoReturn
 
 from packstore.errors import InputError, quote, sentence
-from packstore.io import formats
-from packstore.io.formats import Format, Piece, ReadOptions
+from packstore.io import pieces
 from packstore.io.jsontext import describe, loads, not_utf8, too_deep
+from packstore.io.pieces import Format, Piece, ReadOptions
 
 _SPACE = " \t\n\r"
 
@@ -96,7 +96,7 @@ class _Scanner:
                 raise too_deep(self._where(self._at)) from None
             except ValueError as error:
                 # The value may be cut by the window: load more text before refusing it.
-                if self._ended or len(self._text) - self._at > formats.MAX_RECORD_BYTES:
+                if self._ended or len(self._text) - self._at > pieces.MAX_RECORD_BYTES:
                     raise self._broken(error) from None
             else:
                 # The window may end inside a number, with all but 1 of 1e+5 beyond it or cut.
@@ -136,7 +136,7 @@ class _Scanner:
         at, found = self._at, str(error)
         if isinstance(error, json.JSONDecodeError):
             at, found = error.pos, describe(error)
-        must = f"must be valid JSON, of at most {formats.MAX_RECORD_BYTES:,} bytes a record"
+        must = f"must be valid JSON, of at most {pieces.MAX_RECORD_BYTES:,} bytes a record"
         return InputError(sentence(self._where(at), must, found, "Correct the file"))
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from packstore.errors import InputError, sentence
-from packstore.io import formats
-from packstore.io.formats import Format, Piece, ReadOptions
+from packstore.io import pieces
 from packstore.io.jsontext import loads
+from packstore.io.pieces import Format, Piece, ReadOptions
 
 _BOM = b"\xef\xbb\xbf"
 _DO = "Correct the line; a file that is one JSON document must be named .json"
@@ -49,8 +49,8 @@ def _cut(stream: BinaryIO, path: str, block_bytes: int) -> Iterator[bytes]:
             begun = []
             yield payload
         begun.append(chunk[end:])
-        if sum(map(len, begun)) > formats.MAX_RECORD_BYTES:
-            must = f"a line must be at most {formats.MAX_RECORD_BYTES:,} bytes long"
+        if sum(map(len, begun)) > pieces.MAX_RECORD_BYTES:
+            must = f"a line must be at most {pieces.MAX_RECORD_BYTES:,} bytes long"
             raise InputError(sentence(f"{path}, line {lines + 1}", must, "a longer one", _DO))
         chunk = stream.read(block_bytes)
     if rest := b"".join(begun):

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import pyarrow.parquet as pq
 
-from packstore.io.formats import Format, Piece, ReadOptions
+from packstore.io.pieces import Format, Piece, ReadOptions
 from packstore.io.tabular import BATCH_ROWS, as_input_error, parse, pieces
 
 BATCH_BYTES = 1 << 30
