@@ -1,11 +1,10 @@
 """A job that writes the next version of a place.
 
-1. Look whether a dataset may be put there, and which number its manifest will have.
-2. Put a marker, and warn if there is that of another job (:mod:`packstore.io.writers`).
-3. Before the commit: every shard is there.
-4. After it, or an error: the marker goes. An error removes nothing else.
-
-Of several jobs at work the one that puts the manifest of that number first wins.
+1. Check that a dataset may be written there, and choose the number of its manifest.
+2. Write a marker, and warn if another job has one (:mod:`packstore.io.writers`).
+3. Before the commit, check that every shard exists.
+4. After the commit or an error, remove the marker. An error removes nothing else.
+Of several running jobs, the first to write the manifest of that number commits.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ log = logging.getLogger("packstore")
 
 
 class AppendedBefore(DatasetExistsError):
-    """What a job appends is the last part of the dataset that it extends."""
+    """The records to append already are the last part of the dataset."""
 
 
 class WriteJob:
     """The next version of a place.
 
     Attributes:
-        location: the place.
-        version: the number that the next manifest will have.
-        extends: the dataset whose packs come first in the next version; None: there are none.
-        committed: the version that :meth:`commit` made.
+        location: of the dataset.
+        version: number of the next manifest.
+        extends: the dataset whose packs come first in the next version; None: no other packs.
+        committed: the version written by :meth:`commit`.
     """
 
     extends: Dataset | None = None
@@ -54,10 +53,10 @@ class WriteJob:
     def check_fits(
         self, kind: str, carry: Mapping[str, str], provenance: Callable[[], Mapping[str, Any]]
     ) -> None:
-        """Refuses what cannot stand behind the dataset that this job extends.
+        """Refuses packs that cannot be appended to the dataset that this job extends.
 
         Raises:
-            CompatibilityError: says what differs.
+            CompatibilityError: names the differences.
         """
         if self.extends is not None:
             manifest = replace(self.extends.manifest, kind=kind, carry=carry)
@@ -66,13 +65,13 @@ class WriteJob:
             check_alike(Part(self.extends.url, self.extends.manifest), added)
 
     def earlier(self) -> Iterator[PackSizes]:
-        """Sizes of the packs of each shard that comes before those of this job."""
+        """Yields the sizes of the packs of each shard of the dataset that this job extends."""
         if self.extends is not None:
             for number in range(len(self.extends.manifest.shards)):
                 yield self.extends.shard_sizes(number)
 
     def whole(self, manifest: Manifest) -> Manifest:
-        """The manifest to commit: of what this job wrote, behind what it extends."""
+        """Returns the manifest to commit: the extended dataset, then this job's shards."""
         if self.extends is None:
             return manifest
         url = self.extends.url
@@ -80,11 +79,11 @@ class WriteJob:
         return replace(merged, pack_index=manifest.pack_index)
 
     def refuse_again(self, about: Mapping[str, Any]) -> None:
-        """Most likely a call that was repeated though it had ended well.
+        """Refuses to append records twice, most likely a repeat of a call that succeeded.
 
         Raises:
-            AppendedBefore: these very records are its last part, appended with the same settings.
-            DatasetExistsError: the dataset that it extends holds these very records.
+            AppendedBefore: the same records, with the same settings, are its last part.
+            DatasetExistsError: the dataset already contains the same records.
         """
         old, new = (
             {s.get("sha256") for s in told.get("sources", ())} - {None}
@@ -104,7 +103,7 @@ class WriteJob:
         raise DatasetExistsError(sentence(self.location.display, must, found, do))
 
     def confirm(self, shards: Iterable[ShardInfo]) -> None:
-        """What must hold in the moment of the commit.
+        """Checks that all shards still exist, right before the commit.
 
         Raises:
             StorageError: a shard was removed.
@@ -117,16 +116,16 @@ class WriteJob:
                 raise StorageError(sentence(self.location.display, must, found, "Run it again"))
 
     def commit(self, manifest: Manifest) -> None:
-        """Puts the manifest under the number of this job, and looks whether its files are there.
+        """Writes the manifest under the number of this job, then checks that its files exist.
 
         Raises:
-            DatasetExistsError: another writer was faster.
-            MissingFilesError: the version is on record, and broken.
+            DatasetExistsError: another writer committed first.
+            MissingFilesError: the version is committed, but lacks files.
             StorageError: the store refuses.
         """
         commit_manifest(self.location, manifest, version=self.version)
         require_committed(self.location, manifest, self.version)
-        # As a reader gets it. The newest version may be that of another job by now.
+        # Read back like a reader does. By now the newest version may be another job's.
         as_stored = Manifest.from_json(manifest.to_json(), self.location.display)
         self.committed = Dataset(self.location, as_stored, self.version)
 
@@ -140,18 +139,18 @@ def writing(
     single_writer: bool = False,
     name: str = DATASET,
 ) -> Iterator[WriteJob]:
-    """A context in which a job writes to `location`, maybe beside others.
+    """Opens a job that writes to `location`, possibly concurrent with others.
 
     Args:
         location: the dataset.
-        overwrite: a dataset that is there is going to be replaced.
-        call: what the job does, for people.
-        single_writer: no other job writes there meanwhile.
-        name: first part of the name of its manifest.
+        overwrite: replace an existing dataset.
+        call: name of the job, for messages.
+        single_writer: asserts that no other job writes there.
+        name: prefix of the name of its manifest.
 
     Raises:
         ConfigError: two writers could both commit there, and `single_writer` is False.
-        DatasetExistsError: a dataset is there, and `overwrite` is False.
+        DatasetExistsError: a dataset exists, and `overwrite` is False.
         StorageError: the store refuses.
     """
     require_exclusive(location, single_writer)

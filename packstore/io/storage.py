@@ -1,9 +1,9 @@
-"""Places that hold bytes: a local folder, or any URL that fsspec knows.
+"""Reads and writes files in a local folder or at any fsspec URL.
 
-A :class:`Location` is a URL with its options. It pickles as just that; the filesystem behind it is
-opened by the process that first uses it and is never carried over a fork, where the asynchronous
-clients of object stores would hang. Every failure is a :class:`StorageError` of one line that names
-the place, without the secrets in its URL or options.
+A :class:`Location` is a URL with its options, and pickles as these. Each process opens its own
+filesystem, as the asynchronous clients of object stores hang after a fork. All errors are a
+:class:`StorageError` of one line that names the location, without the secrets in its URL or
+options.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Location:
 
     Args:
         url: a local path or an fsspec URL (``s3://bucket/prefix``).
-        storage_options: what fsspec's filesystem takes: keys, endpoints, profiles; and how
-            patiently to ask (``retry_attempts``, …: :class:`RetryConfig`).
+        storage_options: options of the fsspec filesystem (keys, endpoints, profiles), and of
+            retries (``retry_attempts``, …: :class:`RetryConfig`).
     """
 
     url: str
@@ -70,18 +70,18 @@ class Location:
 
     @property
     def local_path(self) -> str | None:
-        """The absolute path if this is on the local disk, else None."""
+        """The absolute path on the local disk; None for other stores."""
         fs, root = self._open()
         return root if local.is_local(fs) else None
 
     @property
     def creates_exclusively(self) -> bool:
-        """Whether of many that create a file at once exactly one is known to win."""
+        """True if exactly one of many concurrent :meth:`create_bytes` is known to succeed."""
         fs, _ = self._open()
         return local.is_local(fs) or clients.creates_exclusively(fs)
 
     def join(self, path: str) -> Location:
-        """The location at `path` below this one."""
+        """Returns the location at `path` below this one."""
         if not path:
             return self
         base, query = self.url, ""
@@ -91,21 +91,21 @@ class Location:
         return Location(f"{base.rstrip('/')}/{path}{query}", self.storage_options)
 
     def exists(self, path: str = "") -> bool:
-        """Whether a file or folder is there (a refusal to answer is an error, not False)."""
+        """Returns True if a file or folder exists; raises if the store refuses to answer."""
         return self._info(path) is not None
 
     def is_dir(self, path: str = "") -> bool:
-        """Whether a folder is there."""
+        """Returns True if a folder exists."""
         info = self._info(path)
         return info is not None and info["type"] == "directory"
 
     def size(self, path: str = "") -> int:
-        """Bytes of the file."""
+        """Returns the bytes of the file."""
         fs, full = self._at(path)
         return int(self.ask("read", path, lambda: fs.info(full))["size"] or 0)
 
     def files(self, path: str = "") -> list[Entry]:
-        """The files directly in a folder, by name; none if there is no such folder."""
+        """Lists the files directly in a folder, by name; empty if the folder is missing."""
         fs, full = self._at(path)
 
         def listed() -> list[dict[str, Any]]:
@@ -117,12 +117,12 @@ class Location:
                 return []
 
         found = self.ask("list", path, listed)
-        # Some stores list the folder itself, which they keep as an empty object.
+        # Some stores also list the folder itself, an empty object.
         inside = [e for e in found if e["type"] == "file" and not _same(e["name"], full)]
         return sorted(Entry(e["name"].rsplit("/", 1)[-1], int(e["size"] or 0)) for e in inside)
 
     def glob(self) -> list[Location]:
-        """The files that match the URL as a pattern (``*``, ``**``, ``?``, ``[...]``), by name."""
+        """Lists the files that match the URL as a pattern (``*``, ``**``, ``?``, ``[...]``)."""
         fs, full = self._open()
         found = self.ask("list", "", lambda: clients.glob(fs, full, self.url))
         paths = sorted(path for path, info in found.items() if info["type"] == "file")
@@ -130,7 +130,7 @@ class Location:
         return [Location(url, self.storage_options) for url in urls]
 
     def open_read(self, path: str = "", **how: Any) -> io.BufferedReader:
-        """The file as a binary, seekable stream whose every error is a :class:`StorageError`.
+        """Opens the file as a binary stream whose errors are all :class:`StorageError`.
 
         Args:
             path: relative to this location.
@@ -148,7 +148,7 @@ class Location:
         return io.BufferedReader(file, 1 << 20)
 
     def read_bytes(self, path: str = "", start: int | None = None, end: int | None = None) -> bytes:
-        """Bytes `start` to `end`, exclusive, of the file; fewer if it is shorter."""
+        """Reads bytes `start` to `end` (exclusive) of the file; fewer if it is shorter."""
         fs, full = self._at(path)
 
         def read() -> bytes:
@@ -161,10 +161,10 @@ class Location:
         return self.ask("read", path, read)
 
     def put_file(self, local_path: str, path: str) -> None:
-        """Makes a finished local file appear at `path`, whole or not at all.
+        """Moves or uploads a finished local file to `path`, atomically; replaces a file there.
 
-        On a local disk the file is moved (it must lie on the same filesystem), elsewhere it is
-        uploaded, a few parts at a time. What was at `path` is replaced.
+        On a local disk it is renamed, so it must be on the same filesystem; elsewhere it is
+        uploaded, a few parts at a time.
         """
         fs, full = self._at(path)
         if local.is_local(fs):
@@ -178,13 +178,13 @@ class Location:
             self.ask("write", path, lambda: clients.put_file(fs, local_path, full))
 
     def create_bytes(self, path: str, data: bytes) -> None:
-        """Writes a small file only if nothing is there: of many writers at once exactly one wins.
+        """Writes a small file only if it does not exist; of many writers exactly one succeeds.
 
-        When the answer to a put is lost, the next one may find the file that the first has made:
-        it is read, and if it holds `data`, this writer has won.
+        If the response to a put is lost, its retry may find the file: if the file contains `data`,
+        the first put succeeded.
 
         Raises:
-            DatasetExistsError: something is there already, and stays as it is.
+            DatasetExistsError: the file exists; it is not changed.
         """
         fs, full = self._at(path)
         on_disk, maybe_ours = local.is_local(fs), clients.asks_again(fs)
@@ -200,7 +200,7 @@ class Location:
                 if not means_exists(error):
                     maybe_ours |= is_passing(error)
                     raise
-                fs.invalidate_cache()  # a listing from before the put does not have the file
+                fs.invalidate_cache()  # a listing from before the put lacks the file
                 if maybe_ours and fs.cat_file(full) == data:
                     return
                 said = sentence(self.join(path).display, "must not exist yet", "it does")
@@ -209,7 +209,7 @@ class Location:
         self.ask("write", path, create)
 
     def remove(self, path: str) -> None:
-        """Removes the file, if it is there."""
+        """Removes the file, if it exists."""
         fs, full = self._at(path)
 
         def remove() -> None:
@@ -219,23 +219,23 @@ class Location:
         self.ask("remove", path, remove)
 
     def unfinished_uploads(self) -> list[s3_upload.Upload]:
-        """The uploads below this place that killed writers left: only S3 keeps and bills them."""
+        """Lists unfinished uploads of killed writers, which only S3 keeps and bills."""
         fs, full = self._open()
         if not clients.is_s3fs(fs):
             return []
         return s3_upload.unfinished(fs, full, partial(self.ask, "list", ""))
 
     def give_up(self, path: str, upload_id: str) -> None:
-        """Removes the parts of an upload to `path` that `unfinished_uploads` has found."""
+        """Aborts an upload to `path` from `unfinished_uploads` and removes its parts."""
         fs, full = self._at(path)
         s3_upload.give_up(fs, full, upload_id, partial(self.ask, "remove", path))
 
     def ask(self, verb: str, path: str, call: Callable[[], T]) -> T:
-        """What `call` returns, its errors named; see :func:`packstore.io.retry.retrying`.
+        """Returns the result of `call`; retries and raises storage errors (:mod:`.retry`).
 
         Args:
-            verb: what it does: ``read``, ``write``, ``list`` or ``remove``.
-            path: to what, relative to this location.
+            verb: the operation: ``read``, ``write``, ``list`` or ``remove``.
+            path: its target, relative to this location.
             call: makes one request to the filesystem.
         """
 
@@ -246,11 +246,11 @@ class Location:
         return retrying(named, self._split_options[0])
 
     def guard(self, verb: str, path: str = "") -> contextlib.AbstractContextManager[None]:
-        """A context in which whatever a filesystem raises becomes a :class:`StorageError`."""
+        """Turns all errors of a filesystem in this context into a :class:`StorageError`."""
         return guarded(verb, self.join(path).url, self.storage_options)
 
     def _open(self) -> tuple[Any, str]:
-        """The filesystem of this process, and the path in it."""
+        """Returns the filesystem of this process, and the path in it."""
         cached = self.__dict__.get("_filesystem")
         if cached is None or cached[0] != os.getpid():
             options = self._split_options[1]
@@ -285,10 +285,10 @@ class Location:
 
 
 def check_relative(path: str, where: str) -> str:
-    """`path` if it names a file inside a dataset.
+    """Returns `path` if it is a valid path inside a dataset.
 
     Raises:
-        FormatError: it is absolute, a URL, climbs out with ``..``, or holds odd characters.
+        FormatError: it is absolute, a URL, or contains ``..`` or forbidden characters.
     """
     if not all(_PART.fullmatch(part) for part in path.split("/")):
         must = "a path must be relative and stay inside the dataset"

@@ -1,4 +1,4 @@
-"""Files beside the shards that a manifest names by size and hash, and that are read whole."""
+"""Small files that a manifest names by size and hash, and that are read at once."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _REMEDY = "The file was damaged or replaced: copy it again"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """What a manifest says of a file.
+    """The manifest's entry of a file.
 
     Attributes:
         path: relative to the folder of the manifest's dataset.
         bytes: its size.
-        sha256: of its bytes, hexadecimal.
+        sha256: of its contents, hexadecimal.
     """
 
     path: str
@@ -32,21 +32,21 @@ class StoredFile:
 
     @classmethod
     def of(cls, path: str, local_path: str) -> StoredFile:
-        """That of the finished local file at `local_path`, to be stored at `path`."""
+        """Hashes the finished local file at `local_path`, to be stored at `path`."""
         with open(local_path, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             return cls(path=path, bytes=file.tell(), sha256=sha256)
 
 
 def read_stored(location: Location, file: StoredFile) -> bytes:
-    """The bytes of a file below `location`, which must be those that were written.
+    """Reads and verifies a file below `location`.
 
     Raises:
         StorageError: it is missing, or the store refuses.
         IntegrityError: it has another size or hash.
     """
     where = location.join(file.path).display
-    size = location.size(file.path)  # first, as a manifest may ask for any amount of memory
+    size = location.size(file.path)  # checked first: a damaged manifest may name any size
     if size != file.bytes:
         raise IntegrityError(sentence(where, f"must have {file.bytes} bytes", str(size), _REMEDY))
     data = location.read_bytes(file.path)
@@ -67,12 +67,12 @@ DECODER_ERRORS = (
     MemoryError,
     EOFError,
 )
-"""What decoders raise at bytes that nobody wrote; a name for it says where they were."""
+"""Exceptions that decoders raise for damaged bytes."""
 
 
 @contextlib.contextmanager
 def decoding(where: str) -> Iterator[None]:
-    """A context in which whatever a decoder raises becomes an :class:`IntegrityError`."""
+    """Turns errors of decoders in this context into an :class:`IntegrityError` at `where`."""
     try:
         yield
     except PackstoreError:

@@ -1,4 +1,4 @@
-"""Byte streams of input files: hashed on the way, decompressed, and seekable where need be."""
+"""Byte streams of input files: hashed, decompressed, and seekable if needed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from packstore.errors import InputError, PackstoreError, sentence
 from packstore.io.faults import guarded
 
 CHUNK = 1 << 20
-"""Bytes that are read or copied at once."""
+"""Bytes read or copied at once."""
 
 MAX_RATIO, FREE_BYTES = 400, 1 << 28
-"""What a compressed input may become: so many times its bytes, and this much in any case. Text
-becomes 3 to 20 times as many."""
+"""Limit of decompressed bytes: `MAX_RATIO` times the compressed ones, plus `FREE_BYTES`. Text has
+a ratio of 3 to 20."""
 
 
 class HashedStream(io.RawIOBase):
-    """Passes on the bytes of `raw`, counting and hashing them."""
+    """Counts and hashes the bytes read from `raw`."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
@@ -32,7 +32,7 @@ class HashedStream(io.RawIOBase):
 
     @property
     def sha256(self) -> str:
-        """Hash of the bytes so far, hex."""
+        """Hash of the bytes read so far, hexadecimal."""
         return self._hash.hexdigest()
 
     def readable(self) -> bool:
@@ -48,7 +48,7 @@ class HashedStream(io.RawIOBase):
 
 
 class _Decompressed(io.RawIOBase):
-    """The plain bytes of a compressed stream, members one after another included."""
+    """The plain bytes of a compressed stream, of all its concatenated members."""
 
     def __init__(self, raw: HashedStream, compression: str, path: str) -> None:
         self._raw, self._compression, self._path, self._given = raw, compression, path, 0
@@ -82,26 +82,26 @@ class _Decompressed(io.RawIOBase):
 
 
 def decompressed(raw: HashedStream, compression: str | None, path: str) -> io.BufferedReader:
-    """A buffered stream of the plain bytes.
+    """Opens a buffered stream of the plain bytes.
 
-    Its reads raise :class:`InputError` where the bytes are not of this compression, or end early.
+    Reads raise :class:`InputError` if the bytes have another compression or end early.
     """
     plain = raw if compression is None else _Decompressed(raw, compression, path)
     return io.BufferedReader(plain, CHUNK)
 
 
 def drain(stream: BinaryIO) -> None:
-    """Reads to the end."""
+    """Reads a stream to its end."""
     while stream.read(CHUNK):
         pass
 
 
 @contextlib.contextmanager
 def staged(stream: BinaryIO, folder: str | None) -> Iterator[BinaryIO]:
-    """A local, seekable copy of `stream`, in a temporary file of `folder` or the system's own.
+    """Copies `stream` to a temporary file in `folder` (None: the system's), which is seekable.
 
     Raises:
-        StorageError: no room for it.
+        StorageError: no space for it.
     """
     with contextlib.ExitStack() as stack:
         with guarded("write", folder or tempfile.gettempdir(), {}):

@@ -28,10 +28,10 @@ from packstore.io.upkeep import Found, Upload, abort_upload, list_folder, togeth
 from packstore.io.writers import WRITERS
 
 BATCH = 1000
-"""Files that are removed between two looks at what may go."""
+"""Files removed between two checks of versions and ages."""
 
 _LOOK_SECONDS = 60.0
-"""So long a look holds: a cleaner may be suspended, and jobs commit meanwhile."""
+"""Seconds that a check stays valid: jobs may commit while a cleaner is suspended."""
 
 _UPLOAD = "unfinished upload"
 _MANIFEST = re.compile(rf"{FOLDER}/(?:{DATASET}|{SIDE})-[0-9]{{6,}}\.json")
@@ -40,13 +40,13 @@ _RUN = re.compile(r"(?:data|_packstore/(?:partitions|runs))/\.?([0-9a-f]{12})-.*
 
 @dataclass(frozen=True)
 class Leftover:
-    """Something that no version refers to.
+    """A file, folder or upload that no version refers to.
 
     Attributes:
         path: relative to the dataset; absolute for temporary folders elsewhere on this machine.
-        bytes: what it takes; of an unfinished upload not known, 0.
-        why: what it is.
-        spared: why it stays, empty if it goes.
+        bytes: its size; 0 for unfinished uploads, where it is unknown.
+        why: description of the leftover.
+        spared: reason to keep it; empty if it can be removed.
     """
 
     path: str
@@ -56,16 +56,16 @@ class Leftover:
 
 
 class Survey:
-    """Everything at a place that is not part of a version that stays.
+    """Lists and removes files that belong to no version to keep.
 
     Args:
         location: the dataset.
-        keep: how many of the newest versions stay; None: all.
-        older_than: seconds; what is younger, or of unknown age, is spared. 0: nothing is.
-        spill_dir: where jobs put temporary files, beside the system's folder.
+        keep: number of newest versions to keep; None: all.
+        older_than: seconds; spares younger files and files of unknown age. 0: spares none.
+        spill_dir: folder of the jobs' temporary files, besides the system's.
 
     Attributes:
-        uploads: unfinished ones, as listed last; None where the store does not list them.
+        uploads: unfinished uploads, as last listed; None if the store cannot list them.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Survey:
         self.uploads: list[Upload] | None = None
 
     def leftovers(self) -> list[Leftover]:
-        """All of it; manifests first, notes last: in this order it may be removed."""
+        """Lists all leftovers in order of removal: manifests first, notes last."""
         folder = list_folder(self._location, FOLDER)
         dropped = dict[str, str]()
         found = [*self._old_versions(DATASET, folder, dropped)]
@@ -108,9 +108,9 @@ class Survey:
         return list({item.path: item for item in found}.values())
 
     def remove(self, found: Sequence[Leftover]) -> None:
-        """Removes what was found and may still go: manifests first, notes last.
+        """Removes leftovers that can still be removed: manifests first, notes last.
 
-        Versions and ages are looked at again right before each batch, as jobs may be at work.
+        Checks versions and ages again before each batch, as jobs may be running.
         """
         for _, items in itertools.groupby(sorted(found, key=_turn), _turn):
             waiting = list(items)
@@ -126,7 +126,7 @@ class Survey:
                     os.rmdir(os.path.join(root, folder))
 
     def _remove_soon(self, items: Sequence[Leftover], until: float) -> list[Leftover]:
-        """Removes what it can before a time of the clock; returns what it could not."""
+        """Removes items until the time `until`; returns those left."""
         late: list[Leftover] = []
 
         def remove(item: Leftover) -> None:
@@ -141,9 +141,9 @@ class Survey:
     def _old_versions(
         self, name: str, folder: Sequence[Found], dropped: dict[str, str]
     ) -> Iterator[Leftover]:
-        """Versions that go; the files of those that stay are noted, and files of theirs alone.
+        """Yields versions to remove; records the files of versions to keep, and of removed ones.
 
-        A version is as old as its successor: until then it was the current one.
+        The age of a version is that of its successor: until then it was the current one.
         """
         ages = {file.path: file.age for file in folder}
         sizes = versions(self._location, name)
@@ -162,7 +162,7 @@ class Survey:
             self._staying |= self._paths(name, number)
 
     def _paths(self, name: str, number: int) -> set[str]:
-        """The files of a version, which never change; none if another cleaner has removed it."""
+        """Returns the files of a version, which never change; empty if it was removed meanwhile."""
         if (name, number) not in self._known:
             try:
                 self._known[name, number] = paths_of(self._location, [number], name)
@@ -183,7 +183,7 @@ class Survey:
             self._location.remove(item.path)
 
     def _judged(self, file: Found, why: str, run: str | None = None) -> Leftover:
-        """A file, which goes if it is old, and all files of its run are."""
+        """Returns the leftover for a file; spared unless all files of its run are old."""
         age = file.age
         if run in self._young and age is not None:
             of_run = self._young[run]
@@ -198,12 +198,12 @@ class Survey:
         return "it is too young" if age < self._older_than else ""
 
     def _administration(self, folder: Sequence[Found]) -> Iterator[Found]:
-        """Files beside the manifests that may have to go."""
+        """Yields removable files in the folder of the manifests."""
         yield from (file for file in folder if not _MANIFEST.fullmatch(file.path))
         yield from list_folder(self._location, WRITERS)
 
     def _folders_here(self) -> Iterator[Leftover]:
-        """Temporary folders of dead jobs of this user on this machine."""
+        """Yields temporary folders of this user's dead jobs on this machine."""
         root = self._location.local_path
         prefixes = (temporary.SPILL, temporary.STAGING)
         places = [(folder, prefix) for folder in self._temporary for prefix in prefixes]
@@ -216,7 +216,7 @@ class Survey:
 
 
 def _youngest(files: Sequence[Found]) -> dict[str, float | None]:
-    """The age of the youngest file of each run; None if one is not known."""
+    """Returns the age of the youngest file of each run; None if the age of one is unknown."""
     found: dict[str, float | None] = {}
     for file in files:
         if run := _run_of(file.path):
@@ -243,7 +243,7 @@ def _why(path: str, run: str | None) -> str:
 
 
 def _turn(item: Leftover) -> int:
-    """Order of removal: what is left by a killed `clean` must still be explained."""
+    """Returns the rank in the order of removal, in which the rest stays valid if killed."""
     if _MANIFEST.fullmatch(item.path):
         return 0
     return 2 if item.path.startswith(tuple(f"{name}/" for name in NOTES)) else 1

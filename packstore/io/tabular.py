@@ -1,4 +1,4 @@
-"""Arrow record batches: cut to size, sent as Arrow IPC bytes, turned into records."""
+"""Cuts Arrow record batches into pieces of Arrow IPC bytes, and parses these into records."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from packstore.errors import InputError, IntegrityError, PackstoreError, quote, 
 from packstore.io.pieces import Piece
 
 BATCH_ROWS = 1024
-"""Rows that are decoded at once."""
+"""Rows decoded at once."""
 
 
 def pieces(batches: Iterable[pa.RecordBatch], path: str, block_bytes: int) -> Iterator[Piece]:
-    """The rows of all batches as pieces.
+    """Yields the rows of all batches as pieces.
 
     Raises:
         InputError: a batch is corrupt, or two columns have one name.
@@ -32,17 +32,17 @@ def pieces(batches: Iterable[pa.RecordBatch], path: str, block_bytes: int) -> It
 
 
 def parse(payload: bytes, path: str, first: int) -> tuple[range, list[object]]:
-    """The records of a piece."""
+    """Parses a piece into records."""
     with as_input_error(f"{path}, after row {first}", "values must be convertible"):
         values: list[object] = pa.ipc.open_stream(payload).read_all().to_pylist()
     return range(first, first + len(values)), values
 
 
 def plain(batch: pa.RecordBatch, path: str) -> pa.RecordBatch:
-    """The batch, checked, with types that slice cheaply and mean the same in every format.
+    """Validates a batch and casts it to types that slice cheaply and are equal in all formats.
 
-    Dictionaries and views, of which a slice drags the whole along, become plain columns; dates and
-    times become text.
+    Dictionaries and views, whose slices keep all values, become plain columns; dates and times
+    become text.
     """
     with as_input_error(path, "columns must be whole and of a known type"):
         batch.validate(full=True)
@@ -58,7 +58,7 @@ def plain(batch: pa.RecordBatch, path: str) -> pa.RecordBatch:
 
 @contextlib.contextmanager
 def as_input_error(where: str, must: str) -> Iterator[None]:
-    """What Arrow raises on bad data, as an :class:`InputError`."""
+    """Turns Arrow's errors about bad data in this context into an :class:`InputError`."""
     try:
         yield
     except PackstoreError as error:
@@ -70,7 +70,7 @@ def as_input_error(where: str, must: str) -> Iterator[None]:
 
 
 def _cut(batch: pa.RecordBatch, block_bytes: int) -> Iterator[pa.RecordBatch]:
-    """Slices of at most `block_bytes`, or of one row."""
+    """Yields slices of at most `block_bytes`, or of one row."""
     if batch.num_rows > 1 and batch.nbytes > block_bytes:
         half = batch.num_rows // 2
         yield from _cut(batch.slice(0, half), block_bytes)
@@ -84,13 +84,13 @@ def _plain_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def _plain_type(type_: Any) -> Any:
-    """The type, or one that is a cast closer to it."""
+    """Returns the plain type of a type, or the next type of a chain of casts to it."""
     kinds = pa.types
     if kinds.is_dictionary(type_):
         plain_values = _plain_type(type_.value_type)
         if plain_values == type_.value_type:
             return plain_values
-        return pa.dictionary(type_.index_type, plain_values)  # Arrow decodes no dictionary of views
+        return pa.dictionary(type_.index_type, plain_values)  # Arrow can't decode view dictionaries
     if kinds.is_string_view(type_):
         return pa.large_string()
     if kinds.is_binary_view(type_):

@@ -1,7 +1,7 @@
-"""Temporary folders on the local disk, named after their process, so that a dead one's can go.
+"""Temporary folders on the local disk, named after their process so that leftovers can be removed.
 
-A job removes its own. What a killed one left goes when the next job begins, if its process is seen
-to have ended, or by age where that cannot be told (another machine, a boot before, no ``/proc``).
+A job removes its own folders. The next job removes those of killed jobs: at once if their process
+has ended, or by age if that is unknown (another machine, an earlier boot, no ``/proc``).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import NamedTuple
 from packstore.io.process import Process, this_process
 
 SPILL, STAGING, IN_DATASET = "packstore-spill-", "packstore-staging-", ".staging-"
-"""Begin the names: of tokenized examples, and of unfinished files outside and inside a dataset."""
+"""Prefixes of names: tokenized examples; unfinished files outside and inside a dataset."""
 
 OLD_SECONDS = 7 * 86_400.0
-"""So old, by the newest file in it, a folder of an unknown process goes when a job begins."""
+"""Age, by its newest file, from which on a new job removes the folder of an unknown process."""
 
 YOUNG_SECONDS = 3600.0
-"""A younger folder of an unknown process may be in use."""
+"""Age below which the folder of an unknown process may be in use."""
 
 _OWNER = re.compile(r"([0-9a-f]{32})-([0-9]{1,10})-([0-9]+)-.*")
 
@@ -32,7 +32,7 @@ class Left(NamedTuple):
     """A folder that no job seems to use: its path, its bytes, and seconds since it changed.
 
     Attributes:
-        certain: its process was seen to have ended.
+        certain: True if its process has certainly ended.
     """
 
     path: str
@@ -42,11 +42,11 @@ class Left(NamedTuple):
 
 
 def make(prefix: str, parent: str | None = None) -> str:
-    """Makes a folder that only this user can read, and removes those that killed jobs left.
+    """Creates a private folder, and removes folders of killed jobs.
 
     Args:
-        prefix: begins its name, and those of the folders that are looked at.
-        parent: where it lies; None: the system's folder for temporary files.
+        prefix: of its name, and of the folders to check.
+        parent: parent folder; None: the system's folder for temporary files.
     """
     parent = parent or tempfile.gettempdir()
     sweep(parent, prefix)
@@ -62,7 +62,7 @@ def sweep(parent: str, prefix: str) -> None:
 
 
 def left(parent: str, prefix: str) -> list[Left]:
-    """The folders of this user that no running job is known, or likely, to use; by path."""
+    """Lists the folders of this user that no running job uses, as far as known; by path."""
     found = []
     with contextlib.suppress(OSError):
         for entry in sorted(os.scandir(parent), key=lambda e: e.name):
@@ -79,7 +79,7 @@ def left(parent: str, prefix: str) -> list[Left]:
 
 
 def remove(path: str) -> None:
-    """Removes a folder with what is in it, as far as that can be done."""
+    """Removes a folder and its contents; ignores errors."""
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -97,7 +97,7 @@ def _is_own_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _measured(folder: str) -> tuple[int, float]:
-    """Bytes in a folder, and seconds since anything in it changed."""
+    """Returns the bytes in a folder, and seconds since its last change."""
     size, newest = 0, 0.0
     for root, _, names in os.walk(folder):
         for name in ["", *names]:

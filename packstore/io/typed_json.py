@@ -1,4 +1,4 @@
-"""JSON as typed values: msgspec checks the types, and errors name the path of the field."""
+"""Decodes JSON to typed values; msgspec checks types, and errors name the path of the field."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Whole = Annotated[int, msgspec.Meta(ge=-TOP - 1, le=TOP)]
 Real = Annotated[float, msgspec.Meta(ge=0)]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Checksums = np.ndarray[Any, np.dtype[np.uint32]]
-"""In JSON a text: 8 hexadecimal digits for each. (An alias of numpy would not stay comparable.)"""
+"""uint32 `[G]`; in JSON a text of 8 hexadecimal digits each. (A numpy alias would not compare.)"""
 
 T = TypeVar("T")
 _HEX = re.compile(r"([0-9a-f]{8})*")
@@ -36,19 +36,19 @@ _WORDS = {
 
 
 def decode(data: bytes, kind: type[T], where: str) -> T:
-    """Returns the value of type `kind` in JSON text; fields that it does not name are ignored.
+    """Decodes JSON text to type `kind`; ignores fields that the type lacks.
 
     Args:
         data: the text.
-        kind: a dataclass or a struct, whose fields may have constraints of msgspec.
+        kind: a dataclass or struct; msgspec checks the constraints of its fields.
         where: its place, for error texts.
 
     Raises:
-        FormatError: the text is no JSON, or a field is missing or of another type.
+        FormatError: the text is not JSON, or a field is missing or of another type.
     """
     try:
         if not data.isascii():
-            data.decode()  # msgspec skips unknown fields without looking at their letters
+            data.decode()  # msgspec does not check UTF-8 in unknown fields
         try:
             return cast(T, _decoder(cast(Hashable, kind)).decode(data))
         except msgspec.ValidationError as error:
@@ -58,7 +58,7 @@ def decode(data: bytes, kind: type[T], where: str) -> T:
 
 
 def convert(value: object, kind: type[T], where: str) -> T:
-    """Returns plain values as type `kind`; raises as :func:`decode`."""
+    """Converts plain values to type `kind`; raises like :func:`decode`."""
     try:
         return msgspec.convert(value, kind, dec_hook=_array)
     except msgspec.ValidationError as error:
@@ -66,7 +66,7 @@ def convert(value: object, kind: type[T], where: str) -> T:
 
 
 def require(ok: bool, where: str, must: str, found: Mapping[str, object]) -> None:
-    """Raises :class:`FormatError` unless `ok`, with the figures that contradict each other."""
+    """Raises :class:`FormatError` unless `ok`; the text has the values in `found`."""
     if not ok:
         figures = ", ".join(f"{name} {value}" for name, value in found.items())
         raise FormatError(sentence(where, must, figures))
@@ -78,7 +78,7 @@ def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
 
 
 def _array(kind: object, value: Any) -> Int64 | Checksums:
-    """A numpy array from its JSON value; msgspec adds the path to a ValueError."""
+    """Converts a JSON value to a numpy array; msgspec adds the path to a ValueError."""
     if kind == Checksums:
         if not isinstance(value, str) or not _HEX.fullmatch(value):
             raise ValueError("Expected 8 hexadecimal digits for each")
@@ -88,17 +88,17 @@ def _array(kind: object, value: Any) -> Int64 | Checksums:
     except ValueError:  # lists of several lengths
         column = np.empty(0, object)
     numbers = isinstance(value, list) and column.dtype == np.int64 and column.ndim == 1
-    if not numbers or min(value, default=0) < 0:  # faster than numpy where there are few
+    if not numbers or min(value, default=0) < 0:  # faster than numpy for short lists
         raise ValueError("Expected a list of whole numbers of at least 0")
     return column
 
 
 def _refusal(error: msgspec.ValidationError, value: Any, where: str) -> FormatError:
-    """The error in our words, with what was found at its path."""
+    """Returns the :class:`FormatError` for msgspec's error, with the value found at its path."""
     text, _, path = str(error).removesuffix("`").partition(" - at `$")
-    path = path.partition("[...]")[0].lstrip(".")  # keys of a mapping are not named
+    path = path.partition("[...]")[0].lstrip(".")  # msgspec does not name keys of mappings
     place = f"{where}, field {path}" if path else where
-    with contextlib.suppress(LookupError, TypeError, ValueError):  # another field of that name
+    with contextlib.suppress(LookupError, TypeError, ValueError):  # another field of this name
         for step in re.findall(r"\w+", path):
             value = value[int(step) if isinstance(value, list | tuple) else step]
     if missing := re.fullmatch("Object missing required field `(.*)`", text):

@@ -1,4 +1,4 @@
-"""What keeping a dataset in order needs of a store, beside reading and writing whole files."""
+"""Operations on stores for cleaning, committing and copying datasets."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from packstore.io import clients, local
 from packstore.io.storage import Location
 
 AT_ONCE = 16
-"""Requests for small things (removals) that are made side by side."""
+"""Concurrent small requests (removals)."""
 
 
 class Found(NamedTuple):
-    """A file of a listing: its path in the dataset, its bytes, and its age in seconds if told."""
+    """A file of a listing: path in the dataset, bytes, and age in seconds if known."""
 
     path: str
     bytes: int
@@ -29,7 +29,7 @@ class Found(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """An unfinished multipart upload: the path it was for, its age in seconds, and its id."""
+    """An unfinished multipart upload: its target path, age in seconds, and id."""
 
     path: str
     age: float | None
@@ -37,9 +37,9 @@ class Upload(NamedTuple):
 
 
 def list_folder(location: Location, folder: str) -> list[Found]:
-    """The files directly in a folder of a dataset, also hidden ones, by name.
+    """Lists the files directly in a folder of a dataset, hidden ones included, by name.
 
-    A link to a folder is not followed: what lies there may be anybody's.
+    Does not follow a link to a folder, which may belong to another program.
     """
     fs, full = location._at(folder)
     if location.local_path is not None and os.path.islink(full):
@@ -52,7 +52,7 @@ def list_folder(location: Location, folder: str) -> list[Found]:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    # Some servers list an emptied folder as a file in itself.
+    # Some servers list an empty folder as a file in itself.
     entries = (
         e for e in location.ask("list", folder, listed) if e["name"].strip("/") != full.strip("/")
     )
@@ -66,7 +66,7 @@ def list_folder(location: Location, folder: str) -> list[Found]:
 
 
 def together(calls: Iterable[Callable[[], object]], at_once: int = AT_ONCE) -> None:
-    """Makes all calls, so many at a time; raises the first error when none is under way."""
+    """Runs all calls, `at_once` at a time; raises the first error once none is running."""
     with ThreadPoolExecutor(at_once, "packstore-upkeep") as pool:
         futures = [pool.submit(call) for call in calls]
         try:
@@ -78,12 +78,12 @@ def together(calls: Iterable[Callable[[], object]], at_once: int = AT_ONCE) -> N
 
 
 def remove_all(location: Location, paths: Iterable[str]) -> None:
-    """Removes files, if they are there, in no order; raises as :meth:`Location.remove`."""
+    """Removes files, if they exist, in any order; raises like :meth:`Location.remove`."""
     together(partial(location.remove, path) for path in sorted(paths))
 
 
 def replace_bytes(location: Location, path: str, data: bytes) -> None:
-    """Puts a small file, over what is there; readers see the old bytes or the new ones."""
+    """Writes a small file atomically; replaces an existing one."""
     root = location.local_path
     if root is None:
         fs, full = location._at(path)
@@ -107,13 +107,13 @@ def _replace(full: str, data: bytes) -> None:
 
 
 def _beside(full: str) -> str:
-    """A hidden name in the folder of a file, of which no other job thinks."""
+    """Returns a random hidden name in the folder of a file."""
     folder, name = os.path.split(full)
     return os.path.join(folder, f".{name}.{uuid.uuid4().hex}")
 
 
 def make_folder(path: str) -> list[str]:
-    """Makes a local folder and those above it, durably; returns the new ones, outermost first."""
+    """Creates a local folder and its parents, durably; returns the new ones, outermost first."""
     if os.path.isdir(path):
         return []
     parent = os.path.dirname(os.path.abspath(path))
@@ -129,10 +129,10 @@ def make_folder(path: str) -> list[str]:
 
 
 def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
-    """Copies a file inside one store, without its bytes passing through here, where that can be.
+    """Copies a file inside a store, server-side if possible; replaces a file at `to`.
 
-    A local copy is a hard link if the disk has them. Returns False, with nothing done, if the two
-    places are not of one store; what is at `to` is replaced.
+    A local copy is a hard link if the disk supports them. Returns False, and does nothing, if the
+    two locations are in different stores.
     """
     fs, full = source._at(path)
     other, there = target._at(to)
@@ -141,14 +141,14 @@ def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
             _link(full, there)
         return True
     alike = type(fs) is type(other) and source.storage_options == target.storage_options
-    if not alike or not clients.creates_exclusively(fs):  # others may have a root of their own
+    if not alike or not clients.creates_exclusively(fs):  # other clients may differ in their root
         return False
     target.ask("write", to, lambda: fs.cp_file(full, there))
     return True
 
 
 def uploads(location: Location) -> list[Upload] | None:
-    """Unfinished multipart uploads below a location; None if its store does not list them."""
+    """Lists unfinished multipart uploads below a location; None if its store cannot."""
     if not clients.is_s3(location.url):
         return None
     root = location._open()[1].strip("/") + "/"
@@ -160,13 +160,13 @@ def uploads(location: Location) -> list[Upload] | None:
 
 
 def abort_upload(location: Location, upload: Upload) -> None:
-    """Ends an unfinished upload, and frees what it takes."""
+    """Aborts an unfinished upload, and frees its storage."""
     location.give_up(upload.path, upload.id)
 
 
 @contextlib.contextmanager
 def pruned(location: Location) -> Iterator[None]:
-    """A context after which local folders of the dataset that did not exist and are empty go."""
+    """Removes, after this context, empty local folders of the dataset that it created."""
     root = location.local_path
     made: list[str] = []
     if root is not None:
@@ -192,7 +192,7 @@ def _link(source: str, target: str) -> None:
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
     os.replace(temporary, target)
-    with contextlib.suppress(FileNotFoundError):  # two links to one file are not replaced
+    with contextlib.suppress(FileNotFoundError):  # rename does nothing for links to the same file
         os.unlink(temporary)
     _sync(os.path.dirname(target))
 
@@ -206,14 +206,14 @@ def _sync(folder: str) -> None:
 
 
 def _age(entry: dict[str, Any]) -> float | None:
-    """By the youngest time that is told: a file that was linked or moved keeps its `mtime`."""
+    """Returns the age by the latest timestamp: a linked or moved file keeps its `mtime`."""
     names = ("LastModified", "mtime", "last_modified", "updated", "created")
     ages = (_since(entry.get(name)) for name in names)
     return min((age for age in ages if age is not None), default=None)
 
 
 def _since(when: Any) -> float | None:
-    """Seconds since a time as some filesystem tells it."""
+    """Returns the seconds since a timestamp of any filesystem's type; None if it has none."""
     if isinstance(when, str):
         with contextlib.suppress(ValueError):
             when = datetime.fromisoformat(when)

@@ -1,4 +1,4 @@
-"""The whole truth about a dataset: every hash, every rule, every count."""
+"""Verifies a dataset: every hash, invariant and count."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from packstore.records import Int64
 
 Progress = Callable[[int, int], None]
 JOBS = 4
-"""Shards that are verified at a time, at most, if nothing else is asked for."""
+"""Default maximum of shards verified in parallel."""
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What :meth:`Dataset.verify` found.
+    """The result of :meth:`Dataset.verify`.
 
     Attributes:
-        url: the dataset.
-        problems: one sentence each; none if everything is as it should be.
-        totals: what was really read.
-        shards: shards that were looked at.
-        places: how random the places in the input are that meet in a pack; None: there are
-            problems, so not all were read, or the ids do not tell places.
+        url: of the dataset.
+        problems: one sentence each; empty if the dataset is intact.
+        totals: counted from the shards, not from the manifest.
+        shards: number of shards checked.
+        places: spread of input places over packs; None: there are problems, so that not all packs
+            were read, or the ids do not encode places.
     """
 
     url: str
@@ -57,13 +57,13 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there are no problems."""
+        """True if there are no problems."""
         return not self.problems
 
 
 @dataclass
 class _Findings:
-    """Of one shard."""
+    """Problems and totals of one shard."""
 
     problems: list[str] = field(default_factory=list)
     counter: PackCounter = field(default_factory=PackCounter)
@@ -75,10 +75,10 @@ class _Findings:
 def verify(
     location: Location, manifest: Manifest, progress: Progress | None, jobs: int | None = None
 ) -> VerifyReport:
-    """Checks a dataset; :meth:`Dataset.verify` tells what.
+    """Verifies a dataset; see :meth:`Dataset.verify`.
 
-    Holds 16 bytes for every example and 8 for every pack, and for each job two windows of its shard
-    and a row group.
+    Memory: 16 bytes for every example and 8 for every pack, and for each job two windows of its
+    shard and a row group.
     """
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs must be at least 1; found {jobs}.")
@@ -113,7 +113,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _open_index(location: Location, manifest: Manifest, problems: list[str]) -> PackIndex | None:
-    """The pack index, if there is one that can be read; what is wrong is added to `problems`."""
+    """Opens the pack index, if there is a readable one; adds errors to `problems`."""
     if manifest.pack_index is None:
         return None
     try:
@@ -126,7 +126,7 @@ def _open_index(location: Location, manifest: Manifest, problems: list[str]) -> 
 def _each_shard(
     location: Location, manifest: Manifest, index: PackIndex | None, jobs: int | None
 ) -> Iterator[_Findings]:
-    """Findings in the order of the shards; few wait for those before them."""
+    """Yields findings in the order of the shards; buffers only a few."""
     threads = jobs or min(JOBS, os.cpu_count() or 1)
     numbers = iter(range(len(manifest.shards)))
     waiting: deque[Future[_Findings]] = deque()
@@ -186,7 +186,7 @@ def _verify_shard(
 
 
 def _check_hashes(where: str, shard: ShardInfo, file: ShardBytes) -> list[str]:
-    """What the hashes of a shard are not; reads what is left of it."""
+    """Reads the rest of a shard; returns a sentence for each hash that does not match."""
     try:
         found = file.hashes()
     except PackstoreError as error:
@@ -199,7 +199,7 @@ def _check_hashes(where: str, shard: ShardInfo, file: ShardBytes) -> list[str]:
 
 
 def _index_differences(index: PackIndex, number: int, figures: Int64) -> list[str]:
-    """What the pack index does not tell rightly of the packs of a shard."""
+    """Returns a sentence for each column of the pack index that differs from the packs."""
     try:
         told = index.shard(number)
     except PackstoreError as error:
@@ -214,7 +214,7 @@ def _index_differences(index: PackIndex, number: int, figures: Int64) -> list[st
 
 
 def _differences(where: str, told: object, real: object, names: tuple[str, ...]) -> list[str]:
-    """One sentence for each of the named attributes that the manifest does not tell rightly."""
+    """Returns a sentence for each named attribute that is wrong in the manifest."""
     return [
         _differs(where, name, a, b)
         for name in names
@@ -228,7 +228,7 @@ def _differs(where: str, name: str, told: object, real: object) -> str:
 
 
 def _repeated_ids(where: str, every: Int64) -> list[str]:
-    """The complaint if two of the sorted ids are equal."""
+    """Returns a sentence if two of the sorted ids are equal."""
     repeated = every[1:][every[1:] == every[:-1]]
     if not len(repeated):
         return []

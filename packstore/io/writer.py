@@ -1,11 +1,10 @@
-"""Packs into shard files: row groups, shards, content-hashed names.
+"""Writes packs to shards with content-hashed names.
 
-1. Check every rule on the packs, and turn them into Arrow rows.
-2. Cut row groups at `row_group_tokens`, however the packs were handed in.
-3. Write them to the open shard, a hidden local file, in a thread of the writer's own.
-4. At `shard_tokens` close it, hash it, and put it under ``data/<run>-<number>-<hash>``.
-
-Nothing of it is part of a dataset until a manifest names it (:mod:`packstore.io.manifest`).
+1. Check all invariants of the packs, and convert them to Arrow rows.
+2. Cut row groups at `row_group_tokens`, independent of how the packs are batched.
+3. Write them to the open shard, a hidden local file, in the writer's own thread.
+4. At `shard_tokens` close it, hash it, and store it as ``data/<run>-<number>-<hash>``.
+Shards become part of a dataset when a manifest names them (:mod:`packstore.io.manifest`).
 """
 
 from __future__ import annotations
@@ -35,26 +34,26 @@ from packstore.records import Int64, Packs
 from packstore.schema import pack_schema, to_arrow
 
 AHEAD = 4
-"""Row groups that wait to be encoded, at most."""
+"""Maximum row groups queued for encoding."""
 
 
 class ShardWriter:
     """Writes packs as the shards of a dataset; a context manager that aborts on an error.
 
-    The bytes depend on the packs, the settings and the release of pyarrow alone. A few row groups
-    are in memory.
+    The bytes depend only on the packs, the settings and the release of pyarrow. Memory: a few row
+    groups.
 
     Args:
         location: the dataset.
-        shape: what all packs have in common.
+        shape: properties shared by all packs.
         config: file format, codec, and sizes.
-        run: begins the name of every shard; the same for a rerun of the same job.
+        run: prefix of all shard names; the same for a rerun of the same job.
         spill_dir: local folder for unfinished shards of a remote dataset; None: the system's.
-            (Those of a local dataset lie hidden inside it, so that they can be moved in one step.)
+            (Those of a local dataset are hidden files inside it, so that a rename publishes them.)
 
     Attributes:
         counter: totals and statistics of the packs so far.
-        pack_index: the index of all packs, once :meth:`close` was called; None without packs.
+        pack_index: the index of all packs, after :meth:`close`; None without packs.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class ShardWriter:
         """Adds packs, in dataset order.
 
         Raises:
-            FormatError: a pack breaks a rule of the format.
+            FormatError: a pack violates an invariant.
             StorageError: no space, no permission, or the store refuses.
         """
         if not len(packs):
@@ -128,7 +127,7 @@ class ShardWriter:
         self._hold(batch, figures, start, len(packs))
 
     def finish(self) -> list[Finished]:
-        """Finishes the last shard; returns all, in order.
+        """Finishes the last shard; returns all shards in order.
 
         Raises:
             StorageError: no space, no permission, or the store refuses.
@@ -138,22 +137,22 @@ class ShardWriter:
         return self._parts
 
     def close(self) -> list[ShardInfo]:
-        """As :meth:`finish`, and puts the pack index, for a dataset of these shards alone."""
+        """Calls :meth:`finish` and stores the pack index, for a dataset of only these shards."""
         parts = self.finish()
         self.pack_index = put_index(self._location, (part.sizes for part in parts))
         return [part.shard for part in parts]
 
     def abort(self) -> None:
-        """Gives up, and removes what is unfinished.
+        """Aborts, and removes unfinished files.
 
-        Shards that were put stay for `clean`: another job may be about to commit them, as they have
-        the same names wherever the same job runs.
+        Stored shards stay for `clean`: another run of the same job, whose shards have the same
+        names, may be about to commit them.
         """
         self._discard()
         self._staging.prune()
 
     def _discard(self) -> None:
-        """Removes what is unfinished; no thread is left."""
+        """Removes unfinished files, after the thread has ended."""
         if self._encoder is not None:
             self._encoder.shutdown(cancel_futures=True)
             self._encoder = None
@@ -168,7 +167,7 @@ class ShardWriter:
             self._pending.append((batch.slice(start, stop - start), figures[start:stop]))
 
     def _flush(self) -> None:
-        """Has the pending rows written as one row group, and closes the shard if it is full."""
+        """Queues the pending rows as one row group; closes the shard if it is full."""
         batches = [batch for batch, _ in self._pending]
         if self._shard is None:
             self._shard = ShardFile(self._staging.path(), self._schema, self._config)
@@ -185,7 +184,7 @@ class ShardWriter:
             self._close_shard(self._shard)
 
     def _wait(self, ahead: int) -> None:
-        """Waits until at most `ahead` row groups are not written; raises what writing raised."""
+        """Waits until at most `ahead` row groups are unwritten; raises errors of writing."""
         while len(self._encoding) > ahead:
             self._encoding.popleft().result()
 
@@ -211,7 +210,7 @@ class ShardWriter:
         self._parts.append(Finished(info, shard.counter, sizes))
 
     def _put(self, local_path: str, path: str) -> None:
-        """Makes a finished file appear in the dataset."""
+        """Moves or uploads a finished file into the dataset."""
         self._location.put_file(local_path, path)
         if not self._staging.in_dataset:
             os.unlink(local_path)

@@ -1,8 +1,8 @@
-"""Markers of the jobs that write to a place: they warn people early, and nothing rests on them.
+"""Markers of running jobs, which only warn early of concurrent writers.
 
-A job puts ``_packstore/writers/<random>.json`` when it begins, and removes it however it ends.
-Which of several jobs wins is decided by the number of the manifest alone
-(:mod:`packstore.io.commit`), so a store may refuse a marker, and one may be wrong.
+A job writes ``_packstore/writers/<random>.json`` when it starts, and removes it when it ends. The
+number of the manifest alone decides which of several jobs commits (:mod:`packstore.io.commit`), so
+a missing or wrong marker does no harm.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ log = logging.getLogger("packstore")
 WRITERS = f"{FOLDER}/writers"
 
 YOUNG_SECONDS = 3600.0
-"""The job of an older marker has ended, unless it is seen to run."""
+"""Age from which on the job of a marker counts as ended, unless its process is seen running."""
 
 
 class Writer(NamedTuple):
-    """A job that writes to a place, or may do so."""
+    """A job that is, or may be, writing to a location."""
 
     path: str
     call: str
@@ -39,21 +39,21 @@ class Writer(NamedTuple):
 
     @property
     def text(self) -> str:
-        """For people."""
+        """Returns a description for messages."""
         where = "this machine" if self.process.is_of_this_machine else "another machine"
         return f"{quote(self.call, 16)}, process {self.process.pid} of {where}"
 
 
 @contextlib.contextmanager
 def marked(location: Location, call: str) -> Iterator[str]:
-    """A context with a marker of this job, whose path it gives; warns of other jobs.
+    """Writes a marker of this job for the context, and yields its path; warns of other jobs.
 
     Args:
         location: the dataset.
-        call: what the job does, such as ``pack``.
+        call: name of the job, such as ``pack``.
 
     Raises:
-        StorageError: nothing can be written there, not only no marker.
+        StorageError: the location is not writable at all.
     """
     path = f"{WRITERS}/{uuid.uuid4().hex}.json"
     try:
@@ -73,23 +73,23 @@ def marked(location: Location, call: str) -> Iterator[str]:
         with contextlib.suppress(PackstoreError):
             location.remove(path)
         if location.local_path is not None:
-            with contextlib.suppress(OSError):  # another job's marker is in it
+            with contextlib.suppress(OSError):  # not empty: another job's marker
                 os.rmdir(os.path.join(location.local_path, WRITERS))
 
 
 def _require_writable(location: Location) -> None:
-    """Tells now what the job would find out when it has read and tokenized everything."""
+    """Raises now, not after tokenizing everything, if the location is not writable."""
     path = f"{FOLDER}/.packstore-{uuid.uuid4().hex}"
     location.create_bytes(path, b"")
     location.remove(path)
 
 
 def writers(location: Location, besides: str = "") -> list[Writer]:
-    """The jobs that may be writing there now: seen to run, or of a young marker.
+    """Lists the jobs that may be writing there: running ones, and those with a young marker.
 
     Args:
         location: the dataset.
-        besides: path of a marker that does not count.
+        besides: path of a marker to ignore.
     """
     found = []
     with contextlib.suppress(PackstoreError):
@@ -106,7 +106,7 @@ def writers(location: Location, besides: str = "") -> list[Writer]:
 
 
 def _read(location: Location, path: str) -> Writer | None:
-    """None if its job has just ended; one that cannot be read may be of any job."""
+    """Reads a marker; None if its job has just ended. An unreadable one may be of any job."""
     try:
         told = orjson.loads(location.read_bytes(path))
         process = Process(str(told["machine"]), int(told["pid"]), str(told["started"]))
