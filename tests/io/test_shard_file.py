@@ -7,12 +7,15 @@ import re
 import threading
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import packstore
-from packstore.errors import StorageError, UnknownNameError
-from packstore.io.parquet import parquet_writer
+from packstore.errors import IntegrityError, StorageError, UnknownNameError
+from packstore.io import parquet
+from packstore.io.file_slice import FileSlice
+from packstore.io.parquet import byte_range, check_group, parquet_writer
 from packstore.io.shard_file import ShardFile
 
 
@@ -84,3 +87,37 @@ def test_nothing_is_left_of_a_failure_in_the_thread(kit, written, tmp_path, monk
     # Shards that were put stay for `clean`: a run elsewhere may name them.
     assert all(re.fullmatch(r"dataset/data/[\w-]+\.parquet", path) for path in paths(tmp_path))
     assert not [t for t in threading.enumerate() if t.name.startswith("packstore-write")]
+
+
+def row_group(**how):
+    """What a footer tells of three lists of ten numbers."""
+    sink, table = io.BytesIO(), pa.table({"x": [[7] * 10] * 3})
+    pq.write_table(table, sink, **{"use_dictionary": False, **how})
+    return pq.read_metadata(sink).row_group(0)
+
+
+def test_limits_are_compared_with_the_footer(monkeypatch):
+    group = row_group()
+    check_group(group, 3, 30)
+    with pytest.raises(IntegrityError, match="must have 4 rows; its footer declares 3"):
+        check_group(group, 4, 30)
+    with pytest.raises(IntegrityError, match="at most 29 values a column; its footer declares 30"):
+        check_group(group, 3, 29)
+    with pytest.raises(IntegrityError, match="must have no dictionary"):
+        check_group(row_group(use_dictionary=True), 3, 30)
+    with pytest.raises(IntegrityError, match=r"its bytes 4 to .* must lie in the file"):
+        byte_range(group, 20)
+    monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 40)
+    with pytest.raises(IntegrityError, match="at most 40 bytes when decompressed"):
+        check_group(group, 3, 30)
+
+
+def test_a_slice_gives_no_bytes_but_its_own():
+    part = FileSlice(100, b"abcdef", 40)
+    assert part.seek(0, io.SEEK_END) == 100
+    assert part.seek(42) == part.tell() == 42
+    assert bytes(part.read(3)) == b"cde"
+    for place, size in ((39, 2), (45, 2), (0, 1)):
+        part.seek(place)
+        with pytest.raises(IntegrityError, match="in the bytes of its row group"):
+            part.read(size)
