@@ -1,9 +1,9 @@
-"""Versions of a dataset: numbered manifests, each of which appears in one step.
+"""Versions of a dataset: numbered manifests, each written atomically.
 
-They lie in ``_packstore/`` as ``manifest-000001.json``, ``-000002`` and so on; the highest number
-is the current one. Each is created only if its number is free, so that of several writers exactly
-one commits, and a reader needs one listing and one read. Side datasets do the same under the name
-``side`` (:mod:`packstore.io.side`).
+They are ``_packstore/manifest-000001.json``, ``-000002`` and so on; the highest number is the
+current version. A manifest is created only if its number is free, so that exactly one of several
+writers commits, and a reader needs one listing and one read. Side datasets use the same scheme with
+the name ``side`` (:mod:`packstore.io.side`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from packstore.io.seal import seal, unsealed
 from packstore.io.storage import Location
 
 FOLDER, DATA = "_packstore", "data"
-"""Folders of a dataset: its versions and notes, and its shards."""
+"""Folders of a dataset: manifests and notes; shards."""
 MAX_MANIFEST_BYTES = 256 << 20
-"""A larger manifest is refused, on write and on read."""
+"""Maximum bytes of a manifest, checked on write and on read."""
 
 DATASET = "manifest"
-"""First part of the names of a dataset's manifests."""
+"""Prefix of the names of a dataset's manifests."""
 
 
 def versions(location: Location, name: str = DATASET) -> dict[int, int]:
-    """The committed versions of a dataset -> bytes of their manifest, oldest first."""
+    """Maps the committed versions of a dataset to the sizes of their manifests, oldest first."""
     pattern = re.compile(rf"{name}-([0-9]{{6,}})\.json")
     matches = ((pattern.fullmatch(e.name), e.size) for e in location.files(FOLDER))
     return dict(sorted((int(m.group(1)), size) for m, size in matches if m))
@@ -40,12 +40,12 @@ def versions(location: Location, name: str = DATASET) -> dict[int, int]:
 def read_committed(
     location: Location, version: int | None = None, name: str = DATASET
 ) -> tuple[bytes, str, int]:
-    """The text of a manifest without its hash, its place for error texts, and its version.
+    """Returns the text of a manifest without its hash, its place for error texts, its version.
 
     Raises:
-        DatasetNotFoundError: nothing, or no such version, was committed there.
+        DatasetNotFoundError: no dataset, or no such version, was committed there.
         FormatError: the manifest is too large.
-        IntegrityError: it does not have the hash that it names.
+        IntegrityError: its hash does not match.
     """
     sizes = versions(location, name)
     number = version if version is not None else max(sizes, default=0)
@@ -59,14 +59,14 @@ def read_committed(
 
 
 def require_exclusive(location: Location, single_writer: bool) -> None:
-    """Refuses a place where two writers could both commit, unless there is but one.
+    """Refuses a location where two writers could both commit, unless `single_writer`.
 
     Args:
         location: the dataset.
-        single_writer: no other job writes there meanwhile.
+        single_writer: asserts that no other job writes there.
 
     Raises:
-        ConfigError: exclusive creation is not proved of its filesystem.
+        ConfigError: its filesystem is not known to create files exclusively.
     """
     if single_writer or location.creates_exclusively:
         return
@@ -77,10 +77,10 @@ def require_exclusive(location: Location, single_writer: bool) -> None:
 
 
 def refuse_existing(location: Location, overwrite: bool, name: str = DATASET) -> int:
-    """The number that the next manifest will have.
+    """Returns the number of the next manifest.
 
     Raises:
-        DatasetExistsError: a dataset is there, and `overwrite` is False.
+        DatasetExistsError: a dataset exists, and `overwrite` is False.
     """
     current = max(versions(location, name), default=0)
     if current and not overwrite:
@@ -102,21 +102,21 @@ def commit(
     name: str = DATASET,
     version: int | None = None,
 ) -> int:
-    """Puts the text of a manifest, with its hash, if its number is still free.
+    """Writes the text of a manifest, with its hash, if its number is still free.
 
     Args:
         location: the dataset.
         data: the text.
-        overwrite: replace a dataset that is there.
-        name: first part of the manifest's name.
-        version: the number that :func:`refuse_existing` gave when the job began; None: the next.
+        overwrite: replace an existing dataset.
+        name: prefix of the manifest's name.
+        version: from :func:`refuse_existing` at the start of the job; None: the next number.
 
     Returns:
-        The number. If `version` has this very text already, an equal job was faster, or this put
-        was sent twice: that is this version.
+        The number. Also returned if `version` already has the same text: an equal job committed
+        first, or this put was sent twice.
 
     Raises:
-        DatasetExistsError: another writer was faster.
+        DatasetExistsError: another writer committed first.
     """
     data = seal(data)
     following = refuse_existing(location, overwrite or version is not None, name)
@@ -134,7 +134,7 @@ def commit(
 
 
 def manifest_path(version: int, name: str = DATASET) -> str:
-    """Path of a manifest in its dataset."""
+    """Returns the path of a manifest in its dataset."""
     return f"{FOLDER}/{name}-{version:06d}.json"
 
 
@@ -154,7 +154,7 @@ def _not_found(
 
 
 def too_late(location: Location) -> DatasetExistsError:
-    """The error of a writer that has lost against another."""
+    """Returns the error for a writer after another has committed."""
     return DatasetExistsError(
         sentence(
             location.display,

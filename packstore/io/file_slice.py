@@ -1,4 +1,4 @@
-"""A part of a file that stands for the whole."""
+"""A file object over a part of a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from packstore.errors import IntegrityError
 
 
 class FileSlice(io.RawIOBase):
-    """A part of a file at its offset in the file, as pyarrow's Parquet reader wants to read it.
+    """A part of a file with the offsets of the whole file, for pyarrow's Parquet reader.
 
     Args:
         size: of the whole file.
@@ -22,7 +22,7 @@ class FileSlice(io.RawIOBase):
         self.hold(data, start)
 
     def hold(self, data: bytes, start: int) -> None:
-        """Holds another part."""
+        """Replaces the part."""
         self._data, self._start, self._position = memoryview(data), start, start
 
     def readable(self) -> bool:

@@ -1,10 +1,9 @@
-"""The pack index: how much work every pack is, known without opening a shard.
+"""The pack index: the sizes of all packs, without opening shards.
 
-One small Parquet file beside the manifest, which names it. It has one row for each pack, in dataset
-order, one row group for each shard, and is optional: without it the sizes are read from the shards.
-
-Besides it tells what losses divide by (:mod:`packstore.loss_counts`). An index that an earlier
-release wrote has no such columns; they are null where only some of the shards were counted.
+A small Parquet file beside the manifest, which names it. It has a row for each pack, in dataset
+order, and a row group for each shard, and is optional: without it sizes are read from the shards.
+It also has the divisors of losses (:mod:`packstore.loss_counts`). An index of an earlier release
+lacks these columns; they are null for shards that were not counted.
 """
 
 from __future__ import annotations
@@ -46,19 +45,19 @@ SCHEMA = pa.schema(
 _SIZES = ("tokens", "examples", "squares")
 _WITHOUT_COUNTS = pa.schema([SCHEMA.field(name) for name in _SIZES])
 THREADS = 4
-"""Shards that are read at a time where there is no index."""
+"""Shards read in parallel without an index."""
 
 KEPT_SHARDS = 128
-"""Shards whose sizes a table keeps: more than the lanes of an order, which are in one each."""
+"""Shards whose sizes a table caches: more than the lanes of an order, each in one shard."""
 
 _NEEDED = ("seq_boundaries", "example_ids")
 
 
 class PackIndexWriter:
-    """Writes the index while the shards are written; holds one row group at most.
+    """Writes the index while the shards are written; buffers at most one row group.
 
     Args:
-        path: a local path that nothing has yet.
+        path: a new local path.
     """
 
     def __init__(self, path: str) -> None:
@@ -77,7 +76,7 @@ class PackIndexWriter:
             )
 
     def append(self, sizes: PackSizes) -> None:
-        """Adds the packs of the next shard."""
+        """Appends the packs of the next shard."""
         columns: list[Any] = [sizes.tokens, sizes.examples, sizes.squares]
         unknown = [[None] * len(sizes)] * len(COUNTS)
         columns += unknown if sizes.counts is None else list(sizes.counts.T)
@@ -86,7 +85,7 @@ class PackIndexWriter:
             self._writer.write_table(pa.Table.from_arrays(arrays, schema=SCHEMA), len(sizes))
 
     def finish(self, durable: bool) -> StoredFile:
-        """Closes the file; with `durable` it survives a power cut. Its path is that to store at."""
+        """Closes the file, synced if `durable`; returns its entry with the path to store it at."""
         with guarded("write", self.path, {}):
             self._writer.close()
             local.settle(self._file, durable)
@@ -95,14 +94,14 @@ class PackIndexWriter:
         return StoredFile(path=path, bytes=info.bytes, sha256=info.sha256)
 
     def discard(self) -> None:
-        """Closes the file, whatever happens: it is going to be removed."""
+        """Closes the file and ignores errors: it is going to be removed."""
         for handle in (self._writer, self._file):
             with contextlib.suppress(OSError, pa.ArrowException):
                 handle.close()
 
 
 def put_index(location: Location, sizes: Iterable[PackSizes]) -> StoredFile | None:
-    """Writes and puts the index of a dataset: the sizes of each shard; None without shards."""
+    """Writes and stores the index of a dataset from the sizes of each shard; None without any."""
     staging = Staging(location, (FOLDER,), None)
     index: PackIndexWriter | None = None
     try:
@@ -123,16 +122,16 @@ def put_index(location: Location, sizes: Iterable[PackSizes]) -> StoredFile | No
 
 
 class PackIndex:
-    """The index of a dataset that has one, in memory as it is stored: a few bytes for each pack.
+    """The index of a dataset, in memory as stored: a few bytes for each pack.
 
     Args:
         location: the dataset.
-        manifest: which names the index.
-        info: what it says of it.
+        manifest: of the dataset.
+        info: the manifest's entry of the index.
 
     Raises:
         StorageError: the file is missing, or the store refuses.
-        IntegrityError: its bytes are not those that were written, or not what it must hold.
+        IntegrityError: its hash does not match, or its contents are invalid.
     """
 
     def __init__(self, location: Location, manifest: Manifest, info: StoredFile) -> None:
@@ -150,10 +149,10 @@ class PackIndex:
             raise IntegrityError(sentence(self.where, must, f"{quote(schema.names)}, rows {rows}"))
 
     def shard(self, number: int) -> PackSizes:
-        """Sizes of the packs of a shard; safe to call from many threads.
+        """Returns the sizes of the packs of a shard. Thread-safe.
 
         Raises:
-            IntegrityError: they are not those that the manifest tells.
+            IntegrityError: they contradict the manifest.
         """
         with decoding(self.where):
             rows = self._shards[number].rows
@@ -169,9 +168,7 @@ class PackIndex:
 
 
 class SizeTable:
-    """Sizes of the packs of a dataset, a shard at a time: those that were asked for last are kept.
-
-    Safe to use from many threads.
+    """Sizes of the packs of a dataset; caches the most recently used shards. Thread-safe.
 
     Args:
         location: the dataset.
@@ -186,11 +183,11 @@ class SizeTable:
         self._kept: OrderedDict[int, PackSizes] = OrderedDict()
 
     def take(self, packs: Int64) -> PackSizes:
-        """Sizes of the packs with these numbers in file order, int64 `[n]`.
+        """Returns the sizes of packs; `packs`: their numbers in file order, int64 `[n]`.
 
         Raises:
             StorageError: a file is missing, or the store refuses.
-            IntegrityError: its bytes are not those that were written.
+            IntegrityError: a checksum does not match.
         """
         out = PackSizes(*(np.empty(len(packs), np.int64) for _ in _SIZES))
         counts: Int64 | None = np.empty((len(packs), len(COUNTS)), np.int64)
@@ -210,7 +207,7 @@ class SizeTable:
         return replace(out, counts=counts)
 
     def all(self) -> PackSizes:
-        """Sizes of all packs, in file order: 56 bytes for each; raises as :meth:`take`."""
+        """Returns the sizes of all packs in file order, 56 bytes each; raises like `take`."""
         numbers = range(len(self._manifest.shards))
         if self._manifest.pack_index is not None:
             parts = list(map(self._load, numbers))
@@ -225,7 +222,7 @@ class SizeTable:
         )
 
     def shard(self, number: int) -> PackSizes:
-        """Sizes of the packs of a shard; raises as :meth:`take`."""
+        """Returns the sizes of the packs of a shard; raises like :meth:`take`."""
         with self._lock:
             sizes = self._kept.pop(number, None) or self._load(number)
             self._kept[number] = sizes
@@ -243,11 +240,11 @@ class SizeTable:
 
 
 def shard_sizes(location: Location, manifest: Manifest, shard: ShardInfo) -> PackSizes:
-    """Sizes of the packs of a shard, from two of its columns.
+    """Computes the sizes of the packs of a shard from two of its columns.
 
     Raises:
         StorageError: the shard is missing, or the store refuses.
-        IntegrityError: its bytes are not those that were written.
+        IntegrityError: a checksum does not match.
     """
     where = location.join(shard.path).display
     batches = read_columns(location, manifest, shard, _NEEDED)
@@ -258,7 +255,7 @@ def shard_sizes(location: Location, manifest: Manifest, shard: ShardInfo) -> Pac
 
 
 def _sizes(boundaries: tuple[Any, Int64], examples: tuple[Any, Int64]) -> PackSizes:
-    """Sizes of packs from the columns `seq_boundaries` and `example_ids`."""
+    """Computes the sizes of packs from the columns `seq_boundaries` and `example_ids`."""
     bounds, starts = boundaries
     steps = np.diff(bounds.astype(np.int64))
     first = starts[:-1]
@@ -281,14 +278,14 @@ def _check_sums(sizes: PackSizes, shard: ShardInfo, where: str) -> None:
 
 
 def _counts(batch: pa.RecordBatch) -> Int64 | None:
-    """int64 `[P, 4]`, what losses divide by; None if the index does not tell."""
+    """Returns int64 `[P, 4]`, the divisors of losses; None if the index lacks them."""
     if COUNTS[0] not in batch.schema.names or any(batch.column(n).null_count for n in COUNTS):
         return None
     return np.stack([_numbers(batch.column(name)) for name in COUNTS], axis=1)
 
 
 def _numbers(array: Any) -> Int64:
-    """An Arrow array of int32 or int64 as int64 (``to_numpy`` would import pandas)."""
+    """Converts an Arrow array of int32 or int64 to int64 (``to_numpy`` would import pandas)."""
     width = np.dtype(np.int64 if array.type == pa.int64() else np.int32)
     values = np.frombuffer(array.buffers()[1], width, len(array), array.offset * width.itemsize)
     return values.astype(np.int64)

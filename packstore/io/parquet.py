@@ -1,7 +1,7 @@
-"""Row groups of our Parquet files: written and read by pyarrow, bounded before they are decoded.
+"""Writes and reads row groups of Parquet shards with pyarrow; checks limits before decoding.
 
-The limits compare the footer, whose hash the manifest holds, with the manifest. Headers of pages
-are pyarrow's business: an attacker who writes both shard and manifest can still make it fail.
+The limits are checked on the footer, whose hash is in the manifest. Page headers are left to
+pyarrow: an attacker who writes both shard and manifest can still make it fail.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from packstore.config import WriteConfig
 from packstore.errors import IntegrityError
 
 MAX_GROUP_BYTES = 1 << 29
-"""Bytes of a row group, as stored and when decompressed; a larger one is refused."""
+"""Maximum bytes of a row group, stored and decompressed."""
 
 MAX_VALUES = 1 << 27
-"""Values of a column in a row group."""
+"""Maximum values of a column in a row group."""
 
 PAGE_BYTES = 1 << 20
 
 _ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED", "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT"}
-"""Those of numbers, and of texts those whose values take no more memory than their bytes."""
+"""Accepted encodings: for texts, only those that decode to no more memory than the stored bytes."""
 
 
 def parquet_writer(sink: Any, schema: pa.Schema, config: WriteConfig) -> pq.ParquetWriter:
@@ -43,15 +43,15 @@ def parquet_writer(sink: Any, schema: pa.Schema, config: WriteConfig) -> pq.Parq
 
 
 def check_group(group: pq.RowGroupMetaData, rows: int, values: int = MAX_VALUES) -> None:
-    """Refuses a row group whose footer declares more than it may hold.
+    """Refuses a row group that exceeds the limits by its footer.
 
     Args:
-        group: of the footer.
-        rows: that it must have.
-        values: of a column at most.
+        group: metadata in the footer.
+        rows: number of rows in the manifest.
+        values: maximum values of a column.
 
     Raises:
-        IntegrityError: it has other rows, exceeds a limit, or has a dictionary.
+        IntegrityError: it has another number of rows, exceeds a limit, or has a dictionary.
     """
     if group.num_rows != rows:
         raise IntegrityError(f"must have {rows} rows; its footer declares {group.num_rows}")
@@ -73,15 +73,15 @@ def check_group(group: pq.RowGroupMetaData, rows: int, values: int = MAX_VALUES)
 def byte_range(
     group: pq.RowGroupMetaData, size: int, columns: Sequence[int] | None = None
 ) -> tuple[int, int]:
-    """Returns where column chunks lie in a file of `size` bytes: start, end (exclusive).
+    """Returns the byte range of column chunks in a file of `size` bytes: start, end (exclusive).
 
     Args:
-        group: of the footer; its chunks lie side by side.
+        group: metadata in the footer; its chunks are contiguous.
         size: of the file.
         columns: numbers of the columns; None: all.
 
     Raises:
-        IntegrityError: they would lie outside of the file, or exceed the limit.
+        IntegrityError: the range is outside the file, or exceeds the limit.
     """
     chunks = [group.column(i) for i in columns or range(group.num_columns)]
     start = min(c.data_page_offset for c in chunks)
@@ -99,9 +99,9 @@ def open_parquet(
     Args:
         source: the file.
         metadata: of the file.
-        page_checksums: compares them; needed where no crc32 of the row group was compared.
+        page_checksums: verify them; needed if the crc32 of the row group is not verified.
     """
-    # Nothing is buffered ahead: a thread of Arrow's may outlive the interpreter.
+    # No pre-buffering: a thread of Arrow's may outlive the interpreter.
     return pq.ParquetFile(
         source, metadata=metadata, page_checksum_verification=page_checksums, pre_buffer=False
     )
@@ -113,7 +113,7 @@ def read_group(
     """Decodes row group `number`, in this thread.
 
     Args:
-        file: that holds it.
+        file: the Parquet file.
         number: of the row group.
         columns: names of some columns; None: all.
 

@@ -1,4 +1,4 @@
-"""Row groups out of a Parquet shard, whose bytes somebody else reads."""
+"""Decodes row groups of a Parquet shard; callers read the bytes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from packstore.io.shard import ShardInfo
 
 
 class ParquetShard:
-    """What the footer of a Parquet shard tells; for use by many threads.
+    """The parsed footer of a Parquet shard. Thread-safe.
 
     Args:
-        footer: the end of the file; it must be known to be what was written.
-        shard: what the manifest says of it.
+        footer: the end of the file, already verified by hash.
+        shard: the manifest's entry of the shard.
 
     Attributes:
         schema: of the shard.
-        num_groups: row groups in the footer.
+        num_groups: number of row groups in the footer.
     """
 
     def __init__(self, footer: bytes, shard: ShardInfo) -> None:
@@ -33,14 +33,14 @@ class ParquetShard:
         self._ranges: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self._slice = FileSlice(shard.bytes)
-        # One file for all row groups: opening it costs a tenth of decoding one.
+        # One file object for all row groups: opening one costs a tenth of decoding a row group.
         self._file = open_parquet(self._slice, self._metadata)
 
     def range(self, group: int) -> tuple[int, int]:
-        """Returns where a row group lies in the file: start, end (exclusive).
+        """Returns the byte range of a row group in the file: start, end (exclusive).
 
         Raises:
-            IntegrityError: the footer declares more than it may hold, or a place outside.
+            IntegrityError: by the footer it exceeds the limits or the file.
         """
         found = self._ranges.get(group)
         if found is None:
@@ -49,7 +49,7 @@ class ParquetShard:
         return found
 
     def batch(self, group: int, data: bytes) -> pa.RecordBatch:
-        """Decodes a row group; `data` are its bytes, of which the crc32 was compared."""
+        """Decodes a row group from its bytes `data`, whose crc32 is already verified."""
         start, _ = self.range(group)
         with self._lock:
             self._slice.hold(data, start)
@@ -61,12 +61,12 @@ class ParquetShard:
     def columns(
         self, group: int, names: Sequence[str], read: Callable[[int, int], bytes]
     ) -> pa.RecordBatch:
-        """Decodes some columns of a row group, comparing the checksums of their pages.
+        """Decodes some columns of a row group and verifies the checksums of their pages.
 
         Args:
             group: number of the row group.
             names: of the columns.
-            read: gives bytes `start` to `end` of the file; is called once.
+            read: returns bytes `start` to `end` of the file; called once.
         """
         places = [self.schema.names.index(name) for name in names]
         start, end = byte_range(self._checked(group), self._shard.bytes, places)
@@ -76,6 +76,6 @@ class ParquetShard:
     def _checked(self, group: int) -> pq.RowGroupMetaData:
         found, groups = self._metadata.row_group(group), self._shard.row_groups
         rows, tokens = int(groups.rows[group]), int(groups.tokens[group])
-        # At most two numbers of a span for each token, or a border more than tokens in each pack.
+        # Most values: two per token (spans), or one more than tokens in each pack (boundaries).
         check_group(found, rows, rows + 2 * tokens)
         return found

@@ -1,7 +1,7 @@
-"""Row groups out of shard files: one ranged read each, checksums verified.
+"""Reads row groups of shards, each with one ranged read, and verifies checksums.
 
-A reader keeps no open file: after the footer, which it reads once, every row group is a single read
-of its byte range. That makes it safe to use from many threads and after a fork.
+A reader keeps no file open: it reads the footer once, and each row group with a single read of its
+byte range. So it is safe to use from many threads and after a fork.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from packstore.records import Packs
 from packstore.schema import from_arrow, signed_packs
 
 Fetched: TypeAlias = Any
-"""A row group that was fetched and not verified: its bytes, or a batch whose buffers are views."""
+"""A fetched, unverified row group: its bytes, or a batch whose buffers are views."""
 
 _REMEDY = "The file was damaged or replaced: copy the dataset again, or run `packstore verify`"
 
@@ -53,8 +53,8 @@ class ShardReader:
         location: the dataset.
         manifest: of the dataset.
         shard: one of the manifest's shards.
-        data: the file, if the caller has it or reads it in its own way.
-        cache: keeps what is read.
+        data: the bytes of the file, if the caller provides them.
+        cache: caches row groups and footers.
     """
 
     def __init__(
@@ -74,36 +74,36 @@ class ShardReader:
         self._arrow: ArrowFile | None = None
 
     def read_batch(self, group: int) -> pa.RecordBatch:
-        """Row group `group` as it is stored.
+        """Returns row group `group` as stored.
 
         Raises:
             StorageError: the shard is missing, or the store refuses.
-            IntegrityError: the bytes are not those that were written.
+            IntegrityError: a checksum does not match.
         """
         fetched = self.fetch(group)
         with self._naming(f"row group {group}"):
             return self._batch(group, fetched)
 
     def read_packs(self, group: int) -> Packs:
-        """Row group `group` as packs: numpy views of the decoded buffers.
+        """Returns row group `group` as packs: numpy views of the decoded buffers.
 
         Raises:
             StorageError: the shard is missing, or the store refuses.
-            IntegrityError: the bytes are not those that were written.
+            IntegrityError: a checksum does not match.
         """
         batch = self.read_batch(group)
         with self._naming(f"row group {group}"):
             return self._checked(from_arrow(batch, self._manifest.kind), group)
 
     def read_columns(self, group: int, names: Sequence[str]) -> pa.RecordBatch:
-        """Columns `names` of row group `group` as they are stored; of Arrow all columns.
+        """Returns columns `names` of row group `group` as stored; all columns of an Arrow shard.
 
-        Of Parquet the bytes from the first to the last of them are fetched, and the checksums of
-        their pages compared.
+        For Parquet, fetches the bytes from the first to the last of them, and verifies the
+        checksums of their pages.
 
         Raises:
             StorageError: the shard is missing, or the store refuses.
-            IntegrityError: the bytes are not those that were written.
+            IntegrityError: a checksum does not match.
         """
         if self._manifest.file_format == "arrow":
             return self.read_batch(group)
@@ -111,7 +111,7 @@ class ShardReader:
             return self._parquet_shard().columns(group, names, self._read)
 
     def fetch(self, group: int) -> Fetched:
-        """The bytes of row group `group`, not looked at yet; raises as :meth:`read_packs`."""
+        """Returns the unverified bytes of row group `group`; raises like :meth:`read_packs`."""
         with self._naming(f"row group {group}"):
             if self._manifest.file_format == "arrow":
                 return self._arrow_batch(group)
@@ -120,16 +120,16 @@ class ShardReader:
             return self._cached(start, end, lambda data: crc32_of(data) == crc32)
 
     def expect(self, group: int) -> None:
-        """Has the system read row group `group` of a mapped file from its disk; never raises."""
+        """Makes the system prefetch row group `group` of a mapped file from disk; never raises."""
         with contextlib.suppress(PackstoreError, *DECODER_ERRORS):
             start, end = self._arrow_file().ranges[group]
             local.will_read(self._path, start, end)
 
     def decode(self, group: int, fetched: Fetched) -> CompactPacks:
-        """Row group `group` out of its bytes.
+        """Verifies and decodes the bytes of row group `group`.
 
         Raises:
-            IntegrityError: they are not those that were written.
+            IntegrityError: a checksum does not match.
         """
         with self._naming(f"row group {group}"):
             manifest = self._manifest
@@ -163,7 +163,7 @@ class ShardReader:
         return packs
 
     def _parquet_shard(self) -> ParquetShard:
-        """The footer of a Parquet file, checked against the manifest; read once."""
+        """Footer of a Parquet file, checked against the manifest; read once."""
         with self._lock:
             if self._parquet is None:
                 parquet = ParquetShard(self._read_footer(), self.shard)
@@ -172,7 +172,7 @@ class ShardReader:
             return self._parquet
 
     def _read_footer(self) -> bytes:
-        """The end of the file. Its hash is checked first: a damaged one can crash the parser."""
+        """Reads the footer and verifies its hash: a damaged footer can crash the parser."""
         size, length = self.shard.bytes, self.shard.footer_bytes
 
         def good(data: bytes) -> bool:
@@ -184,7 +184,7 @@ class ShardReader:
         return footer
 
     def _arrow_file(self) -> ArrowFile:
-        """Where the batches of the Arrow file lie, read once."""
+        """Footer of an Arrow file; read once."""
         with self._lock:
             if self._arrow is None:
                 arrow = ArrowFile(self._read_footer(), self.shard.bytes)
@@ -194,11 +194,11 @@ class ShardReader:
 
     @property
     def _path(self) -> str:
-        """Of a shard on a local disk."""
+        """Path of a shard on the local disk."""
         return os.path.join(self._location.local_path or "", self.shard.path)
 
     def _arrow_batch(self, group: int) -> pa.RecordBatch:
-        """A batch of the Arrow file; a local one is mapped: it is a view of the page cache."""
+        """Returns a batch of the Arrow file; a local file is mapped, without copies."""
         arrow = self._arrow_file()
         start, end = arrow.ranges[group]
         if self._data is None and self._cache is None and self._location.local_path is not None:
@@ -243,7 +243,7 @@ class ShardReader:
 
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
-        """Names shard and row group in every error; what the decoder raises means damage."""
+        """Adds shard and row group to errors; turns decoder errors into :class:`IntegrityError`."""
         place = f"{self.where}, {what}"
         try:
             yield

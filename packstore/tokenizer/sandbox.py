@@ -1,8 +1,8 @@
-"""Renders chat templates, which are foreign code on foreign data, within stated time and size.
+"""Renders chat templates, which are untrusted code, within limits of time and size.
 
-Jinja's immutable sandbox keeps templates away from Python's insides and from the records, but not
-from the processor or the memory: ``'a' * 10**10`` is allowed there. Here every text, list and dict
-that a template makes counts against a budget, and every loop looks at the clock.
+Jinja's immutable sandbox protects Python's internals and the records, but not processor time and
+memory: it allows ``'a' * 10**10``. Here every text, list and dict that a template creates counts
+against a budget, and every loop checks the time.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from packstore.errors import TokenizerError, sentence
 from packstore.tokenizer.refusals import Refused
 
 MAX_SOURCE = 1 << 18
-"""Characters of a template; the longest that are in use have a tenth of it."""
+"""Maximum characters of a template, ten times the longest in use."""
 MAX_MADE = 1 << 27
-"""Characters that one rendering may make, intermediate ones included. Counted and not measured, so
-that the same record is refused on every machine."""
+"""Maximum characters that a rendering may create, intermediate ones included. Counted, not
+measured, so that all machines refuse the same records."""
 MAX_SECONDS = 20.0
-"""That one rendering may take; it takes some thousandths of a second mostly. The job ends then."""
+"""Maximum seconds of a rendering, which mostly takes milliseconds; beyond it the job fails."""
 
-_NODE = 64  # size of a value apart from its characters, as its memory would be
+_NODE = 64  # approximate memory of a value besides its characters
 _MAX_BITS = 1 << 12
 _WIDE = re.compile(r"[0-9]{4}|\*|\{[^{}]*\{")  # widths in format strings
 _FREE = (int, float, type(None))
@@ -50,7 +50,7 @@ _OF_JINJA = {"_loop_vars", "_block_vars"}
 
 
 class Budget:
-    """What one rendering may still make, and until when."""
+    """The remaining size and the deadline of a rendering."""
 
     __slots__ = ("end", "left")
 
@@ -64,7 +64,7 @@ class Budget:
             raise Refused("template_refused", f"more than {MAX_MADE} characters made")
 
     def count(self, value: Any) -> Any:
-        """Counts a value that was made, and returns it."""
+        """Counts a created value and returns it."""
         if not isinstance(value, _FREE):
             self.spend(self.size(value))
         elif isinstance(value, int):
@@ -72,7 +72,7 @@ class Budget:
         return value
 
     def size(self, value: object) -> int:
-        """Characters of a value and of all in it, however often it is in it."""
+        """Returns the characters of a value and its parts, repeated ones counted each time."""
         if isinstance(value, str):
             return len(value)
         total, stack = 0, [value]
@@ -92,26 +92,26 @@ class Budget:
         return total
 
     def listed(self, values: Iterable[Any], between: str = "") -> list[Any]:
-        """Counts a join of texts before it is made."""
+        """Counts a join of texts in advance; returns the texts as a list."""
         items = list(values)
         self.spend(sum(map(self.size, items)) + len(items) * len(between))
         return items
 
     def check_time(self) -> None:
-        """Raises :class:`TokenizerError` if the time is over."""
+        """Raises :class:`TokenizerError` after the deadline."""
         if time.monotonic() > self.end:
             must = f"a dialogue must be rendered within {MAX_SECONDS:g} s"
             raise TokenizerError(sentence("chat template", must, "no end", "Correct its loops"))
 
 
 def check_bits(bits: int) -> None:
-    """Refuses a whole number that is huge."""
+    """Refuses a huge integer."""
     if bits > _MAX_BITS:
         raise Refused("template_refused", f"a number of more than {_MAX_BITS} bits")
 
 
 class _Here(threading.local):
-    """The rendering of this thread."""
+    """The budget of the rendering in this thread."""
 
     budget = Budget()
 
@@ -126,7 +126,7 @@ def as_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON text; as the filter ``tojson`` it escapes neither HTML nor letters."""
+    """Returns JSON text; as the filter ``tojson`` it escapes neither HTML nor non-ASCII letters."""
     if indent is not None and (not isinstance(indent, int) or indent > 16):
         raise Refused("template_refused", "an indent of more than 16")
     settings: Any = {"separators": separators, "sort_keys": sort_keys, "indent": indent}
@@ -164,11 +164,11 @@ _SIZES: dict[str, Callable[..., int]] = {
     "indent": _size_of_indent,
     "replace": _size_of_replace,
 }
-"""Filters and methods of texts that make much of little -> size of the result."""
+"""Filters and methods of texts with results much larger than their input -> size of the result."""
 
 
 class _Guards(NodeTransformer):
-    """Puts filters of ours around what Jinja would make without asking anybody."""
+    """Wraps expressions that Jinja evaluates without a hook in filters that count."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         super().generic_visit(node, *args, **kwargs)
@@ -196,7 +196,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "%", "**"))
 
     def __init__(self, **settings: Any) -> None:
-        # Without constants folded, neither by the optimizer nor in output: there nobody counts.
+        # No constant folding, in the optimizer or in output: folded values would not be counted.
         finalize = pass_context(lambda _, value: HERE.budget.count(value))
         super().__init__(optimized=False, finalize=finalize, **settings)
         del self.globals["lipsum"]
@@ -212,7 +212,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return tree
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """As Jinja's own; what nearly all templates ask nearly always takes a shorter way there."""
+        """Overrides Jinja's method with a fast path for the most common attributes."""
         kind = type(obj)
         if kind is dict:
             if attribute in obj and attribute not in _OF_DICTS:
@@ -227,16 +227,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """As Jinja's own, without methods that make much of little."""
+        """Extends Jinja's check: refuses methods with results much larger than their input."""
         return attr not in _NO_METHODS and super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """``str.format`` and ``str.format_map``, counted beforehand."""
+        """Wraps ``str.format`` and ``str.format_map``, to count in advance."""
         wrapped = super().wrap_str_format(value)
         return wrapped and _counted("format", wrapped, value.__self__)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls `__obj`, if it is safe, and there is time and room for its result."""
+        """Calls `__obj` if it is safe; counts its result and checks the time."""
         budget = HERE.budget
         budget.check_time()
         if isinstance(text := getattr(__obj, "__self__", None), str):
@@ -250,7 +250,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return budget.count(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """An operator, if there is room for its result."""
+        """Evaluates an operator if its result fits the budget."""
         budget = HERE.budget
         if operator == "+":
             return budget.count(left + right)
@@ -268,11 +268,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _counted(name: str, function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    """A filter or function that counts what it makes."""
+    """Wraps a filter or function so that its results are counted."""
     size = _SIZES.get(name)
     skipped = 0 if first else int(_PassArg.from_obj(function) is not None)
 
-    @functools.wraps(function)  # keeps Jinja's mark of what it is given first
+    @functools.wraps(function)  # keeps Jinja's mark of the first argument to pass
     def counted(*args: Any, **kwargs: Any) -> Any:
         budget = HERE.budget
         budget.check_time()
