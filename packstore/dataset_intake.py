@@ -1,4 +1,4 @@
-"""The examples of a packed dataset, which is packed anew without tokenizing."""
+"""Reads the examples of a packed dataset for repacking, without tokenizing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from packstore.version import VERSION
 
 
 def only_one(config: PackConfig) -> int:
-    """Refuses to cut what is not files of records."""
+    """Refuses `partitions` for input that is not files of records."""
     if (config.partitions or 1) > 1:
         must = "the input must be files of records"
         raise ConfigError(sentence(f"partitions={config.partitions}", must, "another input"))
@@ -28,7 +28,7 @@ def only_one(config: PackConfig) -> int:
 
 
 class DatasetIntake:
-    """Takes the examples of a packed dataset, in its order."""
+    """Yields the examples of a packed dataset, in its order."""
 
     def __init__(self, dataset: Dataset, config: PackConfig) -> None:
         manifest = dataset.manifest
@@ -76,7 +76,7 @@ class DatasetIntake:
         return sample
 
     def _fitting(self, examples: Examples, tally: Tally, where: str) -> Examples:
-        """The examples that are not overlong; the others are counted."""
+        """Returns the examples that are not too long; counts the others."""
         config = self._config
         longest = np.maximum.reduceat(examples.lengths, examples.example_offsets[:-1])
         tokens = sizes(examples, config.layout, config.pad_to_multiple)
@@ -90,14 +90,14 @@ class DatasetIntake:
         return examples if fits.all() else examples.take(np.flatnonzero(fits))
 
     def _settings(self) -> dict[str, Any]:
-        """The settings that have a meaning without texts."""
+        """Returns the settings that apply without texts."""
         names = {f.name for stage in (SelectConfig, PlanConfig, WriteConfig) for f in fields(stage)}
         names |= {"max_length", "overlong"}
         recorded = replace(self._config, partitions=self.partitions).recorded()
         return {name: v for name, v in recorded.items() if name in names}
 
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """That of the dataset, with this repacking added."""
+        """Returns the dataset's provenance, with this repacking added."""
         manifest = self._dataset.manifest
         origin = {"path": self._dataset.url, "fingerprint": manifest.fingerprint}
         kept = {k: v for k, v in manifest.provenance.items() if k != "repacked_from"}

@@ -1,8 +1,7 @@
-"""Lints records against tokenizer and template, before anything is packed.
+"""Lints records with tokenizer and template before packing.
 
-What the packing policies would drop or note is counted; the texts are looked at, and the tokenized
-sequences as a model would see them: BOS, EOS, unknown tokens. Duplicates are those that `dedup`
-would leave out.
+Counts records that the policies of packing would drop or note, and checks texts and tokenized
+sequences (BOS, EOS, unknown tokens). Duplicates are the examples that `dedup` would drop.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ MEANING: dict[str, str] = {
     "duplicate_records": "an earlier record again, rewards apart (dedup=pair leaves it out)",
     "reward_default": "no rewards, while other records have some: 1 and 0 are taken",
 }
-"""Checks on texts and on tokenized sequences, and notes of packing that need a word."""
+"""Checks of texts and tokenized sequences, and notes of packing that need an explanation."""
 
 PROBLEMS = ("double_bos", "no_bos", "no_eos", "marker_no_token", "reward_reversed")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One check that hit. A `problem` harms training or loses records; a `remark` may be meant."""
+    """A check with hits: a `problem` harms training or drops records, a `remark` may be fine."""
 
     check: str
     level: Literal["problem", "remark"]
@@ -59,7 +58,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that was found, problems first."""
+    """All findings, problems first."""
 
     kind: str
     records: int
@@ -67,7 +66,7 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """Whether there are no problems."""
+        """True if there are no problems."""
         return all(finding.level == "remark" for finding in self.findings)
 
 
@@ -80,13 +79,13 @@ def diagnose(
     progress: Any = None,
     **settings: Any,
 ) -> Diagnosis:
-    """Tokenizes all records as ``packstore.pack`` would and counts what is wrong with them.
+    """Tokenizes all records like ``packstore.pack`` and counts their errors.
 
-    Policies that say ``error`` count here instead of stopping. Keeps two hashes of every record in
-    memory, 16 bytes.
+    Policies set to ``error`` count here instead of stopping. Memory: 16 bytes (two hashes) for
+    every record.
 
     Raises:
-        PackstoreError: the input cannot be read at all, or the tokenizer does not load.
+        PackstoreError: the input cannot be read, or the tokenizer does not load.
     """
     config = _counting(PackConfig.of(config, **settings))
     intake = open_intake(source, tokenizer, config, dict(storage_options or {}))
@@ -114,7 +113,7 @@ def _absent(tally: Tally, config: PackConfig) -> Iterator[Finding]:
 
 
 def _counting(config: PackConfig) -> PackConfig:
-    """`config` with every policy ``error`` turned into ``drop``, and hashes of the records."""
+    """Returns `config` with each policy ``error`` set to ``drop``, and with hashes of records."""
     stopping = [f.name for f in fields(config) if getattr(config, f.name) == "error"]
     return PackConfig.of(config, dedup="pair", **dict.fromkeys(stopping, "drop"))
 
@@ -138,10 +137,10 @@ def _spell(where: str, detail: str) -> str:
 
 
 class _Lint:
-    """Looks at tokenized sequences, block by block.
+    """Checks tokenized sequences, block by block.
 
     Attributes:
-        found: check -> ids of the examples that it hit.
+        found: check -> ids of the examples found.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -150,7 +149,7 @@ class _Lint:
         self._prompts, self._records = Seen(), Seen()
 
     def look(self, examples: Examples) -> None:
-        """Counts what is remarkable about some examples."""
+        """Runs all checks on some examples."""
         if not examples.num_examples:
             return
         starts, ends = examples.sequence_offsets[:-1], examples.sequence_offsets[1:]
@@ -169,7 +168,7 @@ class _Lint:
         self._look_for_duplicates(examples)
 
     def _ends_with(self, examples: Examples, eos: int) -> Bool:
-        """Whether EOS is the last supervised token of each sequence, or the last but one."""
+        """Returns True for sequences with EOS as last or second to last supervised token."""
         hit = (examples.input_ids == eos) & examples.supervised
         position = np.arange(len(hit))
         starts = examples.sequence_offsets[:-1]
@@ -184,7 +183,7 @@ class _Lint:
         self._note_examples("duplicate_records", examples, ~self._records.add(records))
 
     def _note(self, check: str, examples: Examples, sequences: Bool) -> None:
-        """Counts the examples of which some sequence is flagged: bool `[S]`."""
+        """Counts the examples with a flagged sequence; `sequences`: bool `[S]`."""
         flagged = np.logical_or.reduceat(sequences, examples.example_offsets[:-1])
         self._note_examples(check, examples, flagged)
 

@@ -1,8 +1,8 @@
-"""What packing would give, from a sample of the records: nothing is written.
+"""Forecasts the results of packing from a sample of the records; writes nothing.
 
-The sample is tokenized once; each combination of pack size, layout and strategy is then planned
-from lengths alone. Counts are those of all records: of a sample they are estimated as ratios to
-records, and their error from how much neighbouring places of the sample differ.
+The sample is tokenized once; then each combination of pack size, layout and strategy is planned
+from lengths alone. Counts are scaled to all records with ratio estimates, whose errors come from
+the differences of neighbouring places of the sample.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ STRATEGIES = ("pool", "best_fit_decreasing")
 LAYOUTS = ("concat", "shared_prefix")
 
 SAMPLE = 20_000
-"""Records that are looked at by default, at most: fill is then known to about 0.1 %."""
+"""Default maximum of sampled records; the error of the fill rate is then about 0.1 %."""
 
 ENOUGH_FILL = 0.99
 ENOUGH_RECORDS = 0.999
-"""What a recommended pack size fills at least, and the share of records that it keeps, of those
-that the combination keeps which loses fewest."""
+"""Minimum fill rate of a recommended pack size, and the minimum fraction of records that it keeps,
+relative to the combination that keeps most."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Forecast:
-    """What packing would give.
+    """The result of :func:`forecast`.
 
     Attributes:
         kind: ``dpo``, ``sft`` or ``ranked``.
-        tally: what became of the records of the sample, before any is too long.
-        sample: how the sample was taken.
-        scale: records in all, over those of the sample.
-        choices: every combination.
-        recommended: the smallest pack size that loses little; None if none does.
+        tally: counts of the sample's records, without those too long.
+        sample: figures of the sample.
+        scale: number of all records, divided by those of the sample.
+        choices: all combinations.
+        recommended: the smallest pack size that drops few records; None if there is none.
         example_tokens: layout -> int32 `[E]`, tokens of each example of the sample.
         sequence_tokens: int32 `[S]`, logical tokens of each sequence of the sample.
     """
@@ -63,15 +63,14 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is tried.
+    """Options of :func:`forecast`.
 
     Attributes:
-        pack_sizes, layouts, strategies: every combination of these. None: what the settings
-            `pack_size`, `layout` and `strategy` say; where they are not given, `PACK_SIZES`,
-            `LAYOUTS` and `STRATEGIES`.
-        sample: records that are looked at, at most.
-        records: records in all, if they are more than the input has: counts are scaled to them.
-        training: how an epoch is cut into steps.
+        pack_sizes, layouts, strategies: values to combine. None: the settings `pack_size`,
+            `layout` and `strategy` if given, else `PACK_SIZES`, `LAYOUTS` and `STRATEGIES`.
+        sample: maximum number of sampled records.
+        records: total number of records to scale counts to, if larger than the input.
+        training: batch sizes, from which the optimizer steps follow.
     """
 
     pack_sizes: Sequence[int] | None = None
@@ -105,20 +104,19 @@ def forecast(
 ) -> Forecast:
     """Tokenizes a sample of the records of `source` and plans every combination of `options`.
 
-    The input is read to its end; an iterable of unknown length is not, only its first records are
-    looked at.
+    Reads the whole input; of an iterable of unknown length, only the first records.
 
     Args:
-        source, tokenizer, storage_options: as ``packstore.pack`` takes them.
-        options: what is tried.
-        config: further settings, as of ``packstore.pack``. Its `pack_size`, `layout` and
-            `strategy` are not used; `seed` also decides the sample.
-        progress: told how many records were read.
-        settings: fields of :class:`packstore.PackConfig`, over `config`.
+        source, tokenizer, storage_options: see :func:`packstore.pack`.
+        options: the combinations and the sample.
+        config: other settings of :func:`packstore.pack`. Its `pack_size`, `layout` and `strategy`
+            are not used; `seed` also decides the sample.
+        progress: called with the number of records read.
+        settings: fields of :class:`packstore.PackConfig`, which override `config`.
 
     Raises:
-        ConfigError: a setting that a forecast cannot follow, or that `options` says otherwise.
-        InputError: not one record could be used.
+        ConfigError: a setting is not supported here, or contradicts `options`.
+        InputError: no record could be used.
         PackstoreError: the input cannot be read, or the tokenizer does not load.
     """
     options = options or Options()
@@ -156,7 +154,7 @@ def forecast(
 
     @functools.cache
     def cut(pack_size: int, layout: str) -> Measured:
-        """Sizes of the examples as they are cut for packs of a size and layout."""
+        """Measures the examples, truncated for a pack size and layout."""
         if not (base.overlong.startswith("truncate") and isinstance(intake, RecordIntake)):
             return measured
         return measure(intake.sized(pack_size, layout), {"concat", layout})
@@ -179,7 +177,7 @@ def forecast(
 def _tried(
     name: str, asked: Sequence[Any] | None, settings: Mapping[str, Any], usual: Sequence[Any]
 ) -> Sequence[Any]:
-    """Values of one setting that are tried."""
+    """Returns the values of a setting to combine."""
     if name not in settings:
         return usual if asked is None else asked
     if asked is not None:
@@ -189,17 +187,16 @@ def _tried(
 
 
 def _limitless(config: PackConfig) -> PackConfig:
-    """`config` such that no record is too long for any of the combinations."""
+    """Returns `config` changed so that no record is too long for any combination."""
     if config.overlong.startswith("truncate"):
         return config
     return replace(config, pack_size=MAX_PACK_SIZE, max_length=None, overlong="drop")
 
 
 def _recommended(choices: Sequence[Choice]) -> Choice | None:
-    """The smallest pack size that fills well and keeps the records; there the fullest choice.
+    """Returns the fullest choice of the smallest pack size that fills well and keeps the records.
 
-    A small sample leaves its last pack open, which says nothing of the dataset: the emptiest is not
-    counted.
+    Ignores the emptiest pack: a small sample leaves its last pack open, unlike the whole dataset.
     """
     most = max(c.examples for c in choices)
     good = [

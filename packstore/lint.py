@@ -1,4 +1,4 @@
-"""Looks at the texts of records: at what no longer shows once they are token ids."""
+"""Checks the texts of records for errors that token ids no longer show."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from packstore.tokenizer.shapes import Parsed, parse_record
 _MARKER = re.compile(r"<[^<>\s]{1,40}>")
 
 _ENDS = frozenset(".,;:!?\"'’”)…")
-"""What a sentence ends with, letters and digits apart. Markers of turns end with > or ]."""
+"""Characters at the end of sentences, besides letters and digits. Turn markers end with > or ]."""
 
 
 class TextLint:
-    """What a worker of doctor does with a block: tokenizes it, and notes what its texts show.
+    """Tokenizes a block in a worker of doctor, and checks its texts.
 
     Args:
-        tokenize: turns parsed records into examples.
+        tokenize: converts parsed records to examples.
         kind: ``dpo``, ``sft`` or ``ranked``.
         config: the settings.
     """
@@ -38,7 +38,7 @@ class TextLint:
         self._markers = markers_without_token(tokenizer) if tokenizer else []
 
     def __call__(self, block: Block) -> Part:
-        """The examples of a block, and what became of its records and is to be said of them."""
+        """Returns the examples of a block, and the tally of its records with the findings."""
         rows = block.parse()
         examples, tally = self._tokenize.of(rows)
         kept = set(examples.example_ids.tolist())
@@ -52,7 +52,7 @@ class TextLint:
     def _look(self, rows: Rows, i: int, value: object, tally: Tally, known: set[str]) -> None:
         try:
             parsed = parse_record(value, self._kind, self._config)
-        except Refused:  # the settings may change a record before it is parsed
+        except Refused:  # tokenizing may accept it, as settings can change it before parsing
             return
         for check, detail in self._found(parsed):
             if check not in known:
@@ -61,7 +61,7 @@ class TextLint:
     def _found(self, parsed: Parsed) -> Iterator[tuple[str, str]]:
         prompt, responses = parsed.prompt, parsed.responses
         dialogue = isinstance(prompt, list)
-        # Messages and ids of kind sft are all response: their prompts are within.
+        # Messages and ids of kind sft are all response, prompts included.
         if not (self._kind == "sft" and not isinstance(prompt, str)) and not _says(prompt):
             yield "empty_prompt", ""
         if isinstance(prompt, str) and any(_glued(prompt, str(r)) for r in responses):
@@ -71,9 +71,9 @@ class TextLint:
 
 
 def markers_without_token(tokenizer: Tokenizer) -> list[str]:
-    """Markers that the chat template writes around turns, and the vocabulary does not have.
+    """Returns turn markers of the chat template that are missing in the vocabulary.
 
-    Markers are what stands in angle brackets without white space.
+    Markers are texts in angle brackets without white space.
     """
     template = tokenizer.template
     if template is None:
@@ -81,14 +81,14 @@ def markers_without_token(tokenizer: Tokenizer) -> list[str]:
     roles = ("user", "assistant")
     try:
         text = template.render([{"role": role, "content": "a"} for role in roles])
-    except (Refused, PackstoreError):  # it wants another dialogue
+    except (Refused, PackstoreError):  # the template refuses this dialogue
         return []
     found = dict.fromkeys(_MARKER.findall(text))
     return [marker for marker in found if tokenizer.engine.token_to_id(marker) is None]
 
 
 def _says(prompt: Any) -> bool:
-    """Whether a prompt holds anything but white space."""
+    """Returns True if a prompt is not only white space."""
     if isinstance(prompt, str):
         return bool(prompt.strip())
     if isinstance(prompt, list):
@@ -97,7 +97,7 @@ def _says(prompt: Any) -> bool:
 
 
 def _glued(prompt: str, response: str) -> bool:
-    """Whether a word or the end of a sentence stands right before a word, in a script of spaces."""
+    """Returns True if prompt and response join without a space, in a script with spaces."""
     if not prompt or not response:
         return False
     last, first = prompt[-1], response[0]

@@ -1,4 +1,4 @@
-"""Stages side by side in threads: numpy, numba, zstd and the tokenizers let go of Python's lock."""
+"""Runs stages concurrently in threads: numpy, numba, zstd and the tokenizers release the GIL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _END: Any = object()
 
 
 class _Failed:
-    """An error on its way from one thread to the other."""
+    """An error passed from one thread to the other."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -24,13 +24,13 @@ class _Failed:
 def ahead(
     items: Iterable[T], depth: int = 1, stop: threading.Event | None = None
 ) -> Generator[T, None, None]:
-    """The same items, made in a thread of their own, which is at most `depth` items in front.
+    """Yields the items, which another thread computes at most `depth` ahead.
 
-    Closing the generator ends the thread: it stops before the next item. It sets `stop` then, by
-    which an item that takes long may end early.
+    Closing the generator sets `stop`, so that a slow item can end early, and ends the thread before
+    the next item.
 
     Raises:
-        whatever `items` raises, in its place.
+        the errors of `items`, at their position.
     """
     made: queue.Queue[Any] = queue.Queue(depth)
     stop = stop or threading.Event()
@@ -64,9 +64,9 @@ def ahead(
 
 
 def beside(work: Callable[[], object]) -> None:
-    """Does something in a thread that nobody waits for; what is wrong shows where it is needed.
+    """Runs `work` in a thread, and ignores its errors: they recur where the work is needed.
 
-    The process does not end before it: a compiler does not like to be cut off.
+    The process waits for the thread at its end, as a compiler must not be interrupted.
     """
 
     def quietly() -> None:
@@ -77,7 +77,7 @@ def beside(work: Callable[[], object]) -> None:
 
 
 COLLECT_AFTER = 256
-"""Pauses that overlap all the time are interrupted after so many."""
+"""Number of overlapping pauses after which a collection runs."""
 
 _pauses = _since = 0
 _lock = threading.Lock()
@@ -85,9 +85,9 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Pauses the collector of reference cycles: it would look at every record again and again.
+    """Pauses the garbage collector, which would scan all records repeatedly.
 
-    Pauses may overlap; the last one ends them, if the collector was on before.
+    Pauses may overlap; the end of the last one restores the collector.
     """
     global _pauses, _since
     with _lock:

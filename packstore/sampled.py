@@ -1,4 +1,4 @@
-"""A sample of the examples: their sizes, what packs of them come to, and its error."""
+"""Measures a sample of the examples, and estimates packs and their errors from it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from packstore.pack.statistics import sums
 from packstore.records import Bool, Int32, Int64, Tally
 
 UNSEEN = 3
-"""Of what a sample holds none of, it would with a chance of 95 % hold one if there were so many for
-every time that the input is as large as the sample."""
+"""95 % upper limit of hits in a sample without any (rule of three); scaled to all records."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How an epoch is cut into optimizer steps.
+    """Batch sizes of a training run.
 
     Attributes:
-        world_size: ranks.
-        packs_per_batch: packs of one batch on one rank.
-        accumulation: batches of one optimizer step.
+        world_size: number of ranks.
+        packs_per_batch: packs of a batch on one rank.
+        accumulation: batches of an optimizer step.
     """
 
     world_size: int = 1
@@ -37,27 +36,27 @@ class Training:
 
     @property
     def packs_per_step(self) -> int:
-        """Packs of one optimizer step, over all ranks."""
+        """Packs of an optimizer step, over all ranks."""
         return self.world_size * self.packs_per_batch * self.accumulation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One combination of settings, and what it comes to; counts are scaled to all records.
+    """A combination of settings with its estimated results; counts are scaled to all records.
 
     Attributes:
-        strategy: what was asked for.
-        chosen: what chose the examples of each pack: `strategy`, or what ``auto`` came to.
+        strategy: the requested strategy.
+        chosen: the strategy used, where `strategy` is ``auto``; else the same.
         packs, examples: of the dataset.
         overlong: examples that do not fit.
-        packs_error, overlong_error: two standard errors of `packs` and `overlong`; 0 where all
-            records were read, None where only the first ones were.
+        packs_error, overlong_error: two standard errors of `packs` and `overlong`; 0 if all
+            records were read, None if only the first ones were.
         fill_rate: tokens / (packs * pack_size).
         fill_but_emptiest: the same without the emptiest pack, which a small sample leaves open.
         aligned_fill_rate: the same with sequences padded to `pad_to_multiple`.
-        gap: packs over the lower bound, of the sample.
+        gap: packs of the sample above the lower bound, relative.
         examples_per_pack: mean.
-        tokens_saved: share of the tokens of layout ``concat`` that this layout leaves out.
+        tokens_saved: fraction of the tokens of layout ``concat`` that this layout saves.
         steps: optimizer steps of an epoch.
         examples_per_step: mean.
     """
@@ -85,16 +84,16 @@ class Measured:
     """Sizes of the examples of a sample.
 
     Args:
-        intake: gives the sample, place by place.
-        layouts: whose sizes are wanted.
-        multiple: what sequences are padded to.
-        sample: how it was taken.
-        total: records that figures are estimated for.
+        intake: yields the sample, place by place.
+        layouts: layouts to measure.
+        multiple: multiple to which sequences are padded.
+        sample: figures of the sample.
+        total: number of records to scale to.
 
     Attributes:
-        tally: what became of the records, those apart that are too long.
+        tally: counts of records, without those too long.
         read: int64 `[B]`, records read of each place of the sample.
-        overlong: int64 `[B]`, those that no cut makes short enough.
+        overlong: int64 `[B]`, records too long even after truncation.
         place: int64 `[E]`, the place of each example.
         longest: int32 `[E]`, tokens of its longest sequence.
         tokens: layout -> int32 `[E]`.
@@ -133,14 +132,14 @@ class Measured:
         self.padded = {layout: np.concatenate(parts) for layout, parts in padded.items()}
 
     def by_place(self, values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        """float64 `[B]`: sums of values `[E]`."""
+        """Returns float64 `[B]`: sums of values `[E]` over each place."""
         return np.asarray(np.bincount(self.place, values, len(self.read)), np.float64)
 
     def estimate(self, values: npt.NDArray[Any]) -> tuple[float, float]:
-        """The sum over all records of what has these sums `[B]` in the places of the sample.
+        """Estimates the sum over all records from the sums `[B]` in the places of the sample.
 
         Returns:
-            The sum, as a ratio to records, and two standard errors of it.
+            The ratio estimate of the sum, and two standard errors.
         """
         weights = np.full(len(self.read), float(self.sample.run))
         weights[-1] = self.sample.last_run
@@ -155,14 +154,14 @@ def standard_error(
     weights: npt.NDArray[Any],
     known: float,
 ) -> float:
-    """Standard error of the weighted sum of `values`, as a ratio to records.
+    """Estimates the standard error of the weighted sum of `values`, as a ratio to records.
 
-    From the differences of neighbouring places, as one place was drawn from each run of neighbours.
+    Uses differences of neighbouring places, as one place was drawn from each run of neighbours.
     Source: Wolter, "Introduction to Variance Estimation", chapter 8, successive differences.
 
     Args:
-        values, records, weights: `[B]`, of the places of the sample, in the order of the input.
-        known: share of the input that is in the sample, 0..1.
+        values, records, weights: `[B]`, of the places of the sample, in input order.
+        known: sampled fraction of the input, 0..1.
     """
     if known >= 1:
         return 0.0
@@ -179,7 +178,7 @@ def choice_of(measured: Measured, config: PackConfig, training: Training) -> Cho
     Args:
         measured: the sample.
         config: all settings.
-        training: how an epoch is cut into steps.
+        training: batch sizes.
     """
     layout = config.layout
     tokens, padded = measured.tokens[layout], measured.padded[layout]
@@ -193,7 +192,7 @@ def choice_of(measured: Measured, config: PackConfig, training: Training) -> Cho
     scale = measured.total / measured.sample.records
     errors: tuple[int | None, int | None] = (None, None)
     if measured.sample.total is not None:
-        # The plan of all records need not have the gap that the plan of a few has.
+        # The plan of all records may have a smaller gap than that of a few.
         gap = max(found.gap, 1) * (scale - 1)
         errors = (
             round(stored_error / max(found.tokens, 1) * found.num_packs + gap),

@@ -1,7 +1,7 @@
-"""Which examples a dataset takes: duplicates are left out, and some are held back for validation.
+"""Drops duplicates, and splits off examples for validation.
 
-Both look at hashes of 8 bytes of the records' words (:mod:`packstore.tokenizer.keys`), so neither
-depends on the number of workers, and memory holds 8 bytes of a record.
+Both compare 8-byte hashes of the records' words (:mod:`packstore.tokenizer.keys`), so the result
+does not depend on the number of workers, and memory is 8 bytes for each record.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from packstore.seeds import U64, derive, mixed
 TRAIN, VALIDATION = "train", "validation"
 
 DUPLICATES = {"pair": "duplicate_pair", "prompt": "duplicate_prompt"}
-"""Setting `dedup` -> the reason under which records are counted."""
+"""Setting `dedup` -> reason under which dropped records are counted."""
 
 OTHER_PART = {TRAIN: "for_validation", VALIDATION: "for_training"}
-"""The reason under which a part counts the examples that the other one has."""
+"""Reason under which a part counts the examples of the other part."""
 
 
 class Selection:
-    """Sorts examples into parts, in input order.
+    """Assigns examples to parts, in input order.
 
     Args:
-        config: what is wanted.
-        seed: decides, with the prompt of an example alone, the part that gets it.
-        repeated: int64, sorted: ids of the duplicates, where they are known; None: an example is
-            one if an earlier one that came by here has its key.
-        paths: ordinal of each input -> its path, to tell where a duplicate is.
+        config: settings of deduplication and validation.
+        seed: decides, together with the prompt of an example, its part.
+        repeated: int64, sorted: ids of the duplicates, if known; None: an example is a duplicate
+            if an earlier call had one with the same key.
+        paths: ordinal of each input -> its path, for the places of duplicates.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Selection:
         self.parts = (TRAIN, VALIDATION) if config.validation_fraction else (TRAIN,)
 
     def __call__(self, examples: Examples, tally: Tally) -> dict[str, Examples]:
-        """The examples of each part; those left out are counted in `tally`."""
+        """Returns the examples of each part; counts dropped ones in `tally`."""
         if self._config.dedup != "none" and examples.num_examples:
             new = self._new(examples)
             for i in np.flatnonzero(~new).tolist():
@@ -67,20 +67,20 @@ class Selection:
         }
 
     def _new(self, examples: Examples) -> Bool:
-        """bool `[E]`: whether no earlier example has the key of each."""
+        """Returns bool `[E]`: True for the first example with its key."""
         if self._repeated is None:
             return self._seen.add(dedup_keys(examples, self._config))
         return ~np.isin(examples.example_ids, self._repeated)
 
     def _held_back(self, examples: Examples) -> Bool:
-        """bool `[E]`: examples for validation. Equal prompts always share a part."""
+        """Returns bool `[E]`: True for validation. Equal prompts always share a part."""
         drawn = mixed(_keys(examples)[:, 0] ^ self._salt)
         held: Bool = drawn < np.uint64(int(self._config.validation_fraction * 2.0**63) * 2)
         return held
 
 
 def of_part(tally: Tally, part: str, kept: dict[str, int]) -> Tally:
-    """The tally of one part: what the other one has is dropped here, for that reason."""
+    """Returns the tally of one part; examples of the other part count as dropped."""
     others = sum(kept.values()) - kept[part]
     found = Tally()
     found.add(tally)
@@ -90,13 +90,13 @@ def of_part(tally: Tally, part: str, kept: dict[str, int]) -> Tally:
 
 
 class Seen:
-    """Hashes that came by: sorted arrays, each at least twice as long as the next."""
+    """A set of hashes: sorted arrays, each at least twice as long as the next."""
 
     def __init__(self) -> None:
         self._runs: list[U64] = []
 
     def add(self, keys: U64) -> Bool:
-        """bool `[n]`: whether each key came for the first time."""
+        """Adds keys; returns bool `[n]`: True for keys that are new."""
         distinct, first = np.unique(keys, return_index=True)
         known = np.zeros(len(distinct), np.bool_)
         for run in self._runs:
@@ -114,25 +114,25 @@ class Seen:
 
 
 def dedup_keys(examples: Examples, config: SelectConfig) -> U64:
-    """uint64 `[E]`: what two examples share that `dedup` takes for the same."""
+    """Returns uint64 `[E]`, keys that are equal for examples that `dedup` treats as duplicates."""
     return _keys(examples)[:, int(config.dedup == "pair")]
 
 
 def duplicates(keys: Sequence[U64], ids: Sequence[Int64]) -> list[Int64]:
-    """Of parts of the input, the examples whose key has one with a smaller id, in any part.
+    """Finds the examples whose key also belongs to a smaller id, in any part of the input.
 
     Args:
         keys: uint64 `[n]` of each part.
-        ids: their example ids, int64 `[n]` of each part.
+        ids: example ids of the keys, int64 `[n]` of each part.
 
     Returns:
-        Their ids, int64, sorted, of each part.
+        The ids found in each part, int64, sorted.
     """
     every = np.concatenate([np.empty(0, np.uint64), *keys])
     every.sort()
     shared = np.unique(every[1:][every[1:] == every[:-1]])
     del every
-    # Few records are repeated, mostly: only those are sorted with their ids.
+    # Duplicates are few, mostly: only these are sorted with their ids.
     chosen = [np.isin(k, shared) for k in keys]
     key = np.concatenate(
         [np.empty(0, np.uint64), *(k[c] for k, c in zip(keys, chosen, strict=True))]
@@ -148,5 +148,5 @@ def duplicates(keys: Sequence[U64], ids: Sequence[Int64]) -> list[Int64]:
 
 
 def _keys(examples: Examples) -> U64:
-    """uint64 `[E, 2]`: hashes of the prompt and of the record."""
+    """Returns uint64 `[E, 2]`: hashes of the prompt and of the record."""
     return np.empty((0, 2), np.uint64) if examples.keys is None else examples.keys

@@ -1,10 +1,10 @@
-"""Tokenized examples on local disk between tokenizing and packing.
+"""Keeps tokenized examples on local disk between tokenizing and packing.
 
-A plan needs the lengths of all examples before the first pack can be filled, and then wants them in
-an order of its own. Tokens go to flat files in segments. One segment is read back through a memory
-map, in the order of the plan. Several are shuffled on disk first: each is read once, from its
-beginning to its end, and dealt into bucket files that hold neighbouring packs; so the disk never
-seeks, and neither memory nor, by more than a segment, the disk holds anything twice.
+A plan needs the lengths of all examples before the first pack can be filled, and reads them in
+another order. Tokens are written to flat files in segments. A single segment is read through a
+memory map, in the order of the plan. Several segments are shuffled on disk first: each is read
+once, sequentially, and distributed to bucket files of neighbouring packs. So the disk does not
+seek, and at most one segment is on disk twice.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _DTYPES: dict[str, npt.DTypeLike] = {
 }
 
 SEGMENT_BYTES = 32 << 20
-"""Bytes of ids in a segment, about: more is shuffled on disk, in buckets of about this size."""
+"""Approximate bytes of ids in a segment; more are shuffled on disk, in buckets of this size."""
 
 MAX_BUCKETS = 256
-"""Buckets at most: each gets a piece of every segment, and small pieces are slow to write."""
+"""Maximum buckets: each gets a piece of every segment, and small pieces are slow to write."""
 
 _AT_ONCE = 2048
-"""Examples that are copied from a segment to a bucket at once."""
+"""Examples copied from a segment to a bucket at once."""
 
 Part = tuple[Examples, Int32, Int64]
 
@@ -51,7 +51,7 @@ class Spill:
     """Collects :class:`Examples` on disk; a context manager that removes its files at the end.
 
     Args:
-        folder: where to put the files; None: the system's folder for temporary files.
+        folder: folder of the files; None: the system's folder for temporary files.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -79,11 +79,11 @@ class Spill:
         temporary.remove(self._folder)
 
     def append(self, examples: Examples, lengths: Int32) -> None:
-        """Adds `examples` behind those that are already here.
+        """Appends `examples`.
 
         Args:
             examples: E examples.
-            lengths: int32 `[E]`, tokens that each takes up in a pack.
+            lengths: int32 `[E]`, tokens of each in a pack.
 
         Raises:
             StorageError: the disk is full or unwritable.
@@ -97,18 +97,18 @@ class Spill:
         self.num_examples += examples.num_examples
 
     def lengths(self) -> Int32:
-        """int32 `[E]`, as they were handed in."""
+        """Returns int32 `[E]`, the lengths passed to :meth:`append`."""
         return np.fromfile(self._lengths, np.int32) if self.num_examples else np.empty(0, np.int32)
 
     def parts(self, order: Int32, offsets: Int64) -> Iterator[Part]:
-        """All packs, some at a time. Can be called once.
+        """Yields all packs, some at a time. Can be called only once.
 
         Args:
             order: int32 `[E]`, the examples, pack by pack.
-            offsets: int64 `[P + 1]`; pack i holds ``order[offsets[i]:offsets[i + 1]]``.
+            offsets: int64 `[P + 1]`; pack i has ``order[offsets[i]:offsets[i + 1]]``.
 
         Returns:
-            For each part some examples, the order in which its packs take them, and its offsets.
+            For each part its examples, their order in its packs, and its offsets.
         """
         if not self.num_examples:
             return
@@ -122,7 +122,7 @@ class Spill:
         self._deal(order, offsets[cuts], buckets)
         for bucket, first, last in zip(buckets, cuts[:-1], cuts[1:], strict=True):
             own = order[offsets[first] : offsets[last]]
-            # A bucket holds its examples in input order.
+            # The examples of a bucket are in input order.
             yield bucket.examples(), _ranks(own), _from_zero(offsets[first : last + 1])
             bucket.remove()
 
@@ -149,7 +149,7 @@ class Spill:
 
 
 class _Store:
-    """Files that hold some examples, in the order in which they were added."""
+    """Files with some examples, in the order in which they were added."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
@@ -174,7 +174,7 @@ class _Store:
         for name, dtype in _DTYPES.items():
             array = offsets[name] if name in offsets else getattr(examples, name)
             if name in offsets and self._sequences:
-                array = array[1:]  # it begins with the last one before
+                array = array[1:]  # its first offset is already there
             _append(self._path(name), np.ascontiguousarray(array, dtype))
         if examples.columns:
             self._columns = {name: column.dtype for name, column in examples.columns.items()}
@@ -183,7 +183,7 @@ class _Store:
         self._sequences += examples.num_sequences
 
     def examples(self) -> Examples:
-        """All examples, their arrays mapped from disk: only what is touched is read."""
+        """Returns all examples as memory-mapped arrays: only pages that are used are read."""
         arrays = {
             name: np.memmap(self._path(name), dtype, mode="r").view(np.ndarray)
             for name, dtype in _DTYPES.items()
@@ -212,7 +212,7 @@ class _Store:
 
 
 def filled(spill: Spill, packing: Plan, config: PackConfig) -> Iterator[Packs]:
-    """The packs in plan order, about a row group at a time."""
+    """Yields the packs in plan order, about a row group at a time."""
     step = max(1, config.row_group_tokens // config.pack_size)
     for examples, order, offsets in spill.parts(packing.order, packing.offsets):
         for first in range(0, len(offsets) - 1, step):
@@ -221,7 +221,7 @@ def filled(spill: Spill, packing: Plan, config: PackConfig) -> Iterator[Packs]:
 
 
 def _stream(examples: Examples) -> pa.Buffer:
-    """The carried columns as Arrow IPC."""
+    """Returns the carried columns as Arrow IPC."""
     batch = pa.RecordBatch.from_pydict({n: pa.array(c) for n, c in examples.columns.items()})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -230,7 +230,7 @@ def _stream(examples: Examples) -> pa.Buffer:
 
 
 def _ranks(values: Int32) -> Int32:
-    """The place of each among all when sorted."""
+    """Returns the rank of each value."""
     ranks = np.empty(len(values), np.int32)
     ranks[values.argsort()] = np.arange(len(values), dtype=np.int32)
     return ranks
@@ -244,7 +244,7 @@ def _from_zero(offsets: Int64) -> Int64:
 def _append(path: Path, data: Column | pa.Buffer) -> None:
     try:
         with open(path, "ab") as file:
-            # Not tofile: it tells of a full disk without its errno.
+            # Not tofile, whose error for a full disk lacks the errno.
             file.write(data.data if isinstance(data, np.ndarray) else data)
     except OSError as error:
         raise _full(error, str(path.parent)) from error
