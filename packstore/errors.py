@@ -106,11 +106,11 @@ class Login(NamedTuple):
 
 
 def logins(url: str) -> list[Login]:
-    """The parts of a URL, of which ``::`` chains several.
+    """Splits a URL, which may be a chain joined by ``::``, into its parts.
 
-    A password may hold ``@``, and by mistake ``/``: then nobody can tell where it ends, and all up
-    to the last ``@`` is the login, also behind what may be a port. An ``@`` in a path after a host
-    alone belongs to no login.
+    A password may contain ``@`` and, by mistake, ``/``, so that its end is unknown: everything up
+    to the last ``@`` counts as login, even after a possible port. An ``@`` in a path after a host
+    without login does not.
     """
     return [_login(part) for part in re.split(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)", url)]
 

@@ -42,7 +42,7 @@ class TextLint:
         rows = block.parse()
         examples, tally = self._tokenize.of(rows)
         kept = set(examples.example_ids.tolist())
-        # The stage itself may count what is counted here.
+        # Tokenizing may already have counted the same findings.
         known = set(tally.noted)
         for i, value in enumerate(rows.values):
             if example_id(rows.source, rows.ordinals[i]) in kept:

@@ -59,7 +59,7 @@ _MAXIMUM = {
 
 
 RENAMED = {"shard_bytes": "shard_tokens"}
-"""Settings of earlier releases -> those that took their place, with values of another meaning."""
+"""Settings of earlier releases -> their replacements, whose values have another meaning."""
 
 
 def validate(config: Any) -> None:

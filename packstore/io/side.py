@@ -1,7 +1,7 @@
 """Side datasets: values derived from a dataset with a model, keyed by example id.
 
-A folder of its own, so that a dataset never changes: Parquet shards under ``data/``, and a manifest
-``_packstore/side-000001.json`` whose appearance is the commit, as that of a dataset is.
+They are separate folders, so that datasets never change: Parquet shards under ``data/``, and a
+manifest ``_packstore/side-000001.json``, which is the commit, as for a dataset.
 """
 
 from __future__ import annotations

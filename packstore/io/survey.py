@@ -1,8 +1,8 @@
-"""Lists everything at a place that is not part of a version that stays, and tells what may go.
+"""Lists files that belong to no version to keep, and decides which can be removed.
 
-Age alone decides, by the times that the store tells: a file may be that of a job whose commit is
-still under way, however dead its marker looks. All files of a run are as young as the
-youngest of them, so that a long job keeps what it wrote first.
+Only the age by the store's timestamps decides: a file may belong to a job that is about to commit,
+even if its marker looks dead. All files of a run count as young as the youngest of them, so that a
+long job keeps its first files.
 """
 
 from __future__ import annotations

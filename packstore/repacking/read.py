@@ -40,7 +40,7 @@ def read_packs(
 
     Raises:
         StorageError: a shard is missing, or the store refuses.
-        IntegrityError: a shard's bytes are not those that were written.
+        IntegrityError: a checksum of a shard does not match.
     """
     schedule = _Schedule(batches, plan)
     groups = _read_ahead(dataset, schedule.groups(), config)

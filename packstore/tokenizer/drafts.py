@@ -69,7 +69,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
-    """Strips what the settings strip, and checks the responses.
+    """Strips thinking if so configured, and checks the responses.
 
     Raises:
         Refused: ``empty_response`` or ``identical_responses``.

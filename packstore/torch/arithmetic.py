@@ -20,7 +20,7 @@ from packstore.torch.head import find_head, probe_inputs
 from packstore.torch.model import unwrapped
 
 Precision = Literal["none", "bf16"]
-"""``bf16``: bfloat16 by autocast; ``none``: as it is around the call."""
+"""``bf16``: bfloat16 by autocast; ``none``: the caller's autocast state."""
 
 Arithmetic = dict[str, str | None]
 

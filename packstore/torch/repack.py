@@ -101,7 +101,7 @@ class RepackedPacks(_PlannedPacks):
         RecordError: an example does not fit, and `overlong` is ``error``.
         DropRateError: too many examples, or all, do not fit.
         StorageError: a shard is missing, or the store refuses.
-        IntegrityError: a shard's bytes are not those that were written.
+        IntegrityError: a checksum of a shard does not match.
     """
 
     def __init__(

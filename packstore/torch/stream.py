@@ -71,7 +71,7 @@ class PackStream(Protocol):
 
         Raises:
             StorageError: a shard is missing, or the store refuses.
-            IntegrityError: a shard's bytes are not those that were written.
+            IntegrityError: a checksum of a shard does not match.
         """
 
 
