@@ -160,7 +160,7 @@ def _open(path: str, flags: int) -> BinaryIO:
 @functools.cache
 def _warn(folder: str, reason: str) -> None:
     """Warns once for each reason, not for each file."""
-    log.warning("not kept in the cache %s: %s", folder, reason)
+    log.warning("cannot cache in %s: %s", folder, reason)
 
 
 def _evict(home: str, limit: int, own: str) -> int:

@@ -57,7 +57,7 @@ def retrying(
                     wait = min(policy.backoff * 2.0 ** min(attempt - 1, 64), policy.longest_wait)
                     wait = min(wait * _jitter.uniform(0.5, 1.5), left)
                     level = logging.WARNING if attempt in _WARN_AFTER else logging.INFO
-                    log.log(level, "%s Asking again in %.1f s.", error, wait)
+                    log.log(level, "%s Retrying in %.1f s.", error, wait)
                     over = bool(pause(wait))
                 if over:
                     if attempt > 1:

@@ -120,7 +120,7 @@ def check_tokenizer(
     manifest = _manifest(data)
     told = _tokenizer(manifest)
     if not told:
-        logger.warning("the dataset does not know its tokenizer; nothing to compare")
+        logger.warning("the dataset records no tokenizer; nothing to compare")
         return
     templates: Iterable[str] | None = None
     if isinstance(tokenizer, str | PathLike):
@@ -218,7 +218,7 @@ def _compare(told: Mapping[str, Any], tokenizer: Any) -> None:
     if size is not None and own_size < size:
         raise _refusal(f"it must have at least {size} ids", str(own_size))
     if told.get("vocab_sha256") is None or told.get("probe_sha256") is None:
-        logger.warning("the dataset knows its tokenizer file only; vocabularies are not compared")
+        logger.warning("the dataset records only its tokenizer file; vocabularies are not compared")
     else:
         if vocabulary_sha256(map(by_id.get, range(size or own_size))) != told["vocab_sha256"]:
             raise _refusal("each id must be the same token", "another vocabulary")

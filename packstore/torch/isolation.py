@@ -138,7 +138,7 @@ def probe_model(model: nn.Module) -> None:
     try:
         logger.info("probe: packed and unpacked logits differ by %.2g", check_isolation(model))
     except _UnclearError as error:
-        logger.warning("the probe cannot tell: %s", error)
+        logger.warning("the probe gave no result: %s", error)
 
 
 def check_isolation(

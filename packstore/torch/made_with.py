@@ -169,7 +169,7 @@ def _compare(
                 must = f"it must say its {name}"
                 do = f"Make it anew with packstore ref-logps, {TAKE}"
                 raise CompatibilityError(sentence(side.url, must, "none", do))
-            logger.warning("%s does not say its %s", side.url, name)
+            logger.warning("%s does not record its %s", side.url, name)
         elif told[name] != own[name] and strict:
             must = f"its {name} must be that of the training, {quote(own[name], 20)}"
             do = _remedy(name, own[name])

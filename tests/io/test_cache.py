@@ -208,7 +208,7 @@ def test_no_failure_of_the_folder_ends_the_reading(
     with caplog.at_level("WARNING", "packstore"):
         for _ in range(2):
             check(kit, data, stored)
-    assert caplog.text.count("not kept in the cache") <= 1
+    assert caplog.text.count("cannot cache in") <= 1
 
 
 def test_a_cache_that_cannot_be_written_is_no_obstacle(

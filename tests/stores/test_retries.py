@@ -86,7 +86,7 @@ LASTING = [
 def test_what_passes_is_asked_again(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert asked(failing(2, error)) == "after 3"
-    assert caplog.text.count("Asking again in") == 2
+    assert caplog.text.count("Retrying in") == 2
     with pytest.raises(StorageError, match=r"Tried 4 times\.$"):
         asked(failing(9, error), attempts=4)
 

@@ -126,7 +126,7 @@ def test_nothing_tells_a_secret(
     if kind == "s3":  # the other clients ask for a minute by themselves
         down = store.through("http://127.0.0.1:9")  # nobody listens there
         told.error(lambda: Location(store.url, {**options, **keyed(down)[0]}).read_bytes("x"))
-        assert "Asking again" in caplog.text
+        assert "Retrying" in caplog.text
     place.remove(data.manifest.shards[0].path)
     told.error(lambda: list(data.iter_packs()))
     told.texts.append(caplog.text)

@@ -185,7 +185,7 @@ def test_a_side_dataset_that_does_not_say_is_refused(
     with pytest.raises(CompatibilityError, match="it must say its autocast_dtype; found none"):
         check_reference(str(tmp_path / "silent"), model, dataset)
     check_reference(str(tmp_path / "silent"), model, dataset, exact=False)
-    assert "does not say its autocast_dtype" in caplog.text
+    assert "does not record its autocast_dtype" in caplog.text
 
 
 def test_evaluation_computes_as_the_reference_did_or_says_so(

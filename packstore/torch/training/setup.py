@@ -278,4 +278,4 @@ def _restore(run: Run, checkpoint: Path, state: RunState) -> None:
         set_random_state(state.random[rank])
     else:
         _seed(run.config.seed + state.step, rank)
-    logger.info("goes on from %s", checkpoint)
+    logger.info("resuming from %s", checkpoint)
