@@ -12,7 +12,7 @@ import pytest
 from stores import Store
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 8
+SECONDS = 6
 
 
 def storm(folder: Path, place: str, *arguments: str) -> None:
