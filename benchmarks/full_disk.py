@@ -152,7 +152,7 @@ def point(disk: Path, kind: str, what: str, left: int, expected: list[str]) -> d
             and not left_over}  # fmt: skip
 
 
-def run_all(points: int) -> dict[str, Any]:
+def run_all(points: int, disks: list[str]) -> dict[str, Any]:
     """All points, on a disk that is mounted already."""
     folder = Path(os.environ["FULL_DISK"])
     disk = folder / "disk"
@@ -164,14 +164,14 @@ def run_all(points: int) -> dict[str, Any]:
     assert packstore.open(str(folder / "new")).verify().ok
     found = [
         point(disk, kind, what, left, undisturbed)
-        for kind in DISKS
+        for kind in disks
         for what in ("pages", "inodes")
         for left in range(points)
     ]
     wrong = [f for f in found if not f["right"]]
     by_disk = {
         kind: dict(Counter("right" if f["right"] else "wrong" for f in found if f["disk"] == kind))
-        for kind in DISKS
+        for kind in disks
     }
     ended = Counter("committed" if f["committed"] else f["error"].split(":")[0] for f in found)
     return {"points": len(found), "by_disk": by_disk, "ended": dict(ended), "wrong": wrong}
@@ -180,16 +180,18 @@ def run_all(points: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--points", type=int, default=60, help="pages, and inodes, of each disk")
+    parser.add_argument("--disks", nargs="+", choices=DISKS, default=list(DISKS))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if "FULL_DISK" in os.environ:
-        print(json.dumps(run_all(args.points)))
+        print(json.dumps(run_all(args.points, args.disks)))
         return 0
     with tempfile.TemporaryDirectory(prefix="full-disk-") as name:
         (disk := Path(name, "disk")).mkdir()
         script = f'mount -t tmpfs -o size={BYTES},nr_inodes={INODES} none "{disk}" && exec "$@"'
         unshare = ["unshare", "--mount", *(() if os.geteuid() == 0 else ("--map-root-user",))]
         command = [sys.executable, "-W", "ignore", __file__, "--points", str(args.points)]
+        command += ["--disks", *args.disks]
         began = time.monotonic()
         done = subprocess.run(
             [*unshare, "sh", "-c", script, "sh", *command],
