@@ -159,17 +159,3 @@ def test_every_file_of_a_plugin_folder_is_registered_and_loads(folder: Path) -> 
     for name in registry:
         with suppress(MissingExtraError):  # what only a machine with a GPU has
             assert registry.load(name) is not None
-
-
-def test_no_file_is_a_hall() -> None:
-    """A file over 300 lines is a question to answer; the answers stand here."""
-    answered = {
-        "packstore/records.py": "all types that cross borders, and their index arithmetic",
-        "packstore/schema.py": "columns and types, and both ways between Arrow and numpy",
-    }
-    long = {
-        str(path.relative_to(ROOT)): lines
-        for path in (ROOT / "packstore").rglob("*.py")
-        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > 300
-    }
-    assert set(long) <= set(answered), long

@@ -13,8 +13,7 @@ from typing import Any
 
 from packstore.config import fingerprint
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
-from packstore.io.manifest import Manifest, Records
-from packstore.io.manifest_json import check_manifest
+from packstore.io.manifest import Manifest, Records, check_manifest
 from packstore.io.shard import ShardInfo
 from packstore.io.statistics import NO_STATISTICS, Spread, Statistics, Totals
 from packstore.records import SOURCE_SHIFT

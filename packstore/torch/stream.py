@@ -12,7 +12,6 @@ from typing import Any, Literal, Protocol
 import fsspec.implementations.local  # noqa: F401  (taking longer than opening a dataset does)
 import numpy as np
 
-import packstore.io.manifest_json  # noqa: F401  (likewise)
 from packstore.config import ReadConfig
 from packstore.errors import ConfigError, quote
 from packstore.io.dataset import Dataset

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from packstore.errors import FormatError
-from packstore.io import manifest_json
 from packstore.io.dataset import Dataset
 from packstore.io.manifest import Manifest
 from packstore.io.order import PackOrder
@@ -54,10 +53,10 @@ def enlarged(manifest: Manifest, shards: int) -> Manifest:
 
 def test_opening_takes_little_more_than_the_result(small: Dataset) -> None:
     data = enlarged(small.manifest, 100).to_json()
-    manifest_json.parse(data, "manifest")
+    Manifest.from_json(data)
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
-    manifest = manifest_json.parse(data, "manifest")
+    manifest = Manifest.from_json(data)
     after, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(manifest.shards) == 100

@@ -16,8 +16,7 @@ from packstore import config, schema
 from packstore.invariants import RULES
 from packstore.io import pack_index
 from packstore.io.commit import FOLDER, MAX_MANIFEST_BYTES, manifest_path
-from packstore.io.manifest import Manifest
-from packstore.io.manifest_json import FILE_FORMATS
+from packstore.io.manifest import FILE_FORMATS, Manifest
 from packstore.io.side import SHARD_ROWS
 from packstore.io.side_manifest import SIDE, SIDE_TYPES, SIDE_VERSION
 from packstore.io.writer import DATA
