@@ -79,7 +79,7 @@ def lengths(n: int, limit: int, data: str | None, seed: int = 0) -> np.ndarray:
 
 def batch_of(rows: np.ndarray, layout: str, vocab_size: int) -> Any:
     """One pack of these pairs; the tokens follow from the lengths, the same in every layout."""
-    from packstore.records import Packs, to_offsets
+    from packstore.format.arrays import Packs, to_offsets
     from packstore.torch import collate
 
     ids, labels, whole = [], [], []
@@ -150,7 +150,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, layout: Any, window: int | None, scal
 
 def ragged(device: str, seed: int = 0) -> Any:
     """Key runs longer than their queries, and taken from anywhere in the row."""
-    from packstore.torch.layout import AttentionLayout
+    from packstore.torch.batch.layout import AttentionLayout
 
     rng = np.random.default_rng(seed)
     queries = rng.integers(1, 200, 9)

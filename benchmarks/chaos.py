@@ -48,7 +48,7 @@ from server_kinds import BUCKET  # noqa: E402
 from stores import Store, serving  # noqa: E402
 
 import packstore  # noqa: E402
-from packstore.io.clean import clean  # noqa: E402
+from packstore.io.maintain.clean import clean  # noqa: E402
 
 KINDS = ("refuse", "error 500", "slow down", "delay", "done but lost", "late", "stale", "wait")
 DRAIN_S = 300

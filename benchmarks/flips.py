@@ -26,8 +26,8 @@ sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 from flips import flip, regions  # noqa: E402
 
 import packstore  # noqa: E402
-from packstore.io.dataset import Dataset  # noqa: E402
-from packstore.io.side import SideWriter  # noqa: E402
+from packstore.io.dataset.dataset import Dataset  # noqa: E402
+from packstore.io.side.side import SideWriter  # noqa: E402
 
 PROFILES: dict[str, dict[str, Any]] = {
     "parquet": {},

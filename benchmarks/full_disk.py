@@ -31,10 +31,10 @@ from typing import Any
 from kill_points import in_child
 
 import packstore
+from packstore.build.pipeline import pack
 from packstore.errors import PackstoreError
-from packstore.io import local
-from packstore.io.clean import clean
-from packstore.pipeline import pack
+from packstore.io.maintain.clean import clean
+from packstore.io.store import local
 
 SETTINGS: dict[str, Any] = {
     "pack_size": 64,

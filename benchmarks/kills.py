@@ -39,9 +39,9 @@ from typing import Any
 from kill_points import be_child, in_child, relay, result_of, watch_disk
 
 import packstore
-from packstore.io.clean import clean
-from packstore.io.storage import Location
-from packstore.pipeline import pack
+from packstore.build.pipeline import pack
+from packstore.io.maintain.clean import clean
+from packstore.io.store.location import Location
 
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 SETTINGS: dict[str, Any] = {

@@ -104,8 +104,8 @@ def parts_of_cpu(dataset: str, quick: bool) -> dict[str, float]:
     """Microseconds of CPU a pack of each thing that is done for it, one after another."""
     import torch
 
-    from packstore.io.dataset import open as open_dataset
-    from packstore.torch.collate import collate
+    from packstore.io.dataset.dataset import open as open_dataset
+    from packstore.torch.batch.collate import collate
 
     torch.set_num_threads(1)
     data = open_dataset(dataset)
@@ -147,8 +147,8 @@ def parts_of_cpu(dataset: str, quick: bool) -> dict[str, float]:
 
 def order(dataset: str, quick: bool) -> dict[str, float]:
     """Order of 1e8 packs: set up, seek, what 8 ranks read, how well it mixes, what strata bring."""
-    from packstore.io.order import PackOrder
-    from packstore.records import to_offsets
+    from packstore.format.arrays import to_offsets
+    from packstore.io.dataset.order import PackOrder
 
     packs = 10**6 if quick else 10**8
     rows = np.full(packs // 32, 32)
@@ -193,8 +193,8 @@ def order(dataset: str, quick: bool) -> dict[str, float]:
 
 def manifest(dataset: str, quick: bool, packs: int) -> dict[str, float]:
     """Opening and resuming in a dataset of so many packs, whose shards are only in its manifest."""
-    from packstore.io.dataset import open as open_dataset
-    from packstore.io.order import PackOrder
+    from packstore.io.dataset.dataset import open as open_dataset
+    from packstore.io.dataset.order import PackOrder
 
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
@@ -219,8 +219,8 @@ def manifest(dataset: str, quick: bool, packs: int) -> dict[str, float]:
 
 def make_manifest(dataset: str, folder: str, packs: int) -> None:
     """A manifest of shards of 1000 row groups of 32 packs."""
-    from packstore.io.dataset import open as open_dataset
-    from packstore.io.shard import RowGroups
+    from packstore.io.dataset.dataset import open as open_dataset
+    from packstore.io.shards.shard import RowGroups
 
     base, rng, ones = open_dataset(dataset).manifest, np.random.default_rng(0), np.ones(1000, int)
     k, size = base.num_responses or 2, base.pack_size

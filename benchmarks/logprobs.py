@@ -77,7 +77,7 @@ def checkpointed(hidden: Any, weight: Any, labels: Any) -> Any:
 
 def packstore(chunk_size: int) -> Callable[..., Any]:
     def route(hidden: Any, weight: Any, labels: Any) -> Any:
-        from packstore.torch.fused_head import HeadLogProbs, Projection
+        from packstore.torch.logprobs.fused_head import HeadLogProbs, Projection
 
         how = Projection(chunk_size=chunk_size)
         return HeadLogProbs.apply(hidden, weight, None, labels, how)

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import packstore
-from packstore.io.inputs import InputReader
+from packstore.io.inputs.files import InputReader
 from packstore.version import VERSION
 
 RESULTS = Path(__file__).parent / "results" / "order.json"
@@ -45,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 CHILD = """
 import json, os, resource, sys, time
-import packstore, packstore.pipeline
+import packstore, packstore.build.pipeline
 source, out, tokenizer, settings = json.loads(sys.argv[1])
 before, start = sum(os.times()[:4]), time.perf_counter()
 packstore.pack(source, out, tokenizer, **settings)

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import packstore
-from packstore.schema import pack_schema, to_arrow
+from packstore.format.schema import pack_schema, to_arrow
 
 RESULTS = Path(__file__).parent / "results" / "parquet.json"
 ROOT = Path(__file__).parents[1]

@@ -24,19 +24,19 @@ from rich.table import Table
 
 import packstore
 from packstore.config import PackConfig
-from packstore.io.dataset import Dataset
-from packstore.io.dataset import open as open_dataset
-from packstore.io.manifest import build_manifest, commit_manifest
-from packstore.io.shard import PackShape
-from packstore.io.storage import Location
-from packstore.io.writer import ShardWriter
+from packstore.format.arrays import Examples, Tally, range_indices, to_offsets
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.manifest.manifest import build_manifest, commit_manifest
+from packstore.io.shards.shard import PackShape
+from packstore.io.store.location import Location
+from packstore.io.write.shard_writer import ShardWriter
+from packstore.online_packing import ExampleSizes, plan_epoch
+from packstore.online_packing import read as reading
 from packstore.pack.fill import fill
-from packstore.records import Examples, Tally, range_indices, to_offsets
-from packstore.repacking import ExampleSizes, plan_epoch
-from packstore.repacking import read as reading
-from packstore.torch.mix import MixedPacks, Source
-from packstore.torch.repack import RepackedPacks
-from packstore.torch.stream import PackStream, StoredPacks
+from packstore.torch.data.mix import MixedPacks, Source
+from packstore.torch.data.online_packs import RepackedPacks
+from packstore.torch.schedule.stream import PackStream, StoredPacks
 from packstore.version import VERSION
 
 RESULTS = Path(__file__).parent / "results" / "repacking.json"

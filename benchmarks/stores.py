@@ -35,11 +35,11 @@ import stores  # noqa: E402
 from server_kinds import ACCOUNT, ACCOUNT_KEY, BUCKET, KEY, KINDS, REGION, SECRET  # noqa: E402
 
 from packstore.config import PackConfig  # noqa: E402
-from packstore.io.shard import PackShape  # noqa: E402
-from packstore.io.storage import Location  # noqa: E402
-from packstore.io.writer import ShardWriter  # noqa: E402
+from packstore.format.arrays import Examples, Packs  # noqa: E402
+from packstore.io.shards.shard import PackShape  # noqa: E402
+from packstore.io.store.location import Location  # noqa: E402
+from packstore.io.write.shard_writer import ShardWriter  # noqa: E402
 from packstore.pack.fill import fill  # noqa: E402
-from packstore.records import Examples, Packs  # noqa: E402
 
 RANGE, WINDOW = 512 << 10, 24
 """Bytes of a row group, about, and how many are asked for at a time: what the loader does."""

@@ -33,11 +33,11 @@ import numpy as np
 
 from packstore.config import PackConfig
 from packstore.errors import PackstoreError
-from packstore.records import Examples, Rows, Tally
+from packstore.format.arrays import Examples, Rows, Tally
 from packstore.tokenizer import FASTER, RecordTokenizer, Tokenizer, detect_kind, load_tokenizer
-from packstore.tokenizer.drafts import check_responses, draft_record
+from packstore.tokenizer.records.shapes import parse_record
 from packstore.tokenizer.refusals import Refused
-from packstore.tokenizer.shapes import parse_record
+from packstore.tokenizer.rendered import check_responses, draft_record
 from packstore.version import VERSION
 
 RESULTS = Path(__file__).parent / "results" / "tokenizing.json"

@@ -49,8 +49,8 @@ FIRST = 2
 def prepare(setting: Setting, folder: Path, data: str | None, steps: int) -> dict[str, Any]:
     """Model, dataset and reference log-probs; settings of all runs."""
     import packstore
-    from packstore.torch.load import load_model
-    from packstore.torch.reference import write_ref_logps
+    from packstore.torch.models.load import load_model
+    from packstore.torch.reference.reference import write_ref_logps
 
     pairs = 64 if setting.cuda else 8
     rows = lengths(pairs * (steps + 2), 1024 if setting.cuda else 30, data)
@@ -111,8 +111,8 @@ def run(settings: dict[str, Any], kill_at: int | None = None) -> dict[str, Any]:
 
 def child(task: dict[str, Any]) -> None:
     """One run, killed after a step if asked for."""
-    from packstore.torch.train import train
     from packstore.torch.training.sinks import JsonLines
+    from packstore.torch.training.train import train
 
     write = JsonLines.write
 

@@ -39,9 +39,9 @@ from rich.table import Table
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 import packstore
+from packstore.format.arrays import Examples, Int32, Int64
+from packstore.format.seeds import permutation
 from packstore.pack.layout import sizes
-from packstore.records import Examples, Int32, Int64
-from packstore.seeds import permutation
 
 ROOT = Path(__file__).parents[1]
 ORDERS = 10

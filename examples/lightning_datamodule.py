@@ -30,7 +30,7 @@ from packstore.torch import (
     PackedPolicy,
     PreferenceLoss,
 )
-from packstore.torch.load import load_model
+from packstore.torch.models.load import load_model
 
 
 class PackedData(lightning.LightningDataModule):
@@ -77,7 +77,7 @@ class DPO(lightning.LightningModule):
     """A causal LM, trained by a preference loss.
 
     Args:
-        model: as :func:`packstore.torch.load.load_model` gives it.
+        model: as :func:`packstore.torch.models.load.load_model` gives it.
         loss_fn: the loss.
         learning_rate: of AdamW.
     """

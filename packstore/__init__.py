@@ -32,32 +32,32 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from packstore.combine import append, concat
+    from packstore.build.combine import append, concat
+    from packstore.build.pipeline import pack
     from packstore.config import PackConfig
     from packstore.errors import PackstoreError
-    from packstore.io.dataset import Dataset, open
+    from packstore.io.dataset.dataset import Dataset, open
     from packstore.pack.plan import Plan, plan
-    from packstore.pipeline import pack
 else:
 
     class _CallablePackage(ModuleType):
         """The sub-package, made callable from here so that it never imports a higher layer."""
 
         def __call__(self, source, out, tokenizer=None, **settings):
-            from packstore.pipeline import pack
+            from packstore.build.pipeline import pack
 
             return pack(source, out, tokenizer, **settings)
 
     _pack_package.__class__ = _CallablePackage
 
 _LAZY = {
-    "Dataset": "packstore.io.dataset",
+    "Dataset": "packstore.io.dataset.dataset",
     "PackConfig": "packstore.config",
     "PackstoreError": "packstore.errors",
     "Plan": "packstore.pack.plan",
-    "append": "packstore.combine",
-    "concat": "packstore.combine",
-    "open": "packstore.io.dataset",
+    "append": "packstore.build.combine",
+    "concat": "packstore.build.combine",
+    "open": "packstore.io.dataset.dataset",
     "plan": "packstore.pack.plan",
 }
 

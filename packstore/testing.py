@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from packstore.records import Examples, to_offsets
-from packstore.schema import KINDS
+from packstore.format.arrays import Examples, to_offsets
+from packstore.format.schema import KINDS
 
 
 def random_examples(

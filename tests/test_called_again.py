@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 import packstore
 from packstore.cli import main
 from packstore.errors import DatasetExistsError
-from packstore.io.dataset import Dataset
+from packstore.io.dataset.dataset import Dataset
 
 THERE = "already there, same input and settings"
 PAIRS = [

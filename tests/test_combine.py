@@ -20,10 +20,10 @@ from packstore.errors import (
     DatasetNotFoundError,
     TokenizerError,
 )
-from packstore.io.clean import clean
-from packstore.io.dataset import Dataset
-from packstore.io.side import SideWriter
-from packstore.io.storage import Location
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.maintain.clean import clean
+from packstore.io.side.side import SideWriter
+from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}

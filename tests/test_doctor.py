@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import packstore
-from packstore.doctor import Diagnosis, diagnose
+from packstore.build.doctor import Diagnosis, diagnose
 
 PAIR = {"prompt": "Say yes.\n", "chosen": "Yes.", "rejected": "No."}
 

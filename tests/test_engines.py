@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from packstore.engines.local import run
+from packstore.build.engines.local import run
 from packstore.errors import PackstoreError
 
 
@@ -71,7 +71,7 @@ def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(
         "import operator\n"
-        "from packstore.engines.local import run\n"
+        "from packstore.build.engines.local import run\n"
         "print(list(run(operator.neg, range(5), 2)))\n"
     )
     done = subprocess.run(

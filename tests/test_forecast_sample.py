@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import packstore
+from packstore.build.estimate import Forecast, Options, forecast
 from packstore.cli import main
 from packstore.errors import ConfigError
-from packstore.forecast import Forecast, Options, forecast
 
 RNG = random.Random(1)
 LENGTHS = sorted(int(RNG.lognormvariate(4, 0.8)) + 2 for _ in range(6000))
@@ -41,7 +41,7 @@ def ordered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The input is small: it has as many places as a large one, if they are small too."""
-    monkeypatch.setattr("packstore.forecast.SAMPLE_BLOCK_BYTES", 1 << 13)
+    monkeypatch.setattr("packstore.build.estimate.SAMPLE_BLOCK_BYTES", 1 << 13)
 
 
 OPTIONS = {"layouts": ("concat",), "strategies": ("pool",)}
@@ -214,7 +214,7 @@ def test_the_command_says_how_it_sampled(ordered: Path, capsys: pytest.CaptureFi
 
 
 def test_the_error_is_that_of_neighbouring_places() -> None:
-    from packstore.sampled import standard_error
+    from packstore.build.sampled import standard_error
 
     rng = np.random.default_rng(0)
     values = rng.normal(100, 10, 400)
@@ -231,8 +231,8 @@ def test_the_error_is_that_of_neighbouring_places() -> None:
 @pytest.mark.parametrize("wanted", [1000, 6000])
 def test_stated_errors_hold_on_any_order(order: str, wanted: int) -> None:
     """Two standard errors hold for nine samples of ten, also where a fixed interval would not."""
-    from packstore.io.sampling import sample_groups
-    from packstore.sampled import standard_error
+    from packstore.build.sampled import standard_error
+    from packstore.io.inputs.sampling import sample_groups
 
     # Blocks of equal bytes: where records are short there are many of them.
     records = np.sort(np.random.default_rng(0).lognormal(3, 0.6, 611).astype(np.int64) + 1)[::-1]
@@ -259,7 +259,7 @@ def test_stated_errors_hold_on_any_order(order: str, wanted: int) -> None:
 
 
 def test_blocks_larger_than_the_sample_leave_one() -> None:
-    from packstore.io.sampling import sample_groups
+    from packstore.io.inputs.sampling import sample_groups
 
     for blocks in range(1, 9):
         chosen, sample = sample_groups(np.full(blocks, 100), 50, 0)
@@ -269,7 +269,7 @@ def test_blocks_larger_than_the_sample_leave_one() -> None:
 def test_every_block_of_a_run_has_the_same_chance() -> None:
     from collections import Counter
 
-    from packstore.io.sampling import sample_groups
+    from packstore.io.inputs.sampling import sample_groups
 
     drawn: Counter[int] = Counter()
     for seed in range(400):

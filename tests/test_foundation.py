@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packstore import errors, seeds
+from packstore import errors
 from packstore.config import (
     PackConfig,
     PlanConfig,
@@ -20,7 +20,8 @@ from packstore.config import (
     WriteConfig,
 )
 from packstore.errors import ConfigError, MissingExtraError, UnknownNameError, sentence
-from packstore.records import Examples, Tally, example_id, ragged_indices, to_offsets
+from packstore.format import seeds
+from packstore.format.arrays import Examples, Tally, example_id, ragged_indices, to_offsets
 from packstore.registry import Registry
 from packstore.testing import assert_examples_equal, random_examples
 
@@ -52,7 +53,9 @@ def test_sentence_parts() -> None:
 
 def test_registry_names_the_choices() -> None:
     registry: Registry[object] = Registry(
-        "thing", {"alpha": "packstore.seeds:keys", "beta": "no_such_module:x"}, {"beta": "extra"}
+        "thing",
+        {"alpha": "packstore.format.seeds:keys", "beta": "no_such_module:x"},
+        {"beta": "extra"},
     )
     assert registry.load("alpha") is seeds.keys
     with pytest.raises(UnknownNameError, match=r"one of: alpha, beta\. Did you mean 'alpha'"):

@@ -64,7 +64,7 @@ def test_importing_packstore_is_cheap() -> None:
     assert python(f"import sys, packstore; print({heavy} & set(sys.modules))") == "set()"
 
 
-@pytest.mark.parametrize("module", ["packstore.torch", "packstore.io.dataset"])
+@pytest.mark.parametrize("module", ["packstore.torch", "packstore.io.dataset.dataset"])
 def test_training_begins_without_what_it_does_not_need(module: str) -> None:
     heavy = "{'numba', 'pandas', 'polars', 'tokenizers', 'torch._dynamo', 'transformers'}"
     assert python(f"import sys, {module}; print({heavy} & set(sys.modules))") == "set()"
@@ -80,7 +80,7 @@ CALL = "print(callable(packstore.pack), packstore.pack.plan.plan([3], pack_size=
         "import packstore.pack.plan; import packstore",
         "from packstore.pack.plan import plan; import packstore",
         "from packstore import pack; import packstore.pack.plan",
-        "import packstore.pipeline, packstore.pack.plan",
+        "import packstore.build.pipeline, packstore.pack.plan",
     ],
 )
 def test_pack_is_a_call_and_a_package(imports: str) -> None:
@@ -114,7 +114,7 @@ def test_mypy_sees_the_signature_of_the_call(tmp_path: Path) -> None:
         check=False,
         cwd=ROOT,
     )
-    assert 'Revealed type is "packstore.io.dataset.Dataset"' in done.stdout, done.stdout
+    assert 'Revealed type is "packstore.io.dataset.dataset.Dataset"' in done.stdout, done.stdout
     assert 'Missing positional argument "out" in call to "pack"' in done.stdout, done.stdout
 
 

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 import packstore
-from packstore.combine import append, concat
+from packstore.build.combine import append, concat
 from packstore.errors import DatasetExistsError, MissingFilesError, StorageError
-from packstore.io import survey, upkeep
-from packstore.io.clean import clean
-from packstore.io.commit import manifest_path
-from packstore.io.storage import Location
+from packstore.io.maintain import survey
+from packstore.io.maintain.clean import clean
+from packstore.io.manifest.commit import manifest_path
+from packstore.io.store import upkeep
+from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
@@ -152,7 +153,7 @@ def test_what_is_appended_while_concat_begins_is_not_lost(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`concat` has read the version that it extends, and has not begun to write."""
-    from packstore import combine
+    from packstore.build import combine
 
     packstore.pack(pairs(20), place, **SETTINGS)
     packstore.pack(pairs(10, 500), f"{place}-other", **SETTINGS)

@@ -11,11 +11,11 @@ import pytest
 
 import packstore
 from packstore.errors import DatasetExistsError, MissingFilesError, StorageError
-from packstore.io.clean import clean
-from packstore.io.commit import manifest_path
-from packstore.io.dataset import Dataset
-from packstore.io.job import WriteJob
-from packstore.io.storage import Location
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.maintain.clean import clean
+from packstore.io.manifest.commit import manifest_path
+from packstore.io.store.location import Location
+from packstore.io.write.write_job import WriteJob
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}

@@ -12,9 +12,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import packstore
-from packstore.doctor import diagnose
+from packstore.build.doctor import diagnose
 from packstore.errors import ConfigError, DropRateError, RecordError
-from packstore.io.manifest import Manifest
+from packstore.io.manifest.manifest import Manifest
 
 Record = dict[str, Any]
 Pack = Callable[..., packstore.Dataset]

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import packstore
+from packstore.build.partitions import split
 from packstore.config import PackConfig
 from packstore.errors import (
     ConfigError,
@@ -23,13 +24,12 @@ from packstore.errors import (
     DropRateError,
     RecordError,
 )
-from packstore.io.clean import clean
-from packstore.io.inputs import Input
-from packstore.io.storage import Location
+from packstore.io.inputs.files import Input
+from packstore.io.maintain.clean import clean
+from packstore.io.store.location import Location
 from packstore.pack.merged import merged_statistics
 from packstore.pack.plan import plan
 from packstore.pack.statistics import design_effect
-from packstore.partitions import split
 
 FILES, RECORDS = 5, 2400
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
@@ -98,7 +98,7 @@ def test_partitions_are_read_some_at_a_time(
         opened[self.url] += not path
         return open_read(self, path, **how)
 
-    monkeypatch.setattr("packstore.partition_work.PASSES", passes)
+    monkeypatch.setattr("packstore.build.partition_work.PASSES", passes)
     monkeypatch.setattr(Location, "open_read", counted)
     made = packstore.pack(sources, tmp_path / "out", **settings)
     assert made.manifest.to_json() == whole.manifest.to_json()
@@ -257,7 +257,7 @@ def test_selecting_takes_what_one_partition_would(
 KILLED = """
 import os, signal, sys, json
 import packstore
-from packstore.io.partition_notes import PartitionNotes
+from packstore.io.manifest.partition_notes import PartitionNotes
 
 put = PartitionNotes.put
 
@@ -312,7 +312,7 @@ def test_a_partition_whose_input_changed_is_made_again(
     sources = [write(tmp_path / f"{i}.jsonl", i, 300) for i in range(2)]
     settings: dict[str, Any] = {**SETTINGS, "partitions": 2, "num_workers": 0}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        patch.setattr("packstore.pipeline.commit", _stop)
+        patch.setattr("packstore.build.pipeline.commit", _stop)
         packstore.pack(sources, tmp_path / "out", **settings)
     text = Path(sources[0]).read_text(encoding="utf-8")
     first = text.index('"chosen": [') + len('"chosen": [')

@@ -22,10 +22,10 @@ from packstore.errors import (
     DatasetNotFoundError,
     DropRateError,
 )
-from packstore.io.clean import clean
+from packstore.format.arrays import Examples
+from packstore.io.maintain.clean import clean
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.fill import unpack
-from packstore.records import Examples
 
 Record = dict[str, Any]
 
@@ -249,7 +249,7 @@ def test_a_failing_job_leaves_nothing_but_shards_for_clean(
         raise RuntimeError("at the very end")
 
     out = tmp_path / "deep" / "er"
-    monkeypatch.setattr("packstore.io.job.commit_manifest", fail)
+    monkeypatch.setattr("packstore.io.write.write_job.commit_manifest", fail)
     with pytest.raises(RuntimeError, match="at the very end"):
         packstore.pack(PAIRS, out, tokenizer, pack_size=256, spill_dir=str(tmp_path))
     assert not list(tmp_path.glob("packstore-spill-*"))

@@ -14,15 +14,15 @@ import pytest
 
 import packstore
 from packstore.errors import DatasetNotFoundError, MissingExtraError, PackstoreError
-from packstore.io.storage import Location
-from packstore.io.writer import ShardWriter
+from packstore.io.store.location import Location
+from packstore.io.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:  # workers import this file, and find a folder of that name
     from stores import Store
 
 ray = pytest.importorskip("ray", reason="ray is not installed (extra: ray)")
 
-from packstore.engines.ray import run  # noqa: E402
+from packstore.build.engines.ray import run  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -160,7 +160,7 @@ def test_partitions_survive_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(DatasetNotFoundError):
             packstore.open(str(out))
 
-    monkeypatch.setattr("packstore.engines.ray.run", dying)
+    monkeypatch.setattr("packstore.build.engines.ray.run", dying)
     made = packstore.pack(sources, out, engine="ray", progress=progress, **settings)
     assert mark.exists()
     packs = [done for stage, done in seen if stage == "write"]
@@ -193,7 +193,7 @@ def test_a_rerun_takes_over_the_finished_partitions(
     whole = packstore.pack(str(source), tmp_path / "whole", **settings)
     out = tmp_path / "out"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        patch.setattr("packstore.pipeline.commit", stop)
+        patch.setattr("packstore.build.pipeline.commit", stop)
         packstore.pack(str(source), out, engine=engines[0], **settings)
     (note,) = (out / "_packstore" / "partitions").glob("*-00002.json")
     note.unlink()
@@ -223,7 +223,7 @@ def test_on_an_object_store(s3: Store, tmp_path: Path, monkeypatch: pytest.Monke
     def dying(work: Any, items: Any, num_workers: int | None) -> Any:
         return run(DieAtAShard(work, mark), items, num_workers)
 
-    monkeypatch.setattr("packstore.engines.ray.run", dying)
+    monkeypatch.setattr("packstore.build.engines.ray.run", dying)
     packstore.pack(source, f"{s3.url}/out", engine="ray", **settings)
     assert mark.exists()
     fs, root = place._open()
@@ -246,7 +246,7 @@ def test_on_an_object_store(s3: Store, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_without_ray_the_install_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "packstore.engines.ray")
+    monkeypatch.delitem(sys.modules, "packstore.build.engines.ray")
     records = [{"prompt": [1], "chosen": [2], "rejected": [3]}]
     with pytest.raises(MissingExtraError, match=r"packstore\[ray\]"):
         packstore.pack(records, tmp_path / "out", engine="ray")

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 import packstore
 from packstore.cli import main
 from packstore.errors import ConfigError, DropRateError, RecordError
-from packstore.io.storage import Location
+from packstore.io.store.location import Location
 
 ONE = {"prompt": "What is it? ", "chosen": "It is one.", "rejected": "No idea."}
 LOOSE = {"max_drop_rate": 0.9, "missing_field": "drop", "pack_size": 256}
@@ -146,7 +146,7 @@ def test_partitions_that_are_taken_over(
         raise KeyboardInterrupt
 
     wanted = {"rejects": str(out)} if before else {}
-    monkeypatch.setattr("packstore.pipeline.commit", stop)
+    monkeypatch.setattr("packstore.build.pipeline.commit", stop)
     with pytest.raises(KeyboardInterrupt):
         packstore.pack(sources, str(tmp_path / "b"), tokenizer, **settings, **wanted)
     monkeypatch.undo()

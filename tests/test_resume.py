@@ -19,10 +19,10 @@ from packstore.errors import (
     DatasetNotFoundError,
     StorageError,
 )
-from packstore.io.clean import clean
-from packstore.io.job import WriteJob, writing
-from packstore.io.manifest import commit_manifest
-from packstore.io.storage import Location
+from packstore.io.maintain.clean import clean
+from packstore.io.manifest.manifest import commit_manifest
+from packstore.io.store.location import Location
+from packstore.io.write.write_job import WriteJob, writing
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
@@ -148,7 +148,9 @@ def test_a_small_input_is_one_partition(
 def test_the_bytes_of_the_input_decide_the_number_of_partitions(
     pack: Callable[..., Any], source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("packstore.intake.PARTITION_BYTES", Path(source).stat().st_size // 3 + 1)
+    monkeypatch.setattr(
+        "packstore.build.sources.PARTITION_BYTES", Path(source).stat().st_size // 3 + 1
+    )
     whole, out = str(tmp_path / "whole"), str(tmp_path / "out")
     dataset = pack(whole, source)
     assert dataset.manifest.provenance["settings"]["partitions"] == 3

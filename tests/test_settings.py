@@ -15,7 +15,7 @@ import packstore
 from packstore.cli import main
 from packstore.config import PackConfig, PlanConfig
 from packstore.errors import ConfigError, DropRateError, RecordError
-from packstore.repacking.sizes import check_settings, measure
+from packstore.online_packing.sizes import check_settings, measure
 from packstore.tokenizer import load_tokenizer
 
 PAIRS: list[dict[str, Any]] = [

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import packstore
+from packstore.format.arrays import Int32
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.plan import Plan, plan
 from packstore.pack.statistics import design_effect
-from packstore.records import Int32
 
 SOURCES = 40
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packstore import spill as spilling
-from packstore.records import Examples, to_offsets
-from packstore.spill import Spill
+from packstore.build import spill as spilling
+from packstore.build.spill import Spill
+from packstore.format.arrays import Examples, to_offsets
 
 
 def some_examples(number: int, first: int) -> Examples:

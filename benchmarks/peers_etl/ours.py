@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import packstore
+from packstore.build.background import no_garbage_collection
+from packstore.build.engines import ENGINES
+from packstore.build.sources import RecordIntake
+from packstore.build.spill import Spill, filled
 from packstore.config import PackConfig
-from packstore.engines import ENGINES
-from packstore.intake import RecordIntake
-from packstore.io.inputs import InputReader
-from packstore.io.shard import PackShape
-from packstore.io.storage import Location
-from packstore.io.writer import ShardWriter
-from packstore.overlap import no_garbage_collection
+from packstore.io.inputs.files import InputReader
+from packstore.io.shards.shard import PackShape
+from packstore.io.store.location import Location
+from packstore.io.write.shard_writer import ShardWriter
 from packstore.pack.layout import sizes
 from packstore.pack.plan import plan
-from packstore.spill import Spill, filled
 from packstore.tokenizer import RecordTokenizer
 from peers_etl.child import Task, Watch
 
@@ -86,6 +86,6 @@ class _Threaded:
     def __init__(self, work: RecordTokenizer) -> None:
         self._work = work
 
-    def __call__(self, rows: packstore.records.Rows) -> object:
+    def __call__(self, rows: packstore.format.arrays.Rows) -> object:
         with no_garbage_collection():
             return self._work(rows)

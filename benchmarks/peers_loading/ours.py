@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 import packstore
-from packstore.records import Packs, to_offsets
+from packstore.format.arrays import Packs, to_offsets
 from packstore.torch import PackedBatch, PackedDataLoader, PackedDataset
 from peers_loading.base import PACK_SIZE, PACKS_PER_BATCH, SEED, Loader, Reader, Sample, collate
 from peers_loading.texts import EXAMPLES

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from packstore.records import to_offsets
+from packstore.format.arrays import to_offsets
 
 Packer = Callable[[Any, int], Any]
 PEERS = ("lightbinpack", "binpacking", "trl")

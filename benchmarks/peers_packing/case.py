@@ -10,9 +10,9 @@ from typing import Any
 import numba
 import numpy as np
 
+from packstore.format.arrays import Int32, to_offsets
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.bounds import lower_bound
-from packstore.records import Int32, to_offsets
 from peers_packing import Packer, Trl
 from peers_packing.figures import Memory, Result, figures
 from peers_packing.goals import FLOOR

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from packstore.format.arrays import Int32, Int64, ragged_indices, to_offsets
 from packstore.pack import statistics
 from packstore.pack.order import ORDERS, STEP
-from packstore.records import Int32, Int64, ragged_indices, to_offsets
 
 Result = tuple[Int64, Int64]
 

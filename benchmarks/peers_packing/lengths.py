@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from packstore.records import Int32
+from packstore.format.arrays import Int32
 
 Float64 = npt.NDArray[np.float64]
 Draw = Callable[[np.random.Generator, int, int], "Float64 | Int32"]

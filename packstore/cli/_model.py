@@ -54,9 +54,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def loaded(args: argparse.Namespace, path: str, adapter: str | None, device: torch.device) -> Any:
     """Loads the model at `path` with the dtype and attention of the arguments, on `device`."""
-    from packstore.torch.arithmetic import autocast
-    from packstore.torch.isolation import probe_model
-    from packstore.torch.load import add_adapter, is_adapter, load_model
+    from packstore.torch.models.isolation import probe_model
+    from packstore.torch.models.load import add_adapter, is_adapter, load_model
+    from packstore.torch.reference.arithmetic import autocast
 
     model = load_model(path, dtype=DTYPES[args.dtype], attention=args.attention)  # type: ignore[arg-type]
     if adapter is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from packstore.io.places import Places
+    from packstore.io.dataset.places import Places
 
 FEW = 640
 """Number of packs (ten steps of 64) below which differences between steps are chance."""

@@ -17,8 +17,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from packstore.io.preflight import preflight
-    from packstore.io.storage import Location
+    from packstore.io.maintain.preflight import preflight
+    from packstore.io.store.location import Location
 
     console, failed = stdout_console(), 0
     for finding in preflight(Location(args.url, {**QUICK, **storage_options(args)})):

@@ -41,7 +41,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from packstore.io.clean import clean
+    from packstore.io.maintain.clean import clean
 
     report = clean(
         args.dataset,

@@ -21,8 +21,8 @@ from packstore.cli.settings import key_values
 from packstore.errors import ConfigError, visible
 
 if TYPE_CHECKING:
-    from packstore.io.dataset import Dataset
-    from packstore.pipeline import Progress
+    from packstore.build.pipeline import Progress
+    from packstore.io.dataset.dataset import Dataset
 
 log = logging.getLogger("packstore")
 
@@ -104,7 +104,7 @@ def add_dataset(parser: argparse.ArgumentParser, versions: bool = False) -> None
 
 def open_dataset(args: argparse.Namespace) -> Dataset:
     """Opens the dataset of :func:`add_dataset`'s arguments."""
-    from packstore.io.dataset import open as open_
+    from packstore.io.dataset.dataset import open as open_
 
     version = getattr(args, "version", None)
     return open_(args.dataset, storage_options=storage_options(args), version=version)

@@ -17,9 +17,9 @@ from packstore.cli.settings import key_values
 from packstore.errors import CompatibilityError, ConfigError, sentence
 
 if TYPE_CHECKING:
-    from packstore.io.dataset import Dataset
-    from packstore.torch.grouped import Figures
-    from packstore.torch.loss import PreferenceLoss
+    from packstore.io.dataset.dataset import Dataset
+    from packstore.torch.losses.grouped_metrics import Figures
+    from packstore.torch.losses.loss import PreferenceLoss
 
 _FACTS = (
     "examples", "loss", "perplexity", "rewards/accuracies", "rewards/margins", "rewards/chosen",
@@ -63,8 +63,8 @@ def _run(args: argparse.Namespace) -> int:
         _html.check_writable(args.html)
     name = args.loss or ("sft" if kind == "sft" else "dpo")
     with ranks(args.device) as device:
-        from packstore.torch.evaluate import evaluate
-        from packstore.torch.loss import PreferenceLoss
+        from packstore.torch.losses.loss import PreferenceLoss
+        from packstore.torch.training.evaluate import evaluate
 
         loss = PreferenceLoss(name, **_parameters(args))
         if kind == "sft" and not loss.only_sft:

@@ -17,7 +17,7 @@ from packstore.cli.common import (
     two_columns,
 )
 from packstore.errors import visible
-from packstore.io.seal import seal
+from packstore.io.manifest.seal import seal
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

@@ -47,7 +47,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from packstore.pipeline import pack
+    from packstore.build.pipeline import pack
 
     source = args.source[0] if len(args.source) == 1 else args.source
     with progress_of("pack") as progress:

@@ -23,7 +23,7 @@ from packstore.cli.settings import add_settings, read_settings
 from packstore.config import PackConfig, TokenizeConfig, WorkConfig
 
 if TYPE_CHECKING:
-    from packstore.forecast import Choice, Forecast, Options
+    from packstore.build.estimate import Choice, Forecast, Options
 
 COLUMNS = (
     "pack size",
@@ -84,7 +84,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from packstore.forecast import forecast
+    from packstore.build.estimate import forecast
 
     source = args.source[0] if len(args.source) == 1 else args.source
     with progress_of("plan") as progress:
@@ -124,8 +124,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> Options:
+    from packstore.build.estimate import Options, Training
     from packstore.errors import ConfigError
-    from packstore.forecast import Options, Training
 
     given: dict[str, Any] = {
         name: tuple(",".join(values).split(","))
@@ -186,7 +186,7 @@ def _error(found: Forecast) -> str:
 
 
 def _advice(found: Forecast) -> str:
-    from packstore.forecast import ENOUGH_FILL
+    from packstore.build.estimate import ENOUGH_FILL
 
     best = found.recommended
     if best is None:

@@ -28,7 +28,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     dataset = open_dataset(args)
     with ranks(args.device) as device:
-        from packstore.torch.reference import write_ref_logps
+        from packstore.torch.reference.reference import write_ref_logps
 
         model = loaded(args, args.model, args.adapter, device)
         with progress_of("ref-logps") as progress:

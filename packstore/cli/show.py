@@ -13,11 +13,11 @@ from rich.text import Text
 from packstore.cli import Command
 from packstore.cli.common import add_dataset, decoder_of, open_dataset, stdout_console
 from packstore.errors import ConfigError, visible
-from packstore.io.record_places import place_of
-from packstore.records import IGNORE_INDEX, SOURCE_SHIFT, Int32, Packs
+from packstore.format.arrays import IGNORE_INDEX, SOURCE_SHIFT, Int32, Packs
+from packstore.io.inputs.record_places import place_of
 
 if TYPE_CHECKING:
-    from packstore.io.dataset import Dataset
+    from packstore.io.dataset.dataset import Dataset
 
 _STYLES = {"chosen": "green", "rejected": "red", "response": "cyan"}
 _PROMPT, _UNSUPERVISED = "dim", "yellow"

@@ -21,12 +21,12 @@ from packstore.cli.common import (
     progress_of,
     stdout_console,
 )
-from packstore.io.places import Places, knows_places, places_of
-from packstore.records import IGNORE_INDEX, Int64, Packs
+from packstore.format.arrays import IGNORE_INDEX, Int64, Packs
+from packstore.io.dataset.places import Places, knows_places, places_of
 
 if TYPE_CHECKING:
-    from packstore.io.dataset import Dataset
-    from packstore.pipeline import Progress
+    from packstore.build.pipeline import Progress
+    from packstore.io.dataset.dataset import Dataset
 
 PERCENTILES = (0, 1, 10, 50, 90, 99, 100)
 BARS = 40

@@ -10,8 +10,7 @@ from typing import Any
 from packstore.cli import Command
 from packstore.cli.common import stdout_console, two_columns
 from packstore.cli.settings import add_settings, read_settings
-from packstore.errors import ConfigError
-from packstore.train_config import (
+from packstore.config.training import (
     TrainConfig,
     TrainDataConfig,
     TrainLossConfig,
@@ -19,7 +18,8 @@ from packstore.train_config import (
     TrainOptimizerConfig,
     TrainRunConfig,
 )
-from packstore.train_config import read_settings as read_file
+from packstore.config.training import read_settings as read_file
+from packstore.errors import ConfigError
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def _run(args: argparse.Namespace) -> int:
     if "loss_parameters" in flags:
         flags["loss_parameters"] = _numbers(flags["loss_parameters"])
     config = TrainConfig.of(**{**settings, **flags})
-    from packstore.torch.train import train
+    from packstore.torch.training.train import train
 
     with contextlib.suppress(ImportError):  # its progress bars would break up ours
         from transformers.utils.logging import disable_progress_bar

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from packstore.build.pipeline import Progress
     from packstore.exchange.exporters import Exported
-    from packstore.io.dataset import Dataset
-    from packstore.pipeline import Progress
+    from packstore.io.dataset.dataset import Dataset
 
 
 def import_dataset(
@@ -42,7 +42,7 @@ def import_dataset(
         PackstoreError: see :mod:`packstore.errors`; the versions in `out` are then unchanged.
     """
     from packstore.exchange.importers import IMPORTERS
-    from packstore.io.storage import Location
+    from packstore.io.store.location import Location
 
     importer = IMPORTERS.load(format)
     given = Location(os.fspath(source), storage_options or {})
@@ -77,9 +77,9 @@ def export_dataset(
         PackstoreError: see :mod:`packstore.errors`; `out` is then unchanged.
     """
     from packstore.exchange.exporters import EXPORTERS
-    from packstore.io.dataset import Dataset
-    from packstore.io.dataset import open as open_dataset
-    from packstore.io.storage import Location
+    from packstore.io.dataset.dataset import Dataset
+    from packstore.io.dataset.dataset import open as open_dataset
+    from packstore.io.store.location import Location
 
     exporter = EXPORTERS.load(format)
     if not isinstance(dataset, Dataset):

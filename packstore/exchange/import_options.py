@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from packstore.config import setting, validate
-from packstore.io.storage import Location
+from packstore.io.store.location import Location
 
 if TYPE_CHECKING:
-    from packstore.io.dataset import Dataset
-    from packstore.pipeline import Progress
+    from packstore.build.pipeline import Progress
+    from packstore.io.dataset.dataset import Dataset
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,10 +26,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packstore.exchange.output import OutputFolder
-from packstore.io.faults import guarded
+from packstore.format.arrays import Bool, Examples, Int32, Int64, Packs, range_indices, to_offsets
+from packstore.format.schema import list_of
+from packstore.io.store.faults import guarded
 from packstore.pack.fill import unpack
-from packstore.records import Bool, Examples, Int32, Int64, Packs, range_indices, to_offsets
-from packstore.schema import list_of
 
 SCHEMA = pa.schema(
     [

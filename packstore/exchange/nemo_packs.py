@@ -18,20 +18,20 @@ from packstore.config import PackConfig, fingerprint
 from packstore.errors import InputError, sentence
 from packstore.exchange.import_options import ImportOptions
 from packstore.exchange.object_array import Row, numbers, read_rows, reals
-from packstore.invariants import check_packs
-from packstore.io.dataset import Dataset
-from packstore.io.job import writing
-from packstore.io.manifest import build_manifest
-from packstore.io.shard import PackShape
-from packstore.io.storage import Location
-from packstore.io.streams import HashedStream, decompressed
-from packstore.io.writer import ShardWriter
-from packstore.records import IGNORE_INDEX, Int64, Packs, Tally, to_offsets
+from packstore.format.arrays import IGNORE_INDEX, Int64, Packs, Tally, to_offsets
+from packstore.format.rules import check_packs
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.inputs.streams import HashedStream, decompressed
+from packstore.io.manifest.manifest import build_manifest
+from packstore.io.shards.shard import PackShape
+from packstore.io.store.location import Location
+from packstore.io.write.shard_writer import ShardWriter
+from packstore.io.write.write_job import writing
 from packstore.tokenizer import Tokenizer, load_tokenizer
 from packstore.version import VERSION
 
 if TYPE_CHECKING:
-    from packstore.pipeline import Progress
+    from packstore.build.pipeline import Progress
 
 KEYS = frozenset(("input_ids", "labels", "reward", "lengths", "seq_boundaries"))
 """The keys of every row."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from packstore.errors import InputError, PackstoreError, quote, sentence
 from packstore.exchange.pickles import load
-from packstore.records import Int64
+from packstore.format.arrays import Int64
 
 Row = dict[str, list[Any]]
 

@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from packstore.errors import DatasetExistsError, PackstoreError, sentence
-from packstore.io.faults import guarded
-from packstore.io.storage import Location
+from packstore.io.store.faults import guarded
+from packstore.io.store.location import Location
 
 
 class _Output:

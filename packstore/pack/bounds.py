@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from packstore.format.arrays import Int32, Int64
 from packstore.pack.statistics import counts_of
-from packstore.records import Int32, Int64
 
 LAST_K = 100
 """The dual-feasible functions u(k) are tried for k = 1..LAST_K."""

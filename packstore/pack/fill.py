@@ -7,9 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from packstore.errors import ConfigError, FormatError, sentence
-from packstore.pack.kernels import jit
-from packstore.pack.layout import segment_offsets
-from packstore.records import (
+from packstore.format.arrays import (
     IGNORE_INDEX,
     Bool,
     Examples,
@@ -19,6 +17,8 @@ from packstore.records import (
     ragged_indices,
     to_offsets,
 )
+from packstore.pack.kernels import jit
+from packstore.pack.layout import segment_offsets
 
 
 def fill(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from packstore import seeds
+from packstore.format import seeds
+from packstore.format.arrays import Int32, Int64
 from packstore.pack.kernels import Bits, add, at_least, inlined, jit, new_set, remove
-from packstore.records import Int32, Int64
 
 FIRST, PACKS, SIZE, EACH, OPEN, NEXT = range(6)
 """Columns of a step: `EACH` examples of length `SIZE` go into each of `PACKS` packs from `FIRST`

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from packstore.errors import UnknownNameError
+from packstore.format.arrays import Bool, Examples, Int32, Int64
 from packstore.pack.kernels import jit
-from packstore.records import Bool, Examples, Int32, Int64
 
 
 def segment_offsets(examples: Examples, layout: str) -> Int32:

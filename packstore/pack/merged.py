@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from packstore.format.arrays import Int64
 from packstore.pack.bounds import bound_of_counts
-from packstore.records import Int64
 
 _SAME = ("strategy", "seed", "shuffle", "pack_order", "pack_size", "pad_to_multiple")
 _SUMS = ("num_packs", "num_examples", "tokens", "aligned_tokens")

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from packstore import seeds
-from packstore.records import Int64
+from packstore.format import seeds
+from packstore.format.arrays import Int64
 
 STEP = 64
 """Packs of one optimizer step, as assumed by the stratified order and the statistics."""

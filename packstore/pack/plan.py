@@ -10,16 +10,16 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from packstore import seeds
 from packstore.config import PlanConfig
 from packstore.errors import ConfigError, InputError, sentence
+from packstore.format import seeds
+from packstore.format.arrays import Int32, Int64
 from packstore.pack import statistics
 from packstore.pack.algorithms import STRATEGIES, VERSIONS, auto
 from packstore.pack.bounds import lower_bound
 from packstore.pack.kernels import jit
 from packstore.pack.layout import round_up
 from packstore.pack.order import ORDERS, STEP
-from packstore.records import Int32, Int64
 
 _AT_ONCE = 1 << 18
 

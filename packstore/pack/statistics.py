@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from packstore.records import Int32, Int64
+from packstore.format.arrays import Int32, Int64
 
 Float64 = npt.NDArray[np.float64]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from packstore.config import TokenizeConfig
 from packstore.errors import TokenizerError, sentence
-from packstore.tokenizer.messages import says_something, text_arguments, with_parsed_arguments
+from packstore.tokenizer.chat.assistant_spans import after_empty_thinking, render_turns
+from packstore.tokenizer.chat.messages import says_something, text_arguments, with_parsed_arguments
+from packstore.tokenizer.chat.shown import is_plain, left_out, quotes_arguments, shows_tools
+from packstore.tokenizer.chat.template import ChatTemplate, Message, Tools
+from packstore.tokenizer.records.sequences import Draft
+from packstore.tokenizer.records.shapes import Parsed
 from packstore.tokenizer.refusals import Refused
-from packstore.tokenizer.sequences import Draft
-from packstore.tokenizer.shapes import Parsed
-from packstore.tokenizer.shown import is_plain, left_out, quotes_arguments, shows_tools
-from packstore.tokenizer.template import ChatTemplate, Message, Tools
 from packstore.tokenizer.tokenizer import Tokenizer
-from packstore.tokenizer.turns import after_empty_thinking, render_turns
 
 
 def draft_messages(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from packstore.records import Int32, Int64
+from packstore.format.arrays import Int32, Int64
 
 Encode = Callable[[Sequence[str]], tuple[Int32, Int64]]
 

@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from packstore.config import TokenizeConfig
-from packstore.records import Bool, Int32, Int64, concat_offsets, range_indices, to_offsets
+from packstore.format.arrays import Bool, Int32, Int64, concat_offsets, range_indices, to_offsets
 from packstore.tokenizer.control import encode_around_controls
+from packstore.tokenizer.records.sequences import NO_IDS, Draft, Mode, Sequences
 from packstore.tokenizer.refusals import Refused
-from packstore.tokenizer.sequences import NO_IDS, Draft, Mode, Sequences
 from packstore.tokenizer.tokenizer import Tokenizer
 
 

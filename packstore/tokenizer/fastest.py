@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from packstore.errors import PackstoreError
-from packstore.records import Int32, Int64
+from packstore.format.arrays import Int32, Int64
 from packstore.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("packstore")

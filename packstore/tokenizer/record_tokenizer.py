@@ -11,18 +11,18 @@ import numpy as np
 
 from packstore.config import REWARD_FIELDS, RunConfig, SelectConfig, TokenizeConfig
 from packstore.errors import TokenizerError, sentence
-from packstore.records import Examples, Int64, Rows, Tally, example_id, to_offsets
-from packstore.tokenizer.carry import carried_values, parse_carry, to_columns
-from packstore.tokenizer.drafts import check_responses, draft_plain, draft_record
+from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.fastest import FASTER
-from packstore.tokenizer.fields import check_feedback, feedback_field, names_of, unused
-from packstore.tokenizer.ids import id_sequences
-from packstore.tokenizer.keys import record_keys
-from packstore.tokenizer.overlong import fit, refuse_surely_overlong
+from packstore.tokenizer.records.carry import carried_values, parse_carry, to_columns
+from packstore.tokenizer.records.fields import check_feedback, feedback_field, names_of, unused
+from packstore.tokenizer.records.ids import id_sequences
+from packstore.tokenizer.records.keys import record_keys
+from packstore.tokenizer.records.overlong import fit, refuse_surely_overlong
+from packstore.tokenizer.records.sequences import Draft, Mode, Sequences, Tokens
+from packstore.tokenizer.records.shapes import DEFAULT_REWARDS, PLAIN_FIELDS, parse_record
 from packstore.tokenizer.refusals import Refused, raise_if_error
-from packstore.tokenizer.sequences import Draft, Mode, Sequences, Tokens
-from packstore.tokenizer.shapes import DEFAULT_REWARDS, PLAIN_FIELDS, parse_record
+from packstore.tokenizer.rendered import check_responses, draft_plain, draft_record
 from packstore.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("packstore")

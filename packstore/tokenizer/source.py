@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from packstore.errors import TokenizerError, display, quote, sentence, spelled
-from packstore.tokenizer.builtin_templates import BUILTIN
+from packstore.tokenizer.chat.builtin_templates import BUILTIN
 from packstore.tokenizer.engines import ENGINES, Engine
 from packstore.tokenizer.fastest import FASTER, fastest
 from packstore.tokenizer.tokenizer import Tokenizer

@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from packstore.identity import PROBES, probe_sha256, vocabulary_sha256
+from packstore.format.tokenizer_identity import PROBES, probe_sha256, vocabulary_sha256
+from packstore.tokenizer.chat.template import TEMPLATE_DATE, ChatTemplate, Tools
 from packstore.tokenizer.control import control_pattern
 from packstore.tokenizer.engines import ENGINES, Engine
-from packstore.tokenizer.template import TEMPLATE_DATE, ChatTemplate, Tools
 
 VARIED_TEMPLATES = 64
 """Number of cached chat templates with records' own variables."""
@@ -92,7 +92,7 @@ class Tokenizer:
 
     @cached_property
     def vocab_sha256(self) -> str:
-        """Hash of the token of each id; see :mod:`packstore.identity`."""
+        """Hash of the token of each id; see :mod:`packstore.format.tokenizer_identity`."""
         return vocabulary_sha256(map(self.id_to_token, range(self.vocab_size)))
 
     @property

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from packstore import seeds
 from packstore.config import TokenizeConfig
 from packstore.errors import WrongEngineError, quote, sentence
-from packstore.records import Examples, Int64, Rows, example_id
+from packstore.format import seeds
+from packstore.format.arrays import Examples, Int64, Rows, example_id
 from packstore.tokenizer.record_tokenizer import RecordTokenizer
 from packstore.tokenizer.tokenizer import Tokenizer
 

@@ -3,23 +3,25 @@
 The steps are in ``README.md`` beside this file.
 """
 
-from packstore.torch.collate import PackedBatch, collate
-from packstore.torch.compatibility import check_model, check_tokenizer
-from packstore.torch.dataset import PackedDataset
-from packstore.torch.divisor import StepDivisor, count_step
-from packstore.torch.guard import FirstStepGuard
-from packstore.torch.head import Head, PackedPolicy, find_head, packed_logps
-from packstore.torch.hf_collator import PackCollator, PackedLoss
-from packstore.torch.hf_trainer import PackedTrainerMixin
-from packstore.torch.inputs import packed_seq_params
-from packstore.torch.isolation import check_isolation
-from packstore.torch.loader import PackedDataLoader
-from packstore.torch.logprobs import segment_logps, segment_token_counts
-from packstore.torch.loss import LossOutput, PreferenceLoss
+from packstore.torch.batch.collate import PackedBatch, collate
+from packstore.torch.batch.inputs import packed_seq_params
+from packstore.torch.data.dataset import PackedDataset
+from packstore.torch.data.loader import PackedDataLoader
+from packstore.torch.data.mix import MixedPacks, Source
+from packstore.torch.data.online_packs import RepackedPacks, TokenizedPacks
+from packstore.torch.data.streamed_records import TokenizedBatches
+from packstore.torch.integrations.hf_collator import PackCollator, PackedLoss
+from packstore.torch.integrations.hf_trainer import PackedTrainerMixin
+from packstore.torch.integrations.nemo import loss_from_nemo, nemo_metrics
+from packstore.torch.logprobs.head import Head, PackedPolicy, find_head, packed_logps
+from packstore.torch.logprobs.logprobs import segment_logps, segment_token_counts
+from packstore.torch.losses.divisor import StepDivisor, count_step
+from packstore.torch.losses.first_step_check import FirstStepGuard
+from packstore.torch.losses.loss import LossOutput, PreferenceLoss
 from packstore.torch.metrics import Metrics
-from packstore.torch.mix import MixedPacks, Source
-from packstore.torch.model import use_packed_attention
-from packstore.torch.nemo import loss_from_nemo, nemo_metrics
+from packstore.torch.models.compatibility import check_model, check_tokenizer
+from packstore.torch.models.isolation import check_isolation
+from packstore.torch.models.model import use_packed_attention
 from packstore.torch.parallel import (
     ContextShard,
     ContextSplit,
@@ -30,8 +32,6 @@ from packstore.torch.parallel import (
     reduce_segment_sums,
     static_sizes,
 )
-from packstore.torch.repack import RepackedPacks, TokenizedPacks
-from packstore.torch.unpacked import TokenizedBatches
 
 __all__ = [
     "ContextShard",

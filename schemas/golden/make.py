@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 
 from packstore.config import PackConfig
-from packstore.io.dataset import open as open_dataset
-from packstore.io.manifest import build_manifest, commit_manifest
-from packstore.io.shard import PackShape
-from packstore.io.side import SideWriter
-from packstore.io.storage import Location
-from packstore.io.writer import ShardWriter
+from packstore.format.arrays import IGNORE_INDEX, Examples, Tally, example_id, to_offsets
+from packstore.format.schema import KINDS, LAYOUTS
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.manifest.manifest import build_manifest, commit_manifest
+from packstore.io.shards.shard import PackShape
+from packstore.io.side.side import SideWriter
+from packstore.io.store.location import Location
+from packstore.io.write.shard_writer import ShardWriter
 from packstore.pack.fill import fill
-from packstore.records import IGNORE_INDEX, Examples, Tally, example_id, to_offsets
-from packstore.schema import KINDS, LAYOUTS
 
 Row = dict[str, Any]
 PACK_SIZE, VOCAB_SIZE = 96, 100

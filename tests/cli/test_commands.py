@@ -190,7 +190,7 @@ def test_an_unexpected_error_is_one_line_too(
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("packstore.io.dataset.open", fail)
+    monkeypatch.setattr("packstore.io.dataset.dataset.open", fail)
     assert main(["inspect", str(dataset)]) == 1
     err = capsys.readouterr().err
     assert err.startswith("packstore: internal error: 'ZeroDivisionError: division by zero'.")

@@ -14,7 +14,7 @@ import pytest
 
 import packstore
 from packstore.cli import main
-from packstore.io.side import open_side
+from packstore.io.side.side import open_side
 
 torch = pytest.importorskip("torch", reason="these commands run a model")
 transformers = pytest.importorskip("transformers", reason="these commands load a model")

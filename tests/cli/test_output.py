@@ -105,7 +105,7 @@ def test_names_beyond_the_locale(folder: Path) -> None:
 
 def test_a_terminated_command_says_so() -> None:
     code = (
-        "import os, signal, packstore.io.dataset as d\n"
+        "import os, signal, packstore.io.dataset.dataset as d\n"
         "def stop(*_, **__):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "d.open = stop\n"

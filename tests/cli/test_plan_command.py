@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import packstore
+from packstore.build.estimate import Options, Training, forecast
 from packstore.cli import _html, main
 from packstore.errors import InputError
-from packstore.forecast import Options, Training, forecast
 
 RNG = random.Random(0)
 RECORDS = [

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from packstore.config import PackConfig
-from packstore.io.dataset import Dataset, open
-from packstore.io.manifest import build_manifest, commit_manifest
-from packstore.io.shard import PackShape
-from packstore.io.storage import Location
-from packstore.io.writer import ShardWriter
+from packstore.format.arrays import Examples, Packs, Tally
+from packstore.io.dataset.dataset import Dataset, open
+from packstore.io.manifest.manifest import build_manifest, commit_manifest
+from packstore.io.shards.shard import PackShape
+from packstore.io.store.location import Location
+from packstore.io.write.shard_writer import ShardWriter
 from packstore.pack.fill import fill, unpack
-from packstore.records import Examples, Packs, Tally
 from packstore.testing import random_examples
 
 PACK_SIZE = 300

@@ -16,8 +16,8 @@ import packstore
 from packstore.cli import main
 from packstore.errors import CompatibilityError, ConfigError, RecordError, TokenizerError
 from packstore.exchange import export_dataset
-from packstore.io.dataset import Dataset
-from packstore.records import Examples
+from packstore.format.arrays import Examples
+from packstore.io.dataset.dataset import Dataset
 from packstore.testing import random_examples
 
 

@@ -26,8 +26,8 @@ from packstore.cli import main
 from packstore.errors import CompatibilityError, ConfigError, DatasetExistsError
 from packstore.exchange import export_dataset
 from packstore.exchange.exporters.megatron import MegatronOptions
-from packstore.io.storage import Location
-from packstore.records import Examples, to_offsets
+from packstore.format.arrays import Examples, to_offsets
+from packstore.io.store.location import Location
 
 EOS = 49
 

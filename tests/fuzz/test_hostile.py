@@ -21,12 +21,12 @@ import pytest
 import packstore.torch as pt
 from packstore.config import PackConfig
 from packstore.errors import IntegrityError
-from packstore.io.checksums import row_group_crc32
-from packstore.io.columns import read_columns
-from packstore.io.dataset import Dataset
-from packstore.io.dataset import open as open_dataset
-from packstore.io.manifest import Manifest
-from packstore.io.shard import FileHashes
+from packstore.io.dataset.columns import read_columns
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.manifest.manifest import Manifest
+from packstore.io.shards.checksums import row_group_crc32
+from packstore.io.shards.shard import FileHashes
 
 GOLDEN = Path(__file__).parents[2] / "schemas" / "golden" / "v1"
 SCRIPT = Path(__file__).with_name("values.py")

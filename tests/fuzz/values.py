@@ -74,7 +74,7 @@ def readers(folder: str, number: int, every: bool) -> Iterator[tuple[str, Callab
 
 
 def opened(url: str) -> Any:
-    from packstore.io.dataset import open as open_dataset
+    from packstore.io.dataset.dataset import open as open_dataset
 
     return open_dataset(url)
 
@@ -129,7 +129,7 @@ def with_side(url: str, number: int) -> None:
 
 
 def side_rows(url: str, number: int) -> None:
-    from packstore.io.side import open_side
+    from packstore.io.side.side import open_side
 
     for batch in open_side(f"{url}/side").iter_batches():
         batch.to_pydict()

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from packstore.config import PackConfig
-from packstore.io.dataset import Dataset, open
-from packstore.io.manifest import Manifest, PackShape, build_manifest, commit_manifest
-from packstore.io.storage import Location
-from packstore.io.writer import ShardWriter
-from packstore.records import IGNORE_INDEX, Examples, Packs, Tally, to_offsets
+from packstore.format.arrays import IGNORE_INDEX, Examples, Packs, Tally, to_offsets
+from packstore.io.dataset.dataset import Dataset, open
+from packstore.io.manifest.manifest import Manifest, PackShape, build_manifest, commit_manifest
+from packstore.io.store.location import Location
+from packstore.io.write.shard_writer import ShardWriter
 from packstore.testing import random_examples
 
 PACK_SIZE = 64

@@ -22,10 +22,10 @@ import pytest
 
 from packstore.config import ReadConfig
 from packstore.errors import ConfigError, StorageError
-from packstore.io.cache import Cache, Key
-from packstore.io.dataset import Dataset
-from packstore.io.dataset import open as open_dataset
-from packstore.io.reader import ShardReader
+from packstore.io.dataset.cache import Cache, Key
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.dataset.reader import ShardReader
 
 KEY = Key("ab" * 32, 0, 1000)
 
@@ -204,7 +204,7 @@ def test_no_failure_of_the_folder_ends_the_reading(
         (home / "account").unlink()
     if damage in patches:
         name, code = patches[damage]
-        monkeypatch.setattr(f"packstore.io.cache.{name}", fail(code))
+        monkeypatch.setattr(f"packstore.io.dataset.cache.{name}", fail(code))
     with caplog.at_level("WARNING", "packstore"):
         for _ in range(2):
             check(kit, data, stored)
@@ -217,7 +217,7 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("packstore.io.cache.os.replace", full)
+    monkeypatch.setattr("packstore.io.dataset.cache.os.replace", full)
     cache = Cache(str(folder), 10_000)
     for _ in range(3):
         assert cache.read(KEY, lambda data: True, lambda: b"x" * 1000) == b"x" * 1000
@@ -228,7 +228,7 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(
 READERS = """
 import sys, hashlib, random
 from packstore.config import ReadConfig
-from packstore.io.dataset import open as open_dataset
+from packstore.io.dataset.dataset import open as open_dataset
 url, folder, limit, seed = sys.argv[1:]
 data = open_dataset(url, reading=ReadConfig(cache_dir=folder, cache_bytes=int(limit)))
 groups = list(range(len(data.row_groups))) * 3
@@ -252,7 +252,7 @@ def test_processes_share_it(kit: Any, tmp_path: Path, folder: Path) -> None:
 
 WRITER = """
 import os, sys, time
-from packstore.io.cache import Cache, Key
+from packstore.io.dataset.cache import Cache, Key
 def replace(*names):
     print("writing", flush=True)
     time.sleep(600)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from packstore.io import checksums
+from packstore.io.shards import checksums
 
 
 @pytest.fixture

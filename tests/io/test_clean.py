@@ -14,10 +14,10 @@ import pytest
 
 import packstore
 from packstore.errors import ConfigError, DatasetBusyError
-from packstore.io import upkeep
-from packstore.io.clean import clean
-from packstore.io.commit import manifest_path
-from packstore.io.storage import Location
+from packstore.io.maintain.clean import clean
+from packstore.io.manifest.commit import manifest_path
+from packstore.io.store import upkeep
+from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
@@ -159,7 +159,7 @@ def test_a_run_is_as_young_as_its_youngest_file(
         old = [f._replace(age=9 * DAY) for f in listed(where, folder)]
         return [f._replace(age=60.0) if "head" in f.path else f for f in old]
 
-    monkeypatch.setattr("packstore.io.survey.list_folder", aged)
+    monkeypatch.setattr("packstore.io.maintain.survey.list_folder", aged)
     clean(place, delete=True)
     assert files(place) == {
         "data/0123456789ab-00000-aa.parquet",
@@ -173,7 +173,7 @@ def test_an_unknown_age_is_spared(place: str, monkeypatch: pytest.MonkeyPatch) -
     location.create_bytes("data/x.parquet", b"1")
     listed = upkeep.list_folder
     monkeypatch.setattr(
-        "packstore.io.survey.list_folder",
+        "packstore.io.maintain.survey.list_folder",
         lambda *a: [f._replace(age=None) for f in listed(*a)],
     )
     assert {x.spared for x in clean(place, delete=True).leftovers} == {"its age is not known"}
@@ -210,7 +210,7 @@ def test_what_is_named_meanwhile_stays(
     location.remove(path)
     location.create_bytes("data/x.parquet", b"1")
     later(monkeypatch, 8 * DAY)
-    from packstore.io.survey import Survey
+    from packstore.io.maintain.survey import Survey
 
     real = Survey.remove
 
@@ -234,7 +234,7 @@ def test_two_cleaners_are_harmless(
     Location(place).create_bytes("data/x.parquet", b"1")
     (tmp_path / "packstore-spill-dead").mkdir()
     os.utime(tmp_path / "packstore-spill-dead", (0, 0))
-    from packstore.io.survey import Survey
+    from packstore.io.maintain.survey import Survey
 
     how: dict[str, Any] = {"delete": True, "older_than": 0, "no_writers": True}
     how |= {"keep_versions": 1, "spill_dir": str(tmp_path)}

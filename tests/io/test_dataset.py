@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packstore.io.commit import manifest_path
-from packstore.io.dataset import find_dataset
-from packstore.io.dataset import open as open_dataset
+from packstore.io.dataset.dataset import find_dataset
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.manifest.commit import manifest_path
 
 
 @pytest.fixture

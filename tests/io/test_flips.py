@@ -13,9 +13,9 @@ import pytest
 from flips import Region, flip, regions
 
 from packstore.errors import FormatError
-from packstore.io.dataset import Dataset
-from packstore.io.dataset import open as open_dataset
-from packstore.io.side import SideWriter, open_side
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.side.side import SideWriter, open_side
 
 PROFILES: dict[str, dict[str, Any]] = {
     "parquet": {},

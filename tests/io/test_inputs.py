@@ -21,7 +21,7 @@ import pytest
 
 from packstore.config import PackConfig
 from packstore.errors import InputError, StorageError
-from packstore.io.inputs import InputReader, expand
+from packstore.io.inputs.files import InputReader, expand
 
 RECORDS: list[dict[str, Any]] = [
     {"prompt": f"p{i}", "chosen": "é\nx", "rejected": "007", "chosen_reward": 1.5 * i}

@@ -16,11 +16,11 @@ from packstore.errors import (
     FormatError,
     UnsupportedFormatError,
 )
-from packstore.io import commit as module
-from packstore.io.commit import manifest_path, refuse_existing
-from packstore.io.manifest import Manifest, commit_manifest, read_manifest
-from packstore.io.seal import unsealed
-from packstore.io.storage import Location
+from packstore.io.manifest import commit as module
+from packstore.io.manifest.commit import manifest_path, refuse_existing
+from packstore.io.manifest.manifest import Manifest, commit_manifest, read_manifest
+from packstore.io.manifest.seal import unsealed
+from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 

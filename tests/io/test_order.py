@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packstore.errors import ConfigError
-from packstore.io import group_order
-from packstore.io.order import PackOrder, permuted
-from packstore.records import to_offsets
-from packstore.seeds import keys, mixed, permutation
+from packstore.format.arrays import to_offsets
+from packstore.format.seeds import keys, mixed, permutation
+from packstore.io.dataset import group_order
+from packstore.io.dataset.order import PackOrder, permuted
 
 groups = st.lists(st.integers(1, 40), max_size=30).map(lambda g: np.array(g, np.int64))
 

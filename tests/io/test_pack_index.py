@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 import packstore
 from packstore.errors import FormatError, IntegrityError, StorageError
-from packstore.io import pack_index
-from packstore.io.clean import clean
-from packstore.io.dataset import Dataset
-from packstore.io.dataset import open as open_dataset
-from packstore.io.pack_index import SCHEMA, SizeTable
-from packstore.io.shard import PackShape
+from packstore.format.arrays import PackSizes, to_offsets
+from packstore.io.dataset import pack_index
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.dataset.pack_index import SCHEMA, SizeTable
+from packstore.io.maintain.clean import clean
+from packstore.io.shards.shard import PackShape
 from packstore.pack.fill import fill
-from packstore.records import PackSizes, to_offsets
 from packstore.testing import random_examples
 
 
@@ -334,14 +334,14 @@ def test_a_manifest_that_names_a_bad_one(kit, written, change, message):
     value = json.loads(written.dataset([kit.some_packs(60)]).manifest.to_json())
     value["pack_index"] = change and {**value["pack_index"], **change}
     with pytest.raises(FormatError, match=message):
-        packstore.io.manifest.Manifest.from_json(json.dumps(value).encode())
+        packstore.io.manifest.manifest.Manifest.from_json(json.dumps(value).encode())
 
 
 def test_it_must_not_be_a_shard(kit, written):
     value = json.loads(written.dataset([kit.some_packs(60)]).manifest.to_json())
     value["pack_index"]["path"] = value["shards"][0]["path"]
     with pytest.raises(FormatError, match="it must not be a shard"):
-        packstore.io.manifest.Manifest.from_json(json.dumps(value).encode())
+        packstore.io.manifest.manifest.Manifest.from_json(json.dumps(value).encode())
 
 
 def test_the_fingerprint_does_not_know_it(kit, written):

@@ -12,9 +12,9 @@ import pytest
 
 import packstore
 from packstore.cli import main
-from packstore.io.places import STEP, Places, places_of
+from packstore.format.arrays import SOURCE_SHIFT, Int64
+from packstore.io.dataset.places import STEP, Places, places_of
 from packstore.pack.statistics import design_effect
-from packstore.records import SOURCE_SHIFT, Int64
 
 
 def cut(ids: Int64, sizes: Int64, every: int = 7) -> list[tuple[Int64, Int64]]:

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 
 from packstore.config import ReadConfig
 from packstore.errors import ConfigError, StorageError
-from packstore.io.crew import Crew, Job
-from packstore.io.dataset import Dataset
-from packstore.io.dataset import open as open_dataset
-from packstore.io.order import PackOrder
-from packstore.io.read_ahead import ReadAhead
-from packstore.io.side import SideWriter
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.dataset.order import PackOrder
+from packstore.io.dataset.read_ahead import ReadAhead
+from packstore.io.dataset.thread_pool import Crew, Job
+from packstore.io.side.side import SideWriter
 
 LANES = 4
 
@@ -247,10 +247,10 @@ _SCRIPT = """
 import sys, threading, time
 import numpy as np
 from packstore.config import ReadConfig
-from packstore.io.dataset import Dataset, open
-from packstore.io.order import PackOrder
-from packstore.io.read_ahead import ReadAhead
-from packstore.io.side import SideWriter
+from packstore.io.dataset.dataset import Dataset, open
+from packstore.io.dataset.order import PackOrder
+from packstore.io.dataset.read_ahead import ReadAhead
+from packstore.io.side.side import SideWriter
 
 data = open(sys.argv[1])
 fetch = Dataset.fetch
@@ -401,8 +401,8 @@ def test_refusals(setting: dict[str, Any], message: str) -> None:
 
 _READ_EVERYTHING = """
 import os, sys
-from packstore.io.dataset import open as open_dataset
-from packstore.io.side import open_side
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.side.side import open_side
 
 def threads():
     return len(os.listdir("/proc/self/task"))
@@ -435,8 +435,8 @@ def test_arrow_reads_in_our_threads_alone(kit: Any, tmp_path: Any) -> None:
 _READ_ARROW = """
 import os, sys
 import fsspec
-from packstore.io.columns import read_columns
-from packstore.io.dataset import open as open_dataset
+from packstore.io.dataset.columns import read_columns
+from packstore.io.dataset.dataset import open as open_dataset
 
 def threads():
     return len(os.listdir("/proc/self/task"))

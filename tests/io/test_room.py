@@ -5,8 +5,8 @@ import gc
 import numpy as np
 import pytest
 
-from packstore.io import room as rooms
-from packstore.io.room import room
+from packstore.io.shards import buffer_pool as rooms
+from packstore.io.shards.buffer_pool import room
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from packstore.errors import FormatError
-from packstore.io.dataset import Dataset
-from packstore.io.manifest import Manifest
-from packstore.io.order import PackOrder
-from packstore.io.shard import RowGroups
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.order import PackOrder
+from packstore.io.manifest.manifest import Manifest
+from packstore.io.shards.shard import RowGroups
 
 GROUPS = 500
 

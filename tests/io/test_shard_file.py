@@ -13,10 +13,10 @@ import pytest
 
 import packstore
 from packstore.errors import IntegrityError, StorageError, UnknownNameError
-from packstore.io import parquet
-from packstore.io.file_slice import FileSlice
-from packstore.io.parquet import byte_range, check_group, parquet_writer
-from packstore.io.shard_file import ShardFile
+from packstore.io.shards import parquet
+from packstore.io.shards.file_slice import FileSlice
+from packstore.io.shards.parquet import byte_range, check_group, parquet_writer
+from packstore.io.shards.shard_file import ShardFile
 
 
 def paths(folder):

@@ -19,13 +19,13 @@ from packstore.errors import (
     IntegrityError,
     StorageError,
 )
-from packstore.io.checksums import batch_crc32, crc32_of
-from packstore.io.dataset import open as open_dataset
-from packstore.io.local import map_part
-from packstore.io.manifest import commit_manifest
-from packstore.io.seal import seal, unsealed
-from packstore.io.storage import Location
-from packstore.io.writer import ShardWriter
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.manifest.manifest import commit_manifest
+from packstore.io.manifest.seal import seal, unsealed
+from packstore.io.shards.checksums import batch_crc32, crc32_of
+from packstore.io.store.local import map_part
+from packstore.io.store.location import Location
+from packstore.io.write.shard_writer import ShardWriter
 from packstore.pack.fill import fill
 from packstore.testing import random_examples
 

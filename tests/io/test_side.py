@@ -29,16 +29,16 @@ from packstore.errors import (
     IntegrityError,
     StorageError,
 )
-from packstore.io import side as module
-from packstore.io import side_table
-from packstore.io.clean import clean
-from packstore.io.dataset import Dataset
-from packstore.io.dataset import open as open_dataset
-from packstore.io.process import Process
-from packstore.io.side import SideWriter, open_side
-from packstore.io.side_manifest import SIDE_TYPES, check_side
-from packstore.io.side_table import SideTable
-from packstore.io.storage import Location
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.maintain.clean import clean
+from packstore.io.manifest.side_manifest import SIDE_TYPES, check_side
+from packstore.io.side import side as module
+from packstore.io.side import side_table
+from packstore.io.side.side import SideWriter, open_side
+from packstore.io.side.side_table import SideTable
+from packstore.io.store.location import Location
+from packstore.io.store.process import Process
 from packstore.testing import random_examples
 
 COLUMNS = {name if "list" not in name else "ref_logps": name for name in SIDE_TYPES}
@@ -232,7 +232,7 @@ def test_the_writer_that_commits_first_wins(ds, anywhere, caplog) -> None:
 
 def test_what_a_killed_writer_left_goes(ds, anywhere, monkeypatch) -> None:
     far = Process("another", 7, "8")
-    monkeypatch.setattr("packstore.io.writers.this_process", lambda: far)
+    monkeypatch.setattr("packstore.io.write.writer_markers.this_process", lambda: far)
     monkeypatch.setattr(module, "SHARD_ROWS", 20)
     writer = SideWriter(anywhere, ds, {"int64": "int64"})
     for packs in ds.iter_packs():
@@ -250,7 +250,9 @@ def test_removals_are_side_by_side(ds, monkeypatch) -> None:
     """Two requests are under way at a time; the second waits for none."""
     url = f"memory://{uuid.uuid4().hex}"
     monkeypatch.setattr(module, "SHARD_ROWS", 20)
-    monkeypatch.setattr("packstore.io.writers.this_process", lambda: Process("another", 7, "8"))
+    monkeypatch.setattr(
+        "packstore.io.write.writer_markers.this_process", lambda: Process("another", 7, "8")
+    )
     writer = SideWriter(url, ds, {"int64": "int64"})
     for packs in ds.iter_packs():
         writer.write(packs.example_ids, {"int64": packs.example_ids})

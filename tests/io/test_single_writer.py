@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import packstore
+from packstore.build.combine import append, concat
 from packstore.cli import main
-from packstore.combine import append, concat
 from packstore.errors import ConfigError, DatasetExistsError
 from packstore.exchange import export_dataset, import_dataset
-from packstore.io.clean import clean
-from packstore.io.clients import creates_exclusively
-from packstore.io.side import SideWriter, open_side
-from packstore.io.storage import Location
+from packstore.io.maintain.clean import clean
+from packstore.io.side.side import SideWriter, open_side
+from packstore.io.store.clients import creates_exclusively
+from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from packstore.io.statistics import (
+from packstore.format.arrays import IGNORE_INDEX
+from packstore.io.shards.statistics import (
     NO_STATISTICS,
     PackCounter,
     Spread,
@@ -10,8 +11,7 @@ from packstore.io.statistics import (
     Totals,
     group_figures,
 )
-from packstore.io.statistics import pack_figures as figures_of
-from packstore.records import IGNORE_INDEX
+from packstore.io.shards.statistics import pack_figures as figures_of
 from packstore.testing import random_examples
 
 

@@ -11,8 +11,8 @@ import pytest
 from rights import closed
 
 from packstore.errors import DatasetExistsError, FormatError, MissingExtraError, StorageError
-from packstore.io.faults import means_exists
-from packstore.io.storage import Entry, Location, check_relative
+from packstore.io.store.faults import means_exists
+from packstore.io.store.location import Entry, Location, check_relative
 
 
 def test_files_come_and_go(anywhere, tmp_path):
@@ -61,7 +61,7 @@ def test_a_full_disk_without_hard_links_leaves_no_half_file(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "link", refused)
     if not renames:
-        monkeypatch.setattr("packstore.io.local._rename_new", lambda *_: False, raising=False)
+        monkeypatch.setattr("packstore.io.store.local._rename_new", lambda *_: False, raising=False)
     place = Location(str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from packstore.io import temporary
-from packstore.io.process import this_process
+from packstore.io.store import temporary_folders as temporary
+from packstore.io.store.process import this_process
 
 DAY = 86_400.0
 HOLDER = """

@@ -11,9 +11,9 @@ import pytest
 
 from packstore.cli import main
 from packstore.errors import ConfigError, PackstoreError
-from packstore.io import shard_bytes
-from packstore.io.dataset import Dataset
-from packstore.io.dataset import open as open_dataset
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.shards import shard_bytes
 
 
 @pytest.fixture(params=["parquet", "arrow"])

@@ -18,11 +18,11 @@ import pytest
 import packstore
 from packstore.cli import main
 from packstore.errors import DatasetExistsError, StorageError
-from packstore.io import upkeep
-from packstore.io.clean import clean
-from packstore.io.process import Process, this_process
-from packstore.io.storage import Location
-from packstore.io.writers import WRITERS, marked, writers
+from packstore.io.maintain.clean import clean
+from packstore.io.store import upkeep
+from packstore.io.store.location import Location
+from packstore.io.store.process import Process, this_process
+from packstore.io.write.writer_markers import WRITERS, marked, writers
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
@@ -59,7 +59,9 @@ def test_a_process_is_found_again() -> None:
     assert not me._replace(machine="another").lives
     assert not me._replace(pid=0).lives
     assert not me._replace(pid=1 << 70).lives
-    code = "from packstore.io.process import this_process as t; print(*t(), flush=True); input()"
+    code = (
+        "from packstore.io.store.process import this_process as t; print(*t(), flush=True); input()"
+    )
     command = [sys.executable, "-c", code]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
@@ -98,7 +100,7 @@ def test_another_job_is_warned_of(
     def aged(where: Location, folder: str) -> list[upkeep.Found]:
         return [f._replace(age=age) if f.path == path else f for f in listed(where, folder)]
 
-    monkeypatch.setattr("packstore.io.writers.list_folder", aged)
+    monkeypatch.setattr("packstore.io.write.writer_markers.list_folder", aged)
     with caplog.at_level(logging.WARNING, "packstore"):
         packstore.pack(pairs(20), place, **SETTINGS)
     told = "the one that commits last will be refused"
@@ -156,7 +158,7 @@ def test_a_store_may_refuse_markers(place: str, monkeypatch: pytest.MonkeyPatch)
         return listed(where, folder)
 
     monkeypatch.setattr(Location, "create_bytes", no_markers)
-    monkeypatch.setattr("packstore.io.writers.list_folder", no_list)
+    monkeypatch.setattr("packstore.io.write.writer_markers.list_folder", no_list)
     assert packstore.pack(pairs(20), place, **SETTINGS).verify().ok
 
 

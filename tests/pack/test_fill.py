@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packstore.errors import ConfigError, FormatError, UnknownNameError
-from packstore.invariants import check_packs
+from packstore.format.arrays import IGNORE_INDEX, Examples, Packs
+from packstore.format.rules import check_packs
+from packstore.format.schema import KINDS, LAYOUTS
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.fill import convert, fill, unpack
 from packstore.pack.layout import shared_prefix_offsets, sizes
 from packstore.pack.plan import plan
-from packstore.records import IGNORE_INDEX, Examples, Packs
-from packstore.schema import KINDS, LAYOUTS
 from packstore.testing import assert_examples_equal, random_examples
 
 

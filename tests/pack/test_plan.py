@@ -10,11 +10,11 @@ import pytest
 
 from packstore.config import PackConfig, PlanConfig
 from packstore.errors import ConfigError, InputError, UnknownNameError
+from packstore.format.arrays import Int32
 from packstore.pack.bounds import fekete_schepers, lower_bound, martello_toth
 from packstore.pack.order import ORDERS, STEP
 from packstore.pack.plan import plan
 from packstore.pack.statistics import design_effect, intraclass_correlation, same_decile
-from packstore.records import Int32
 
 
 def lognormal(n: int = 30_000) -> Int32:

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packstore import seeds
 from packstore.errors import MissingExtraError
+from packstore.format import seeds
+from packstore.format.arrays import Int32, Int64
 from packstore.pack.algorithms import STRATEGIES, VERSIONS
 from packstore.pack.algorithms.pool import SPAN
 from packstore.pack.bounds import lower_bound
 from packstore.pack.plan import plan
 from packstore.pack.statistics import design_effect, intraclass_correlation
-from packstore.records import Int32, Int64
 
 ALL = pytest.mark.parametrize("name", STRATEGIES.names())
 

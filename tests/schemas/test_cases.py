@@ -13,11 +13,11 @@ import pytest
 
 import packstore.errors
 from packstore.errors import FormatError
-from packstore.invariants import RULES, check_packs
-from packstore.io.manifest import Manifest
-from packstore.io.side_manifest import SideManifest
-from packstore.records import Packs
-from packstore.schema import FEATURES, KINDS, LAYOUTS, from_arrow, pack_schema, to_arrow
+from packstore.format.arrays import Packs
+from packstore.format.rules import RULES, check_packs
+from packstore.format.schema import FEATURES, KINDS, LAYOUTS, from_arrow, pack_schema, to_arrow
+from packstore.io.manifest.manifest import Manifest
+from packstore.io.manifest.side_manifest import SideManifest
 
 Case = dict[str, Any]
 Load = Callable[[str], Any]

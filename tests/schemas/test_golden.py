@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from packstore.io.dataset import Dataset
-from packstore.io.dataset import open as open_dataset
-from packstore.io.side import open_side
-from packstore.io.side_manifest import SIDE_TYPES, check_side
-from packstore.io.side_table import SideTable
-from packstore.schema import FEATURES, FORMAT_VERSION, KINDS, LAYOUTS
+from packstore.format.schema import FEATURES, FORMAT_VERSION, KINDS, LAYOUTS
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.manifest.side_manifest import SIDE_TYPES, check_side
+from packstore.io.side.side import open_side
+from packstore.io.side.side_table import SideTable
 
 GOLDEN = Path(__file__).parents[2] / "schemas" / "golden"
 V1 = GOLDEN / "v1"

@@ -1,4 +1,4 @@
-"""format.md and the JSON Schemas say what packstore/schema.py and packstore/invariants.py do."""
+"""format.md and the JSON Schemas say what ``schema.py`` and ``rules.py`` of packstore/format do."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import jsonschema
 import pyarrow as pa
 import pytest
 
-from packstore import config, schema
-from packstore.invariants import RULES
-from packstore.io import pack_index
-from packstore.io.commit import FOLDER, MAX_MANIFEST_BYTES, manifest_path
-from packstore.io.manifest import FILE_FORMATS, Manifest
-from packstore.io.side import SHARD_ROWS
-from packstore.io.side_manifest import SIDE, SIDE_TYPES, SIDE_VERSION
-from packstore.io.writer import DATA
-from packstore.records import IGNORE_INDEX, SOURCE_SHIFT
+from packstore import config
+from packstore.format import schema
+from packstore.format.arrays import IGNORE_INDEX, SOURCE_SHIFT
+from packstore.format.rules import RULES
+from packstore.io.dataset import pack_index
+from packstore.io.manifest.commit import FOLDER, MAX_MANIFEST_BYTES, manifest_path
+from packstore.io.manifest.manifest import FILE_FORMATS, Manifest
+from packstore.io.manifest.side_manifest import SIDE, SIDE_TYPES, SIDE_VERSION
+from packstore.io.side.side import SHARD_ROWS
+from packstore.io.write.shard_writer import DATA
 
 Load = Callable[[str], Any]
 
@@ -191,7 +192,7 @@ def test_side_datasets(prose: str, load: Load) -> None:
 
 def test_what_made_reference_log_probs(prose: str) -> None:
     pytest.importorskip("torch", reason="a model makes them")
-    from packstore.torch.made_with import EXACT_NAMES, MODEL_NAMES
+    from packstore.torch.reference.reference_fingerprint import EXACT_NAMES, MODEL_NAMES
 
     *_, members = tables(section(prose, "Side datasets"))
     assert {code(row[0]) for row in members} == {"model", *MODEL_NAMES, *EXACT_NAMES}

@@ -18,19 +18,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from packstore.errors import FormatError, InputError, IntegrityError, StorageError
-from packstore.io.dataset import open as open_dataset
-from packstore.io.inputs import InputReader
-from packstore.io.manifest import Manifest
-from packstore.io.shard import FileHashes, RowGroups
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.inputs.files import InputReader
+from packstore.io.manifest.manifest import Manifest
+from packstore.io.shards.shard import FileHashes, RowGroups
 
 MB = 1 << 20
 READ = """
 import sys
 from packstore.errors import PackstoreError
 from packstore.io import parquet as shards, pieces, streams
-from packstore.io.formats import parquet
-from packstore.io.inputs import InputReader
-from packstore.io.dataset import open as open_dataset
+from packstore.io.inputs.formats import parquet
+from packstore.io.inputs.files import InputReader
+from packstore.io.dataset.dataset import open as open_dataset
 
 # Smaller than they are, so that the bombs can be.
 pieces.MAX_RECORD_BYTES, streams.FREE_BYTES, parquet.BATCH_BYTES = 8 << 20, 4 << 20, 32 << 20

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from packstore.errors import TokenizerError
-from packstore.tokenizer import sandbox
+from packstore.tokenizer.chat import sandbox
+from packstore.tokenizer.chat.template import ChatTemplate
 from packstore.tokenizer.refusals import Refused
-from packstore.tokenizer.template import ChatTemplate
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 
@@ -133,7 +133,7 @@ import json, sys
 from packstore.errors import TokenizerError
 from packstore.tokenizer import sandbox
 from packstore.tokenizer.refusals import Refused
-from packstore.tokenizer.template import ChatTemplate
+from packstore.tokenizer.chat.template import ChatTemplate
 
 sandbox.MAX_SECONDS, sandbox.MAX_MADE = 0.5, 1 << 25
 for name, source in json.load(sys.stdin).items():

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 
 import packstore
 from packstore.cli import main
-from packstore.io import clients
-from packstore.io.storage import Location
+from packstore.io.store import clients
+from packstore.io.store.location import Location
 
 
 def check(

@@ -13,9 +13,9 @@ from stores import Store
 import packstore
 from packstore.config import ReadConfig
 from packstore.errors import IntegrityError, StorageError
-from packstore.io.dataset import Dataset
-from packstore.io.dataset import open as open_dataset
-from packstore.io.storage import Location
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.store.location import Location
 from packstore.torch import PackedDataset
 
 RATE = 0.15

@@ -12,7 +12,7 @@ from stores import Store
 from tokenizers import Tokenizer
 
 import packstore
-from packstore.io.storage import Location
+from packstore.io.store.location import Location
 
 
 def tokens_of(dataset: packstore.Dataset, answer: Any) -> None:

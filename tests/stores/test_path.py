@@ -12,7 +12,7 @@ from stores import Store
 from tokenizers import Tokenizer
 
 import packstore
-from packstore.io.storage import Location
+from packstore.io.store.location import Location
 from packstore.torch import PackedDataLoader, PackedDataset, PreferenceLoss, segment_logps
 
 Result = tuple[dict[str, str], list[float]]

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 import packstore
 from packstore.config import ReadConfig
 from packstore.errors import StorageError
-from packstore.io.inputs import InputReader
-from packstore.io.storage import Location
+from packstore.io.inputs.files import InputReader
+from packstore.io.store.location import Location
 from packstore.torch import PackedDataLoader, PackedDataset
 
 

@@ -15,9 +15,9 @@ from stores import Store
 
 import packstore
 from packstore.errors import DatasetExistsError, DatasetNotFoundError
-from packstore.io.clean import clean
-from packstore.io.job import writing
-from packstore.io.storage import Location
+from packstore.io.maintain.clean import clean
+from packstore.io.store.location import Location
+from packstore.io.write.write_job import writing
 
 RECORDS = [
     {"prompt": [5, 6, 7], "chosen": [8, 10 + i, 11 + i], "rejected": [9] * (1 + i % 7)}

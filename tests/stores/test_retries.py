@@ -14,10 +14,10 @@ from stores import Store
 
 from packstore.config.storage import RetryConfig
 from packstore.errors import ConfigError, DatasetExistsError, StorageError, told
-from packstore.io import clients
-from packstore.io.faults import guarded
-from packstore.io.retry import retrying
-from packstore.io.storage import Location
+from packstore.io.store import clients
+from packstore.io.store.faults import guarded
+from packstore.io.store.location import Location
+from packstore.io.store.retry import retrying
 
 FAST = {"retry_attempts": 3, "retry_backoff": 0.001}
 

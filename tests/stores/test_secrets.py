@@ -18,12 +18,12 @@ from tokenizers import Tokenizer
 import packstore
 from packstore.config import ReadConfig
 from packstore.errors import display
-from packstore.io.clean import clean
-from packstore.io.preflight import preflight
-from packstore.io.redact import Secrets
-from packstore.io.side import SideWriter, open_side
-from packstore.io.storage import Location
-from packstore.io.writer import ShardWriter
+from packstore.io.maintain.clean import clean
+from packstore.io.maintain.preflight import preflight
+from packstore.io.side.side import SideWriter, open_side
+from packstore.io.store.location import Location
+from packstore.io.store.redact import Secrets
+from packstore.io.write.shard_writer import ShardWriter
 from packstore.tokenizer import load_tokenizer
 
 QUICK = {"retry_attempts": 2, "retry_backoff": 0.01}

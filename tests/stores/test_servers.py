@@ -9,7 +9,7 @@ import pytest
 from stores import Store
 
 from packstore.errors import DatasetExistsError
-from packstore.io.storage import Location
+from packstore.io.store.location import Location
 
 
 def test_a_store_holds_bytes_and_creates_once(store: Store) -> None:

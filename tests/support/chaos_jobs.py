@@ -22,8 +22,8 @@ from stores import Store
 
 import packstore
 from packstore.errors import PackstoreError
-from packstore.io import upkeep
-from packstore.io.clean import clean
+from packstore.io.maintain.clean import clean
+from packstore.io.store import upkeep
 from packstore.torch import PackedDataset
 
 SETTINGS: dict[str, Any] = {

@@ -15,8 +15,8 @@ from stores import Store
 import packstore
 from packstore.config import ReadConfig
 from packstore.errors import DatasetNotFoundError, PackstoreError
-from packstore.io.dataset import Dataset
-from packstore.io.dataset import open as open_dataset
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
 from packstore.torch import PackedDataset
 
 RECORDS = [

@@ -14,14 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packstore.errors import PackstoreError
-from packstore.io.dataset import Dataset
-from packstore.io.manifest import Manifest
-from packstore.io.pack_index import PackIndex
-from packstore.io.reader import ShardReader
-from packstore.io.seal import unsealed
-from packstore.io.side import open_side
-from packstore.io.side_manifest import SideManifest
-from packstore.records import Packs, PackSizes
+from packstore.format.arrays import Packs, PackSizes
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.pack_index import PackIndex
+from packstore.io.dataset.reader import ShardReader
+from packstore.io.manifest.manifest import Manifest
+from packstore.io.manifest.seal import unsealed
+from packstore.io.manifest.side_manifest import SideManifest
+from packstore.io.side.side import open_side
 
 
 @dataclass(frozen=True)

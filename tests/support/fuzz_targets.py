@@ -25,18 +25,18 @@ import pyarrow.parquet as pq
 
 from packstore.exchange.nemo_packs import KEYS
 from packstore.exchange.object_array import numbers, read_rows, reals
-from packstore.io.formats import FORMATS
-from packstore.io.manifest import Manifest
-from packstore.io.pack_index import PackIndex
-from packstore.io.parquet import byte_range
-from packstore.io.pieces import ReadOptions
-from packstore.io.reader import ShardReader
-from packstore.io.shard import FileHashes
-from packstore.io.side_manifest import SideManifest
-from packstore.io.storage import Location
-from packstore.io.stored_file import StoredFile
-from packstore.io.streams import HashedStream, decompressed
-from packstore.tokenizer.template import ChatTemplate
+from packstore.io.dataset.pack_index import PackIndex
+from packstore.io.dataset.reader import ShardReader
+from packstore.io.inputs.formats import FORMATS
+from packstore.io.inputs.pieces import ReadOptions
+from packstore.io.inputs.streams import HashedStream, decompressed
+from packstore.io.manifest.manifest import Manifest
+from packstore.io.manifest.side_manifest import SideManifest
+from packstore.io.manifest.stored_file import StoredFile
+from packstore.io.shards.parquet import byte_range
+from packstore.io.shards.shard import FileHashes
+from packstore.io.store.location import Location
+from packstore.tokenizer.chat.template import ChatTemplate
 
 GOLDEN = Path(__file__).parents[2] / "schemas" / "golden"
 CORPUS = Path(__file__).parents[1] / "fuzz" / "corpus"

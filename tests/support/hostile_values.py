@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import packstore
-from packstore.io.side import SideWriter
+from packstore.io.side.side import SideWriter
 
 Files = dict[str, bytes]
 CARRY = ("source:string", "turns:int64", "weight:float64", "checked:bool")

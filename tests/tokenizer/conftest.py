@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 
 from packstore.config import TokenizeConfig
-from packstore.records import Examples, Rows
+from packstore.format.arrays import Examples, Rows
 from packstore.tokenizer import RecordTokenizer, Tokenizer, load_tokenizer
 
 FILES = {

@@ -7,8 +7,8 @@ import pytest
 from packstore.config import PackConfig, TokenizeConfig
 from packstore.errors import RecordError
 from packstore.tokenizer import RecordTokenizer, detect_kind
+from packstore.tokenizer.records.shapes import parse_record
 from packstore.tokenizer.refusals import Refused
-from packstore.tokenizer.shapes import parse_record
 
 CONFIG = TokenizeConfig()
 SIDES = {"chosen": "The sea is blue.", "rejected": "The sea is a lie."}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from packstore.tokenizer.messages import (
+from packstore.tokenizer.chat.messages import (
     normalize_messages,
     normalize_tools,
     strip_thinking,

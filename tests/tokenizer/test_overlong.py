@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from packstore.config import TokenizeConfig
 from packstore.errors import RecordError
 from packstore.tokenizer import RecordTokenizer
-from packstore.tokenizer.overlong import fit
+from packstore.tokenizer.records.overlong import fit
+from packstore.tokenizer.records.sequences import Tokens
 from packstore.tokenizer.refusals import Refused
-from packstore.tokenizer.sequences import Tokens
 
 EOS, BREAK = 900, 901
 

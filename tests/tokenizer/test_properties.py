@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from packstore.config import TokenizeConfig
-from packstore.records import Rows
+from packstore.format.arrays import Rows
 from packstore.tokenizer import RecordTokenizer
 from packstore.tokenizer.refusals import REASONS
 

@@ -14,7 +14,7 @@ import transformers
 
 from packstore.config import TokenizeConfig
 from packstore.tokenizer import RecordTokenizer, detect_kind
-from packstore.tokenizer.messages import normalize_messages, normalize_tools
+from packstore.tokenizer.chat.messages import normalize_messages, normalize_tools
 
 CONFIG = TokenizeConfig(pack_size=65536)
 TEXT_FILES = [

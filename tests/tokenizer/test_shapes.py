@@ -6,9 +6,9 @@ import pytest
 from packstore.config import TokenizeConfig
 from packstore.errors import RecordError
 from packstore.tokenizer import detect_kind
-from packstore.tokenizer.implicit import ASSISTANT, HUMAN, split_messages, split_texts
+from packstore.tokenizer.chat.implicit import ASSISTANT, HUMAN, split_messages, split_texts
+from packstore.tokenizer.records.shapes import parse_record
 from packstore.tokenizer.refusals import Refused
-from packstore.tokenizer.shapes import parse_record
 
 CONFIG = TokenizeConfig()
 

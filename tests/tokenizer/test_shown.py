@@ -16,9 +16,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from packstore.config import TokenizeConfig
 from packstore.errors import RecordError
 from packstore.tokenizer import RecordTokenizer
+from packstore.tokenizer.chat.shown import left_out
+from packstore.tokenizer.chat.template import ChatTemplate
 from packstore.tokenizer.refusals import Refused
-from packstore.tokenizer.shown import left_out
-from packstore.tokenizer.template import ChatTemplate
 
 USER = {"role": "user", "content": "Weather?"}
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}

@@ -10,10 +10,10 @@ import tokenizers
 
 import packstore.tokenizer.engines as engines
 from packstore.errors import MissingExtraError, TokenizerError, UnknownNameError
-from packstore.schema import CARRY_TYPES
+from packstore.format.schema import CARRY_TYPES
 from packstore.tokenizer import load_tokenizer
-from packstore.tokenizer.carry import TYPES
 from packstore.tokenizer.engines import ENGINES
+from packstore.tokenizer.records.carry import TYPES
 
 
 class AutoLike:

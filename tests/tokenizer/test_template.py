@@ -7,10 +7,10 @@ import transformers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from packstore.errors import TokenizerError
-from packstore.tokenizer.builtin_templates import BUILTIN
-from packstore.tokenizer.messages import normalize_messages, normalize_tools
+from packstore.tokenizer.chat.builtin_templates import BUILTIN
+from packstore.tokenizer.chat.messages import normalize_messages, normalize_tools
+from packstore.tokenizer.chat.template import ChatTemplate
 from packstore.tokenizer.refusals import Refused
-from packstore.tokenizer.template import ChatTemplate
 
 TALK = [
     {"role": "system", "content": "Be <b>brief</b> & kind."},

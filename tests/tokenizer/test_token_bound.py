@@ -14,7 +14,8 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from packstore.config import TokenizeConfig
 from packstore.errors import RecordError
-from packstore.tokenizer import RecordTokenizer, overlong
+from packstore.tokenizer import RecordTokenizer
+from packstore.tokenizer.records import overlong
 from packstore.tokenizer.token_bound import TokenBound
 
 UNBOUNDED = 1 << 40

@@ -13,11 +13,11 @@ import pytest
 import tokenizers
 
 import packstore
-from packstore import seeds
+from packstore.build.sources import open_intake
 from packstore.config import PackConfig
 from packstore.errors import WrongEngineError
-from packstore.intake import open_intake
-from packstore.records import example_id
+from packstore.format import seeds
+from packstore.format.arrays import example_id
 from packstore.tokenizer import fastest, load_tokenizer
 from packstore.tokenizer.engines import ENGINES
 from packstore.tokenizer.engines.fastokens import FastokensEngine

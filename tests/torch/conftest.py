@@ -31,14 +31,14 @@ from transformers import (
 )
 
 from packstore.config import PackConfig
-from packstore.io.dataset import Dataset, open
-from packstore.io.manifest import PackShape, build_manifest, commit_manifest
-from packstore.io.storage import Location
-from packstore.io.writer import ShardWriter
+from packstore.format.arrays import Examples, Packs, Tally, to_offsets
+from packstore.io.dataset.dataset import Dataset, open
+from packstore.io.manifest.manifest import PackShape, build_manifest, commit_manifest
+from packstore.io.store.location import Location
+from packstore.io.write.shard_writer import ShardWriter
 from packstore.pack.fill import fill
-from packstore.records import Examples, Packs, Tally, to_offsets
 from packstore.torch.attention import ATTENTION
-from packstore.torch.model import _register
+from packstore.torch.models.model import _register
 
 torch.set_num_threads(1)  # threads cost more than they bring on tensors of this size
 

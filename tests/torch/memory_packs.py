@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from packstore.records import Int64, Packs, PackSizes
-from packstore.seeds import permutation
+from packstore.format.arrays import Int64, Packs, PackSizes
+from packstore.format.seeds import permutation
 
 
 class MemoryPacks:

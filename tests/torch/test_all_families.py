@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from packstore.errors import BackendError
-from packstore.records import Examples, to_offsets
+from packstore.format.arrays import Examples, to_offsets
 from packstore.torch import PackedBatch, collate, use_packed_attention
 
 NAMES = [n for n in CONFIG_MAPPING if CONFIG_MAPPING[n] in MODEL_FOR_CAUSAL_LM_MAPPING]

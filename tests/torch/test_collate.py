@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packstore.errors import BackendError, ConfigError, UnknownNameError
-from packstore.io.compact import CompactPacks, signed
+from packstore.io.shards.signed_packs import CompactPacks, signed
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, collate
-from packstore.torch.inputs import packed_seq_params
+from packstore.torch.batch.inputs import packed_seq_params
 from packstore.torch.parallel import pad_segments
 
 EXAMPLES = random_examples(6, seed=1)

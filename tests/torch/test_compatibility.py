@@ -19,12 +19,12 @@ from transformers import AutoTokenizer, LlamaConfig
 
 import packstore
 from packstore.errors import CompatibilityError, ConfigError
-from packstore.identity import PROBES, probe_sha256, vocabulary_sha256
-from packstore.io.dataset import Dataset
-from packstore.io.manifest import Manifest
+from packstore.format.tokenizer_identity import PROBES, probe_sha256, vocabulary_sha256
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.manifest.manifest import Manifest
 from packstore.testing import random_examples
 from packstore.torch import check_model
-from packstore.torch.compatibility import check_same_tokenizer, check_tokenizer
+from packstore.torch.models.compatibility import check_same_tokenizer, check_tokenizer
 
 REAL = ("mistral_v1", "small_bpe", "t5_unigram", pytest.param("qwen3", marks=pytest.mark.slow))
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

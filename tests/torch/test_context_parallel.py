@@ -15,7 +15,7 @@ from torch import Tensor
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, PreferenceLoss, collate, segment_logps
 from packstore.torch import use_packed_attention as prepare
-from packstore.torch.divisor import count_step
+from packstore.torch.losses.divisor import count_step
 from packstore.torch.parallel import (
     context_shard,
     pad_batch,

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from packstore.format.arrays import Examples, to_offsets
 from packstore.pack.fill import fill
-from packstore.records import Examples, to_offsets
 from packstore.testing import random_examples
 from packstore.torch import (
     PackedBatch,
@@ -29,8 +29,8 @@ from packstore.torch import (
     segment_logps,
     use_packed_attention,
 )
-from packstore.torch.divisor import count_step
-from packstore.torch.head import PackedPolicy
+from packstore.torch.logprobs.head import PackedPolicy
+from packstore.torch.losses.divisor import count_step
 
 BETA = 0.1
 EXAMPLES = random_examples(6, seed=3)

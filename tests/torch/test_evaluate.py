@@ -18,8 +18,8 @@ from torch.nn.functional import logsigmoid
 
 import packstore
 from packstore.errors import CompatibilityError, ConfigError
-from packstore.io.dataset import Dataset
-from packstore.io.dataset import open as open_dataset
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
 from packstore.testing import random_examples
 from packstore.torch import (
     PackedDataLoader,
@@ -28,9 +28,9 @@ from packstore.torch import (
     PreferenceLoss,
     use_packed_attention,
 )
-from packstore.torch.evaluate import evaluate
-from packstore.torch.grouped import GroupedMetrics
-from packstore.torch.reference import write_ref_logps
+from packstore.torch.losses.grouped_metrics import GroupedMetrics
+from packstore.torch.reference.reference import write_ref_logps
+from packstore.torch.training.evaluate import evaluate
 from packstore.torch.training.evaluation import evaluate_batches
 from packstore.torch.training.reference import SecondModel
 

@@ -20,12 +20,12 @@ import pytest
 
 from packstore.config import ReadConfig
 from packstore.errors import IntegrityError, StorageError, WorkerError
-from packstore.io.dataset import Dataset
-from packstore.io.dataset import open as open_dataset
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset, PreferenceLoss, count_step
-from packstore.torch.loader import _naming_the_dead
-from packstore.torch.stream import StoredPacks
+from packstore.torch.data.loader import _naming_the_dead
+from packstore.torch.schedule.stream import StoredPacks
 
 pytest.importorskip("aiohttp", reason="fsspec reads http with it")
 

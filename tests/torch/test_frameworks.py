@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from packstore.errors import ConfigError
-from packstore.io.dataset import Dataset
+from packstore.io.dataset.dataset import Dataset
 from packstore.testing import random_examples
 from packstore.torch import (
     PackedDataLoader,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from packstore.errors import ConfigError
-from packstore.io.dataset import Dataset
+from packstore.io.dataset.dataset import Dataset
 from packstore.testing import random_examples
 from packstore.torch import (
     Metrics,

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from packstore.errors import BackendError, CompatibilityError
-from packstore.torch import check_isolation, own_attention, use_packed_attention
+from packstore.torch import check_isolation, use_packed_attention
 from packstore.torch.attention import ATTENTION
+from packstore.torch.models import own_attention
 
 
 class Wrapper(nn.Module):
@@ -229,7 +230,7 @@ def test_it_fails_where_a_window_is_dropped(
     more = {"sliding_window": window, "max_position_embeddings": 128}
     model = kit.tiny_family(name, torch.float32, **more, **settings)
     assert check_isolation(model, "sdpa") < 1e-3
-    monkeypatch.setattr("packstore.torch.model.window_of", lambda mask, keyword: keyword)
+    monkeypatch.setattr("packstore.torch.models.model.window_of", lambda mask, keyword: keyword)
     must = (
         "beside attention 'eager': a sequence must have the logits that the model's own attention"
     )
@@ -269,7 +270,7 @@ def test_it_fails_where_tables_come_from_the_longest_sequence(
 def test_long_sequences_are_compared_with_sdpa_and_longer_ones_named(
     kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("packstore.torch.own_attention.SCORES", 4 * 99**2)
+    monkeypatch.setattr("packstore.torch.models.own_attention.SCORES", 4 * 99**2)
     model = kit.tiny_family(
         "mistral", torch.float32, sliding_window=100, max_position_embeddings=10_000
     )

@@ -24,8 +24,8 @@ from packstore.errors import BackendError, MissingExtraError
 from packstore.testing import random_examples
 from packstore.torch import collate, use_packed_attention
 from packstore.torch.attention import ATTENTION, _auto, _flash
-from packstore.torch.layout import AttentionLayout
-from packstore.torch.model import _register
+from packstore.torch.batch.layout import AttentionLayout
+from packstore.torch.models.model import _register
 
 KERNELS = ("torch_varlen", "flash_attn", "flash_attn_3", "flash_attn_4")
 MODULES = {

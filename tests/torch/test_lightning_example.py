@@ -15,12 +15,12 @@ pytest.importorskip("lightning", reason="lightning")
 
 import lightning
 
-from packstore.io.dataset import open as open_dataset
+from packstore.io.dataset.dataset import open as open_dataset
 from packstore.testing import random_examples
 from packstore.torch import PreferenceLoss
-from packstore.torch.load import load_model
-from packstore.torch.reference import write_ref_logps
-from packstore.torch.train import train
+from packstore.torch.models.load import load_model
+from packstore.torch.reference.reference import write_ref_logps
+from packstore.torch.training.train import train
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_datamodule.py"
 PER_STEP, RATE = 8, 1e-3

@@ -21,8 +21,8 @@ from packstore.errors import (
     ConfigError,
 )
 from packstore.testing import random_examples
-from packstore.torch.load import load_model
-from packstore.torch.train import train
+from packstore.torch.models.load import load_model
+from packstore.torch.training.train import train
 
 pytestmark = [  # PEFT's, with transformers 5.23
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),

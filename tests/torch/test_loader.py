@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 
 from packstore.config import PackConfig
 from packstore.errors import CompatibilityError, ConfigError, DatasetNotFoundError
-from packstore.io.dataset import Dataset
-from packstore.io.order import PackOrder
-from packstore.io.side import SideWriter
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.order import PackOrder
+from packstore.io.side.side import SideWriter
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset
 

@@ -11,13 +11,8 @@ from torch import Tensor
 
 from packstore.errors import ConfigError
 from packstore.testing import random_examples
-from packstore.torch import (
-    PackedBatch,
-    collate,
-    fused_head,
-    segment_logps,
-    segment_token_counts,
-)
+from packstore.torch import PackedBatch, collate, segment_logps, segment_token_counts
+from packstore.torch.logprobs import fused_head
 
 HIDDEN = 16
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from packstore.errors import ConfigError
 from packstore.torch import PreferenceLoss
-from packstore.torch.loss_variants import LOSSES
-from packstore.torch.pairs import Pairs, Variant
+from packstore.torch.losses.pairs import Pairs, Variant
+from packstore.torch.losses.variants import LOSSES
 
 mp.dps = 40
 

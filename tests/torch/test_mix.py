@@ -16,18 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packstore.errors import CompatibilityError, ConfigError
-from packstore.io.dataset import Dataset
-from packstore.io.order import PackOrder
-from packstore.io.statistics import NO_TOTALS, Totals
-from packstore.records import Examples, Int64, Packs, PackSizes
+from packstore.format.arrays import Examples, Int64, Packs, PackSizes
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.order import PackOrder
+from packstore.io.shards.statistics import NO_TOTALS, Totals
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset
-from packstore.torch import mix as mix_module
-from packstore.torch import mix_reader as mix_reader_module
-from packstore.torch.mix import MixedPacks, Source
-from packstore.torch.shares import Schedule, Shares, Terms
-from packstore.torch.side import JoinedPacks
-from packstore.torch.stream import StoredPacks
+from packstore.torch.data import mix as mix_module
+from packstore.torch.data import mix_reader as mix_reader_module
+from packstore.torch.data.mix import MixedPacks, Source
+from packstore.torch.data.mix_schedule import Schedule, Shares, Terms
+from packstore.torch.data.side import JoinedPacks
+from packstore.torch.schedule.stream import StoredPacks
 
 weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8)
 

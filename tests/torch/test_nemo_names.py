@@ -16,9 +16,9 @@ from packstore.errors import ConfigError, UnknownNameError
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, PreferenceLoss, collate
 from packstore.torch import segment_token_counts as token_counts
-from packstore.torch.loss_variants import LEFT_OUT, LOSSES, OTHER_NAMES
+from packstore.torch.integrations.nemo import LOSS_NAMES, loss_from_nemo, nemo_metrics
+from packstore.torch.losses.variants import LEFT_OUT, LOSSES, OTHER_NAMES
 from packstore.torch.metrics import Metrics
-from packstore.torch.nemo import LOSS_NAMES, loss_from_nemo, nemo_metrics
 
 SIZES = [1, 3, 2]
 

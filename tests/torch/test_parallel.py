@@ -26,8 +26,9 @@ from packstore.torch import (
     use_packed_attention,
 )
 from packstore.torch.attention.reference import attend
-from packstore.torch.layout import AttentionLayout
-from packstore.torch.loss_variants import LOSSES
+from packstore.torch.batch.layout import AttentionLayout
+from packstore.torch.batch.targets import Targets
+from packstore.torch.losses.variants import LOSSES
 from packstore.torch.parallel import (
     ContextShard,
     ContextSplit,
@@ -37,7 +38,6 @@ from packstore.torch.parallel import (
     padding_multiple,
     static_sizes,
 )
-from packstore.torch.targets import Targets
 
 KINDS = st.sampled_from(["dpo", "sft", "ranked"])
 LAYOUTS = st.sampled_from(["concat", "shared_prefix"])

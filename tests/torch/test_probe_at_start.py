@@ -16,8 +16,8 @@ from packstore.errors import BackendError
 from packstore.testing import random_examples
 from packstore.torch import use_packed_attention
 from packstore.torch.attention import ATTENTION
-from packstore.torch.isolation import probe_model
-from packstore.torch.train import train
+from packstore.torch.models.isolation import probe_model
+from packstore.torch.training.train import train
 
 pytest.importorskip("accelerate", reason="training needs accelerate")
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")

@@ -15,14 +15,14 @@ import torch
 
 import packstore
 from packstore.errors import CompatibilityError, ConfigError, DatasetExistsError, FormatError
-from packstore.io.dataset import Dataset
-from packstore.io.dataset import open as open_dataset
-from packstore.io.side import open_side
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.side.side import open_side
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset, packed_logps, use_packed_attention
-from packstore.torch import reference as module
-from packstore.torch.made_with import check_reference, weights_sha256
-from packstore.torch.reference import write_ref_logps
+from packstore.torch.reference import reference as module
+from packstore.torch.reference.reference import write_ref_logps
+from packstore.torch.reference.reference_fingerprint import check_reference, weights_sha256
 
 launch = runpy.run_path(str(Path(__file__).with_name("ranks.py")))["launch"]
 

@@ -16,15 +16,15 @@ pytest.importorskip("accelerate", reason="training needs accelerate")
 
 from packstore.cli import main
 from packstore.errors import CompatibilityError
-from packstore.io.dataset import open as open_dataset
-from packstore.io.side import SideWriter, open_side
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.side.side import SideWriter, open_side
 from packstore.testing import random_examples
 from packstore.torch import use_packed_attention
-from packstore.torch.evaluate import evaluate
-from packstore.torch.load import load_model
-from packstore.torch.made_with import check_reference
-from packstore.torch.reference import write_ref_logps
-from packstore.torch.train import train
+from packstore.torch.models.load import load_model
+from packstore.torch.reference.reference import write_ref_logps
+from packstore.torch.reference.reference_fingerprint import check_reference
+from packstore.torch.training.evaluate import evaluate
+from packstore.torch.training.train import train
 
 
 @pytest.fixture(autouse=True)

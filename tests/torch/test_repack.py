@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 import packstore
 from packstore.config import PackConfig, ReadConfig
 from packstore.errors import CompatibilityError, ConfigError, DropRateError, RecordError
-from packstore.io.compact import CompactPacks
-from packstore.io.dataset import Dataset
+from packstore.format.arrays import Examples, Packs, PackSizes
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.shards.signed_packs import CompactPacks
+from packstore.online_packing import EpochPlan, ExampleSizes, plan_epoch
+from packstore.online_packing import plan as plan_module
+from packstore.online_packing import read as read_module
 from packstore.pack.fill import unpack
 from packstore.pack.layout import sizes as sizes_of
 from packstore.pack.plan import plan
-from packstore.records import Examples, Packs, PackSizes
-from packstore.repacking import EpochPlan, ExampleSizes, plan_epoch
-from packstore.repacking import plan as plan_module
-from packstore.repacking import read as read_module
 from packstore.testing import assert_examples_equal, random_examples
 from packstore.torch import PackedDataLoader, PackedDataset
-from packstore.torch.repack import RepackedPacks
+from packstore.torch.data.online_packs import RepackedPacks
 
 N = 120
 LAYOUTS = ("concat", "shared_prefix")

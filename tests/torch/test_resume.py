@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from packstore.io.dataset import Dataset
+from packstore.io.dataset.dataset import Dataset
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from packstore.errors import BackendError
-from packstore.records import Examples, to_offsets
+from packstore.format.arrays import Examples, to_offsets
 from packstore.torch import PackedBatch, collate, packed_logps, use_packed_attention
 from packstore.torch.parallel import pad_batch, pad_segments
 from packstore.torch.parallel.context import ContextShard, ContextSplit

@@ -15,13 +15,13 @@ import torch
 
 import packstore
 from packstore.errors import CompatibilityError, ConfigError
-from packstore.io import side_table
-from packstore.io.dataset import Dataset
-from packstore.io.side import SideWriter, open_side
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.side import side_table
+from packstore.io.side.side import SideWriter, open_side
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset, collate
-from packstore.torch.side import JoinedPacks
-from packstore.torch.stream import StoredPacks
+from packstore.torch.data.side import JoinedPacks
+from packstore.torch.schedule.stream import StoredPacks
 
 CARRY = ("source:string", "turns:int64", "weight:float64", "checked:bool")
 N = 150

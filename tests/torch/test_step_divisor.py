@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from packstore.config import PackConfig
 from packstore.errors import ConfigError
-from packstore.io.dataset import Dataset
-from packstore.records import Examples
+from packstore.format.arrays import Examples
+from packstore.io.dataset.dataset import Dataset
 from packstore.testing import random_examples
 from packstore.torch import (
     MixedPacks,
@@ -32,7 +32,7 @@ from packstore.torch import (
     TokenizedBatches,
     use_packed_attention,
 )
-from packstore.torch.divisor import count_step
+from packstore.torch.losses.divisor import count_step
 
 BETA, WEIGHT = 0.3, 0.4
 SIZES = (3, 1, 2, 1, 1, 2, 1, 2, 1)  # examples of each pack: uneven over batches and ranks

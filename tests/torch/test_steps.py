@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import packstore.torch.steps as steps_module
+import packstore.torch.schedule.steps as steps_module
 from packstore.config import BatchConfig
 from packstore.errors import ConfigError, UnknownNameError
-from packstore.records import PackSizes
+from packstore.format.arrays import PackSizes
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset
-from packstore.torch.dealing import deal, fillers, spread
-from packstore.torch.position import Position, Unseen
-from packstore.torch.steps import StepCutter
+from packstore.torch.schedule.position import Position, Unseen
+from packstore.torch.schedule.rank_assignment import deal, fillers, spread
+from packstore.torch.schedule.steps import StepCutter
 
 MemoryPacks = runpy.run_path(str(Path(__file__).with_name("memory_packs.py")))["MemoryPacks"]
 N = 41

@@ -12,11 +12,11 @@ import pytest
 from torch.utils.data import DataLoader
 
 from packstore.errors import CompatibilityError, ConfigError
-from packstore.io.dataset import Dataset
-from packstore.io.order import PackOrder
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.order import PackOrder
 from packstore.testing import random_examples
 from packstore.torch import PackedDataset
-from packstore.torch.stream import StoredPacks
+from packstore.torch.schedule.stream import StoredPacks
 
 N = 96
 

@@ -1,4 +1,4 @@
-"""`packstore.torch.train` against a plain loop without packs, and what a run leaves behind."""
+"""`packstore.torch.training.train` against a plain loop without packs, and what a run leaves."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from packstore.errors import (
     MissingExtraError,
     PackstoreError,
 )
-from packstore.io.side import SideWriter
-from packstore.records import Examples
+from packstore.format.arrays import Examples
+from packstore.io.side.side import SideWriter
 from packstore.testing import random_examples
-from packstore.torch.load import load_model
-from packstore.torch.loss_variants import LOSSES
-from packstore.torch.train import train
+from packstore.torch.losses.variants import LOSSES
+from packstore.torch.models.load import load_model
 from packstore.torch.training import setup as run_setup
 from packstore.torch.training.checkpoint import checkpoints, read_state
+from packstore.torch.training.train import train
 
 N, BETA, RATE = 40, 0.1, 1e-3
 PACKS = {"single": [1] * N, "mixed": [1, 4, 2, 3] * 4, "large": [8] * 5}
@@ -219,8 +219,8 @@ def test_precomputed_reference(made: SimpleNamespace, tmp_path: Path) -> None:
 
 
 def _packs_of(made: SimpleNamespace) -> Any:
+    from packstore.format.arrays import to_offsets
     from packstore.pack.fill import fill
-    from packstore.records import to_offsets
 
     return fill(made.examples, to_offsets(np.array(PACKS["mixed"])), "concat")
 
@@ -338,7 +338,7 @@ def test_what_a_run_leaves(made: SimpleNamespace, tmp_path: Path) -> None:
     expected = {best, result.step, *range(2, result.step + 1, 2)}
     assert {read_state(path).step for path in kept} == expected
     card = (result.model / "README.md").read_text(encoding="utf-8")
-    from packstore.io.dataset import open
+    from packstore.io.dataset.dataset import open
 
     fingerprint = open(made.urls["mixed", "concat"]).manifest.fingerprint
     for said in (fingerprint, 'loss: "dpo"', "eval/rewards/accuracies", "learning_rate: 0.001"):
@@ -409,7 +409,8 @@ def test_trackers_are_told_every_record(made: SimpleNamespace, tmp_path: Path) -
     given = settings(made, tmp_path / "out", max_steps=2, wandb="some-project")
     given |= {"validation": made.urls["large", "concat"], "validation_by": "file"}
     code = (
-        "import json, sys; from packstore.torch.train import train; train(**json.load(sys.stdin))"
+        "import json, sys; from packstore.torch.training.train import train; "
+        "train(**json.load(sys.stdin))"
     )
     paths = [str(tmp_path / "fake"), str(Path(__file__).parents[2])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SAID": str(tmp_path / "said")}

@@ -14,10 +14,10 @@ import pytest
 
 from packstore.cli import train as command
 from packstore.cli.settings import read_settings as read_flags
+from packstore.config.training import TrainConfig, read_settings
 from packstore.errors import ConfigError, UnknownNameError
 from packstore.torch.training.optimizer import warmup_steps
 from packstore.torch.training.sinks import ConsoleTable, JsonLines
-from packstore.train_config import TrainConfig, read_settings
 
 yaml = pytest.importorskip("yaml", reason="config files need PyYAML")
 

@@ -16,19 +16,19 @@ pytest.importorskip("accelerate", reason="training needs accelerate")
 from safetensors.torch import load_file
 
 from packstore.cli import main
+from packstore.config.training import TrainConfig
 from packstore.errors import (
     ConfigError,
     DivergedError,
     FormatError,
     StorageError,
 )
-from packstore.io.storage import Location
+from packstore.io.store.location import Location
 from packstore.testing import random_examples
-from packstore.torch.train import train
 from packstore.torch.training import checkpoint as checkpoint_module
 from packstore.torch.training.checkpoint import checkpoints
 from packstore.torch.training.sinks import keep_until
-from packstore.train_config import TrainConfig
+from packstore.torch.training.train import train
 
 pytestmark = [  # PEFT's, with transformers 5.23
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
@@ -133,7 +133,7 @@ def test_a_page_that_cannot_be_written_is_told_before_the_work(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("it computes")
 
-    monkeypatch.setattr("packstore.torch.evaluate.evaluate", never)
+    monkeypatch.setattr("packstore.torch.training.evaluate.evaluate", never)
     command = ["evaluate", made["dataset"], "--model", made["model"], "--ref-model", made["model"]]
     for page in (tmp_path / "none" / "x.html", tmp_path):
         assert main([*command, "--device", "cpu", "--html", str(page)]) == 1

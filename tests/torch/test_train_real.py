@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("accelerate", reason="training needs accelerate")
 
 import packstore
-from packstore.torch.loss_variants import LOSSES
-from packstore.torch.train import train
+from packstore.torch.losses.variants import LOSSES
+from packstore.torch.training.train import train
 
 RPO = [name for name in LOSSES if name.startswith("rpo_")]
 PAIRS, STEPS = 192, 12

@@ -16,13 +16,13 @@ pytest.importorskip("accelerate", reason="training needs accelerate")
 pytest.importorskip("peft", reason="LoRA needs peft")
 
 from packstore.errors import CompatibilityError
-from packstore.io.dataset import open as open_dataset
-from packstore.io.side import SideWriter, open_side
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.side.side import SideWriter, open_side
 from packstore.testing import random_examples
 from packstore.torch import packed_logps
-from packstore.torch.load import load_model
-from packstore.torch.reference import write_ref_logps
-from packstore.torch.train import train
+from packstore.torch.models.load import load_model
+from packstore.torch.reference.reference import write_ref_logps
+from packstore.torch.training.train import train
 
 pytestmark = [  # PEFT's, with transformers 5.23
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),

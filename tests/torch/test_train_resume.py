@@ -28,12 +28,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from packstore.cli import main
 from packstore.testing import random_examples
-from packstore.torch.train import train
 from packstore.torch.training import checkpoint as checkpoint_module
 from packstore.torch.training import loop as loop_module
 from packstore.torch.training import setup as run_setup
 from packstore.torch.training.checkpoint import checkpoints, read_state
 from packstore.torch.training.sinks import JsonLines
+from packstore.torch.training.train import train
 
 STEPS = 12
 

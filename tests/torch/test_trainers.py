@@ -21,15 +21,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
+from packstore.format.arrays import Packs, to_offsets
 from packstore.pack.fill import fill
-from packstore.records import Packs, to_offsets
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, PreferenceLoss, collate, segment_logps
 from packstore.torch import use_packed_attention as prepare
-from packstore.torch.divisor import count_step
-from packstore.torch.head import PackedPolicy
-from packstore.torch.hf_collator import PackCollator, PackedLoss
-from packstore.torch.hf_trainer import PackedTrainerMixin
+from packstore.torch.integrations.hf_collator import PackCollator, PackedLoss
+from packstore.torch.integrations.hf_trainer import PackedTrainerMixin
+from packstore.torch.logprobs.head import PackedPolicy
+from packstore.torch.losses.divisor import count_step
 from packstore.torch.metrics import Metrics, all_reduce_sums
 
 PACKS = (3, 1, 2, 1, 1, 2, 1, 1)  # pairs of each: uneven over ranks, accumulation and steps

@@ -14,8 +14,8 @@ import torch
 
 from packstore.config import PackConfig
 from packstore.errors import CompatibilityError, ConfigError, DropRateError, RecordError
-from packstore.records import IGNORE_INDEX, Examples
-from packstore.repacking.tokenized import examples_of
+from packstore.format.arrays import IGNORE_INDEX, Examples
+from packstore.online_packing.tokenized import examples_of
 from packstore.testing import assert_examples_equal, random_examples
 from packstore.torch import (
     PackedBatch,

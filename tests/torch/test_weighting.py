@@ -16,9 +16,9 @@ from torch import Tensor
 from packstore.errors import CompatibilityError, ConfigError
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, PreferenceLoss, collate, segment_token_counts
-from packstore.torch.divisor import StepDivisor, own_divisor
-from packstore.torch.guard import FirstStepGuard
-from packstore.torch.loss_variants import LOSSES
+from packstore.torch.losses.divisor import StepDivisor, own_divisor
+from packstore.torch.losses.first_step_check import FirstStepGuard
+from packstore.torch.losses.variants import LOSSES
 from packstore.torch.metrics import Metrics
 
 SFT = PreferenceLoss("sft")

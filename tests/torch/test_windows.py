@@ -13,7 +13,7 @@ import torch
 from packstore.errors import BackendError
 from packstore.testing import random_examples
 from packstore.torch import collate, use_packed_attention
-from packstore.torch.mask import RequestedMask
+from packstore.torch.models.mask import RequestedMask
 
 MASK_ONLY: dict[str, dict[str, Any]] = {
     "phimoe": {},

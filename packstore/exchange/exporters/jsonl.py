@@ -28,13 +28,13 @@ from packstore.config import setting
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.exchange.exporters import Exported, Exporter, ExportOptions
 from packstore.exchange.output import OutputFile
-from packstore.io.formats import COMPRESSIONS
-from packstore.io.storage import Location
-from packstore.records import IGNORE_INDEX, Bool, Examples, Float32, Int32
+from packstore.format.arrays import IGNORE_INDEX, Bool, Examples, Float32, Int32
+from packstore.io.inputs.formats import COMPRESSIONS
+from packstore.io.store.location import Location
 
 if TYPE_CHECKING:
-    from packstore.io.dataset import Dataset
-    from packstore.pipeline import Progress
+    from packstore.build.pipeline import Progress
+    from packstore.io.dataset.dataset import Dataset
     from packstore.tokenizer import Tokenizer
 
 log = logging.getLogger("packstore")

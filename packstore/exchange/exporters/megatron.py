@@ -12,12 +12,12 @@ from packstore.config import setting
 from packstore.errors import ConfigError, sentence
 from packstore.exchange.exporters import Exported, Exporter, ExportOptions, need_kind
 from packstore.exchange.output import OutputFolder
-from packstore.io.storage import Location
+from packstore.io.store.location import Location
 
 if TYPE_CHECKING:
+    from packstore.build.pipeline import Progress
     from packstore.exchange.megatron_rows import Figures
-    from packstore.io.dataset import Dataset
-    from packstore.pipeline import Progress
+    from packstore.io.dataset.dataset import Dataset
 
 log = logging.getLogger("packstore")
 

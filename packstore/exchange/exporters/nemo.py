@@ -15,12 +15,12 @@ import numpy as np
 
 from packstore.exchange.exporters import Exported, Exporter, ExportOptions, need_kind
 from packstore.exchange.output import OutputFile
-from packstore.io.storage import Location
-from packstore.records import Packs
+from packstore.format.arrays import Packs
+from packstore.io.store.location import Location
 
 if TYPE_CHECKING:
-    from packstore.io.dataset import Dataset
-    from packstore.pipeline import Progress
+    from packstore.build.pipeline import Progress
+    from packstore.io.dataset.dataset import Dataset
 
 PROTOCOL = 3
 """Pickle protocol: every numpy reads it, and it has no frames, so that rows can be appended."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from packstore.exchange.import_options import Importer, ImportOptions
-from packstore.io.storage import Location
+from packstore.io.store.location import Location
 
 if TYPE_CHECKING:
-    from packstore.io.dataset import Dataset
-    from packstore.pipeline import Progress
+    from packstore.build.pipeline import Progress
+    from packstore.io.dataset.dataset import Dataset
 
 
 def _run(source: Location, place: Location, options: ImportOptions, progress: Progress) -> Dataset:

@@ -1,7 +1,7 @@
 """Packing strategies: one file and one line each.
 
 A strategy assigns examples to packs from their lengths alone. Random choices are drawn from
-:mod:`packstore.seeds`.
+:mod:`packstore.format.seeds`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from packstore.registry import Registry
 
 if TYPE_CHECKING:
-    from packstore.records import Int32, Int64
+    from packstore.format.arrays import Int32, Int64
 
 
 class Strategy(Protocol):

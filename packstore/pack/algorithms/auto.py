@@ -7,11 +7,11 @@ import logging
 import numpy as np
 
 from packstore.errors import MissingExtraError
+from packstore.format.arrays import Int32, Int64
 from packstore.pack.algorithms.column_generation import column_generation
 from packstore.pack.algorithms.exact_fill import exact_fill
 from packstore.pack.algorithms.pool import pool
 from packstore.pack.bounds import lower_bound
-from packstore.records import Int32, Int64
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from packstore.format.arrays import Int32, Int64
 from packstore.pack.histogram import best_fit, count_lengths, group_by_length, new_steps, place
-from packstore.records import Int32, Int64
 
 
 def best_fit_decreasing(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packstore.format.arrays import Int32, Int64
 from packstore.pack.algorithms.exact_fill import exact_fill, plan_exactly
 from packstore.pack.bounds import lower_bound
 from packstore.pack.histogram import add_step, count_lengths, group_by_length, new_steps, place
 from packstore.pack.kernels import jit
-from packstore.records import Int32, Int64
 from packstore.registry import missing_extra
 
 Float64 = npt.NDArray[np.float64]

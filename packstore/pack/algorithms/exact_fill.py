@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from packstore.format.arrays import Int32, Int64
 from packstore.pack.histogram import (
     add_step,
     best_fit,
@@ -28,7 +29,6 @@ from packstore.pack.kernels import (
     remove,
     window,
 )
-from packstore.records import Int32, Int64
 
 
 def exact_fill(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from packstore.format.arrays import Int32, Int64
 from packstore.pack.first_fit import first_fit
 from packstore.pack.histogram import count_lengths, group_by_length
-from packstore.records import Int32, Int64
 
 
 def first_fit_decreasing(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:

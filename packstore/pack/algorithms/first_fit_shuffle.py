@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from packstore import seeds
+from packstore.format import seeds
+from packstore.format.arrays import Int32, Int64
 from packstore.pack.first_fit import first_fit
-from packstore.records import Int32, Int64
 
 
 def first_fit_shuffle(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from packstore.records import Int32, Int64
+from packstore.format.arrays import Int32, Int64
 
 
 def none(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from packstore.format.arrays import Int32, Int64
 from packstore.pack.kernels import Bits, add, at_least, at_most, inlined, jit, new_set, remove
-from packstore.records import Int32, Int64
 
 WINDOW = 8192
 """Examples in the pool."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from packstore.format.arrays import Int32, Int64
 from packstore.pack.kernels import jit
-from packstore.records import Int32, Int64
 
 
 def sequential(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:

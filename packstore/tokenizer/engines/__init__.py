@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from packstore.errors import PackstoreError, TokenizerError, sentence
-from packstore.records import Int32, Int64, to_offsets
+from packstore.format.arrays import Int32, Int64, to_offsets
 from packstore.registry import Registry
 from packstore.tokenizer.token_bound import TokenBound
 

@@ -8,7 +8,7 @@ from importlib.metadata import version
 import fastokens
 import numpy as np
 
-from packstore.records import Int32, Int64
+from packstore.format.arrays import Int32, Int64
 from packstore.tokenizer.engines import inside
 from packstore.tokenizer.engines.tokenizers import TokenizersEngine
 

@@ -11,7 +11,7 @@ import gigatoken
 import numpy as np
 
 from packstore.errors import TokenizerError, sentence
-from packstore.records import Int32, Int64
+from packstore.format.arrays import Int32, Int64
 from packstore.tokenizer.engines.tokenizers import TokenizersEngine
 
 

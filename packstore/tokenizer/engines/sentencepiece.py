@@ -9,7 +9,7 @@ import numpy as np
 import sentencepiece
 
 from packstore.errors import TokenizerError, sentence
-from packstore.records import Int32, Int64, to_offsets
+from packstore.format.arrays import Int32, Int64, to_offsets
 from packstore.tokenizer.control import encode_around_controls
 from packstore.tokenizer.engines import flatten
 

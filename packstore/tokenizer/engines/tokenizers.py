@@ -12,7 +12,7 @@ from typing import Self
 import tokenizers
 
 from packstore.errors import TokenizerError, sentence
-from packstore.records import Int32, Int64
+from packstore.format.arrays import Int32, Int64
 from packstore.tokenizer.engines import flatten, inside
 from packstore.tokenizer.token_bound import TokenBound
 

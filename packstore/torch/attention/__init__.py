@@ -16,7 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from packstore.registry import Registry
-from packstore.torch.layout import AttentionLayout
+from packstore.torch.batch.layout import AttentionLayout
 
 
 class Attend(Protocol):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from packstore.torch.attention import ATTENTION, _flash
 from packstore.torch.attention._opaque import opaque
-from packstore.torch.layout import AttentionLayout
+from packstore.torch.batch.layout import AttentionLayout
 
 logger = logging.getLogger("packstore.torch.attention")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from packstore.errors import BackendError, sentence
-from packstore.torch.layout import AttentionLayout
+from packstore.torch.batch.layout import AttentionLayout
 
 DEVICES = ("cuda",)
 DTYPES = (torch.float16, torch.bfloat16)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from packstore.errors import MissingExtraError
 from packstore.torch.attention import _flash
-from packstore.torch.layout import AttentionLayout
+from packstore.torch.batch.layout import AttentionLayout
 
 try:
     from flash_attn_interface import flash_attn_varlen_func

@@ -9,7 +9,7 @@ from flash_attn.cute import flash_attn_varlen_func
 from torch import Tensor
 
 from packstore.torch.attention import _flash
-from packstore.torch.layout import AttentionLayout
+from packstore.torch.batch.layout import AttentionLayout
 
 
 def attend(

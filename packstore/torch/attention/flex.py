@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from packstore.torch.attention import _flash
 from packstore.torch.attention._opaque import opaque
-from packstore.torch.layout import AttentionLayout
+from packstore.torch.batch.layout import AttentionLayout
 
 BLOCK = 128
 """Block size of the mask: the kernel skips or computes this many queries and keys together."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from packstore.torch.attention._causal import visible
 from packstore.torch.attention._opaque import opaque
-from packstore.torch.layout import AttentionLayout
+from packstore.torch.batch.layout import AttentionLayout
 
 
 @opaque

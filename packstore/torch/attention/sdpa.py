@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from packstore.errors import BackendError, sentence
 from packstore.torch.attention._causal import visible
 from packstore.torch.attention._opaque import opaque
-from packstore.torch.layout import AttentionLayout
+from packstore.torch.batch.layout import AttentionLayout
 
 
 @opaque

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from packstore.torch.attention import _flash
-from packstore.torch.layout import AttentionLayout
+from packstore.torch.batch.layout import AttentionLayout
 
 # torch 2.11 has no such keyword; later versions require it for grouped queries.
 GROUPS: dict[str, Any] = (

@@ -1,4 +1,4 @@
-"""Runs of integers as tensors: the torch counterpart of the helpers in ``packstore.records``."""
+"""Runs of integers as tensors: the torch side of ``packstore.format.arrays``."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packstore.errors import ConfigError, quote, sentence
-from packstore.torch.collate import PackedBatch
-from packstore.torch.layout import AttentionLayout
+from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.batch.layout import AttentionLayout
+from packstore.torch.batch.targets import Targets
 from packstore.torch.parallel._ranges import offsets, ranges
 from packstore.torch.parallel.collectives import gather_rows
-from packstore.torch.targets import Targets
 
 How = Literal["zigzag", "contiguous"]
 

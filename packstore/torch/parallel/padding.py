@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from packstore.errors import ConfigError
-from packstore.records import IGNORE_INDEX
-from packstore.torch.collate import PackedBatch
+from packstore.format.arrays import IGNORE_INDEX
+from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.parallel._ranges import offsets, owners
 
 FP8_ROWS = 16

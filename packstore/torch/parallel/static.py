@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from packstore.errors import ConfigError, sentence
-from packstore.io.manifest import Manifest
-from packstore.records import IGNORE_INDEX, Column
-from packstore.schema import KINDS
-from packstore.torch.collate import PackedBatch
+from packstore.format.arrays import IGNORE_INDEX, Column
+from packstore.format.schema import KINDS
+from packstore.io.manifest.manifest import Manifest
+from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.parallel.padding import round_up
 
 

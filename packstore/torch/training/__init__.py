@@ -1,8 +1,8 @@
-"""The parts of a training run; the entry point is :func:`packstore.torch.train.train`.
+"""The parts of a training run; the entry point is :func:`packstore.torch.training.train.train`.
 
 ``setup.py`` assembles a :class:`Run`, ``loop.py`` runs it. ``optimizer.py``: AdamW and schedule.
 ``reference.py``: sources of reference log-probs. ``evaluation.py``: metrics over a whole dataset.
 ``checkpoint.py``, ``random_state.py``, ``resume.py``: exact resuming. ``sinks.py``: outputs of
 metrics. ``export.py``: the final model and its card. The settings are in
-``packstore.train_config``.
+``packstore.config.training``.
 """

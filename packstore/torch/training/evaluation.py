@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from packstore.torch.collate import PackedBatch
-from packstore.torch.grouped import GroupedMetrics
+from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.losses.grouped_metrics import GroupedMetrics
 from packstore.torch.training.reference import Reference
 
 OF_A_GROUP = ("examples", "loss", "rewards/accuracies", "rewards/margins", "perplexity")

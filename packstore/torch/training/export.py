@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from packstore.io.manifest import Manifest
-from packstore.torch.load import load_model
+from packstore.config.training import TrainConfig
+from packstore.io.manifest.manifest import Manifest
+from packstore.torch.models.load import load_model
 from packstore.torch.training.checkpoint import commit, save_model
-from packstore.train_config import TrainConfig
 from packstore.version import VERSION
 
 TOKENIZER_FILES = (

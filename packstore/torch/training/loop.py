@@ -9,11 +9,11 @@ from contextlib import nullcontext
 from typing import Any
 
 from packstore.errors import DivergedError, sentence
-from packstore.torch.collate import PackedBatch
-from packstore.torch.divisor import count_step
-from packstore.torch.grouped import GroupedMetrics
-from packstore.torch.guard import FirstStepGuard
-from packstore.torch.loader import PackedDataLoader
+from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.data.loader import PackedDataLoader
+from packstore.torch.losses.divisor import count_step
+from packstore.torch.losses.first_step_check import FirstStepGuard
+from packstore.torch.losses.grouped_metrics import GroupedMetrics
 from packstore.torch.metrics import Metrics, all_reduce_sums
 from packstore.torch.training.checkpoint import best_checkpoint, prune, read_state, save_checkpoint
 from packstore.torch.training.evaluation import evaluate_batches

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from packstore.config.training import TrainConfig
 from packstore.errors import ConfigError, sentence
-from packstore.torch.isolation import probe_model
-from packstore.torch.load import add_lora, checkpoint_gradients, is_adapter, load_model
-from packstore.torch.loss import PreferenceLoss
+from packstore.torch.losses.loss import PreferenceLoss
+from packstore.torch.models.isolation import probe_model
+from packstore.torch.models.load import add_lora, checkpoint_gradients, is_adapter, load_model
 from packstore.torch.training.checkpoint import MODEL
 from packstore.torch.training.reference import REF_ADAPTER
-from packstore.train_config import TrainConfig
 
 
 def make_model(config: TrainConfig, checkpoint: Path | None, loss_fn: PreferenceLoss) -> Any:

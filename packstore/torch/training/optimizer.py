@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LRScheduler
 
-from packstore.train_config import TrainOptimizerConfig
+from packstore.config.training import TrainOptimizerConfig
 
 
 def make_optimizer(policy: nn.Module, config: TrainOptimizerConfig) -> AdamW:

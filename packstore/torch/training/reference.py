@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packstore.io.dataset import Dataset
-from packstore.io.side import open_side
-from packstore.torch.collate import PackedBatch
-from packstore.torch.head import PackedPolicy
-from packstore.torch.load import is_adapter, load_model
-from packstore.torch.made_with import check_arithmetic, check_reference
-from packstore.torch.on_first import on_first
-from packstore.train_config import TrainConfig
+from packstore.config.training import TrainConfig
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.side.side import open_side
+from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.logprobs.head import PackedPolicy
+from packstore.torch.models.load import is_adapter, load_model
+from packstore.torch.reference.rank_zero import on_first
+from packstore.torch.reference.reference_fingerprint import check_arithmetic, check_reference
 
 Reference = Callable[[PackedBatch], Tensor | None]
 """Returns log-probs `[S]` in nats, or None if the batch carries them or the loss needs none."""
@@ -33,7 +33,8 @@ class SecondModel:
     """A frozen reference model beside the policy, whole on every rank.
 
     Args:
-        model: a model from :func:`packstore.torch.load.load_model`, on the device of the batches.
+        model: a model from :func:`packstore.torch.models.load.load_model`, on the device of the
+            batches.
         autocast: makes the policy's autocast context; in another precision, the two would differ
             from the first step on.
     """
@@ -55,7 +56,7 @@ class OwnAdapter:
     """The policy as its own reference: without its adapter, or with a frozen initial copy of it.
 
     Args:
-        policy: the wrapped :class:`~packstore.torch.head.PackedPolicy`.
+        policy: the wrapped :class:`~packstore.torch.logprobs.head.PackedPolicy`.
         adapted: the PEFT model inside.
     """
 
@@ -111,7 +112,8 @@ def check_precomputed(
         accelerator: the Accelerator, for the autocast and the device of the run.
 
     Raises:
-        CompatibilityError: see :func:`~packstore.torch.made_with.check_reference`.
+        CompatibilityError: see
+            :func:`~packstore.torch.reference.reference_fingerprint.check_reference`.
     """
     names = ("ref_logps", "validation_ref_logps")
     known = before is not None and all(before.get(n) == getattr(config, n) for n in names)

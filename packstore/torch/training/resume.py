@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from packstore.config.training import TrainConfig
 from packstore.errors import ConfigError, StorageError, quote, sentence
-from packstore.torch.loader import PackedDataLoader
+from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.training.checkpoint import RunState, checkpoints, step_of
-from packstore.train_config import TrainConfig
 
 logger = logging.getLogger("packstore")
 

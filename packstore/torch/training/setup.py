@@ -12,20 +12,21 @@ import torch.distributed.nn  # before a process group is made: see packstore.cli
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from packstore.config.training import TrainConfig
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
-from packstore.io.dataset import Dataset
-from packstore.io.dataset import open as open_dataset
-from packstore.io.side import open_side
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.side.side import open_side
 from packstore.registry import missing_extra
-from packstore.torch.compatibility import check_model, check_same_tokenizer, check_tokenizer
-from packstore.torch.dataset import PackedDataset
-from packstore.torch.grouped import FILE
-from packstore.torch.head import PackedPolicy
-from packstore.torch.load import load_model
-from packstore.torch.loader import PackedDataLoader
-from packstore.torch.loss import PreferenceLoss
-from packstore.torch.model import unwrapped
-from packstore.torch.routers import check_router_loss
+from packstore.torch.data.dataset import PackedDataset
+from packstore.torch.data.loader import PackedDataLoader
+from packstore.torch.logprobs.head import PackedPolicy
+from packstore.torch.losses.grouped_metrics import FILE
+from packstore.torch.losses.loss import PreferenceLoss
+from packstore.torch.models.compatibility import check_model, check_same_tokenizer, check_tokenizer
+from packstore.torch.models.load import load_model
+from packstore.torch.models.model import unwrapped
+from packstore.torch.models.routers import check_router_loss
 from packstore.torch.training.checkpoint import (
     RunState,
     load_optimizer,
@@ -48,7 +49,6 @@ from packstore.torch.training.resume import (
     make_output,
 )
 from packstore.torch.training.sinks import tracker_names
-from packstore.train_config import TrainConfig
 
 logger = logging.getLogger("packstore")
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from packstore.config.training import TrainConfig
 from packstore.errors import MissingExtraError
-from packstore.train_config import TrainConfig
 
 logger = logging.getLogger("packstore")
 

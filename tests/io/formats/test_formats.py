@@ -21,9 +21,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from packstore.errors import InputError
-from packstore.io.formats import COMPRESSIONS, FORMATS, SUFFIXES
-from packstore.io.inputs import InputReader
-from packstore.io.pieces import ReadOptions
+from packstore.io.inputs.files import InputReader
+from packstore.io.inputs.formats import COMPRESSIONS, FORMATS, SUFFIXES
+from packstore.io.inputs.pieces import ReadOptions
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 
@@ -350,7 +350,7 @@ def test_records_without_end(
     name: str, data: bytes, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("packstore.io.pieces.MAX_RECORD_BYTES", 1000)
+    monkeypatch.setattr("packstore.io.inputs.pieces.MAX_RECORD_BYTES", 1000)
     Path(name).write_bytes(data)
     with pytest.raises(InputError, match=text):
         list(InputReader(name, block_bytes=100))

@@ -1,0 +1,282 @@
+"""Datasets that grow: further records behind a dataset, and several datasets as one.
+
+Shards that are there are not written anew; a new manifest names them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+from packstore.build.pipeline import Progress, pack_into
+from packstore.build.provenance import without_paths
+from packstore.config import PackConfig, RunConfig, fingerprint
+from packstore.errors import ConfigError, IntegrityError, TokenizerError, sentence
+from packstore.io.dataset.dataset import Dataset, find_dataset
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.dataset.pack_index import put_index
+from packstore.io.dataset.presence import require_files
+from packstore.io.manifest.commit import DATA, FOLDER, too_late
+from packstore.io.manifest.concat import Part, check_parts, merge, origins
+from packstore.io.manifest.manifest import Manifest
+from packstore.io.shards.shard import ShardInfo
+from packstore.io.store.faults import guarded
+from packstore.io.store.location import Location
+from packstore.io.store.staging import Staging
+from packstore.io.store.upkeep import copy_file, together
+from packstore.io.write.write_job import AppendedBefore, WriteJob, writing
+
+log = logging.getLogger("packstore")
+
+_ADJUSTABLE = {f.name for f in fields(RunConfig)} | {"fields", "missing_field", "partitions"}
+_CHUNK = 1 << 20
+
+COPIES_AT_ONCE = 4
+"""Shards that are copied side by side: each may lie on the local disk meanwhile."""
+
+
+def append(
+    dataset: str | Dataset,
+    more: Any,
+    tokenizer: Any = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Dataset:
+    """Packs further records behind a dataset, with its settings, and commits its next version.
+
+    The packs that are there stay as they are. Readers of older versions go on; ids of the new
+    examples are behind all that are there.
+
+    Args:
+        dataset: the dataset, or its place.
+        more: what :func:`packstore.pack` takes; a packed dataset is packed anew.
+        tokenizer: that the dataset was packed with; None: from the path that its manifest tells.
+        storage_options: passed to the fsspec filesystems of `dataset` and `more`.
+        progress: told how far each stage is.
+        settings: how to run (fields of ``RunConfig``), `partitions` of what is appended, `fields`,
+            the names in the input, and `missing_field`. All others are those of the dataset.
+
+    Returns:
+        The new version.
+
+    Raises:
+        CompatibilityError: another tokenizer, template or kind.
+        ConfigError: a setting that the dataset decides; a dataset that is not the newest version.
+        DatasetExistsError: these very records are in it. Where they are what was appended last,
+            the dataset is returned as it is, so that a call may be repeated after it has ended
+            well.
+        PackstoreError: as :func:`packstore.pack`; the dataset then has the versions
+            that it had.
+    """
+    base = dataset if isinstance(dataset, Dataset) else open_dataset(dataset, storage_options)
+    options = base.location.storage_options
+    packed = isinstance(more, Dataset) or find_dataset(more, options) is not None
+    config = _settings_of(base, settings, packed)
+    lone = config.single_writer
+    with writing(base.location, True, "append", single_writer=lone) as job:
+        if job.version != base.version + 1:
+            must = f"only its newest version, {job.version - 1}, can be extended"
+            found = f"version {base.version}"
+            raise ConfigError(sentence(base.url, must, found, "Open it anew"))
+        require_files(base.location, base.manifest, base.version)
+        job.extends = base
+        if tokenizer is None and not packed:
+            tokenizer = _tokenizer_of(base)
+        try:
+            pack_into(job, more, tokenizer, config, progress)
+        except AppendedBefore:
+            log.info("%s: already there, same input and settings", base.url)
+            return base
+    grown = job.committed
+    added = grown.manifest.records.packed - base.manifest.records.packed
+    log.info("appended %s records: version %d of %s", f"{added:,}", grown.version, grown.url)
+    return grown
+
+
+def concat(
+    datasets: Sequence[str | Dataset],
+    out: str,
+    *,
+    overwrite: bool = False,
+    single_writer: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Dataset:
+    """One dataset of the packs of several, in order, whose shards are copied as they are.
+
+    A manifest only names files of its own folder, so shards of other places are copied: by hard
+    link on one disk, inside the store on one object store, else through this machine, compared with
+    their hash. Nothing is decoded.
+
+    Args:
+        datasets: the datasets, or their places; one may be `out` itself.
+        out: folder or fsspec URL of the new dataset.
+        overwrite: replace a dataset that is there.
+        single_writer: no other job writes there meanwhile; needed where two could both commit.
+        storage_options: passed to the fsspec filesystems of `out`, and of places given as texts.
+
+    Raises:
+        CompatibilityError: they were not packed alike; says what differs.
+        DatasetExistsError: a dataset is there, and `overwrite` is False.
+        PackstoreError: as :func:`packstore.pack`; `out` then has the versions that it had.
+    """
+    if isinstance(datasets, str | Dataset):
+        raise ConfigError("concat takes a list of datasets; found one.")
+    parts = [d if isinstance(d, Dataset) else open_dataset(d, storage_options) for d in datasets]
+    told = [Part(d.url, d.manifest) for d in parts]
+    check_parts(told)
+    location = Location(out, storage_options or {})
+    there = None if overwrite else _concatenated_before(location, told)
+    if there is not None:
+        require_files(there.location, there.manifest, there.version)
+        log.info("%s: already there, of the same datasets", there.url)
+        return there
+    for part in parts:
+        require_files(part.location, part.manifest, part.version)
+    run = fingerprint([d.manifest.fingerprint for d in parts])[:12]
+    with writing(location, overwrite, "concat", single_writer=single_writer) as job:
+        for given, part in zip(datasets, parts, strict=True):
+            newest = isinstance(given, Dataset) or part.version == job.version - 1
+            if not newest and _same_place(part.location, location):
+                raise too_late(location)  # its newest version was meant, and another came
+        manifest = _copied(job, parts, run)
+        job.confirm(manifest.shards)
+        job.commit(manifest)
+    return job.committed
+
+
+def _concatenated_before(location: Location, parts: Sequence[Part]) -> Dataset | None:
+    """The dataset at `location` if it is that of `parts`, one after another."""
+    there = find_dataset(location.url, location.storage_options)
+    if there is None:
+        return None
+    now = [origin for part in parts for origin in origins(part)]
+    before = there.manifest.provenance.get("combined_from")
+    return there if without_paths(before) == without_paths(now) else None
+
+
+def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> PackConfig:
+    """The settings that a dataset was packed with, and how to run now.
+
+    Of what is `packed` already, those of tokenizing are those that it was packed with.
+    """
+    for name in settings:
+        if name not in _ADJUSTABLE and name in {f.name for f in fields(PackConfig)}:
+            must = f"append packs with the settings of the dataset, so {name} must be left out"
+            raise ConfigError(sentence(base.url, must))
+    manifest = base.manifest
+    known = {f.name for f in fields(PackConfig)} - {f.name for f in fields(RunConfig)}
+    known -= {"partitions"}  # by the bytes of what is appended
+    recorded = manifest.provenance["settings"]
+    values = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in recorded.items()
+        if name in known
+    }
+    told = manifest.provenance.get("tokenizer") or {}
+    if values.get("chat_template") not in (None, "chatml", "plain"):
+        values["chat_template"] = told.get("chat_template")
+    values |= {
+        "kind": manifest.kind,
+        "layout": manifest.layout,
+        "pack_size": manifest.pack_size,
+        "strategy": manifest.strategy,
+        "pack_order": manifest.pack_order,
+        "seed": manifest.seed,
+        "format": manifest.file_format,
+        "labels": "spans" if "label_spans" in manifest.features else "plain",
+        "carry": tuple(f"{name}:{type_}" for name, type_ in manifest.carry.items()),
+    }
+    if packed:
+        for name in PackConfig.of(**values).needing_records:
+            del values[name]
+    return PackConfig.of(**{**values, **settings})
+
+
+def _tokenizer_of(base: Dataset) -> Any:
+    """The place of the tokenizer that the manifest tells; None if it was packed without."""
+    told = base.manifest.provenance.get("tokenizer")
+    if told is None:
+        return None
+    if not told.get("path") or not os.path.exists(told["path"]):
+        must = "its tokenizer must be named: its manifest tells no path that is here"
+        raise TokenizerError(sentence(base.url, must, "", "Give the tokenizer (--tokenizer PATH)"))
+    return told["path"]
+
+
+def _copied(job: WriteJob, parts: Sequence[Dataset], run: str) -> Manifest:
+    """The manifest of all parts, once their shards and the pack index are in their place."""
+    staging = Staging(job.location, (FOLDER, DATA), None)
+    number, renamed = 0, list[Part]()
+    try:
+        copies = list[Callable[[], None]]()
+        for part in parts:
+            shards = []
+            for shard in part.manifest.shards:
+                if _same_place(part.location, job.location):
+                    shards.append(shard)
+                else:
+                    suffix = part.manifest.file_format
+                    path = f"{DATA}/{run}-{number:05d}-{shard.sha256[:16]}.{suffix}"
+                    copies.append(partial(_copy, part.location, shard, job.location, path, staging))
+                    shards.append(replace(shard, path=path))
+                number += 1
+            renamed.append(Part(part.url, replace(part.manifest, shards=tuple(shards))))
+        together(copies, COPIES_AT_ONCE)
+        merged = merge(renamed)
+        if not merged.shards:
+            return merged
+        return replace(merged, pack_index=put_index(job.location, _sizes(parts)))
+    finally:
+        staging.remove()
+
+
+def _sizes(parts: Sequence[Dataset]) -> Iterator[Any]:
+    for part in parts:
+        for number in range(len(part.manifest.shards)):
+            yield part.shard_sizes(number)
+
+
+def _same_place(a: Location, b: Location) -> bool:
+    if a.local_path is not None and b.local_path is not None:
+        return os.path.realpath(a.local_path) == os.path.realpath(b.local_path)
+    return a == b
+
+
+def _copy(
+    source: Location, shard: ShardInfo, target: Location, path: str, staging: Staging
+) -> None:
+    """Puts a shard of another place at `path`, inside the store where that can be."""
+    if copy_file(source, shard.path, target, path):
+        if target.size(path) == shard.bytes:
+            return
+        raise _changed(source, shard)
+    local, digest = staging.path(), hashlib.sha256()
+    with (
+        guarded("write", local, {}),
+        source.open_read(shard.path) as reader,
+        open(local, "xb") as file,
+    ):
+        while chunk := reader.read(_CHUNK):
+            digest.update(chunk)
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    if digest.hexdigest() != shard.sha256:
+        raise _changed(source, shard)
+    target.put_file(local, path)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(local)
+
+
+def _changed(source: Location, shard: ShardInfo) -> IntegrityError:
+    must = "its bytes must be those that were written"
+    where = source.join(shard.path).display
+    return IntegrityError(sentence(where, must, "others", "Copy it again from a good one"))

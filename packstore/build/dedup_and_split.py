@@ -1,0 +1,152 @@
+"""Drops duplicates, and splits off examples for validation.
+
+Both compare 8-byte hashes of the records' words (:mod:`packstore.tokenizer.records.keys`), so the
+result does not depend on the number of workers, and memory is 8 bytes for each record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from packstore.config import SelectConfig
+from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Int64, Tally
+from packstore.format.seeds import U64, derive, mixed
+from packstore.io.inputs.record_places import place_of
+
+TRAIN, VALIDATION = "train", "validation"
+
+DUPLICATES = {"pair": "duplicate_pair", "prompt": "duplicate_prompt"}
+"""Setting `dedup` -> reason under which dropped records are counted."""
+
+OTHER_PART = {TRAIN: "for_validation", VALIDATION: "for_training"}
+"""Reason under which a part counts the examples of the other part."""
+
+
+class Selection:
+    """Assigns examples to parts, in input order.
+
+    Args:
+        config: settings of deduplication and validation.
+        seed: decides, together with the prompt of an example, its part.
+        repeated: int64, sorted: ids of the duplicates, if known; None: an example is a duplicate
+            if an earlier call had one with the same key.
+        paths: ordinal of each input -> its path, for the places of duplicates.
+    """
+
+    def __init__(
+        self,
+        config: SelectConfig,
+        seed: int,
+        repeated: Int64 | None = None,
+        paths: Mapping[int, str] | None = None,
+    ) -> None:
+        self._config, self._repeated = config, repeated
+        self._paths = paths or {}
+        self._seen = Seen()
+        self._salt = np.uint64(derive(seed, "validation"))
+        self.parts = (TRAIN, VALIDATION) if config.validation_fraction else (TRAIN,)
+
+    def __call__(self, examples: Examples, tally: Tally) -> dict[str, Examples]:
+        """Returns the examples of each part; counts dropped ones in `tally`."""
+        if self._config.dedup != "none" and examples.num_examples:
+            new = self._new(examples)
+            for i in np.flatnonzero(~new).tolist():
+                source, ordinal = divmod(int(examples.example_ids[i]), 1 << SOURCE_SHIFT)
+                where = place_of(self._paths[source], ordinal)
+                tally.drop(DUPLICATES[self._config.dedup], where, "an earlier record has it too")
+            if not new.all():
+                examples = examples.take(np.flatnonzero(new))
+        if len(self.parts) == 1:
+            return {TRAIN: examples}
+        held = self._held_back(examples)
+        return {
+            TRAIN: examples.take(np.flatnonzero(~held)),
+            VALIDATION: examples.take(np.flatnonzero(held)),
+        }
+
+    def _new(self, examples: Examples) -> Bool:
+        """Returns bool `[E]`: True for the first example with its key."""
+        if self._repeated is None:
+            return self._seen.add(dedup_keys(examples, self._config))
+        return ~np.isin(examples.example_ids, self._repeated)
+
+    def _held_back(self, examples: Examples) -> Bool:
+        """Returns bool `[E]`: True for validation. Equal prompts always share a part."""
+        drawn = mixed(_keys(examples)[:, 0] ^ self._salt)
+        held: Bool = drawn < np.uint64(int(self._config.validation_fraction * 2.0**63) * 2)
+        return held
+
+
+def of_part(tally: Tally, part: str, kept: dict[str, int]) -> Tally:
+    """Returns the tally of one part; examples of the other part count as dropped."""
+    others = sum(kept.values()) - kept[part]
+    found = Tally()
+    found.add(tally)
+    if others:
+        found.dropped[OTHER_PART[part]] += others
+    return found
+
+
+class Seen:
+    """A set of hashes: sorted arrays, each at least twice as long as the next."""
+
+    def __init__(self) -> None:
+        self._runs: list[U64] = []
+
+    def add(self, keys: U64) -> Bool:
+        """Adds keys; returns bool `[n]`: True for keys that are new."""
+        distinct, first = np.unique(keys, return_index=True)
+        known = np.zeros(len(distinct), np.bool_)
+        for run in self._runs:
+            at = np.minimum(np.searchsorted(run, distinct), len(run) - 1)
+            known |= run[at] == distinct
+        new = np.zeros(len(keys), np.bool_)
+        new[first[~known]] = True
+        self._runs.append(distinct[~known])
+        while len(self._runs) > 1 and len(self._runs[-2]) < 2 * len(self._runs[-1]):
+            last = self._runs.pop()
+            self._runs[-1] = np.concatenate([self._runs[-1], last])
+            self._runs[-1].sort()
+        self._runs = [run for run in self._runs if len(run)]
+        return new
+
+
+def dedup_keys(examples: Examples, config: SelectConfig) -> U64:
+    """Returns uint64 `[E]`, keys that are equal for examples that `dedup` treats as duplicates."""
+    return _keys(examples)[:, int(config.dedup == "pair")]
+
+
+def duplicates(keys: Sequence[U64], ids: Sequence[Int64]) -> list[Int64]:
+    """Finds the examples whose key also belongs to a smaller id, in any part of the input.
+
+    Args:
+        keys: uint64 `[n]` of each part.
+        ids: example ids of the keys, int64 `[n]` of each part.
+
+    Returns:
+        The ids found in each part, int64, sorted.
+    """
+    every = np.concatenate([np.empty(0, np.uint64), *keys])
+    every.sort()
+    shared = np.unique(every[1:][every[1:] == every[:-1]])
+    del every
+    # Duplicates are few, mostly: only these are sorted with their ids.
+    chosen = [np.isin(k, shared) for k in keys]
+    key = np.concatenate(
+        [np.empty(0, np.uint64), *(k[c] for k, c in zip(keys, chosen, strict=True))]
+    )
+    own = [i[c] for i, c in zip(ids, chosen, strict=True)]
+    id_ = np.concatenate([np.empty(0, np.int64), *own])
+    order = np.lexsort((id_, key))
+    later = np.zeros(len(key), np.bool_)
+    later[order[1:]] = key[order[1:]] == key[order[:-1]]
+    cuts = np.cumsum([len(o) for o in own])[:-1]
+    parts = zip(np.split(id_, cuts), np.split(later, cuts), strict=True)
+    return [np.sort(i[again]) for i, again in parts]
+
+
+def _keys(examples: Examples) -> U64:
+    """Returns uint64 `[E, 2]`: hashes of the prompt and of the record."""
+    return np.empty((0, 2), np.uint64) if examples.keys is None else examples.keys

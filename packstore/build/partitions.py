@@ -1,0 +1,200 @@
+"""The cut of an input into partitions, the blocks of each, and the duplicates in each.
+
+A partition takes blocks from all over the input, as real data lies sorted. Which ones is fixed by
+the sizes of the inputs and the number of partitions, so whoever makes a partition reads the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from packstore.build.dedup_and_split import dedup_keys
+from packstore.build.sources import Part
+from packstore.config import PackConfig
+from packstore.format.arrays import Int64
+from packstore.format.seeds import U64
+from packstore.io.inputs.files import BLOCK_BYTES, Block, Input, InputReader
+from packstore.io.store.object_version import object_version
+
+Owner = TypeVar("Owner")
+
+Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
+"""An engine, or ``map``: yields the work on each item, in order."""
+
+SHARES = 16
+"""Shares of the input that a partition takes at least, about. With more, sources of a file each
+would mix better, and each file would be read by more partitions."""
+
+FILES, READERS = 64, 4
+"""A partition takes blocks of so many files while that lets no file be read by more partitions than
+so many: which takes a tenth of the time of tokenizing it."""
+
+BLOCKS = 256
+"""Blocks that each of several partitions takes at least, about, down to the size below."""
+
+MIN_BLOCK_BYTES = 4 << 10
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Blocks of a file at equal distances.
+
+    Attributes:
+        input: the file.
+        first: number of the first block, from 0.
+        step: from one block to the next; 1: the whole file.
+        block_bytes: bytes of a block, about.
+    """
+
+    input: Input
+    first: int
+    step: int
+    block_bytes: int
+
+    def holds(self, block: int) -> bool:
+        """Returns whether the file's block of this number belongs to the slice."""
+        return block % self.step == self.first
+
+
+Item = tuple[int, Sequence[Slice], Int64 | None]
+"""Number of a partition, its slices, and its duplicates: ids, int64, sorted; None: an example is
+one if the partition has its key already."""
+
+
+def split(inputs: Sequence[tuple[Input, int]], partitions: int) -> list[list[Slice]]:
+    """The slices of each partition: blocks from all over the input, about the same number of bytes.
+
+    The input is cut into shares, and partition p takes the shares p, p + partitions, …. A file of m
+    shares is not cut by place: share i of it is its blocks i, i + m, i + 2 m, …. So a file is read
+    by as many partitions as it has shares, each of which leaves out the other blocks, and any file
+    will do, also a compressed one.
+
+    Args:
+        inputs: each input and its bytes.
+        partitions: how many are wanted.
+    """
+    found: list[list[Slice]] = [[] for _ in range(partitions)]
+    total = max(sum(size for _, size in inputs), 1)
+    mixed = total // (partitions * BLOCKS) if partitions > 1 else BLOCK_BYTES
+    block_bytes = max(MIN_BLOCK_BYTES, min(BLOCK_BYTES, mixed))
+    readers = min(READERS, -(-FILES * partitions // max(len(inputs), 1)))
+    share = 0
+    for item, size in inputs:
+        wanted = max(readers, -(-size * partitions * SHARES // total))
+        shares = max(1, min(wanted, partitions, -(-size // block_bytes)))
+        for first in range(shares):
+            one = Slice(item, first, shares, block_bytes)
+            found[(share + first) % partitions].append(one)
+        share += shares
+    return found
+
+
+@dataclass(frozen=True)
+class ReadFile:
+    """A file that was read to its end.
+
+    Attributes:
+        ordinal: of the input.
+        source: its `path`, `bytes`, `sha256` and `records`.
+        version: in the store, as it was before it was read; empty where the store tells none.
+    """
+
+    ordinal: int
+    source: dict[str, Any]
+    version: str
+
+
+def blocks_of(
+    partitions: Iterable[tuple[Owner, Sequence[Slice]]],
+    config: PackConfig,
+    on_file: Callable[[Owner, ReadFile], None] = lambda *_: None,
+) -> Iterator[tuple[Owner, Block]]:
+    """The blocks of some partitions, each file being read once for all of them.
+
+    Args:
+        partitions: whoever the blocks are for, and the slices.
+        config: see :class:`InputReader`.
+        on_file: called for each of them that had blocks of a file, after the last.
+    """
+    takers: dict[int, list[tuple[Owner, Slice]]] = {}
+    for owner, slices in partitions:
+        for one in slices:
+            takers.setdefault(one.input.ordinal, []).append((owner, one))
+    for ordinal in sorted(takers):
+        one = takers[ordinal][0][1]
+        version = object_version(one.input.location, "")
+        reader = InputReader([], config=config, block_bytes=one.block_bytes)
+        for number, block in enumerate(reader.read_file(one.input)):
+            for owner, own in takers[ordinal]:
+                if own.holds(number):
+                    yield owner, block
+        read = ReadFile(ordinal, reader.sources()[-1], version)
+        for owner, _ in takers[ordinal]:
+            on_file(owner, read)
+
+
+def in_turn(
+    work: Callable[[Any], Any] | None, pairs: Iterable[tuple[Owner, Any]], run: Run
+) -> Iterator[tuple[Owner, Any]]:
+    """Yields each owner with the work on its item, which is not done on None."""
+    owners: deque[Owner] = deque()
+
+    def items() -> Iterator[Any]:
+        for owner, item in pairs:
+            owners.append(owner)
+            yield item
+
+    for result in run(_Unless(work), items()):
+        yield owners.popleft(), result
+
+
+class _Unless:
+    """Passes None on, in its turn."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self.suits_threads = getattr(work, "suits_threads", False)
+
+    def __call__(self, item: Any) -> Any:
+        return None if item is None else self._work(item)
+
+
+class ReadKeys:
+    """Finds the keys that `dedup` compares, and their example ids. Picklable.
+
+    Args:
+        tokenize: turns a block into examples.
+        config: all settings.
+    """
+
+    def __init__(self, tokenize: Callable[[Block], Part], config: PackConfig) -> None:
+        self._tokenize, self._config = tokenize, config
+
+    def __call__(
+        self,
+        partitions: Sequence[Sequence[Slice]],
+        run: Run,
+        on_keys: Callable[[int], None] = lambda _: None,
+    ) -> Iterator[tuple[U64, Int64]]:
+        """Yields uint64 `[n]` and int64 `[n]` of each partition, in input order.
+
+        Args:
+            partitions: the slices of each.
+            run: tokenizes the blocks.
+            on_keys: told of the number of keys of each block.
+        """
+        found: list[tuple[list[U64], list[Int64]]] = [
+            ([np.empty(0, np.uint64)], [np.empty(0, np.int64)]) for _ in partitions
+        ]
+        pairs = blocks_of(enumerate(partitions), self._config)
+        for number, (examples, _) in in_turn(self._tokenize, pairs, run):
+            found[number][0].append(dedup_keys(examples, self._config))
+            found[number][1].append(examples.example_ids)
+            on_keys(examples.num_examples)
+        for keys, ids in found:
+            yield np.concatenate(keys), np.concatenate(ids)

@@ -1,0 +1,267 @@
+"""From records to a committed dataset, in a straight line:
+
+    input -> partitions, each: read -> tokenize -> spill -> plan -> fill -> write -> note -> commit
+
+A small input is one partition. Nothing is visible to a reader before the one commit. Shards and
+notes that a job put before it failed stay for its rerun, or until ``packstore clean`` removes them.
+
+Duplicates may lie in different partitions. Where they are to be left out, all partitions are read
+once before, for the keys of their examples alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from packstore.build.background import beside
+from packstore.build.dedup_and_split import Selection, duplicates
+from packstore.build.engines import ENGINES
+from packstore.build.finished import finished_before
+from packstore.build.finished_partitions import Partition, Written
+from packstore.build.partition_work import InTask, PackPartitions
+from packstore.build.partitions import ReadKeys, split
+from packstore.build.provenance import Account, Counting, Progress, commit, run_of, shape_of
+from packstore.build.rejects import RejectsFile
+from packstore.build.sources import Intake, RecordIntake, open_intake
+from packstore.config import PackConfig
+from packstore.errors import ConfigError, WrongEngineError
+from packstore.format.arrays import Examples, Int64
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.manifest.partition_notes import PartitionNotes
+from packstore.io.store.location import Location
+from packstore.io.write.write_job import WriteJob, writing
+from packstore.pack.algorithms import STRATEGIES
+from packstore.pack.fill import fill, gather
+from packstore.pack.layout import sizes
+from packstore.pack.merged import merged_statistics
+from packstore.pack.plan import plan
+from packstore.tokenizer import misread
+
+__all__ = ["Progress", "pack", "pack_into"]
+
+WARNED = ("reward_reversed", "reward_default")
+"""Events that mostly tell of a mistake in the data."""
+
+log = logging.getLogger("packstore")
+
+
+def pack(
+    source: Any,
+    out: str,
+    tokenizer: Any = None,
+    *,
+    config: PackConfig | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Dataset:
+    """Tokenizes records, packs them, and commits them as a dataset.
+
+    Args:
+        source: path, glob, URL, folder, or a list of them (``.jsonl .json .parquet .arrow .csv``,
+            also ``.gz`` and ``.zst``); an Arrow table, a Polars frame, an iterable of dicts; or a
+            packstore dataset, which is packed anew without tokenizing.
+        out: folder or any fsspec URL that will hold the dataset.
+        tokenizer: ``tokenizer.json``, a Hugging Face folder, a SentencePiece ``.model``, or a
+            ``tokenizers.Tokenizer``. Not for a packstore dataset.
+        config: all settings as one object.
+        storage_options: passed to the fsspec filesystems of `source` and `out`.
+        progress: told how far each stage is.
+        settings: fields of :class:`packstore.PackConfig`, over `config`.
+
+    Returns:
+        The committed dataset. ``manifest.records`` says what became of every record. With
+        `validation_fraction` it is that in ``OUT/train``; the other is in ``OUT/validation``.
+
+    Raises:
+        DatasetExistsError: a dataset of other input or settings is at `out`, and `overwrite` is
+            False. One of the same input and settings is returned as it is, so that a call may be
+            repeated after it has ended well.
+        PackstoreError: see :mod:`packstore.errors`; `out` then has the versions that it had.
+    """
+    config = PackConfig.of(config, **settings)
+    STRATEGIES.check(config.strategy)
+    ENGINES.check(config.engine)
+    options = dict(storage_options or {})
+    places: dict[str | None, Location] = {None: Location(out, options)}
+    if len(parts := Selection(config, config.seed).parts) > 1:
+        places = {part: places[None].join(part) for part in parts}
+    there: dict[str | None, Dataset] = {}
+    if not config.overwrite:
+        opening = partial(open_intake, source, tokenizer, config, options)
+        there = finished_before(places, opening, config)
+    if there and len(there) == len(places):
+        log.info("%s: already there, same input and settings", Location(out, options).display)
+        return next(iter(there.values()))
+    with contextlib.ExitStack() as stack:
+        opened = partial(writing, single_writer=config.single_writer)
+        jobs = [
+            stack.enter_context(opened(place, config.overwrite or part in there))
+            for part, place in places.items()
+        ]
+        work = partial(_pack, jobs, source, tokenizer, config, progress)
+        _falling_back(work, source, config)
+    for job in jobs:
+        _log_result(job.committed)
+    return jobs[0].committed
+
+
+def pack_into(
+    job: WriteJob, source: Any, tokenizer: Any, config: PackConfig, progress: Progress | None = None
+) -> None:
+    """Packs as :func:`pack`, for a job that has begun; see :mod:`packstore.io.write.write_job`."""
+    if config.validation_fraction:
+        raise ConfigError("validation_fraction makes two datasets of its own: set it for pack().")
+    work = partial(_pack, [job], source, tokenizer, config, progress)
+    _falling_back(work, source, config)
+
+
+def _falling_back(work: Callable[[], None], source: Any, config: PackConfig) -> None:
+    """Runs `work`; once more with the reference, where the engine that `auto` chose is wrong."""
+    try:
+        work()
+    except WrongEngineError as error:
+        if config.tokenizer_engine != "auto" or isinstance(source, Iterator):  # read only once
+            raise
+        log.warning("%s All records are tokenized again, with the reference.", error)
+        misread(error.tokenizer)
+        work()
+
+
+def _pack(
+    jobs: Sequence[WriteJob],
+    source: Any,
+    tokenizer: Any,
+    config: PackConfig,
+    progress: Progress | None,
+) -> None:
+    """Makes the dataset of each part that the settings ask for."""
+    beside(partial(warm_up, config))
+    options = jobs[0].location.storage_options
+    intake = open_intake(source, tokenizer, config, dict(options))
+    config = replace(config, partitions=intake.partitions)
+    for job in jobs:
+        job.check_fits(intake.kind, intake.carry, intake.provenance)
+    names = Selection(config, config.seed).parts
+    parts = dict(zip(names if len(names) > 1 else (None,), jobs, strict=True))
+    notes = [
+        PartitionNotes(_absolute(job.location), run_of(intake, part)) for part, job in parts.items()
+    ]
+    counting = Counting(progress)
+    inputs = [item.location for item in intake.inputs]
+    with RejectsFile(config.rejects, options, config.spill_dir, inputs) as rejects:
+        account = Account(parts, intake, config, rejects, counting)
+        made = _partitions(intake, notes, config, account, counting)
+        with contextlib.closing(made):
+            written = [partition.written for partition in made]
+    for number, (part, job) in enumerate(parts.items()):
+        own = [one[number] for one in written]
+        known = account.of_part(names[number]), _planning(own, config), account.provenance(part)
+        shards = [shard for one in own for shard in one.shards]
+        commit(job, shape_of(intake, config), config, shards, known)
+    for one in notes:
+        one.remove()
+
+
+def _partitions(
+    intake: Intake,
+    notes: Sequence[PartitionNotes],
+    config: PackConfig,
+    account: Account,
+    counting: Counting,
+) -> Generator[Partition, None, None]:
+    """Yields all partitions in order, each packed and written, or taken over."""
+    counting.read(0)
+    for other in notes:
+        if others := other.of_others():
+            text = "%d finished partitions of other jobs lie there: see `packstore clean`"
+            log.info(text, others)
+    number = config.partitions or 1
+    on_cluster = number > 1 and config.engine != "local"
+    engine = ENGINES.load(config.engine)
+
+    def run(work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        return engine(work, items, config.num_workers)
+
+    tokenize = intake.tokenize() if isinstance(intake, RecordIntake) else None
+    work = PackPartitions(tokenize, notes, shape_of(intake, config), config, intake.paths)
+    if not isinstance(intake, RecordIntake) or not intake.inputs:
+        yield from work.of_parts(intake, counting, account.add)
+        return
+    inputs = [replace(i, location=_absolute(i.location)) for i in intake.inputs]
+    slices = split(list(zip(inputs, intake.sizes, strict=True)), number)
+    repeated: list[Int64 | None] = [None] * number
+    if config.dedup != "none" and number > 1:
+        keys = ReadKeys(intake.tokenize(), config)
+        found = run(InTask(keys), slices) if on_cluster else keys(slices, run, counting.keyed)
+        known = list(found)
+        repeated = [*duplicates([k for k, _ in known], [ids for _, ids in known])]
+    items = list(zip(range(number), slices, repeated, strict=True))
+    taken = 0
+    made = run(InTask(work), items) if on_cluster else work(items, run, counting, account.add)
+    for partition in made:
+        if on_cluster:
+            counting.read(partition.contents.tally.read)
+            account.add(partition.contents)
+            counting.wrote(partition.packs)
+        taken += partition.resumed
+        yield partition
+    counting.wrote(0, 0)
+    if taken:
+        log.info("took over %d of %d partitions of an interrupted run", taken, number)
+
+
+def _planning(written: Sequence[Written], config: PackConfig) -> dict[str, Any]:
+    """Statistics of all plans together."""
+    planned = [w.planning for w in written if w.planning]
+    counts = np.sum([w.counts for w in written if w.planning], axis=0)
+    return {**merged_statistics(planned, counts), "partitions": config.partitions}
+
+
+def _absolute(location: Location) -> Location:
+    """The same place for a process in another folder."""
+    path = location.local_path
+    return location if path is None else Location(path)
+
+
+def warm_up(config: PackConfig) -> None:
+    """Loads the compiled loops of planning and filling, so that no later step waits for them."""
+    ones = np.ones(2, np.int32)
+    packing = plan(ones, config=config)
+    packing.statistics()
+    sample = Examples(
+        input_ids=ones,
+        supervised=ones.astype(np.bool_),
+        sequence_offsets=np.arange(3),
+        example_offsets=np.arange(3),
+        reward=ones.astype(np.float32),
+        example_ids=np.arange(2),
+    )
+    sizes(sample, config.layout)
+    for array in (sample.input_ids, sample.supervised, sample.sequence_offsets):
+        array.flags.writeable = False  # as those of a spill are
+    gather(sample, packing.order)
+    fill(sample, packing.offsets, config.layout, packing.order)
+
+
+def _log_result(dataset: Dataset) -> None:
+    m = dataset.manifest
+    log.info(
+        "packed %s of %s records into %s packs: %s tokens, fill rate %.2f %%",
+        *(f"{n:,}" for n in (m.records.packed, m.records.read, m.num_packs, m.totals.tokens)),
+        100 * m.fill_rate,
+    )
+    if not m.statistics.planning.get("shuffle", True):
+        log.info(
+            "kept the order of the input, by shuffle=False: packs hold neighbours of the input"
+        )
+    for event, count in m.records.noted.items():
+        level = logging.WARNING if event in WARNED else logging.INFO
+        log.log(level, "noted in %s records: %s", f"{count:,}", event)

@@ -1,0 +1,376 @@
+"""Value types passed between layers: named numpy arrays.
+
+Shapes, used throughout packstore: `N` tokens, `S` sequences, `E` examples, `P` packs. Ragged data
+is kept flat beside int64 offsets (CSR): row `i` is ``values[offsets[i]:offsets[i + 1]]``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
+Column = npt.NDArray[np.generic]
+
+IGNORE_INDEX = -100
+"""Label of an unsupervised token (torch's default)."""
+
+MAX_FIELDS = 100
+"""Most field names that are counted, as names may be data."""
+
+SOURCE_SHIFT = 40
+"""``example_id = (ordinal of the source file << SOURCE_SHIFT) + ordinal of the record in it``."""
+
+
+def example_id(source: int, ordinal: int) -> int:
+    """Returns the id of record `ordinal` (0-based; line number - 1 for JSONL) of file `source`."""
+    return (source << SOURCE_SHIFT) + ordinal
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Consecutive parsed records of one input, with their places.
+
+    Attributes:
+        source: ordinal of the input file.
+        path: name of the input in error texts.
+        unit: unit of the ordinals: ``line``, ``row`` or ``item``.
+        ordinals: 0-based ordinal of each record in its file.
+        values: the records: dicts, or any other values (the tokenizer's policies handle them).
+    """
+
+    source: int
+    path: str
+    unit: str
+    ordinals: Sequence[int]
+    values: Sequence[object]
+
+    def where(self, i: int) -> str:
+        """Returns the place of record `i` for error texts, counted from 1."""
+        return f"{self.path}, {self.unit} {self.ordinals[i] + 1}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Examples:
+    """Tokenized records: each example is its K sequences (DPO: chosen, then rejected), in order.
+
+    Attributes:
+        input_ids: int32 `[N]`, the token ids of all sequences, one after another.
+        supervised: bool `[N]`, the tokens whose label is their id; all others get -100.
+        sequence_offsets: int64 `[S + 1]`, offsets of the sequences in `input_ids`.
+        example_offsets: int64 `[E + 1]`, offsets of the examples in the sequences.
+        reward: float32 `[S]`, the ground-truth reward of each sequence.
+        example_ids: int64 `[E]`, ids that encode file and ordinal, see :func:`example_id`.
+        columns: carried scalar columns of the input, each `[E]`.
+        keys: uint64 `[E, 2]`, hashes of prompt and record, if records are to be selected.
+    """
+
+    input_ids: Int32
+    supervised: Bool
+    sequence_offsets: Int64
+    example_offsets: Int64
+    reward: Float32
+    example_ids: Int64
+    columns: Mapping[str, Column] = field(default_factory=dict)
+    keys: npt.NDArray[np.uint64] | None = None
+
+    @property
+    def num_examples(self) -> int:
+        """E."""
+        return len(self.example_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.reward)
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return len(self.input_ids)
+
+    @property
+    def lengths(self) -> Int32:
+        """Tokens of each sequence, int32 `[S]`."""
+        return np.diff(self.sequence_offsets).astype(np.int32)
+
+    @property
+    def num_responses(self) -> Int32:
+        """K of each example, int32 `[E]`."""
+        return np.diff(self.example_offsets).astype(np.int32)
+
+    @classmethod
+    def empty(cls, columns: Mapping[str, Column] | None = None) -> Examples:
+        """Makes an instance without examples; `columns` sets names and types of carried columns."""
+        zero = np.zeros(1, np.int64)
+        return cls(
+            input_ids=np.empty(0, np.int32),
+            supervised=np.empty(0, np.bool_),
+            sequence_offsets=zero,
+            example_offsets=zero.copy(),
+            reward=np.empty(0, np.float32),
+            example_ids=np.empty(0, np.int64),
+            columns={name: column[:0] for name, column in (columns or {}).items()},
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[Examples]) -> Examples:
+        """Concatenates the examples of `parts`, which carry the same columns."""
+        if not parts:
+            return cls.empty()
+        keys = [p.keys for p in parts if p.keys is not None]
+        return cls(
+            input_ids=np.concatenate([p.input_ids for p in parts]),
+            supervised=np.concatenate([p.supervised for p in parts]),
+            sequence_offsets=concat_offsets([p.sequence_offsets for p in parts]),
+            example_offsets=concat_offsets([p.example_offsets for p in parts]),
+            reward=np.concatenate([p.reward for p in parts]),
+            example_ids=np.concatenate([p.example_ids for p in parts]),
+            columns={n: np.concatenate([p.columns[n] for p in parts]) for n in parts[0].columns},
+            keys=np.concatenate(keys) if len(keys) == len(parts) else None,
+        )
+
+    def take(self, order: Int32 | Int64) -> Examples:
+        """Returns the examples at positions `order` (repeats allowed), in that order."""
+        sequences = ragged_indices(self.example_offsets, order)
+        tokens = ragged_indices(self.sequence_offsets, sequences)
+        return Examples(
+            input_ids=self.input_ids[tokens],
+            supervised=self.supervised[tokens],
+            sequence_offsets=to_offsets(_row_lengths(self.sequence_offsets, sequences)),
+            example_offsets=to_offsets(_row_lengths(self.example_offsets, order)),
+            reward=self.reward[sequences],
+            example_ids=self.example_ids[order],
+            columns={name: column[order] for name, column in self.columns.items()},
+            keys=None if self.keys is None else self.keys[order],
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packs:
+    """Packs (rows of a shard): the columns of the format as flat arrays.
+
+    Attributes:
+        input_ids: int32 `[N]`.
+        labels: int32 `[N]`, unshifted: the token id where supervised, -100 elsewhere.
+        reward: float32 `[S]`.
+        lengths: int32 `[S]`, logical length of each sequence.
+        seq_boundaries: int32 `[S + P]`, each pack's segment offsets, from 0 to its token count.
+        example_ids: int64 `[E]`.
+        num_responses: int32 `[E]`, K of each example (stored only for kind ``ranked``).
+        token_offsets: int64 `[P + 1]`, offsets of the packs in `input_ids`.
+        sequence_offsets: int64 `[P + 1]`, offsets of the packs in `lengths`.
+        example_offsets: int64 `[P + 1]`, offsets of the packs in `example_ids`.
+        columns: carried scalar columns and joined side data, each `[E]`.
+        ref_logps: float32 `[S]`, log-prob of each sequence under a reference model in nats, if
+            joined.
+        stand_in: True if they replace packs that could not be read; their weight is 0.
+    """
+
+    input_ids: Int32
+    labels: Int32
+    reward: Float32
+    lengths: Int32
+    seq_boundaries: Int32
+    example_ids: Int64
+    num_responses: Int32
+    token_offsets: Int64
+    sequence_offsets: Int64
+    example_offsets: Int64
+    columns: Mapping[str, Column] = field(default_factory=dict)
+    ref_logps: Float32 | None = None
+    stand_in: bool = False
+
+    def __len__(self) -> int:
+        return len(self.token_offsets) - 1
+
+    def row(self, i: int) -> Packs:
+        """Returns pack `i`, as views."""
+        token, tokens_end = self.token_offsets[i : i + 2].tolist()
+        sequence, sequences_end = self.sequence_offsets[i : i + 2].tolist()
+        example, examples_end = self.example_offsets[i : i + 2].tolist()
+        tokens, examples = slice(token, tokens_end), slice(example, examples_end)
+        sequences = slice(sequence, sequences_end)
+        ref_logps = self.ref_logps
+        return Packs(
+            input_ids=self.input_ids[tokens],
+            labels=self.labels[tokens],
+            reward=self.reward[sequences],
+            lengths=self.lengths[sequences],
+            seq_boundaries=self.seq_boundaries[sequence + i : sequences_end + i + 1],
+            example_ids=self.example_ids[examples],
+            num_responses=self.num_responses[examples],
+            token_offsets=np.array((0, tokens_end - token)),
+            sequence_offsets=np.array((0, sequences_end - sequence)),
+            example_offsets=np.array((0, examples_end - example)),
+            columns={name: column[examples] for name, column in self.columns.items()},
+            ref_logps=None if ref_logps is None else ref_logps[sequences],
+            stand_in=self.stand_in,
+        )
+
+    @property
+    def boundary_offsets(self) -> Int64:
+        """Offsets of the packs in `seq_boundaries`, int64 `[P + 1]`."""
+        return self.sequence_offsets + np.arange(len(self) + 1)
+
+    @property
+    def segment_lengths(self) -> Int32:
+        """Physical tokens of each segment, int32 `[S]`."""
+        steps = np.diff(self.seq_boundaries)
+        inside = np.ones(len(steps), np.bool_)
+        inside[self.boundary_offsets[1:-1] - 1] = False
+        return steps[inside]
+
+    @property
+    def segment_offsets(self) -> Int32:
+        """Leading tokens that each segment omits (``offset_i``), int32 `[S]`."""
+        return self.lengths - self.segment_lengths
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackSizes:
+    """Sizes and loss counts of packs, known without reading them.
+
+    All are int64 `[P]` except the last.
+
+
+    Attributes:
+        tokens: physical tokens.
+        examples: examples (for kind ``dpo``: pairs).
+        squares: sum of the squared lengths of the segments, the attention cost.
+        counts: int64 `[P, 4]`, the columns of :mod:`packstore.format.loss_counts`; None: unknown.
+    """
+
+    tokens: Int64
+    examples: Int64
+    squares: Int64
+    counts: Int64 | None = field(default=None, kw_only=True)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def take(self, indices: Int64) -> PackSizes:
+        """Returns the sizes of the packs at `indices`."""
+        columns = self.tokens, self.examples, self.squares
+        counts = None if self.counts is None else self.counts[indices]
+        return PackSizes(*(column[indices] for column in columns), counts=counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One record that a policy acted on, kept as an example."""
+
+    reason: str
+    where: str
+    detail: str
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of what happened to each record; none is dropped silently.
+
+    Attributes:
+        read: records read.
+        dropped: records dropped, by reason; ``read == kept + sum(dropped)``.
+        noted: records kept with a change or remark, by event (a record may have several).
+        samples: the first few records of each reason or event.
+        used: field name -> records kept in which it was used.
+        unused: field name -> records kept in which it has a value that was not used.
+        scored: pairs kept with rewards in the record.
+        unscored: pairs kept without rewards in the record.
+        rejected: every record dropped, of a single block; None: only samples are kept.
+    """
+
+    read: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    noted: Counter[str] = field(default_factory=Counter)
+    samples: list[Sample] = field(default_factory=list)
+    used: Counter[str] = field(default_factory=Counter)
+    unused: Counter[str] = field(default_factory=Counter)
+    scored: int = 0
+    unscored: int = 0
+    rejected: list[Sample] | None = None
+
+    SAMPLES_PER_REASON = 3
+
+    @property
+    def kept(self) -> int:
+        """Number of records read and not dropped."""
+        return self.read - sum(self.dropped.values())
+
+    @property
+    def events(self) -> Counter[str]:
+        """`noted`, and ``reward_default``: pairs without rewards if others have some."""
+        mixed = self.unscored if self.scored else 0
+        return self.noted + Counter(reward_default=mixed)
+
+    def drop(self, reason: str, where: str, detail: str = "") -> None:
+        """Counts one record as dropped under `reason`."""
+        self.dropped[reason] += 1
+        if self.rejected is not None:
+            self.rejected.append(Sample(reason, where, detail))
+        self._sample(reason, where, detail, self.dropped[reason])
+
+    def note(self, event: str, where: str, detail: str = "") -> None:
+        """Counts one record under `event`; the record is kept."""
+        self.noted[event] += 1
+        self._sample(event, where, detail, self.noted[event])
+
+    def add(self, other: Tally) -> None:
+        """Adds the counts of `other`, a later part of the input."""
+        self.read += other.read
+        self.dropped.update(other.dropped)
+        self.noted.update(other.noted)
+        self.used.update(other.used)
+        for name, count in other.unused.items():
+            if name in self.unused or len(self.unused) < MAX_FIELDS:
+                self.unused[name] += count
+        self.scored += other.scored
+        self.unscored += other.unscored
+        for sample in other.samples:
+            if sum(s.reason == sample.reason for s in self.samples) < self.SAMPLES_PER_REASON:
+                self.samples.append(sample)
+
+    def _sample(self, reason: str, where: str, detail: str, count: int) -> None:
+        if count <= self.SAMPLES_PER_REASON:
+            self.samples.append(Sample(reason, where, detail))
+
+
+def to_offsets(lengths: npt.NDArray[np.integer]) -> Int64:
+    """Returns the offsets of rows with these lengths, int64 `[n + 1]`."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def concat_offsets(parts: Sequence[Int64]) -> Int64:
+    """Returns the offsets of concatenated ragged arrays."""
+    flat = np.concatenate(parts)
+    if len(flat) == 2 * len(parts) and all(len(p) == 2 for p in parts):  # a row each: common, fast
+        return to_offsets(flat[1::2] - flat[::2])
+    steps = np.diff(flat)
+    inside = np.ones(len(steps), np.bool_)
+    inside[np.cumsum([len(p) for p in parts[:-1]], dtype=np.int64) - 1] = False
+    return to_offsets(steps[inside])
+
+
+def ragged_indices(offsets: Int64, rows: Int32 | Int64) -> Int64:
+    """Returns the positions of all elements of `rows` of a ragged array, row by row: int64."""
+    return range_indices(offsets[rows], _row_lengths(offsets, rows))
+
+
+def _row_lengths(offsets: Int64, rows: Int32 | Int64) -> Int64:
+    return offsets[rows + 1] - offsets[rows]
+
+
+def range_indices(starts: Int64, lengths: npt.NDArray[np.integer]) -> Int64:
+    """Concatenates the ranges ``starts[i] .. starts[i] + lengths[i]``, int64."""
+    out = to_offsets(lengths)
+    return np.arange(out[-1], dtype=np.int64) + np.repeat(starts - out[:-1], lengths)

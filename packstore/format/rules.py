@@ -1,0 +1,190 @@
+"""The rules for every pack, checked on write and by ``packstore verify``.
+
+Each rule has a name, used by ``schemas/cases`` and in error messages. All checks are
+vectorised over the packs of a batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from packstore.errors import FormatError, sentence
+from packstore.format.arrays import IGNORE_INDEX, Bool, Int32, Int64, Packs, to_offsets
+
+RULES: dict[str, str] = {
+    "columns-agree": "labels must be as many as input_ids, lengths as reward, carried values as "
+    "example_ids",
+    "spans-ordered": "label_spans must hold ordered start, end pairs inside their pack",
+    "boundaries-count": "seq_boundaries must hold one offset more than the pack has sequences",
+    "boundaries-span": "seq_boundaries must run from 0 to the number of tokens",
+    "segments-nonempty": "seq_boundaries must increase strictly",
+    "responses-count": "the sequences must be those of its examples: K times, or num_responses",
+    "pack-nonempty": "a pack must hold at least one example",
+    "pack-size": "a pack must not exceed pack_size tokens",
+    "ids-range": "token ids must be at least 0 and below the vocabulary size",
+    "labels-are-ids": "a label must be the token id at its place, or -100",
+    "first-unsupervised": "the first token of every segment must have label -100",
+    "supervised-nonempty": "every sequence must have at least one supervised token",
+    "lengths-concat": "in layout concat a length must equal the tokens of its segment",
+    "prefix-first-whole": "in layout shared_prefix the first segment of an example must be whole",
+    "prefix-offset": "a segment must leave out all shared prompt tokens but the last, and no more",
+    "reward-finite": "rewards must be finite numbers",
+}
+"""Rule -> its text in errors."""
+
+
+def check_packs(
+    packs: Packs,
+    *,
+    layout: str,
+    pack_size: int | None = None,
+    vocab_size: int | None = None,
+    where: str = "packs",
+    first_row: int = 0,
+) -> None:
+    """Checks every rule on every pack.
+
+    Args:
+        packs: the packs.
+        layout: ``concat`` or ``shared_prefix``.
+        pack_size: most tokens of a pack, if known.
+        vocab_size: upper bound of ids, if known.
+        where: name of the packs in error texts (a shard's path).
+        first_row: row number of the first pack in `where`.
+
+    Raises:
+        FormatError: a rule is broken; names the first one and the row.
+    """
+    need = _Need(where, first_row)
+    need("columns-agree", np.array([len(packs.labels) == len(packs.input_ids)]))
+    segments = _check_structure(packs, pack_size, need)
+    tokens, bounds = packs.token_offsets, packs.seq_boundaries
+    top = np.iinfo(np.int32).max if vocab_size is None else vocab_size
+    ids = packs.input_ids
+    # As unsigned, a negative id is a large one.
+    if len(ids) and ids.view(np.uint32).max() >= top:
+        need("ids-range", (ids >= 0) & (ids < top), tokens)
+    supervised = packs.labels != IGNORE_INDEX
+    need("labels-are-ids", supervised <= (packs.labels == ids), tokens)
+    need("reward-finite", np.isfinite(packs.reward), packs.sequence_offsets)
+    pack_of = np.repeat(np.arange(len(packs)), np.diff(packs.sequence_offsets))
+    inside = np.ones(len(bounds), np.bool_)
+    inside[packs.boundary_offsets[1:] - 1] = False
+    starts = tokens[pack_of] + bounds[inside]
+    need("first-unsupervised", ~supervised[starts], packs.sequence_offsets)
+    need(
+        "supervised-nonempty",
+        np.logical_or.reduceat(supervised, starts) if len(starts) else np.ones(0, np.bool_),
+        packs.sequence_offsets,
+    )
+    _check_lengths(packs, segments, layout, need)
+    if layout == "shared_prefix":
+        _check_prefix(packs, starts, supervised, need)
+
+
+def check_structure(packs: Packs, layout: str, pack_size: int, where: str) -> None:
+    """Checks the rules that indexing relies on, without reading tokens.
+
+    Every reader of stored packs calls it, as hashes do not prove who wrote a file: a negative
+    length could otherwise cause a write outside an array.
+
+    Args:
+        packs: the packs; their ids may be signed and their labels empty.
+        layout: ``concat`` or ``shared_prefix``.
+        pack_size: most tokens of a pack.
+        where: name of the packs in error texts.
+
+    Raises:
+        FormatError: a rule is broken; names the first one and the row.
+    """
+    need = _Need(where, 0)
+    segments = _check_structure(packs, pack_size, need)
+    need("reward-finite", np.isfinite(packs.reward), packs.sequence_offsets)
+    _check_lengths(packs, segments, layout, need)
+
+
+class _Need:
+    """Raises at the first value that breaks a rule.
+
+    Args:
+        where: name of the packs.
+        first_row: number of the first pack in `where`.
+    """
+
+    def __init__(self, where: str, first_row: int) -> None:
+        self._where, self._first_row = where, first_row
+
+    def __call__(self, rule: str, ok: Bool, offsets: Int64 | None = None) -> None:
+        """Raises at the first False of `ok`: one value per pack, or per element with offsets."""
+        if ok.all():
+            return
+        bad = int(np.argmin(ok))
+        pack = bad if offsets is None else int(np.searchsorted(offsets, bad, "right")) - 1
+        found = "" if offsets is None else f"element {bad - int(offsets[pack])} of the row"
+        place = f"{self._where}, row {self._first_row + pack}"
+        raise FormatError(sentence(place, f"{RULES[rule]} [{rule}]", found))
+
+
+def _check_structure(packs: Packs, pack_size: int | None, need: _Need) -> Int32:
+    """Checks the rules that the other checks assume; returns the segments' tokens, `[S]`."""
+    bounds = packs.seq_boundaries
+    need("columns-agree", np.array([len(packs.reward) == len(packs.lengths)]))
+    need("boundaries-count", np.array([len(bounds) == len(packs.lengths) + len(packs)]))
+    if not len(packs):
+        return np.empty(0, np.int32)
+    rows, where = packs.sequence_offsets, packs.boundary_offsets
+    tokens = np.diff(packs.token_offsets)
+    need("boundaries-span", bounds >= 0, where)  # so that no difference overflows
+    need("boundaries-span", bounds[where[:-1]] == 0)
+    need("boundaries-span", bounds[where[1:] - 1] == tokens)
+    segments = packs.segment_lengths
+    need("segments-nonempty", segments > 0, rows)
+    need("pack-nonempty", np.diff(packs.example_offsets) > 0)
+    if pack_size is not None:
+        need("pack-size", tokens <= pack_size)
+    k = packs.num_responses
+    need("responses-count", k > 0, packs.example_offsets)
+    firsts = to_offsets(k)  # first sequence of each example
+    need("responses-count", np.diff(firsts[packs.example_offsets]) == np.diff(rows))
+    return segments
+
+
+def _check_lengths(packs: Packs, segments: Int32, layout: str, need: _Need) -> None:
+    """Checks the tokens that segments omit, for packs with correct shapes."""
+    rows, k = packs.sequence_offsets, packs.num_responses
+    if layout == "concat":
+        need("lengths-concat", packs.lengths == segments, rows)
+        return
+    left_out = packs.lengths.astype(np.int64) - segments  # int64, as a bad length may overflow
+    firsts = to_offsets(k)
+    need("prefix-first-whole", left_out[firsts[:-1]] == 0, packs.example_offsets)
+    need("prefix-offset", (left_out >= 0) & (left_out < np.repeat(segments[firsts[:-1]], k)), rows)
+
+
+def _check_prefix(packs: Packs, starts: Int64, supervised: Bool, need: _Need) -> None:
+    """Checks that the offsets of layout shared_prefix follow the definition.
+
+    A prompt is the tokens before the first supervised one. Two sequences share the common prefix of
+    their prompts, and ``offset = max(shared - 1, 0)``. Given the offset, two tokens decide: the
+    repeated one must agree (if offset > 0), and the next must not be shared.
+    """
+    rows = packs.sequence_offsets
+    # int64, as a bad length may overflow.
+    offsets = packs.lengths.astype(np.int64) - packs.segment_lengths
+    k = packs.num_responses
+    is_first = np.zeros(len(offsets), np.bool_)
+    is_first[np.cumsum(k) - k] = True
+    first = starts[np.repeat(np.flatnonzero(is_first), k)]
+    where_on = np.flatnonzero(supervised)
+    prompt = where_on[np.searchsorted(where_on, starts)] - starts
+    first_prompt = np.repeat(prompt[is_first], k)
+    ids, end = packs.input_ids, len(packs.input_ids) - 1
+    repeated = ids[starts] == ids[np.clip(first + offsets, 0, end)]
+    fits = (offsets >= 0) & (offsets + 1 <= first_prompt)
+    more = (
+        repeated
+        & (offsets + 1 < first_prompt)
+        & (prompt > 1)
+        & (ids[np.minimum(starts + 1, end)] == ids[np.clip(first + offsets + 1, 0, end)])
+    )
+    need("prefix-offset", is_first | (((offsets == 0) | (repeated & fits)) & ~more), rows)

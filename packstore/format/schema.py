@@ -1,0 +1,373 @@
+"""The format in Arrow terms: columns, version, feature flags, and conversion to numpy.
+
+The specification is ``schemas/format.md``, which a test compares with this file. The rules for rows
+are in :mod:`packstore.format.rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from packstore.errors import FormatError, UnsupportedFormatError, sentence
+from packstore.format.arrays import IGNORE_INDEX, Bool, Column, Int32, Int64, Packs, to_offsets
+
+FORMAT_VERSION = 1
+"""Highest format version that readers accept."""
+
+FEATURES = ("label_spans",)
+"""Supported required features; a dataset that names another one is refused."""
+
+KINDS: dict[str, int | None] = {"dpo": 2, "sft": 1, "ranked": None}
+"""Kind -> K, the responses per example (None: stored per example in ``num_responses``)."""
+
+LAYOUTS = ("concat", "shared_prefix")
+
+COLUMNS = (
+    "input_ids",
+    "labels",
+    "label_spans",
+    "reward",
+    "lengths",
+    "seq_boundaries",
+    "example_ids",
+    "num_responses",
+)
+"""All columns of the format; a carried column must not have any of these names."""
+
+CARRY_TYPES: dict[str, pa.DataType] = {
+    "string": pa.string(),
+    "int64": pa.int64(),
+    "float64": pa.float64(),
+    "bool": pa.bool_(),
+}
+"""Types of carried scalar columns."""
+
+
+def list_of(value: pa.DataType) -> pa.DataType:
+    """Returns the Arrow type of a column: a list with 32-bit offsets and non-null elements."""
+    return pa.list_(pa.field("element", value, nullable=False))
+
+
+def pack_schema(
+    kind: str,
+    layout: str,
+    *,
+    label_spans: bool = False,
+    carry: Mapping[str, str] | None = None,
+) -> pa.Schema:
+    """Returns the Arrow schema of a shard.
+
+    Args:
+        kind: ``dpo``, ``sft`` or ``ranked``.
+        layout: ``concat`` or ``shared_prefix``.
+        label_spans: store ``label_spans`` instead of ``labels`` (the compact profile).
+        carry: carried columns, name -> a name in `CARRY_TYPES`.
+    """
+    int32, int64 = list_of(pa.int32()), list_of(pa.int64())
+    columns: dict[str, pa.DataType] = {
+        "input_ids": int32,
+        "label_spans" if label_spans else "labels": int32,
+        "reward": list_of(pa.float32()),
+        "lengths": int32,
+        "seq_boundaries": int32,
+        "example_ids": int64,
+    }
+    if KINDS[kind] is None:
+        columns["num_responses"] = int32
+    for name, type_name in (carry or {}).items():
+        columns[name] = list_of(CARRY_TYPES[type_name])
+    metadata = {
+        "packstore.format_version": str(FORMAT_VERSION),
+        "packstore.kind": kind,
+        "packstore.layout": layout,
+        "packstore.features": "label_spans" if label_spans else "",
+    }
+    return pa.schema([pa.field(n, t, nullable=False) for n, t in columns.items()], metadata)
+
+
+def check_features(version: object, features: list[str], where: str) -> None:
+    """Refuses a dataset that this reader does not support.
+
+    Raises:
+        UnsupportedFormatError: a higher format version, or an unknown required feature.
+    """
+    if not isinstance(version, int) or version < 1 or version > FORMAT_VERSION:
+        raise UnsupportedFormatError(
+            sentence(
+                where,
+                f"the format version must be 1 to {FORMAT_VERSION}",
+                repr(version),
+                "Upgrade packstore to read this dataset",
+            )
+        )
+    for name in features:
+        if name not in FEATURES:
+            raise UnsupportedFormatError(
+                sentence(
+                    where,
+                    f"required features must be among: {', '.join(FEATURES)}",
+                    repr(name),
+                    "Upgrade packstore to read this dataset",
+                )
+            )
+
+
+def to_arrow(packs: Packs, schema: pa.Schema) -> pa.RecordBatch:
+    """Converts packs to an Arrow batch of `schema`, one row per pack.
+
+    Raises:
+        FormatError: the batch has more than 2^31 - 1 tokens (offsets are 32-bit).
+    """
+    if len(packs.input_ids) > np.iinfo(np.int32).max:
+        raise FormatError("one batch of packs holds over 2^31 - 1 tokens; write fewer at once.")
+    values: dict[str, tuple[Any, Int64]] = {
+        "input_ids": (packs.input_ids, packs.token_offsets),
+        "reward": (packs.reward, packs.sequence_offsets),
+        "lengths": (packs.lengths, packs.sequence_offsets),
+        "seq_boundaries": (packs.seq_boundaries, packs.boundary_offsets),
+        "example_ids": (packs.example_ids, packs.example_offsets),
+        "num_responses": (packs.num_responses, packs.example_offsets),
+        **{name: (column, packs.example_offsets) for name, column in packs.columns.items()},
+    }
+    if "labels" in schema.names:
+        values["labels"] = (packs.labels, packs.token_offsets)
+    else:
+        values["label_spans"] = labels_to_spans(packs.labels, packs.token_offsets)
+    arrays = [_list_array(*values[f.name], f.type) for f in schema]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def from_arrow(batch: pa.RecordBatch, kind: str) -> Packs:
+    """Converts an Arrow batch to packs: numpy views of its buffers where possible.
+
+    Raises:
+        FormatError: a column is missing, has another type, or holds nulls.
+    """
+    flat = partial(flat_column, batch)
+    columns = _columns(flat, batch.schema.names, kind)
+    ids, tokens = columns["input_ids"], columns["token_offsets"]
+    if "labels" in batch.schema.names:
+        labels = _labels(flat, tokens)
+    else:
+        labels = spans_to_labels(*flat("label_spans", pa.int32()), ids, tokens)
+    return Packs(**columns, labels=labels)
+
+
+def signed_packs(
+    batch: pa.RecordBatch,
+    kind: str,
+    room: Callable[[int], Int32] = lambda n: np.empty(n, np.int32),
+    vocab_size: int | None = None,
+) -> Packs:
+    """Converts an Arrow batch to packs with ids and labels in one array: 4 bytes per token.
+
+    The id of a supervised token is kept; that of any other is bit-inverted (``~id``), so negative.
+
+    Args:
+        batch: rows of a shard.
+        kind: kind of the examples.
+        room: allocates an array of n signed ids.
+        vocab_size: upper bound of ids, if known.
+
+    Returns:
+        Packs whose `input_ids`, a copy, are signed ids, and whose labels are empty.
+
+    Raises:
+        FormatError: see :func:`from_arrow`, or an id is below 0 or not below `vocab_size`.
+    """
+    names, flat = batch.schema.names, partial(flat_column, batch)
+    found = _columns(flat, names, kind)
+    ids, tokens = found["input_ids"], found["token_offsets"]
+    top = np.iinfo(np.int32).max if vocab_size is None else vocab_size
+    # As unsigned, a negative id is a large one.
+    if len(ids) and ids.view(np.uint32).max() >= top:
+        must = f"a token id must be at least 0 and below {top} [ids-range]"
+        raise FormatError(sentence("column 'input_ids'", must))
+    if "labels" in names:
+        signed = np.right_shift(_labels(flat, tokens), 31, out=room(len(ids)))
+        signed ^= ids
+    else:
+        runs = _runs(*flat("label_spans", pa.int32()), tokens)
+        outside = (np.arange(len(runs), dtype=np.int32) & 1) - 1  # -1, 0, -1, …
+        signed = np.bitwise_xor(np.repeat(outside, runs), ids, out=room(len(ids)))
+    return Packs(**found | {"input_ids": signed}, labels=np.empty(0, np.int32))
+
+
+def _columns(flat: _Flat, names: Sequence[str], kind: str) -> dict[str, Any]:
+    """The fields of :class:`Packs`, without labels."""
+    ids, tokens = flat("input_ids", pa.int32())
+    reward, sequences = flat("reward", pa.float32())
+    lengths, length_rows = flat("lengths", pa.int32())
+    boundaries, boundary_rows = flat("seq_boundaries", pa.int32())
+    example_ids, examples = flat("example_ids", pa.int64())
+    _same_rows("columns-agree", "lengths", length_rows, sequences)
+    one_more = sequences + np.arange(len(sequences))
+    _same_rows("boundaries-count", "seq_boundaries", boundary_rows, one_more)
+    fixed = KINDS[kind]
+    if fixed is None:
+        num_responses, response_rows = flat("num_responses", pa.int32())
+        _same_rows("responses-count", "num_responses", response_rows, examples)
+    else:
+        num_responses = np.full(len(example_ids), fixed, np.int32)
+    carried = {}
+    for name in (n for n in names if n not in COLUMNS):
+        carried[name], carried_rows = flat(name, None)
+        _same_rows("columns-agree", name, carried_rows, examples)
+    return {
+        "input_ids": ids,
+        "reward": reward,
+        "lengths": lengths,
+        "seq_boundaries": boundaries,
+        "example_ids": example_ids,
+        "num_responses": num_responses,
+        "token_offsets": tokens,
+        "sequence_offsets": sequences,
+        "example_offsets": examples,
+        "columns": carried,
+    }
+
+
+def _labels(flat: _Flat, tokens: Int64) -> Int32:
+    labels, label_rows = flat("labels", pa.int32())
+    _same_rows("columns-agree", "labels", label_rows, tokens)
+    found: Int32 = labels
+    return found
+
+
+def labels_to_spans(labels: Int32, token_offsets: Int64) -> tuple[Int32, Int64]:
+    """Converts labels to supervised runs: flat start, end pairs, relative to their pack.
+
+    Returns:
+        Pairs, int32 `[2 * runs]`, and their offsets, int64 `[P + 1]`. A run lies in one pack.
+    """
+    on = labels != IGNORE_INDEX
+    begins, ends = on.copy(), on.copy()
+    begins[1:] &= ~on[:-1]
+    ends[:-1] &= ~on[1:]
+    first = token_offsets[:-1][np.diff(token_offsets) > 0]
+    last = token_offsets[1:][np.diff(token_offsets) > 0] - 1
+    begins[first] = on[first]
+    ends[last] = on[last]
+    starts, stops = np.flatnonzero(begins), np.flatnonzero(ends) + 1
+    pack = np.searchsorted(token_offsets, starts, side="right") - 1
+    spans = np.stack([starts, stops], axis=1) - token_offsets[pack][:, None]
+    runs = np.bincount(pack, minlength=len(token_offsets) - 1)
+    return spans.astype(np.int32).ravel(), to_offsets(2 * runs)
+
+
+def spans_to_labels(
+    spans: Int32, span_offsets: Int64, input_ids: Int32, token_offsets: Int64
+) -> Int32:
+    """Converts spans to labels: the ids inside a span, -100 elsewhere; int32 `[N]`.
+
+    Raises:
+        FormatError: spans overlap, are empty, exceed their pack, or are not in order.
+    """
+    labels = np.full(len(input_ids), IGNORE_INDEX, np.int32)
+    supervised = _supervised(spans, span_offsets, token_offsets)
+    np.copyto(labels, input_ids, where=supervised)
+    return labels
+
+
+def _supervised(spans: Int32, span_offsets: Int64, token_offsets: Int64) -> Bool:
+    """The tokens inside a span."""
+    runs = _runs(spans, span_offsets, token_offsets)
+    return np.repeat(np.arange(len(runs)) % 2 == 1, runs)
+
+
+def _runs(spans: Int32, span_offsets: Int64, token_offsets: Int64) -> Int64:
+    """Lengths of alternating runs of tokens outside and inside spans."""
+    counts = np.diff(span_offsets)
+    base = np.repeat(token_offsets[:-1], counts)
+    limit = np.repeat(np.diff(token_offsets), counts)
+    inside = (spans >= 0) & (spans <= limit)
+    flat = spans + base
+    steps = np.diff(flat)
+    if np.any(counts % 2) or not inside.all() or np.any(steps < 0) or np.any(steps[::2] == 0):
+        raise FormatError(
+            "label_spans must hold ordered start, end pairs inside their pack [spans-ordered]."
+        )
+    return np.diff(flat, prepend=0, append=token_offsets[-1])
+
+
+def _same_rows(rule: str, name: str, found: Int64, expected: Int64) -> None:
+    """Refuses a column whose row lengths differ from those of the other columns."""
+    if not np.array_equal(found, expected):
+        row = int(np.argmax(np.diff(found) != np.diff(expected)))
+        raise FormatError(
+            sentence(
+                f"row {row}",
+                f"column {name} must have {np.diff(expected)[row]} elements there [{rule}]",
+                str(np.diff(found)[row]),
+            )
+        )
+
+
+def _list_array(values: Column, offsets: Int64, type_: pa.DataType) -> pa.ListArray:
+    flat = pa.array(values, type=type_.value_type, from_pandas=False)
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), flat, type=type_)
+
+
+def flat_column(batch: pa.RecordBatch, name: str, value: pa.DataType | None) -> tuple[Any, Int64]:
+    """Returns values and int64 `[P + 1]` offsets of a list column; numbers are views.
+
+    Args:
+        batch: rows of a shard.
+        name: name of the column.
+        value: required type of its values; None: any.
+
+    Raises:
+        FormatError: the column is missing, has another type, holds nulls, or its offsets decrease.
+    """
+    position = batch.schema.get_field_index(name)
+    if position < 0:
+        raise FormatError(sentence(f"column {name!r}", "every shard must have it", "none"))
+    column = batch.column(position)
+    type_ = column.type
+    # Types of few kinds: comparing numbers is faster than comparing types.
+    if type_.id not in _LISTS or (value is not None and type_.value_type.id != value.id):
+        expected = f"list<{value}>" if value is not None else "a list"
+        raise FormatError(sentence(f"column {name!r}", f"its type must be {expected}", str(type_)))
+    child, offsets = column.values, _numbers(column.offsets).astype(np.int64)
+    first, last = int(offsets[0]), int(offsets[-1])
+    # Arrow's own check covers the first and last offset only.
+    if first < 0 or last > len(child) or np.any(offsets[1:] < offsets[:-1]):
+        raise FormatError(sentence(f"column {name!r}", "its offsets must rise inside its values"))
+    if first or last < len(child):
+        child = child.slice(first, last - first)
+        offsets -= first
+    if column.null_count or child.null_count:
+        raise FormatError(sentence(f"column {name!r}", "it must not hold nulls", "nulls"))
+    return _numbers(child), offsets
+
+
+def _numbers(array: pa.Array) -> Any:
+    """Views a numeric Arrow array as numpy (``to_numpy`` would import pandas)."""
+    dtype = _NUMPY.get(array.type.id)
+    if dtype is None:
+        array.validate(full=True)  # offsets of strings may be out of bounds
+        return np.array(array.to_pylist(), _OBJECT.get(str(array.type), object))
+    buffer = array.buffers()[1]
+    if buffer is None or len(array) == 0:
+        return np.empty(0, dtype)
+    return np.frombuffer(buffer, dtype, len(array), array.offset * dtype.itemsize)
+
+
+_Flat = Callable[[str, pa.DataType | None], tuple[Any, Int64]]
+"""Returns values and offsets of a list column, and checks the type if one is given."""
+_LISTS = (pa.list_(pa.int32()).id, pa.large_list(pa.int32()).id)
+_NUMPY = {
+    type_.id: np.dtype(name)
+    for type_, name in (
+        (pa.int32(), "i4"),
+        (pa.int64(), "i8"),
+        (pa.float32(), "f4"),
+        (pa.float64(), "f8"),
+    )
+}
+_OBJECT = {"bool": np.bool_}

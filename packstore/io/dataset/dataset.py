@@ -1,0 +1,300 @@
+"""Opens and reads committed datasets."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from packstore.config import ReadConfig
+from packstore.errors import ConfigError, DatasetNotFoundError
+from packstore.format.arrays import Int64, Packs, PackSizes, to_offsets
+from packstore.format.schema import to_arrow
+from packstore.io.dataset.cache import Cache
+from packstore.io.dataset.pack_index import SizeTable
+from packstore.io.dataset.presence import explaining
+from packstore.io.dataset.reader import Fetched
+from packstore.io.dataset.reader_pool import ShardReaders
+from packstore.io.dataset.verify import Progress, VerifyReport, verify
+from packstore.io.manifest.manifest import Manifest, read_manifest
+from packstore.io.shards.signed_packs import CompactPacks
+from packstore.io.store.location import Location
+from packstore.io.store.object_version import object_version
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroupTable:
+    """All row groups of a dataset, in file order: int64 `[G]` each.
+
+    Attributes:
+        shard: position of the shard in the manifest.
+        index: position of the row group in its shard.
+        rows, examples, tokens: of the row group.
+        longest: its longest segment, in tokens.
+    """
+
+    shard: Int64
+    index: Int64
+    rows: Int64
+    examples: Int64
+    tokens: Int64
+    longest: Int64
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+
+class Dataset:
+    """A committed version of a dataset, which never changes. Picklable; opens files when it reads.
+
+    Args:
+        location: folder of the dataset.
+        manifest: of this version.
+        version: number of the manifest.
+        cache: caches row groups and footers; None: no cache.
+    """
+
+    def __init__(
+        self, location: Location, manifest: Manifest, version: int, cache: Cache | None = None
+    ) -> None:
+        self.location, self.manifest, self.version = location, manifest, version
+        self.cache = cache
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Dataset, (self.location, self.manifest, self.version, self.cache)
+
+    def __len__(self) -> int:
+        return self.manifest.num_packs
+
+    def __repr__(self) -> str:
+        m = self.manifest
+        return (
+            f"Dataset({self.url!r}, version={self.version}, kind={m.kind!r}, packs={len(self)}, "
+            f"examples={m.totals.examples}, tokens={m.totals.tokens}, fill_rate={m.fill_rate:.4f})"
+        )
+
+    @property
+    def url(self) -> str:
+        """URL of the dataset, without secrets."""
+        return self.location.display
+
+    @property
+    def shard_urls(self) -> list[str]:
+        """URLs of the shards of this version, for readers that do not read manifests.
+
+        After an overwrite the folder also contains shards of older versions, so pass this list,
+        not the folder, to Polars, DuckDB or ``datasets``.
+        """
+        return [self.location.join(shard.path).url for shard in self.manifest.shards]
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The Arrow schema of :meth:`iter_batches`."""
+        return self.manifest.schema
+
+    def cached(self, reading: ReadConfig) -> Dataset:
+        """Returns this dataset with the local cache of the settings, if they name one.
+
+        Raises:
+            ConfigError: the cache is smaller than a shard.
+            StorageError: the cache folder cannot be created, or other users can write to it.
+        """
+        if reading.cache_dir is None:
+            return self
+        largest = max((shard.bytes for shard in self.manifest.shards), default=0)
+        if reading.cache_bytes < largest:
+            must = f"setting cache_bytes must be at least the largest shard of {self.url}"
+            raise ConfigError(f"{must}, {largest}; found {reading.cache_bytes}.")
+        (cache := Cache(os.path.abspath(reading.cache_dir), reading.cache_bytes)).home()
+        return Dataset(self.location, self.manifest, self.version, cache)
+
+    @cached_property
+    def row_groups(self) -> RowGroupTable:
+        """All row groups, in file order."""
+        shards = self.manifest.shards
+        counts = [len(s.row_groups) for s in shards]
+
+        def column(name: str) -> Int64:
+            parts = [getattr(s.row_groups, name) for s in shards]
+            return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+        indices = [np.arange(n, dtype=np.int64) for n in counts]
+        return RowGroupTable(
+            shard=np.repeat(np.arange(len(shards), dtype=np.int64), counts),
+            index=np.concatenate(indices) if indices else np.empty(0, np.int64),
+            **{name: column(name) for name in ("rows", "examples", "tokens", "longest")},
+        )
+
+    @cached_property
+    def group_rows(self) -> Int64:
+        """int64 `[G]`, packs of each row group, for :class:`PackOrder`."""
+        parts = [shard.row_groups.rows for shard in self.manifest.shards]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def group_tokens(self, group: int) -> int:
+        """Returns the tokens of a row group."""
+        shard, index = self._place(group)
+        return int(self.manifest.shards[shard].row_groups.tokens[index])
+
+    @cached_property
+    def group_offsets(self) -> Int64:
+        """int64 `[G + 1]`, number of the first pack of each row group, in file order."""
+        return to_offsets(self.group_rows)
+
+    @cached_property
+    def pack_index(self) -> PackSizes:
+        """Sizes of all packs, in file order; 56 bytes per pack, read at first use.
+
+        Raises:
+            StorageError: a file is missing, or the store refuses.
+            IntegrityError: a checksum does not match.
+        """
+        with self._whole():
+            return self._sizes.all()
+
+    def sizes(self, packs: Int64) -> PackSizes:
+        """Returns the sizes of packs; `packs`: their numbers in file order, int64 `[n]`.
+
+        Reads them shard by shard, so that memory does not grow with the dataset; raises like
+        :attr:`pack_index`.
+        """
+        with self._whole():
+            return self._sizes.take(packs)
+
+    def shard_sizes(self, shard: int) -> PackSizes:
+        """Returns the sizes of the packs of a shard; raises like :attr:`pack_index`."""
+        with self._whole():
+            return self._sizes.shard(shard)
+
+    def read_packs(self, group: int) -> Packs:
+        """Returns row group `group` of the dataset, verified by checksum. Thread-safe.
+
+        Raises:
+            MissingFilesError: this version lacks files; the error names a complete version.
+            StorageError: the store refuses.
+            IntegrityError: a checksum does not match.
+        """
+        shard, index = self._place(group)
+        with self._whole():
+            return self._readers[shard].read_packs(index)
+
+    def fetch(self, group: int) -> Fetched:
+        """Returns the bytes of a row group, not verified yet; raises like :meth:`read_packs`."""
+        shard, index = self._place(group)
+        with self._whole():
+            return self._readers[shard].fetch(index)
+
+    def decode(self, group: int, fetched: Fetched) -> CompactPacks:
+        """Verifies and decodes the bytes of a row group; raises like :meth:`read_packs`."""
+        shard, index = self._place(group)
+        return self._readers[shard].decode(index, fetched)
+
+    @property
+    def is_mapped(self) -> bool:
+        """True if row groups are memory-mapped local files, which are cheap to decode."""
+        return self.manifest.file_format == "arrow" and self.location.local_path is not None
+
+    def expect(self, group: int) -> None:
+        """Makes the system prefetch a row group of a mapped file from disk; never raises."""
+        shard, index = self._place(group)
+        self._readers[shard].expect(index)
+
+    def group_name(self, group: int) -> str:
+        """Returns shard and row group for error texts."""
+        shard, index = self._place(group)
+        place = self.location.join(self.manifest.shards[shard].path)
+        return f"{place.display}, row group {index}"
+
+    def object_version(self, group: int) -> str:
+        """Returns the version id or ETag of a row group's shard; empty if the store has none."""
+        return object_version(self.location, self.manifest.shards[self._place(group)[0]].path)
+
+    def iter_packs(self) -> Iterator[Packs]:
+        """Yields all packs in file order, by row group; raises like :meth:`read_packs`."""
+        return map(self.read_packs, range(len(self.row_groups)))
+
+    def iter_batches(self) -> Iterator[pa.RecordBatch]:
+        """Yields all packs as Arrow batches of :attr:`schema`, one for each row group."""
+        return (to_arrow(packs, self.schema) for packs in self.iter_packs())
+
+    def verify(self, progress: Progress | None = None, jobs: int | None = None) -> VerifyReport:
+        """Reads the whole dataset, checks every hash, invariant and count; returns all problems.
+
+        Args:
+            progress: called after each shard with the shards done and the total.
+            jobs: shards read in parallel; default: number of processors, at most 4.
+        """
+        return verify(self.location, self.manifest, progress, jobs)
+
+    def _whole(self) -> contextlib.AbstractContextManager[None]:
+        return explaining(self.location, self.manifest, self.version)
+
+    def _place(self, group: int) -> tuple[int, int]:
+        """Returns the shard of a row group, and its number in the shard."""
+        shard = bisect.bisect_right(self._first_groups, group) - 1
+        return shard, group - self._first_groups[shard]
+
+    @cached_property
+    def _first_groups(self) -> list[int]:
+        """Returns the number of the first row group of each shard."""
+        return [0, *itertools.accumulate(len(s.row_groups) for s in self.manifest.shards)][:-1]
+
+    @cached_property
+    def _sizes(self) -> SizeTable:
+        return SizeTable(self.location, self.manifest)
+
+    @cached_property
+    def _readers(self) -> ShardReaders:
+        return ShardReaders(self.location, self.manifest, self.cache)
+
+
+def open(
+    url: str,
+    storage_options: Mapping[str, Any] | None = None,
+    version: int | None = None,
+    reading: ReadConfig | None = None,
+) -> Dataset:
+    """Opens the dataset at `url`, by default its current version.
+
+    Args:
+        url: a local folder or an fsspec URL.
+        storage_options: options of the fsspec filesystem.
+        version: number of an older version.
+        reading: only its settings of the local cache are used.
+
+    Raises:
+        DatasetNotFoundError: no dataset, or no such version, was committed there.
+        FormatError: its manifest is not valid.
+        StorageError: the store refuses.
+        ConfigError: the cache is smaller than a shard.
+    """
+    location = Location(url, storage_options or {})
+    return Dataset(location, *read_manifest(location, version)).cached(reading or ReadConfig())
+
+
+def find_dataset(
+    source: object, storage_options: Mapping[str, Any] | None = None
+) -> Dataset | None:
+    """Opens the dataset at `source`; returns None for any other source (file, glob, table).
+
+    Raises:
+        FormatError: a dataset is there, but its manifest is not valid.
+        StorageError: the store refuses.
+    """
+    if not isinstance(source, str) and not hasattr(source, "__fspath__"):
+        return None
+    url = os.fspath(source)
+    if any(c in url for c in "*?[") and not Location(url, storage_options or {}).is_dir():
+        return None
+    try:
+        return open(url, storage_options)
+    except DatasetNotFoundError:
+        return None

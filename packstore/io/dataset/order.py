@@ -1,0 +1,178 @@
+"""The global order of packs: a pure function of (row groups, seed, epoch), the same for all ranks.
+
+1. Permute the row groups over the whole dataset.
+2. Concatenate their rows, and cut the sequence into `lanes` contiguous lanes of equal length.
+3. Take packs from the lanes in turn: pack ``i`` is number ``i // lanes`` of lane ``i % lanes``.
+4. Permute the rows inside each row group.
+
+A batch thus mixes as many row groups as there are lanes, while each lane reads whole row groups
+one after another. Rank ``r`` of ``w`` takes the indices ``r, r + w, …``, so the sequence does not
+depend on the number of ranks, and the position is one number.
+With `strata`, step 4 instead sorts the rows of each row group by stratum and assigns them to
+positions in the order of ``i * phi mod 1`` (golden ratio phi). Every section of that sequence is
+spread evenly over 0 to 1, so every section of packs is spread about evenly over the strata.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from packstore.errors import ConfigError
+from packstore.format.arrays import Int64, range_indices, to_offsets
+from packstore.format.seeds import U64, derive, mixed
+from packstore.io.dataset.group_order import GroupOrder
+
+LANES = 64
+"""Row groups open at once, over all ranks; mixes as well as a full shuffle."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ROUNDS = 4
+
+
+class PackOrder:
+    """Maps the i-th pack of an epoch to its row group and row.
+    Memory: two integers per row group; with very many, see :class:`GroupOrder`.
+
+    Args:
+        group_rows: int64 `[G]`, rows of each row group, in file order.
+        seed: source of the shuffle.
+        epoch: each epoch has its own order.
+        lanes: see above; part of the position, as another number changes the order.
+        shuffle: False: file order, with no lanes.
+        strata: int64 `[packs]` in file order, such as the examples of each pack; default: none.
+
+    Raises:
+        ConfigError: fewer than one lane, or not one stratum for each pack.
+    """
+
+    def __init__(
+        self,
+        group_rows: Int64,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        lanes: int = LANES,
+        shuffle: bool = True,
+        strata: Int64 | None = None,
+    ) -> None:
+        if lanes < 1:
+            raise ConfigError(f"lanes must be at least 1; found {lanes}.")
+        self.seed, self.epoch, self.lanes, self.shuffle = seed, epoch, lanes, shuffle
+        purpose = ("row groups", epoch) if shuffle else ()
+        self._order, self._rows = GroupOrder(group_rows, seed, *purpose), group_rows
+        self._packs = int(group_rows.sum())
+        self._strata = strata
+        self._first_rows = None if strata is None else to_offsets(group_rows)
+        if strata is not None and len(strata) != len(self):
+            raise ConfigError(f"strata must be those of {len(self)} packs; found {len(strata)}.")
+
+    def __len__(self) -> int:
+        return self._packs
+
+    def lane(self, indices: Int64) -> Int64:
+        """Returns int64 `[n]`, the lanes of the packs at global `indices`; 0 in file order."""
+        return indices % self.lanes if self.shuffle else np.zeros_like(indices)
+
+    def locate(self, indices: Int64) -> tuple[Int64, Int64]:
+        """Finds row group and row of the packs at global `indices`.
+
+        Args:
+            indices: int64 `[n]`, each in ``0 .. len(self) - 1``, in any order.
+
+        Returns:
+            int64 `[n]`, row groups; int64 `[n]`, rows in them.
+
+        Raises:
+            IndexError: an index out of range.
+        """
+        indices = np.asarray(indices, np.int64)
+        if not len(indices):
+            return indices, indices
+        if indices.min() < 0 or indices.max() >= len(self):
+            raise IndexError(f"pack indices must lie in 0..{len(self) - 1}")
+        places = self._places(indices) if self.shuffle else indices
+        if self.shuffle and self._order.is_new:  # all lanes continue from about here
+            first = int(indices.min())
+            self._order.find(self._places(np.arange(first, min(first + self.lanes, len(self)))))
+        groups, firsts = self._order.find(places)
+        rows = places - firsts
+        if not self.shuffle:
+            return groups, rows
+        if self._strata is not None:
+            return groups, self._stratified(places, rows)
+        return groups, permuted(rows, self._rows[groups], self._keys("rows", groups))
+
+    def _places(self, indices: Int64) -> Int64:
+        """Returns positions in the row sequence; with an uneven cut, first lanes are one longer."""
+        length, longer = divmod(len(self), self.lanes)
+        lane, step = indices % self.lanes, indices // self.lanes
+        return lane * length + np.minimum(lane, longer) + step
+
+    def _indices(self, places: Int64) -> Int64:
+        """Inverts :meth:`_places`."""
+        length, longer = divmod(len(self), self.lanes)
+        border = longer * (length + 1)
+        late = places >= border
+        width = np.maximum(np.where(late, length, length + 1), 1)
+        lane, step = np.divmod(places - np.where(late, border, 0), width)
+        return step * self.lanes + lane + np.where(late, longer, 0)
+
+    def _keys(self, purpose: str, groups: Int64) -> U64:
+        """Returns a pseudo-random number for each row group in this epoch."""
+        start = np.uint64(derive(self.seed, purpose, self.epoch))
+        return mixed(start + _GOLDEN * (groups.astype(np.uint64) + np.uint64(1)))
+
+    def _stratified(self, places: Int64, rows: Int64) -> Int64:
+        """Returns the row at each of `places`, given positions `rows` in their row groups."""
+        assert self._first_rows is not None
+        assert self._strata is not None
+        in_order, offsets = self._order.whole
+        slots = np.searchsorted(offsets, places, side="right") - 1
+        distinct, which = np.unique(slots, return_inverse=True)
+        groups, firsts = in_order[distinct], offsets[distinct]
+        sizes = offsets[distinct + 1] - firsts
+        owner = np.repeat(np.arange(len(distinct)), sizes)
+        wanted = self._indices(range_indices(firsts, sizes)).astype(np.uint64) * _GOLDEN
+        packs = range_indices(self._first_rows[groups], sizes)
+        row = packs - self._first_rows[groups][owner]
+        ties = mixed(self._keys("ties", groups)[owner] + row.astype(np.uint64))
+        table = np.empty(len(row), np.int64)
+        by_stratum = np.lexsort((ties, self._strata[packs], owner))
+        table[np.lexsort((wanted, owner))] = row[by_stratum]
+        found: Int64 = table[to_offsets(sizes)[which] + rows]
+        return found
+
+
+def permuted(values: Int64, sizes: Int64, keys: U64) -> Int64:
+    """Maps ``values[i]`` by the permutation of ``0 .. sizes[i] - 1`` with key ``keys[i]``.
+
+    Invertible steps on as many bits as the size needs (multiply by an odd number, add, xor the
+    high bits into the low ones), repeated while the result is out of range (cycle walking). Each
+    value is computed independently.
+
+    Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
+
+    Args:
+        values: int64 `[n]`.
+        sizes: int64 `[n]`.
+        keys: uint64 `[n]`, pseudo-random.
+    """
+    bits = np.frexp(sizes - 1)[1].astype(np.uint64)
+    out = values.astype(np.uint64)
+    limit = sizes.astype(np.uint64)
+    todo = np.arange(len(out))
+    while len(todo):
+        out[todo] = _step(out[todo], bits[todo], keys[todo])
+        todo = todo[out[todo] >= limit[todo]]
+    return out.astype(np.int64)
+
+
+def _step(values: U64, bits: U64, keys: U64) -> U64:
+    one = np.uint64(1)
+    mask = (one << bits) - one
+    half = (bits + one) >> one
+    for number in range(_ROUNDS):
+        key = mixed(keys + np.uint64(number))
+        values = (values * (key | one) + (key >> np.uint64(32))) & mask
+        values ^= values >> half
+    return values

@@ -1,0 +1,294 @@
+"""The pack index: the sizes of all packs, without opening shards.
+
+A small Parquet file beside the manifest, which names it. It has a row for each pack, in dataset
+order, and a row group for each shard, and is optional: without it sizes are read from the shards.
+It also has the divisors of losses (:mod:`packstore.format.loss_counts`). An index of an earlier
+release lacks these columns; they are null for shards that were not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from packstore.errors import IntegrityError, quote, sentence
+from packstore.format.arrays import Int64, PackSizes, to_offsets
+from packstore.format.loss_counts import COUNTS
+from packstore.io.dataset.columns import read_columns
+from packstore.io.manifest.commit import FOLDER
+from packstore.io.manifest.manifest import Manifest
+from packstore.io.manifest.stored_file import StoredFile, decoding, read_stored
+from packstore.io.shards.parquet import check_group, open_parquet, read_group
+from packstore.io.shards.shard import ShardInfo
+from packstore.io.store import local
+from packstore.io.store.faults import guarded
+from packstore.io.store.location import Location
+from packstore.io.store.staging import Staging
+
+SCHEMA = pa.schema(
+    [
+        pa.field("tokens", pa.int32(), nullable=False),
+        pa.field("examples", pa.int32(), nullable=False),
+        pa.field("squares", pa.int64(), nullable=False),
+        *(pa.field(name, pa.int64(), nullable=True) for name in COUNTS),
+    ]
+)
+_SIZES = ("tokens", "examples", "squares")
+_WITHOUT_COUNTS = pa.schema([SCHEMA.field(name) for name in _SIZES])
+THREADS = 4
+"""Shards read in parallel without an index."""
+
+KEPT_SHARDS = 128
+"""Shards whose sizes a table caches: more than the lanes of an order, each in one shard."""
+
+_NEEDED = ("seq_boundaries", "example_ids")
+
+
+class PackIndexWriter:
+    """Writes the index while the shards are written; buffers at most one row group.
+
+    Args:
+        path: a new local path.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        with guarded("write", path, {}):
+            self._file = open(path, "xb")  # noqa: SIM115
+            self._writer = pq.ParquetWriter(
+                self._file,
+                SCHEMA,
+                compression="zstd",
+                use_dictionary=False,
+                column_encoding=dict.fromkeys(SCHEMA.names, "DELTA_BINARY_PACKED"),
+                write_statistics=False,
+                write_page_checksum=True,
+                store_schema=False,
+            )
+
+    def append(self, sizes: PackSizes) -> None:
+        """Appends the packs of the next shard."""
+        columns: list[Any] = [sizes.tokens, sizes.examples, sizes.squares]
+        unknown = [[None] * len(sizes)] * len(COUNTS)
+        columns += unknown if sizes.counts is None else list(sizes.counts.T)
+        arrays = [pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)]
+        with guarded("write", self.path, {}):
+            self._writer.write_table(pa.Table.from_arrays(arrays, schema=SCHEMA), len(sizes))
+
+    def finish(self, durable: bool) -> StoredFile:
+        """Closes the file, synced if `durable`; returns its entry with the path to store it at."""
+        with guarded("write", self.path, {}):
+            self._writer.close()
+            local.settle(self._file, durable)
+            info = StoredFile.of("", self.path)
+        path = f"{FOLDER}/packs-{info.sha256[:16]}.index"
+        return StoredFile(path=path, bytes=info.bytes, sha256=info.sha256)
+
+    def discard(self) -> None:
+        """Closes the file and ignores errors: it is going to be removed."""
+        for handle in (self._writer, self._file):
+            with contextlib.suppress(OSError, pa.ArrowException):
+                handle.close()
+
+
+def put_index(location: Location, sizes: Iterable[PackSizes]) -> StoredFile | None:
+    """Writes and stores the index of a dataset from the sizes of each shard; None without any."""
+    staging = Staging(location, (FOLDER,), None)
+    index: PackIndexWriter | None = None
+    try:
+        for one in sizes:
+            index = index or PackIndexWriter(staging.path())
+            index.append(one)
+        if index is None:
+            return None
+        info = index.finish(durable=staging.in_dataset)
+        location.put_file(index.path, info.path)
+        return info
+    except BaseException:
+        if index is not None:
+            index.discard()
+        raise
+    finally:
+        staging.remove()
+
+
+class PackIndex:
+    """The index of a dataset, in memory as stored: a few bytes for each pack.
+
+    Args:
+        location: the dataset.
+        manifest: of the dataset.
+        info: the manifest's entry of the index.
+
+    Raises:
+        StorageError: the file is missing, or the store refuses.
+        IntegrityError: its hash does not match, or its contents are invalid.
+    """
+
+    def __init__(self, location: Location, manifest: Manifest, info: StoredFile) -> None:
+        self.where = location.join(info.path).display
+        self._shards = manifest.shards
+        self._data = read_stored(location, info)
+        with decoding(self.where):
+            self._metadata = pq.read_metadata(pa.BufferReader(self._data))
+            groups = (self._metadata.row_group(i) for i in range(self._metadata.num_row_groups))
+            rows = [group.num_rows for group in groups]
+            schema = self._metadata.schema.to_arrow_schema()
+        known = schema.equals(SCHEMA) or schema.equals(_WITHOUT_COUNTS)
+        if not known or rows != [s.rows for s in self._shards]:
+            must = f"it must have columns {', '.join(SCHEMA.names)}, and a row group for each shard"
+            raise IntegrityError(sentence(self.where, must, f"{quote(schema.names)}, rows {rows}"))
+
+    def shard(self, number: int) -> PackSizes:
+        """Returns the sizes of the packs of a shard. Thread-safe.
+
+        Raises:
+            IntegrityError: they contradict the manifest.
+        """
+        with decoding(self.where):
+            rows = self._shards[number].rows
+            check_group(self._metadata.row_group(number), rows, rows)
+            source = pa.BufferReader(self._data)
+            file = open_parquet(source, self._metadata, page_checksums=True)
+            batch = read_group(file, number)
+            sizes = PackSizes(
+                *(_numbers(batch.column(name)) for name in _SIZES), counts=_counts(batch)
+            )
+        _check_sums(sizes, self._shards[number], f"{self.where}, row group {number}")
+        return sizes
+
+
+class SizeTable:
+    """Sizes of the packs of a dataset; caches the most recently used shards. Thread-safe.
+
+    Args:
+        location: the dataset.
+        manifest: of the dataset.
+    """
+
+    def __init__(self, location: Location, manifest: Manifest) -> None:
+        self._location, self._manifest = location, manifest
+        self._starts = to_offsets(np.array([shard.rows for shard in manifest.shards], np.int64))
+        self._lock = threading.Lock()
+        self._index: PackIndex | None = None
+        self._kept: OrderedDict[int, PackSizes] = OrderedDict()
+
+    def take(self, packs: Int64) -> PackSizes:
+        """Returns the sizes of packs; `packs`: their numbers in file order, int64 `[n]`.
+
+        Raises:
+            StorageError: a file is missing, or the store refuses.
+            IntegrityError: a checksum does not match.
+        """
+        out = PackSizes(*(np.empty(len(packs), np.int64) for _ in _SIZES))
+        counts: Int64 | None = np.empty((len(packs), len(COUNTS)), np.int64)
+        shards = np.searchsorted(self._starts, packs, side="right") - 1
+        order = np.argsort(shards, kind="stable")
+        distinct, firsts = np.unique(shards[order], return_index=True)
+        members = np.split(order, firsts[1:])
+        for shard, own in zip(distinct.tolist(), members, strict=False):
+            sizes = self.shard(shard)
+            rows = packs[own] - self._starts[shard]
+            for name in _SIZES:
+                getattr(out, name)[own] = getattr(sizes, name)[rows]
+            if counts is not None and sizes.counts is not None:
+                counts[own] = sizes.counts[rows]
+            else:
+                counts = None
+        return replace(out, counts=counts)
+
+    def all(self) -> PackSizes:
+        """Returns the sizes of all packs in file order, 56 bytes each; raises like `take`."""
+        numbers = range(len(self._manifest.shards))
+        if self._manifest.pack_index is not None:
+            parts = list(map(self._load, numbers))
+        else:
+            with ThreadPoolExecutor(THREADS) as pool:
+                parts = list(pool.map(self._load, numbers))
+        counts = [part.counts for part in parts if part.counts is not None]
+        whole = len(counts) == len(parts) > 0
+        return PackSizes(
+            *(np.concatenate([_NONE, *(getattr(p, n) for p in parts)]) for n in _SIZES),
+            counts=np.concatenate(counts) if whole else None,
+        )
+
+    def shard(self, number: int) -> PackSizes:
+        """Returns the sizes of the packs of a shard; raises like :meth:`take`."""
+        with self._lock:
+            sizes = self._kept.pop(number, None) or self._load(number)
+            self._kept[number] = sizes
+            while len(self._kept) > KEPT_SHARDS:
+                self._kept.popitem(last=False)
+        return sizes
+
+    def _load(self, number: int) -> PackSizes:
+        manifest = self._manifest
+        if manifest.pack_index is None:
+            return shard_sizes(self._location, manifest, manifest.shards[number])
+        if self._index is None:
+            self._index = PackIndex(self._location, manifest, manifest.pack_index)
+        return self._index.shard(number)
+
+
+def shard_sizes(location: Location, manifest: Manifest, shard: ShardInfo) -> PackSizes:
+    """Computes the sizes of the packs of a shard from two of its columns.
+
+    Raises:
+        StorageError: the shard is missing, or the store refuses.
+        IntegrityError: a checksum does not match.
+    """
+    where = location.join(shard.path).display
+    batches = read_columns(location, manifest, shard, _NEEDED)
+    parts = [_sizes(*(columns[name] for name in _NEEDED)) for columns in batches]
+    sizes = PackSizes(*(np.concatenate([getattr(p, n) for p in parts] or [_NONE]) for n in _SIZES))
+    _check_sums(sizes, shard, where)
+    return sizes
+
+
+def _sizes(boundaries: tuple[Any, Int64], examples: tuple[Any, Int64]) -> PackSizes:
+    """Computes the sizes of packs from the columns `seq_boundaries` and `example_ids`."""
+    bounds, starts = boundaries
+    steps = np.diff(bounds.astype(np.int64))
+    first = starts[:-1]
+    steps[first[1:] - 1] = 0  # from the end of one pack to the start of the next
+    if not len(steps):
+        raise IntegrityError("a pack must hold at least one example")
+    return PackSizes(
+        tokens=np.add.reduceat(steps, first),
+        examples=np.diff(examples[1]),
+        squares=np.add.reduceat(steps**2, first),
+    )
+
+
+def _check_sums(sizes: PackSizes, shard: ShardInfo, where: str) -> None:
+    found = (len(sizes), int(sizes.examples.sum()), int(sizes.tokens.sum()))
+    expected = (shard.rows, shard.examples, shard.tokens)
+    if found != expected:
+        must = f"its packs must have (rows, examples, tokens) {expected}, as the manifest says"
+        raise IntegrityError(sentence(where, must, str(found)))
+
+
+def _counts(batch: pa.RecordBatch) -> Int64 | None:
+    """Returns int64 `[P, 4]`, the divisors of losses; None if the index lacks them."""
+    if COUNTS[0] not in batch.schema.names or any(batch.column(n).null_count for n in COUNTS):
+        return None
+    return np.stack([_numbers(batch.column(name)) for name in COUNTS], axis=1)
+
+
+def _numbers(array: Any) -> Int64:
+    """Converts an Arrow array of int32 or int64 to int64 (``to_numpy`` would import pandas)."""
+    width = np.dtype(np.int64 if array.type == pa.int64() else np.int32)
+    values = np.frombuffer(array.buffers()[1], width, len(array), array.offset * width.itemsize)
+    return values.astype(np.int64)
+
+
+_NONE = np.empty(0, np.int64)

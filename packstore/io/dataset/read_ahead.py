@@ -1,0 +1,205 @@
+"""Yields packs in a given order; threads fetch their row groups ahead.
+
+The order is known, so positions are planned well before their packs are yielded, and their row
+groups are submitted to a :class:`Crew` in the order of first use. Each row group is read once, and
+dropped when its lane has moved on to the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from packstore.config import ReadConfig
+from packstore.errors import IntegrityError, sentence
+from packstore.format.arrays import Int64, Packs
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.fetcher import GroupFetcher
+from packstore.io.dataset.order import PackOrder
+from packstore.io.dataset.thread_pool import Crew, Job, Later
+from packstore.io.shards.signed_packs import TOKEN_BYTES, CompactPacks
+
+_PLANNED = 512
+"""Packs looked up in the order at once."""
+_FAR = 8 * _PLANNED
+"""Maximum packs planned ahead."""
+
+
+Place = tuple[int, int]
+"""Row group and row of a pack."""
+
+
+@dataclass(slots=True)
+class _OpenGroup:
+    """A row group in use.
+
+    Attributes:
+        bytes: approximate, decoded.
+        begun: True once reading has started.
+        job: reads it, until its first pack is yielded.
+        packs: afterwards; None if it is quarantined.
+        uses: packs planned from it and not yet yielded.
+        lanes: lanes that have not moved on to another row group.
+    """
+
+    bytes: int
+    begun: bool = False
+    job: Job[CompactPacks | None] | None = None
+    packs: CompactPacks | None = None
+    uses: int = 0
+    lanes: int = 0
+
+
+class ReadAhead:
+    """Yields the packs at given positions, batch by batch.
+
+    Args:
+        dataset: contains the packs.
+        order: maps positions to row groups and rows.
+        batches: int64 arrays of positions; consumed ahead of the packs yielded.
+        config: how far to read ahead, and what to do with a row group that cannot be read.
+        left_out: called with quarantined row groups.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        order: PackOrder,
+        batches: Iterable[Int64],
+        config: ReadConfig,
+        left_out: set[int],
+    ) -> None:
+        self._dataset, self._order, self._config = dataset, order, config
+        self._left_out = left_out
+        self._batches = iter(batches)
+        # One thread decodes, so that its allocations reuse one heap and memory stays small.
+        self._decoders = Crew(1)
+        local = dataset.location.local_path is not None
+        self._fetchers = None if local else Crew(config.requests)
+        self._far_bytes = config.ahead(local)
+        self._reading = GroupFetcher(dataset, config, self._decoders.stopping)
+        self._planned: deque[list[Place]] = deque()
+        self._far = self._ahead = 0
+        self._open: dict[int, _OpenGroup] = {}
+        self._waiting: deque[int] = deque()
+        self._of_lane: dict[int, int] = {}
+        self._good: CompactPacks | None = None
+
+    def __iter__(self) -> Iterator[list[Packs]]:
+        """Yields the packs of each batch, each as :class:`Packs` of one row.
+
+        Raises:
+            StorageError: the store refuses; the text names store, shard, row group and attempts.
+            IntegrityError: a checksum does not match; likewise.
+        """
+        with contextlib.ExitStack() as stack:
+            for crew in (self._fetchers, self._decoders):
+                if crew is not None:
+                    stack.callback(crew.close)
+            if self._plan(1):
+                yield self._next_batch()  # planned alone, so that it waits for nothing else
+            self._go_ahead()
+            while self._planned or self._plan(_PLANNED):
+                packs = self._next_batch()
+                self._go_ahead()
+                yield packs
+
+    def _plan(self, packs: int) -> bool:
+        """Plans the next batches, of at least `packs` packs; returns False if there are none."""
+        chunk: list[Int64] = []
+        while sum(map(len, chunk)) < packs and (batch := next(self._batches, None)) is not None:
+            chunk.append(np.asarray(batch, np.int64))
+        if not chunk:
+            return False
+        indices = np.concatenate(chunk)
+        groups, rows = self._order.locate(indices)
+        self._expect(groups, self._order.lane(indices))
+        places = zip(groups.tolist(), rows.tolist(), strict=True)
+        self._planned += [list(itertools.islice(places, len(batch))) for batch in chunk]
+        self._far += len(indices)
+        return True
+
+    def _expect(self, groups: Int64, lanes: Int64) -> None:
+        """Opens new row groups, and drops those that all lanes have left."""
+        distinct, first, counts = np.unique(groups, return_index=True, return_counts=True)
+        for i in np.argsort(first).tolist():
+            group = int(distinct[i])
+            if group not in self._open:
+                self._open[group] = _OpenGroup(int(self._dataset.group_tokens(group) * TOKEN_BYTES))
+                self._waiting.append(group)
+            self._open[group].uses += int(counts[i])
+        visited, last = np.unique(lanes[::-1], return_index=True)
+        for lane, group in zip(visited.tolist(), groups[::-1][last].tolist(), strict=True):
+            left = self._of_lane.get(lane)
+            if left != group:
+                self._of_lane[lane] = group
+                self._open[group].lanes += 1
+                if left is not None:
+                    self._open[left].lanes -= 1
+                    self._close_if_done(left)
+
+    def _go_ahead(self) -> None:
+        """Submits row groups for reading, as far ahead as the settings allow."""
+        while self._ahead < self._far_bytes:
+            if self._waiting:
+                self._begin(self._waiting.popleft())
+            elif self._far >= _FAR or not self._plan(_PLANNED):
+                return
+
+    def _begin(self, group: int) -> None:
+        entry = self._open.get(group)
+        if entry is not None and not entry.begun:
+            entry.begun = True
+            self._ahead += entry.bytes
+            if self._dataset.is_mapped:
+                # Decoding in a second thread would cost more in GIL switches than it saves.
+                self._dataset.expect(group)
+                entry.job = Later(partial(self._reading.read, group))
+                return
+            fetched = None
+            if self._fetchers is not None:
+                fetched = self._fetchers.submit(Job(partial(self._reading.fetch, group)))
+            entry.job = self._decoders.submit(Job(partial(self._reading.read, group, fetched)))
+
+    def _next_batch(self) -> list[Packs]:
+        places = self._planned.popleft()
+        self._far -= len(places)
+        for group, _ in places:
+            if not self._open[group].begun:
+                self._begin(group)
+        return [self._take(group, row) for group, row in places]
+
+    def _take(self, group: int, row: int) -> Packs:
+        entry = self._open[group]
+        if entry.job is not None:
+            entry.packs, entry.job = entry.job.result(), None
+            self._ahead -= entry.bytes
+            if self._config.on_error == "quarantine":
+                self._good = entry.packs or self._good
+        packs = self._stand_in(group) if entry.packs is None else entry.packs.row(row)
+        entry.uses -= 1
+        if not entry.uses:
+            self._close_if_done(group)
+        return packs
+
+    def _close_if_done(self, group: int) -> None:
+        entry = self._open[group]
+        if not entry.uses and not entry.lanes:
+            del self._open[group]
+
+    def _stand_in(self, group: int) -> Packs:
+        """Returns any readable pack, in place of an unreadable one; it has no weight in losses."""
+        self._left_out.add(group)
+        if self._good is None:
+            groups = map(self._reading.read, range(len(self._dataset.group_rows)))
+            self._good = next((packs for packs in groups if packs is not None), None)
+        if self._good is None:
+            must = "at least one row group must be readable"
+            raise IntegrityError(sentence(self._dataset.url, must, "none"))
+        return self._good.row(0, stand_in=True)

@@ -1,0 +1,294 @@
+"""Reads the user's input as a stream of blocks.
+
+    source -> expand -> read -> Block (-> a worker) -> parse -> Rows
+
+One process reads, decompresses, hashes and cuts; :meth:`Block.parse` runs in workers. The cuts do
+not depend on the number of workers, and do not affect records or ordinals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from packstore.config import NOT_TEXT, SPELLINGS, PackConfig
+from packstore.errors import InputError, quote, sentence, spelled
+from packstore.format.arrays import Rows
+from packstore.io.inputs.formats import COMPRESSIONS, FORMATS, SUFFIXES
+from packstore.io.inputs.memory import is_table, record_pieces, table_records
+from packstore.io.inputs.pieces import Piece, ReadOptions
+from packstore.io.inputs.record_places import format_of
+from packstore.io.inputs.streams import HashedStream, decompressed, drain, staged
+from packstore.io.manifest.commit import FOLDER
+from packstore.io.store.location import Location
+
+BLOCK_BYTES = 2 << 20
+"""Approximate bytes of a block, a worker's unit of work. Its records take ten times as much
+memory; at this size they stay in the processor's cache."""
+
+_KNOWN = f"one of {' '.join(SUFFIXES)}, and {' or '.join(COMPRESSIONS)} after it"
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input file.
+
+    Attributes:
+        ordinal: position among the inputs, from 0.
+        path: as given by the user, without secrets.
+        location: of the file.
+        format: a name in :data:`packstore.io.inputs.formats.FORMATS`.
+        compression: ``gzip``, ``zstd`` or None.
+    """
+
+    ordinal: int
+    path: str
+    location: Location
+    format: str
+    compression: str | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A part of one input, at least one record long. Picklable.
+
+    Attributes:
+        source: ordinal of the input.
+        path: of the input, for error texts.
+        format: format of the payload.
+        unit: unit of ordinals: ``line``, ``row`` or ``item``.
+        first: ordinal of the first line, row or item, from 0.
+        records: number of records.
+        payload: argument of the format's `parse`.
+    """
+
+    source: int
+    path: str
+    format: str
+    unit: str
+    first: int
+    records: int
+    payload: Any = field(repr=False)
+
+    def parse(self) -> Rows:
+        """Parses the payload into records.
+
+        Raises:
+            InputError: a record violates the format; the text names its place.
+        """
+        ordinals, values = FORMATS.load(self.format).parse(self.payload, self.path, self.first)
+        return Rows(self.source, self.path, self.unit, ordinals, values)
+
+
+class InputReader:
+    """Iterates over the blocks of all inputs, in order.
+
+    Args:
+        source: a path, glob, folder or URL, or a list of them; an Arrow table, a Polars frame, or
+            an iterable of records.
+        storage_options: for the fsspec filesystem of `source`.
+        config: `fields` and `carry` decide which CSV columns are not text; `spill_dir` is for
+            temporary copies of remote or compressed Parquet and Arrow files.
+        block_bytes: approximate bytes of a block.
+
+    Raises:
+        InputError: no files, or a file of unknown format; while iterating: a file is broken, or
+            there are no records.
+        StorageError: the store refuses.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        storage_options: Mapping[str, Any] | None = None,
+        config: PackConfig | None = None,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        self._memory: tuple[str, Iterable[object]] | None = None
+        self._sized = is_table(source) or hasattr(source, "__len__")
+        self._inputs: list[Input] = []
+        if _is_path(source) or (
+            isinstance(source, list | tuple) and source and all(map(_is_path, source))
+        ):
+            self._inputs = expand(source, storage_options)
+        elif is_table(source):
+            self._memory = ("<table>", table_records(source))
+        else:
+            self._memory = ("<iterable>", _iterable(source))
+        config = config or PackConfig()
+        self._folder = config.spill_dir
+        self._options = ReadOptions(block_bytes=block_bytes, json_columns=json_columns(config))
+        self._sources: list[dict[str, Any]] = []
+
+    def __iter__(self) -> Iterator[Block]:
+        self._sources = []
+        if self._memory:
+            yield from self._read_memory(*self._memory)
+        for item in self._inputs:
+            yield from self.read_file(item)
+        if not any(source["records"] for source in self._sources):
+            names = ", ".join(source["path"] for source in self._sources)
+            raise InputError(sentence(names, "must hold at least one record", "no records"))
+
+    def sources(self) -> list[dict[str, Any]]:
+        """Returns `path`, `bytes`, `sha256` and `records` of each input read to its end.
+
+        Bytes and hash are of the stored file; for inputs in memory, of the records as JSON lines
+        (see :func:`packstore.io.inputs.memory.record_pieces`).
+        """
+        return list(self._sources)
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """The input files; empty if the input is in memory."""
+        return tuple(self._inputs)
+
+    @property
+    def paths(self) -> dict[int, str]:
+        """Maps the ordinal of each input to its path in `sources`."""
+        if self._memory:
+            return {0: self._memory[0]}
+        return {item.ordinal: item.path for item in self._inputs}
+
+    @property
+    def ends(self) -> bool:
+        """True if the input is known to be finite: files, tables, and objects with a length."""
+        return self._memory is None or self._sized
+
+    def read_file(self, item: Input) -> Iterator[Block]:
+        """Yields the blocks of one file, even if not among the inputs; raises like iterating."""
+        records = 0
+        form = FORMATS.load(item.format)
+        with contextlib.ExitStack() as stack:
+            raw = stack.enter_context(item.location.open_read())
+            hashed = HashedStream(raw)
+            stream = decompressed(hashed, item.compression, item.path)
+            readable = self._seekable(item, raw, stream, stack) if form.random_access else stream
+            for piece in form.read(readable, item.path, self._options):
+                records += piece.records
+                yield _block(item.ordinal, item.path, item.format, form.unit, piece)
+        self._note(item.path, hashed.bytes, hashed.sha256, records)
+
+    def _seekable(
+        self,
+        item: Input,
+        raw: io.BufferedReader,
+        stream: io.BufferedReader,
+        stack: contextlib.ExitStack,
+    ) -> BinaryIO:
+        """Opens the plain bytes of a file for random access; reads all of it once, to hash it."""
+        if item.compression or item.location.local_path is None:
+            return stack.enter_context(staged(stream, self._folder))
+        drain(stream)
+        raw.seek(0)
+        return raw
+
+    def _read_memory(self, path: str, values: Iterable[object]) -> Iterator[Block]:
+        records, size, digest = 0, 0, hashlib.sha256()
+        unit = "row" if path == "<table>" else "item"
+        for piece in record_pieces(values, path, self._options.block_bytes):
+            records += piece.records
+            size += len(piece.payload)
+            digest.update(piece.payload)
+            yield _block(0, path, "jsonl", unit, piece)
+        self._note(path, size, digest.hexdigest(), records)
+
+    def _note(self, path: str, size: int, sha256: str, records: int) -> None:
+        self._sources.append({"path": path, "bytes": size, "sha256": sha256, "records": records})
+
+
+def expand(
+    source: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[Input]:
+    """Returns the files of paths, globs, folders and URLs; keeps the order of lists, sorts others.
+
+    Raises:
+        InputError: no files, a file of unknown format, or a packed dataset.
+        StorageError: the store refuses.
+    """
+    given = [source] if isinstance(source, str | os.PathLike) else source
+    found = [pair for one in given for pair in _files(os.fspath(one), storage_options or {})]
+    return [Input(i, path, place, *_format_of(path)) for i, (path, place) in enumerate(found)]
+
+
+def json_columns(config: PackConfig) -> frozenset[str]:
+    """Returns the names, in the input, of the columns that are not text."""
+    carried = (entry.rpartition(":") for entry in config.carry)
+    typed = {name for name, colon, type_ in carried if colon and type_ != "string"}
+    mapped = config.fields
+    names = ((mapped[n],) if n in mapped else SPELLINGS.get(n, (n,)) for n in NOT_TEXT)
+    return frozenset(itertools.chain(*names, typed))
+
+
+def _files(url: str, options: Mapping[str, Any]) -> list[tuple[str, Location]]:
+    """Returns the path, as a user would write it, and the location of each file."""
+    location = Location(url, options)
+    if location.is_dir():
+        return _files_of_folder(location)
+    if location.exists():
+        return [(location.display, location)]
+    # In a URL a question mark starts the query.
+    if not any(c in url for c in ("*[" if "://" in url else "*?[")):
+        location.files()  # raises if the bucket is missing
+        raise InputError(sentence(location.display, "must exist", "no such file", "Check the path"))
+    dotted = _name(url).startswith(".")
+    matches = [m for m in location.glob() if dotted or not _name(m.url).startswith(".")]
+    if not matches:
+        must = "the pattern must match at least one file"
+        raise InputError(sentence(location.display, must, "none", "Check the pattern"))
+    relative = "://" not in url and not os.path.isabs(url)
+    return [(spelled(os.path.relpath(m.url)) if relative else m.display, m) for m in matches]
+
+
+def _files_of_folder(folder: Location) -> list[tuple[str, Location]]:
+    if folder.is_dir(FOLDER):
+        must = "must be a file or folder of records"
+        do = "Give it to pack() alone, as the whole input, to pack it anew"
+        raise InputError(sentence(folder.display, must, "a packed dataset", do))
+    names = [name for name, _ in folder.files() if name[0] not in "._" and format_of(name)[0]]
+    if not names:
+        must = f"the folder must hold a file named {_KNOWN}"
+        raise InputError(sentence(folder.display, must, "none", "Name the files, or a glob"))
+    places = [folder.join(name) for name in names]
+    return [(place.display, place) for place in places]
+
+
+def _format_of(path: str) -> tuple[str, str | None]:
+    """Returns format and compression by the name of a file."""
+    form, compression = format_of(path)
+    if form is None:
+        do = "Rename it, or name the wanted files alone"
+        raise InputError(sentence(path, f"its name must end in {_KNOWN}", quote(_name(path)), do))
+    return form, compression
+
+
+def _name(path: str) -> str:
+    return path.rsplit("/", 1)[-1]
+
+
+def _block(source: int, path: str, form: str, unit: str, piece: Piece) -> Block:
+    return Block(source, path, form, unit, piece.first, piece.records, piece.payload)
+
+
+def _is_path(source: object) -> bool:
+    return isinstance(source, str | os.PathLike)
+
+
+def _iterable(source: Any) -> Iterable[object]:
+    """Returns `source` if it can be iterated for records.
+
+    Raises:
+        InputError: it is not iterable, or a mapping, which iterates over names.
+    """
+    if isinstance(source, Mapping | bytes) or not isinstance(source, Iterable):
+        must = "must be a path, a list of paths, a table, or an iterable of records"
+        do = "Give one split, or a list of records" if isinstance(source, Mapping) else ""
+        raise InputError(sentence("input", must, f"a {type(source).__name__}", do))
+    return source

@@ -1,0 +1,194 @@
+"""Tests a location before a job: listing, reading, writing, committing, and speed.
+
+Finds errors that a job would hit after an hour, with small files that are removed afterwards.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib.metadata
+import os
+import platform
+import statistics
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from packstore.errors import DatasetExistsError, IntegrityError, PackstoreError, sentence, told
+from packstore.io.dataset.dataset import Dataset, open
+from packstore.io.manifest.commit import versions
+from packstore.io.store.faults import guarded
+from packstore.io.store.location import Location
+from packstore.version import VERSION
+
+READ_ONLY = ("http", "https")
+TRIAL_BYTES = 12 << 20
+"""Bytes written and read to measure speed: enough for a multipart upload."""
+
+_CLIENTS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp"}
+_CLIENTS |= {**dict.fromkeys(("az", "abfs", "abfss"), "adlfs"), "https": "aiohttp"}
+_CLIENTS |= {"hf": "huggingface_hub"}
+
+
+class Finding(NamedTuple):
+    """One line of the report. `ok` is None if the test was skipped."""
+
+    what: str
+    ok: bool | None
+    text: str
+
+
+def preflight(location: Location) -> Iterator[Finding]:
+    """Tests a location: an empty one, one with a dataset, or a read-only one.
+
+    Args:
+        location: the location; existing files are not changed.
+    """
+    yield Finding("versions", True, _versions(location))
+    listed = _tried("list", lambda: _list(location))
+    yield listed
+    if not listed.ok:
+        yield Finding("read", None, "what cannot be listed is not tried further")
+        return
+    yield from _read(location)
+    if location.url.startswith(READ_ONLY):
+        yield Finding("write", None, "not tried: this place can only be read")
+        return
+    yield from _Trial(location).findings()
+
+
+def _tried(what: str, try_it: Callable[[], str]) -> Finding:
+    try:
+        return Finding(what, True, try_it())
+    except PackstoreError as error:
+        return Finding(what, False, told(error))
+
+
+def _versions(location: Location) -> str:
+    scheme = location.url.partition("://")[0] if "://" in location.url else ""
+    names = ["fsspec", "pyarrow", *filter(None, [_CLIENTS.get(scheme)])]
+    found = []
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join([f"packstore {VERSION}", f"Python {platform.python_version()}", *found])
+
+
+def _list(location: Location) -> str:
+    times, found = [], 0
+    for _ in range(5):
+        began = time.perf_counter()
+        found = len(location.files())
+        times.append(time.perf_counter() - began)
+    return f"{found} files directly in it, {statistics.median(times) * 1000:.0f} ms a request"
+
+
+def _read(location: Location) -> Iterator[Finding]:
+    try:
+        known = versions(location)
+        if not known:
+            yield Finding("dataset", True, "none here yet")
+            return
+        dataset = open(location.url, location.storage_options)
+    except PackstoreError as error:
+        yield Finding("dataset", False, told(error))
+        return
+    shards = dataset.manifest.shards
+    yield Finding("dataset", True, f"version {dataset.version}, {len(shards)} shards")
+    ends = {"first shard": 0, "last shard": len(dataset.row_groups) - 1}
+    for what, group in ends.items() if shards else ():
+        yield _tried(what, lambda group=group: _read_group(dataset, group))  # type: ignore[misc]
+
+
+def _read_group(dataset: Dataset, group: int) -> str:
+    began = time.perf_counter()
+    packs = dataset.read_packs(group)
+    ms = (time.perf_counter() - began) * 1000
+    return f"a row group of {len(packs)} packs, checksums right, {ms:.0f} ms"
+
+
+class _Trial:
+    """Writes, reads and removes test files."""
+
+    def __init__(self, location: Location) -> None:
+        self._location, self._name = location, f".packstore-check-{uuid.uuid4().hex}"
+
+    def findings(self) -> Iterator[Finding]:
+        """Tests permissions, conditional puts, speed, and removal."""
+        made = _missing_folders(self._location)
+        try:
+            written = _tried("write", self._write)
+            yield written
+            if written.ok:
+                yield self._commit()
+                yield _tried("speed", self._measure)
+        finally:
+            removed = _tried("clean up", self._remove)
+            for folder in made:
+                with contextlib.suppress(OSError):
+                    os.rmdir(folder)
+        yield removed
+
+    def _write(self) -> str:
+        self._location.create_bytes(self._name, b"first")
+        return "allowed"
+
+    def _commit(self) -> Finding:
+        if self._location.creates_exclusively:
+            return _tried("commit", self._write_again)
+        known = "this filesystem is not known to create a file only if it is absent"
+        return Finding("commit", None, f"one writer at a time (--single-writer): {known}")
+
+    def _write_again(self) -> str:
+        try:
+            self._location.create_bytes(self._name, b"second")
+        except DatasetExistsError:
+            return "only one of two writers can win"
+        raise IntegrityError(
+            sentence(
+                self._location.display,
+                "must refuse to put a file over one that is there (If-None-Match: *)",
+                "that it replaced it, so two writers could both commit",
+                "Name another store, or a newer release of it, or let one job write at a time",
+            )
+        )
+
+    def _measure(self) -> str:
+        data = os.urandom(1 << 20) * (TRIAL_BYTES >> 20)
+        folder = self._location.local_path
+        with tempfile.TemporaryDirectory(dir=folder, prefix=self._name) as beside:
+            path = os.path.join(beside, "trial")
+            with guarded("write", path, {}), builtins.open(path, "xb") as file:
+                file.write(data)
+            began = time.perf_counter()
+            self._location.put_file(path, self._name + "-large")
+            put = time.perf_counter() - began
+        began = time.perf_counter()
+        back = self._location.read_bytes(self._name + "-large")
+        got = time.perf_counter() - began
+        if back != data:
+            must = f"must give back the {len(data)} bytes that were written"
+            do = "Do not use it: it damages what it stores"
+            raise IntegrityError(sentence(self._location.display, must, f"{len(back)} others", do))
+        mb = len(data) / 1e6
+        return f"writes {mb / put:.0f} MB/s, reads {mb / got:.0f} MB/s ({mb:.0f} MB in one stream)"
+
+    def _remove(self) -> str:
+        for name in (self._name, self._name + "-large"):
+            self._location.remove(name)
+        for upload in self._location.unfinished_uploads():
+            if upload.path.endswith(self._name + "-large"):
+                self._location.give_up(self._name + "-large", upload.id)
+        return "nothing is left"
+
+
+def _missing_folders(location: Location) -> list[str]:
+    """Returns the missing folders of a local path, innermost first."""
+    folder, missing = location.local_path, []
+    while folder and not os.path.exists(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    return missing

@@ -1,0 +1,249 @@
+"""Lists files that belong to no version to keep, and decides which can be removed.
+
+Only the age by the store's timestamps decides: a file may belong to a job that is about to commit,
+even if its marker looks dead. All files of a run count as young as the youngest of them, so that a
+long job keeps its first files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from packstore.errors import PackstoreError
+from packstore.io.maintain.referenced_files import paths_of
+from packstore.io.manifest.commit import DATA, DATASET, FOLDER, manifest_path, versions
+from packstore.io.manifest.partition_notes import NOTES
+from packstore.io.manifest.side_manifest import SIDE
+from packstore.io.store import temporary_folders as temporary
+from packstore.io.store.location import Location
+from packstore.io.store.upkeep import Found, Upload, abort_upload, list_folder, together, uploads
+from packstore.io.write.writer_markers import WRITERS
+
+BATCH = 1000
+"""Files removed between two checks of versions and ages."""
+
+_LOOK_SECONDS = 60.0
+"""Seconds that a check stays valid: jobs may commit while a cleaner is suspended."""
+
+_UPLOAD = "unfinished upload"
+_MANIFEST = re.compile(rf"{FOLDER}/(?:{DATASET}|{SIDE})-[0-9]{{6,}}\.json")
+_RUN = re.compile(r"(?:data|_packstore/(?:partitions|runs))/\.?([0-9a-f]{12})-.*")
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A file, folder or upload that no version refers to.
+
+    Attributes:
+        path: relative to the dataset; absolute for temporary folders elsewhere on this machine.
+        bytes: its size; 0 for unfinished uploads, where it is unknown.
+        why: description of the leftover.
+        spared: reason to keep it; empty if it can be removed.
+    """
+
+    path: str
+    bytes: int
+    why: str
+    spared: str = ""
+
+
+class Survey:
+    """Lists and removes files that belong to no version to keep.
+
+    Args:
+        location: the dataset.
+        keep: number of newest versions to keep; None: all.
+        older_than: seconds; spares younger files and files of unknown age. 0: spares none.
+        spill_dir: folder of the jobs' temporary files, besides the system's.
+
+    Attributes:
+        uploads: unfinished uploads, as last listed; None if the store cannot list them.
+    """
+
+    def __init__(
+        self, location: Location, keep: int | None, older_than: float, spill_dir: str | None
+    ) -> None:
+        self._location, self._keep, self._older_than = location, keep, older_than
+        self._temporary = {spill_dir or tempfile.gettempdir(), tempfile.gettempdir()}
+        self._known: dict[tuple[str, int], set[str]] = {}
+        self._staying: set[str] = set()
+        self._folders: set[str] = set()
+        self._young: dict[str, float | None] = {}
+        self.uploads: list[Upload] | None = None
+
+    def leftovers(self) -> list[Leftover]:
+        """Lists all leftovers in order of removal: manifests first, notes last."""
+        folder = list_folder(self._location, FOLDER)
+        dropped = dict[str, str]()
+        found = [*self._old_versions(DATASET, folder, dropped)]
+        found += self._old_versions(SIDE, folder, dropped)
+        data = list_folder(self._location, DATA)
+        notes = [file for name in NOTES for file in list_folder(self._location, name)]
+        self.uploads = uploads(self._location)
+        begun = [Found(u.path, 0, u.age) for u in self.uploads or ()]
+        self._young = _youngest([*data, *notes, *begun])
+        runs = dict.fromkeys(match[1] for f in notes if (match := _RUN.fullmatch(f.path)))
+        for file in (*data, *self._administration(folder)):
+            if file.path not in self._staying:
+                run = _run_of(file.path)
+                why = dropped.get(file.path) or _why(file.path, run if run in runs else None)
+                found.append(self._judged(file, why, run))
+        for file in sorted(set(begun)):
+            run = _run_of(file.path)
+            of_run = f" of the interrupted run {run}" if run in runs else ""
+            found.append(self._judged(file, _UPLOAD + of_run, run))
+        found += self._folders_here()
+        for file in notes:
+            run = _run_of(file.path)
+            why = f"note of the interrupted run {run}" if run else "unfinished file"
+            found.append(self._judged(file, why, run))
+        return list({item.path: item for item in found}.values())
+
+    def remove(self, found: Sequence[Leftover]) -> None:
+        """Removes leftovers that can still be removed: manifests first, notes last.
+
+        Checks versions and ages again before each batch, as jobs may be running.
+        """
+        for _, items in itertools.groupby(sorted(found, key=_turn), _turn):
+            waiting = list(items)
+            while waiting:
+                batch, waiting = waiting[:BATCH], waiting[BATCH:]
+                going = {item.path for item in self.leftovers() if not item.spared}
+                known = [item for item in batch if item.path in going]
+                waiting += self._remove_soon(known, time.time() + _LOOK_SECONDS)
+        root = self._location.local_path
+        if root is not None:
+            for folder in (*NOTES, WRITERS):
+                with contextlib.suppress(OSError):  # none, or not empty
+                    os.rmdir(os.path.join(root, folder))
+
+    def _remove_soon(self, items: Sequence[Leftover], until: float) -> list[Leftover]:
+        """Removes items until the time `until`; returns those left."""
+        late: list[Leftover] = []
+
+        def remove(item: Leftover) -> None:
+            if until - _LOOK_SECONDS <= time.time() <= until:
+                self._remove(item)
+            else:
+                late.append(item)
+
+        together(partial(remove, item) for item in items)
+        return late
+
+    def _old_versions(
+        self, name: str, folder: Sequence[Found], dropped: dict[str, str]
+    ) -> Iterator[Leftover]:
+        """Yields versions to remove; records the files of versions to keep, and of removed ones.
+
+        The age of a version is that of its successor: until then it was the current one.
+        """
+        ages = {file.path: file.age for file in folder}
+        sizes = versions(self._location, name)
+        numbers = list(sizes)
+        gone = numbers[: -self._keep] if self._keep else []
+        for place, number in enumerate(numbers):
+            path = manifest_path(number, name)
+            if number in gone:
+                successor = manifest_path(numbers[place + 1], name)
+                spared = self._spared(ages.get(successor))
+                yield Leftover(path, sizes[number], f"version {number}", spared)
+                if not spared:
+                    for own in self._paths(name, number):
+                        dropped[own] = f"only of version {number}"
+                    continue
+            self._staying |= self._paths(name, number)
+
+    def _paths(self, name: str, number: int) -> set[str]:
+        """Returns the files of a version, which never change; empty if it was removed meanwhile."""
+        if (name, number) not in self._known:
+            try:
+                self._known[name, number] = paths_of(self._location, [number], name)
+            except PackstoreError:
+                if number in versions(self._location, name):
+                    raise
+                return set()
+        return self._known[name, number]
+
+    def _remove(self, item: Leftover) -> None:
+        if item.path in self._folders:
+            temporary.remove(item.path)
+        elif item.why.startswith(_UPLOAD):
+            for upload in self.uploads or ():
+                if upload.path == item.path:
+                    abort_upload(self._location, upload)
+        else:
+            self._location.remove(item.path)
+
+    def _judged(self, file: Found, why: str, run: str | None = None) -> Leftover:
+        """Returns the leftover for a file; spared unless all files of its run are old."""
+        age = file.age
+        if run in self._young and age is not None:
+            of_run = self._young[run]
+            age = None if of_run is None else min(age, of_run)
+        return Leftover(file.path, file.bytes, why, self._spared(age))
+
+    def _spared(self, age: float | None) -> str:
+        if self._older_than <= 0:
+            return ""
+        if age is None:
+            return "its age is not known"
+        return "it is too young" if age < self._older_than else ""
+
+    def _administration(self, folder: Sequence[Found]) -> Iterator[Found]:
+        """Yields removable files in the folder of the manifests."""
+        yield from (file for file in folder if not _MANIFEST.fullmatch(file.path))
+        yield from list_folder(self._location, WRITERS)
+
+    def _folders_here(self) -> Iterator[Leftover]:
+        """Yields temporary folders of this user's dead jobs on this machine."""
+        root = self._location.local_path
+        prefixes = (temporary.SPILL, temporary.STAGING)
+        places = [(folder, prefix) for folder in self._temporary for prefix in prefixes]
+        if root is not None:
+            places.append((os.path.join(root, FOLDER), temporary.IN_DATASET))
+        found = {item for folder, prefix in places for item in temporary.left(folder, prefix)}
+        for path, size, age, _ in sorted(found):
+            self._folders.add(path)
+            yield self._judged(Found(path, size, age), "temporary files of a dead job")
+
+
+def _youngest(files: Sequence[Found]) -> dict[str, float | None]:
+    """Returns the age of the youngest file of each run; None if the age of one is unknown."""
+    found: dict[str, float | None] = {}
+    for file in files:
+        if run := _run_of(file.path):
+            known = found.get(run, file.age)
+            none = known is None or file.age is None
+            found[run] = None if none else min(known, file.age)  # type: ignore[type-var]
+    return found
+
+
+def _run_of(path: str) -> str | None:
+    match = _RUN.fullmatch(path)
+    return match[1] if match else None
+
+
+def _why(path: str, run: str | None) -> str:
+    name = path.rpartition("/")[2]
+    if run:
+        return f"of the interrupted run {run}"
+    if path.startswith(f"{WRITERS}/"):
+        return "marker of a job"
+    if name.startswith("."):
+        return "unfinished file"
+    return "no version and no note names it"
+
+
+def _turn(item: Leftover) -> int:
+    """Returns the rank in the order of removal, in which the rest stays valid if killed."""
+    if _MANIFEST.fullmatch(item.path):
+        return 0
+    return 2 if item.path.startswith(tuple(f"{name}/" for name in NOTES)) else 1

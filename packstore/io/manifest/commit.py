@@ -1,0 +1,176 @@
+"""Versions of a dataset: numbered manifests, each written atomically.
+
+They are ``_packstore/manifest-000001.json``, ``-000002`` and so on; the highest number is the
+current version. A manifest is created only if its number is free, so that exactly one of several
+writers commits, and a reader needs one listing and one read. Side datasets use the same scheme with
+the name ``side`` (:mod:`packstore.io.side.side`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+from packstore.errors import (
+    ConfigError,
+    DatasetExistsError,
+    DatasetNotFoundError,
+    FormatError,
+    sentence,
+)
+from packstore.io.manifest.seal import seal, unsealed
+from packstore.io.store.location import Location
+
+FOLDER, DATA = "_packstore", "data"
+"""Folders of a dataset: manifests and notes; shards."""
+MAX_MANIFEST_BYTES = 256 << 20
+"""Maximum bytes of a manifest, checked on write and on read."""
+
+DATASET = "manifest"
+"""Prefix of the names of a dataset's manifests."""
+
+
+def versions(location: Location, name: str = DATASET) -> dict[int, int]:
+    """Maps the committed versions of a dataset to the sizes of their manifests, oldest first."""
+    pattern = re.compile(rf"{name}-([0-9]{{6,}})\.json")
+    matches = ((pattern.fullmatch(e.name), e.size) for e in location.files(FOLDER))
+    return dict(sorted((int(m.group(1)), size) for m, size in matches if m))
+
+
+def read_committed(
+    location: Location, version: int | None = None, name: str = DATASET
+) -> tuple[bytes, str, int]:
+    """Returns the text of a manifest without its hash, its place for error texts, its version.
+
+    Raises:
+        DatasetNotFoundError: no dataset, or no such version, was committed there.
+        FormatError: the manifest is too large.
+        IntegrityError: its hash does not match.
+    """
+    sizes = versions(location, name)
+    number = version if version is not None else max(sizes, default=0)
+    if number not in sizes:
+        raise _not_found(location, version, list(sizes), name)
+    path = manifest_path(number, name)
+    if sizes[number] > MAX_MANIFEST_BYTES:
+        raise _too_large(location, path, sizes[number])
+    where = location.join(path).display
+    return unsealed(location.read_bytes(path), where), where, number
+
+
+def require_exclusive(location: Location, single_writer: bool) -> None:
+    """Refuses a location where two writers could both commit, unless `single_writer`.
+
+    Args:
+        location: the dataset.
+        single_writer: asserts that no other job writes there.
+
+    Raises:
+        ConfigError: its filesystem is not known to create files exclusively.
+    """
+    if single_writer or location.creates_exclusively:
+        return
+    must = "only one writer at a time may commit there"
+    found = "a filesystem that is not known to create a file only if it is absent"
+    do = "Where no other job writes there, say so: single_writer=True (--single-writer)"
+    raise ConfigError(sentence(location.display, must, found, do))
+
+
+def refuse_existing(location: Location, overwrite: bool, name: str = DATASET) -> int:
+    """Returns the number of the next manifest.
+
+    Raises:
+        DatasetExistsError: a dataset exists, and `overwrite` is False.
+    """
+    current = max(versions(location, name), default=0)
+    if current and not overwrite:
+        raise DatasetExistsError(
+            sentence(
+                location.display,
+                "must not hold a dataset yet",
+                f"version {current} of one",
+                "Name another place, or overwrite it (overwrite=True, --overwrite)",
+            )
+        )
+    return current + 1
+
+
+def commit(
+    location: Location,
+    data: bytes,
+    overwrite: bool,
+    name: str = DATASET,
+    version: int | None = None,
+) -> int:
+    """Writes the text of a manifest, with its hash, if its number is still free.
+
+    Args:
+        location: the dataset.
+        data: the text.
+        overwrite: replace an existing dataset.
+        name: prefix of the manifest's name.
+        version: from :func:`refuse_existing` at the start of the job; None: the next number.
+
+    Returns:
+        The number. Also returned if `version` already has the same text: an equal job committed
+        first, or this put was sent twice.
+
+    Raises:
+        DatasetExistsError: another writer committed first.
+    """
+    data = seal(data)
+    following = refuse_existing(location, overwrite or version is not None, name)
+    number = following if version is None else version
+    path = manifest_path(number, name)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise _too_large(location, path, len(data))
+    with contextlib.suppress(DatasetExistsError):
+        if number == following:
+            location.create_bytes(path, data)
+            return number
+    if version in versions(location, name) and location.read_bytes(path) == data:
+        return number
+    raise too_late(location)
+
+
+def manifest_path(version: int, name: str = DATASET) -> str:
+    """Returns the path of a manifest in its dataset."""
+    return f"{FOLDER}/{name}-{version:06d}.json"
+
+
+def _not_found(
+    location: Location, version: int | None, known: list[int], name: str
+) -> DatasetNotFoundError:
+    if known:
+        return DatasetNotFoundError(
+            sentence(location.display, f"must have version {version}", f"{known[0]} to {known[-1]}")
+        )
+    missing = not location.exists()
+    found = "no such folder" if missing else f"no {FOLDER}/{name}-….json in it"
+    command = "pack" if name == DATASET else "ref-logps"
+    hint = "Check the path" if missing else f"Name the folder that `packstore {command}` wrote"
+    what = "a dataset" if name == DATASET else f"a {name} dataset"
+    return DatasetNotFoundError(sentence(location.display, f"must be {what}", found, hint))
+
+
+def too_late(location: Location) -> DatasetExistsError:
+    """Returns the error for a writer after another has committed."""
+    return DatasetExistsError(
+        sentence(
+            location.display,
+            "only one writer may commit at a time",
+            "that another one just did",
+            "Look at its dataset, then run again if it is not yours",
+        )
+    )
+
+
+def _too_large(location: Location, path: str, size: int) -> FormatError:
+    return FormatError(
+        sentence(
+            location.join(path).display,
+            f"a manifest must have at most {MAX_MANIFEST_BYTES} bytes",
+            str(size),
+            "Write larger row groups (row_group_tokens)",
+        )
+    )

@@ -1,0 +1,141 @@
+"""Notes of finished partitions, for a rerun of the same job.
+
+``_packstore/partitions/<run>-<number>.json`` lists the shards of a partition and the other values
+that the manifest needs. It is written in one put after the shards, as object stores can neither
+append nor rename. It has two lines: the hash of the second, and a JSON object. The commit removes
+the notes of its job; ``packstore clean`` removes those of jobs that never commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_origin
+
+import msgspec
+import numpy as np
+
+from packstore.errors import PackstoreError, StorageError
+from packstore.format.arrays import PackSizes
+from packstore.format.typed_json import Checksums
+from packstore.io.manifest.commit import FOLDER
+from packstore.io.shards.shard import ShardInfo
+from packstore.io.shards.statistics import PackCounter
+from packstore.io.store.location import Location
+from packstore.io.store.upkeep import remove_all, replace_bytes
+
+PARTITIONS = f"{FOLDER}/partitions"
+NOTES = (PARTITIONS, f"{FOLDER}/runs")
+"""Folders of notes; the second was used by earlier versions."""
+
+_NAME = re.compile(r"([0-9a-f]{12})-[0-9]{5,}\.json")
+_CHECKS = 4
+"""Shards hashed in parallel."""
+_CHUNK = 1 << 20
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """A stored shard, with the totals and the sizes of its packs."""
+
+    shard: ShardInfo
+    counter: PackCounter
+    sizes: PackSizes
+
+
+class PartitionNotes:
+    """The notes of one run of a job; safe for concurrent use by threads and machines.
+
+    Args:
+        location: the dataset.
+        run: 12 hexadecimal digits, the same for a rerun.
+    """
+
+    def __init__(self, location: Location, run: str) -> None:
+        self.location, self.run = location, run
+
+    def put(self, number: int, value: object) -> None:
+        """Writes the note of a partition whose shards are all stored; replaces an earlier note.
+
+        Args:
+            number: of the partition.
+            value: contents of the note, a dataclass or struct.
+        """
+        text = msgspec.json.encode(value, enc_hook=_plain)
+        seal = b'{"sha256":"%s"}\n' % hashlib.sha256(text).hexdigest().encode()
+        replace_bytes(self.location, self._path(number), seal + text + b"\n")
+
+    def read(self, number: int, kind: type[T]) -> T | None:
+        """Returns the note of a partition; None if there is none, or it is damaged."""
+        try:
+            seal, _, text = self.location.read_bytes(self._path(number)).partition(b"\n")
+            text = text.removesuffix(b"\n")
+            if seal != b'{"sha256":"%s"}' % hashlib.sha256(text).hexdigest().encode():
+                return None
+            return msgspec.json.decode(text, type=kind, dec_hook=_typed)
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
+        except msgspec.DecodeError:  # of another release
+            return None
+
+    def are_whole(self, shards: Sequence[Finished]) -> bool:
+        """Returns True if every stored shard has the recorded hash."""
+        with ThreadPoolExecutor(_CHECKS) as pool:
+            return all(pool.map(self._is_whole, (s.shard for s in shards)))
+
+    def of_others(self) -> int:
+        """Counts the notes of other runs."""
+        return sum(run != self.run for run, _ in self._listed())
+
+    def remove(self) -> None:
+        """Removes the notes of this run; leaves those it cannot remove to `clean`."""
+        with contextlib.suppress(PackstoreError):
+            own = [path for run, path in self._listed() if run == self.run]
+            remove_all(self.location, own)
+        if self.location.local_path is not None:
+            with contextlib.suppress(OSError):  # none, or not empty
+                os.rmdir(os.path.join(self.location.local_path, PARTITIONS))
+
+    def _listed(self) -> list[tuple[str, str]]:
+        """Returns run and path of each note."""
+        names = (entry.name for entry in self.location.files(PARTITIONS))
+        return [(m[1], f"{PARTITIONS}/{m[0]}") for n in names if (m := _NAME.fullmatch(n))]
+
+    def _path(self, number: int) -> str:
+        return f"{PARTITIONS}/{self.run}-{number:05d}.json"
+
+    def _is_whole(self, shard: ShardInfo) -> bool:
+        try:
+            if self.location.size(shard.path) != shard.bytes:
+                return False
+            digest = hashlib.sha256()
+            with self.location.open_read(shard.path) as file:
+                while chunk := file.read(_CHUNK):
+                    digest.update(chunk)
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return False
+            raise
+        return digest.hexdigest() == shard.sha256
+
+
+def _plain(value: Any) -> Any:
+    """Converts numpy arrays and numbers to JSON values."""
+    return value.tolist()
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    """Converts the types that msgspec does not support: counters and numpy arrays."""
+    if get_origin(kind) is Counter:
+        return Counter(value)
+    return np.array(value, np.uint32 if kind == Checksums else np.int64)

@@ -1,0 +1,174 @@
+"""The manifest of a side dataset: its source dataset, and the origin of its values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import msgspec
+import orjson
+import pyarrow as pa
+
+from packstore.errors import (
+    CompatibilityError,
+    FormatError,
+    UnsupportedFormatError,
+    quote,
+    sentence,
+)
+from packstore.format.schema import CARRY_TYPES, COLUMNS, KINDS, list_of
+from packstore.format.typed_json import Positive, Sha256, Whole, decode, require
+from packstore.io.manifest.manifest import Manifest
+from packstore.io.manifest.stored_file import StoredFile
+from packstore.io.store.location import check_relative
+
+SIDE_VERSION = 1
+"""Readers refuse a side dataset of a higher version."""
+
+SIDE = "side"
+"""Prefix of the names of its manifests."""
+
+REF_LOGPS = "ref_logps"
+"""The column with a value for each sequence: its log-prob under a reference model."""
+
+SIDE_TYPES: dict[str, pa.DataType] = {
+    **CARRY_TYPES,
+    "float32": pa.float32(),
+    "list<float32>": list_of(pa.float32()),
+}
+"""Types of columns, with one value for each example; the list, only for `REF_LOGPS`, has one for
+each sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideShard(StoredFile):
+    """One file of a side dataset: a row for each of its `rows` examples."""
+
+    rows: Positive
+
+
+class _Head(msgspec.Struct):
+    """The fields that decide whether this reader supports the rest."""
+
+    side_version: Whole
+    features: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideManifest:
+    """Everything that a reader needs before it opens a shard.
+
+    Attributes:
+        kind: of the examples: ``dpo``, ``sft`` or ``ranked``.
+        lineage: of the source dataset; see :attr:`Manifest.lineage`.
+        fingerprint: of that dataset.
+        columns: name -> a name in `SIDE_TYPES`.
+        made_with: origin of the values (model, dtype, …): texts, numbers, booleans.
+        package_version: of the writer.
+        shards: in any order.
+    """
+
+    kind: str
+    lineage: Sha256
+    fingerprint: Sha256
+    columns: Mapping[str, str]
+    made_with: Mapping[str, str | int | float | bool | None]
+    package_version: str
+    shards: tuple[SideShard, ...]
+
+    @property
+    def examples(self) -> int:
+        """Number of examples with values."""
+        return sum(s.rows for s in self.shards)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The Arrow schema of the shards."""
+        return side_schema(self.columns)
+
+    def to_json(self) -> bytes:
+        """Returns canonical JSON: equal manifests give equal bytes."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields["shards"] = [dataclasses.asdict(s) for s in self.shards]
+        head = {"side_version": SIDE_VERSION, "features": []}
+        try:
+            return orjson.dumps(
+                {**head, **fields}, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+            )
+        except (orjson.JSONEncodeError, TypeError) as error:
+            must = "its texts must be valid Unicode"
+            raise FormatError(sentence("side manifest", must, str(error))) from error
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str = "side manifest") -> Self:
+        """Parses the manifest in `data`; ignores unknown fields.
+
+        Raises:
+            UnsupportedFormatError: a higher version, or any required feature (none exist yet).
+            FormatError: a field is missing, of the wrong type, or contradicts others.
+        """
+        head = decode(data, _Head, where)
+        if head.side_version != SIDE_VERSION or head.features:
+            must = f"its version must be {SIDE_VERSION}, and it must need no features"
+            found = f"version {head.side_version}, features {quote(head.features)}"
+            do = "Upgrade packstore to read this side dataset"
+            raise UnsupportedFormatError(sentence(where, must, found, do))
+        manifest = decode(data, cls, where)
+        manifest.check(where)
+        return manifest
+
+    def check(self, where: str) -> None:
+        """Raises :class:`FormatError` if its parts contradict each other."""
+        check_columns(self.columns, where)
+        for name, value in self.made_with.items():
+            ok = value is None or isinstance(value, str | int | float)
+            must = f"made_with {quote(name)} must be a text, a number, a boolean or null"
+            require(ok, where, must, {"value": quote(value)})
+        paths = {s.path for s in self.shards}
+        figures = {"shards": len(self.shards), "paths": len(paths)}
+        require(len(paths) == len(self.shards), where, "shards must have different paths", figures)
+        for path in paths:
+            check_relative(path, where)
+        must = f"field kind must be one of: {', '.join(KINDS)}"
+        require(self.kind in KINDS, where, must, {"kind": quote(self.kind)})
+
+
+def check_columns(columns: Mapping[str, str], where: str) -> None:
+    """Raises :class:`FormatError` unless `columns` are valid for a side dataset."""
+    require(bool(columns), where, "it must have a column", {"columns": "none"})
+    for name, type_name in columns.items():
+        place = f"{where}, column {quote(name)}"
+        require(
+            name not in ("", *COLUMNS), place, "its name must be its own", {"name": quote(name)}
+        )
+        must = f"its type must be one of: {', '.join(SIDE_TYPES)}"
+        require(type_name in SIDE_TYPES, place, must, {"type": quote(type_name)})
+        must = f"{REF_LOGPS}, and no other column, must have type list<float32>"
+        ok = (name == REF_LOGPS) == (type_name == "list<float32>")
+        require(ok, place, must, {"type": quote(type_name)})
+
+
+def side_schema(columns: Mapping[str, str]) -> pa.Schema:
+    """Returns the Arrow schema of the shards of a side dataset."""
+    fields = [pa.field("example_ids", pa.int64(), nullable=False)]
+    fields += [pa.field(n, SIDE_TYPES[t], nullable=False) for n, t in columns.items()]
+    return pa.schema(fields, {"packstore.side_version": str(SIDE_VERSION)})
+
+
+def check_side(side: SideManifest, data: Manifest, where: str) -> None:
+    """Refuses a side dataset that was not derived from these examples.
+
+    Raises:
+        CompatibilityError: it has another kind or lineage, or fewer examples.
+    """
+    do = "Make it anew from this dataset"
+    for name in ("kind", "lineage"):
+        expected, found = getattr(data, name), getattr(side, name)
+        if expected != found:
+            must = f"its {name} must be that of the dataset, {quote(expected, 80)}"
+            raise CompatibilityError(sentence(where, must, quote(found, 80), do))
+    if side.examples < data.totals.examples:
+        must = f"it must have values for each of {data.totals.examples} examples"
+        raise CompatibilityError(sentence(where, must, f"{side.examples}", do))

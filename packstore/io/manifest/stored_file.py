@@ -1,0 +1,82 @@
+"""Small files that a manifest names by size and hash, and that are read at once."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from packstore.errors import IntegrityError, PackstoreError, quote, sentence
+from packstore.format.typed_json import Count, Sha256
+from packstore.io.store.location import Location
+
+_REMEDY = "The file was damaged or replaced: copy it again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    """The manifest's entry of a file.
+
+    Attributes:
+        path: relative to the folder of the manifest's dataset.
+        bytes: its size.
+        sha256: of its contents, hexadecimal.
+    """
+
+    path: str
+    bytes: Count
+    sha256: Sha256
+
+    @classmethod
+    def of(cls, path: str, local_path: str) -> StoredFile:
+        """Hashes the finished local file at `local_path`, to be stored at `path`."""
+        with open(local_path, "rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            return cls(path=path, bytes=file.tell(), sha256=sha256)
+
+
+def read_stored(location: Location, file: StoredFile) -> bytes:
+    """Reads and verifies a file below `location`.
+
+    Raises:
+        StorageError: it is missing, or the store refuses.
+        IntegrityError: it has another size or hash.
+    """
+    where = location.join(file.path).display
+    size = location.size(file.path)  # checked first: a damaged manifest may name any size
+    if size != file.bytes:
+        raise IntegrityError(sentence(where, f"must have {file.bytes} bytes", str(size), _REMEDY))
+    data = location.read_bytes(file.path)
+    found = hashlib.sha256(data).hexdigest()
+    if found != file.sha256:
+        must = f"must have sha256 {quote(file.sha256, 80)}, as the manifest says"
+        raise IntegrityError(sentence(where, must, quote(found, 80), _REMEDY))
+    return data
+
+
+DECODER_ERRORS = (
+    pa.ArrowException,
+    OSError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    SystemError,
+    MemoryError,
+    EOFError,
+)
+"""Exceptions that decoders raise for damaged bytes."""
+
+
+@contextlib.contextmanager
+def decoding(where: str) -> Iterator[None]:
+    """Turns errors of decoders in this context into an :class:`IntegrityError` at `where`."""
+    try:
+        yield
+    except PackstoreError:
+        raise
+    except DECODER_ERRORS as error:
+        must = "its bytes must be those that were written"
+        raise IntegrityError(sentence(where, must, str(error), _REMEDY)) from error

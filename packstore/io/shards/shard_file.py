@@ -1,0 +1,72 @@
+"""Writes a shard to the local disk, row group by row group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from packstore.config import WriteConfig
+from packstore.format.arrays import Int64
+from packstore.io.shards.checksums import row_group_crc32
+from packstore.io.shards.parquet import parquet_writer
+from packstore.io.shards.shard import FileHashes
+from packstore.io.shards.statistics import PackCounter
+from packstore.io.store import local
+from packstore.io.store.faults import guarded
+
+
+class ShardFile:
+    """A Parquet or Arrow file; not thread-safe.
+
+    Args:
+        path: a new local path.
+        schema: of the packs.
+        config: the file format.
+
+    Attributes:
+        figures: for each row group, ``statistics.pack_figures`` of its packs.
+        counter: totals of its packs.
+    """
+
+    def __init__(self, path: str, schema: pa.Schema, config: WriteConfig) -> None:
+        self.path, self.counter = path, PackCounter()
+        self.figures: list[Int64] = []
+        with guarded("write", path, {}):
+            self._file = open(path, "xb")  # noqa: SIM115
+            if config.format == "arrow":
+                self._writer = pa.ipc.new_file(self._file, schema)
+            else:
+                self._writer = parquet_writer(self._file, schema, config)
+
+    def append(self, batches: Sequence[pa.RecordBatch]) -> None:
+        """Appends one row group that consists of all batches.
+
+        Raises:
+            StorageError: no space, or no permission.
+        """
+        table = pa.Table.from_batches([pa.concat_batches(batches)])
+        with guarded("write", self.path, {}):
+            self._writer.write_table(table, max(table.num_rows, 1))
+
+    def finish(self, durable: bool) -> tuple[FileHashes, Int64]:
+        """Closes the file; with `durable` it survives a power cut.
+
+        Returns:
+            Its hashes, and int64 `[G]`, the crc32 of each row group.
+
+        Raises:
+            StorageError: no space, or no permission.
+        """
+        with guarded("write", self.path, {}):
+            self._writer.close()
+            local.settle(self._file, durable)
+            with open(self.path, "rb") as file:
+                return FileHashes.of(file), row_group_crc32(self.path)
+
+    def discard(self) -> None:
+        """Closes the file and ignores errors: it is going to be removed."""
+        for handle in (self._writer, self._file):
+            with contextlib.suppress(OSError, pa.ArrowException):
+                handle.close()

@@ -1,0 +1,193 @@
+"""Totals and statistics of packs, computed while they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packstore.format.arrays import IGNORE_INDEX, Int64, Packs, PackSizes
+from packstore.format.loss_counts import count_packs
+from packstore.format.typed_json import Count, Real
+
+_SUMS = ("packs", "examples", "sequences", "tokens", "supervised_tokens", "logical_tokens")
+_NONE = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums over a dataset; `logical_tokens` are the tokens of an unpacked run."""
+
+    packs: Count
+    examples: Count
+    sequences: Count
+    tokens: Count
+    supervised_tokens: Count
+    logical_tokens: Count
+    bytes: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Minimum, mean and maximum of some numbers."""
+
+    min: Count
+    mean: Real
+    max: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Statistics of the packs.
+
+    Attributes:
+        fill_rate: tokens / (packs * pack_size), 0 to 1.
+        examples_per_pack: over all packs.
+        longest_sequence: logical tokens.
+        most_segments: maximum of a pack.
+        shortest_pack: tokens.
+        length_histogram: number of sequences by logical length; keys are lower bounds of buckets,
+            powers of two.
+        planning: figures of the planner.
+    """
+
+    fill_rate: Real
+    examples_per_pack: Spread
+    longest_sequence: Count
+    most_segments: Count
+    shortest_pack: Count
+    length_histogram: Mapping[str, Count]
+    planning: Mapping[str, Any]
+
+
+NO_TOTALS = Totals(
+    packs=0, examples=0, sequences=0, tokens=0, supervised_tokens=0, logical_tokens=0, bytes=0
+)
+NO_STATISTICS = Statistics(
+    fill_rate=0.0,
+    examples_per_pack=Spread(min=0, mean=0.0, max=0),
+    longest_sequence=0,
+    most_segments=0,
+    shortest_pack=0,
+    length_histogram={},
+    planning={},
+)
+
+
+def pack_figures(packs: Packs, kind: str) -> Int64:
+    """Returns int64 `[P, 10]`: examples, sequences, tokens, supervised tokens, longest segment and
+    sum of squared segment lengths of each pack, and the four of
+    :mod:`packstore.format.loss_counts`.
+    """
+    return np.concatenate([_work(packs), count_packs(packs, kind)], axis=1)
+
+
+def _work(packs: Packs) -> Int64:
+    """Returns int64 `[P, 6]`: the figures that do not depend on the kind."""
+    segments = packs.segment_lengths.astype(np.int64)
+    supervised = packs.labels != IGNORE_INDEX
+    firsts = packs.sequence_offsets[:-1]
+    return np.stack(
+        [
+            np.diff(packs.example_offsets),
+            np.diff(packs.sequence_offsets),
+            np.diff(packs.token_offsets),
+            np.add.reduceat(supervised, packs.token_offsets[:-1], dtype=np.int32),
+            np.maximum.reduceat(segments, firsts),
+            np.add.reduceat(segments**2, firsts),
+        ],
+        axis=1,
+    ).astype(np.int64)
+
+
+def pack_sizes(figures: Int64) -> PackSizes:
+    """Returns the sizes that loaders plan with, from :func:`pack_figures`."""
+    return PackSizes(
+        tokens=figures[:, 2], examples=figures[:, 0], squares=figures[:, 5], counts=figures[:, 6:]
+    )
+
+
+def group_figures(figures: Int64) -> Int64:
+    """Returns int64 `[6]`: rows, then the figures of :func:`pack_figures`, over all packs."""
+    return np.array([len(figures), *figures[:, :4].sum(axis=0), figures[:, 4].max()], np.int64)
+
+
+@dataclass(eq=False)
+class PackCounter:
+    """Accumulates totals of valid packs; the result does not depend on how they are batched."""
+
+    packs: int = 0
+    examples: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    supervised_tokens: int = 0
+    logical_tokens: int = 0
+    histogram: Int64 = field(default_factory=lambda: np.zeros(32, np.int64))
+    most_examples: int = 0
+    most_segments: int = 0
+    longest_sequence: int = 0
+    fewest_examples: int = _NONE
+    shortest_pack: int = _NONE
+
+    def add(self, packs: Packs) -> None:
+        """Adds some packs."""
+        if len(packs):
+            self.merge(PackCounter.of(_work(packs), packs.lengths))
+
+    @classmethod
+    def of(cls, figures: Int64, lengths: npt.NDArray[np.integer]) -> PackCounter:
+        """Returns the counter of some packs, at least one.
+
+        Args:
+            figures: of each pack, from :func:`pack_figures`.
+            lengths: `[S]`, logical, of all their sequences.
+        """
+        examples, sequences, tokens, supervised = figures[:, :4].T
+        return cls(
+            packs=len(figures),
+            examples=int(examples.sum()),
+            sequences=len(lengths),
+            tokens=int(tokens.sum()),
+            supervised_tokens=int(supervised.sum()),
+            logical_tokens=int(lengths.sum(dtype=np.int64)),
+            histogram=np.bincount(np.frexp(lengths)[1] - 1, minlength=32),
+            most_examples=int(examples.max()),
+            most_segments=int(sequences.max()),
+            longest_sequence=int(lengths.max()),
+            fewest_examples=int(examples.min()),
+            shortest_pack=int(tokens.min()),
+        )
+
+    def merge(self, other: PackCounter) -> None:
+        """Adds the totals of `other`."""
+        for name in (*_SUMS, "histogram"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("most_examples", "most_segments", "longest_sequence"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+        for name in ("fewest_examples", "shortest_pack"):
+            setattr(self, name, min(getattr(self, name), getattr(other, name)))
+
+    def totals(self, stored_bytes: int) -> Totals:
+        """Returns the sums, with the bytes of the shards."""
+        return Totals(bytes=stored_bytes, **{name: getattr(self, name) for name in _SUMS})
+
+    def statistics(self, pack_size: int, planning: Mapping[str, Any]) -> Statistics:
+        """Returns the statistics; all zero if there are no packs."""
+        if not self.packs:
+            return replace(NO_STATISTICS, planning=planning)
+        return Statistics(
+            fill_rate=self.tokens / (self.packs * pack_size),
+            examples_per_pack=Spread(
+                min=self.fewest_examples,
+                mean=self.examples / self.packs,
+                max=self.most_examples,
+            ),
+            longest_sequence=self.longest_sequence,
+            most_segments=self.most_segments,
+            shortest_pack=self.shortest_pack,
+            length_histogram={str(1 << b): int(n) for b, n in enumerate(self.histogram) if n},
+            planning=planning,
+        )

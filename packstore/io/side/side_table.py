@@ -1,0 +1,134 @@
+"""Looks up the values of a side dataset by example id, with two binary searches."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from packstore.errors import CompatibilityError, IntegrityError, sentence
+from packstore.format.arrays import Column, Float32, Int64, ragged_indices, to_offsets
+from packstore.io.manifest.side_manifest import REF_LOGPS
+from packstore.io.manifest.stored_file import decoding
+from packstore.io.side.side_reader import Side
+
+MAPPED_BYTES = 64 << 20
+"""Bytes above which an array is kept in a mapped temporary file, which can be paged out."""
+
+
+class SideTable:
+    """The values of a side dataset, sorted by example id.
+
+    Memory: 8 bytes for each example besides its values, and three times as much during loading.
+
+    Args:
+        side: read once, completely.
+
+    Raises:
+        StorageError: a shard is missing, or the store refuses.
+        IntegrityError: a checksum does not match, or an id repeats.
+    """
+
+    def __init__(self, side: Side) -> None:
+        self.url = side.url
+        batches = list(side.iter_batches())
+        with decoding(self.url):
+            ids = np.concatenate([_numbers(b.column("example_ids")) for b in batches] or [_NO_IDS])
+            order = np.argsort(ids, kind="stable")
+            self._ids = _settled(ids[order])
+            repeated = self._ids[1:][self._ids[1:] == self._ids[:-1]]
+            if len(repeated):
+                found = f"{len(repeated)} that repeat, the first of them {repeated[0]}"
+                raise IntegrityError(sentence(self.url, "example ids must be distinct", found))
+            self._columns: dict[str, Any] = {}
+            self._offsets: Int64 | None = None
+            for name, type_name in side.manifest.columns.items():
+                arrays = [b.column(name) for b in batches]
+                if name == REF_LOGPS:
+                    self._load_lists(name, arrays, order)
+                elif type_name == "string":
+                    whole = pa.concat_arrays([a.cast(pa.large_string()) for a in arrays] or [_NONE])
+                    self._columns[name] = whole.take(pa.array(order))
+                else:
+                    values = np.concatenate([_numbers(a) for a in arrays] or [_NO_IDS])
+                    self._columns[name] = _settled(values[order])
+
+    def find(self, example_ids: Int64) -> Int64:
+        """Returns the rows of these examples, int64 `[E]`.
+
+        Raises:
+            CompatibilityError: an example has no values.
+        """
+        rows = np.searchsorted(self._ids, example_ids)
+        rows[rows == len(self._ids)] = 0
+        missing = example_ids[self._ids[rows] != example_ids] if len(self._ids) else example_ids
+        if len(missing):
+            must = "every example must have its values"
+            found = f"none for {len(missing)} of {len(example_ids)}, the first of them {missing[0]}"
+            raise CompatibilityError(sentence(self.url, must, found, _REMEDY))
+        return rows
+
+    def column(self, name: str, rows: Int64) -> Column:
+        """Returns the value of each of these examples, `[E]`; strings as objects."""
+        values = self._columns[name]
+        if isinstance(values, pa.Array):
+            return np.array(values.take(pa.array(rows)).to_pylist(), np.object_)
+        return np.asarray(values[rows])
+
+    def ref_logps(self, rows: Int64, num_responses: npt.NDArray[np.integer]) -> Float32:
+        """Returns the value of each sequence of these examples, float32 `[S]`.
+
+        Raises:
+            CompatibilityError: an example has another number of sequences.
+        """
+        values, offsets = self._columns[REF_LOGPS], self._offsets
+        assert offsets is not None
+        counts = offsets[rows + 1] - offsets[rows]
+        wrong = np.flatnonzero(counts != num_responses)
+        if len(wrong):
+            i = wrong[0]
+            where = f"{self.url}, example {self._ids[rows[i]]}"
+            must = f"it must have {REF_LOGPS} of {num_responses[i]} sequences"
+            raise CompatibilityError(sentence(where, must, str(counts[i]), _REMEDY))
+        return np.asarray(values[ragged_indices(offsets, rows)])
+
+    def _load_lists(self, name: str, arrays: list[Any], order: Int64) -> None:
+        flat = [_numbers(a.flatten()) for a in arrays]
+        lengths = [np.diff(_numbers(a.offsets).astype(np.int64)) for a in arrays]
+        values, counts = (np.concatenate(x or [_NO_IDS]) for x in (flat, lengths))
+        if not np.isfinite(values).all():
+            raise IntegrityError(sentence(self.url, f"{name} must be finite", "NaN or infinity"))
+        self._columns[name] = _settled(values[ragged_indices(to_offsets(counts), order)])
+        self._offsets = _settled(to_offsets(counts[order]))
+
+
+def _settled(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Returns `values`, moved to a mapped temporary file if they are large."""
+    if values.nbytes <= MAPPED_BYTES:
+        return values
+    with tempfile.TemporaryFile(prefix="packstore-side-") as file:
+        values.tofile(file)
+        file.flush()
+        return np.memmap(file, values.dtype, "r", shape=values.shape)
+
+
+def _numbers(array: Any) -> npt.NDArray[Any]:
+    """Converts an Arrow array of numbers or booleans (``to_numpy`` would import pandas)."""
+    if pa.types.is_boolean(array.type):
+        return np.array(array.to_pylist(), np.bool_)
+    width = _WIDTHS[str(array.type)]
+    if not len(array):
+        return np.empty(0, width)
+    return np.frombuffer(array.buffers()[1], width, len(array), array.offset * width.itemsize)
+
+
+_WIDTHS = {
+    name: np.dtype(code)
+    for name, code in (("int32", "i4"), ("int64", "i8"), ("float", "f4"), ("double", "f8"))
+}
+_NO_IDS = np.empty(0, np.int64)
+_NONE = pa.nulls(0, pa.large_string())  # pa.array would import pandas
+_REMEDY = "Make the side dataset anew from this dataset"

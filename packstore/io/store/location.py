@@ -1,0 +1,300 @@
+"""Reads and writes files in a local folder or at any fsspec URL.
+
+A :class:`Location` is a URL with its options, and pickles as these. Each process opens its own
+filesystem, as the asynchronous clients of object stores hang after a fork. All errors are a
+:class:`StorageError` of one line that names the location, without the secrets in its URL or
+options.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeVar
+
+from packstore.config.storage import RetryConfig
+from packstore.errors import DatasetExistsError, FormatError, display, quote, sentence
+from packstore.io.store import clients, local, s3_upload
+from packstore.io.store.error_causes import is_passing
+from packstore.io.store.faults import guarded, means_exists, missing_filesystem, named_place
+from packstore.io.store.guarded_file import GuardedFile
+from packstore.io.store.retry import retrying
+
+T = TypeVar("T")
+
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]*")
+
+
+class Entry(NamedTuple):
+    """One file of a listing: its name in the folder, and its size in bytes."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Location:
+    """A file or folder on any store. Paths given to its methods are relative to it, with ``/``.
+
+    Every method raises :class:`StorageError` when the store refuses, and
+    :class:`MissingExtraError` when the package of the URL's filesystem is not installed.
+
+    Args:
+        url: a local path or an fsspec URL (``s3://bucket/prefix``).
+        storage_options: options of the fsspec filesystem (keys, endpoints, profiles), and of
+            retries (``retry_attempts``, …: :class:`RetryConfig`).
+    """
+
+    url: str
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", named_place(os.fspath(self.url)))
+        object.__setattr__(self, "storage_options", dict(self.storage_options))
+
+    def __repr__(self) -> str:
+        return f"Location({self.display!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"url": self.url, "storage_options": self.storage_options}
+
+    @property
+    def display(self) -> str:
+        """The URL without user, password and query string: for messages and manifests."""
+        return display(self.url)
+
+    @property
+    def local_path(self) -> str | None:
+        """The absolute path on the local disk; None for other stores."""
+        fs, root = self._open()
+        return root if local.is_local(fs) else None
+
+    @property
+    def creates_exclusively(self) -> bool:
+        """True if exactly one of many concurrent :meth:`create_bytes` is known to succeed."""
+        fs, _ = self._open()
+        return local.is_local(fs) or clients.creates_exclusively(fs)
+
+    def join(self, path: str) -> Location:
+        """Returns the location at `path` below this one."""
+        if not path:
+            return self
+        base, query = self.url, ""
+        if "://" in base and "?" in base:
+            base, query = base.split("?", 1)
+            query = "?" + query
+        return Location(f"{base.rstrip('/')}/{path}{query}", self.storage_options)
+
+    def exists(self, path: str = "") -> bool:
+        """Returns True if a file or folder exists; raises if the store refuses to answer."""
+        return self._info(path) is not None
+
+    def is_dir(self, path: str = "") -> bool:
+        """Returns True if a folder exists."""
+        info = self._info(path)
+        return info is not None and info["type"] == "directory"
+
+    def size(self, path: str = "") -> int:
+        """Returns the bytes of the file."""
+        fs, full = self._at(path)
+        return int(self.ask("read", path, lambda: fs.info(full))["size"] or 0)
+
+    def files(self, path: str = "") -> list[Entry]:
+        """Lists the files directly in a folder, by name; empty if the folder is missing."""
+        fs, full = self._at(path)
+
+        def listed() -> list[dict[str, Any]]:
+            fs.invalidate_cache()
+            try:
+                return list(fs.ls(full, detail=True))
+            except (FileNotFoundError, NotADirectoryError):
+                clients.refuse_missing_bucket(fs, full, self.url)
+                return []
+
+        found = self.ask("list", path, listed)
+        # Some stores also list the folder itself, an empty object.
+        inside = [e for e in found if e["type"] == "file" and not _same(e["name"], full)]
+        return sorted(Entry(e["name"].rsplit("/", 1)[-1], int(e["size"] or 0)) for e in inside)
+
+    def glob(self) -> list[Location]:
+        """Lists the files that match the URL as a pattern (``*``, ``**``, ``?``, ``[...]``)."""
+        fs, full = self._open()
+        found = self.ask("list", "", lambda: clients.glob(fs, full, self.url))
+        paths = sorted(path for path, info in found.items() if info["type"] == "file")
+        urls = paths if local.is_local(fs) else [fs.unstrip_protocol(p) for p in paths]
+        return [Location(url, self.storage_options) for url in urls]
+
+    def open_read(self, path: str = "", **how: Any) -> io.BufferedReader:
+        """Opens the file as a binary stream whose errors are all :class:`StorageError`.
+
+        Args:
+            path: relative to this location.
+            how: options of fsspec's ``open``, such as ``cache_type``.
+        """
+        fs, full = self._at(path)
+
+        def opened() -> Any:
+            if local.is_local(fs):
+                return io.FileIO(local.only_regular(full))
+            return fs.open(full, "rb", **how)
+
+        raw = self.ask("read", path, opened)
+        file = GuardedFile(raw, partial(self.ask, "read", path), partial(self.guard, "read", path))
+        return io.BufferedReader(file, 1 << 20)
+
+    def read_bytes(self, path: str = "", start: int | None = None, end: int | None = None) -> bytes:
+        """Reads bytes `start` to `end` (exclusive) of the file; fewer if it is shorter."""
+        fs, full = self._at(path)
+
+        def read() -> bytes:
+            if local.is_local(fs):
+                local.only_regular(full)
+                if start is not None and end is not None:
+                    return local.read_part(full, start, end)
+            return bytes(fs.cat_file(full, start=start, end=end))
+
+        return self.ask("read", path, read)
+
+    def put_file(self, local_path: str, path: str) -> None:
+        """Moves or uploads a finished local file to `path`, atomically; replaces a file there.
+
+        On a local disk it is renamed, so it must be on the same filesystem; elsewhere it is
+        uploaded, a few parts at a time.
+        """
+        fs, full = self._at(path)
+        if local.is_local(fs):
+            with self.guard("write", path):
+                local.in_its_folder(full, partial(os.replace, local_path, full))
+                local.sync_folder(os.path.dirname(full))
+        elif clients.is_s3fs(fs):
+            with self.guard("write", path):
+                s3_upload.upload(fs, local_path, full, partial(self.ask, "write", path))
+        else:
+            self.ask("write", path, lambda: clients.put_file(fs, local_path, full))
+
+    def create_bytes(self, path: str, data: bytes) -> None:
+        """Writes a small file only if it does not exist; of many writers exactly one succeeds.
+
+        If the response to a put is lost, its retry may find the file: if the file contains `data`,
+        the first put succeeded.
+
+        Raises:
+            DatasetExistsError: the file exists; it is not changed.
+        """
+        fs, full = self._at(path)
+        on_disk, maybe_ours = local.is_local(fs), clients.asks_again(fs)
+
+        def create() -> None:
+            nonlocal maybe_ours
+            try:
+                if on_disk:
+                    local.in_its_folder(full, partial(local.create, full, data))
+                else:
+                    clients.create(fs, full, data)
+            except Exception as error:
+                if not means_exists(error):
+                    maybe_ours |= is_passing(error)
+                    raise
+                fs.invalidate_cache()  # a listing from before the put lacks the file
+                if maybe_ours and fs.cat_file(full) == data:
+                    return
+                said = sentence(self.join(path).display, "must not exist yet", "it does")
+                raise DatasetExistsError(said) from error
+
+        self.ask("write", path, create)
+
+    def remove(self, path: str) -> None:
+        """Removes the file, if it exists."""
+        fs, full = self._at(path)
+
+        def remove() -> None:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                fs.rm_file(full)
+
+        self.ask("remove", path, remove)
+
+    def unfinished_uploads(self) -> list[s3_upload.Upload]:
+        """Lists unfinished uploads of killed writers, which only S3 keeps and bills."""
+        fs, full = self._open()
+        if not clients.is_s3fs(fs):
+            return []
+        return s3_upload.unfinished(fs, full, partial(self.ask, "list", ""))
+
+    def give_up(self, path: str, upload_id: str) -> None:
+        """Aborts an upload to `path` from `unfinished_uploads` and removes its parts."""
+        fs, full = self._at(path)
+        s3_upload.give_up(fs, full, upload_id, partial(self.ask, "remove", path))
+
+    def ask(self, verb: str, path: str, call: Callable[[], T]) -> T:
+        """Returns the result of `call`; retries and raises storage errors (:mod:`.retry`).
+
+        Args:
+            verb: the operation: ``read``, ``write``, ``list`` or ``remove``.
+            path: its target, relative to this location.
+            call: makes one request to the filesystem.
+        """
+
+        def named() -> T:
+            with self.guard(verb, path):
+                return call()
+
+        return retrying(named, self._split_options[0])
+
+    def guard(self, verb: str, path: str = "") -> contextlib.AbstractContextManager[None]:
+        """Turns all errors of a filesystem in this context into a :class:`StorageError`."""
+        return guarded(verb, self.join(path).url, self.storage_options)
+
+    def _open(self) -> tuple[Any, str]:
+        """Returns the filesystem of this process, and the path in it."""
+        cached = self.__dict__.get("_filesystem")
+        if cached is None or cached[0] != os.getpid():
+            options = self._split_options[1]
+            with self.guard("open"):
+                try:
+                    fs, root = clients.open_filesystem(self.url, options)
+                except ImportError as error:
+                    raise missing_filesystem(self.url, error) from error
+            cached = (os.getpid(), fs, root)
+            object.__setattr__(self, "_filesystem", cached)
+        return cached[1], cached[2]
+
+    @cached_property
+    def _split_options(self) -> tuple[RetryConfig, dict[str, Any]]:
+        return RetryConfig.split(self.storage_options)
+
+    def _at(self, path: str) -> tuple[Any, str]:
+        fs, root = self._open()
+        return fs, f"{root.rstrip('/')}/{path}" if path else root
+
+    def _info(self, path: str) -> Mapping[str, Any] | None:
+        fs, full = self._at(path)
+
+        def info() -> Mapping[str, Any] | None:
+            fs.invalidate_cache()
+            try:
+                return dict(fs.info(full))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+        return self.ask("read", path, info)
+
+
+def check_relative(path: str, where: str) -> str:
+    """Returns `path` if it is a valid path inside a dataset.
+
+    Raises:
+        FormatError: it is absolute, a URL, or contains ``..`` or forbidden characters.
+    """
+    if not all(_PART.fullmatch(part) for part in path.split("/")):
+        must = "a path must be relative and stay inside the dataset"
+        raise FormatError(sentence(where, must, quote(path)))
+    return path
+
+
+def _same(path: str, other: str) -> bool:
+    return path.strip("/") == other.strip("/")

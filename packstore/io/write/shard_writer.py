@@ -1,0 +1,216 @@
+"""Writes packs to shards with content-hashed names.
+
+1. Check all invariants of the packs, and convert them to Arrow rows.
+2. Cut row groups at `row_group_tokens`, independent of how the packs are batched.
+3. Write them to the open shard, a hidden local file, in the writer's own thread.
+4. At `shard_tokens` close it, hash it, and store it as ``data/<run>-<number>-<hash>``.
+Shards become part of a dataset when a manifest names them (:mod:`packstore.io.manifest.manifest`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import pyarrow as pa
+
+from packstore.config import WriteConfig
+from packstore.format.arrays import Int64, Packs
+from packstore.format.rules import check_packs
+from packstore.format.schema import pack_schema, to_arrow
+from packstore.io.dataset.columns import int64_values
+from packstore.io.dataset.pack_index import put_index
+from packstore.io.manifest.commit import DATA, FOLDER
+from packstore.io.manifest.partition_notes import Finished
+from packstore.io.manifest.stored_file import StoredFile
+from packstore.io.shards.shard import PackShape, ShardInfo, describe_shard
+from packstore.io.shards.shard_file import ShardFile
+from packstore.io.shards.statistics import PackCounter, group_figures, pack_figures, pack_sizes
+from packstore.io.store.location import Location
+from packstore.io.store.staging import Staging
+
+AHEAD = 4
+"""Maximum row groups queued for encoding."""
+
+
+class ShardWriter:
+    """Writes packs as the shards of a dataset; a context manager that aborts on an error.
+
+    The bytes depend only on the packs, the settings and the release of pyarrow. Memory: a few row
+    groups.
+
+    Args:
+        location: the dataset.
+        shape: properties shared by all packs.
+        config: file format, codec, and sizes.
+        run: prefix of all shard names; the same for a rerun of the same job.
+        spill_dir: local folder for unfinished shards of a remote dataset; None: the system's.
+            (Those of a local dataset are hidden files inside it, so that a rename publishes them.)
+
+    Attributes:
+        counter: totals and statistics of the packs so far.
+        pack_index: the index of all packs, after :meth:`close`; None without packs.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        shape: PackShape,
+        config: WriteConfig,
+        run: str,
+        spill_dir: str | None = None,
+    ) -> None:
+        self.counter = PackCounter()
+        self.pack_index: StoredFile | None = None
+        self._location, self._shape, self._config, self._run = location, shape, config, run
+        spans = config.labels == "spans"
+        carry = dict(shape.carry)
+        self._schema = pack_schema(shape.kind, shape.layout, label_spans=spans, carry=carry)
+        self._staging = Staging(location, (FOLDER, DATA), spill_dir)
+        self._encoder: ThreadPoolExecutor | None = None
+        self._encoding: deque[Future[None]] = deque()
+        self._shard: ShardFile | None = None
+        self._pending: list[tuple[pa.RecordBatch, Int64]] = []
+        self._pending_tokens = self._rows = 0
+        self._parts: list[Finished] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self.finish()
+        except BaseException:
+            self.abort()
+            raise
+        if error is not None:
+            self.abort()
+
+    def write(self, packs: Packs) -> None:
+        """Adds packs, in dataset order.
+
+        Raises:
+            FormatError: a pack violates an invariant.
+            StorageError: no space, no permission, or the store refuses.
+        """
+        if not len(packs):
+            return
+        check_packs(
+            packs,
+            layout=self._shape.layout,
+            pack_size=self._shape.pack_size,
+            vocab_size=self._shape.vocab_size,
+            where=f"packs for {self._location.display}",
+            first_row=self._rows,
+        )
+        self._rows += len(packs)
+        batch, figures = to_arrow(packs, self._schema), pack_figures(packs, self._shape.kind)
+        self.counter.merge(PackCounter.of(figures, packs.lengths))
+        start = 0
+        for row, tokens in enumerate(np.diff(packs.token_offsets).tolist()):
+            full = self._pending_tokens + tokens > self._config.row_group_tokens
+            if self._pending_tokens and full:
+                self._hold(batch, figures, start, row)
+                self._flush()
+                start = row
+            self._pending_tokens += tokens
+        self._hold(batch, figures, start, len(packs))
+
+    def finish(self) -> list[Finished]:
+        """Finishes the last shard; returns all shards in order.
+
+        Raises:
+            StorageError: no space, no permission, or the store refuses.
+        """
+        self._finish()
+        self._staging.remove()
+        return self._parts
+
+    def close(self) -> list[ShardInfo]:
+        """Calls :meth:`finish` and stores the pack index, for a dataset of only these shards."""
+        parts = self.finish()
+        self.pack_index = put_index(self._location, (part.sizes for part in parts))
+        return [part.shard for part in parts]
+
+    def abort(self) -> None:
+        """Aborts, and removes unfinished files.
+
+        Stored shards stay for `clean`: another run of the same job, whose shards have the same
+        names, may be about to commit them.
+        """
+        self._discard()
+        self._staging.prune()
+
+    def _discard(self) -> None:
+        """Removes unfinished files, after the thread has ended."""
+        if self._encoder is not None:
+            self._encoder.shutdown(cancel_futures=True)
+            self._encoder = None
+        self._encoding.clear()
+        if self._shard is not None:
+            self._shard.discard()
+            self._shard = None
+        self._staging.remove()
+
+    def _hold(self, batch: pa.RecordBatch, figures: Int64, start: int, stop: int) -> None:
+        if stop > start:
+            self._pending.append((batch.slice(start, stop - start), figures[start:stop]))
+
+    def _flush(self) -> None:
+        """Queues the pending rows as one row group; closes the shard if it is full."""
+        batches = [batch for batch, _ in self._pending]
+        if self._shard is None:
+            self._shard = ShardFile(self._staging.path(), self._schema, self._config)
+        if self._encoder is None:
+            self._encoder = ThreadPoolExecutor(1, "packstore-write")
+        figures = np.concatenate([f for _, f in self._pending])
+        lengths = np.concatenate([int64_values(b.column("lengths")) for b in batches])
+        self._shard.figures.append(figures)
+        self._shard.counter.merge(PackCounter.of(figures, lengths))
+        self._pending, self._pending_tokens = [], 0
+        self._encoding.append(self._encoder.submit(self._shard.append, batches))
+        self._wait(AHEAD)
+        if self._shard.counter.tokens >= self._config.shard_tokens:
+            self._close_shard(self._shard)
+
+    def _wait(self, ahead: int) -> None:
+        """Waits until at most `ahead` row groups are unwritten; raises errors of writing."""
+        while len(self._encoding) > ahead:
+            self._encoding.popleft().result()
+
+    def _finish(self) -> None:
+        """Finishes the last shard."""
+        if self._pending_tokens:
+            self._flush()
+        if self._shard is not None:
+            self._close_shard(self._shard)
+        if self._encoder is not None:
+            self._encoder.shutdown()
+            self._encoder = None
+
+    def _close_shard(self, shard: ShardFile) -> None:
+        self._wait(0)
+        hashes, checksums = shard.finish(durable=self._staging.in_dataset)
+        name = f"{self._run}-{len(self._parts):05d}-{hashes.sha256[:16]}.{self._config.format}"
+        groups = [group_figures(figures) for figures in shard.figures]
+        info = describe_shard(f"{DATA}/{name}", groups, hashes, checksums)
+        self._put(shard.path, info.path)
+        sizes = pack_sizes(np.concatenate(shard.figures))
+        self._shard = None
+        self._parts.append(Finished(info, shard.counter, sizes))
+
+    def _put(self, local_path: str, path: str) -> None:
+        """Moves or uploads a finished file into the dataset."""
+        self._location.put_file(local_path, path)
+        if not self._staging.in_dataset:
+            os.unlink(local_path)

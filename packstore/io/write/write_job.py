@@ -1,0 +1,159 @@
+"""A job that writes the next version of a place.
+
+1. Check that a dataset may be written there, and choose the number of its manifest.
+2. Write a marker, and warn if another job has one (:mod:`packstore.io.write.writer_markers`).
+3. Before the commit, check that every shard exists.
+4. After the commit or an error, remove the marker. An error removes nothing else.
+Of several running jobs, the first to write the manifest of that number commits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from packstore.errors import DatasetExistsError, StorageError, sentence
+from packstore.format.arrays import PackSizes
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.presence import require_committed
+from packstore.io.manifest.commit import DATA, DATASET, refuse_existing, require_exclusive
+from packstore.io.manifest.concat import Part, check_alike, merge
+from packstore.io.manifest.manifest import Manifest, commit_manifest
+from packstore.io.shards.shard import ShardInfo
+from packstore.io.store.location import Location
+from packstore.io.store.upkeep import list_folder, pruned
+from packstore.io.write.writer_markers import marked
+
+log = logging.getLogger("packstore")
+
+
+class AppendedBefore(DatasetExistsError):
+    """The records to append already are the last part of the dataset."""
+
+
+class WriteJob:
+    """The next version of a place.
+
+    Attributes:
+        location: of the dataset.
+        version: number of the next manifest.
+        extends: the dataset whose packs come first in the next version; None: no other packs.
+        committed: the version written by :meth:`commit`.
+    """
+
+    extends: Dataset | None = None
+    committed: Dataset
+
+    def __init__(self, location: Location, version: int) -> None:
+        self.location, self.version = location, version
+
+    def check_fits(
+        self, kind: str, carry: Mapping[str, str], provenance: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Refuses packs that cannot be appended to the dataset that this job extends.
+
+        Raises:
+            CompatibilityError: names the differences.
+        """
+        if self.extends is not None:
+            manifest = replace(self.extends.manifest, kind=kind, carry=carry)
+            told = {**manifest.provenance, "tokenizer": provenance().get("tokenizer")}
+            added = Part("what is appended", replace(manifest, provenance=told))
+            check_alike(Part(self.extends.url, self.extends.manifest), added)
+
+    def earlier(self) -> Iterator[PackSizes]:
+        """Yields the sizes of the packs of each shard of the dataset that this job extends."""
+        if self.extends is not None:
+            for number in range(len(self.extends.manifest.shards)):
+                yield self.extends.shard_sizes(number)
+
+    def whole(self, manifest: Manifest) -> Manifest:
+        """Returns the manifest to commit: the extended dataset, then this job's shards."""
+        if self.extends is None:
+            return manifest
+        url = self.extends.url
+        merged = merge([Part(url, self.extends.manifest), Part(url, manifest)])
+        return replace(merged, pack_index=manifest.pack_index)
+
+    def refuse_again(self, about: Mapping[str, Any]) -> None:
+        """Refuses to append records twice, most likely a repeat of a call that succeeded.
+
+        Raises:
+            AppendedBefore: the same records, with the same settings, are its last part.
+            DatasetExistsError: the dataset already contains the same records.
+        """
+        old, new = (
+            {s.get("sha256") for s in told.get("sources", ())} - {None}
+            for told in (self.extends.manifest.provenance if self.extends else {}, about)
+        )
+        if not new & old:
+            return
+        if not new <= old:
+            log.warning("%d of %d inputs are in the dataset already", len(new & old), len(new))
+            return
+        last = (self.extends.manifest.provenance if self.extends else {}).get("combined_from")
+        if last and last[-1].get("lineage") == about.get("lineage"):
+            raise AppendedBefore(self.location.display)
+        must = "records that are appended must not be in it yet"
+        do = "To have them twice, pack them elsewhere and use concat"
+        found = "these very ones, by the hash of the input"
+        raise DatasetExistsError(sentence(self.location.display, must, found, do))
+
+    def confirm(self, shards: Iterable[ShardInfo]) -> None:
+        """Checks that all shards still exist, right before the commit.
+
+        Raises:
+            StorageError: a shard was removed.
+        """
+        there = {f.path: f.bytes for f in list_folder(self.location, DATA)}
+        for shard in shards:
+            if there.get(shard.path) != shard.bytes:
+                found = f"{shard.path} removed or changed"
+                must = "its shards must stay while a job writes there"
+                raise StorageError(sentence(self.location.display, must, found, "Run it again"))
+
+    def commit(self, manifest: Manifest) -> None:
+        """Writes the manifest under the number of this job, then checks that its files exist.
+
+        Raises:
+            DatasetExistsError: another writer committed first.
+            MissingFilesError: the version is committed, but lacks files.
+            StorageError: the store refuses.
+        """
+        commit_manifest(self.location, manifest, version=self.version)
+        require_committed(self.location, manifest, self.version)
+        # Read back like a reader does. By now the newest version may be another job's.
+        as_stored = Manifest.from_json(manifest.to_json(), self.location.display)
+        self.committed = Dataset(self.location, as_stored, self.version)
+
+
+@contextlib.contextmanager
+def writing(
+    location: Location,
+    overwrite: bool,
+    call: str = "pack",
+    *,
+    single_writer: bool = False,
+    name: str = DATASET,
+) -> Iterator[WriteJob]:
+    """Opens a job that writes to `location`, possibly concurrent with others.
+
+    Args:
+        location: the dataset.
+        overwrite: replace an existing dataset.
+        call: name of the job, for messages.
+        single_writer: asserts that no other job writes there.
+        name: prefix of the name of its manifest.
+
+    Raises:
+        ConfigError: two writers could both commit there, and `single_writer` is False.
+        DatasetExistsError: a dataset exists, and `overwrite` is False.
+        StorageError: the store refuses.
+    """
+    require_exclusive(location, single_writer)
+    version = refuse_existing(location, overwrite, name)
+    with pruned(location), marked(location, call):
+        yield WriteJob(location, version)

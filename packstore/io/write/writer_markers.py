@@ -1,0 +1,117 @@
+"""Markers of running jobs, which only warn early of concurrent writers.
+
+A job writes ``_packstore/writers/<random>.json`` when it starts, and removes it when it ends. The
+number of the manifest alone decides which of several jobs commits
+(:mod:`packstore.io.manifest.commit`), so a missing or wrong marker does no harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import uuid
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import orjson
+
+from packstore.errors import PackstoreError, quote
+from packstore.io.manifest.commit import FOLDER
+from packstore.io.store.location import Location
+from packstore.io.store.process import Process, this_process
+from packstore.io.store.upkeep import list_folder
+
+log = logging.getLogger("packstore")
+
+WRITERS = f"{FOLDER}/writers"
+
+YOUNG_SECONDS = 3600.0
+"""Age from which on the job of a marker counts as ended, unless its process is seen running."""
+
+
+class Writer(NamedTuple):
+    """A job that is, or may be, writing to a location."""
+
+    path: str
+    call: str
+    process: Process
+
+    @property
+    def text(self) -> str:
+        """Returns a description for messages."""
+        where = "this machine" if self.process.is_of_this_machine else "another machine"
+        return f"{quote(self.call, 16)}, process {self.process.pid} of {where}"
+
+
+@contextlib.contextmanager
+def marked(location: Location, call: str) -> Iterator[str]:
+    """Writes a marker of this job for the context, and yields its path; warns of other jobs.
+
+    Args:
+        location: the dataset.
+        call: name of the job, such as ``pack``.
+
+    Raises:
+        StorageError: the location is not writable at all.
+    """
+    path = f"{WRITERS}/{uuid.uuid4().hex}.json"
+    try:
+        location.create_bytes(path, orjson.dumps({"call": call, **this_process()._asdict()}))
+    except PackstoreError as error:
+        log.debug("no marker: %s", error)
+        _require_writable(location)
+    try:
+        for other in writers(location, besides=path)[:1]:
+            log.warning(
+                "%s: another job may be writing here (%s); the one that commits last will be "
+                "refused",
+                *(location.display, other.text),
+            )
+        yield path
+    finally:
+        with contextlib.suppress(PackstoreError):
+            location.remove(path)
+        if location.local_path is not None:
+            with contextlib.suppress(OSError):  # not empty: another job's marker
+                os.rmdir(os.path.join(location.local_path, WRITERS))
+
+
+def _require_writable(location: Location) -> None:
+    """Raises now, not after tokenizing everything, if the location is not writable."""
+    path = f"{FOLDER}/.packstore-{uuid.uuid4().hex}"
+    location.create_bytes(path, b"")
+    location.remove(path)
+
+
+def writers(location: Location, besides: str = "") -> list[Writer]:
+    """Lists the jobs that may be writing there: running ones, and those with a young marker.
+
+    Args:
+        location: the dataset.
+        besides: path of a marker to ignore.
+    """
+    found = []
+    with contextlib.suppress(PackstoreError):
+        for file in list_folder(location, WRITERS):
+            if file.path == besides or not file.path.endswith(".json"):
+                continue
+            writer = _read(location, file.path)
+            if writer is None:
+                continue
+            young = file.age is not None and file.age < YOUNG_SECONDS
+            if writer.process.lives or (young and not writer.process.is_of_this_machine):
+                found.append(writer)
+    return found
+
+
+def _read(location: Location, path: str) -> Writer | None:
+    """Reads a marker; None if its job has just ended. An unreadable one may be of any job."""
+    try:
+        told = orjson.loads(location.read_bytes(path))
+        process = Process(str(told["machine"]), int(told["pid"]), str(told["started"]))
+        return Writer(path, str(told["call"]), process)
+    except PackstoreError:
+        return None
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        return Writer(path, "", Process("", 0, ""))

@@ -1,0 +1,213 @@
+"""Finds the assistant's turns in a rendered dialogue."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from functools import cached_property
+
+from packstore.tokenizer.chat.sandbox import as_json
+from packstore.tokenizer.chat.template import ChatTemplate, Message, Span, Tools
+from packstore.tokenizer.control import free_characters, shared_characters
+from packstore.tokenizer.refusals import Refused
+
+_EMPTY_THINKING = re.compile(r"\n*(<think>)?\n*</think>\n{0,2}")
+
+
+_OPEN_MARKER = re.compile("<[^<>]*$")
+"""An incomplete marker at the end."""
+
+
+def render_turns(
+    template: ChatTemplate,
+    messages: list[Message],
+    first: int,
+    tools: Tools,
+    *,
+    last_only: bool,
+    prompts: dict[int, str] | None = None,
+) -> tuple[str, list[Span]]:
+    """Renders a dialogue, and finds its supervised spans.
+
+    Args:
+        template: the chat template.
+        messages: prompt and response.
+        first: number of messages in the prompt; only assistant turns after it are supervised.
+        tools: tool descriptions.
+        last_only: supervise only the last of those turns.
+        prompts: cache of rendered prompts by number of messages, shared by the responses to one
+            prompt.
+
+    Returns:
+        The text, and (start, end) character spans in order. A turn starts after the generation
+        prompt, as at inference, and includes the template's end-of-turn text, but not a generation
+        prompt that the template writes after the last turn.
+
+    Raises:
+        Refused: ``template_refused``, or ``unsupervised`` without an assistant turn.
+    """
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    if not turns:
+        raise Refused("unsupervised", "no turn of the assistant")
+    if template.marks_generation:
+        text, spans = template.render_spans(messages, tools)
+        finder = _Finder(template, messages, tools, text, prompts)
+        begin = finder.start(first, 0) if first else 0
+        spans = [(max(a, begin), b) for a, b in spans if b > begin]
+    else:
+        text = template.render(messages, tools)
+        finder = _Finder(template, messages, tools, text, prompts)
+        spans = finder.spans(turns)
+    if not spans:
+        raise Refused("unsupervised", "the template marks no words of the assistant")
+    return text, spans[-1:] if last_only else spans
+
+
+def after_empty_thinking(text: str, span: Span) -> Span:
+    """Returns the span without an empty thinking block at its start.
+
+    Templates write it before answers without reasoning; its opening tag may be in the prompt.
+    """
+    start, end = span
+    found = _EMPTY_THINKING.match(text, start, end)
+    if found and (found[1] or text[:start].rstrip("\n").endswith("<think>")):
+        return found.end(), end
+    return span
+
+
+class _Finder:
+    """Finds turns in the text of a dialogue by rendering parts of it."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        messages: list[Message],
+        tools: Tools,
+        text: str,
+        prompts: dict[int, str] | None,
+    ) -> None:
+        self._template = template
+        self._messages = messages
+        self._tools = tools
+        self._text = text
+        self._prompts = {} if prompts is None else prompts
+
+    def spans(self, turns: Sequence[int]) -> list[Span]:
+        """Returns the span of each turn."""
+        found: list[Span] = []
+        for i in turns:
+            start = self.start(i, found[-1][1] if found else 0)
+            found.append((start, max(start, self._end(i))))
+        return found
+
+    def start(self, i: int, low: int) -> int:
+        """Returns the start of message `i`: after the generation prompt, and at least `low`."""
+        header = before = ""
+        try:
+            prompt = self._prompt(i)
+            if self._text.startswith(prompt):
+                return len(prompt)
+            before = self._before(i)
+            header = prompt.removeprefix(before)
+        except Refused:
+            if i > 0:  # a dialogue that starts with the assistant has no prompt to render
+                raise
+        begin, end = self._content(i)
+        at = self._text.rfind(header, low, end if begin is None else begin) if header else -1
+        if at >= 0:
+            return at + len(header)
+        if begin is not None:
+            return begin
+        # A prompt may open a thinking block that a call lacks: the header is their common prefix.
+        shared = ""
+        if self._text.startswith(before):
+            size = shared_characters(header, self._text[len(before) :])
+            shared = _OPEN_MARKER.sub("", header[:size])
+        if not shared:
+            raise _lost(i)
+        return len(before) + len(shared)
+
+    def _before(self, i: int) -> str:
+        """Renders the first `i` messages, without a generation prompt."""
+        text = self._template.render(self._messages[:i], self._tools)
+        return text.removesuffix(self._template.written_prompt)
+
+    def _prompt(self, i: int) -> str:
+        """Renders the first `i` messages, with the generation prompt."""
+        if i not in self._prompts:
+            text = self._template.render(self._messages[:i], self._tools, prompt=True)
+            self._prompts[i] = text
+        return self._prompts[i]
+
+    def _end(self, i: int) -> int:
+        """The end of message `i`, including its end-of-turn text."""
+        if i == len(self._messages) - 1:
+            return len(self._text.removesuffix(self._template.written_prompt))
+        alone = self._before(i + 1)
+        if self._text.startswith(alone):
+            return len(alone)
+        end = self._content(i)[1]
+        opens, closes = self._marks[i]
+        last = _mark(self._messages[i], opens, closes)
+        alone = self._template.render([*self._messages[:i], last], self._tools)
+        tail = alone.rpartition(closes)[2].removesuffix(self._template.written_prompt)
+        return end + shared_characters(tail, self._text[end:])
+
+    @cached_property
+    def _marks(self) -> list[tuple[str, str]]:
+        """Two characters per message that do not occur in the dialogue."""
+        known = self._template.source + as_json([self._messages, self._tools])
+        marks = free_characters(known, 2 * len(self._messages))
+        return list(zip(marks[::2], marks[1::2], strict=True))
+
+    @cached_property
+    def _contents(self) -> dict[int, tuple[int | None, int]]:
+        """Start and end of each assistant message's content, found by marks around it.
+
+        The start is None if the template drops the mark there, or writes something before it.
+
+        Raises:
+            Refused: ``template_refused``: the marks change the text.
+        """
+        marked = [
+            _mark(message, *marks) if message["role"] == "assistant" else message
+            for message, marks in zip(self._messages, self._marks, strict=True)
+        ]
+        text = self._template.render(marked, self._tools)
+        found = list(re.finditer("[" + "".join(itertools.chain(*self._marks)) + "]", text))
+        places = {match[0]: match.start() - n for n, match in enumerate(found)}
+        bare = text.translate(dict.fromkeys(map(ord, places)))
+        if bare != self._text or len(places) != len(found):
+            raise Refused("template_refused", "the text of a turn depends on its content")
+        contents: dict[int, tuple[int | None, int]] = {}
+        for i, (opens, closes) in enumerate(self._marks):
+            if closes in places:
+                message = self._messages[i]
+                plain = (message["content"] or "").strip() and not message.get("reasoning_content")
+                contents[i] = (places.get(opens) if plain else None, places[closes])
+        return contents
+
+    def _content(self, i: int) -> tuple[int | None, int]:
+        if i not in self._contents:
+            raise _lost(i)
+        return self._contents[i]
+
+
+def _mark(message: Message, opens: str, closes: str) -> Message:
+    """Puts marks around a message's content, or around the name of its last function call."""
+    content = message["content"] or ""
+    core = content.strip()
+    if core:
+        lead, _, trail = content.partition(core)
+        return {**message, "content": lead + opens + core + closes + trail}
+    if not message.get("tool_calls"):
+        return message
+    *calls, last = message["tool_calls"]
+    function = last["function"]
+    name = opens + function["name"] + closes
+    return {**message, "tool_calls": [*calls, {**last, "function": {**function, "name": name}}]}
+
+
+def _lost(i: int) -> Refused:
+    return Refused("template_refused", f"message {i + 1} cannot be found in the rendered text")

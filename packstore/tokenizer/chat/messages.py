@@ -1,0 +1,256 @@
+"""Normalises chat messages of many formats: role, content, tool calls, reasoning."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from packstore.config.checks import RESERVED_VARIABLES
+from packstore.errors import quote
+from packstore.tokenizer.chat.template import Message, Tools
+from packstore.tokenizer.refusals import Refused
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "assistant_tool_call": "call",
+    "function_call": "call",
+    "assistant_reasoning": "reasoning",
+}
+"""Role in the input -> our role. ``call`` and ``reasoning`` are merged into assistant messages."""
+
+KEPT = ("name", "tool_call_id")
+"""Other text fields of a message that templates use."""
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Fields of reasoning, in order of precedence; templates get it under the first two names, as in
+transformers."""
+
+
+def normalize_messages(value: object) -> list[Message]:
+    """Converts messages to the form that templates expect.
+
+    Accepts ``role`` / ``content`` and ShareGPT's ``from`` / ``value``; content as text or as text
+    parts; a tool call or reasoning as a separate message, which is merged into its assistant
+    message. A turn with calls only has the record's content, or null; arguments that are JSON text
+    stay text.
+
+    Raises:
+        Refused: ``wrong_type`` or ``bad_role``.
+    """
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise Refused("wrong_type", f"messages must be a list, found {quote(value)}")
+    found: list[Message] = []
+    reasoning: str | None = None
+    calling = False
+    for raw in value:
+        role, message = _normalize(raw)
+        if role == "reasoning":
+            reasoning, calling = message["content"], False
+            continue
+        if role == "call":
+            calls = _calls(message["content"])
+            if calling:
+                found[-1]["tool_calls"] += calls
+                continue
+            message = {"role": "assistant", "content": None, "tool_calls": calls}
+        if reasoning is not None:
+            if message["role"] != "assistant":
+                raise Refused("bad_role", f"reasoning must precede an answer, found {role!r}")
+            message["reasoning_content"] = message["thinking"] = reasoning
+            reasoning = None
+        found.append(message)
+        calling = role == "call"
+    if reasoning is not None:
+        raise Refused("bad_role", "reasoning must precede an answer, found the end")
+    return found
+
+
+def parsed_json(messages: object) -> object:
+    """Parses messages that are JSON text, as in text columns.
+
+    Raises:
+        Refused: ``wrong_type``.
+    """
+    if isinstance(messages, str) and messages.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(messages)
+        except (ValueError, RecursionError) as error:
+            raise Refused("wrong_type", f"messages must be a list: {error}") from None
+    return messages
+
+
+def normalize_tools(value: object) -> Tools:
+    """Normalises tool descriptions, given as a list or its JSON text; None without tools.
+
+    Raises:
+        Refused: ``wrong_type``.
+    """
+    if isinstance(value, str):
+        value = _json(value, "tools") if value.strip() else None
+    if not value:
+        return None
+    if not isinstance(value, list):
+        raise Refused("wrong_type", f"tools must be a list, found {quote(value)}")
+    return value
+
+
+def normalize_variables(value: object) -> dict[str, Any] | None:
+    """Normalises variables of the chat template, given as an object or its JSON text.
+
+    None without variables. Null values count as absent: tables fill missing variables with null.
+
+
+    Raises:
+        Refused: ``wrong_type``.
+    """
+    if isinstance(value, str):
+        value = _json(value, "chat_template_kwargs") if value.strip() else None
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        must = "chat_template_kwargs must be an object"
+        raise Refused("wrong_type", f"{must}, found {quote(value)}")
+    for name in value:
+        if not isinstance(name, str) or name in RESERVED_VARIABLES:
+            raise Refused("wrong_type", f"chat_template_kwargs must not hold {quote(name)}")
+    return _without_nulls(value) or None
+
+
+def strip_thinking(text: str) -> str:
+    """Removes ``<think>...</think>`` from `text`, also if the opening tag was in the prompt."""
+    text = re.sub(r"<think>.*?</think>\s*", "", text, flags=re.DOTALL)
+    return text.rpartition("</think>")[2].lstrip() if "</think>" in text else text
+
+
+def without_thinking(messages: list[Message]) -> list[Message]:
+    """Removes all reasoning from assistant turns."""
+    return [
+        {
+            **{key: value for key, value in message.items() if key not in REASONING},
+            "content": message["content"] and strip_thinking(message["content"]),
+        }
+        if message["role"] == "assistant"
+        else message
+        for message in messages
+    ]
+
+
+def says_something(message: Message) -> bool:
+    """Returns True if a turn has text, calls or reasoning."""
+    content = message["content"] or ""
+    return bool(content.strip() or message.get("tool_calls") or message.get("reasoning_content"))
+
+
+def text_arguments(messages: list[Message]) -> Iterator[str]:
+    """Yields non-empty arguments of tool calls that are text."""
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            if isinstance(arguments, str) and arguments.strip():
+                yield arguments
+
+
+def with_parsed_arguments(messages: list[Message]) -> list[Message]:
+    """Parses arguments of tool calls that are JSON text.
+
+    Raises:
+        Refused: ``wrong_type``.
+    """
+
+    def parsed(call: dict[str, Any]) -> dict[str, Any]:
+        function, arguments = call["function"], call["function"]["arguments"]
+        if isinstance(arguments, str):
+            text = arguments if arguments.strip() else "{}"
+            arguments = _json(text, "the arguments of a tool call")
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    return [
+        {**message, "tool_calls": [parsed(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Applies `change` to every string in a JSON value, including keys."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [map_strings(v, change) for v in value]
+    if isinstance(value, dict):
+        return {change(key): map_strings(v, change) for key, v in value.items()}
+    return value
+
+
+def _normalize(raw: object) -> tuple[str, Message]:
+    if not isinstance(raw, dict):
+        raise Refused("wrong_type", f"a message must be an object, found {quote(raw)}")
+    written = raw.get("role") or raw.get("from")
+    role = ROLES.get(written) if isinstance(written, str) else None
+    if role is None:
+        raise Refused("bad_role", f"unknown role {quote(written)}")
+    message: Message = {"role": role}
+    calls = raw.get("tool_calls") if role == "assistant" else None
+    content = raw.get("content")
+    if content is None:
+        content = raw.get("value")
+    message["content"] = None if content is None and calls else _text(content)
+    for name in KEPT:
+        if raw.get(name) is not None:
+            message[name] = _text(raw[name])
+    thoughts = next((raw[name] for name in REASONING if isinstance(raw.get(name), str)), None)
+    if thoughts is not None:
+        message["reasoning_content"] = message["thinking"] = thoughts
+    if calls:
+        message["tool_calls"] = _calls(calls)
+    return role, message
+
+
+def _text(content: object) -> str:
+    if isinstance(content, list):
+        parts = [p.get("text") if isinstance(p, dict) else None for p in content]
+        if all(isinstance(p, str) for p in parts):
+            return "".join(p for p in parts if p)
+    if isinstance(content, str):
+        return content
+    raise Refused("wrong_type", f"message content must be text, found {quote(content)}")
+
+
+def _calls(value: object) -> list[dict[str, Any]]:
+    """Tool calls in OpenAI's form, without the nulls that tables add."""
+    if isinstance(value, str):
+        value = _json(value, "a tool call")
+    calls = []
+    for raw in value if isinstance(value, list) else [value]:
+        own = raw.get("function", raw) if isinstance(raw, dict) else None
+        if not isinstance(own, dict) or not isinstance(own.get("name"), str):
+            raise Refused("wrong_type", f"a tool call must name a function, found {quote(raw)}")
+        function = {"arguments": {}, **_without_nulls(own)}
+        call = _without_nulls(raw) if isinstance(raw, dict) and own is not raw else {}
+        calls.append({"type": "function", **call, "function": function})
+    return calls
+
+
+def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in value.items() if item is not None}
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise Refused("wrong_type", f"{what} must be JSON: {error}") from error

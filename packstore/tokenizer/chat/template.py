@@ -1,0 +1,221 @@
+"""Chat templates: Jinja in a sandbox, rendered as Hugging Face renders them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from typing import Any, Self
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+
+from packstore.errors import TokenizerError, sentence
+from packstore.tokenizer.chat.generation_prompt import mark_outputs, written_last
+from packstore.tokenizer.chat.sandbox import HERE, MAX_SOURCE, Budget, Sandbox, as_json
+from packstore.tokenizer.control import free_characters
+from packstore.tokenizer.refusals import Refused
+
+TEMPLATE_DATE = "2024-07-26"
+"""The current date for templates that use it: constant, so that the same input always gives the
+same bytes. It is the fallback of Llama's own templates."""
+
+MAX_RENDERED = 1 << 26
+"""Most characters of a rendered dialogue; limits of intermediate values are in :mod:`.sandbox`."""
+
+Message = dict[str, Any]
+Tools = list[Any] | None
+Span = tuple[int, int]
+
+
+class _Generation(Extension):
+    """``{% generation %}...{% endgeneration %}``: marks the assistant's text."""
+
+    tags = {"generation"}  # noqa: RUF012  (declared so by jinja2)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        marks = [
+            nodes.Output([nodes.Name(name, "load", lineno=line)], lineno=line)
+            for name in ("generation_opens", "generation_closes")
+        ]
+        return nodes.Scope([marks[0], *body, marks[1]], lineno=line)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template, with its token strings (``bos_token``, ...) and variables.
+
+    Attributes:
+        source: Jinja text.
+        tokens: name -> string of a token, None if the tokenizer has none.
+        variables: JSON values that the template uses by name, such as ``enable_thinking``.
+
+    Raises:
+        TokenizerError: on construction, if the template has a syntax error or is too long; on
+            rendering, if it takes too long.
+    """
+
+    source: str
+    tokens: Mapping[str, str | None]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _ = self._compiled
+
+    @cached_property
+    def marks_generation(self) -> bool:
+        """True if the template marks the assistant's text by ``{% generation %}`` blocks."""
+        tree = self._compiled.environment.parse(self.source)
+        return any(name.name == "generation_opens" for name in tree.find_all(nodes.Name))
+
+    @cached_property
+    def written_prompt(self) -> str:
+        """Generation prompt that the template always writes at the end; usually empty.
+
+        Found by rendering dialogues of two turns; empty if the template refuses them.
+        """
+        words = free_characters(self.source, 4)
+        roles = ("user", "assistant") * 2
+        talk = [{"role": r, "content": c} for r, c in zip(roles, words, strict=True)]
+        environment = self._compiled.environment
+        tree = environment.parse(self.source)
+        marks = mark_outputs(tree, self.source + "".join(words))
+        try:
+            before = self.render(talk[:3])
+            if before != self.render(talk[:3], prompt=True):
+                return ""
+            whole = self.render(talk)
+            marked = self._render(
+                talk, None, environment.from_string(tree), add_generation_prompt=False
+            )
+        except Refused:
+            return ""
+        text, end = written_last(marked, marks)
+        header = whole.partition(words[3])[0]
+        found = text == whole and before.endswith(end) and header.endswith(end)
+        return end if found else ""
+
+    @cached_property
+    def takes_null(self) -> bool:
+        """True if the content of a turn with calls only should be null instead of "".
+
+        Some templates render calls only if it is null, others refuse null or write "None".
+        """
+        null, empty = (
+            max(self._grade_call(content, arguments) for arguments in ({"k": "v"}, '{"k": "v"}'))
+            for content in (None, "")
+        )
+        return null >= empty
+
+    def _grade_call(self, content: str | None, arguments: object) -> int:
+        function = {"name": "probe_of_call", "arguments": arguments}
+        call = {"id": "call00001", "type": "function", "function": function}
+        talk: list[Message] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": content, "tool_calls": [call]},
+            {"role": "tool", "name": function["name"], "tool_call_id": call["id"], "content": "b"},
+        ]
+        grade = 0
+        for messages in (talk[:2], talk):
+            with suppress(Refused):
+                text = self.render(messages)
+                if "None" not in text or "None" in self.source:
+                    grade += 1 + ("probe_of_call" in text.partition(talk[2]["content"])[0])
+        return grade
+
+    def with_variables(self, variables: Mapping[str, Any]) -> Self:
+        """Returns the template with these variables, without compiling it again."""
+        other = object.__new__(type(self))
+        own = {"source": self.source, "tokens": self.tokens, "_compiled": self._compiled}
+        other.__dict__.update(own, variables=dict(variables))
+        return other
+
+    def render(
+        self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False
+    ) -> str:
+        """Renders a dialogue; with `prompt`, followed by the generation prompt.
+
+        Raises:
+            Refused: ``template_refused``, with the template's message.
+        """
+        return self._render(messages, tools, add_generation_prompt=prompt)
+
+    def render_spans(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
+        """Renders a dialogue; returns the text and (start, end) of its generation blocks."""
+        opens, closes = free_characters(self.source + as_json([messages, tools]), 2)
+        marked = self._render(
+            messages,
+            tools,
+            add_generation_prompt=False,
+            generation_opens=opens,
+            generation_closes=closes,
+        )
+        text, spans, start = "", [], 0
+        for part in marked.split(opens):
+            inside, closed, after = part.partition(closes)
+            text += inside
+            if closed:
+                spans.append((start, len(text)))
+            text += after
+            start = len(text)
+        return text, spans
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        compiled: Template | None = None,
+        **variables: Any,
+    ) -> str:
+        context = {**self._context, "messages": list(messages), "tools": tools, **variables}
+        parts, size = [], 0
+        HERE.budget = Budget()
+        try:
+            for part in (compiled or self._compiled).generate(context):
+                parts.append(part)
+                size += len(part)
+                if size > MAX_RENDERED:
+                    raise Refused("template_refused", f"more than {MAX_RENDERED} characters")
+        except (Refused, TokenizerError):
+            raise
+        except Exception as error:  # untrusted code on untrusted data may raise anything
+            raise Refused("template_refused", f"{type(error).__name__}: {error}") from error
+        return "".join(parts)
+
+    @cached_property
+    def _context(self) -> dict[str, Any]:
+        """Variables of every rendering; they override tokens of the same name."""
+        tokens = {name: token for name, token in self.tokens.items() if token is not None}
+        return {**tokens, **self.variables, "documents": None}
+
+    @cached_property
+    def _compiled(self) -> Template:
+        if len(self.source) > MAX_SOURCE:
+            must = f"it must have at most {MAX_SOURCE} characters"
+            raise TokenizerError(sentence("chat template", must, str(len(self.source))))
+        environment = Sandbox(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        try:
+            return environment.from_string(self.source)
+        except (TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            line = getattr(error, "lineno", None)
+            where = f"chat template, line {line}" if line else "chat template"
+            raise TokenizerError(sentence(where, "it must be valid Jinja", str(error))) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"source": self.source, "tokens": self.tokens, "variables": self.variables}
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.fromisoformat(TEMPLATE_DATE).strftime(pattern)

@@ -1,0 +1,175 @@
+"""Looks up fields of records by canonical name, and counts which names were used."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from packstore.config import FEEDBACK, LIKELY, MEANINGFUL, SPELLINGS, TokenizeConfig
+from packstore.errors import quote
+from packstore.format.arrays import MAX_FIELDS
+from packstore.tokenizer.refusals import Refused
+
+_EMPTY: tuple[object, ...] = (None, "", [], {})
+
+_TRUE: tuple[object, ...] = (True, "1", "true", "True")
+_FALSE: tuple[object, ...] = (False, "0", "false", "False")
+"""Values of a label; the numbers 1 and 0 equal the booleans, and CSV has text only."""
+
+
+class Fields:
+    """Looks up fields of one record by canonical name; null counts as absent.
+
+    Attributes:
+        config: the settings.
+        used: the record's names of the fields that were returned.
+    """
+
+    def __init__(self, record: Mapping[str, Any], config: TokenizeConfig) -> None:
+        self._record, self.config = record, config
+        self.used: set[str] = set()
+
+    def spellings(self, name: str) -> tuple[str, ...]:
+        """Returns the names that a field may have: the mapped one, or all synonyms."""
+        mapped = self.config.fields.get(name)
+        return (mapped,) if mapped else SPELLINGS.get(name, (name,))
+
+    def get(self, name: str) -> Any:
+        """Returns the value, or None."""
+        for spelling in self.spellings(name):
+            if (value := self._record.get(spelling)) is not None:
+                self.used.add(spelling)
+                return value
+        return None
+
+    def need(self, name: str) -> Any:
+        """Returns the value.
+
+        Raises:
+            Refused: ``missing_field``.
+        """
+        if (value := self.get(name)) is None:
+            raise self.missing(name)
+        return value
+
+    def missing(self, name: str) -> Refused:
+        """Returns the refusal of a record that lacks a field, with a field to map."""
+        names = self.spellings(name)
+        there = ", ".join(map(repr, self._record)) or "none"
+        found = f"no field {names[0]!r} among {there}"
+        if null := next((n for n in names if n in self._record), None):
+            found = f"field {null!r} is null"
+        likely = self.likely(name)
+        do = f"Name the field that holds it (--field {name}={likely})" if likely else "Correct it"
+        return Refused("missing_field", found, do)
+
+    def likely(self, name: str) -> str | None:
+        """Returns a field of the record that is probably the canonical one under another name."""
+        known = {n for canonical in (*SPELLINGS, *LIKELY) for n in self.spellings(canonical)}
+        free = [n for n, v in self._record.items() if n not in known and v not in _EMPTY]
+        for wanted in LIKELY.get(name, ()):
+            if wanted in free:
+                return wanted
+        near = difflib.get_close_matches(self.spellings(name)[0], free, 1, 0.75)
+        return near[0] if near else None
+
+    def reward(self, name: str) -> float | None:
+        """Returns the reward of a side, or None.
+
+        A field under a synonym is a reward only if it holds a number.
+
+        Raises:
+            Refused: ``wrong_type``.
+        """
+        for place, spelling in enumerate(self.spellings(name)):
+            value = self._record.get(spelling)
+            if value is not None and (not place or _is_number(value)):
+                self.used.add(spelling)
+                return number(value, spelling)
+        return None
+
+    def rewards(self) -> tuple[float, float] | None:
+        """Returns the rewards of the chosen and the rejected side, or None.
+
+        Raises:
+            Refused: ``wrong_type``, or ``one_reward`` if only one side has a reward.
+        """
+        chosen, rejected = self.reward("chosen_reward"), self.reward("rejected_reward")
+        if chosen is not None and rejected is not None:
+            return chosen, rejected
+        if chosen is None and rejected is None:
+            return None
+        have, lack = ("chosen", "rejected") if rejected is None else ("rejected", "chosen")
+        has = next(n for n in self.spellings(f"{have}_reward") if n in self.used)
+        do = f"Name the field of the other side, {lack}_reward, or leave both out"
+        raise Refused("one_reward", f"{has!r} alone, and nothing for {lack}", do)
+
+
+def number(value: object, name: str) -> float:
+    """Converts `value` to a float.
+
+    Raises:
+        Refused: ``wrong_type``: `value` is not a finite number.
+    """
+    if not _is_number(value) or not math.isfinite(value):  # type: ignore[arg-type]
+        raise Refused("wrong_type", f"{name} must be a finite number, found {quote(value)}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def names_of(values: Iterable[object]) -> set[str]:
+    """Returns the field names of records."""
+    return set().union(*(value for value in values if type(value) is dict))
+
+
+def unused(records: Sequence[Any], names: Collection[str], used: Counter[str]) -> Counter[str]:
+    """Counts, by field name, the records with a non-empty value that was not used.
+
+    Args:
+        records: mappings.
+        names: names of their fields.
+        used: name -> number of records in which it was used.
+    """
+    found: Counter[str] = Counter()
+    # Field names may be data that differ in each record; meaningful ones come first.
+    for name in sorted(names, key=lambda name: (name not in MEANINGFUL, name))[:MAX_FIELDS]:
+        if used[name]:
+            count = sum(record.get(name) is not None for record in records) - used[name]
+        else:
+            count = sum(record.get(name) not in _EMPTY for record in records)
+        if count > 0:
+            found[name.encode(errors="replace").decode()] += count
+    return found
+
+
+def feedback_field(values: Iterable[object], names: Collection[str]) -> str | None:
+    """Returns the name of the field that labels each answer as good or bad, if there is one.
+
+    Args:
+        values: records.
+        names: names of their fields.
+    """
+    for name in FEEDBACK:
+        if name not in names:
+            continue
+        labels = [v[name] for v in values if type(v) is dict and v.get(name) is not None]
+        if labels and all(label in _TRUE or label in _FALSE for label in labels):
+            return name
+    return None
+
+
+def check_feedback(record: object, name: str) -> None:
+    """Refuses a record whose label says that its answer is bad.
+
+    Raises:
+        Refused: ``unpaired_feedback``.
+    """
+    if isinstance(record, dict) and record.get(name) in _FALSE:
+        do = "Pair good and bad answers by their prompt (kind dpo)"
+        raise Refused("unpaired_feedback", f"{name} {record[name]!r}", do)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,166 @@
+"""Handles overlong examples: measures them in their layout, and truncates by the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from packstore.config import TokenizeConfig
+from packstore.tokenizer.records.sequences import Draft, Tokens, common_prefix
+from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.tokenizer import Tokenizer
+
+_JUDGED = 1 << 16
+"""Characters of an example above which its texts are checked before encoding."""
+
+_PLAUSIBLE = 8
+"""Characters per token up to which a text is assumed to fit; ordinary text has 2 to 5."""
+
+_SLACK = 16
+"""Most tokens by which NFC across the border of prompt and response may change a count."""
+
+
+def refuse_surely_overlong(
+    drafts: Sequence[Draft], tokenizer: Tokenizer, config: TokenizeConfig
+) -> None:
+    """Refuses an example that cannot fit in any encoding, before it is encoded.
+
+    Encoding takes hundreds of bytes of memory per byte of text. This refuses nothing that would
+    fit, or could be truncated to fit; :func:`fit` checks the rest by their ids.
+
+
+    Raises:
+        Refused: ``overlong``.
+    """
+    limit, size = config.sequence_limit, config.pack_size
+    if (
+        sum(len(draft.text) for draft in drafts) <= max(_JUDGED, _PLAUSIBLE * limit)
+        or config.overlong == "truncate_response"  # any text can be truncated to its beginning
+        or (bound := tokenizer.engine.token_bound) is None
+    ):
+        return
+    longest = total = 0
+    for i, draft in enumerate(drafts):
+        text, start = draft.text, 0
+        if config.overlong == "truncate_prompt" or (i and config.layout == "shared_prefix"):
+            start = draft.spans[0][0] if draft.spans else len(text)
+        if draft.guard:
+            start -= text.count(draft.guard, 0, start)
+            text = text.replace(draft.guard, "")
+        tokens = bound.least(text, start, size + _SLACK) - _SLACK
+        longest, total = max(longest, tokens), total + max(tokens, 0)
+    if longest > limit or total > size:
+        raise Refused(
+            "overlong",
+            f"longest sequence at least {longest} of at most {limit} tokens, "
+            f"example at least {total} of at most {size}",
+        )
+
+
+def fit(sequences: list[Tokens], config: TokenizeConfig, specials: frozenset[int]) -> list[Tokens]:
+    """Returns the sequences of one example, truncated if necessary and allowed.
+
+    Every sequence must fit ``config.sequence_limit``, and the example ``config.pack_size``, with
+    sequences padded to ``config.pad_to_multiple``. Layout ``shared_prefix`` counts the prompt once.
+
+
+    Args:
+        sequences: the example.
+        config: the settings.
+        specials: ids of control tokens, which a truncated response keeps at its end.
+
+    Raises:
+        Refused: ``overlong``.
+    """
+    prompts = [_prompt_length(s) for s in sequences]
+    shared = [
+        common_prefix(sequences[0].ids[: prompts[0]], s.ids[:p])
+        for s, p in zip(sequences, prompts, strict=True)
+    ]
+    lengths = np.array([len(s.ids) for s in sequences], np.int64)
+    left_out = np.zeros(len(lengths), np.int64)
+    if config.layout == "shared_prefix":
+        left_out[1:] = [max(n - 1, 0) for n in shared[1:]]
+    size, multiple = config.pack_size, config.pad_to_multiple
+    longest, total = int(lengths.max()), _padded(lengths - left_out, multiple)
+    if longest <= config.sequence_limit and total <= size:
+        return sequences
+    if config.overlong == "truncate_prompt":
+        # A prompt token stored once is also saved only once.
+        stored = (np.arange(len(lengths)) == 0) | (config.layout == "concat")
+        over = int(lengths.sum() - left_out.sum()) - size
+        cut = max(longest - config.sequence_limit, -(-over // int(stored.sum())), 1)
+        head = min(sequences[0].head, min(shared))
+        most = min(shared) - max(head, 1)
+        while cut <= most and _padded(lengths - left_out - cut * stored, multiple) > size:
+            cut += 1
+        if cut <= most:
+            return [_cut_prompt(s, head, cut) for s in sequences]
+    if config.overlong == "truncate_response":
+        limit = _common_limit(lengths, config.sequence_limit, size + int(left_out.sum()))
+        while limit > 0 and _padded(np.minimum(lengths, limit) - left_out, multiple) > size:
+            limit -= 1
+        fitted = [_cut_response(s, limit, specials) for s in sequences]
+        if all(tokens is not None for tokens in fitted):
+            return [tokens for tokens in fitted if tokens is not None]
+    raise Refused(
+        "overlong",
+        f"longest sequence {longest} of at most {config.sequence_limit} tokens, "
+        f"example {total} of at most {config.pack_size}",
+    )
+
+
+def _padded(lengths: np.ndarray, multiple: int) -> int:
+    """Tokens of segments of these lengths, each padded to a multiple."""
+    return int((-(-lengths // multiple) * multiple).sum())
+
+
+def _prompt_length(tokens: Tokens) -> int:
+    """Tokens before the first supervised one."""
+    return int(np.argmax(tokens.supervised)) if tokens.supervised.any() else len(tokens.ids)
+
+
+def _cut_prompt(tokens: Tokens, head: int, cut: int) -> Tokens:
+    gone = slice(head, head + cut)
+    return replace(
+        tokens,
+        ids=np.delete(tokens.ids, gone),
+        supervised=np.delete(tokens.supervised, gone),
+        events=[*tokens.events, "truncated_prompt"],
+    )
+
+
+def _common_limit(lengths: np.ndarray, limit: int, budget: int) -> int:
+    """The largest length to which all can be truncated so that their sum fits `budget`."""
+    ordered = np.sort(np.minimum(lengths, limit))
+    for i, length in enumerate(ordered):
+        share = budget // (len(ordered) - i)
+        if length > share:
+            return int(share)
+        budget -= int(length)
+    return limit
+
+
+def _cut_response(tokens: Tokens, limit: int, specials: frozenset[int]) -> Tokens | None:
+    """Truncates a sequence to `limit` tokens; None if no supervised text would be left."""
+    if len(tokens.ids) <= limit:
+        return tokens
+    tail = 0  # the tokens that end a turn: EOS, or a control token and the line break after it
+    # A generation prompt after the last turn can be dropped.
+    end = len(tokens.ids) - int(np.argmax(tokens.supervised[::-1]))
+    for n in (1, 2):
+        if end > n and int(tokens.ids[end - n]) in specials and tokens.supervised[end - n]:
+            tail = n
+            break
+    kept = max(limit - tail, 0)
+    if not tokens.supervised[:kept].any():
+        return None
+    turn_end = slice(max(end - tail, kept), end)
+    return replace(
+        tokens,
+        ids=np.concatenate([tokens.ids[:kept], tokens.ids[turn_end]]),
+        supervised=np.concatenate([tokens.supervised[:kept], tokens.supervised[turn_end]]),
+        events=[*tokens.events, "truncated_response"],
+    )

@@ -1,0 +1,136 @@
+"""Sequences as text and as ids: single ones, or all of a block in flat arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from packstore.format.arrays import Bool, Int32, Int64, to_offsets
+from packstore.tokenizer.chat.template import Span
+from packstore.tokenizer.refusals import Refused
+
+NO_IDS = np.empty(0, np.int32)
+
+Mode = Literal["control", "literal", "guarded"]
+
+
+class Draft(NamedTuple):
+    """One sequence before it is encoded.
+
+    Attributes:
+        text: prompt and response.
+        spans: supervised characters (start, end), in order.
+        mode: ``control``: control strings in `text` become ids; ``literal``: they are plain text;
+            ``guarded``: they become ids unless they contain the character `guard`, which is not
+            part of the text.
+        guard: see `mode`.
+        system_end: end of a leading system turn, which truncation keeps; 0: none.
+        from_template: True if a chat template rendered the text.
+        harmless: True if the text certainly holds no control string.
+        prompt: the text before the only span, if known.
+    """
+
+    text: str
+    spans: Sequence[Span]
+    mode: Mode
+    guard: str = ""
+    system_end: int = 0
+    from_template: bool = False
+    harmless: bool = False
+    prompt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One sequence as ids.
+
+    Attributes:
+        ids: int32 `[n]`.
+        supervised: bool `[n]`.
+        head: number of leading tokens (BOS, system turn) that truncation keeps.
+        events: events to note.
+    """
+
+    ids: Int32
+    supervised: Bool
+    head: int = 0
+    events: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequences:
+    """The sequences of some drafts, in order.
+
+    Attributes:
+        ids: int32 `[N]`.
+        supervised: bool `[N]`.
+        offsets: int64 `[S + 1]`, offsets of the sequences.
+        heads: int64 `[S]`, number of leading tokens (BOS, system turn) that truncation keeps.
+        events: events to note, by sequence.
+        refused: refusals, by sequence.
+    """
+
+    ids: Int32
+    supervised: Bool
+    offsets: Int64
+    heads: Int64
+    events: dict[int, list[str]]
+    refused: dict[int, Refused]
+
+    def row(self, i: int) -> Tokens:
+        """Returns sequence `i`."""
+        start, end = self.offsets[i : i + 2]
+        events = self.events.get(i, [])
+        return Tokens(self.ids[start:end], self.supervised[start:end], int(self.heads[i]), events)
+
+    @classmethod
+    def of(cls, rows: Sequence[Tokens]) -> Sequences:
+        """Joins single sequences."""
+        return cls(
+            ids=np.concatenate([NO_IDS, *(t.ids for t in rows)]).astype(np.int32, copy=False),
+            supervised=np.concatenate([NO_IDS.astype(np.bool_), *(t.supervised for t in rows)]),
+            offsets=to_offsets(np.array([len(t.ids) for t in rows], np.int64)),
+            heads=np.array([t.head for t in rows], np.int64),
+            events={i: t.events for i, t in enumerate(rows) if t.events},
+            refused={},
+        )
+
+    def with_rows(self, rows: Mapping[int, Tokens], *, insert: bool = False) -> Sequences:
+        """Returns the sequences with `rows` replaced, or inserted with `insert`."""
+        if not rows:
+            return self
+        own = map(self.row, range(len(self.heads)))
+        number = len(self.heads) + insert * len(rows)
+        out: list[Tokens] = []
+        moved: list[int] = []
+        for i in range(number):
+            row = rows.get(i)
+            if row is None or not insert:
+                moved.append(i)
+                mine = next(own)
+            out.append(mine if row is None else row)
+        refused = {moved[i]: why for i, why in self.refused.items()}
+        return replace(Sequences.of(out), refused=refused)
+
+    def kept(self, keep: Bool) -> tuple[Int32, Bool, Int64]:
+        """Returns ids, supervision and lengths of the sequences where `keep`, `[S]`, is True."""
+        lengths = np.diff(self.offsets)
+        if keep.all():
+            return self.ids, self.supervised, lengths
+        tokens = np.repeat(keep, lengths)
+        return self.ids[tokens], self.supervised[tokens], lengths[keep]
+
+
+def common_prefix(a: Int32, b: Int32) -> int:
+    """Returns the length of the common prefix."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    return int(np.argmax(differ)) if differ.any() else n
+
+
+def starts_with(ids: Int32, token: int | None) -> bool:
+    """Returns True if the first id is `token`."""
+    return len(ids) > 0 and int(ids[0]) == token

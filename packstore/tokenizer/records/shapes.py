@@ -1,0 +1,296 @@
+"""Parses a record of any accepted shape to prompt, responses and rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from packstore.config import REWARD_FIELDS, TokenizeConfig
+from packstore.errors import RecordError, quote, sentence
+from packstore.format.arrays import Bool, Int32
+from packstore.tokenizer.chat.implicit import is_hh, split_messages, split_texts
+from packstore.tokenizer.chat.messages import (
+    normalize_messages,
+    normalize_tools,
+    normalize_variables,
+    parsed_json,
+)
+from packstore.tokenizer.chat.template import Message, Tools
+from packstore.tokenizer.records.fields import Fields, number
+from packstore.tokenizer.records.ids import as_ids, supervised_ids
+from packstore.tokenizer.refusals import Refused
+
+PLAIN_FIELDS = ("prompt", "chosen", "rejected")
+"""The fields of a pair of plain texts."""
+
+DEFAULT_REWARDS = (1.0, 0.0)
+"""Default rewards of chosen and rejected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed:
+    """A parsed record, whose prompt and responses are all text, all messages, or all ids.
+
+    Attributes:
+        prompt: text (may be empty), messages (may be none), or ids.
+        responses: K responses of the same type.
+        rewards: one reward per response.
+        tools: tool descriptions for the chat template.
+        variables: the record's variables of the chat template.
+        supervised: supervision masks of responses that are ids; None: all tokens.
+        fields: the record's names of the fields used.
+        scored: True if the record has rewards.
+        events: events to note.
+    """
+
+    prompt: str | list[Message] | Int32
+    responses: list[str] | list[list[Message]] | list[Int32]
+    rewards: list[float]
+    tools: Tools = None
+    variables: dict[str, Any] | None = None
+    supervised: list[Bool] | None = None
+    fields: Collection[str] = PLAIN_FIELDS
+    scored: bool = False
+    events: tuple[str, ...] = ()
+
+
+def detect_kind(record: object, config: TokenizeConfig, where: str = "the first record") -> str:
+    """Returns the kind of the settings, or else of the record's fields.
+
+    Raises:
+        RecordError: the record has the fields of no kind.
+    """
+    if config.kind != "auto":
+        return config.kind
+    if isinstance(record, dict):
+        fields = Fields(record, config)
+        if fields.get("responses") is not None:
+            return "ranked"
+        if fields.get("chosen") is not None or fields.get("rejected") is not None:
+            return "dpo"
+        if any(fields.get(name) is not None for name in ("messages", "response", "input_ids")):
+            return "sft"
+    found = f"fields {', '.join(map(repr, record))}" if isinstance(record, dict) else quote(record)
+    must = "it must have chosen and rejected, or messages, or responses and scores, or input_ids"
+    do = f"Name the fields: {_proposed(record, config)}"
+    raise RecordError(sentence(where, must, found, do))
+
+
+def _proposed(record: object, config: TokenizeConfig) -> str:
+    """Flags that would probably map the fields of a record of no kind, by their names."""
+    if isinstance(record, dict):
+        fields = Fields(record, config)
+        for names in (
+            ("chosen", "rejected"),
+            ("messages",),
+            ("responses", "scores"),
+            ("response",),
+        ):
+            if likely := [(n, fields.likely(n)) for n in names if fields.likely(n)]:
+                likely += [("prompt", p)] if (p := fields.likely("prompt")) else []
+                return " ".join(f"--field {name}={there}" for name, there in sorted(likely))
+    return "--field chosen=better --field rejected=worse, for example"
+
+
+def parse_record(record: object, kind: str, config: TokenizeConfig) -> Parsed:
+    """Parses a record to prompt, responses and rewards.
+
+    Raises:
+        Refused: the record has no shape of this kind.
+    """
+    if not isinstance(record, dict):
+        raise Refused("not_an_object", f"a record must be an object, found {quote(record)}")
+    if kind == "dpo" and not config.fields and (plain := _plain_pair(record)):
+        return plain
+    fields = Fields(record, config)
+    if kind == "sft":
+        return _parse_sft(fields)
+    if kind == "ranked":
+        prompt, responses = fields.need("prompt"), fields.need("responses")
+        scores = fields.need("scores")
+        if not isinstance(responses, list) or len(responses) < 2:
+            raise Refused(
+                "wrong_type", f"responses must be a list of at least 2, {_size(responses)}"
+            )
+        if not isinstance(scores, list) or len(scores) != len(responses):
+            raise Refused("wrong_type", f"scores must be {len(responses)} numbers, {_size(scores)}")
+        rewards = [number(score, "a score") for score in scores]
+        labels = fields.get("response_labels") or [None] * len(responses)
+        if not isinstance(labels, list) or len(labels) != len(responses):
+            must = f"response_labels must be {len(responses)} lists"
+            raise Refused("wrong_type", f"{must}, {_size(labels)}")
+    else:
+        return _parse_pair(fields)
+    return _assemble(fields, prompt, responses, rewards, labels)
+
+
+def _parse_pair(fields: Fields) -> Parsed:
+    # A mapped prompt is required; only without a mapping may it be implicit.
+    prompt = fields.need("prompt") if "prompt" in fields.config.fields else fields.get("prompt")
+    sides = [fields.need("chosen"), fields.need("rejected")]
+    labels = [fields.get("chosen_labels"), fields.get("rejected_labels")]
+    rewards = fields.rewards()
+    parsed = _assemble(fields, prompt, sides, list(rewards or DEFAULT_REWARDS), labels)
+    if rewards is None:
+        return parsed
+    events = ("reward_reversed",) if rewards[0] < rewards[1] else ()
+    return replace(parsed, scored=True, events=events)
+
+
+def _plain_pair(record: Mapping[str, Any]) -> Parsed | None:
+    """Parses the most common shape, three texts without rewards: a fast path."""
+    prompt, chosen, rejected = record.get("prompt"), record.get("chosen"), record.get("rejected")
+    if not (isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)):
+        return None
+    if not REWARD_FIELDS.isdisjoint(record):
+        return None
+    return Parsed(prompt=prompt, responses=[chosen, rejected], rewards=[*DEFAULT_REWARDS])
+
+
+def _parse_sft(fields: Fields) -> Parsed:
+    if (written := fields.get("input_ids")) is not None:
+        ids = as_ids(written, "input_ids")
+        return Parsed(
+            prompt=np.empty(0, np.int32),
+            responses=[ids],
+            rewards=[1.0],
+            supervised=[supervised_ids(ids, fields.need("labels"))],
+            fields=fields.used,
+        )
+    if (messages := fields.get("messages")) is None:
+        if (response := fields.get("response")) is None:
+            raise fields.missing("messages")
+        return _assemble(fields, fields.need("prompt"), [response], [1.0])
+    dialogue = _with_system(fields, normalize_messages(parsed_json(messages)))
+    tools = normalize_tools(fields.get("tools"))
+    return Parsed(
+        prompt=[],
+        responses=[dialogue],
+        rewards=[1.0],
+        tools=tools,
+        variables=normalize_variables(fields.get("chat_template_kwargs")),
+        fields=fields.used,
+    )
+
+
+def _with_system(fields: Fields, messages: list[Message]) -> list[Message]:
+    """Prepends the text of the field `system`, unless there is a system turn."""
+    used = fields.used.copy()
+    text = fields.get("system")
+    if text is None or text == "":
+        return messages
+    if not isinstance(text, str):
+        raise Refused("wrong_type", f"system must be text, found {quote(text)}")
+    if messages and messages[0]["role"] in ("system", "developer"):
+        if messages[0]["content"] != text:
+            fields.used = used
+        return messages
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _assemble(
+    fields: Fields,
+    prompt: Any,
+    responses: list[Any],
+    rewards: list[float],
+    labels: Sequence[Any] = (),
+) -> Parsed:
+    sides = [s for s in (prompt, *responses) if s is not None]
+    tools: Tools = None
+    variables = supervised = None
+    if all(_holds(s, int) for s in sides):
+        if prompt is None:
+            raise fields.missing("prompt")
+        names = _names(responses)
+        first, *ids = [as_ids(s, n) for s, n in zip((prompt, *responses), names, strict=True)]
+        if any(own is not None for own in labels):
+            supervised = [supervised_ids(x, own) for x, own in zip(ids, labels, strict=True)]
+        prompt, responses = first, ids
+    elif all(isinstance(s, str) for s in sides):
+        if prompt is None:
+            prompt, responses = _split(fields, responses)
+    else:
+        _check_messages(prompt, responses)
+        prompt, responses = _as_dialogue(prompt, responses)
+        prompt = _with_system(fields, prompt)
+        tools = normalize_tools(fields.get("tools"))
+        variables = normalize_variables(fields.get("chat_template_kwargs"))
+    return Parsed(
+        prompt=prompt,
+        responses=responses,
+        rewards=rewards,
+        tools=tools,
+        variables=variables,
+        supervised=supervised,
+        fields=fields.used,
+    )
+
+
+def _split(fields: Fields, texts: list[str]) -> tuple[str, list[str]]:
+    """Splits two whole texts into their common prompt and the rest of each side.
+
+    Raises:
+        Refused: ``missing_field`` if they might be two responses without a prompt.
+    """
+    if fields.config.implicit_prompt != "common_prefix" and not is_hh(texts):
+        refused = fields.missing("prompt")
+        if fields.likely("prompt") is None:
+            do = "Name the field that holds it (--field prompt=NAME)"
+            whole = "if each side is a whole text, set implicit_prompt to common_prefix"
+            refused.do = f"{do}, or, {whole}"
+        raise refused
+    return split_texts(texts)
+
+
+def _check_messages(prompt: Any, responses: list[Any]) -> None:
+    """Refuses sides that are neither text nor messages."""
+    sides = dict(zip(_names(responses), (prompt, *responses), strict=True))
+    forms = {name: _form(side) for name, side in sides.items() if side is not None}
+    if set(forms.values()) <= {"text", "messages"}:
+        return
+    found = ", ".join(f"{name} {form}" for name, form in forms.items())
+    if wrong := next((name for name, form in forms.items() if form is None), None):
+        found = f"{wrong} {quote(sides[wrong])}"
+    must = "prompt and responses must be text, messages, or ids throughout"
+    raise Refused("wrong_type", f"{must}, found {found}")
+
+
+def _form(side: object) -> str | None:
+    if isinstance(side, str):
+        return "text"
+    if isinstance(side, dict) or _holds(side, dict):
+        return "messages"
+    return "ids" if _holds(side, int) else None
+
+
+def _names(responses: list[Any]) -> list[str]:
+    """Names of the prompt and of each response, for error texts."""
+    sides = {1: ["response"], 2: ["chosen", "rejected"]}
+    numbered = [f"response {i + 1}" for i in range(len(responses))]
+    return ["prompt", *sides.get(len(responses), numbered)]
+
+
+def _as_dialogue(prompt: Any, responses: list[Any]) -> tuple[list[Message], list[list[Message]]]:
+    """Converts all sides to messages: a text prompt becomes a user turn, a response an answer."""
+    ends = [
+        normalize_messages([{"role": "assistant", "content": r}] if isinstance(r, str) else r)
+        for r in responses
+    ]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    whole = all(end[0]["role"] in ("system", "developer", "user") for end in ends)
+    if prompt is None or whole:
+        return split_messages(ends)
+    return normalize_messages(prompt), ends
+
+
+def _holds(value: object, kind: type) -> bool:
+    """Returns True if `value` is a list that is empty or starts with a `kind`."""
+    return isinstance(value, list) and (not value or type(value[0]) is kind)
+
+
+def _size(value: object) -> str:
+    return f"found {len(value)}" if isinstance(value, list) else f"found {quote(value)}"

@@ -1,0 +1,100 @@
+"""Converts a batch to the arguments of a model's forward call: one function per style."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packstore.errors import BackendError, sentence
+from packstore.torch.batch.batch import PackedBatch
+
+
+def hf(batch: PackedBatch) -> dict[str, Any]:
+    """Inputs for a model prepared by :func:`~packstore.torch.use_packed_attention`."""
+    return {**_row(batch), "use_cache": False, "packed_layout": batch.layout}
+
+
+def flash(batch: PackedBatch) -> dict[str, Any]:
+    """Inputs for an unchanged Hugging Face model with a flash-attention implementation."""
+    _refuse_shared(batch, "model_inputs(style='flash')")
+    ends = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
+    longest = {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}
+    return {**_row(batch), **ends, **longest, "use_cache": False}
+
+
+def megatron(batch: PackedBatch) -> dict[str, Any]:
+    """Inputs with the names that NeMo's and Megatron-Bridge's packed-sequence code reads.
+
+    ``cu_seqlens`` are the physical offsets; ``cu_seqlens_unpadded`` (only with padded segments)
+    exclude the padding. Both end with -1, whose index is the argmin beside them: readers cut
+    there. Argmins and ``max_seqlen`` stay on the CPU, as readers call ``item()`` on them, which
+    would synchronise a GPU.
+    """
+    _refuse_shared(batch, "model_inputs(style='megatron')")
+    row = _row(batch)
+    offsets = {"cu_seqlens": batch.cu_seqlens, "cu_seqlens_unpadded": batch.cu_seqlens_unpadded}
+    inputs = {
+        "tokens": row["input_ids"],
+        "position_ids": row["position_ids"],
+        "attention_mask": None,
+        "max_seqlen": torch.tensor([[batch.max_seqlen]], dtype=torch.int32),
+    }
+    for name, values in offsets.items():
+        if values is not None:
+            inputs[name] = torch.cat([values, values.new_full((1,), -1)])[None]
+            inputs[f"{name}_argmin"] = torch.tensor([[len(values)]], dtype=torch.int32)
+    return inputs
+
+
+def packed_seq_params(batch: PackedBatch) -> dict[str, Any]:
+    """Returns keyword arguments of Megatron-Core's `PackedSeqParams`, without importing it.
+
+    As in Transformer Engine, ``cu_seqlens_q`` and ``cu_seqlens_kv`` exclude padding and
+    ``…_padded`` include it; the latter are None without padded segments, as the kernels for them
+    are slower. All offsets are those of the whole row, also under context parallelism. Several
+    packs in a batch are one row.
+
+    Raises:
+        BackendError: the batch has shared prefixes, which self-attention offsets cannot express.
+    """
+    _refuse_shared(batch, "packed_seq_params")
+    padded = None if batch.cu_seqlens_unpadded is None else batch.cu_seqlens
+    real = batch.cu_seqlens if padded is None else batch.cu_seqlens_unpadded
+    return {
+        "qkv_format": "thd",
+        "cu_seqlens_q": real,
+        "cu_seqlens_kv": real,
+        "cu_seqlens_q_padded": padded,
+        "cu_seqlens_kv_padded": padded,
+        "max_seqlen_q": batch.max_seqlen,
+        "max_seqlen_kv": batch.max_seqlen,
+    }
+
+
+def padded(batch: PackedBatch) -> dict[str, Any]:
+    """Inputs for any model: the logical sequences as padded rows `[S, longest]` with a mask."""
+    ids = batch.input_ids if batch.kv_index is None else batch.input_ids[batch.kv_index]
+    position = torch.arange(batch.max_seqlen_k, device=ids.device)
+    taken = position < batch.cu_seqlens_k.diff()[:, None]
+    input_ids = torch.zeros(taken.shape, dtype=ids.dtype, device=ids.device)
+    input_ids[taken] = ids
+    mask = position < batch.lengths[:, None]
+    return {"input_ids": input_ids, "attention_mask": mask.long(), "use_cache": False}
+
+
+def _row(batch: PackedBatch) -> dict[str, Tensor]:
+    return {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
+
+
+def _refuse_shared(batch: PackedBatch, where: str) -> None:
+    if batch.kv_index is not None:
+        raise BackendError(
+            sentence(
+                where,
+                "every segment must be whole, as it has no way to name shared keys",
+                "a shared prefix",
+                "Use style='hf' or 'padded', or a dataset of layout concat",
+            )
+        )

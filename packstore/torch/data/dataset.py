@@ -1,0 +1,254 @@
+"""The packs of a dataset in their global order, split over ranks and workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from packstore.config import BatchConfig, PackConfig, ReadConfig
+from packstore.errors import ConfigError, quote, sentence
+from packstore.format.arrays import Packs
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.dataset.order import LANES
+from packstore.io.side.side import Side
+from packstore.torch.data.online_packs import RepackedPacks, TokenizedPacks
+from packstore.torch.data.side import JoinedPacks
+from packstore.torch.schedule.position import Position, SharedStart, Unseen, stale
+from packstore.torch.schedule.rank_assignment import settled
+from packstore.torch.schedule.step_plan import StepPlan, plan_steps
+from packstore.torch.schedule.stream import Identity, PackStream, Shuffle, StoredPacks
+
+STATE_VERSION = 1
+_TOGETHER = 8
+"""Packs looked up at once."""
+
+
+class PackedDataset(IterableDataset[Packs]):
+    """Yields the packs of one rank; over all ranks and workers, every pack once per epoch.
+
+    Pack i of the global order goes to rank ``i % world_size``. The order is a pure function of the
+    dataset, `seed`, `lanes` and the epoch, independent of the number of ranks and workers.
+    Iterating again repeats the epoch; call :meth:`set_epoch` before each. Persistent workers
+    (``persistent_workers=True``) follow it.
+
+    Files are opened in the process that reads them, so the object is safe to fork and to pickle.
+
+    Args:
+        source: a dataset's URL or local folder, a dataset opened by ``packstore.open``, or a
+            stream, which has its own order. With `repack` also tokenized records that were never
+            packed: a list of dicts, a Hugging Face ``Dataset``, or similar.
+        seed: seed of the order.
+        shuffle: False reads in file order; ``stratified`` spreads examples evenly over the epoch.
+        lanes: row groups open at once, over all ranks.
+        rank: rank of this process; default: torch.distributed's, else the variable RANK, else 0.
+        world_size: number of ranks; default: torch.distributed's, else WORLD_SIZE, else 1.
+        storage_options: options of the fsspec filesystem, with a URL.
+        reading: how row groups are fetched, and what happens to one that cannot be read.
+        side: side datasets or their URLs, whose columns join the packs by example id.
+        repack: settings to repack the dataset in each epoch: pack size, strategy, layout, ….
+
+    Raises:
+        DatasetNotFoundError: `source` holds no dataset.
+        ConfigError: `rank` is not below `world_size`, only one of them is given, or `repack` comes
+            with a stream or with ``stratified``.
+        CompatibilityError: a side dataset does not belong to the dataset.
+    """
+
+    def __init__(
+        self,
+        source: str | PathLike[str] | Dataset | PackStream | Any,
+        *,
+        seed: int = 0,
+        shuffle: Shuffle = True,
+        lanes: int = LANES,
+        rank: int | None = None,
+        world_size: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        reading: ReadConfig | None = None,
+        side: Sequence[Side | str | PathLike[str]] = (),
+        repack: PackConfig | None = None,
+    ) -> None:
+        if isinstance(source, str | os.PathLike):
+            source = open_dataset(os.fspath(source), storage_options)
+        if not isinstance(source, Dataset):
+            stream = _unstored(source, repack, seed, shuffle)
+        elif repack is not None:
+            if not isinstance(shuffle, bool):
+                raise ConfigError(f"repack takes shuffle True or False; found {quote(shuffle)}.")
+            stream = RepackedPacks(source, repack, seed=seed, shuffle=shuffle, reading=reading)
+        else:
+            stream = StoredPacks(source, seed=seed, shuffle=shuffle, lanes=lanes, reading=reading)
+        self.stream: PackStream = JoinedPacks(stream, side) if side else stream
+        self.stream.set_epoch(0)
+        self.rank, self.world_size = placement(rank, world_size)
+        self.epoch = 0
+        self.position = Position()
+        self._start = SharedStart()
+
+    @property
+    def kind(self) -> str:
+        """``dpo``, ``sft`` or ``ranked``."""
+        return self.stream.kind
+
+    @property
+    def num_packs(self) -> int:
+        """Number of packs of the epoch, over all ranks."""
+        return len(self.stream)
+
+    @property
+    def quarantined(self) -> list[str]:
+        """Row groups that this process skipped (`on_error` quarantine), as shard and row group."""
+        stream: Any = getattr(self.stream, "stream", self.stream)
+        groups = sorted(getattr(stream, "quarantined", ()))
+        return [stream.dataset.group_name(group) for group in groups]
+
+    @property
+    def start(self) -> Position:
+        """Position where the next iteration begins: the epoch's start or a loaded state's."""
+        return self._start.peek()
+
+    @property
+    def moves(self) -> int:
+        """Number of times that an epoch or a position was set."""
+        return self._start.times_set
+
+    def __len__(self) -> int:
+        """Packs that the next iteration yields on this rank, over all its workers."""
+        left = len(Unseen(self.num_packs, settled(self.stream, self.start)))
+        return len(range(self.rank, left, self.world_size))
+
+    def __iter__(self) -> Iterator[Packs]:
+        """Yields packs, each as :class:`Packs` of one row; in a worker, that worker's share."""
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        self.position = settled(self.stream, self.begin())
+        return self._packs(number, workers)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Moves to the beginning of `epoch`; does nothing for the current epoch."""
+        if epoch != self.epoch:
+            self._move(epoch, Position())
+
+    def begin(self) -> Position:
+        """Begins an iteration: returns its position, and rewinds the next one."""
+        epoch = self._start.new_epoch()
+        if epoch is not None and epoch != self.epoch:
+            self.epoch = epoch
+            self.stream.set_epoch(epoch)
+        self.position = self._start.take()
+        return self.position
+
+    def plan(self, *, world_size: int | None = None, epochs: int = 1, **batching: Any) -> StepPlan:
+        """Plans the steps of a loader with these settings, from the beginning of this epoch.
+
+        Works without starting ranks: ``PackedDataset(url).plan(world_size=64, packs_per_batch=2)``.
+
+        Args:
+            world_size: number of ranks; default: that of the dataset.
+            epochs: number of epochs, from this one on.
+            batching: fields of :class:`packstore.config.BatchConfig`.
+
+        Raises:
+            ConfigError: a setting is out of range, or a pack alone is over `tokens_per_batch`.
+        """
+        config, ranks = BatchConfig.of(**batching), world_size or self.world_size
+        try:
+            return plan_steps(self.stream, config, ranks, range(self.epoch, self.epoch + epochs))
+        finally:
+            self.stream.set_epoch(self.epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position as JSON values, equal on all ranks after the same number of steps.
+
+        All packs before ``next`` were yielded, over all ranks; inside an optimizer step also
+        ``batches`` of the step that begins there, with the step boundaries of ``cut``.
+        """
+        return {**self._identity(), "epoch": self.epoch, **self.position.to_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resumes where `state` was taken, with any number of ranks and workers.
+
+        Raises:
+            CompatibilityError: the state belongs to another dataset, version, seed or order.
+        """
+        for name, expected in self._identity().items():
+            if state.get(name) != expected:
+                found = quote(state[name]) if name in state else "none"
+                raise stale(f"{name} must be {quote(expected)}", found)
+        epoch = state.get("epoch")
+        if not isinstance(epoch, int):
+            raise stale("epoch must be a whole number", quote(epoch))
+        before = self.epoch
+        self.stream.set_epoch(epoch)
+        try:
+            position = Position.from_state(state, self.num_packs)
+            settled(self.stream, position)
+        except BaseException:
+            self.stream.set_epoch(before)
+            raise
+        self._move(epoch, position)
+
+    def _move(self, epoch: int, position: Position) -> None:
+        self.epoch, self.position = epoch, position
+        self.stream.set_epoch(epoch)
+        self._start.set(epoch, position)
+
+    def _packs(self, number: int, workers: int) -> Iterator[Packs]:
+        """The share of worker `number`, from :attr:`position` on."""
+        unseen = Unseen(self.num_packs, self.position)
+        step, turn = self.world_size * workers, self.position.step
+        own = range(self.rank + self.world_size * number, len(unseen), step)
+        # The first pack alone, so that it does not wait for others.
+        cuts = [0, *range(1, len(own), _TOGETHER), len(own)] if own else []
+        places = (np.array(own[a:b]) for a, b in pairwise(cuts))
+        given = 0
+        for packs in self.stream.read(map(unseen.__getitem__, places), stride=step):
+            for pack in packs:
+                given += 1
+                self.position = unseen.after(given * step, turn)
+                yield pack
+        self.position = unseen.after(len(unseen), turn)
+
+    def _identity(self) -> Identity:
+        return {"version": STATE_VERSION, **self.stream.identity}
+
+
+def _unstored(source: Any, repack: PackConfig | None, seed: int, shuffle: Shuffle) -> PackStream:
+    """Returns a stream unchanged; makes one of records that were never packed."""
+    if hasattr(source, "identity") and hasattr(source, "sizes"):
+        if repack is not None:
+            raise ConfigError(
+                "repack needs a dataset, its URL or records; found a stream of packs."
+            )
+        stream: PackStream = source
+        return stream
+    if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
+        must = "it must be a dataset, a stream of packs, or records of a known length"
+        do = "Of records without a length, make packstore.torch.TokenizedBatches"
+        raise ConfigError(sentence("PackedDataset", must, type(source).__name__, do))
+    if repack is None or not isinstance(shuffle, bool):
+        must = "records need repack=PackConfig(…), and shuffle True or False"
+        raise ConfigError(sentence("PackedDataset", must))
+    return TokenizedPacks(source, repack, seed=seed, shuffle=shuffle)
+
+
+def placement(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Returns rank and world size: the arguments, or those of the launcher."""
+    if (rank is None) != (world_size is None):
+        raise ConfigError("rank and world_size go together; give both or neither.")
+    if rank is None or world_size is None:
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            return distributed.get_rank(), distributed.get_world_size()
+        rank, world_size = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1)))
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank must lie in 0..{world_size - 1}; found {rank}.")
+    return rank, world_size

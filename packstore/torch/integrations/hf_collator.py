@@ -1,0 +1,187 @@
+"""A data collator and a loss function for transformers' Trainer, and for TRL's on top of it.
+
+The model is unchanged, so that the Trainer saves it as usual;
+:mod:`packstore.torch.integrations.hf_trainer` puts both into a trainer.
+`per_device_train_batch_size` then counts packs; for records of token ids it counts examples, which
+the collator lays end to end. The Trainer's item count becomes the divisor of the loss, over
+accumulation and ranks. Logits are made, as the Trainer calls the model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from packstore.config import PackConfig
+from packstore.errors import ConfigError, sentence
+from packstore.format.arrays import Packs
+from packstore.torch.batch.collate import PackedBatch, collate
+from packstore.torch.logprobs.logprobs import segment_logps
+from packstore.torch.losses.divisor import StepDivisor, own_divisor
+from packstore.torch.losses.loss import PreferenceLoss
+from packstore.torch.metrics import Metrics
+
+
+class PackedLabels:
+    """A batch in the place of the Trainer's labels, which counts the items of its loss.
+
+    Attributes:
+        batch: the batch.
+        loss_fn: the loss whose items are counted; None: examples are counted.
+    """
+
+    def __init__(self, batch: PackedBatch, loss_fn: PreferenceLoss | None = None) -> None:
+        self.batch, self.loss_fn = batch, loss_fn
+
+    def __getitem__(self, key: Any) -> Self:
+        """Returns itself: the Trainer's slice drops a first token, which the items here lack."""
+        return self
+
+    def ne(self, ignored: int) -> Tensor:
+        """Returns True for each item that the loss counts; by default each example of weight 1."""
+        weights = self.batch.weights
+        if self.loss_fn is None:
+            return weights > 0
+        count = int(self.loss_fn.count(self.batch).count)
+        return torch.ones(count, dtype=torch.bool, device=weights.device)
+
+    def detach(self) -> Self:
+        """Returns itself."""
+        return self
+
+    def to(self, device: Any, **_: Any) -> PackedLabels:
+        """Returns the labels with the batch on `device`."""
+        return PackedLabels(self.batch.to(device), self.loss_fn)
+
+
+class PackedInputs(dict[str, Any]):
+    """Keyword arguments of the model's forward call, and ``labels``."""
+
+    @classmethod
+    def of(cls, labels: PackedLabels) -> PackedInputs:
+        """Makes the inputs of a batch."""
+        return cls(**labels.batch.model_inputs(), labels=labels)
+
+    def to(self, device: Any, **_: Any) -> PackedInputs:
+        """Returns the inputs on `device`."""
+        return PackedInputs.of(self["labels"].to(device))
+
+
+class PackCollator:
+    """Lays packs, or records of token ids, end to end as one batch.
+
+    Args:
+        kind: ``dpo``, ``sft`` or ``ranked``.
+        config: for records, the `layout` and the carried columns; the shapes of records are in
+            :mod:`packstore.online_packing.tokenized`. Limits on number and length do not apply.
+        loss_fn: the loss; required if it divides by something other than examples: tokens (`sft`),
+            ranked pairs, or packs.
+    """
+
+    def __init__(
+        self,
+        kind: str = "dpo",
+        config: PackConfig | None = None,
+        *,
+        loss_fn: PreferenceLoss | None = None,
+    ) -> None:
+        self.kind, self.config, self.loss_fn = kind, config or PackConfig(), loss_fn
+
+    def __call__(self, items: Sequence[Packs | Mapping[str, Any]]) -> PackedInputs:
+        """Collates these items into one batch.
+
+        Raises:
+            RecordError: a record is not of the kind.
+            ConfigError: there are no items.
+        """
+        if not items:
+            raise ConfigError("a batch must hold at least one item; found none.")
+        packs = [item for item in items if isinstance(item, Packs)]
+        if len(packs) < len(items):
+            from packstore.torch.data.streamed_records import lay_end_to_end
+
+            packs = [lay_end_to_end(items, self.kind, self.config)]
+        return PackedInputs.of(PackedLabels(collate(packs, self.kind), self.loss_fn))
+
+
+class PackedLoss:
+    """The Trainer's ``compute_loss_func``: a sum over pairs, divided by the pairs of the step.
+
+    Policy and reference are computed alike: from the logits of the model's forward call, in the
+    precision that Accelerate runs the policy in.
+
+    Args:
+        loss_fn: the loss.
+        reference: a frozen model on the device of the policy; default: the batch's ``ref_logps``.
+
+    Attributes:
+        metrics: training metrics; ``metrics.means()`` covers the time since the last call, over
+            all ranks.
+        held_out: the same for evaluation.
+
+    Raises:
+        ConfigError: the loss divides by two different counts, and the Trainer counts one.
+    """
+
+    def __init__(self, loss_fn: PreferenceLoss, reference: nn.Module | None = None) -> None:
+        if loss_fn.sft_weight and loss_fn.sft_average == "token":
+            must = (
+                "the SFT term must be divided by the number of pairs, which is all that it counts"
+            )
+            do = "Use sft_average='sequence_mean' or 'sequence_sum', or a loop of your own"
+            raise ConfigError(sentence("transformers' Trainer", must, "a mean over tokens", do))
+        self.loss_fn, self.reference = loss_fn, reference
+        self.metrics, self.held_out = Metrics(), Metrics()
+
+    def __call__(
+        self,
+        outputs: Any,
+        labels: PackedLabels,
+        num_items_in_batch: Tensor | float | None = None,
+    ) -> Tensor:
+        """Returns the batch's loss divided by `num_items_in_batch`; None: by the batch's own count.
+
+        Raises:
+            ConfigError: the collator counted examples, and the loss divides by something else.
+        """
+        self._check(labels)
+        logits = outputs["logits"]
+        batch = labels.batch.to(logits.device)
+        divisor = own_divisor(batch, self.loss_fn)
+        if num_items_in_batch is not None:
+            count = float(num_items_in_batch)
+            divisor = StepDivisor(count, count if self.loss_fn.sft_weight else None)
+        ref_logps = None
+        if self.reference is not None and self.loss_fn.reference:
+            with torch.no_grad(), _policy_precision(logits.device):
+                of_reference = self.reference(**batch.model_inputs()).logits
+            ref_logps = segment_logps(batch, logits=of_reference)
+        logps = segment_logps(batch, logits=logits)
+        out = self.loss_fn(logps, batch, ref_logps, divisor=divisor)
+        (self.metrics if torch.is_grad_enabled() else self.held_out).add(out.metrics)
+        return out.loss
+
+    def _check(self, labels: PackedLabels) -> None:
+        loss_fn = self.loss_fn
+        of_examples = labels.batch.kind == "dpo" and loss_fn.reduction == "sum"
+        if loss_fn.only_sft:
+            of_examples = loss_fn.sft_average != "token"
+        if not of_examples and labels.loss_fn is not loss_fn:
+            must = f"the collator must count what {loss_fn!r} divides by"
+            do = f"Make it PackCollator({labels.batch.kind!r}, loss_fn=loss_fn), of the same loss"
+            raise ConfigError(sentence("PackedLoss", must, "examples or those of another loss", do))
+
+
+def _policy_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """The autocast that Accelerate puts around the forward call of a prepared model."""
+    accelerate: Any = sys.modules.get("accelerate.state")
+    if accelerate is None or not accelerate.is_initialized():
+        return nullcontext()
+    precision = accelerate.AcceleratorState().mixed_precision
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)

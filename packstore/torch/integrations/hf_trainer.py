@@ -1,0 +1,88 @@
+"""A mixin that makes transformers' Trainer, or a subclass such as TRL's, train on packed batches::
+
+    class PackedTrainer(PackedTrainerMixin, Trainer):       # or TRL's DPOTrainer
+        pass
+
+    PackedTrainer(
+        use_packed_attention(model),
+        TrainingArguments(output_dir="run"),
+        train_dataset=PackedDataset(url, rank=0, world_size=1),   # Accelerate shards it over ranks
+        data_collator=PackCollator("dpo"),
+        packed_loss=PackedLoss(loss_fn, reference),
+    ).train()
+
+Saving, resuming, evaluation, accumulation and mixed precision remain the trainer's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from packstore.errors import ConfigError, sentence
+from packstore.torch.data.dataset import PackedDataset
+from packstore.torch.integrations.hf_collator import PackedLoss
+from packstore.torch.models.model import unwrapped
+from packstore.torch.models.routers import check_router_loss
+
+
+class PackedTrainerMixin:
+    """Takes the loss from :class:`~packstore.torch.PackedLoss`, and logs its metrics.
+
+    They appear beside the Trainer's own, under TRL's names (``rewards/accuracies``,
+    ``logps/chosen``, …), with the prefix ``eval_`` in an evaluation; ``eval_loss`` is the mean over
+    all pairs.
+
+    Args:
+        packed_loss: the loss.
+        args, kwargs: arguments of the trainer.
+
+    Raises:
+        ConfigError: the dataset splits itself over the ranks, which the trainer does too.
+        CompatibilityError: the model's config enables the load-balancing loss of its experts.
+    """
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(self, *args: Any, packed_loss: PackedLoss, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.packed_loss = self.compute_loss_func = packed_loss
+        trainer: Any = self
+        check_router_loss(unwrapped(trainer.model))
+        for dataset in (trainer.train_dataset, trainer.eval_dataset):
+            _check_whole(dataset)
+        if isinstance(trainer.train_dataset, PackedDataset):
+            # Otherwise Accelerate repeats the first packs to fill up the last batch.
+            trainer.args.dataloader_drop_last = True
+        loading = trainer.accelerator.dataloader_config
+        if loading.dispatch_batches is None:  # a packed batch cannot be sliced for other ranks
+            loading.dispatch_batches = False
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Uses the Trainer's method, which calls `compute_loss_func`; TRL's averages per batch."""
+        from transformers import Trainer
+
+        own: Any = self
+        return Trainer.compute_loss(own, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds the metrics since the last call, over all ranks; a collective call."""
+        trained = [name for name in logs if name == "loss"]
+        held_out = [n for n in logs if n.endswith("_loss") and n != "train_loss"]
+        if trained:
+            own = self.packed_loss.metrics.means()
+            logs |= {name: value for name, value in own.items() if name != "loss"}
+        elif held_out:
+            prefix = held_out[0].removesuffix("loss")
+            means = self.packed_loss.held_out.means()
+            logs |= {f"{prefix}{name}": value for name, value in means.items()}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+def _check_whole(dataset: Any) -> None:
+    """Refuses a dataset of packs, or one of several, that yields only this rank's share."""
+    for one in dataset.values() if isinstance(dataset, dict) else [dataset]:
+        if isinstance(one, PackedDataset) and one.world_size != 1:
+            must = "the trainer deals packs to the ranks, so the dataset must not"
+            found = f"a PackedDataset of rank {one.rank} of {one.world_size}"
+            do = "Make it with rank=0, world_size=1"
+            raise ConfigError(sentence("PackedTrainerMixin", must, found, do))

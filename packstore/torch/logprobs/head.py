@@ -1,0 +1,283 @@
+"""Finds the output head of a Hugging Face model, so that log-probs need no logits.
+
+The step from the last hidden states to the logits differs by model family: a bias, a scale, a
+softcap. It is read from the model's public interface and verified once against the model's own
+logits; a head that does anything else is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from packstore.errors import CompatibilityError, sentence
+from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.batch.layout import AttentionLayout
+from packstore.torch.logprobs.logprobs import segment_logps
+from packstore.torch.models.bypassed import check_not_compiled, check_own_precision
+from packstore.torch.models.routers import check_router_loss
+
+USE_LOGITS = "Use logits: segment_logps(batch, logits=model(**batch.model_inputs()).logits)"
+
+PROBE_TOKENS = 6
+PROBE_LOGIT = 20.0
+"""The probe's largest logit: hidden states are scaled up to it, so that a softcap takes effect."""
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """An output head: logits are ``cap(logit_scale * (hidden @ weight.T + bias))``.
+
+    Attributes:
+        backbone: the model without its head; called with ``**batch.model_inputs()`` it returns
+            `last_hidden_state`.
+        output: the module that holds the weight.
+        logit_scale: factor on the product.
+        softcap: ``c`` of a final ``c * tanh(logits / c)``, or None.
+    """
+
+    backbone: nn.Module
+    output: nn.Module
+    logit_scale: float
+    softcap: float | None
+
+    @property
+    def weight(self) -> Tensor:
+        """`[V, H]`; with PEFT, that of the active adapter."""
+        weight: Tensor = self.output.weight  # type: ignore[assignment]
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """`[V]`, or None."""
+        bias: Tensor | None = getattr(self.output, "bias", None)
+        return bias
+
+    def logps(self, batch: PackedBatch, *, chunk_size: int | None = None) -> Tensor:
+        """Computes :func:`segment_logps` of the batch, `[S]`, without making the logits."""
+        hidden = self.backbone(**batch.model_inputs()).last_hidden_state
+        return segment_logps(
+            batch,
+            hidden=hidden,
+            weight=self.weight,
+            bias=self.bias,
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            chunk_size=chunk_size,
+        )
+
+
+_PROVED: WeakKeyDictionary[nn.Module, Head] = WeakKeyDictionary()
+
+
+def find_head(model: nn.Module) -> Head:
+    """Returns the head of a causal LM, verified on the model at the first call.
+
+    Handles tied weights, biases (Phi), `final_logit_softcapping` (Gemma), `logits_scaling`
+    (Granite), `logit_scale` (Cohere), and wrappers of DDP, torch.compile and PEFT, also with the
+    head among PEFT's `modules_to_save`.
+
+    Args:
+        model: a Hugging Face causal LM, or a wrapper of one.
+
+    Raises:
+        CompatibilityError: there is no head; it is not a plain matrix (adapted by LoRA, quantized,
+            sharded); it does something that its config does not declare; or Accelerate prepared
+            the model for mixed precision.
+    """
+    base = _unwrapped(model)
+    check_own_precision(base)
+    proved = _PROVED.get(base)
+    # Adding an adapter or resizing the vocabulary replaces the module.
+    if proved is None or proved.output is not base.get_output_embeddings():
+        proved = _prove(base, _read_heads(base))
+        _PROVED[base] = proved
+    return proved
+
+
+def packed_logps(model: nn.Module, batch: PackedBatch, *, chunk_size: int | None = None) -> Tensor:
+    """Computes the log-probs of a batch's segments, `[S]` in nats, without making the logits.
+
+    Args:
+        model: a Hugging Face causal LM prepared by :func:`use_packed_attention`.
+        batch: the batch, on the model's device.
+        chunk_size: see :func:`segment_logps`.
+
+    Raises:
+        CompatibilityError: the head is not a plain one, see :func:`find_head`; the model is
+            compiled; or gradients are enabled and the model is inside DDP or FSDP, which would not
+            see this call and so not reduce them.
+    """
+    check_not_compiled(model)
+    if torch.is_grad_enabled() and _synchronises(model):
+        raise CompatibilityError(
+            sentence(
+                f"packed_logps({type(model).__name__})",
+                "gradients must be reduced by the wrapper, which does not see this call",
+                "a wrapped model",
+                "Wrap the other way round: DDP(PackedPolicy(model)), and call that with the batch",
+            )
+        )
+    return _logps(model, batch, chunk_size)
+
+
+class PackedPolicy(nn.Module):
+    """A causal LM whose forward call takes a batch and returns its segments' log-probs, `[S]`.
+
+    Wrap this module in DDP or FSDP, or pass it to Accelerate: the head then runs inside the
+    forward call that the wrapper sees, and gradients are reduced as for any other module.
+
+    Args:
+        model: a Hugging Face causal LM prepared by :func:`use_packed_attention`.
+        chunk_size: see :func:`segment_logps`.
+
+    Raises:
+        CompatibilityError: the head is not a plain one, see :func:`find_head`; or the model is
+            compiled: compile this module instead.
+    """
+
+    def __init__(self, model: nn.Module, *, chunk_size: int | None = None) -> None:
+        super().__init__()
+        check_not_compiled(model)
+        self.model, self.chunk_size = model, chunk_size
+        find_head(model)
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """Computes the log-probs `[S]` in nats; the batch may be on any device."""
+        batch = batch.to(next(self.model.parameters()).device)
+        return _logps(self.model, batch, self.chunk_size)
+
+
+def _logps(model: nn.Module, batch: PackedBatch, chunk_size: int | None) -> Tensor:
+    if torch.is_grad_enabled():
+        check_router_loss(_unwrapped(model))
+    return find_head(model).logps(batch, chunk_size=chunk_size)
+
+
+def _unwrapped(model: Any) -> Any:
+    """The Hugging Face model inside its wrappers."""
+    while True:
+        if _synchronises(model):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            if any(config.is_prompt_learning for config in model.peft_config.values()):
+                raise _unfit(model, "adapters must not add tokens", "prompt learning")
+            model = model.get_base_model()
+        else:
+            return model
+
+
+def _synchronises(model: nn.Module) -> bool:
+    """Returns True for a wrapper of data-parallel training (DDP, FSDP)."""
+    return isinstance(getattr(model, "module", None), nn.Module) and any(
+        kind.__module__.startswith(("torch.nn.parallel", "torch.distributed"))
+        for kind in type(model).__mro__
+    )
+
+
+def _read_heads(model: Any) -> list[Head]:
+    """Candidate heads: after the base model, and after its decoder, which some families call."""
+    find = getattr(model, "get_output_embeddings", None)
+    output = find() if find is not None else None
+    backbone = getattr(model, "base_model", model)
+    if output is None or backbone is model or not hasattr(model, "config"):
+        must = "it must be a causal LM with get_output_embeddings() and a base model"
+        raise _unfit(model, must, "none")
+    inner = getattr(output, "original_module", output)  # PEFT's copy for modules_to_save
+    weight = getattr(inner, "weight", None)
+    plain = isinstance(inner, nn.Linear) and type(weight) is nn.Parameter
+    if weight is None or not plain or not weight.is_floating_point():
+        must = "its head must be a matrix of its own, which LoRA, quantization and shards are not"
+        found = f"{type(inner).__name__} of {type(weight).__name__}"
+        if hasattr(inner, "base_layer"):
+            found = f"an adapter over it ({type(inner).__module__}.{type(inner).__name__})"
+        raise _unfit(model, must, found)
+    config = model.config.get_text_config()
+    scale = 1.0
+    if getattr(model, "logit_scale", None) is not None:
+        scale = float(model.logit_scale)
+    elif getattr(config, "logits_scaling", None) is not None:
+        scale = 1 / float(config.logits_scaling)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    backbones = {backbone: None, getattr(backbone, "decoder", backbone): None}
+    return [Head(each, output, scale, softcap) for each in backbones]
+
+
+@torch.no_grad()
+def _prove(model: Any, heads: list[Head]) -> Head:
+    """Compares the model's logits of a few tokens with those of each candidate head.
+
+    Hidden states are scaled up for both. Autocast is off, as it would round only one of them.
+
+    Returns:
+        The first head that agrees.
+    """
+    weight = heads[0].weight
+    with torch.autocast(weight.device.type, enabled=False):
+        gaps = [_gap(model, head) for head in heads]
+    if any(gap is not None and math.isnan(gap) for gap in gaps):
+        do = "Look at its weights: a training that diverged leaves such ones"
+        raise _unfit(model, "its logits must be finite", "nan", do)
+    limit = PROBE_LOGIT * (2e-2 if torch.finfo(weight.dtype).bits < 32 else 1e-4)
+    for head, gap in zip(heads, gaps, strict=True):
+        if gap is not None and gap <= limit:
+            return head
+    known = [gap for gap in gaps if gap is not None]
+    if not known:
+        must = f"its base model must give the head hidden states of its width, {weight.shape[1]}"
+        raise _unfit(model, must, "layers between the two, or a base model that is not called")
+    must = "its logits must be its hidden states times its head, scaled and capped by its config"
+    raise _unfit(model, must, f"logits off by {min(known):.2g}")
+
+
+def _gap(model: Any, head: Head) -> float | None:
+    """The largest difference of the logits; None: the backbone's output does not fit the head."""
+    seen: list[Tensor] = []
+
+    def enlarge(_: nn.Module, __: Any, output: Any) -> Any:
+        hidden = getattr(output, "last_hidden_state", None)
+        if hidden is None or hidden.shape[-1] != head.weight.shape[1]:
+            return output
+        plain = linear(hidden, head.weight, head.bias).abs().max() * abs(head.logit_scale)
+        output.last_hidden_state = hidden * (PROBE_LOGIT / plain.clamp(min=1e-9))
+        seen.append(output.last_hidden_state)
+        return output
+
+    training, handle = model.training, head.backbone.register_forward_hook(enlarge)
+    try:
+        model.eval()
+        found = model(**probe_inputs(head.weight)).logits.double()
+    finally:
+        handle.remove()
+        model.train(training)
+    if not seen:
+        return None
+    bias = None if head.bias is None else head.bias.double()
+    logits = head.logit_scale * linear(seen[0].double(), head.weight.double(), bias)
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    return float((found - logits).abs().max()) if found.shape == logits.shape else float("inf")
+
+
+def probe_inputs(weight: Tensor) -> dict[str, Any]:
+    """Returns model inputs of a few tokens in one segment, with or without packed attention."""
+    n = PROBE_TOKENS
+    ids = torch.arange(1, n + 1, device=weight.device)
+    ends = torch.tensor([0, n], dtype=torch.int32, device=weight.device)
+    layout = AttentionLayout(ends, ends, n, n, n)
+    positions = torch.arange(n, device=weight.device)
+    inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
+    return {**inputs, "packed_layout": layout}
+
+
+def _unfit(model: Any, must: str, found: str, do: str = USE_LOGITS) -> CompatibilityError:
+    where = f"head of {type(model).__name__}"
+    return CompatibilityError(sentence(where, must, found, do))

@@ -1,0 +1,124 @@
+"""Log-probs of segments, from logits, or from hidden states without making the logits.
+
+The logits of 8192 tokens over a vocabulary of 128k are 4 GiB in float32, and autograd keeps about
+three times that. :func:`segment_logps` with `hidden` projects only the tokens that predict a
+supervised one, a tile at a time, and recomputes each tile in the backward pass: four head products
+instead of three, and memory bounded by the tile. Recomputation is needed because a token's gradient
+is known only after both sides of its pair are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packstore.errors import ConfigError, sentence
+from packstore.torch.batch.targets import Targets, TokenRow
+from packstore.torch.logprobs.fused_head import (
+    HeadLogProbs,
+    Projection,
+    ShardedLogProbs,
+    default_chunk,
+    exact_dtype,
+)
+from packstore.torch.metrics import wide_dtype
+
+
+def segment_logps(
+    batch: TokenRow,
+    *,
+    logits: Tensor | None = None,
+    hidden: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    group: Any = None,
+) -> Tensor:
+    """Sums the log-probs of the supervised tokens of each segment, in nats.
+
+    Takes either the model's `logits`, or `hidden` and the output head.
+
+    Args:
+        batch: the batch; token t predicts token t + 1 of the same segment.
+        logits: `[T, V]` or `[1, T, V]`.
+        hidden: `[T, H]` or `[1, T, H]`, the last hidden states.
+        weight: `[V, H]`, the output head.
+        bias: `[V]`, its bias, if it has one.
+        logit_scale: factor on the head's output (Cohere; one over Granite's `logits_scaling`).
+        softcap: ``c`` of a final ``c * tanh(logits / c)`` (Gemma's `final_logit_softcapping`), or
+            None.
+        chunk_size: with `hidden`, number of logits held at once; default: 2^21 (8 MiB) on a CPU,
+            2^26 (256 MiB) elsewhere.
+        group: process group that shards the vocabulary evenly, in rank order; `logits`, or
+            `weight` and `bias`, are then this rank's columns. The gradient of `hidden` is summed
+            over the group.
+
+    Returns:
+        `[S]`, float32 (float64 from float64 inputs). Computed and summed in at least float32; a GPU
+        multiplies half-precision operands, under autocast also for float32 weights.
+
+    Raises:
+        ConfigError: not exactly one of `logits` and `hidden` with `weight` is given, or shapes do
+            not fit.
+    """
+    if (logits is None) == (hidden is None) or (hidden is None) != (weight is None):
+        raise ConfigError("segment_logps takes either logits, or hidden and weight.")
+    targets = batch.targets
+    if hidden is not None:
+        size = default_chunk(hidden.device) if chunk_size is None else max(1, chunk_size)
+        how = Projection(logit_scale, softcap, size, group)
+        rows = _rows(batch, targets, hidden, "hidden")
+        _check_head(rows, weight, bias)
+        logps: Tensor = HeadLogProbs.apply(rows, weight, bias, targets.ids, how)  # type: ignore[no-untyped-call]
+        return _sum_by_segment(logps, targets, batch.num_segments)
+    if bias is not None or softcap is not None or logit_scale != 1:
+        raise ConfigError("segment_logps: bias, logit_scale and softcap go with hidden only.")
+    rows = _rows(batch, targets, logits, "logits")
+    if group is not None:
+        logps = ShardedLogProbs.apply(rows, targets.ids, group)  # type: ignore[no-untyped-call]
+    else:
+        exact = rows.to(exact_dtype(rows))
+        logps = exact.log_softmax(-1).gather(-1, targets.ids[:, None]).squeeze(-1)
+    return _sum_by_segment(logps, targets, batch.num_segments)
+
+
+def segment_token_counts(batch: TokenRow) -> Tensor:
+    """Counts the supervised tokens of each segment, int64 `[S]`: the divisor of averaged losses."""
+    segments = batch.targets.segments
+    zeros = segments.new_zeros(batch.num_segments + 1)
+    return zeros.index_add(0, segments, torch.ones_like(segments))[:-1]
+
+
+def _rows(batch: TokenRow, targets: Targets, values: Tensor | None, name: str) -> Tensor:
+    """The rows that predict a supervised token, `[n, ...]`."""
+    shape = () if values is None else tuple(values.shape)
+    if values is None or shape[:-1] not in ((batch.num_tokens,), (1, batch.num_tokens)):
+        raise ConfigError(
+            sentence(
+                f"segment_logps({name}=…)",
+                f"its shape must be [T, …] or [1, T, …] with T = {batch.num_tokens}",
+                str(shape),
+                "Padded outputs become flat with batch.unpad(…)",
+            )
+        )
+    return values.reshape(batch.num_tokens, shape[-1])[targets.rows]
+
+
+def _check_head(hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    width = hidden.shape[-1]
+    shapes = [tuple(x.shape) for x in (weight, bias) if x is not None]
+    if len(shapes[0]) != 2 or shapes[0][1] != width or shapes[1:] not in ([], [shapes[0][:1]]):
+        must = f"weight must be [V, {width}], as hidden is [T, {width}], and bias [V]"
+        raise ConfigError(sentence("segment_logps", must, " and ".join(map(str, shapes))))
+
+
+def _sum_by_segment(logps: Tensor, targets: Targets, num_segments: int) -> Tensor:
+    # In float32 the sum of 1024 tokens is off by 2e-3; float64 costs nothing at this size.
+    wide = logps.to(wide_dtype(logps.device))
+    sums = wide.new_zeros(num_segments + 1)
+    sums = sums.index_add(0, targets.segments, wide)[:-1]
+    return sums.to(logps.dtype, copy=True)  # FSDP warns of views

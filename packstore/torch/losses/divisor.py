@@ -1,0 +1,175 @@
+"""The divisor of an optimizer step's losses: counts over its batches and all ranks.
+
+A loss is a sum. Every pair weighs the same in the gradient of a step if all its sums are divided
+by one number: the pairs of the whole step. A loader's batch carries that number on every rank, so
+a loop need not pass it::
+
+    loss_fn = PreferenceLoss("dpo")          # gradients="mean": DDP and FSDP average over ranks
+    for batch in loader:
+        loss_fn(logps, batch).loss.backward()
+        if batch.step.last:
+            optimizer.step()
+
+For experts, ``divisor=`` replaces it. ``count_step(batches, loss_fn)`` returns the count of the
+whole step, also for batches that no loader planned; if gradients are averaged afterwards, divide
+it by the number of ranks: ``.averaged(ranks)``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from packstore.errors import ConfigError, sentence
+from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.metrics import all_reduce_sums
+from packstore.torch.schedule.steps import StepInfo
+
+
+@dataclass(frozen=True)
+class StepDivisor:
+    """Divisors of the sums of a :class:`~packstore.torch.LossOutput`.
+
+    Attributes:
+        count: divides `loss_sum`; for a step, the sum of `count` over its batches.
+        sft_count: divides `sft_sum`, or None.
+    """
+
+    count: float
+    sft_count: float | None = None
+
+    def averaged(self, times: int) -> StepDivisor:
+        """Returns the divisor for a trainer that averages over `times` parts instead of summing.
+
+        DDP and FSDP average gradients over the ranks; Accelerate also divides each loss by
+        `gradient_accumulation_steps`.
+        """
+        sft = None if self.sft_count is None else self.sft_count / times
+        return StepDivisor(self.count / times, sft)
+
+
+class CountedLoss(Protocol):
+    """Attributes of a :class:`~packstore.torch.PreferenceLoss` that decide its divisor."""
+
+    pairs: Any
+    reduction: Any
+    gradients: Any
+    sft_weight: float
+    sft_average: Any
+    only_sft: bool
+
+    def count(self, batch: PackedBatch) -> StepDivisor:
+        """Returns the count of one batch."""
+
+
+def planned_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor | None:
+    """Returns the divisor of the batch's step; None if the loader did not count it."""
+    step = batch.step
+    if step is None:
+        return None
+    counts = step.counts or {}
+    by_token = loss_fn.sft_average == "token"
+    sft_count = counts.get("best_tokens") if by_token else step.examples
+    if loss_fn.only_sft:
+        return None if sft_count is None else StepDivisor(float(max(sft_count, 1)))
+    count = step.examples if batch.kind == "dpo" else counts.get(f"pairs_{loss_fn.pairs}")
+    if loss_fn.reduction == "pack_mean":
+        count = sft_count = step.packs if batch.kind == "dpo" else None
+    if count is None or (loss_fn.sft_weight and sft_count is None):
+        return None
+    sft = float(max(sft_count or 1, 1)) if loss_fn.sft_weight else None
+    return StepDivisor(float(max(count, 1)), sft)
+
+
+def own_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor:
+    """Returns the count of this batch alone; at least 1, as it may consist of fillers."""
+    own = loss_fn.count(batch)
+    sft = None if own.sft_count is None else max(own.sft_count, 1.0)
+    return StepDivisor(max(own.count, 1.0), sft)
+
+
+def default_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor | None:
+    """Returns the divisor used by default; None: the batch's own count.
+
+    Raises:
+        ConfigError: the batch is one of several of its step, and the step was not counted.
+    """
+    step = batch.step
+    if step is None:
+        return None
+    if (planned := planned_divisor(batch, loss_fn)) is not None:
+        return planned.averaged(step.ranks if loss_fn.gradients == "mean" else 1)
+    if step.batches * step.ranks == 1:
+        return None
+    must = "a loss must be divided by the count of its whole optimizer step"
+    found = f"a step of {step.batches} batches on {step.ranks} ranks that nobody counted"
+    do = (
+        "Pass divisor=count_step(batches, loss_fn).averaged(ranks) with all batches of the step, "
+        "or pack the data anew: the pack index then counts what losses divide by"
+    )
+    raise ConfigError(sentence(repr(loss_fn), must, found, do))
+
+
+def count_step(
+    batches: Sequence[PackedBatch], loss_fn: CountedLoss, *, group: Any = None
+) -> StepDivisor:
+    """Counts an optimizer step, over its batches and all ranks; a collective call.
+
+    Args:
+        batches: this rank's batches of the step; one suffices if its loader counted the step.
+            An empty list is fine on a rank without work in an uneven step, as long as the ranks
+            with batches call this too.
+        loss_fn: the loss.
+        group: the data-parallel process group; default: all ranks, if torch.distributed runs.
+            With NCCL the batches must be on their GPU.
+
+    Raises:
+        ConfigError: the batches belong to different steps, or some of an uncounted step are
+            missing.
+    """
+    steps = [batch.step for batch in batches if batch.step is not None]
+    if len(found := {step.index for step in steps}) > 1:
+        raise ConfigError(
+            f"count_step: batches must be of one optimizer step; found steps {sorted(found)}."
+        )
+    known = planned_divisor(batches[0], loss_fn) if batches else None
+    if known is not None:
+        return known
+    _check_whole(steps)
+    counts = [loss_fn.count(batch) for batch in batches]
+    device = batches[0].weights.device if batches else None
+    sums = [sum(c.count for c in counts), sum(c.sft_count or 0 for c in counts)]
+    count, sft_count = all_reduce_sums(sums, group, device)
+    return StepDivisor(max(count, 1), max(sft_count, 1) if loss_fn.sft_weight else None)
+
+
+def check_accumulation(batch: PackedBatch, *, given: bool) -> None:
+    """Refuses a planned batch while Accelerate accumulates gradients by its own count.
+
+    Args:
+        batch: the batch whose loss is to be differentiated.
+        given: the caller passed a divisor, which accounts for Accelerate's division.
+
+    Raises:
+        ConfigError: optimizer steps would differ from the loader's, or losses be divided twice.
+    """
+    accelerate: Any = sys.modules.get("accelerate.state")
+    if batch.step is None or accelerate is None or not accelerate.GradientState._shared_state:
+        return
+    state = accelerate.GradientState()
+    if state.num_steps == 1 or (given and state.sync_gradients == batch.step.last):
+        return
+    must = "optimizer steps and the division of losses must be those of the loader"
+    found = f"gradient_accumulation_steps={state.num_steps}, by which it does both"
+    do = "Make the Accelerator without it, use no_sync until batch.step.last, and step there"
+    raise ConfigError(sentence("Accelerate", must, found, do))
+
+
+def _check_whole(steps: Sequence[StepInfo]) -> None:
+    """Refuses an incomplete set of a step's batches."""
+    if steps and {step.batch for step in steps} != set(range(steps[0].batches)):
+        must = f"it must get all {steps[0].batches} batches of the step, which nobody counted"
+        found = f"{len({step.batch for step in steps})}"
+        raise ConfigError(sentence("count_step", must, found, "Collect them until step.last"))

@@ -1,0 +1,185 @@
+"""Metrics of all examples and of each group: exact over batches and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import PurePosixPath
+from typing import Any, NotRequired, TypedDict, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from packstore.errors import ConfigError, quote
+from packstore.format.arrays import SOURCE_SHIFT
+from packstore.io.dataset.dataset import Dataset
+from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.losses.divisor import own_divisor
+from packstore.torch.losses.loss import PreferenceLoss
+from packstore.torch.metrics import SumAndCount, all_reduce_sums, wide_dtype
+
+T = TypeVar("T")
+
+FILE = "file"
+"""Groups by input file, unless a column has this name."""
+
+Key = tuple[str | None, str]
+"""Group (None: all examples) and metric."""
+
+
+class Figures(TypedDict):
+    """Result of an evaluation.
+
+    Members:
+        metrics: the mean of each metric of the loss over all pairs (or tokens); ``examples``; for
+            the loss ``sft`` also ``perplexity``, the exponential of the mean over tokens.
+        by: the same for each value of the grouping column; empty without one.
+        rewards: if requested, ``[chosen, rejected]`` of each pair, in no order.
+    """
+
+    metrics: dict[str, float]
+    by: dict[str, dict[str, float]]
+    rewards: NotRequired[list[list[float]]]
+
+
+class GroupedMetrics:
+    """Sums metrics over batches, for all examples and for each group.
+
+    Args:
+        loss_fn: the loss whose metrics are summed.
+        dataset: the dataset of the batches.
+        by: a carried or joined column of texts, integers or booleans, or ``file``; None: no groups.
+        rewards: also keep the rewards of each pair.
+    """
+
+    def __init__(
+        self,
+        loss_fn: PreferenceLoss,
+        dataset: Dataset,
+        by: str | None = None,
+        rewards: bool = False,
+    ) -> None:
+        self.loss_fn, self.by = loss_fn, by
+        self._rewards: list[Tensor] | None = [] if rewards else None
+        self._files = _names(dataset.manifest.provenance.get("sources") or [])
+        self._sums: dict[Key, Tensor] = {}
+
+    def add(self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None) -> None:
+        """Adds a batch of this rank.
+
+        Args:
+            logps: `[S]`, log-probs of the policy in nats.
+            batch: the batch, on the same device.
+            ref_logps: `[S]`, log-probs of the reference; None: the batch's, or none are needed.
+
+        Raises:
+            ConfigError: `by` is no column of the batch.
+        """
+        if self._rewards is not None:
+            both = torch.stack(self.loss_fn.pair_rewards(logps, batch, ref_logps), 1)
+            self._rewards.append(both.double().cpu())
+        for group, part in self._groups(batch):
+            own = own_divisor(part, self.loss_fn)
+            metrics = self.loss_fn(logps, part, ref_logps, divisor=own).metrics
+            _add(self._sums, group, part, metrics)
+
+    def figures(self, device: torch.device) -> Figures:
+        """Means over all ranks; a collective call, from `device`."""
+        figures = _figures(self._sums, self.loss_fn, device)
+        if self._rewards is not None:
+            figures["rewards"] = _of_all_ranks([r for both in self._rewards for r in both.tolist()])
+        return figures
+
+    def _groups(self, batch: PackedBatch) -> Iterator[tuple[str | None, PackedBatch]]:
+        """Yields the batch, then for each group the batch with all other examples at weight 0."""
+        yield None, batch
+        if self.by is None:
+            return
+        names = np.array(self._values(batch, self.by), object)
+        for name in sorted(set(names)):
+            own = torch.from_numpy(names == name).to(batch.weights)
+            yield name, replace(batch, weights=batch.weights * own)
+
+    def _values(self, batch: PackedBatch, by: str) -> list[str]:
+        """The group of each example."""
+        if by not in batch.columns:
+            if by == FILE:
+                return [self._file(i >> SOURCE_SHIFT) for i in batch.example_ids.tolist()]
+            known = ", ".join([FILE, *batch.columns])
+            must = f"by must be a carried or joined column, of {known}"
+            raise ConfigError(f"{must}; found {quote(by)}.")
+        column = batch.columns[by]
+        if isinstance(column, Tensor):
+            if column.is_floating_point():
+                must = "by must be a column of texts, integers or booleans"
+                raise ConfigError(f"{must}; {by} is not.")
+            column = column.cpu().numpy()
+        return [str(value) for value in column.tolist()]
+
+    def _file(self, number: int) -> str:
+        return self._files[number] if number < len(self._files) else f"source {number}"
+
+
+def _names(sources: list[Mapping[str, Any]]) -> list[str]:
+    """File names, or whole paths where names repeat."""
+    paths = [str(source.get("path")) for source in sources]
+    last = [PurePosixPath(path).name for path in paths]
+    often = Counter(last)
+    return [n if often[n] == 1 else p for n, p in zip(last, paths, strict=True)]
+
+
+def _add(
+    sums: dict[Key, Tensor],
+    group: str | None,
+    batch: PackedBatch,
+    metrics: Mapping[str, SumAndCount],
+) -> None:
+    """Adds the metrics of one batch, as sums and counts."""
+    examples = batch.weights.sum()
+    every = {**metrics, "examples": (examples, torch.zeros_like(examples))}
+    for name, both in every.items():
+        new = torch.stack([x.to(wide_dtype(x.device)) for x in both])
+        sums[group, name] = sums[group, name] + new if (group, name) in sums else new
+
+
+def _figures(sums: dict[Key, Tensor], loss_fn: PreferenceLoss, device: torch.device) -> Figures:
+    """Means over all ranks, which may have seen different groups."""
+    keys = _all_keys(sums)
+    zero = torch.zeros(2, dtype=wide_dtype(device), device=device)
+    totals = all_reduce_sums([x for key in keys for x in sums.get(key, zero)], device=device)
+    figures: Figures = {"metrics": {}, "by": {}}
+    for (group, name), total, count in zip(keys, totals[::2], totals[1::2], strict=True):
+        place = figures["metrics"] if group is None else figures["by"].setdefault(group, {})
+        if name == "examples":
+            place[name] = total
+        else:
+            place[name] = total / count if count else math.nan
+    # A group with only fillers has no examples.
+    figures["by"] = {name: own for name, own in figures["by"].items() if own["examples"]}
+    for place in (figures["metrics"], *figures["by"].values()):
+        if "sft_loss" in place:  # two means, over different counts
+            place["loss"] = place["preference_loss"] + loss_fn.sft_weight * place["sft_loss"]
+        if loss_fn.only_sft and loss_fn.sft_average == "token":
+            place["perplexity"] = math.exp(min(place["loss"], 700.0))
+    return figures
+
+
+def _of_all_ranks(own: list[T]) -> list[T]:
+    """Gathers the lists of all ranks, in rank order."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return own
+    found: list[list[T]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, own)
+    return [value for part in found for value in part]
+
+
+def _all_keys(sums: dict[Key, Tensor]) -> list[Key]:
+    """The keys of all ranks, in the same order on each."""
+    keys = list(dict.fromkeys(_of_all_ranks(list(sums))))
+    groups = sorted({group for group, _ in keys if group is not None})
+    order: dict[str | None, int] = {None: -1, **{g: i for i, g in enumerate(groups)}}
+    return sorted(keys, key=lambda key: order[key[0]])

@@ -1,0 +1,225 @@
+"""The inputs of a loss: per-sequence sums for both sides of each pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from packstore.errors import ConfigError, sentence
+from packstore.format.arrays import Int64, range_indices, to_offsets
+from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.logprobs.logprobs import segment_token_counts
+
+PairChoice = Literal["best_vs_rest", "all", "adjacent"]
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """n pairs, each quantity a tensor `[n]`; sums run over the supervised tokens of a sequence.
+
+    Attributes:
+        chosen, rejected: log-probs of the policy, summed, in nats.
+        ref_chosen, ref_rejected: the same of the reference model; zeros if the loss needs none.
+        chosen_tokens, rejected_tokens: number of tokens summed.
+        chosen_reward, rejected_reward: ground-truth rewards.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    ref_chosen: Tensor
+    ref_rejected: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
+    chosen_reward: Tensor
+    rejected_reward: Tensor
+
+    @property
+    def u(self) -> Tensor:
+        """Log-ratio of policy and reference on the chosen response."""
+        return self.chosen - self.ref_chosen
+
+    @property
+    def v(self) -> Tensor:
+        """Log-ratio of policy and reference on the rejected response."""
+        return self.rejected - self.ref_rejected
+
+    @property
+    def d(self) -> Tensor:
+        """``u - v``, the implicit margin."""
+        return self.u - self.v
+
+    @property
+    def dr(self) -> Tensor:
+        """Gap between the ground-truth rewards."""
+        return self.chosen_reward - self.rejected_reward
+
+    def per_token(self) -> Pairs:
+        """Returns the same pairs with means over tokens instead of sums."""
+        return Pairs(
+            self.chosen / self.chosen_tokens,
+            self.rejected / self.rejected_tokens,
+            self.ref_chosen / self.chosen_tokens,
+            self.ref_rejected / self.rejected_tokens,
+            self.chosen_tokens,
+            self.rejected_tokens,
+            self.chosen_reward,
+            self.rejected_reward,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceSums:
+    """Per-sequence sums of a batch, `[S]` each; `ref_logps` is 0 without a reference."""
+
+    logps: Tensor
+    ref_logps: Tensor
+    tokens: Tensor
+    rewards: Tensor
+
+    @classmethod
+    def of(cls, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None) -> SequenceSums:
+        """Combines log-probs `[S]` of policy and reference with the batch's counts and rewards.
+
+        Raises:
+            ConfigError: a tensor has another shape.
+        """
+        for name, values in (("logps", logps), ("ref_logps", ref_logps)):
+            if values is not None and values.shape != (batch.num_segments,):
+                must = f"must be one number for each of the batch's {batch.num_segments} segments"
+                raise ConfigError(sentence(name, must, f"shape {tuple(values.shape)}"))
+        return cls(
+            logps,
+            torch.zeros_like(logps) if ref_logps is None else ref_logps.to(logps),
+            # Padding segments have no tokens: 0 / 0 would stay nan despite their weight of 0.
+            segment_token_counts(batch).clamp(min=1).to(logps),
+            batch.rewards.to(logps),
+        )
+
+    def take(self, chosen: Tensor, rejected: Tensor) -> Pairs:
+        """Returns the pairs of segments `chosen` and `rejected`, int64 `[n]` each."""
+        both = (self.logps, self.ref_logps, self.tokens, self.rewards)
+        return Pairs(*(values[side] for values in both for side in (chosen, rejected)))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A loss: a pure function from :class:`Pairs` to `[n]` losses, and its requirements.
+
+    Attributes:
+        function: ``function(pairs, **parameters) -> [n]``.
+        reference: True if it compares with a reference model.
+        averaged: True if it compares means over tokens, not sums.
+    """
+
+    function: Callable[..., Tensor]
+    reference: bool
+    averaged: bool
+
+    def __call__(self, pairs: Pairs, **parameters: Any) -> Tensor:
+        """Returns the losses, `[n]`."""
+        return self.function(pairs, **parameters)
+
+
+def variant(
+    *, reference: bool = True, averaged: bool = False
+) -> Callable[[Callable[..., Tensor]], Variant]:
+    """Declares the requirements of the decorated loss; see :class:`Variant`."""
+    return lambda function: Variant(function, reference, averaged)
+
+
+def bernoulli_kl(p: Tensor, q: Tensor) -> Tensor:
+    """``KL(Bern s(p) || Bern s(q))`` from logits, finite for finite inputs; `[n]`."""
+    return bernoulli_kl_to(p, logsigmoid(q), logsigmoid(-q))
+
+
+def bernoulli_kl_to(p: Tensor, log_q: Tensor | float, log_not_q: Tensor | float) -> Tensor:
+    """``KL(Bern s(p) || Bern q)`` from a logit and the two log-probs of q; `[n]`."""
+    return p.sigmoid() * (logsigmoid(p) - log_q) + (-p).sigmoid() * (logsigmoid(-p) - log_not_q)
+
+
+def bounded_exp(x: Tensor) -> Tensor:
+    """``e^min(x, 80)``: float32 would overflow above."""
+    return x.clamp(max=80).exp()
+
+
+def between(loss: str, name: str, value: float, low: float, high: float) -> float:
+    """Returns `value`.
+
+    Raises:
+        ConfigError: `value` does not lie in ``low .. high``.
+    """
+    if not low <= value <= high:
+        raise ConfigError(f"loss {loss!r}: {name} must lie in {low}..{high}; found {value}.")
+    return value
+
+
+@dataclass(frozen=True, eq=False)
+class PairIndex:
+    """The segments that are compared: int64 `[n]` each.
+
+    Attributes:
+        chosen, rejected: segments of the batch.
+        example: the example of each pair.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    example: Tensor
+
+
+def index_pairs(batch: PackedBatch, choice: PairChoice) -> PairIndex:
+    """Returns the pairs of a batch.
+
+    Kind ``dpo``: the two sequences of each example, in their order. Kind ``ranked``: by reward, the
+    best against each other response, or all pairs, or adjacent ranks; responses of equal reward are
+    never compared. Every pair weighs the same, so an example of K responses weighs K - 1, or
+    K (K - 1) / 2 with ``all``.
+    """
+    if batch.kind == "dpo":
+        example = torch.arange(batch.num_examples, device=batch.lengths.device)
+        return PairIndex(2 * example, 2 * example + 1, example)
+    arrays = _ranked(batch.rewards.cpu().numpy(), batch.num_responses.cpu().numpy(), choice)
+    return PairIndex(*(torch.from_numpy(a).to(batch.lengths.device) for a in arrays))
+
+
+def index_best(batch: PackedBatch) -> Tensor:
+    """Returns each example's best sequence, `[E]` int64: by reward if ranked, else the first."""
+    device = batch.lengths.device
+    if batch.kind != "ranked":
+        step = batch.num_segments // batch.num_examples
+        return torch.arange(0, batch.num_segments, step, device=device)
+    responses = batch.num_responses.cpu().numpy()
+    order = _by_rank(batch.rewards.cpu().numpy(), responses)
+    return torch.from_numpy(order[np.cumsum(responses) - responses]).to(device)
+
+
+def _by_rank(rewards: np.ndarray, responses: np.ndarray) -> Int64:
+    """Segments sorted by example, then by descending reward; ties keep their order."""
+    return np.lexsort((-rewards, np.repeat(np.arange(len(responses)), responses)))
+
+
+def _ranked(
+    rewards: np.ndarray, responses: np.ndarray, choice: PairChoice
+) -> tuple[Int64, Int64, Int64]:
+    """Returns chosen, rejected and example of each pair, `[n]` each."""
+    order = _by_rank(rewards, responses)
+    example = np.repeat(np.arange(len(responses)), responses)
+    start = to_offsets(responses)[:-1][example]
+    place = np.arange(len(order))
+    worse = place[place > start]
+    if choice == "best_vs_rest":
+        better = start[worse]
+    elif choice == "adjacent":
+        better = worse - 1
+    else:
+        rank = worse - start[worse]
+        better, worse = range_indices(start[worse], rank), np.repeat(worse, rank)
+    strict = rewards[order[better]] > rewards[order[worse]]
+    better, worse = better[strict], worse[strict]
+    return order[better], order[worse], example[worse]

@@ -1,0 +1,270 @@
+"""Checks that dataset, model and tokenizer belong together.
+
+A mismatch that would train on wrong ids raises. A difference that also occurs in sound setups
+(another EOS in the model's config) is logged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from packstore.errors import CompatibilityError, ConfigError, quote, sentence
+from packstore.format.tokenizer_identity import PROBES, probe_sha256, vocabulary_sha256
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.manifest.manifest import Manifest
+from packstore.registry import missing_extra
+from packstore.torch.models.rope import rope_parts
+
+logger = logging.getLogger(__name__)
+
+_PACK_AGAIN = "Use the tokenizer that the dataset was packed with, or pack again with this one"
+
+
+def check_model(data: Dataset | Manifest, model: Any) -> None:
+    """Refuses a model whose vocabulary or positions do not hold the dataset's sequences.
+
+    A larger vocabulary is fine: heads are often padded. A BOS or EOS of the model's config that
+    differs from the dataset's is only logged: a config often names several EOS, or still the base
+    model's. Padding is not compared, as packs hold none. A sequence beyond
+    `max_position_embeddings` is logged with RoPE, which has no limit, and refused with a table of
+    learned positions.
+
+    Args:
+        data: the dataset, or its manifest.
+        model: a Hugging Face model, optionally wrapped in DDP or PEFT; or its config.
+
+    Raises:
+        CompatibilityError: the ids do not fit, or a sequence is longer than a table of positions.
+        ConfigError: `model` has no vocabulary size.
+    """
+    manifest = _manifest(data)
+    while not hasattr(model, "config") and hasattr(model, "module"):
+        model = model.module
+    config = getattr(model, "config", model)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    if not isinstance(size, int):
+        raise ConfigError(
+            f"check_model takes a Hugging Face model or its config; found {type(model).__name__}."
+        )
+    if manifest.vocab_size is not None and manifest.vocab_size > size:
+        raise CompatibilityError(
+            sentence(
+                "dataset and model",
+                f"token ids must be below the model's vocab_size of {size}",
+                f"a tokenizer of {manifest.vocab_size} ids",
+                "Use the model that belongs to the tokenizer, or pack again with the model's own",
+            )
+        )
+    _check_positions(manifest, text)
+    for role in ("bos", "eos"):
+        told, own = _tokenizer(manifest).get(f"{role}_id"), getattr(text, f"{role}_token_id", None)
+        known = own if isinstance(own, Sequence) else [own]
+        if told is not None and own is not None and told not in known:
+            logger.warning(
+                "the model's config says %s is %s, the dataset was packed with %s", role, own, told
+            )
+
+
+def _check_positions(manifest: Manifest, text: Any) -> None:
+    """Compares the longest sequence with the model's positions."""
+    places, longest = (
+        getattr(text, "max_position_embeddings", None),
+        manifest.statistics.longest_sequence,
+    )
+    if not isinstance(places, int) or longest <= places:
+        return
+    kinds = [str(p.get("rope_type", p.get("type", "default"))) for p in rope_parts(text) if p]
+    found = f"a sequence of {longest} tokens"
+    if not kinds and getattr(text, "position_embedding_type", None) != "nope":
+        must = f"sequences must have at most the model's {places} positions"
+        do = f"Pack again with max_length={places}"
+        raise CompatibilityError(sentence("dataset and model", must, found, do))
+    if not any("dynamic" in kind for kind in kinds):  # made for longer ones
+        logger.warning(
+            "dataset and model: %s, and the model was made for %d positions; RoPE goes on beyond",
+            found,
+            places,
+        )
+
+
+def check_tokenizer(
+    data: Dataset | Manifest, tokenizer: Any, *, chat_template: bool = True
+) -> None:
+    """Refuses a tokenizer other than the one that the dataset was packed with.
+
+    Two tokenizers are the same if their files are; or if each id is the same token and the same
+    texts become the same ids, so that a tokenizer that was loaded and saved again is accepted.
+    Additional tokens after the dataset's are fine.
+
+    Args:
+        data: the dataset, or its manifest.
+        tokenizer: path of a ``tokenizer.json`` or of a Hugging Face folder, a Hugging Face
+            tokenizer, or a ``tokenizers.Tokenizer``.
+        chat_template: compare chat templates where both are known; pass False for records that
+            are not chats.
+
+    Raises:
+        CompatibilityError: another vocabulary, other ids for a text, another BOS, EOS or template.
+        ConfigError: `tokenizer` is none of these.
+        MissingExtraError: the file's bytes differ, so that it must be loaded, and transformers is
+            not installed.
+    """
+    manifest = _manifest(data)
+    told = _tokenizer(manifest)
+    if not told:
+        logger.warning("the dataset records no tokenizer; nothing to compare")
+        return
+    templates: Iterable[str] | None = None
+    if isinstance(tokenizer, str | PathLike):
+        path = Path(os.fspath(tokenizer))
+        if told.get("sha256") in _file_hashes(path):
+            templates = _stored_templates(path)
+        else:
+            tokenizer = _load(path)
+    if templates is None:
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+        _compare(told, tokenizer)
+        templates = _templates(getattr(tokenizer, "chat_template", None))
+    if chat_template:
+        _compare_template(manifest, list(templates))
+
+
+def check_same_tokenizer(data: Iterable[Dataset | Manifest]) -> None:
+    """Refuses datasets that were packed with different tokenizers, as for one mix.
+
+    Datasets that record no tokenizer (records of token ids) are skipped.
+
+    Raises:
+        CompatibilityError: names the first dataset that differs from those before it.
+    """
+    first: tuple[int, Mapping[str, Any]] | None = None
+    for number, one in enumerate(data):
+        told = _tokenizer(_manifest(one))
+        if not told:
+            continue
+        if first is None:
+            first = number, told
+        elif not _same(first[1], told):
+            found = " and ".join(
+                f"{quote(t.get('name'))} of {t.get('vocab_size')} ids" for t in (first[1], told)
+            )
+            must = "they must be packed with one tokenizer"
+            raise CompatibilityError(
+                sentence(f"datasets {first[0]} and {number}", must, found, "Pack one of them again")
+            )
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    names = ("vocab_sha256", "probe_sha256")
+    if all(t.get(name) is not None for t in (a, b) for name in names):
+        return all(a[name] == b[name] for name in names)
+    return a.get("sha256") == b.get("sha256")
+
+
+def _manifest(data: Dataset | Manifest) -> Manifest:
+    return data.manifest if isinstance(data, Dataset) else data
+
+
+def _tokenizer(manifest: Manifest) -> Mapping[str, Any]:
+    return manifest.provenance.get("tokenizer") or {}
+
+
+def _file_hashes(path: Path) -> set[str]:
+    """sha256 of the file, or of each tokenizer file in the folder."""
+    files = [path]
+    if path.is_dir():
+        files = [p for p in path.iterdir() if p.suffix in (".json", ".model") and p.is_file()]
+    try:
+        return {hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"tokenizer {path} must be a readable file or folder: {reason}."
+        ) from error
+
+
+def _load(path: Path) -> Any:
+    """The tokenizer of a file or folder, as transformers loads it."""
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    except ImportError as error:
+        raise missing_extra("check_tokenizer", "train", error) from error
+    try:
+        if path.is_dir():
+            return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        return PreTrainedTokenizerFast(tokenizer_file=str(path))
+    except Exception as error:  # the library raises errors of any class
+        raise ConfigError(f"tokenizer {path} does not load: {quote(str(error), 200)}.") from error
+
+
+def _compare(told: Mapping[str, Any], tokenizer: Any) -> None:
+    """Compares vocabulary, ids of probe texts and special ids of a loaded tokenizer."""
+    if not hasattr(tokenizer, "get_vocab") or not hasattr(tokenizer, "encode"):
+        raise ConfigError(
+            "check_tokenizer takes a path, a Hugging Face tokenizer or a tokenizers.Tokenizer; "
+            f"found {type(tokenizer).__name__}."
+        )
+    size = told.get("vocab_size")
+    by_id = {i: token for token, i in tokenizer.get_vocab().items()}
+    own_size = max(by_id, default=-1) + 1
+    if size is not None and own_size < size:
+        raise _refusal(f"it must have at least {size} ids", str(own_size))
+    if told.get("vocab_sha256") is None or told.get("probe_sha256") is None:
+        logger.warning("the dataset records only its tokenizer file; vocabularies are not compared")
+    else:
+        if vocabulary_sha256(map(by_id.get, range(size or own_size))) != told["vocab_sha256"]:
+            raise _refusal("each id must be the same token", "another vocabulary")
+        rows = [tokenizer.encode(text, add_special_tokens=False) for text in PROBES]
+        if probe_sha256([getattr(row, "ids", row) for row in rows]) != told["probe_sha256"]:
+            raise _refusal("a text must become the same ids", "others for the same vocabulary")
+    for role in ("bos", "eos"):
+        expected, own = told.get(f"{role}_id"), getattr(tokenizer, f"{role}_token_id", None)
+        if expected is not None and own is not None and expected != own:
+            raise _refusal(f"its {role.upper()} must be id {expected}", str(own))
+
+
+def _templates(value: object) -> list[str]:
+    """The chat templates of a tokenizer, which may have several by name."""
+    if isinstance(value, Mapping):
+        return [str(v) for v in value.values()]
+    if isinstance(value, list):
+        return [str(v.get("template")) for v in value if isinstance(v, Mapping)]
+    return [] if value is None else [str(value)]
+
+
+def _stored_templates(path: Path) -> list[str]:
+    """The chat templates in the folder of a tokenizer file."""
+    folder = path if path.is_dir() else path.parent
+    found = []
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        if (folder / name).is_file():
+            value = json.loads((folder / name).read_text(encoding="utf-8"))
+            found += _templates(value.get("chat_template"))
+    if (folder / "chat_template.jinja").is_file():
+        found.append((folder / "chat_template.jinja").read_text(encoding="utf-8"))
+    return found
+
+
+def _compare_template(manifest: Manifest, templates: list[str]) -> None:
+    """Compares chat templates; logs a difference if packing overrode the tokenizer's template."""
+    expected = _tokenizer(manifest).get("chat_template")
+    if expected is None or not templates or expected.strip() in (t.strip() for t in templates):
+        return
+    if (manifest.provenance.get("settings") or {}).get("chat_template") is not None:
+        logger.warning("the dataset was packed with another chat template than the tokenizer's")
+        return
+    do = "Pack again with this template, or leave it out: check_tokenizer(…, chat_template=False)"
+    must = "its chat template must be the one that the dataset was packed with"
+    raise CompatibilityError(sentence("dataset and tokenizer", must, "another text", do))
+
+
+def _refusal(must: str, found: str) -> CompatibilityError:
+    return CompatibilityError(sentence("dataset and tokenizer", must, found, _PACK_AGAIN))

@@ -1,0 +1,186 @@
+"""Loads Hugging Face causal LMs, prepares them for packed attention, and adds LoRA adapters."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from packstore.errors import ConfigError, quote, sentence
+from packstore.registry import missing_extra
+from packstore.torch.models.model import use_packed_attention
+
+logger = logging.getLogger(__name__)
+
+DType = Literal["float32", "bfloat16", "float64"]
+ADAPTER_FILE = "adapter_config.json"
+
+
+def load_model(
+    path: str | PathLike[str],
+    *,
+    dtype: DType = "float32",
+    attention: str = "auto",
+    trainable: bool = False,
+    disable_dropout: bool = True,
+) -> Any:
+    """Loads a causal LM that takes packed batches, in evaluation mode, on the CPU.
+
+    Args:
+        path: folder or hub name of the model; or the folder of a LoRA adapter, which names its
+            base model.
+        dtype: dtype of the weights.
+        attention: backend of packed attention, see :func:`use_packed_attention`.
+        trainable: False freezes all weights; True with an adapter trains the adapter only.
+        disable_dropout: False keeps the dropout of the model, see :func:`use_packed_attention`.
+
+    Raises:
+        ConfigError: the model does not exist or load, or its files lack a weight.
+        MissingExtraError: transformers, or peft for an adapter, is not installed.
+        BackendError: the model cannot take packed batches.
+    """
+    name = os.fspath(path)
+    if is_adapter(name):
+        settings: Any = {"attention": attention, "disable_dropout": disable_dropout}
+        base = load_model(adapter_base(name), dtype=dtype, **settings)
+        return add_adapter(base, name, trainable)
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise missing_extra("load_model", "train", error) from error
+    _check_folder(name)
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            name, dtype=getattr(torch, dtype), output_loading_info=True
+        )
+    except Exception as error:  # the library raises errors of any class
+        where = f"model {name}"
+        must = "it must be a folder or hub name of a causal LM that transformers loads"
+        raise ConfigError(sentence(where, must, quote(str(error), 200))) from error
+    _check_weights(name, loading)
+    use_packed_attention(model, attention, disable_dropout=disable_dropout)
+    return model.requires_grad_(trainable).eval()
+
+
+def add_lora(
+    model: Any, rank: int, *, alpha: float = 16.0, dropout: float = 0.0, targets: Sequence[str] = ()
+) -> Any:
+    """Adds a new LoRA adapter (Hu et al., 2021) to a frozen model; untrained, it changes nothing.
+
+    Args:
+        model: a model from :func:`load_model`.
+        rank: rank of the adapter.
+        alpha: the adapter's output is scaled by ``alpha / rank``.
+        dropout: dropout of the adapter's input.
+        targets: names of the modules to adapt; empty: all linear layers except the head.
+
+    Raises:
+        ConfigError: the model has no such modules.
+        MissingExtraError: peft is not installed.
+    """
+    peft = _peft()
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=list(targets) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return peft.get_peft_model(model, config)
+    except ValueError as error:
+        must = f"the model must have modules named {', '.join(targets) or 'anything linear'}"
+        raise ConfigError(sentence("lora_targets", must, quote(str(error), 200))) from error
+
+
+def checkpoint_gradients(model: Any) -> None:
+    """Enables gradient checkpointing: each layer is recomputed in the backward pass."""
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.20
+        model.activation_checkpointing_enable(options)
+    else:
+        model.gradient_checkpointing_enable(options)
+
+
+def is_adapter(path: str | PathLike[str]) -> bool:
+    """Returns True for the folder of an adapter."""
+    return Path(path, ADAPTER_FILE).is_file()
+
+
+def adapter_base(path: str | PathLike[str]) -> str:
+    """Returns the folder or hub name of the model that an adapter was trained on.
+
+    Raises:
+        ConfigError: the adapter does not name one.
+    """
+    file = Path(path, ADAPTER_FILE)
+    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ConfigError(sentence(str(file), "it must name base_model_name_or_path", "none"))
+    return base
+
+
+def add_adapter(model: Any, path: str, trainable: bool) -> Any:
+    """Loads the adapter in a folder onto its model.
+
+    Args:
+        model: a model from :func:`load_model`.
+        path: folder of the adapter.
+        trainable: False freezes the adapter.
+
+    Raises:
+        ConfigError: the adapter does not fit this model, or its files lack a weight.
+        MissingExtraError: peft is not installed.
+    """
+    peft = _peft()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            return peft.PeftModel.from_pretrained(model, path, is_trainable=trainable)
+    except (OSError, ValueError, RuntimeError, UserWarning) as error:
+        must = f"it must be an adapter of {adapter_base(path)}"
+        raise ConfigError(sentence(f"adapter {path}", must, quote(str(error), 200))) from error
+
+
+def _check_folder(name: str) -> None:
+    """Refuses a missing local folder, so that ``./tpyo`` is not looked up on the hub."""
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        must = "the folder must hold a config.json of a causal LM, or an adapter_config.json"
+        raise ConfigError(sentence(f"model {name}", must, "neither"))
+    local = folder.is_absolute() or name.startswith(".") or name.count("/") > 1
+    if local and not folder.exists():
+        raise ConfigError(sentence(f"model {name}", "the folder must exist", "nothing there"))
+
+
+def _check_weights(name: str, loading: Mapping[str, Any]) -> None:
+    """Refuses a model with weights that the library initialised at random.
+
+    Args:
+        name: folder or hub name of the model.
+        loading: the loading report of ``from_pretrained``.
+    """
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        must = "its files must hold every weight of the model that its config.json describes"
+        found = f"{len(missing)} missing, {quote(missing[0])} first"
+        raise ConfigError(sentence(f"model {name}", must, found, "Copy the model's files anew"))
+    unused = sorted(loading["unexpected_keys"])
+    if unused:
+        text = "model %s: its config.json has no place for %d weights of its files, %s first"
+        logger.warning(text, name, len(unused), quote(unused[0]))
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise missing_extra("LoRA", "train", error) from error
+    return peft

@@ -1,0 +1,125 @@
+"""The numerics of a forward pass: weight dtype, autocast, attention backend, matmul rounding.
+
+Two runs of one model give the same bits if weights, autocast, attention backend, kind of device and
+products of float32 are the same. bf16 weights and float32 weights under bf16 autocast are not: the
+log-probs of a sequence differ by up to half a nat.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from packstore.errors import ConfigError, quote
+from packstore.torch.attention import ATTENTION
+from packstore.torch.logprobs.fused_head import exact_dtype
+from packstore.torch.logprobs.head import find_head, probe_inputs
+from packstore.torch.models.model import unwrapped
+
+Precision = Literal["none", "bf16"]
+"""``bf16``: bfloat16 by autocast; ``none``: the caller's autocast state."""
+
+Arithmetic = dict[str, str | None]
+
+
+def autocast(device: torch.device, mixed_precision: Precision) -> AbstractContextManager[Any]:
+    """Returns the autocast context for `mixed_precision`.
+
+    Raises:
+        ConfigError: `mixed_precision` is unknown.
+    """
+    if mixed_precision not in get_args(Precision):
+        known = " or ".join(get_args(Precision))
+        raise ConfigError(f"mixed_precision must be {known}; found {quote(mixed_precision)}.")
+    if mixed_precision == "none":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def describe_arithmetic(
+    model: nn.Module, device: torch.device | None = None, *, adapter: bool = True
+) -> Arithmetic:
+    """Describes the numerics of `model` under the autocast that is active around this call.
+
+    Args:
+        model: a Hugging Face causal LM prepared by ``use_packed_attention``; it runs a few tokens.
+        device: the device that the model will run on; default: its current one.
+        adapter: False ignores the weights of adapters.
+
+    Returns:
+        ``weight_dtype``: dtypes of all floating weights (several: sorted, comma-separated);
+        ``autocast_dtype``: None without autocast; ``attention``: the backend, resolved where it is
+        ``auto``; ``head_dtype``: the dtype that log-probs are summed in; ``device``: ``cpu``, or
+        ``cuda`` with its architecture; ``float32_matmul``: how float32 products are rounded.
+    """
+    weight = find_head(model).weight
+    device = device or weight.device
+    lower = None
+    if torch.is_autocast_enabled(device.type):
+        lower = torch.get_autocast_dtype(device.type)
+    return {
+        "weight_dtype": _weight_dtype(model, adapter),
+        "autocast_dtype": None if lower is None else short(lower),
+        "attention": _attention(model, device, lower),
+        "head_dtype": short(exact_dtype(weight)),
+        "device": _device_kind(device),
+        "float32_matmul": _float32_matmul(device),
+    }
+
+
+def short(dtype: torch.dtype) -> str:
+    """Returns the name of the dtype without its module: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_added(name: str) -> bool:
+    """Returns True for the name of a tensor that PEFT added to a model."""
+    return "lora_" in name or ".modules_to_save." in name
+
+
+def _weight_dtype(model: nn.Module, adapter: bool) -> str:
+    tensors = unwrapped(model).named_parameters()
+    kept = [t for n, t in tensors if adapter or not is_added(n)]
+    return ", ".join(sorted({short(t.dtype) for t in kept if t.is_floating_point()}))
+
+
+def _attention(model: nn.Module, device: torch.device, lower: torch.dtype | None) -> str:
+    """The backend's public name; several chosen by ``auto``: sorted, comma-separated."""
+    name = str(unwrapped(model).config._attn_implementation).removeprefix("packstore_")
+    if name.isdigit():
+        return ATTENTION.names()[int(name)]
+    if name != "auto":
+        return name
+    from packstore.torch.attention import _auto  # brings in torch's compiler, which takes a second
+
+    head, training = find_head(model), model.training
+    own = head.weight.device.type
+    model.eval()
+    try:
+        with (
+            torch.no_grad(),
+            torch.autocast(own, lower, enabled=lower is not None),
+            _auto.chosen_on(device) as names,
+        ):
+            head.backbone(**probe_inputs(head.weight))
+    finally:
+        model.train(training)
+    return ", ".join(sorted(names))
+
+
+def _device_kind(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    found = torch.cuda.get_device_properties(device)
+    hip = str(getattr(found, "gcnArchName", "")).split(":")[0] if torch.version.hip else ""
+    return f"cuda {hip or f'sm_{found.major}{found.minor}'}"
+
+
+def _float32_matmul(device: torch.device) -> str:
+    """``ieee``, ``tf32`` or ``bf16``."""
+    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    told = str(backend.matmul.fp32_precision)
+    return "ieee" if told == "none" else told

@@ -1,0 +1,87 @@
+"""The finished parts of an unfinished side dataset, from which a killed run resumes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from packstore.errors import DatasetExistsError, IntegrityError, sentence
+from packstore.format.arrays import Float32, Int64
+from packstore.io.store.location import Location
+from packstore.io.store.upkeep import remove_all
+
+PARTS = 1024
+"""Largest number of parts; a killed run loses one part per rank."""
+
+Values = tuple[Int64, npt.NDArray[np.integer], Float32]
+"""Example ids `[E]`, sequences of each `[E]`, log-probs `[S]` in nats."""
+
+_NAME = re.compile(r"([0-9]{5})-([0-9a-f]{64})\.bin")
+
+
+class Parts:
+    """Part files in a folder of the side dataset, each named by its number and its hash.
+
+    Args:
+        location: location of the side dataset.
+        run: id of the run; it differs if the values would.
+    """
+
+    def __init__(self, location: Location, run: str) -> None:
+        self.location, self.folder = location, f"parts-{run}"
+
+    def missing(self, numbers: Iterable[int]) -> list[int]:
+        """Returns the `numbers` without a part; removes damaged parts."""
+        found = set()
+        for number, path, sha256 in self._files():
+            if hashlib.sha256(self.location.read_bytes(path)).hexdigest() == sha256:
+                found.add(number)
+            else:
+                self.location.remove(path)
+        return sorted(set(numbers) - found)
+
+    def put(self, number: int, values: Values) -> None:
+        """Writes a finished part, atomically."""
+        ids, counts, logps = values
+        head = orjson.dumps([len(ids), len(logps)])
+        arrays = (ids.astype("<i8"), counts.astype("<i4"), logps.astype("<f4"))
+        data = head + b"\n" + b"".join(a.tobytes() for a in arrays)
+        name = f"{number:05d}-{hashlib.sha256(data).hexdigest()}.bin"
+        with contextlib.suppress(DatasetExistsError):  # of the same bytes
+            self.location.create_bytes(f"{self.folder}/{name}", data)
+
+    def read(self) -> Iterator[Values]:
+        """Yields all parts in order.
+
+        Raises:
+            IntegrityError: a part changed since it was written.
+        """
+        for _, path, sha256 in self._files():
+            data = self.location.read_bytes(path)
+            if hashlib.sha256(data).hexdigest() != sha256:
+                where, must = self.location.join(path).display, "its hash must be that of its name"
+                raise IntegrityError(sentence(where, must, "another", "Run the command again"))
+            head, _, rest = data.partition(b"\n")
+            examples, sequences = orjson.loads(head)
+            ids = np.frombuffer(rest, "<i8", examples)
+            counts = np.frombuffer(rest, "<i4", examples, 8 * examples)
+            yield ids, counts, np.frombuffer(rest, "<f4", sequences, 12 * examples)
+
+    def remove(self) -> None:
+        """Removes the parts, after their values were committed."""
+        remove_all(self.location, [path for _, path, _ in self._files()])
+        if self.location.local_path is not None:
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.join(self.location.local_path, self.folder))
+
+    def _files(self) -> list[tuple[int, str, str]]:
+        """Number, path and hash of each part, by number."""
+        matches = (_NAME.fullmatch(entry.name) for entry in self.location.files(self.folder))
+        return [(int(m[1]), f"{self.folder}/{m[0]}", m[2]) for m in matches if m]

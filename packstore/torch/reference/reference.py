@@ -1,0 +1,212 @@
+"""Computes log-probs of the reference model once, and stores them as a side dataset.
+
+::
+
+    model = load_model("my-sft-model", dtype="bfloat16").to("cuda")
+    write_ref_logps(model, packstore.open("prefs-8k"), "prefs-8k-ref")
+    data = PackedDataset("prefs-8k", side=["prefs-8k-ref"])     # batch.ref_logps
+
+They are computed as in training: packed attention, the head without logits, the same precision.
+Batches are those of ``PackedDataLoader(…, mode="eval")`` in file order on one rank, for any number
+of ranks, so the values depend neither on ranks nor on resuming.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from packstore.config import BatchConfig, fingerprint
+from packstore.errors import FormatError, sentence
+from packstore.format.arrays import Float32, Int64
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.manifest.commit import refuse_existing, require_exclusive
+from packstore.io.manifest.side_manifest import REF_LOGPS, SIDE
+from packstore.io.side.side import Side, SideWriter, open_side
+from packstore.io.store.location import Location
+from packstore.torch.batch.collate import PackedBatch, collate
+from packstore.torch.logprobs.head import PackedPolicy
+from packstore.torch.models.compatibility import check_model
+from packstore.torch.reference.arithmetic import Precision, autocast
+from packstore.torch.reference.rank_zero import distributed, on_first
+from packstore.torch.reference.ref_parts import PARTS, Parts, Values
+from packstore.torch.reference.reference_fingerprint import MadeWith, describe_reference
+from packstore.torch.schedule.position import Position, Unseen
+from packstore.torch.schedule.rank_assignment import deal
+from packstore.torch.schedule.steps import Step, StepCutter
+from packstore.torch.schedule.stream import StoredPacks
+
+Progress = Callable[[str, int, int | None, str], None]
+"""Called with stage, amount done, total amount (or None) and unit."""
+
+
+def write_ref_logps(
+    model: nn.Module,
+    dataset: Dataset,
+    url: str,
+    *,
+    mixed_precision: Precision = "none",
+    overwrite: bool = False,
+    single_writer: bool = False,
+    storage_options: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+    **batching: int | None,
+) -> Side:
+    """Runs a model over every pack once and writes the log-prob of each sequence, float32.
+
+    A collective call if torch.distributed runs: the ranks share the packs, and rank 0 commits. A
+    killed run leaves its finished parts in the side dataset's folder; the next run with the same
+    model, data and settings verifies and reuses them.
+
+    Args:
+        model: a model from :func:`~packstore.torch.models.load.load_model`, whole on every rank.
+        dataset: a dataset of any kind and layout.
+        url: destination of the side dataset: a local folder or an fsspec URL that all ranks reach.
+        mixed_precision: ``bf16`` runs under bfloat16 autocast, as training with that setting does;
+            ``none`` keeps the autocast that is active around this call, if any.
+        overwrite: replace an existing side dataset.
+        single_writer: no other job writes there meanwhile; required if two jobs could both commit.
+        storage_options: options of the fsspec filesystem of `url`.
+        progress: called as packs finish on this rank.
+        batching: `packs_per_batch` (default 1) or `tokens_per_batch`.
+
+    Returns:
+        The side dataset; join it with ``PackedDataset(…, side=[…])``.
+
+    Raises:
+        DatasetExistsError: a side dataset exists, and `overwrite` is False.
+        CompatibilityError: the model's vocabulary does not hold the token ids.
+        FormatError: the model returns log-probs that are not finite.
+        StorageError: no space, no permission, or the store refuses.
+    """
+    check_model(dataset, model)
+    lower = partial(autocast, next(model.parameters()).device, mixed_precision)
+    config = BatchConfig.of(mode="eval", **batching)
+    location = Location(url, storage_options or {})
+
+    def begin() -> tuple[MadeWith, list[int]]:
+        require_exclusive(location, single_writer)
+        refuse_existing(location, overwrite, SIDE)
+        with lower():
+            made_with = describe_reference(model, dataset)
+        for name in ("packs_per_batch", "tokens_per_batch"):
+            made_with[name] = getattr(config, name)
+        numbers = {number for number, _ in _parts(dataset, _cutter(dataset, config))}
+        return made_with, parts_of(made_with).missing(numbers)
+
+    def parts_of(made_with: MadeWith) -> Parts:
+        return Parts(location, fingerprint([dataset.manifest.fingerprint, made_with])[:16])
+
+    def finish() -> None:
+        with SideWriter(
+            url,
+            dataset,
+            {REF_LOGPS: "list<float32>"},
+            made_with=made_with,
+            overwrite=overwrite,
+            single_writer=single_writer,
+            storage_options=storage_options,
+        ) as writer:
+            for ids, counts, logps in parts.read():
+                writer.write(ids, {REF_LOGPS: logps}, counts)
+        parts.remove()
+
+    made_with, missing = on_first(begin)
+    parts = parts_of(made_with)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
+    mine = missing[rank::ranks]
+    for number, values in _computed(model, dataset, config, lower, set(mine), progress):
+        parts.put(number, values)
+    if distributed():
+        dist.barrier()
+    on_first(finish)
+    return open_side(url, storage_options)
+
+
+@torch.no_grad()
+def _computed(
+    model: nn.Module,
+    dataset: Dataset,
+    config: BatchConfig,
+    lower: Callable[[], AbstractContextManager[Any]],
+    mine: set[int],
+    progress: Progress | None,
+) -> Iterator[tuple[int, Values]]:
+    """Yields the values of each part in `mine`; the model runs in the context made by `lower`."""
+    policy, training = PackedPolicy(model), model.training
+    device, total = next(iter(model.parameters())).device, len(dataset)
+    pending: tuple[int, list[Values]] | None = None
+    model.eval()
+    try:
+        for number, place, batch in _batches(dataset, config, mine):
+            with lower():
+                logps = policy(batch.to(device))
+            values = _values(batch, logps)
+            if pending is not None and pending[0] != number:
+                yield pending[0], _joined(pending[1])
+                pending = None
+            pending = pending or (number, [])
+            pending[1].append(values)
+            if progress is not None:
+                progress("reference", place, total, "packs")
+        if pending is not None:
+            yield pending[0], _joined(pending[1])
+    finally:
+        model.train(training)
+
+
+def _batches(
+    dataset: Dataset, config: BatchConfig, mine: set[int]
+) -> Iterator[tuple[int, int, PackedBatch]]:
+    """Yields number of the part, packs up to here, and the batch, in file order."""
+    cutter = _cutter(dataset, config)
+    ahead: deque[tuple[int, int, int]] = deque()
+
+    def wanted() -> Iterator[Int64]:
+        for number, step in _parts(dataset, cutter):
+            if number not in mine:
+                continue
+            for places, fillers in deal(step, 0, 1, config):
+                ahead.append((number, step.stop, fillers))
+                yield cutter.unseen[places]
+
+    for packs in cutter.stream.read(wanted()):
+        number, place, fillers = ahead.popleft()
+        yield number, place, collate(packs, cutter.stream.kind, fillers=fillers)
+
+
+def _cutter(dataset: Dataset, config: BatchConfig) -> StepCutter:
+    """Makes the steps of one rank in file order, so that batches do not depend on ranks."""
+    stream = StoredPacks(dataset, shuffle=False)
+    return StepCutter(stream, Unseen(len(stream), Position()), config, 1)
+
+
+def _parts(dataset: Dataset, cutter: StepCutter) -> Iterator[tuple[int, Step]]:
+    """Yields each step, which is one batch, with the number of its part."""
+    parts = min(PARTS, len(dataset))
+    return ((step.start * parts // len(dataset), step) for step in cutter)
+
+
+def _values(batch: PackedBatch, logps: Tensor) -> Values:
+    """The values to store for a batch, without its fillers."""
+    counts, ids = batch.num_responses.numpy(), batch.example_ids.numpy()
+    real = batch.weights.numpy() > 0
+    wide: Float32 = logps.float().cpu().numpy()
+    if not np.isfinite(wide).all():
+        must = "the model must give finite log-probs"
+        example = np.repeat(ids, counts)[~np.isfinite(wide)][0]
+        raise FormatError(sentence(f"example {example}", must, "NaN or infinity"))
+    return ids[real], counts[real], wide[np.repeat(real, counts)]
+
+
+def _joined(values: list[Values]) -> Values:
+    ids, counts, logps = (np.concatenate(x) for x in zip(*values, strict=True))
+    return ids, counts, logps

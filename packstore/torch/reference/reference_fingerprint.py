@@ -1,0 +1,203 @@
+"""Records which model made precomputed log-probs, and compares it with the training's reference."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packstore.errors import CompatibilityError, quote, sentence
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.manifest.manifest import Manifest
+from packstore.io.side.side import Side, open_side
+from packstore.torch.models.model import unwrapped
+from packstore.torch.reference.arithmetic import describe_arithmetic, is_added, short
+
+logger = logging.getLogger(__name__)
+
+MadeWith = dict[str, str | int | float | bool | None]
+
+MODEL_NAMES = (*("model_rounded_sha256", "tokenizer_sha256", "chat_template_sha256", "head_dtype"),)
+"""Must agree, or the log-probs belong to another model or text."""
+
+ARITHMETIC_NAMES = ("weight_dtype", "autocast_dtype", "attention", "device", "float32_matmul")
+EXACT_NAMES = (*ARITHMETIC_NAMES, "model_sha256")
+"""Must also agree for bit-identical log-probs."""
+
+TAKE = "or take it as it is with ref_logps_check: model (exact=False)"
+
+_VOLATILE = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+
+
+def describe_reference(
+    model: nn.Module,
+    data: Dataset | Manifest,
+    device: torch.device | None = None,
+    *,
+    adapter: bool = True,
+) -> MadeWith:
+    """Returns the provenance that a side dataset of this model's log-probs records.
+
+    ``model_sha256`` and ``model_rounded_sha256`` are :func:`weights_sha256` of the exact weights,
+    and of the weights rounded to bfloat16; the rest is :func:`describe_arithmetic` under the
+    autocast that is active around this call.
+
+    Args:
+        model: the reference.
+        data: the dataset.
+        device: the device that the model will run on; default: its current one.
+        adapter: False ignores what PEFT added.
+    """
+    manifest = data.manifest if isinstance(data, Dataset) else data
+    tokenizer = manifest.provenance.get("tokenizer") or {}
+    template = tokenizer.get("chat_template")
+    template_sha256 = None if template is None else hashlib.sha256(template.encode()).hexdigest()
+    config: Any = unwrapped(model).config
+    return {
+        "model": str(getattr(config, "_name_or_path", "") or "unnamed"),
+        "model_sha256": weights_sha256(model, adapter=adapter),
+        "model_rounded_sha256": weights_sha256(model, adapter=adapter, rounded=True),
+        "adapter": adapter and hasattr(model, "peft_config"),
+        "tokenizer_sha256": tokenizer.get("sha256"),
+        "chat_template_sha256": template_sha256,
+        **describe_arithmetic(model, device, adapter=adapter),
+    }
+
+
+def weights_sha256(model: nn.Module, *, adapter: bool = True, rounded: bool = False) -> str:
+    """Hashes a model's config and weights, independent of where it was loaded from.
+
+    Args:
+        model: a Hugging Face model, optionally inside wrappers.
+        adapter: False hashes the base model alone; True includes the active adapter.
+        rounded: False hashes the bytes and dtypes of all weights, and the dtypes of buffers that
+            are not stored (such as tables of positions). True hashes the weights rounded to
+            bfloat16, so that the hash is the same in any dtype that can hold bfloat16.
+    """
+    inner = unwrapped(model)
+    base: Any = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    settings = {n: v for n, v in base.config.to_diff_dict().items() if n not in _VOLATILE}
+    public = {n: v for n, v in settings.items() if not n.startswith("_")}
+    digest = hashlib.sha256(json.dumps(public, sort_keys=True, default=str).encode())
+    tensors = {_plain_name(n): (n, t) for n, t in base.state_dict().items()}
+    active = getattr(inner, "active_adapter", None)
+    idle = {f".{name}." for name in getattr(inner, "peft_config", {}) if name != active}
+    for name, (full, tensor) in sorted(tensors.items()):
+        if is_added(full) and (not adapter or any(other in full for other in idle)):
+            continue
+        kind = "" if rounded else f" {short(tensor.dtype)}"
+        digest.update(f"{name} {tuple(tensor.shape)}{kind}".encode())
+        if rounded and tensor.is_floating_point():
+            tensor = tensor.detach().to(torch.bfloat16)
+        digest.update(_bytes(tensor))
+    if not rounded:
+        for name, buffer in sorted(base.named_buffers()):
+            if _plain_name(name) not in tensors:
+                digest.update(f"{_plain_name(name)} {short(buffer.dtype)}".encode())
+    return digest.hexdigest()
+
+
+def check_reference(
+    side: Side | str,
+    model: nn.Module,
+    data: Dataset | Manifest,
+    *,
+    adapter: bool = False,
+    device: torch.device | None = None,
+    exact: bool = True,
+) -> None:
+    """Refuses precomputed log-probs that differ from those that the training would compute.
+
+    Call it under the training's autocast, if there is one.
+
+    Args:
+        side: a side dataset from :func:`~packstore.torch.reference.reference.write_ref_logps`, or
+            its URL.
+        model: the training's reference; before the first step, the policy itself will do.
+        data: the training dataset.
+        adapter: True: the reference is the model with its adapter; False: without.
+        device: the device of the training; default: that of the model.
+        exact: False only logs different numerics: weight dtype, autocast, attention backend, kind
+            of device, float32 matmul, and weights that agree after rounding to bfloat16. Margins of
+            the first step are then not exactly 0: off in the last digits, or by up to a nat where
+            autocast or weights differ.
+
+    Raises:
+        CompatibilityError: another model, tokenizer, template or precision of the head; if `exact`
+            also different numerics, or a side dataset that does not record its own.
+    """
+    side = side if isinstance(side, Side) else open_side(side)
+    own = describe_reference(model, data, device, adapter=adapter)
+    _compare(side, own, MODEL_NAMES, strict=True, complete=exact)
+    _compare(side, own, EXACT_NAMES, strict=exact, complete=exact)
+
+
+def check_arithmetic(side: Side, model: nn.Module, device: torch.device | None = None) -> None:
+    """Logs a warning if log-probs were computed with other numerics than `model` uses now.
+
+    For a model that is not the reference: weights are not compared.
+
+    Args:
+        side: a side dataset from :func:`~packstore.torch.reference.reference.write_ref_logps`.
+        model: the policy.
+        device: the device that it will run on; default: its current one.
+    """
+    own: MadeWith = {**describe_arithmetic(model, device, adapter=False)}
+    _compare(side, own, ARITHMETIC_NAMES, strict=False, complete=False)
+
+
+def _compare(
+    side: Side, own: MadeWith, names: Sequence[str], *, strict: bool, complete: bool
+) -> None:
+    """Compares the provenance of a side dataset with that of the training.
+
+    Args:
+        side: the side dataset.
+        own: provenance of the training.
+        names: members to compare.
+        strict: True refuses a difference; False logs it.
+        complete: True refuses a missing member; False logs it.
+    """
+    told = side.manifest.made_with
+    for name in names:
+        if name not in told:
+            if complete:
+                must = f"it must say its {name}"
+                do = f"Make it anew with packstore ref-logps, {TAKE}"
+                raise CompatibilityError(sentence(side.url, must, "none", do))
+            logger.warning("%s does not record its %s", side.url, name)
+        elif told[name] != own[name] and strict:
+            must = f"its {name} must be that of the training, {quote(own[name], 20)}"
+            do = _remedy(name, own[name])
+            raise CompatibilityError(sentence(side.url, must, quote(told[name], 20), do))
+        elif told[name] != own[name]:
+            text = "%s was made with %s %s, this run computes with %s"
+            logger.warning(text, side.url, name, told[name], own[name])
+
+
+def _remedy(name: str, value: object) -> str:
+    """The remedy of an error: how to make a side dataset whose `name` is `value`, or skip that."""
+    if name not in EXACT_NAMES:
+        return "Make it anew with the reference model and the settings of this training"
+    how = {
+        "weight_dtype": f"with --dtype {value}",
+        "autocast_dtype": "with --mixed-precision " + ("bf16" if value else "none"),
+        "attention": f"with --attention {value}",
+        "device": f"on a device of the kind {value}",
+        "float32_matmul": f"with float32 products in {value}",
+        "model_sha256": "with the same weights in the same dtype",
+    }
+    return f"Make it anew: packstore ref-logps {how[name]}; {TAKE}"
+
+
+def _plain_name(name: str) -> str:
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

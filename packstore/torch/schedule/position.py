@@ -1,0 +1,211 @@
+"""The position in an epoch, as a small value that can be saved.
+
+Optimizer steps are yielded in global order, so one number says most of it. Inside a step packs may
+be yielded in another order (balanced, or largest first): the position then names the step, the
+settings that define its batches, and how many of them were yielded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from packstore.errors import CompatibilityError, sentence
+from packstore.format.arrays import Int64
+
+_NONE = np.empty(0, np.int64)
+_MAX_WORKERS = 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Position:
+    """The packs of an epoch that were yielded, on all ranks.
+
+    Attributes:
+        next: all packs before this global index were yielded.
+        step: number of optimizer steps yielded.
+        given: int64, ascending, all above `next`: further packs yielded. Non-empty only after a
+            balanced step was interrupted and resumed with other settings.
+        batches: batches yielded on every rank of the step that begins here.
+        cut: the settings and number of ranks that define that step's batches; empty without
+            `batches`.
+    """
+
+    next: int = 0
+    step: int = 0
+    given: Int64 = field(default_factory=lambda: _NONE)
+    batches: int = 0
+    cut: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_state(self) -> dict[str, Any]:
+        """Returns JSON values; fields at their default are omitted."""
+        state: dict[str, Any] = {"next": self.next, "step": self.step}
+        if len(self.given):
+            mask = np.zeros(int(self.given[-1]) - self.next + 1, np.bool_)
+            mask[self.given - self.next] = True
+            state["given"] = np.packbits(mask).tobytes().hex()
+        if self.batches:
+            state |= {"batches": self.batches, "cut": dict(self.cut)}
+        return state
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], packs: int) -> Self:
+        """Parses the position in `state`, in an epoch of `packs` packs.
+
+        Raises:
+            CompatibilityError: a value is missing, of the wrong type or out of range.
+        """
+        position, step, batches = state.get("next"), state.get("step", 0), state.get("batches", 0)
+        cut, mask = state.get("cut", {}), state.get("given", "")
+        if not all(isinstance(x, int) and x >= 0 for x in (step, batches)):
+            raise stale("step and batches must be whole numbers from 0", f"{step} and {batches}")
+        if not isinstance(position, int) or not 0 <= position <= packs:
+            raise stale(f"next must lie in 0..{packs}", str(position))
+        if not isinstance(cut, Mapping) or bool(cut) != bool(batches):
+            raise stale("cut must be the settings of a step that is partly out", repr(cut))
+        try:
+            bits = np.unpackbits(np.frombuffer(bytes.fromhex(mask), np.uint8))
+        except (TypeError, ValueError) as error:
+            raise stale("given must be bits in hexadecimal", repr(mask)) from error
+        given = position + np.flatnonzero(bits)
+        if len(given) and (given[0] == position or given[-1] >= packs):
+            raise stale(f"given must name packs between next and {packs}", repr(mask))
+        return cls(position, step, given, batches, cut)
+
+
+class Unseen:
+    """The packs of an epoch not yet yielded, in order: ``0 .. len(self) - 1``.
+
+    Args:
+        packs: number of packs of the epoch.
+        position: the packs yielded; yielded batches of an incomplete step are ignored.
+    """
+
+    def __init__(self, packs: int, position: Position) -> None:
+        self.packs, self.first, self._given = packs, position.next, position.given
+        end = int(self._given[-1]) + 1 if len(self._given) else self.first
+        self._gaps = np.setdiff1d(np.arange(self.first, end), self._given) if end else _NONE
+        self._shift = end - len(self._gaps)
+
+    def __len__(self) -> int:
+        return self.packs - self.first - len(self._given)
+
+    def __getitem__(self, places: Int64) -> Int64:
+        """Returns the global indices of the packs at `places`; wraps around at the end."""
+        indices: Int64 = places + self._shift
+        if not len(self._gaps) and (not len(indices) or indices.max() < self.packs):
+            return indices
+        if len(self._gaps):
+            head = places < len(self._gaps)
+            indices[head] = self._gaps[places[head]]
+        beyond = places >= len(self)
+        if beyond.any():
+            indices[beyond] = (places[beyond] - len(self)) % self.packs
+        return indices
+
+    def after(self, place: int, step: int) -> Position:
+        """Returns the position after all packs before `place` and `step` steps were yielded."""
+        if place >= len(self):
+            return Position(self.packs, step)
+        if place >= len(self._gaps):
+            return Position(place + self._shift, step)
+        first = int(self._gaps[place])
+        return Position(first, step, self._given[self._given > first])
+
+    def without(self, places: Int64, step: int) -> Position:
+        """Returns the position after the packs at `places` and `step` steps were yielded."""
+        given = np.union1d(self._given, self[places[places < len(self)]])
+        run = int((given == self.first + np.arange(len(given))).sum())
+        return Position(self.first + run, step, given[run:])
+
+
+class SharedStart:
+    """Epoch and position where the next iteration begins, shared with worker processes.
+
+    Lies in shared memory, so that persistent workers notice :meth:`set`. One iteration uses a
+    start, in any process; the next one begins at the start of the epoch.
+    """
+
+    def __init__(self) -> None:
+        # Number of calls of set, epoch, next, number of packs in `given`; then for each process 0,
+        # or the number of processes of the iteration that used the start.
+        self._cells = shared_integers(5 + _MAX_WORKERS)
+        self._seen, self._position, self._of_worker = 0, Position(), False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        share(self._cells)
+
+    def set(self, epoch: int, position: Position) -> None:
+        """Starts the next iteration at `position` of `epoch`; in a worker, for that worker only."""
+        self._position, self._of_worker = position, get_worker_info() is not None
+        if not self._of_worker:
+            self._cells[1:4] = torch.tensor([epoch, position.next, len(position.given)])
+            self._cells[4:] = 0
+            self._cells[0] += 1
+        self._seen = self.times_set
+
+    @property
+    def times_set(self) -> int:
+        """Number of calls of :meth:`set` in the process that made this object."""
+        return int(self._cells[0])
+
+    def new_epoch(self) -> int | None:
+        """Returns the epoch if another process set it since this process's last iteration."""
+        return int(self._cells[1]) if self._is_news() else None
+
+    def peek(self) -> Position:
+        """Returns the position where the next iteration begins."""
+        if self._of_worker and not self._is_news():
+            return self._position
+        slot, size = _process()
+        claims = self._cells[4:]
+        if claims[slot] or ((claims != 0) & (claims != size)).any():
+            return Position()
+        if not self._is_news():
+            return self._position
+        if int(self._cells[3]):
+            must = "workers that live on cannot take up a balanced step in its middle"
+            do = "Make a new DataLoader after load_state_dict"
+            raise CompatibilityError(sentence("loader state", must, "", do))
+        return Position(int(self._cells[2]))
+
+    def take(self) -> Position:
+        """Returns the start of this iteration; the next one begins at the start of the epoch."""
+        position = self.peek()
+        slot, size = _process()
+        self._cells[4 + slot] = size
+        self._seen, self._position, self._of_worker = self.times_set, Position(), False
+        return position
+
+    def _is_news(self) -> bool:
+        return self.times_set != self._seen
+
+
+def _process() -> tuple[int, int]:
+    """Index of this process among those of its iteration, and their number; the main one is 0."""
+    worker = get_worker_info()
+    return (0, 1) if worker is None else (1 + worker.id, 1 + worker.num_workers)
+
+
+def shared_integers(n: int) -> torch.Tensor:
+    """Returns `n` int64 zeros in memory shared with forked and spawned processes."""
+    cells = torch.zeros(n, dtype=torch.int64)
+    share(cells)
+    return cells
+
+
+def share(cells: torch.Tensor) -> None:
+    """Moves `cells` to shared memory, unless it is there already."""
+    cells.share_memory_()  # type: ignore[no-untyped-call]
+
+
+def stale(must: str, found: str) -> CompatibilityError:
+    """Returns the error for a state that does not fit the dataset."""
+    do = "Load it into the dataset, seed and lanes that it was taken from, or start anew"
+    return CompatibilityError(sentence("loader state", must, found, do))

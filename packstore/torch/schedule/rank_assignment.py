@@ -1,0 +1,156 @@
+"""Distributes the packs of an optimizer step over ranks and batches, and fills short batches."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from packstore.config import BatchConfig
+from packstore.errors import ConfigError
+from packstore.format.arrays import Int64
+from packstore.torch.schedule.position import Position, Unseen, stale
+from packstore.torch.schedule.steps import Step, StepCutter
+from packstore.torch.schedule.stream import PackStream
+
+Share = tuple[Int64, int]
+"""Positions of a batch's packs, and how many at the end are fillers of weight 0."""
+
+
+def deal(step: Step, rank: int, world_size: int, config: BatchConfig) -> list[Share]:
+    """Returns the batches of `rank` in `step`.
+
+    Pack ``i`` of a batch goes to rank ``i % world_size``, unless the ranks are balanced. A rank
+    without a pack in some batch repeats one of its packs of the step with weight 0, so that all
+    ranks run equally many batches. The tail ``uneven`` adds no fillers.
+    """
+    largest_first = config.largest_first and len(step.edges) > 2
+    if not largest_first and not config.balance and _is_full(step, world_size, config):
+        return [(np.arange(a + rank, b, world_size), 0) for a, b in pairwise(step.edges)]
+    if config.balance and world_size > 1:
+        dealt = _balanced(step, world_size, config)
+        batches = [ranks[rank] for ranks in dealt]
+        loads: Iterator[int] = map(partial(_load, step), dealt)
+    else:
+        batches = [np.arange(a + rank, b, world_size) for a, b in pairwise(step.edges)]
+        loads = (_load_in_turn(step, a, b, world_size) for a, b in pairwise(step.edges))
+    if largest_first:
+        order = np.argsort(-np.fromiter(loads, np.int64), kind="stable")
+        batches = [batches[g] for g in order]
+    if config.at_end == "uneven":
+        return [(batch, 0) for batch in batches if len(batch)]
+    own = [batch for batch in batches if len(batch)]
+    spare = np.concatenate(own) if own else np.array([step.start + rank % (step.stop - step.start)])
+    return [(batch, 0) if len(batch) else (spare[:1], 1) for batch in batches]
+
+
+def fillers(step: Step, world_size: int, config: BatchConfig) -> int:
+    """Counts the fillers of weight 0 in `step`, over all ranks."""
+    if config.at_end == "uneven":
+        return 0
+    return sum(max(world_size - (b - a), 0) for a, b in pairwise(step.edges))
+
+
+def _is_full(step: Step, world_size: int, config: BatchConfig) -> bool:
+    """Returns True if all batches of the step are full and need no fillers."""
+    fixed = config.tokens_per_batch is None and config.pairs_per_step is None
+    packs = step.stop - step.start
+    return fixed and packs == world_size * config.width * (len(step.edges) - 1)
+
+
+def _load(step: Step, ranks: list[Int64]) -> int:
+    """The most tokens of any rank in a batch with this distribution."""
+    return max(int(step.sizes.tokens[places - step.start].sum()) for places in ranks)
+
+
+def _load_in_turn(step: Step, start: int, stop: int, world_size: int) -> int:
+    """The most tokens of any rank in a batch distributed round-robin."""
+    rows = np.zeros((-(-(stop - start) // world_size), world_size), np.int64)
+    rows.flat[: stop - start] = step.sizes.tokens[start - step.start : stop - step.start]
+    return int(rows.sum(0).max())
+
+
+def _balanced(step: Step, world_size: int, config: BatchConfig) -> list[list[Int64]]:
+    """The positions of each rank in each batch, with sums of squared lengths as even as possible.
+
+    With packs per batch the whole step is balanced at once, and each rank takes its largest packs
+    first, so that packs of similar size run together. With a token budget each batch is balanced
+    alone, and round-robin where some rank would exceed the budget.
+    """
+    sizes, start = step.sizes, step.start
+    if config.tokens_per_batch is None:
+        ranks = [start + part for part in spread(sizes.squares, world_size)]
+        batches, width = len(step.edges) - 1, config.width
+        return [[part[g * width : (g + 1) * width] for part in ranks] for g in range(batches)]
+    out = []
+    for a, b in pairwise(step.edges):
+        parts = spread(sizes.squares[a - start : b - start], world_size)
+        tokens = sizes.tokens[a - start : b - start]
+        if max(int(tokens[part].sum()) for part in parts) <= config.tokens_per_batch:
+            out.append([a + part for part in parts])
+        else:
+            out.append([np.arange(a + rank, b, world_size) for rank in range(world_size)])
+    return out
+
+
+def spread(work: Int64, ranks: int) -> list[Int64]:
+    """Assigns indices of `work` to `ranks`, equally many each, with sums as even as possible.
+
+    Largest first, each to the rank with the smallest sum that has a free slot (Graham, "Bounds on
+    multiprocessing timing anomalies", 1969, with equal counts).
+    """
+    each, extra = divmod(len(work), ranks)
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    heap = [(0, rank) for rank in range(ranks)]
+    for item in np.argsort(-work, kind="stable").tolist():
+        while True:
+            load, rank = heapq.heappop(heap)
+            if len(parts[rank]) < each:
+                break
+            if extra and len(parts[rank]) == each:
+                extra -= 1
+                break
+        parts[rank].append(item)
+        heapq.heappush(heap, (load + int(work[item]), rank))
+    return [np.array(part, np.int64) for part in parts]
+
+
+def cut_of(config: BatchConfig, world_size: int) -> dict[str, Any]:
+    """Returns the settings that decide step boundaries and distribution, as JSON values."""
+    return {"world_size": world_size, **config.changed()}
+
+
+def settled(stream: PackStream, position: Position) -> Position:
+    """Converts `position` to the set of yielded packs, from which any settings can resume.
+
+    Raises:
+        CompatibilityError: the settings that it names are invalid.
+    """
+    if not position.batches:
+        return position
+    config, world_size = _settings(position.cut)
+    unseen = Unseen(len(stream), position)
+    step = next(iter(StepCutter(stream, unseen, config, world_size)), None)
+    if step is None or position.batches >= len(step.edges):
+        raise stale("batches must be fewer than its step has", str(position.batches))
+    out = [np.empty(0, np.int64)]
+    for rank in range(world_size):
+        shares = deal(step, rank, world_size, config)[: position.batches]
+        out += [batch[: len(batch) - filled] for batch, filled in shares]
+    return unseen.without(np.concatenate(out), position.step)
+
+
+def _settings(cut: Mapping[str, Any]) -> tuple[BatchConfig, int]:
+    settings = dict(cut)
+    world_size = settings.pop("world_size", None)
+    try:
+        config = BatchConfig.of(**settings)
+    except ConfigError as error:
+        raise stale("cut must be the settings of a loader", str(error)) from error
+    if not isinstance(world_size, int) or world_size < 1:
+        raise stale("cut must name the number of ranks", repr(world_size))
+    return config, world_size

@@ -1,0 +1,273 @@
+"""Divides the remaining packs into optimizer steps, and each step into batches.
+
+A pure function of the packs' sizes, the settings and the number of ranks. It reads the epoch in
+windows, so that it starts at once and uses little memory for any number of packs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from packstore.config import BatchConfig
+from packstore.errors import ConfigError, sentence
+from packstore.format.arrays import Int64, PackSizes, to_offsets
+from packstore.format.loss_counts import COUNTS
+from packstore.torch.schedule.position import Unseen
+from packstore.torch.schedule.stream import PackStream
+
+WINDOW = 4096
+"""Approximate number of packs whose sizes are looked up at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """The optimizer step that a batch belongs to; the same on every rank.
+
+    Attributes:
+        index: 0-based index of the step in the epoch.
+        batch: 0-based index of the batch in the step.
+        batches: batches of the step on each rank (with tail ``uneven``: on this one).
+        examples: examples of the whole step, over all its batches and ranks, without fillers of
+            weight 0: for pairs, the divisor of the loss.
+        ranks: number of ranks that share the step.
+        packs: packs of the whole step, counted alike; None: unknown.
+        counts: other divisors of losses for the whole step, with the names of
+            :mod:`packstore.format.loss_counts`; None: unknown.
+    """
+
+    index: int
+    batch: int
+    batches: int
+    examples: int
+    ranks: int = 1
+    packs: int | None = None
+    counts: Mapping[str, int] | None = None
+
+    @property
+    def last(self) -> bool:
+        """True for the last batch of the step, after which the optimizer steps."""
+        return self.batch == self.batches - 1
+
+
+class Window:
+    """Sizes of the packs from position `start` on, looked up on first access."""
+
+    def __init__(self, stream: PackStream, indices: Int64, start: int) -> None:
+        self._stream, self._indices, self.start = stream, indices, start
+
+    @cached_property
+    def sizes(self) -> PackSizes:
+        """Sizes of all packs of the window."""
+        return self._stream.sizes(self._indices)
+
+    @cached_property
+    def offsets(self) -> Int64:
+        """Examples before each pack, int64 `[packs + 1]`."""
+        return to_offsets(self.sizes.examples)
+
+    @cached_property
+    def count_offsets(self) -> Int64 | None:
+        """Loss counts before each pack, int64 `[packs + 1, 4]`; None if unknown."""
+        counts = self.sizes.counts
+        return None if counts is None else np.pad(counts, ((1, 0), (0, 0))).cumsum(axis=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One optimizer step, as positions among the packs not yet yielded; see :class:`Unseen`.
+
+    Attributes:
+        edges: batch ``g``, over all ranks, has the positions ``edges[g] .. edges[g + 1]``.
+        window: the window that contains the step.
+    """
+
+    edges: list[int]
+    window: Window
+
+    @property
+    def sizes(self) -> PackSizes:
+        """Sizes of the packs of the step."""
+        sizes, first = self.window.sizes, self.window.start
+        return sizes.take(np.arange(self.start - first, self.stop - first))
+
+    @property
+    def examples(self) -> int:
+        """Number of examples of the step."""
+        offsets, first = self.window.offsets, self.window.start
+        return int(offsets[self.stop - first] - offsets[self.start - first])
+
+    @property
+    def counts(self) -> dict[str, int] | None:
+        """Loss counts of the step by name; None if unknown."""
+        offsets, first = self.window.count_offsets, self.window.start
+        if offsets is None:
+            return None
+        own = offsets[self.stop - first] - offsets[self.start - first]
+        return dict(zip(COUNTS, own.tolist(), strict=True))
+
+    def info(self, index: int, batch: int, batches: int, ranks: int) -> StepInfo:
+        """Describes the step for one of its batches."""
+        packs = self.stop - self.start
+        return StepInfo(index, batch, batches, self.examples, ranks, packs, self.counts)
+
+    @property
+    def start(self) -> int:
+        """Position of its first pack."""
+        return self.edges[0]
+
+    @property
+    def stop(self) -> int:
+        """Position after its last pack."""
+        return self.edges[-1]
+
+
+class StepCutter:
+    """Yields the optimizer steps of the packs not yet yielded.
+
+    Args:
+        stream: the packs.
+        unseen: the packs not yet yielded.
+        config: the batching settings.
+        world_size: number of ranks.
+    """
+
+    def __init__(
+        self, stream: PackStream, unseen: Unseen, config: BatchConfig, world_size: int
+    ) -> None:
+        self.stream, self.unseen = stream, unseen
+        self.config, self.world_size = config, world_size
+        self._width = world_size * config.width
+        fixed = config.tokens_per_batch is None and config.pairs_per_step is None
+        self.fixed = self._width * config.accumulation if fixed else None
+        """Packs of every full step, if that number is fixed."""
+        self._unit = self.fixed or (world_size if config.tokens_per_batch else 1)
+        whole = len(unseen) // self._unit * self._unit
+        self.end = whole if config.at_end == "drop" else len(unseen)
+        """Position before which all steps begin; with tail ``repeat`` the last may end after it."""
+
+    def __iter__(self) -> Iterator[Step]:
+        """Yields the steps in order.
+
+        Raises:
+            ConfigError: a single pack is longer than `tokens_per_batch`.
+        """
+        start, size, endless = 0, WINDOW, self.config.at_end == "repeat"
+        while start < self.end:
+            stop = start + max(size // self._unit, 1) * self._unit
+            closed = stop >= self.end and not endless
+            stop = min(stop, self.end) if closed else stop
+            window = Window(self.stream, self.unseen[np.arange(start, stop)], start)
+            begin = start
+            for edges in self._cut(window, stop, closed):
+                step = Step(edges, window)
+                if start >= self.end or self._is_cut_short(step):
+                    return
+                start = step.stop
+                yield step
+            size = WINDOW if start > begin else 2 * size
+
+    def _cut(self, window: Window, stop: int, closed: bool) -> Iterator[list[int]]:
+        """Yields the edges of the steps that `window` determines.
+
+        Args:
+            window: the next packs.
+            stop: the position after the window.
+            closed: True if the window ends at the last pack.
+        """
+        start = window.start
+        if self.fixed is not None:
+            return self._cut_by_packs(start, stop, self.fixed)
+        if self.config.pairs_per_step is None:
+            return self._cut_by_tokens(window.sizes, start, closed)
+        return self._cut_by_pairs(window.sizes, start, closed, self.config.pairs_per_step)
+
+    def _cut_by_packs(self, start: int, stop: int, packs: int) -> Iterator[list[int]]:
+        for first in range(start, stop, packs):
+            last = min(first + packs, stop)
+            yield [*range(first, last, self._width), last]
+
+    def _cut_by_tokens(self, sizes: PackSizes, start: int, closed: bool) -> Iterator[list[int]]:
+        jumps = self._jumps(sizes.tokens, start)
+        row, rows, packs = 0, len(jumps), len(sizes)
+        while row < rows:
+            edges = [row]
+            while len(edges) <= self.config.accumulation and edges[-1] < rows:
+                edges.append(jumps[edges[-1]])
+            if edges[-1] == rows and not closed:
+                return
+            yield [start + min(edge * self.world_size, packs) for edge in edges]
+            row = edges[-1]
+
+    def _cut_by_pairs(
+        self, sizes: PackSizes, start: int, closed: bool, pairs: int
+    ) -> Iterator[list[int]]:
+        packs = len(sizes)
+        offsets = to_offsets(sizes.examples)
+        most = np.searchsorted(offsets, offsets[:-1] + pairs, side="right") - 1
+        least = np.arange(packs) + self.world_size
+        ends = np.minimum(np.maximum(most, least), packs).tolist()
+        first = 0
+        while first < packs:
+            last = ends[first]
+            if last == packs and not closed:
+                return
+            yield self._batches(sizes.tokens[first:last], start + first)
+            first = last
+
+    def _batches(self, tokens: Int64, start: int) -> list[int]:
+        """Edges of the batches of a step, from the tokens of its packs."""
+        stop = start + len(tokens)
+        if self.config.tokens_per_batch is None:
+            return [*range(start, stop, self._width), stop]
+        jumps, edges = self._jumps(tokens, start), [0]
+        while edges[-1] < len(jumps):
+            edges.append(jumps[edges[-1]])
+        return [min(start + edge * self.world_size, stop) for edge in edges]
+
+    def _jumps(self, tokens: Int64, start: int) -> list[int]:
+        """For each row of one pack per rank: the row where a batch that starts here ends."""
+        budget = self.config.tokens_per_batch
+        assert budget is not None
+        ranks = self.world_size
+        rows = -(-len(tokens) // ranks)
+        sums = np.zeros((rows + 1, ranks), np.int64)
+        sums[1:].flat[: len(tokens)] = tokens
+        np.cumsum(sums, axis=0, out=sums)
+        jumps = np.full(rows, rows)
+        for of_rank in sums.T:
+            fits = np.searchsorted(of_rank, of_rank[:-1] + budget, side="right") - 1
+            np.minimum(jumps, fits, out=jumps)
+        if (tokens > budget).any():
+            places = np.arange(start, start + len(tokens))
+            check_fits(tokens, self.unseen[places], budget)
+        return jumps.tolist()
+
+    def _is_cut_short(self, step: Step) -> bool:
+        """Returns True for an incomplete last step, which tail ``drop`` omits."""
+        if self.config.at_end != "drop" or step.stop < self.end or self.fixed is not None:
+            return False
+        if self.config.pairs_per_step is None:
+            return len(step.edges) <= self.config.accumulation
+        return step.examples < self.config.pairs_per_step
+
+
+def check_fits(tokens: Int64, indices: Int64, budget: int) -> None:
+    """Refuses packs longer than `budget`.
+
+    Args:
+        tokens: int64 `[n]`, tokens of each pack.
+        indices: int64 `[n]`, positions in the global order.
+        budget: most tokens of a batch.
+
+    Raises:
+        ConfigError: a pack is longer; names the longest.
+    """
+    if len(tokens) and tokens.max() > budget:
+        which = int(tokens.argmax())
+        must = f"every pack must fit tokens_per_batch={budget}"
+        found = f"{tokens[which]} tokens in pack {indices[which]} of the epoch's order"
+        raise ConfigError(sentence("batches", must, found, "Raise tokens_per_batch"))

@@ -1,0 +1,176 @@
+"""Streams: the packs of an epoch as a sequence, which a dataset distributes to ranks.
+
+A stream is a pure function of its arguments, its seed and the epoch. It is independent of ranks and
+workers: each reader requests its own positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import fsspec.implementations.local  # noqa: F401  (taking longer than opening a dataset does)
+import numpy as np
+
+from packstore.config import ReadConfig
+from packstore.errors import ConfigError, quote
+from packstore.format.arrays import Int64, Packs, PackSizes
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.order import LANES, PackOrder
+from packstore.io.dataset.read_ahead import ReadAhead
+from packstore.io.shards.statistics import Totals
+
+Identity = dict[str, int | str | bool]
+Shuffle = bool | Literal["stratified"]
+
+
+class PackStream(Protocol):
+    """The packs of one epoch, in their global order, with random access.
+
+    ``copy.copy`` returns a stream that can be in another epoch.
+    """
+
+    @property
+    def kind(self) -> str:
+        """``dpo``, ``sft`` or ``ranked``."""
+
+    @property
+    def identity(self) -> Identity:
+        """JSON values that must match for a saved position to mean the same packs."""
+
+    def __len__(self) -> int:
+        """Number of packs of the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes this the stream of `epoch`."""
+
+    @property
+    def datasets(self) -> Sequence[Dataset]:
+        """The datasets of the packs."""
+
+    @property
+    def totals(self) -> Totals:
+        """Packs, examples and tokens of the epoch, without reading the packs."""
+
+    def sizes(self, indices: Int64) -> PackSizes:
+        """Returns the sizes of the packs at `indices`, int64 `[n]`, without reading the packs."""
+
+    def sources(self, indices: Int64) -> Int64:
+        """Returns the source index of each pack at `indices`, int64 `[n]`; 0 without a mix."""
+
+    def read(self, batches: Iterable[Int64], *, stride: int = 1) -> Iterator[list[Packs]]:
+        """Yields for each array of positions its packs, each as :class:`Packs` of one row.
+
+        Reads ahead, so it consumes `batches` before it yields the packs before them.
+
+        Args:
+            batches: int64 arrays of positions, in reading order.
+            stride: number of processes that share the lanes: this one reads about every
+                `stride`-th position.
+
+        Raises:
+            StorageError: a shard is missing, or the store refuses.
+            IntegrityError: a checksum of a shard does not match.
+        """
+
+
+class StoredPacks:
+    """The packs of a dataset as they are stored; threads read ahead.
+
+    Pickles its arguments only, without data read or computed.
+
+    Args:
+        dataset: the dataset.
+        seed: seed of the order.
+        shuffle: False reads in file order. ``stratified`` shuffles so that any two runs of equally
+            many packs hold about as many examples; it needs the sizes of all packs.
+        lanes: row groups open at once.
+        reading: how far to read ahead, and what happens to a row group that cannot be read.
+
+    Attributes:
+        quarantined: row groups that this process skipped, replacing their packs by others of
+            weight 0.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        seed: int = 0,
+        shuffle: Shuffle = True,
+        lanes: int = LANES,
+        reading: ReadConfig | None = None,
+    ) -> None:
+        if shuffle not in (True, False, "stratified"):
+            must = "True, False or 'stratified'"
+            raise ConfigError(f"shuffle must be {must}; found {quote(shuffle)}.")
+        self.reading = reading or ReadConfig()
+        self.dataset = dataset.cached(self.reading)
+        self.seed, self.shuffle, self.lanes = seed, shuffle, lanes
+        self.quarantined: set[int] = set()
+        self._epoch = 0
+        self._made: PackOrder | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": None}
+
+    @property
+    def kind(self) -> str:
+        """``dpo``, ``sft`` or ``ranked``."""
+        return self.dataset.manifest.kind
+
+    @property
+    def identity(self) -> Identity:
+        """Dataset and order."""
+        return {
+            "dataset": self.dataset.manifest.fingerprint,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "lanes": self.lanes,
+        }
+
+    def __len__(self) -> int:
+        return self.dataset.manifest.num_packs
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes this the stream of `epoch`."""
+        if epoch != self._epoch:
+            self._epoch, self._made = epoch, None
+
+    @property
+    def _order(self) -> PackOrder:
+        """The order of the epoch, made on first access."""
+        if self._made is None:
+            self._made = PackOrder(
+                self.dataset.group_rows,
+                seed=self.seed,
+                epoch=self._epoch,
+                lanes=self.lanes,
+                shuffle=bool(self.shuffle),
+                strata=self.dataset.pack_index.examples if self.shuffle == "stratified" else None,
+            )
+        return self._made
+
+    @property
+    def datasets(self) -> Sequence[Dataset]:
+        """The one dataset."""
+        return [self.dataset]
+
+    @property
+    def totals(self) -> Totals:
+        """Packs, examples and tokens, from the manifest."""
+        return self.dataset.manifest.totals
+
+    def sources(self, indices: Int64) -> Int64:
+        """Returns 0 for each pack: there is one source."""
+        return np.zeros_like(indices)
+
+    def sizes(self, indices: Int64) -> PackSizes:
+        """Returns the sizes of the packs at positions `indices`; see :class:`PackStream`."""
+        groups, rows = self._order.locate(indices)
+        return self.dataset.sizes(self.dataset.group_offsets[groups] + rows)
+
+    def read(self, batches: Iterable[Int64], *, stride: int = 1) -> Iterator[list[Packs]]:
+        """Yields the packs at each array of positions; see :class:`PackStream`."""
+        order, reading = self._order, self.reading
+        return iter(ReadAhead(self.dataset, order, batches, reading, self.quarantined))

@@ -1,0 +1,98 @@
+"""Metrics of a model over a whole dataset, each example once, optionally grouped by a column.
+
+::
+
+    figures = evaluate(model, packstore.open("held-out-8k"), loss="dpo", reference=ref, by="source")
+    figures["metrics"]["rewards/accuracies"], figures["by"]["forum"]["loss"]
+
+``by="file"`` groups by input file, and works without carried columns.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.manifest.side_manifest import REF_LOGPS
+from packstore.io.side.side import Side, open_side
+from packstore.torch.data.dataset import PackedDataset
+from packstore.torch.data.loader import PackedDataLoader
+from packstore.torch.logprobs.head import PackedPolicy
+from packstore.torch.losses.grouped_metrics import Figures, GroupedMetrics
+from packstore.torch.losses.loss import PreferenceLoss
+from packstore.torch.models.compatibility import check_model
+from packstore.torch.reference.arithmetic import Precision, autocast
+from packstore.torch.reference.reference_fingerprint import check_arithmetic
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    dataset: Dataset,
+    *,
+    loss: PreferenceLoss | str = "dpo",
+    reference: nn.Module | None = None,
+    side: Sequence[Side | str | PathLike[str]] = (),
+    by: str | None = None,
+    rewards: bool = False,
+    mixed_precision: Precision = "none",
+    **batching: Any,
+) -> Figures:
+    """Computes the metrics of `model` over `dataset`, exactly for any packing, batches and ranks.
+
+    A collective call if torch.distributed runs: the ranks share the packs.
+
+    Args:
+        model: a model from :func:`~packstore.torch.models.load.load_model`, whole on every rank.
+        dataset: a packed dataset; with fewer packs than ranks, some ranks run only fillers.
+        loss: the loss, or its name.
+        reference: the reference model, on the device of `model`.
+        side: side datasets to join, such as precomputed ``ref_logps``.
+        by: a carried or joined column of texts, integers or booleans; or ``file``, by the input
+            file that each example came from.
+        rewards: also return the rewards of each pair; not for the loss ``sft``.
+        mixed_precision: for both models: ``bf16`` runs under bfloat16 autocast, ``none`` keeps the
+            autocast that is active around this call, if any.
+        batching: `packs_per_batch` (default 1) or `tokens_per_batch`.
+
+    Raises:
+        ConfigError: the loss needs a reference and there is none, or `by` is no column.
+        CompatibilityError: model, side dataset or loss do not belong to the dataset.
+        UnknownNameError: `loss` is unknown.
+    """
+    loss_fn = loss if isinstance(loss, PreferenceLoss) else PreferenceLoss(loss)
+    models = [model] if reference is None or not loss_fn.reference else [model, reference]
+    for one in models:
+        check_model(dataset, one)
+    sides = [s if isinstance(s, Side) else open_side(os.fspath(s)) for s in side]
+    data = PackedDataset(dataset, shuffle=False, side=sides)
+    loader = PackedDataLoader(data, mode="eval", **batching)
+    policies = [PackedPolicy(m) for m in models]
+    device = next(iter(model.parameters())).device
+    lower = partial(autocast, device, mixed_precision)
+    for joined in sides:
+        if REF_LOGPS in joined.manifest.columns and len(models) < 2:
+            with lower():
+                check_arithmetic(joined, model)
+    before = [m.training for m in models]
+    grouped = GroupedMetrics(loss_fn, dataset, by, rewards and not loss_fn.only_sft)
+    try:
+        for m in models:
+            m.eval()
+        for batch in loader:
+            here = batch.to(device)
+            with lower():
+                logps, *others = [policy(here) for policy in policies]
+            ref_logps = others[0] if others else None
+            grouped.add(logps, here, ref_logps)
+    finally:
+        for m, training in zip(models, before, strict=True):
+            m.train(training)
+    return grouped.figures(device)
