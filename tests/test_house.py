@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -159,3 +160,19 @@ def test_every_file_of_a_plugin_folder_is_registered_and_loads(folder: Path) -> 
     for name in registry:
         with suppress(MissingExtraError):  # what only a machine with a GPU has
             assert registry.load(name) is not None
+
+
+def folders() -> list[Path]:
+    """The folders of the package with code in them."""
+    return sorted({p.parent for p in (ROOT / "packstore").rglob("*.py")} - {ROOT / "packstore"})
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda p: str(p.relative_to(ROOT / "packstore")))
+def test_the_readme_of_a_folder_is_short_and_names_its_files(folder: Path) -> None:
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 10
+    for name in re.findall(r"`(\w+\.py)`", text):
+        assert (folder / name).exists(), name
+    files = {p.name for p in folder.glob("*.py") if not p.stem.startswith("__")}
+    if folder not in plugin_folders() and folder.name != "cli":
+        assert {name for name in files if name not in text} == set()

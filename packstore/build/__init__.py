@@ -1,1 +1,1 @@
-"""build."""
+"""From records to a committed dataset; see ``README.md``."""

@@ -1,1 +1,1 @@
-"""format."""
+"""The definition of a dataset, without I/O; see ``README.md``."""

@@ -1,1 +1,1 @@
-"""io.dataset."""
+"""A committed dataset, read; see ``README.md``."""

@@ -1,1 +1,1 @@
-"""io.inputs."""
+"""Files, tables and frames as blocks of records; see ``README.md``."""

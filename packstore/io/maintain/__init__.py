@@ -1,1 +1,1 @@
-"""io.maintain."""
+"""A place before and after jobs; see ``README.md``."""

@@ -1,1 +1,1 @@
-"""io.manifest."""
+"""The versions of a dataset; see ``README.md``."""

@@ -1,1 +1,1 @@
-"""io.shards."""
+"""One shard file; see ``README.md``."""

@@ -1,1 +1,1 @@
-"""io.side."""
+"""Values derived from a dataset, by example id; see ``README.md``."""

@@ -1,1 +1,1 @@
-"""io.store."""
+"""A local folder or any URL that fsspec knows; see ``README.md``."""

@@ -1,1 +1,1 @@
-"""io.write."""
+"""Packs into the next version of a place; see ``README.md``."""

@@ -1,1 +1,1 @@
-"""tokenizer.chat."""
+"""Messages to text; see ``README.md``."""

@@ -1,1 +1,1 @@
-"""tokenizer.records."""
+"""One record of any accepted shape; see ``README.md``."""

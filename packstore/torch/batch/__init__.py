@@ -1,1 +1,1 @@
-"""torch.batch."""
+"""Packs as one flat row; see ``README.md``."""

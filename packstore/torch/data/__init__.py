@@ -1,1 +1,1 @@
-"""torch.data."""
+"""Datasets and loaders; see ``README.md``."""

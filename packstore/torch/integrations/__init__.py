@@ -1,1 +1,1 @@
-"""torch.integrations."""
+"""Other trainers; see ``README.md``."""

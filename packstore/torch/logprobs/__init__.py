@@ -1,1 +1,1 @@
-"""torch.logprobs."""
+"""One number per segment; see ``README.md``."""

@@ -1,1 +1,1 @@
-"""torch.losses."""
+"""A sum and a count; see ``README.md``."""

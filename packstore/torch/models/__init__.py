@@ -1,1 +1,1 @@
-"""torch.models."""
+"""Hugging Face models on packed rows; see ``README.md``."""

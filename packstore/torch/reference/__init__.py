@@ -1,1 +1,1 @@
-"""torch.reference."""
+"""Log-probs of the reference model, and whose they are; see ``README.md``."""

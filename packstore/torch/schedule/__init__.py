@@ -1,1 +1,1 @@
-"""torch.schedule."""
+"""Which packs, on which rank, in which step; see ``README.md``."""
