@@ -25,7 +25,7 @@ docs: $(VENV)/installed
 
 # sdist and wheel, tried in clean environments: EXTRAS='--extra s3', EXTRAS='--extra all'.
 package:
-	$(PYTHON) tests/packaging.py $(EXTRAS)
+	$(PYTHON) tests/try_release.py $(EXTRAS)
 
 # torch first and by version: asked for later, as a dependency, pip may choose a CUDA build of
 # several gigabytes where a CPU build is at hand.

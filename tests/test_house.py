@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,9 @@ def test_the_readme_of_a_folder_is_short_and_names_its_files(folder: Path) -> No
     files = {p.name for p in folder.glob("*.py") if not p.stem.startswith("__")}
     if folder not in plugin_folders() and folder.name != "cli":
         assert {name for name in files if name not in text} == set()
+
+
+def test_no_file_of_the_tests_hides_a_package() -> None:
+    """Workers of Ray have this folder on their path."""
+    own = {path.stem for path in (ROOT / "tests").glob("*.py")}
+    assert own & set(packages_distributions()) == set()

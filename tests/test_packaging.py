@@ -1,4 +1,4 @@
-"""What a release is made of. ``tests/packaging.py`` installs and tries it; that takes minutes."""
+"""What a release is made of. ``tests/try_release.py`` installs and tries it; that takes minutes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-SCRIPT = runpy.run_path(str(ROOT / "tests" / "packaging.py"))
+SCRIPT = runpy.run_path(str(ROOT / "tests" / "try_release.py"))
 
 
 def test_the_license_is_the_one_that_is_declared() -> None:

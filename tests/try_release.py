@@ -1,10 +1,10 @@
 """Builds the sdist and the wheel, installs the wheel in clean environments, and tries it there.
 
-    python tests/packaging.py                        the core dependencies alone
-    python tests/packaging.py --extra s3 --extra lp  also these extras, each in an environment
-    python tests/packaging.py --extra all            also every extra that is tried
-    python tests/packaging.py --python python3.13    with another interpreter (repeatable)
-    python tests/packaging.py --oldest               with the oldest releases in pyproject.toml
+    python tests/try_release.py                        the core dependencies alone
+    python tests/try_release.py --extra s3 --extra lp  also these extras, each in an environment
+    python tests/try_release.py --extra all            also every extra that is tried
+    python tests/try_release.py --python python3.13    with another interpreter (repeatable)
+    python tests/try_release.py --oldest               with the oldest releases in pyproject.toml
 
 ``tests/support/smoke.py`` is what runs there. Packages come from the index that pip uses here.
 ``flash`` and ``flash4`` need a GPU and its compiler, so ``all`` leaves them out; ``docs`` and
