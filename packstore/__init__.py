@@ -5,6 +5,8 @@
     >>> ds.manifest.fill_rate, len(ds)
     >>> packstore.open("prefs-8k").verify()
 
+There is one function for each command: ``append``, ``check``, ``clean``, ``concat``, ``doctor``,
+``estimate``, ``export``, ``import_`` and ``pack``; ``open`` reads, and ``plan`` plans from lengths.
 ``packstore.pack`` is a call and the sub-package of the packing algorithms at once. Importing
 packstore is cheap: numba, pyarrow and torch are loaded by the first call that needs them.
 """
@@ -25,7 +27,13 @@ __all__ = [
     "Plan",
     "__version__",
     "append",
+    "check",
+    "clean",
     "concat",
+    "doctor",
+    "estimate",
+    "export",
+    "import_",
     "open",
     "pack",
     "plan",
@@ -33,10 +41,15 @@ __all__ = [
 
 if TYPE_CHECKING:
     from packstore.build.combine import append, concat
+    from packstore.build.doctor import doctor
+    from packstore.build.estimate import estimate
     from packstore.build.pipeline import pack
     from packstore.config import PackConfig
     from packstore.errors import PackstoreError
+    from packstore.exchange import export, import_
     from packstore.io.dataset.dataset import Dataset, open
+    from packstore.io.maintain.clean import clean
+    from packstore.io.maintain.preflight import check
     from packstore.pack.plan import Plan, plan
 else:
 
@@ -56,7 +69,13 @@ _LAZY = {
     "PackstoreError": "packstore.errors",
     "Plan": "packstore.pack.plan",
     "append": "packstore.build.combine",
+    "check": "packstore.io.maintain.preflight",
+    "clean": "packstore.io.maintain.clean",
     "concat": "packstore.build.combine",
+    "doctor": "packstore.build.doctor",
+    "estimate": "packstore.build.estimate",
+    "export": "packstore.exchange",
+    "import_": "packstore.exchange",
     "open": "packstore.io.dataset.dataset",
     "plan": "packstore.pack.plan",
 }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import packstore
-from packstore.build.doctor import Diagnosis, diagnose
+from packstore.build.doctor import Diagnosis, doctor
 
 PAIR = {"prompt": "Say yes.\n", "chosen": "Yes.", "rejected": "No."}
 
@@ -36,7 +36,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def findings(records: Any, tokenizer: Path, **settings: Any) -> dict[str, Any]:
-    found: Diagnosis = diagnose(records, tokenizer, **settings)
+    found: Diagnosis = doctor(records, tokenizer, **settings)
     return {f.check: f for f in found.findings}
 
 

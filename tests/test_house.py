@@ -9,6 +9,7 @@ import sys
 from contextlib import suppress
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -128,13 +129,20 @@ def test_public_names() -> None:
         "Plan",
         "__version__",
         "append",
+        "check",
+        "clean",
         "concat",
+        "doctor",
+        "estimate",
+        "export",
+        "import_",
         "open",
         "pack",
         "plan",
     ]
     for name in packstore.__all__:
         assert getattr(packstore, name) is not None
+        assert name not in packstore._LAZY or not isinstance(getattr(packstore, name), ModuleType)
     with pytest.raises(AttributeError, match="nonsense"):
         _ = packstore.nonsense  # type: ignore[attr-defined]
 

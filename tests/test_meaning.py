@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import packstore
-from packstore.build.doctor import diagnose
+from packstore.build.doctor import doctor
 from packstore.errors import ConfigError, DropRateError, RecordError
 from packstore.io.manifest.manifest import Manifest
 
@@ -151,7 +151,7 @@ def test_the_log_warns_of_reversed_and_missing_rewards(
 
 def test_doctor_names_them(tokenizer: Tokenizer) -> None:
     def checks(records: list[Record], **settings: Any) -> dict[str, tuple[str, int]]:
-        found = diagnose(records, tokenizer, pack_size=256, **settings).findings
+        found = doctor(records, tokenizer, pack_size=256, **settings).findings
         return {f.check: (f.level, f.records) for f in found}
 
     extra = {**SCORED[0], "images": ["a"], "lang": "en", "score_chosen": 1}

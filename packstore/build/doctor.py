@@ -70,7 +70,7 @@ class Diagnosis:
         return all(finding.level == "remark" for finding in self.findings)
 
 
-def diagnose(
+def doctor(
     source: Any,
     tokenizer: Any,
     *,

@@ -1,4 +1,4 @@
-"""Forecasts the results of packing from a sample of the records; writes nothing.
+"""Estimates the results of packing from a sample of the records; writes nothing.
 
 The sample is tokenized once; then each combination of pack size, layout and strategy is planned
 from lengths alone. Counts are scaled to all records with ratio estimates, whose errors come from
@@ -21,7 +21,7 @@ from packstore.io.inputs.sampling import SAMPLE_BLOCK_BYTES, Sampling
 from packstore.pack.algorithms import STRATEGIES as KNOWN
 from packstore.pack.plan import MAX_PACK_SIZE
 
-__all__ = ["Choice", "Forecast", "Options", "Training", "forecast"]
+__all__ = ["Choice", "Estimate", "Options", "Training", "estimate"]
 
 PACK_SIZES = (2048, 4096, 8192, 16384, 32768)
 STRATEGIES = ("pool", "best_fit_decreasing")
@@ -37,8 +37,8 @@ relative to the combination that keeps most."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Forecast:
-    """The result of :func:`forecast`.
+class Estimate:
+    """The result of :func:`estimate`.
 
     Attributes:
         kind: ``dpo``, ``sft`` or ``ranked``.
@@ -63,7 +63,7 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of :func:`forecast`.
+    """Options of :func:`estimate`.
 
     Attributes:
         pack_sizes, layouts, strategies: values to combine. None: the settings `pack_size`,
@@ -87,12 +87,12 @@ class Options:
         small = min(*numbers, *(self.pack_sizes or ())) < 1
         if small or any(values is not None and not values for values in tried):
             raise ConfigError(
-                "a forecast needs at least one pack size, layout and strategy, and whole numbers "
+                "an estimate needs at least one pack size, layout and strategy, and whole numbers "
                 f"of at least 1; found {self}."
             )
 
 
-def forecast(
+def estimate(
     source: Any,
     tokenizer: Any = None,
     options: Options | None = None,
@@ -101,7 +101,7 @@ def forecast(
     storage_options: Mapping[str, Any] | None = None,
     progress: Callable[[str, int, int | None, str], None] | None = None,
     **settings: Any,
-) -> Forecast:
+) -> Estimate:
     """Tokenizes a sample of the records of `source` and plans every combination of `options`.
 
     Reads the whole input; of an iterable of unknown length, only the first records.
@@ -130,7 +130,7 @@ def forecast(
     ]
     base = PackConfig.of(config, **settings)
     if base.selects:
-        must = "a forecast counts all records, so they must not be set"
+        must = "an estimate counts all records, so they must not be set"
         found = f"dedup={base.dedup!r}, validation_fraction={base.validation_fraction}"
         raise ConfigError(sentence("settings dedup and validation_fraction", must, found))
     combinations = [
@@ -162,7 +162,7 @@ def forecast(
     choices = [
         choice_of(cut(one.pack_size, one.layout), one, options.training) for one in combinations
     ]
-    return Forecast(
+    return Estimate(
         kind=intake.kind,
         tally=measured.tally,
         sample=sample,

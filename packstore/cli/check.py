@@ -6,9 +6,7 @@ import argparse
 
 from packstore.cli import Command
 from packstore.cli.common import add_storage_options, stdout_console, storage_options
-
-QUICK = {"retry_attempts": 2, "retry_backoff": 0.2}
-"""Retry settings of a check, which should not wait for minutes; explicit settings override them."""
+from packstore.config import CHECK_RETRIES
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +19,7 @@ def _run(args: argparse.Namespace) -> int:
     from packstore.io.store.location import Location
 
     console, failed = stdout_console(), 0
-    for finding in preflight(Location(args.url, {**QUICK, **storage_options(args)})):
+    for finding in preflight(Location(args.url, {**CHECK_RETRIES, **storage_options(args)})):
         mark, style = _MARKS[finding.ok]
         console.print(f"{mark:6} {finding.what:12} {finding.text}", style=style, markup=False)
         failed += finding.ok is False

@@ -31,11 +31,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from packstore.build.doctor import MEANING, diagnose
+    from packstore.build.doctor import MEANING, doctor
 
     source = args.source[0] if len(args.source) == 1 else args.source
     with progress_of("doctor") as progress:
-        diagnosis = diagnose(
+        diagnosis = doctor(
             source,
             args.tokenizer,
             storage_options=storage_options(args),

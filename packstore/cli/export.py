@@ -15,7 +15,7 @@ from packstore.cli.common import (
     two_columns,
 )
 from packstore.cli.settings import add_settings, read_settings
-from packstore.exchange import export_dataset
+from packstore.exchange import export
 from packstore.exchange.exporters import EXPORTERS
 
 
@@ -46,7 +46,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     options = EXPORTERS.load(args.to).options
     with progress_of("export") as progress:
-        exported = export_dataset(
+        exported = export(
             args.to,
             args.dataset,
             args.out,

@@ -15,7 +15,7 @@ from packstore.cli.common import (
 )
 from packstore.cli.export import add_format
 from packstore.cli.settings import add_settings, read_settings
-from packstore.exchange import import_dataset
+from packstore.exchange import import_
 from packstore.exchange.importers import IMPORTERS
 
 
@@ -33,7 +33,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     options = IMPORTERS.load(args.of).options
     with progress_of("import") as progress:
-        dataset = import_dataset(
+        dataset = import_(
             args.of,
             args.source,
             args.out,

@@ -1,4 +1,4 @@
-"""``packstore plan``: forecasts the result of packing from a sample of the records."""
+"""``packstore plan``: estimates the result of packing from a sample of the records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from packstore.cli.settings import add_settings, read_settings
 from packstore.config import PackConfig, TokenizeConfig, WorkConfig
 
 if TYPE_CHECKING:
-    from packstore.build.estimate import Choice, Forecast, Options
+    from packstore.build.estimate import Choice, Estimate, Options
 
 COLUMNS = (
     "pack size",
@@ -84,11 +84,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from packstore.build.estimate import forecast
+    from packstore.build.estimate import estimate
 
     source = args.source[0] if len(args.source) == 1 else args.source
     with progress_of("plan") as progress:
-        found = forecast(
+        found = estimate(
             source,
             args.tokenizer,
             _options(args),
@@ -150,7 +150,7 @@ def _options(args: argparse.Namespace) -> Options:
     return Options(**given, records=args.records, training=training)
 
 
-def _summary(found: Forecast) -> str:
+def _summary(found: Estimate) -> str:
     """The size of the sample, how it was drawn, and the error of the counts."""
     tally, sample = found.tally, found.sample
     of_kind = f"records of kind {found.kind}"
@@ -171,7 +171,7 @@ def _summary(found: Forecast) -> str:
     return text + _error(found)
 
 
-def _error(found: Forecast) -> str:
+def _error(found: Estimate) -> str:
     """The largest error of the table's counts."""
     if found.sample.total is None:
         return "; what follows them is not known, as the input has no length"
@@ -185,7 +185,7 @@ def _error(found: Forecast) -> str:
     )
 
 
-def _advice(found: Forecast) -> str:
+def _advice(found: Estimate) -> str:
     from packstore.build.estimate import ENOUGH_FILL
 
     best = found.recommended
@@ -226,7 +226,7 @@ def _row(choice: Choice) -> tuple[str, ...]:
     )
 
 
-def _page(found: Forecast, source: str) -> str:
+def _page(found: Estimate, source: str) -> str:
     sizes = sorted({c.pack_size for c in found.choices})
     fills = []
     for layout in dict.fromkeys(c.layout for c in found.choices):
@@ -243,7 +243,7 @@ def _page(found: Forecast, source: str) -> str:
     ]
     lengths.append(_html.histogram("Tokens of a sequence", found.sequence_tokens, "tokens"))
     return _html.page(
-        "Packing forecast",
+        "Packing estimate",
         f"{source}: {_summary(found)}",
         [
             _html.section("Recommendation", _html.paragraph(_advice(found))),
@@ -259,9 +259,9 @@ def _page(found: Forecast, source: str) -> str:
 
 
 COMMAND = Command(
-    help="forecast fill, packs and steps for several pack sizes, from a sample; writes no dataset",
+    help="estimate fill, packs and steps for several pack sizes, from a sample; writes no dataset",
     examples="  packstore plan prefs.jsonl --tokenizer tokenizer.json\n"
-    "  packstore plan prefs.jsonl --tokenizer Qwen3/ --world-size 8 --html forecast.html\n",
+    "  packstore plan prefs.jsonl --tokenizer Qwen3/ --world-size 8 --html estimate.html\n",
     configure=_configure,
     run=_run,
 )

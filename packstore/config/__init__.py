@@ -22,9 +22,10 @@ from packstore.config.packing import (
     WorkConfig,
     WriteConfig,
 )
-from packstore.config.storage import RetryConfig
+from packstore.config.storage import CHECK_RETRIES, RetryConfig
 
 __all__ = [
+    "CHECK_RETRIES",
     "FEEDBACK",
     "FIELD_NAMES",
     "LIKELY",

@@ -12,6 +12,9 @@ from packstore.errors import ConfigError, quote
 
 _PREFIX = "retry_"
 
+CHECK_RETRIES: Mapping[str, Any] = {"retry_attempts": 2, "retry_backoff": 0.2}
+"""Storage options of ``packstore.check``, which should not wait for minutes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RetryConfig:

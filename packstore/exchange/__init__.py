@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
 
 
-def import_dataset(
+def import_(
     format: str,
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -50,7 +50,7 @@ def import_dataset(
     return importer.run(given, place, importer.options(**options), progress or _nobody)
 
 
-def export_dataset(
+def export(
     format: str,
     dataset: Dataset | str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import packstore
-from packstore.build.estimate import Options, Training, forecast
+from packstore.build.estimate import Options, Training, estimate
 from packstore.cli import _html, main
 from packstore.errors import InputError
 
@@ -37,7 +37,7 @@ def source(tmp_path: Path) -> Path:
 
 def test_the_figures_are_those_of_packing(source: Path, tmp_path: Path) -> None:
     options = Options(pack_sizes=(200, 400), strategies=("pool", "first_fit_decreasing"))
-    found = forecast(source, None, options)
+    found = estimate(source, None, options)
     assert len(found.choices) == 8
     for i, choice in enumerate(found.choices):
         packed = packstore.pack(
@@ -61,7 +61,7 @@ def test_counts_are_scaled_and_cut_into_steps(source: Path) -> None:
         records=3010,
         training=Training(world_size=2, packs_per_batch=3, accumulation=2),
     )
-    found = forecast(source, None, options)
+    found = estimate(source, None, options)
     assert found.scale == pytest.approx(3010 / found.tally.read)
     (choice,) = found.choices
     assert choice.steps == choice.packs // 12
@@ -71,15 +71,15 @@ def test_counts_are_scaled_and_cut_into_steps(source: Path) -> None:
 
 def test_the_smallest_pack_that_loses_little_is_recommended(source: Path) -> None:
     layouts = {"layouts": ("concat",), "strategies": ("pool",)}
-    found = forecast(source, None, Options(pack_sizes=(100, 200, 400, 4000), **layouts))
+    found = estimate(source, None, Options(pack_sizes=(100, 200, 400, 4000), **layouts))
     assert found.recommended is not None
     assert found.recommended.pack_size == 400  # 200 loses a record in 300
-    assert forecast(source, None, Options(pack_sizes=(40,), **layouts)).recommended is None
+    assert estimate(source, None, Options(pack_sizes=(40,), **layouts)).recommended is None
 
 
 def test_nothing_usable_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="doctor"):
-        forecast([{"prompt": [1], "chosen": [], "rejected": []}])
+        estimate([{"prompt": [1], "chosen": [], "rejected": []}])
 
 
 def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from packstore.cli import main
 from packstore.errors import FormatError, InputError
-from packstore.exchange import import_dataset
+from packstore.exchange import import_
 from packstore.exchange.nemo_packs import KEYS
 from packstore.exchange.object_array import read_rows
 
@@ -264,7 +264,7 @@ PICKLES: dict[str, tuple[bytes, str]] = {
 
 def test_the_good_one(tmp_path: Path) -> None:
     (tmp_path / "x.npy").write_bytes(change())
-    dataset = import_dataset("nemo", tmp_path / "x.npy", tmp_path / "packs")
+    dataset = import_("nemo", tmp_path / "x.npy", tmp_path / "packs")
     assert next(dataset.iter_packs()).input_ids.tolist() == GOOD["input_ids"]
 
 
@@ -274,7 +274,7 @@ def test_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     Path("bad.npy").write_bytes(data)
     with pytest.raises((InputError, FormatError)) as caught:
-        import_dataset("nemo", "bad.npy", "packs")
+        import_("nemo", "bad.npy", "packs")
     text = str(caught.value)
     assert text.startswith("bad.npy"), text
     assert len(text) < 800
@@ -294,11 +294,11 @@ def test_the_place_is_that_of_the_bad_row(tmp_path: Path) -> None:
     rows[17]["labels"][1] = 9
     (tmp_path / "x.npy").write_bytes(header(30) + body(*rows))
     with pytest.raises(FormatError, match=r"x.npy, row 17: .*labels-are-ids"):
-        import_dataset("nemo", tmp_path / "x.npy", tmp_path / "packs")
+        import_("nemo", tmp_path / "x.npy", tmp_path / "packs")
     rows[17]["labels"][1:2] = []
     (tmp_path / "x.npy").write_bytes(header(30) + body(*rows))
     with pytest.raises(InputError, match=r"x.npy, row 17, labels: there must be 15000"):
-        import_dataset("nemo", tmp_path / "x.npy", tmp_path / "packs")
+        import_("nemo", tmp_path / "x.npy", tmp_path / "packs")
     assert [p.name for p in tmp_path.iterdir()] == ["x.npy"]
 
 

@@ -15,7 +15,7 @@ import pytest
 import packstore
 from packstore.cli import main
 from packstore.errors import CompatibilityError, ConfigError, RecordError, TokenizerError
-from packstore.exchange import export_dataset
+from packstore.exchange import export
 from packstore.format.arrays import Examples
 from packstore.io.dataset.dataset import Dataset
 from packstore.testing import random_examples
@@ -66,7 +66,7 @@ def test_packed_again_it_is_the_same(
     carry = {"score": "float64", "name": "string", "good": "bool", "count": "int64"}
     dataset = kit.write(str(tmp_path / "a"), examples, kind=kind, layout=layout, carry=carry)
     path = tmp_path / f"x.jsonl{suffix}"
-    exported = export_dataset("jsonl", dataset, path)
+    exported = export("jsonl", dataset, path)
     assert "supervised in part of a response" not in exported.facts
     found = records(path)
     assert [r["example_id"] for r in found] == kit.examples(dataset).example_ids.tolist()
@@ -85,7 +85,7 @@ def test_what_prompt_and_response_cannot_say_stands_in_labels(
     kind: str, tmp_path: Path, kit: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     dataset = kit.dataset(60, 1, kind=kind)
-    exported = export_dataset("jsonl", dataset, tmp_path / "x.jsonl")
+    exported = export("jsonl", dataset, tmp_path / "x.jsonl")
     examples: Examples = kit.examples(dataset)
     partly = s = 0
     for record in records(tmp_path / "x.jsonl"):
@@ -149,7 +149,7 @@ def test_text(
     assert again.manifest.totals.tokens == first.manifest.totals.tokens
     other = str(shared_data / "nemo/tokenizer.json")
     with pytest.raises(CompatibilityError, match="must be the tokenizer that"):
-        export_dataset("jsonl", first, tmp_path / "y.jsonl", text=True, tokenizer=other)
+        export("jsonl", first, tmp_path / "y.jsonl", text=True, tokenizer=other)
 
 
 def test_sft_and_ranked_text(shared_data: Path, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_sft_and_ranked_text(shared_data: Path, tmp_path: Path) -> None:
         dataset = packstore.pack(
             given, str(tmp_path / kind), tokenizer, pack_size=64, num_workers=0
         )
-        export_dataset("jsonl", dataset, tmp_path / f"{kind}.jsonl", text=True)
+        export("jsonl", dataset, tmp_path / f"{kind}.jsonl", text=True)
         found = sorted(records(tmp_path / f"{kind}.jsonl"), key=lambda r: r["example_id"])
         assert [{k: r[k] for k in g} for r, g in zip(found, given, strict=True)] == given
 
@@ -168,17 +168,17 @@ def test_sft_and_ranked_text(shared_data: Path, tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path, kit: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     dataset = kit.dataset()
     with pytest.raises(ConfigError, match=r"x.json: must end in .jsonl, or in .jsonl.gz or"):
-        export_dataset("jsonl", dataset, tmp_path / "x.json")
+        export("jsonl", dataset, tmp_path / "x.json")
     with pytest.raises(ConfigError, match="a tokenizer is needed for text only"):
-        export_dataset("jsonl", dataset, tmp_path / "x.jsonl", tokenizer="t.json")
+        export("jsonl", dataset, tmp_path / "x.jsonl", tokenizer="t.json")
     with pytest.raises(TokenizerError, match="its tokenizer must be known to write text"):
-        export_dataset("jsonl", dataset, tmp_path / "x.jsonl", text=True)
+        export("jsonl", dataset, tmp_path / "x.jsonl", text=True)
     named = kit.dataset(carry={})
     examples = kit.examples(named)
     examples.columns["prompt"] = np.arange(20)  # type: ignore[index]
     taken = kit.write(str(tmp_path / "taken"), examples, carry={"prompt": "int64"})
     with pytest.raises(CompatibilityError, match="found 'prompt'"):
-        export_dataset("jsonl", taken, tmp_path / "x.jsonl")
+        export("jsonl", taken, tmp_path / "x.jsonl")
     assert kit.left(tmp_path / "x.jsonl") == []
     with pytest.raises(SystemExit) as stop:
         main(["export", "csv", dataset.url, str(tmp_path / "x.csv")])
@@ -190,8 +190,8 @@ def test_twice_the_same_bytes(tmp_path: Path, kit: SimpleNamespace) -> None:
     dataset = kit.dataset()
     for name in ("a", "b"):
         for suffix in ("", ".gz", ".zst"):
-            export_dataset("jsonl", dataset, tmp_path / f"{name}.jsonl{suffix}")
+            export("jsonl", dataset, tmp_path / f"{name}.jsonl{suffix}")
     for suffix in ("", ".gz", ".zst"):
         a, b = ((tmp_path / f"{n}.jsonl{suffix}").read_bytes() for n in "ab")
         assert a == b
-    export_dataset("jsonl", dataset, "memory://exchange/x.jsonl.zst", overwrite=True)
+    export("jsonl", dataset, "memory://exchange/x.jsonl.zst", overwrite=True)

@@ -24,7 +24,7 @@ import pytest
 import packstore
 from packstore.cli import main
 from packstore.errors import CompatibilityError, ConfigError, DatasetExistsError
-from packstore.exchange import export_dataset
+from packstore.exchange import export
 from packstore.exchange.exporters.megatron import MegatronOptions
 from packstore.format.arrays import Examples, to_offsets
 from packstore.io.store.location import Location
@@ -173,7 +173,7 @@ def test_each_sequence_comes_back(
     layout: str, spec: str, tmp_path: Path, kit: SimpleNamespace
 ) -> None:
     dataset = kit.dataset(50, kind="sft", layout=layout, per_pack=7)
-    exported = export_dataset("megatron", dataset, tmp_path / "out")
+    exported = export("megatron", dataset, tmp_path / "out")
     expected = sequences(kit.examples(dataset))
     reader = Reader(f"{tmp_path}/out{spec}", packed_sequence_size=300)
     stored = [(i, m, s) for i, m, s in reader.rows()]
@@ -196,7 +196,7 @@ def test_each_sequence_comes_back(
 def test_aligned(mult: int, static: bool, tmp_path: Path, kit: SimpleNamespace) -> None:
     dataset = without_eos(kit, 60, mult, url=str(tmp_path / "a"), per_pack=9)
     size = 240
-    exported = export_dataset(
+    exported = export(
         *("megatron", dataset, tmp_path / "out"),
         pad_seq_to_mult=mult, pack_size=size, pad_cu_seqlens=static,
     )  # fmt: skip
@@ -232,7 +232,7 @@ def test_aligned(mult: int, static: bool, tmp_path: Path, kit: SimpleNamespace) 
 def test_the_metadata(tmp_path: Path, kit: SimpleNamespace) -> None:
     """As `create_packing_strategy` counts: a sequence is as long as its inputs, filled."""
     dataset = without_eos(kit, 61, 5, url=str(tmp_path / "a"), per_pack=9)
-    export_dataset("megatron", dataset, tmp_path / "out", pad_seq_to_mult=4)
+    export("megatron", dataset, tmp_path / "out", pad_seq_to_mult=4)
     rows = [[*s, len(i)] for i, _, s in Reader(f"{tmp_path}/out", 300).rows()]
     bins = [[b - a - 1 for a, b in pairwise(r)] for r in rows]
     sums, count = [sum(b) for b in bins], sum(map(len, bins))
@@ -252,7 +252,7 @@ def test_the_metadata(tmp_path: Path, kit: SimpleNamespace) -> None:
 def test_what_no_longer_fits_goes_to_other_rows(tmp_path: Path, kit: SimpleNamespace) -> None:
     dataset = without_eos(kit, 200, 2, url=str(tmp_path / "a"), per_pack=10)
     options = {"pad_seq_to_mult": 12, "pack_size": 120}
-    exported = export_dataset("megatron", dataset, tmp_path / "out", **options)
+    exported = export("megatron", dataset, tmp_path / "out", **options)
     rows = list(Reader(f"{tmp_path}/out", 120).rows())
     sums = [len(ids) - len(starts) for ids, _, starts in rows]
     assert max(sums) <= 120
@@ -315,7 +315,7 @@ def test_eos_at_the_end(
     )
     tokenizer = {"vocab_size": 50, "eos_id": EOS}
     dataset = kit.write(str(tmp_path / "a"), examples, kind="sft", tokenizer=tokenizer)
-    exported = export_dataset("megatron", dataset, tmp_path / "out", pad_seq_to_mult=mult)
+    exported = export("megatron", dataset, tmp_path / "out", pad_seq_to_mult=mult)
     assert exported.facts["not supervised any more"] == 6 * lost
     total = 0
     for batch in Reader(f"{tmp_path}/out", 300, mult=mult):
@@ -329,22 +329,22 @@ def test_refusals(tmp_path: Path, kit: SimpleNamespace, capsys: pytest.CaptureFi
     out = tmp_path / "out"
     for kind in ("dpo", "ranked"):
         with pytest.raises(CompatibilityError, match=rf"kind sft only; found kind {kind}"):
-            export_dataset("megatron", kit.dataset(6, kind=kind), out)
+            export("megatron", kit.dataset(6, kind=kind), out)
     dataset = kit.dataset(9, kind="sft")
     longest = dataset.manifest.statistics.longest_sequence
     with pytest.raises(ConfigError, match="its EOS must be known to fill sequences up"):
-        export_dataset("megatron", dataset, out, pad_seq_to_mult=4)
+        export("megatron", dataset, out, pad_seq_to_mult=4)
     with pytest.raises(ConfigError, match=r"multiple of pad_seq_to_mult, 16.*Give pack_size 304"):
-        export_dataset("megatron", dataset, out, pad_seq_to_mult=16, pad_id=1)
+        export("megatron", dataset, out, pad_seq_to_mult=16, pad_id=1)
     with pytest.raises(ConfigError, match="must hold the longest sequence"):
-        export_dataset("megatron", dataset, out, pack_size=longest - 2)
+        export("megatron", dataset, out, pack_size=longest - 2)
     for wrong in ({"pad_id": -1}, {"context_parallel": 0}, {"pad_seq_to_mult": 0}):
         with pytest.raises(ConfigError):
-            export_dataset("megatron", dataset, out, **wrong)
+            export("megatron", dataset, out, **wrong)
     assert not out.exists()
-    export_dataset("megatron", dataset, out, pack_size=longest - 1)
+    export("megatron", dataset, out, pack_size=longest - 1)
     with pytest.raises(DatasetExistsError, match="must not exist yet"):
-        export_dataset("megatron", dataset, out)
+        export("megatron", dataset, out)
     before = kit.left(out)
     (out / "mine.parquet").write_text("mine")
     assert main(["export", "megatron", dataset.url, str(out), "--overwrite"]) == 0
@@ -367,7 +367,7 @@ def test_a_failed_export_leaves_nothing(
 
     monkeypatch.setattr(type(dataset), "read_packs", fail)
     with pytest.raises(ConfigError):
-        export_dataset("megatron", dataset, out)
+        export("megatron", dataset, out)
     assert not out.exists()
 
 
@@ -377,7 +377,7 @@ def test_an_overwrite_that_ends_half_way_has_no_metadata(
     """So a reader who waits for it never takes old and new files for one export."""
     dataset, out = kit.dataset(60, kind="sft"), tmp_path / "out"
     monkeypatch.setattr("packstore.exchange.exporters.megatron.FILE_BYTES", 600)
-    export_dataset("megatron", dataset, out)
+    export("megatron", dataset, out)
     before = kit.left(out)
     put, left = Location.put_file, []
 
@@ -390,13 +390,13 @@ def test_an_overwrite_that_ends_half_way_has_no_metadata(
     with monkeypatch.context() as patch:
         patch.setattr(Location, "put_file", killed)
         with pytest.raises(KeyboardInterrupt):
-            export_dataset("megatron", dataset, out, overwrite=True)
+            export("megatron", dataset, out, overwrite=True)
     assert "metadata.json" in before
     assert "metadata.json" not in left
-    export_dataset("megatron", dataset, out, overwrite=True)
+    export("megatron", dataset, out, overwrite=True)
     assert kit.left(out) == before
     whole = kit.dataset(10, kind="sft")
-    export_dataset("megatron", whole, out, overwrite=True)
+    export("megatron", whole, out, overwrite=True)
     assert len(kit.left(out)) < len(before)
     assert len(list(Reader(f"{out}", 300).rows())) == len(whole)
 
@@ -406,11 +406,11 @@ def test_several_files_and_another_store(
 ) -> None:
     dataset = kit.dataset(60, kind="sft")
     monkeypatch.setattr("packstore.exchange.exporters.megatron.FILE_BYTES", 600)
-    exported = export_dataset("megatron", dataset, tmp_path / "out")
+    exported = export("megatron", dataset, tmp_path / "out")
     assert len(exported.files) > 3
     rows = list(Reader(f"{tmp_path}/out", 300).rows())
     assert len(rows) == len(dataset)
-    there = export_dataset("megatron", dataset, "memory://exchange/bridge", overwrite=True)
+    there = export("megatron", dataset, "memory://exchange/bridge", overwrite=True)
     assert len(there.files) == len(exported.files)
     assert there.files[-1] == "memory://exchange/bridge/metadata.json"
 

@@ -20,7 +20,7 @@ from packstore.errors import (
     InputError,
     PackstoreError,
 )
-from packstore.exchange import export_dataset, import_dataset
+from packstore.exchange import export, import_
 from packstore.exchange.nemo_packs import KEYS
 from packstore.exchange.object_array import numbers, read_rows, reals
 
@@ -56,7 +56,7 @@ def saved(rows: list[dict[str, Any]], protocol: int = 3, core: str = "numpy.core
 
 def test_its_own_file_in_and_out(shared_data: Path, tmp_path: Path, kit: SimpleNamespace) -> None:
     source = shared_data / FILE
-    dataset = import_dataset("nemo", source, tmp_path / "packs")
+    dataset = import_("nemo", source, tmp_path / "packs")
     assert kit.rows(dataset) == load(source)
     assert dataset.verify().ok
     manifest = dataset.manifest
@@ -64,23 +64,23 @@ def test_its_own_file_in_and_out(shared_data: Path, tmp_path: Path, kit: SimpleN
     sha256 = hashlib.sha256(source.read_bytes()).hexdigest()
     assert manifest.provenance["imported_from"] == {"format": "nemo", "sha256": sha256}
     assert manifest.provenance["sources"][0]["sha256"] == sha256
-    export_dataset("nemo", dataset, tmp_path / "back.npy")
+    export("nemo", dataset, tmp_path / "back.npy")
     assert load(tmp_path / "back.npy") == load(source)
-    again = import_dataset("nemo", tmp_path / "back.npy", tmp_path / "again")
+    again = import_("nemo", tmp_path / "back.npy", tmp_path / "again")
     assert again.manifest.shards[0].sha256 == manifest.shards[0].sha256
 
 
 def test_with_its_tokenizer(shared_data: Path, tmp_path: Path) -> None:
     tokenizer = str(shared_data / "nemo/tokenizer.json")
     out = tmp_path / "packs"
-    dataset = import_dataset("nemo", shared_data / FILE, out, tokenizer=tokenizer, pack_size=90)
+    dataset = import_("nemo", shared_data / FILE, out, tokenizer=tokenizer, pack_size=90)
     assert dataset.manifest.pack_size == 90
     assert dataset.manifest.vocab_size == 128_002
     small = str(shared_data / "tokenizers/small_bpe/tokenizer.json")
     with pytest.raises(FormatError, match=r"npy, row 0: token ids .* \[ids-range\]"):
-        import_dataset("nemo", shared_data / FILE, tmp_path / "other", tokenizer=small)
+        import_("nemo", shared_data / FILE, tmp_path / "other", tokenizer=small)
     with pytest.raises(FormatError, match=r"npy, row 0: .* \[pack-size\]"):
-        import_dataset("nemo", shared_data / FILE, tmp_path / "other", pack_size=80)
+        import_("nemo", shared_data / FILE, tmp_path / "other", pack_size=80)
     assert not (tmp_path / "other").exists()
 
 
@@ -89,10 +89,10 @@ def test_with_its_tokenizer(shared_data: Path, tmp_path: Path) -> None:
 def test_out_and_in(tmp_path: Path, kit: SimpleNamespace, layout: str, seed: int) -> None:
     dataset = kit.dataset(31, seed, layout=layout)
     whole = kit.dataset(31, seed)
-    exported = export_dataset("nemo", dataset, tmp_path / "x.npy")
+    exported = export("nemo", dataset, tmp_path / "x.npy")
     assert load(tmp_path / "x.npy") == kit.rows(whole)
     assert exported.facts["longest pack"] == max(len(r["input_ids"]) for r in kit.rows(whole))
-    back = import_dataset("nemo", tmp_path / "x.npy", tmp_path / "back", pack_size=128)
+    back = import_("nemo", tmp_path / "x.npy", tmp_path / "back", pack_size=128)
     assert kit.rows(back) == kit.rows(whole)
     a, b = kit.examples(back), kit.examples(whole)
     for name in ("input_ids", "supervised", "sequence_offsets", "reward", "example_ids"):
@@ -102,7 +102,7 @@ def test_out_and_in(tmp_path: Path, kit: SimpleNamespace, layout: str, seed: int
 def test_what_its_reader_makes_of_it(tmp_path: Path, kit: SimpleNamespace) -> None:
     """Inputs and targets as `DPOPackedDataset.global_collate_fn` cuts them."""
     dataset = kit.dataset(12)
-    export_dataset("nemo", dataset, tmp_path / "x.npy")
+    export("nemo", dataset, tmp_path / "x.npy")
     examples, s = kit.examples(dataset), 0
     for item in load(tmp_path / "x.npy"):
         bounds = item["seq_boundaries"]
@@ -132,8 +132,8 @@ def test_any_number_of_rows(rows: int, protocol: int, tmp_path: Path) -> None:
         assert plain(saved(copies, protocol, core)) == copies
     if protocol == 3:
         (tmp_path / "x.npy").write_bytes(saved(copies))
-        dataset = import_dataset("nemo", tmp_path / "x.npy", tmp_path / "packs")
-        export_dataset("nemo", dataset, tmp_path / "y.npy")
+        dataset = import_("nemo", tmp_path / "x.npy", tmp_path / "packs")
+        export("nemo", dataset, tmp_path / "y.npy")
         assert load(tmp_path / "y.npy") == copies
         assert plain((tmp_path / "y.npy").read_bytes()) == copies
 
@@ -157,11 +157,11 @@ def test_it_stays_out_of_the_way_of_what_is_there(
     dataset, out = kit.dataset(), tmp_path / "x.npy"
     out.write_text("mine")
     with pytest.raises(DatasetExistsError, match=r"x.npy: must not exist yet; found a file"):
-        export_dataset("nemo", dataset, out)
+        export("nemo", dataset, out)
     assert out.read_text(encoding="utf-8") == "mine"
-    export_dataset("nemo", dataset, out, overwrite=True)
+    export("nemo", dataset, out, overwrite=True)
     with pytest.raises(DatasetExistsError):
-        import_dataset("nemo", out, dataset.url)
+        import_("nemo", out, dataset.url)
     assert main(["export", "nemo", dataset.url, str(tmp_path)]) == 1
     assert "found a folder. Name a file." in capsys.readouterr().err
     assert main(["import", "nemo", str(out), str(tmp_path / "in"), "--pack-size", "200"]) == 0
@@ -185,7 +185,7 @@ def test_a_failed_export_leaves_nothing(
     monkeypatch.setattr(type(dataset), "read_packs", fail)
     for format, name in (("nemo", "x.npy"), ("jsonl", "x.jsonl.zst")):
         with pytest.raises(InputError):
-            export_dataset(format, dataset, folder / name)
+            export(format, dataset, folder / name)
         assert kit.left(folder) == []
 
 
@@ -193,15 +193,15 @@ def test_other_kinds_are_refused(tmp_path: Path, kit: SimpleNamespace) -> None:
     for kind in ("sft", "ranked"):
         dataset = kit.dataset(5, kind=kind)
         with pytest.raises(CompatibilityError, match=rf"kind dpo only; found kind {kind}"):
-            export_dataset("nemo", dataset, tmp_path / "x.npy")
+            export("nemo", dataset, tmp_path / "x.npy")
     assert not (tmp_path / "x.npy").exists()
 
 
 def test_on_another_store(kit: SimpleNamespace) -> None:
     dataset = kit.dataset()
-    exported = export_dataset("nemo", dataset, "memory://exchange/x.npy")
+    exported = export("nemo", dataset, "memory://exchange/x.npy")
     assert exported.files == ["memory://exchange/x.npy"]
-    back = import_dataset("nemo", "memory://exchange/x.npy", "memory://exchange/packs")
+    back = import_("nemo", "memory://exchange/x.npy", "memory://exchange/packs")
     assert kit.rows(back) == kit.rows(dataset)
     with pytest.raises(PackstoreError):
-        export_dataset("nemo", dataset, "memory://exchange/x.npy")
+        export("nemo", dataset, "memory://exchange/x.npy")

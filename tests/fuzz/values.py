@@ -146,9 +146,9 @@ def online_shared(url: str, number: int) -> None:
 
 
 def export(form: str, url: str, number: int) -> None:
-    from packstore.exchange import export_dataset
+    from packstore.exchange import export
 
-    export_dataset(form, url, f"{url}-{form}")
+    export(form, url, f"{url}-{form}")
 
 
 def packed_anew(url: str, number: int) -> None:

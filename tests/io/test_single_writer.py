@@ -15,7 +15,7 @@ import packstore
 from packstore.build.combine import append, concat
 from packstore.cli import main
 from packstore.errors import ConfigError, DatasetExistsError
-from packstore.exchange import export_dataset, import_dataset
+from packstore.exchange import export, import_
 from packstore.io.maintain.clean import clean
 from packstore.io.side.side import SideWriter, open_side
 from packstore.io.store.clients import creates_exclusively
@@ -103,10 +103,10 @@ def test_side_data_and_imports(place: str, tmp_path: Path, kit: SimpleNamespace)
     with SideWriter(place, dataset, {"value": "float64"}, single_writer=True) as writer:
         writer.write(np.arange(20), {"value": np.arange(20.0)})
     assert len(open_side(place)) == 20
-    export_dataset("nemo", dataset, tmp_path / "packed.npy")
+    export("nemo", dataset, tmp_path / "packed.npy")
     with pytest.raises(ConfigError, match=REFUSED):
-        import_dataset("nemo", tmp_path / "packed.npy", f"{place}-2")
-    back = import_dataset("nemo", tmp_path / "packed.npy", f"{place}-2", single_writer=True)
+        import_("nemo", tmp_path / "packed.npy", f"{place}-2")
+    back = import_("nemo", tmp_path / "packed.npy", f"{place}-2", single_writer=True)
     assert back.manifest.pairs == 20
 
 

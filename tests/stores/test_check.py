@@ -55,6 +55,18 @@ def test_a_folder_that_is_not_there_stays_away(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_call_returns_the_lines_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    findings = packstore.check(str(tmp_path))
+    assert all(finding.ok for finding in findings)
+    text = check(capsys, str(tmp_path))[1]
+    assert [line.split()[1] for line in text.splitlines()] == [f.what.split()[0] for f in findings]
+    (tmp_path / "file").touch()
+    failed = [f for f in packstore.check(str(tmp_path / "file" / "x")) if f.ok is False]
+    assert failed
+
+
 def test_wrong_keys(s3: Store, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = check(capsys, s3.url, {**s3.options, "secret": "wrong-secret-987"})
     assert code == 1

@@ -14,9 +14,10 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
+from packstore.config import CHECK_RETRIES
 from packstore.errors import DatasetExistsError, IntegrityError, PackstoreError, sentence, told
 from packstore.io.dataset.dataset import Dataset, open
 from packstore.io.manifest.commit import versions
@@ -41,8 +42,26 @@ class Finding(NamedTuple):
     text: str
 
 
+def check(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[Finding]:
+    """Tests a location as a job would use it: lists, reads, writes, commits, measures speed.
+
+        >>> all(finding.ok is not False for finding in packstore.check("s3://bucket/prefs-8k"))
+        True
+
+    Args:
+        url: a local folder or an fsspec URL: of a dataset, or for a new one. Files that are there
+            are not changed; those of the test are removed.
+        storage_options: passed to fsspec's filesystem. They override
+            :data:`packstore.config.CHECK_RETRIES`.
+
+    Returns:
+        A finding for each test. A failed one has `ok` False, and its text ends with the remedy.
+    """
+    return list(preflight(Location(url, {**CHECK_RETRIES, **(storage_options or {})})))
+
+
 def preflight(location: Location) -> Iterator[Finding]:
-    """Tests a location: an empty one, one with a dataset, or a read-only one.
+    """Yields the findings of :func:`check`, each as soon as it is known.
 
     Args:
         location: the location; existing files are not changed.

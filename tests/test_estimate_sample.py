@@ -1,4 +1,4 @@
-"""A forecast looks at a sample from all over the input, and says how far off it may be."""
+"""An estimate takes its sample from all over the input, and gives the error of its counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import packstore
-from packstore.build.estimate import Forecast, Options, forecast
+from packstore.build.estimate import Estimate, Options, estimate
 from packstore.cli import main
 from packstore.errors import ConfigError
 
@@ -47,13 +47,13 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 OPTIONS = {"layouts": ("concat",), "strategies": ("pool",)}
 
 
-def sampled(source: Any, records: int = 900, **settings: Any) -> Forecast:
+def sampled(source: Any, records: int = 900, **settings: Any) -> Estimate:
     options = Options(pack_sizes=(LONG,), sample=records, **OPTIONS)
-    return forecast(source, None, options, **settings)
+    return estimate(source, None, options, **settings)
 
 
 @pytest.fixture(scope="module")
-def truth(ordered: Path) -> Forecast:
+def truth(ordered: Path) -> Estimate:
     """All records."""
     found = sampled(ordered, len(LENGTHS))
     assert found.sample.whole
@@ -61,7 +61,7 @@ def truth(ordered: Path) -> Forecast:
 
 
 def test_a_small_input_is_read_in_full_and_is_exact(
-    truth: Forecast, ordered: Path, tmp_path: Path
+    truth: Estimate, ordered: Path, tmp_path: Path
 ) -> None:
     (choice,) = truth.choices
     packed = packstore.pack(ordered, tmp_path / "out", pack_size=LONG, max_drop_rate=0.9)
@@ -73,7 +73,7 @@ def test_a_small_input_is_read_in_full_and_is_exact(
 
 
 def test_input_in_order_of_length_is_estimated_within_the_stated_error(
-    truth: Forecast, ordered: Path
+    truth: Estimate, ordered: Path
 ) -> None:
     (true,) = truth.choices
     packs, overlong = 0, 0
@@ -88,7 +88,7 @@ def test_input_in_order_of_length_is_estimated_within_the_stated_error(
     assert overlong >= 18
 
 
-def test_every_file_has_its_share(ordered: Path, tmp_path: Path, truth: Forecast) -> None:
+def test_every_file_has_its_share(ordered: Path, tmp_path: Path, truth: Estimate) -> None:
     """Short ones in the first file: what lies in the second counts as much as it is large."""
     half = len(LENGTHS) // 2
     files = [
@@ -109,7 +109,7 @@ def test_the_sample_is_decided_by_the_seed(ordered: Path) -> None:
     assert lengths(3) != lengths(4)
 
 
-def test_lists_and_tables_are_sampled_and_generators_are_not(truth: Forecast) -> None:
+def test_lists_and_tables_are_sampled_and_generators_are_not(truth: Estimate) -> None:
     records = [record(n) for n in LENGTHS]
     (true,) = truth.choices
     found = sampled(records)
@@ -140,7 +140,7 @@ def test_a_dataset_is_sampled(ordered: Path, tmp_path: Path) -> None:
 def test_too_long_is_the_same_whatever_else_is_asked(ordered: Path) -> None:
     def overlong(*pack_sizes: int, **settings: Any) -> dict[tuple[int, str], int]:
         options = Options(pack_sizes=pack_sizes, strategies=("pool",))
-        found = forecast(ordered, None, options, **settings)
+        found = estimate(ordered, None, options, **settings)
         assert "overlong" not in found.tally.dropped
         return {(c.pack_size, c.layout): c.overlong for c in found.choices}
 
@@ -154,7 +154,7 @@ def test_too_long_is_the_same_whatever_else_is_asked(ordered: Path) -> None:
 
 def test_what_is_cut_is_not_too_long(ordered: Path, tmp_path: Path) -> None:
     options = Options(pack_sizes=(LONG, 4 * LONG), **OPTIONS)
-    found = forecast(ordered, None, options, overlong="truncate_prompt")
+    found = estimate(ordered, None, options, overlong="truncate_prompt")
     for choice in found.choices:
         packed = packstore.pack(
             ordered, tmp_path / str(choice.pack_size), pack_size=choice.pack_size,
@@ -174,18 +174,18 @@ def test_pack_size_layout_and_strategy_are_respected(
     (choice,) = json.loads(capsys.readouterr().out)["choices"]
     assert (choice["pack_size"], choice["layout"], choice["strategy"]) == (1024, "concat", "pool")
     settings = {"pack_size": 1024, "layout": "concat", "strategy": "pool"}
-    (alike,) = forecast(ordered, None, **settings).choices
+    (alike,) = estimate(ordered, None, **settings).choices
     assert alike.packs == choice["packs"]
     with pytest.raises(ConfigError, match="pack_size"):
-        forecast(ordered, None, Options(pack_sizes=(512,)), pack_size=1024)
+        estimate(ordered, None, Options(pack_sizes=(512,)), pack_size=1024)
     with pytest.raises(ConfigError, match="dedup"):
-        forecast(ordered, None, dedup="pair")
+        estimate(ordered, None, dedup="pair")
 
 
 def test_the_recommendation_is_true(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ten packs and a bit: none of the fills is 99 %, and no sentence may say so."""
     few = write(tmp_path / "few.jsonl", [20] * 64 + [33])
-    found = forecast(few, None, Options(pack_sizes=(600, 640), **OPTIONS))
+    found = estimate(few, None, Options(pack_sizes=(600, 640), **OPTIONS))
     assert max(c.fill_rate for c in found.choices) < 0.99
     assert main(["plan", str(few), "--pack-sizes", "600,640", "--layouts", "concat"]) == 0
     out = " ".join(capsys.readouterr().out.split())
