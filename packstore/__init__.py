@@ -40,10 +40,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from packstore.build.combine import append, concat
     from packstore.build.doctor import doctor
     from packstore.build.estimate import estimate
     from packstore.build.pipeline import pack
+    from packstore.build.provenance import Progress
     from packstore.config import PackConfig
     from packstore.errors import PackstoreError
     from packstore.exchange import export, import_
@@ -56,10 +59,28 @@ else:
     class _CallablePackage(ModuleType):
         """The sub-package, made callable from here so that it never imports a higher layer."""
 
-        def __call__(self, source, out, tokenizer=None, **settings):
+        def __call__(
+            self,
+            source: Any,
+            out: str,
+            tokenizer: Any = None,
+            *,
+            config: PackConfig | None = None,
+            storage_options: Mapping[str, Any] | None = None,
+            progress: Progress | None = None,
+            **settings: Any,
+        ) -> Dataset:
             from packstore.build.pipeline import pack
 
-            return pack(source, out, tokenizer, **settings)
+            return pack(
+                source,
+                out,
+                tokenizer,
+                config=config,
+                storage_options=storage_options,
+                progress=progress,
+                **settings,
+            )
 
     _pack_package.__class__ = _CallablePackage
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import pydoc
 import re
 import subprocess
 import sys
@@ -62,6 +64,9 @@ def test_style() -> None:
     tool("ruff", "format", "--check", ".")
 
 
+PRINT = "print(%s & set(sys.modules))"
+
+
 def test_importing_packstore_is_cheap() -> None:
     heavy = "{'torch', 'numba', 'pyarrow', 'polars', 'numpy', 'tokenizers', 'fsspec', 'rich'}"
     assert python(f"import sys, packstore; print({heavy} & set(sys.modules))") == "set()"
@@ -97,6 +102,24 @@ def test_the_call_after_import_of_the_package() -> None:
         "except packstore.PackstoreError as error: print(type(error).__name__)"
     )
     assert python(code) in {"InputError", "StorageError", "TokenizerError"}
+
+
+def test_help_and_the_signature_of_the_call() -> None:
+    from packstore.build.pipeline import pack
+
+    assert inspect.signature(packstore.pack) == inspect.signature(pack)
+    text = pydoc.plain(pydoc.render_doc(packstore.pack))
+    told, _, _ = text.partition("PACKAGE CONTENTS")
+    assert "packstore.pack(source, out, tokenizer=None, *, config=None" in told
+    assert ">>> dataset = packstore.pack(" in told
+    for name in inspect.signature(pack).parameters:
+        assert re.search(rf"^ +{name}: ", told, re.M), name
+
+
+def test_the_signature_of_the_call_is_cheap() -> None:
+    heavy = "{'torch', 'numba', 'pyarrow', 'numpy'}"
+    code = f"import inspect, sys, packstore; inspect.signature(packstore.pack); {PRINT % heavy}"
+    assert python(code) == "set()"
 
 
 @pytest.mark.slow

@@ -64,27 +64,33 @@ def pack(
 ) -> Dataset:
     """Tokenizes records, packs them, and commits them as a dataset.
 
+        >>> dataset = packstore.pack(
+        ...     "prefs.jsonl", "prefs-8k", tokenizer="tokenizer.json", pack_size=8192
+        ... )
+        >>> dataset.manifest.fill_rate, dataset.manifest.records
+
     Args:
         source: path, glob, URL, folder, or a list of them (``.jsonl .json .parquet .arrow .csv``,
             also ``.gz`` and ``.zst``); an Arrow table, a Polars frame, an iterable of dicts; or a
-            packstore dataset, which is packed anew without tokenizing.
+            packstore dataset, which is packed again without tokenizing.
         out: folder or any fsspec URL that will hold the dataset.
         tokenizer: ``tokenizer.json``, a Hugging Face folder, a SentencePiece ``.model``, or a
             ``tokenizers.Tokenizer``. Not for a packstore dataset.
         config: all settings as one object.
         storage_options: passed to the fsspec filesystems of `source` and `out`.
-        progress: told how far each stage is.
-        settings: fields of :class:`packstore.PackConfig`, over `config`.
+        progress: called with stage, done, total and unit, often.
+        settings: fields of :class:`packstore.PackConfig`; they override `config`.
 
     Returns:
-        The committed dataset. ``manifest.records`` says what became of every record. With
-        `validation_fraction` it is that in ``OUT/train``; the other is in ``OUT/validation``.
+        The committed dataset. ``manifest.records`` counts every record that was read. With
+        `validation_fraction` it is the dataset in ``OUT/train``; the other one is in
+        ``OUT/validation``.
 
     Raises:
         DatasetExistsError: a dataset of other input or settings is at `out`, and `overwrite` is
-            False. One of the same input and settings is returned as it is, so that a call may be
-            repeated after it has ended well.
-        PackstoreError: see :mod:`packstore.errors`; `out` then has the versions that it had.
+            False. One of the same input and settings is returned as it is, so a call may be
+            repeated.
+        PackstoreError: see :mod:`packstore.errors`; `out` keeps the versions that it had.
     """
     config = PackConfig.of(config, **settings)
     STRATEGIES.check(config.strategy)
