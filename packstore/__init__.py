@@ -41,6 +41,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import Unpack
 
     from packstore.build.combine import append, concat
     from packstore.build.doctor import doctor
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from packstore.build.pipeline import pack
     from packstore.build.provenance import Progress
     from packstore.config import PackConfig
+    from packstore.config.keywords import PackSettings
     from packstore.errors import PackstoreError
     from packstore.exchange import export, import_
     from packstore.io.dataset.dataset import Dataset, open
@@ -68,7 +70,7 @@ else:
             config: PackConfig | None = None,
             storage_options: Mapping[str, Any] | None = None,
             progress: Progress | None = None,
-            **settings: Any,
+            **settings: Unpack[PackSettings],
         ) -> Dataset:
             from packstore.build.pipeline import pack
 

@@ -132,6 +132,10 @@ def test_mypy_sees_the_signature_of_the_call(tmp_path: Path) -> None:
         "reveal_type(packstore.pack('a', 'b', tokenizer='c', pack_size=8))\n"
         "reveal_type(plan)\n"
         "packstore.pack(1)\n"
+        "packstore.pack('a', 'b', pack_sise=8)\n"
+        "packstore.pack('a', 'b', layout='wide')\n"
+        "packstore.append('a', 'b', pack_size=8)\n"
+        "packstore.estimate('a', 'b', seed='c')\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", str(script)],
@@ -141,7 +145,14 @@ def test_mypy_sees_the_signature_of_the_call(tmp_path: Path) -> None:
         cwd=ROOT,
     )
     assert 'Revealed type is "packstore.io.dataset.dataset.Dataset"' in done.stdout, done.stdout
-    assert 'Missing positional argument "out" in call to "pack"' in done.stdout, done.stdout
+    for error in (
+        'Missing positional argument "out" in call to "pack"',
+        'Unexpected keyword argument "pack_sise" for "pack"; did you mean "pack_size"?',
+        'Argument "layout" to "pack" has incompatible type "Literal[\'wide\']"',
+        'Unexpected keyword argument "pack_size" for "append"',
+        'Argument "seed" to "estimate" has incompatible type "str"; expected "int"',
+    ):
+        assert error in done.stdout, done.stdout
 
 
 def test_public_names() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 import packstore
 from packstore.cli import main
-from packstore.config import PackConfig, PlanConfig
+from packstore.config import PackConfig, PlanConfig, keywords, packing
 from packstore.errors import ConfigError, DropRateError, RecordError
 from packstore.online_packing.sizes import check_settings, measure
 from packstore.tokenizer import load_tokenizer
@@ -178,3 +179,21 @@ def test_append_has_the_flag_that_its_error_advises(
         packstore.append(out, str(more))
     assert main(["append", out, str(more), "--missing-field", "drop"]) == 0
     assert "40 examples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "stage", ["Size", "Tokenize", "Select", "Plan", "Write", "Work", "Run", "Pack"]
+)
+def test_keywords_are_the_fields_of_the_settings(stage: str) -> None:
+    config = getattr(packing, f"{stage}Config")
+    types = get_type_hints(config)
+    fields = {f.name: types[f.name] for f in dataclasses.fields(config)}
+    settings = getattr(keywords, f"{stage}Settings")
+    assert get_type_hints(settings) == fields
+    assert settings.__required_keys__ == frozenset()
+
+
+def test_keywords_of_append_are_fields_of_the_settings() -> None:
+    types = get_type_hints(PackConfig)
+    found = get_type_hints(keywords.AppendSettings)
+    assert found == {name: types[name] for name in found}

@@ -12,11 +12,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from packstore.build.pipeline import Progress, pack_into
 from packstore.build.provenance import without_paths
 from packstore.config import PackConfig, RunConfig, fingerprint
+from packstore.config.keywords import AppendSettings
 from packstore.errors import ConfigError, IntegrityError, TokenizerError, sentence
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.dataset.dataset import open as open_dataset
@@ -34,7 +35,7 @@ from packstore.io.write.write_job import AppendedBefore, WriteJob, writing
 
 log = logging.getLogger("packstore")
 
-_ADJUSTABLE = {f.name for f in fields(RunConfig)} | {"fields", "missing_field", "partitions"}
+_ADJUSTABLE = AppendSettings.__optional_keys__
 _CHUNK = 1 << 20
 
 COPIES_AT_ONCE = 4
@@ -48,7 +49,7 @@ def append(
     *,
     storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
-    **settings: Any,
+    **settings: Unpack[AppendSettings],
 ) -> Dataset:
     """Packs further records behind a dataset, with its settings, and commits its next version.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from packstore.build.lint import TextLint
 from packstore.build.provenance import absent_fields
 from packstore.build.sources import RecordIntake, open_intake
 from packstore.config import MEANINGFUL, PackConfig
+from packstore.config.keywords import PackSettings
 from packstore.errors import ConfigError
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Sample, Tally
 from packstore.io.inputs.record_places import place_of
@@ -77,7 +78,7 @@ def doctor(
     config: PackConfig | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: Any = None,
-    **settings: Any,
+    **settings: Unpack[PackSettings],
 ) -> Diagnosis:
     """Tokenizes all records like ``packstore.pack`` and counts their errors.
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Unpack
 
 from packstore.build.sampled import Choice, Measured, Training, choice_of
 from packstore.build.sources import RecordIntake, open_intake
 from packstore.config import PackConfig
+from packstore.config.keywords import PackSettings
 from packstore.errors import ConfigError, InputError, sentence
 from packstore.format.arrays import Int32, Tally
 from packstore.io.inputs.sampling import SAMPLE_BLOCK_BYTES, Sampling
@@ -100,7 +101,7 @@ def estimate(
     config: PackConfig | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: Callable[[str, int, int | None, str], None] | None = None,
-    **settings: Any,
+    **settings: Unpack[PackSettings],
 ) -> Estimate:
     """Tokenizes a sample of the records of `source` and plans every combination of `options`.
 

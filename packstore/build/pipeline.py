@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from packstore.build.provenance import Account, Counting, Progress, commit, run_
 from packstore.build.rejects import RejectsFile
 from packstore.build.sources import Intake, RecordIntake, open_intake
 from packstore.config import PackConfig
+from packstore.config.keywords import PackSettings
 from packstore.errors import ConfigError, WrongEngineError
 from packstore.format.arrays import Examples, Int64
 from packstore.io.dataset.dataset import Dataset
@@ -60,7 +61,7 @@ def pack(
     config: PackConfig | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
-    **settings: Any,
+    **settings: Unpack[PackSettings],
 ) -> Dataset:
     """Tokenizes records, packs them, and commits them as a dataset.
 

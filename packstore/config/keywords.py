@@ -1,0 +1,108 @@
+"""Keyword arguments of calls, as types: editors complete them, and type checkers know them.
+
+The fields of :mod:`packstore.config.packing`, class by class; a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict
+
+
+class SizeSettings(TypedDict, total=False):
+    """Fields of :class:`~packstore.config.SizeConfig`."""
+
+    pack_size: int
+    layout: Literal["concat", "shared_prefix"]
+    pad_to_multiple: int
+
+
+class TokenizeSettings(SizeSettings, total=False):
+    """Fields of :class:`~packstore.config.TokenizeConfig`."""
+
+    kind: Literal["auto", "dpo", "sft", "ranked"]
+    fields: Mapping[str, str]
+    carry: tuple[str, ...]
+    implicit_prompt: Literal["hh", "common_prefix"]
+    tokenizer_engine: Literal["auto", "tokenizers", "fastokens", "gigatoken", "sentencepiece"]
+    chat_template: str | None
+    template_variables: Mapping[str, Any]
+    append_eos: bool | None
+    add_bos: bool | None
+    supervised_turns: Literal["all", "last"]
+    thinking: Literal["template", "strip"]
+    empty_thinking: Literal["unsupervised", "supervised"]
+    tool_arguments: Literal["record", "object"]
+    special_tokens: Literal["literal", "control", "drop", "error"]
+    boundary: Literal["longest_common_prefix", "drop", "error"]
+    max_length: int | None
+    overlong: Literal["drop", "error", "truncate_prompt", "truncate_response"]
+    empty_side: Literal["drop", "keep", "error"]
+    empty_turn: Literal["drop", "keep", "error"]
+    unrendered: Literal["drop", "keep", "error"]
+    identical_sides: Literal["drop", "keep", "error"]
+    unsupervised: Literal["drop", "error"]
+    missing_field: Literal["error", "drop"]
+    unpaired_feedback: Literal["error", "drop", "keep"]
+    wrong_type: Literal["drop", "error"]
+    invalid_unicode: Literal["drop", "error", "replace"]
+
+
+class SelectSettings(TypedDict, total=False):
+    """Fields of :class:`~packstore.config.SelectConfig`."""
+
+    dedup: Literal["none", "pair", "prompt"]
+    validation_fraction: float
+
+
+class PlanSettings(SizeSettings, total=False):
+    """Fields of :class:`~packstore.config.PlanConfig`."""
+
+    shuffle: bool
+    strategy: str
+    pack_order: Literal["shuffled", "stratified", "plain"]
+    seed: int
+    partitions: int | None
+
+
+class WriteSettings(TypedDict, total=False):
+    """Fields of :class:`~packstore.config.WriteConfig`."""
+
+    format: Literal["parquet", "arrow"]
+    labels: Literal["plain", "spans"]
+    compression: Literal["zstd", "lz4", "none"]
+    compression_level: int
+    row_group_tokens: int
+    shard_tokens: int
+    overwrite: bool
+
+
+class WorkSettings(TypedDict, total=False):
+    """Fields of :class:`~packstore.config.WorkConfig`."""
+
+    engine: str
+    num_workers: int | None
+    spill_dir: str | None
+
+
+class RunSettings(WorkSettings, total=False):
+    """Fields of :class:`~packstore.config.RunConfig`."""
+
+    max_drop_rate: float
+    rejects: str | None
+    fresh: bool
+    single_writer: bool
+
+
+class PackSettings(
+    TokenizeSettings, SelectSettings, PlanSettings, WriteSettings, RunSettings, total=False
+):
+    """Fields of :class:`~packstore.config.PackConfig`."""
+
+
+class AppendSettings(RunSettings, total=False):
+    """Settings of ``packstore.append``: all others are those of the dataset."""
+
+    fields: Mapping[str, str]
+    missing_field: Literal["error", "drop"]
+    partitions: int | None
