@@ -152,7 +152,7 @@ def test_every_place_is_told_as_the_reader_tells_it(tokenizer: Path, tmp_path: P
 def test_no_flag_without_a_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     from packstore.cli import main
 
-    for command in ("doctor", "plan"):
+    for command in ("doctor", "estimate"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         text = capsys.readouterr().out

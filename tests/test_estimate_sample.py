@@ -170,7 +170,7 @@ def test_pack_size_layout_and_strategy_are_respected(
     ordered: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["--pack-size", "1024", "--layout", "concat", "--strategy", "pool", "--json"]
-    assert main(["plan", str(ordered), *asked]) == 0
+    assert main(["estimate", str(ordered), *asked]) == 0
     (choice,) = json.loads(capsys.readouterr().out)["choices"]
     assert (choice["pack_size"], choice["layout"], choice["strategy"]) == (1024, "concat", "pool")
     settings = {"pack_size": 1024, "layout": "concat", "strategy": "pool"}
@@ -187,7 +187,7 @@ def test_the_recommendation_is_true(tmp_path: Path, capsys: pytest.CaptureFixtur
     few = write(tmp_path / "few.jsonl", [20] * 64 + [33])
     found = estimate(few, None, Options(pack_sizes=(600, 640), **OPTIONS))
     assert max(c.fill_rate for c in found.choices) < 0.99
-    assert main(["plan", str(few), "--pack-sizes", "600,640", "--layouts", "concat"]) == 0
+    assert main(["estimate", str(few), "--pack-sizes", "600,640", "--layouts", "concat"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     best = found.recommended
     if best is not None:
@@ -198,13 +198,13 @@ def test_the_recommendation_is_true(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_command_says_how_it_sampled(ordered: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(ordered), "--sample", "900", "--pack-size", str(LONG)]) == 0
+    assert main(["estimate", str(ordered), "--sample", "900", "--pack-size", str(LONG)]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "sampled " in out
     assert f" of {len(LENGTHS):,} records of kind dpo from " in out
     assert "seed 0" in out
     assert "two standard errors" in out
-    arguments = ["plan", str(ordered), "--sample", "900", "--seed", "5", "--json"]
+    arguments = ["estimate", str(ordered), "--sample", "900", "--seed", "5", "--json"]
     assert main(arguments) == 0
     sample = json.loads(capsys.readouterr().out)["sample"]
     assert sample["seed"] == 5

@@ -99,7 +99,9 @@ def test_commands_tell_both_fills(tmp_path: Path) -> None:
         return done.stdout
 
     more = ["--pad-to-multiple", str(M), "--identical-sides", "keep"]
-    choices = json.loads(run("plan", str(source), "--pack-sizes", "96", *more, "--json"))["choices"]
+    choices = json.loads(run("estimate", str(source), "--pack-sizes", "96", *more, "--json"))[
+        "choices"
+    ]
     packed = packstore.pack(
         source, tmp_path / "out", pack_size=96, pad_to_multiple=M, identical_sides="keep"
     )

@@ -91,7 +91,7 @@ def test_records_of_ids_are_not_selected(setting: dict[str, Any]) -> None:
         check_settings(PackConfig(**setting))
 
 
-@pytest.mark.parametrize("command", ["doctor", "plan"])
+@pytest.mark.parametrize("command", ["doctor", "estimate"])
 def test_commands_that_write_nothing_offer_nothing_about_it(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

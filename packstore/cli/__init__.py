@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from packstore.errors import PackstoreError, quote, told
+from packstore.errors import PackstoreError, quote, sentence, told
 from packstore.registry import Registry
 from packstore.version import VERSION
 
@@ -44,7 +44,7 @@ COMMANDS: Registry[Command] = Registry(
         "check": "packstore.cli.check:COMMAND",
         "stats": "packstore.cli.stats:COMMAND",
         "doctor": "packstore.cli.doctor:COMMAND",
-        "plan": "packstore.cli.plan:COMMAND",
+        "estimate": "packstore.cli.estimate:COMMAND",
         "export": "packstore.cli.export:COMMAND",
         "import": "packstore.cli.import_:COMMAND",
         "train": "packstore.cli.train:COMMAND",
@@ -52,6 +52,9 @@ COMMANDS: Registry[Command] = Registry(
         "evaluate": "packstore.cli.evaluate:COMMAND",
     },
 )
+
+RENAMED = {"plan": "estimate"}
+"""Former name of a command -> its name."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -100,7 +103,13 @@ def _take_any_text() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code. Errors become one line on stderr."""
     _take_any_text()
-    args = parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given and (now := RENAMED.get(given[0])):
+        must, do = "must be a command of packstore", f"Run `packstore {now}`, as it is named now"
+        error = sentence(f"command {given[0]}", must, "a former name", do)
+        print(f"packstore: error: {error}", file=sys.stderr)
+        return 2
+    args = parser().parse_args(given)
     with contextlib.suppress(ValueError):  # only the main thread can set signal handlers
         signal.signal(signal.SIGTERM, _terminate)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)

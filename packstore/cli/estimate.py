@@ -1,4 +1,4 @@
-"""``packstore plan``: estimates the result of packing from a sample of the records."""
+"""``packstore estimate``: estimates the result of packing from a sample of the records."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace) -> int:
     from packstore.build.estimate import estimate
 
     source = args.source[0] if len(args.source) == 1 else args.source
-    with progress_of("plan") as progress:
+    with progress_of("estimate") as progress:
         found = estimate(
             source,
             args.tokenizer,
@@ -260,8 +260,8 @@ def _page(found: Estimate, source: str) -> str:
 
 COMMAND = Command(
     help="estimate fill, packs and steps for several pack sizes, from a sample; writes no dataset",
-    examples="  packstore plan prefs.jsonl --tokenizer tokenizer.json\n"
-    "  packstore plan prefs.jsonl --tokenizer Qwen3/ --world-size 8 --html estimate.html\n",
+    examples="  packstore estimate prefs.jsonl --tokenizer tokenizer.json\n"
+    "  packstore estimate prefs.jsonl --tokenizer Qwen3/ --world-size 8 --html estimate.html\n",
     configure=_configure,
     run=_run,
 )

@@ -1,4 +1,4 @@
-"""``packstore plan``: its figures are those that packing then gives, and its page stands alone."""
+"""``packstore estimate`` gives the figures that packing then has; its page needs no other file."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_nothing_usable_is_refused(tmp_path: Path) -> None:
 
 def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
-    arguments = ["plan", str(source), "--pack-sizes", "200,400", "--html", str(page)]
+    arguments = ["estimate", str(source), "--pack-sizes", "200,400", "--html", str(page)]
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "recommended: pack size" in out
@@ -96,6 +96,16 @@ def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         ElementTree.fromstring(drawing)
     assert main([*arguments, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["choices"]) == 8
+
+
+def test_the_former_name_of_the_command_names_this_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "prefs.jsonl", "--pack-size", "200"]) == 2
+    assert capsys.readouterr().err == (
+        "packstore: error: command plan: must be a command of packstore; found a former name. "
+        "Run `packstore estimate`, as it is named now.\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +121,7 @@ def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_wrong_arguments_get_a_sentence(
     source: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
-    assert main(["plan", str(source), *arguments]) == 1
+    assert main(["estimate", str(source), *arguments]) == 1
     error = capsys.readouterr().err
     assert error.startswith("packstore: error: ")
     assert error.count("\n") == 1
