@@ -181,6 +181,16 @@ def test_public_names() -> None:
         _ = packstore.nonsense  # type: ignore[attr-defined]
 
 
+def test_public_names_of_torch() -> None:
+    namespace = importlib.import_module("packstore.torch")
+    assert {"train", "evaluate", "write_ref_logps", "open_side"} < set(namespace.__all__)
+    assert dir(namespace) == namespace.__all__
+    for name in namespace._LAZY:
+        assert getattr(namespace, name).__name__ == name
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = namespace.nonsense
+
+
 def plugin_folders() -> list[Path]:
     """Folders whose __init__ holds a registry of the files beside it."""
     return sorted(

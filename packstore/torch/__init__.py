@@ -1,8 +1,16 @@
 """Training on packs: batches, attention inside segments, log-probs, losses, and the loader.
 
-The steps are in ``README.md`` beside this file.
+The functions of the commands ``train``, ``evaluate`` and ``ref-logps`` are ``train``, ``evaluate``
+and ``write_ref_logps``; they are loaded when they are first used. The steps are in ``README.md``
+beside this file.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from packstore.io.side.side import open_side
 from packstore.torch.batch.collate import PackedBatch, collate
 from packstore.torch.batch.inputs import packed_seq_params
 from packstore.torch.data.dataset import PackedDataset
@@ -60,9 +68,11 @@ __all__ = [
     "collate",
     "context_shard",
     "count_step",
+    "evaluate",
     "find_head",
     "loss_from_nemo",
     "nemo_metrics",
+    "open_side",
     "packed_logps",
     "packed_seq_params",
     "pad_batch",
@@ -72,5 +82,28 @@ __all__ = [
     "segment_logps",
     "segment_token_counts",
     "static_sizes",
+    "train",
     "use_packed_attention",
+    "write_ref_logps",
 ]
+
+if TYPE_CHECKING:
+    from packstore.torch.reference.reference import write_ref_logps
+    from packstore.torch.training.evaluate import evaluate
+    from packstore.torch.training.train import train
+
+_LAZY = {
+    "evaluate": "packstore.torch.training.evaluate",
+    "train": "packstore.torch.training.train",
+    "write_ref_logps": "packstore.torch.reference.reference",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'packstore.torch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
