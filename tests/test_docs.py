@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import tomllib
 from pathlib import Path
@@ -48,3 +49,16 @@ def test_every_registry_is_on_the_map() -> None:
         if " = Registry(" in init.read_text(encoding="utf-8"):
             folder = init.parent.relative_to(ROOT)
             assert f"`{folder}/<name>.py`" in page, folder
+
+
+def renamed() -> list[tuple[str, str]]:
+    """Rows of the changelog's table of renamed Python names."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("### Renamed")[2]
+    return re.findall(r"^\| `(packstore\.[\w.]+)` \| `(packstore\.[\w.]+)` \|$", text, re.M)
+
+
+def test_renamed_names_are_where_the_changelog_says() -> None:
+    pytest.importorskip("transformers", reason="transformers is in the extra train")
+    assert len(renamed()) > 30
+    for before, now in renamed():
+        assert pkgutil.resolve_name(now) is not None, before
