@@ -399,8 +399,12 @@ def stored(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> li
 
 
 def loaded(stored: list[Dataset], rank: int = 0, world_size: int = 1) -> PackedDataLoader:
-    mix = MixedPacks([Source(stored[0], 2), Source(stored[1], 1)], until="all", seed=3)
-    return PackedDataLoader(PackedDataset(mix, rank=rank, world_size=world_size), tail="uneven")
+    sources = [Source(stored[0], 2), Source(stored[1], 1)]
+    placed = {"rank": rank, "world_size": world_size}
+    data = PackedDataset.mix(sources, until="all", seed=3, **placed)
+    plain = PackedDataset(MixedPacks(sources, until="all", seed=3), **placed)
+    assert data.state_dict() == plain.state_dict()
+    return PackedDataLoader(data, tail="uneven")
 
 
 def names(batch: Any) -> list[tuple[int, int]]:

@@ -173,8 +173,12 @@ def test_resuming_at_every_step_continues_the_sequence(stored: Any) -> None:
 
 def test_ranks_share_one_sequence(stored: Any) -> None:
     whole = ids(packs_of(repacked(stored())))
-    by_url = PackedDataset(stored().url, repack=PackConfig(pack_size=90), rank=0, world_size=1)
-    assert ids(list(by_url)) == whole
+    config, one = PackConfig(pack_size=90), {"rank": 0, "world_size": 1}
+    assert ids(list(PackedDataset(stored().url, repack=config, **one))) == whole
+    for source in (stored(), stored().url, Path(stored().url)):
+        assert ids(list(PackedDataset.repacked(source, config, **one))) == whole
+    with pytest.raises(ConfigError, match="make PackedDataset"):
+        PackedDataset.repacked([], config)
     for ranks in (1, 2, 3, 4, 8):
         parts = [
             [

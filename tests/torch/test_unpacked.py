@@ -82,7 +82,7 @@ def test_records_become_the_same_examples() -> None:
     ],
 )
 def test_shapes_of_records(record: dict[str, Any], ids: list[int], labels: list[int]) -> None:
-    data = PackedDataset([record], repack=CONFIG)
+    data = PackedDataset.from_records([record], CONFIG)
     pack = next(iter(data))
     n = pack.segment_lengths[0]
     assert (pack.input_ids[:n].tolist(), pack.labels[:n].tolist()) == (ids, labels)
@@ -117,13 +117,13 @@ def test_shapes_of_records(record: dict[str, Any], ids: list[int], labels: list[
 )
 def test_what_is_no_record_is_refused(record: dict[str, Any], said: str) -> None:
     with pytest.raises(RecordError, match=said):
-        PackedDataset([record], repack=CONFIG)
+        PackedDataset.from_records([record], CONFIG)
 
 
 def test_any_position_epoch_and_number_of_ranks() -> None:
     """A list of records behaves as a stored dataset does."""
     batching = {"pairs_per_step": 9, "tail": "pad"}
-    data = PackedDataset(RECORDS, repack=CONFIG, seed=1)
+    data = PackedDataset.from_records(RECORDS, CONFIG, seed=1)
     loader = PackedDataLoader(data, **batching)
     epochs = []
     for epoch in range(2):
@@ -138,26 +138,35 @@ def test_any_position_epoch_and_number_of_ranks() -> None:
         source = iter(loader)
         before = ids([next(source) for _ in range(stop)])
         state = json.loads(json.dumps(loader.state_dict()))
-        after = PackedDataLoader(PackedDataset(RECORDS, repack=CONFIG, seed=1), **batching)
+        after = PackedDataLoader(PackedDataset.from_records(RECORDS, CONFIG, seed=1), **batching)
         after.load_state_dict(state)
         assert before + ids(after) == epochs[0]
         halves = []
         for rank in range(2):
-            half = PackedDataset(RECORDS, repack=CONFIG, seed=1, rank=rank, world_size=2)
+            half = PackedDataset.from_records(RECORDS, CONFIG, seed=1, rank=rank, world_size=2)
             part = PackedDataLoader(half, **batching)
             part.load_state_dict(state)
             halves += ids(part)
         assert sorted(before + halves) == list(range(N))
     changed = copy.deepcopy(RECORDS)
     changed[7]["chosen_input_ids"][0] += 1
-    other = PackedDataset(changed, repack=CONFIG, seed=1)
+    other = PackedDataset.from_records(changed, CONFIG, seed=1)
     with pytest.raises(CompatibilityError, match="records must be"):
         other.load_state_dict(state)
 
 
+def test_the_named_constructor_is_the_argument_repack() -> None:
+    named = PackedDataset.from_records(RECORDS, CONFIG, seed=3, rank=1, world_size=2)
+    plain = PackedDataset(RECORDS, repack=CONFIG, seed=3, rank=1, world_size=2)
+    assert named.state_dict() == plain.state_dict()
+    assert [p.example_ids.tolist() for p in named] == [p.example_ids.tolist() for p in plain]
+    with pytest.raises(ConfigError, match="make PackedDataset"):
+        PackedDataset.from_records("prefs-8k", CONFIG)
+
+
 def test_workers_give_the_same_batches() -> None:
     def found(**workers: Any) -> list[int]:
-        return ids(PackedDataLoader(PackedDataset(RECORDS, repack=CONFIG), **workers))
+        return ids(PackedDataLoader(PackedDataset.from_records(RECORDS, CONFIG), **workers))
 
     assert found(num_workers=2, multiprocessing_context="fork") == found()
 
@@ -165,7 +174,7 @@ def test_workers_give_the_same_batches() -> None:
 def test_a_hugging_face_dataset() -> None:
     datasets = pytest.importorskip("datasets", reason="datasets")
     table = datasets.Dataset.from_list(RECORDS)
-    stored, plain = (PackedDataset(x, repack=CONFIG) for x in (table, RECORDS))
+    stored, plain = (PackedDataset.from_records(x, CONFIG) for x in (table, RECORDS))
     assert stored.state_dict() == plain.state_dict()
     for a, b in zip(stored, plain, strict=True):
         assert np.array_equal(a.input_ids, b.input_ids)

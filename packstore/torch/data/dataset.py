@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -19,12 +19,16 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.order import LANES
 from packstore.io.side.side import Side
+from packstore.torch.data.mix import MixedPacks, Source, Unit
 from packstore.torch.data.online_packs import RepackedPacks, TokenizedPacks
 from packstore.torch.data.side import JoinedPacks
 from packstore.torch.schedule.position import Position, SharedStart, Unseen, stale
 from packstore.torch.schedule.rank_assignment import settled
 from packstore.torch.schedule.step_plan import StepPlan, plan_steps
 from packstore.torch.schedule.stream import Identity, PackStream, Shuffle, StoredPacks
+
+if TYPE_CHECKING:
+    from packstore.online_packing.records import Records
 
 STATE_VERSION = 1
 _TOGETHER = 8
@@ -38,6 +42,8 @@ class PackedDataset(IterableDataset[Packs]):
     dataset, `seed`, `lanes` and the epoch, independent of the number of ranks and workers.
     Iterating again repeats the epoch; call :meth:`set_epoch` before each. Persistent workers
     (``persistent_workers=True``) follow it.
+
+    :meth:`from_records`, :meth:`repacked` and :meth:`mix` make packs while they are read.
 
     Files are opened in the process that reads them, so the object is safe to fork and to pickle.
 
@@ -92,6 +98,117 @@ class PackedDataset(IterableDataset[Packs]):
         self.epoch = 0
         self.position = Position()
         self._start = SharedStart()
+
+    @classmethod
+    def from_records(
+        cls,
+        records: Records,
+        config: PackConfig,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> Self:
+        """Packs tokenized records that no dataset holds, in each epoch other packs.
+
+        Args:
+            records: a list of dicts, a Hugging Face ``Dataset``, or similar: a length and random
+                access.
+            config: pack size, strategy, layout, and the policies for records that do not fit.
+            seed: seed of the plans.
+            shuffle: False makes the same packs, of neighbours, in each epoch.
+            rank: see :class:`PackedDataset`.
+            world_size: see :class:`PackedDataset`.
+
+        Raises:
+            ConfigError: there are no records, or a setting needs texts.
+            RecordError: a record is not of the kind.
+        """
+        if isinstance(records, str | os.PathLike | Dataset):
+            must, do = "takes tokenized records", "Of a dataset, make PackedDataset.repacked"
+            found = type(records).__name__
+            raise ConfigError(sentence("PackedDataset.from_records", must, found, do))
+        stream = _unstored(records, config, seed, shuffle)
+        return cls(stream, rank=rank, world_size=world_size)
+
+    @classmethod
+    def repacked(
+        cls,
+        source: str | PathLike[str] | Dataset,
+        config: PackConfig,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        rank: int | None = None,
+        world_size: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        reading: ReadConfig | None = None,
+        side: Sequence[Side | str | PathLike[str]] = (),
+    ) -> Self:
+        """Packs the examples of a dataset again, in each epoch in other packs.
+
+        Args:
+            source: a dataset's URL or local folder, or a dataset opened by ``packstore.open``.
+            config: pack size, strategy, layout, and the policies for examples that do not fit.
+            seed: seed of the plans.
+            shuffle: False makes the same packs, of neighbours, in each epoch.
+            rank: see :class:`PackedDataset`.
+            world_size: see :class:`PackedDataset`.
+            storage_options: options of the fsspec filesystem, with a URL.
+            reading: how row groups are fetched, and what happens to one that cannot be read.
+            side: side datasets or their URLs, whose columns join the packs by example id.
+
+        Raises:
+            DatasetNotFoundError: `source` holds no dataset.
+            ConfigError: `source` is no dataset, or a setting needs texts.
+        """
+        given: object = source  # so that type checkers do not take the check for needless
+        if not isinstance(given, str | os.PathLike | Dataset):
+            must, do = "takes a dataset or its URL", "Of records, make PackedDataset.from_records"
+            found = type(given).__name__
+            raise ConfigError(sentence("PackedDataset.repacked", must, found, do))
+        return cls(
+            source,
+            seed=seed,
+            shuffle=shuffle,
+            rank=rank,
+            world_size=world_size,
+            storage_options=storage_options,
+            reading=reading,
+            side=side,
+            repack=config,
+        )
+
+    @classmethod
+    def mix(
+        cls,
+        sources: Sequence[Source],
+        *,
+        unit: Unit = "pairs",
+        until: Literal["first", "all"] | int = "first",
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        side: Sequence[Side | str | PathLike[str]] = (),
+    ) -> Self:
+        """Mixes the packs of several sources in proportion to their weights.
+
+        Args:
+            sources: see :class:`~packstore.torch.MixedPacks`, also `unit`, `until` and `seed`.
+            unit: unit of the weights: ``pairs`` or ``tokens``.
+            until: length of an epoch: ``first``, ``all``, or a number of packs.
+            seed: seed of the order of sources that are not streams.
+            rank: see :class:`PackedDataset`.
+            world_size: see :class:`PackedDataset`.
+            side: side datasets or their URLs, whose columns join the packs by example id.
+
+        Raises:
+            ConfigError: there are no sources, or a value is out of range.
+            CompatibilityError: sources differ in kind, tokenizer or chat template.
+        """
+        stream = MixedPacks(sources, unit=unit, until=until, seed=seed)
+        return cls(stream, rank=rank, world_size=world_size, side=side)
 
     @property
     def kind(self) -> str:
@@ -236,7 +353,8 @@ def _unstored(source: Any, repack: PackConfig | None, seed: int, shuffle: Shuffl
         raise ConfigError(sentence("PackedDataset", must, type(source).__name__, do))
     if repack is None or not isinstance(shuffle, bool):
         must = "records need repack=PackConfig(…), and shuffle True or False"
-        raise ConfigError(sentence("PackedDataset", must))
+        do = "Make PackedDataset.from_records(records, PackConfig(…))"
+        raise ConfigError(sentence("PackedDataset", must, do=do))
     return TokenizedPacks(source, repack, seed=seed, shuffle=shuffle)
 
 

@@ -5,8 +5,7 @@ packs of each source before any position are known at once, the order does not d
 workers, and the position is one number. At every position each source is within a few packs of its
 share. ::
 
-    mix = MixedPacks([Source(open("chat"), 3), Source(open("code"), 1, repeat=2)], unit="pairs")
-    data = PackedDataset(mix)
+    data = PackedDataset.mix([Source("chat", 3), Source("code", 1, repeat=2)], unit="pairs")
 
 Packs are not changed, so each belongs to one source; ``batch.sources`` gives the source index of
 each example. Example ids are unique within a source only: source and id together identify an

@@ -3,10 +3,10 @@
 For data stored as single examples (strategy ``none``) or in smaller packs: another pack size,
 strategy or layout needs no new dataset, and each epoch combines other examples. ::
 
-    data = PackedDataset(url, repack=PackConfig(pack_size=8192, layout="shared_prefix"))
+    data = PackedDataset.repacked(url, PackConfig(pack_size=8192, layout="shared_prefix"))
 
 The same works for tokenized records that were never packed, such as a list of dicts or a Hugging
-Face ``Dataset``: ``PackedDataset(records, repack=PackConfig(pack_size=8192))``.
+Face ``Dataset``: ``PackedDataset.from_records(records, PackConfig(pack_size=8192))``.
 
 The packs of an epoch are planned from lengths alone, before any token is read, so their number and
 sizes are known and they can be read in any order; see :mod:`packstore.online_packing`.
