@@ -37,7 +37,9 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 MEMORY = 1 << 30
-HANG_S = 120
+HANG_S, START_S = 120, 900
+"""Seconds that one case may take, and the start of a process, which packs the seeds."""
+
 CHUNK = 2000
 """Cases of a process."""
 STATE = struct.Struct("<qqqq")
@@ -285,7 +287,7 @@ def one_process(
     first: int, last: int, every: bool, folder: str
 ) -> tuple[dict[str, int], list[Any]]:
     state_path, out, errors = (Path(folder, name) for name in ("state", "out", "err"))
-    state_path.write_bytes(STATE.pack(first, 0, 0, 0))
+    state_path.write_bytes(STATE.pack(first - 1, 0, 0, 0))
     surroundings = {
         **os.environ,
         "MALLOC_PERTURB_": "165",
@@ -305,12 +307,12 @@ def one_process(
             now = STATE.unpack(state_path.read_bytes())[0]
             if now != at:
                 at, since = now, time.monotonic()
-            elif time.monotonic() - since > HANG_S:
+            elif time.monotonic() - since > (HANG_S if at >= first else START_S):
                 hung = True
                 process.kill()
                 process.wait()
     at, accepted, readings, refused = STATE.unpack(state_path.read_bytes())
-    problems = []
+    at, problems = max(at, first), []
     for line in out.read_text(encoding="utf-8").splitlines():
         told = json.loads(line)
         if "peak" in told:

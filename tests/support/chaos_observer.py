@@ -193,7 +193,9 @@ class Observer:
         unnamed = [e for e in events["error"] if not e["named"]]
         done = {e["job"] for e in events["done"]}
         held = {j for s in self.seen.values() for j in s.markers}
-        lost = {e["job"] for e in events["error"] if e["name"] == "DatasetExistsError"} - done
+        # Not those that were called again and found their records there.
+        beaten = [e for e in events["error"] if "only one writer may commit" in e["text"]]
+        lost = {e["job"] for e in beaten} - done
         return {
             "commits": max(self.seen, default=0),
             "jobs": dict(Counter(kinds.values())),
