@@ -1,4 +1,4 @@
-"""On a GPU: is every attention kernel right, and what do packs and shared prefixes bring?
+"""Measures attention kernels on a GPU: correctness, speed, memory, with and without packs.
 
     python benchmarks/attention_gpu.py                  # one CUDA GPU, torch 2.11 or newer
     python benchmarks/attention_gpu.py --quick          # fewer repetitions

@@ -1,4 +1,4 @@
-"""Part 1 of attention_gpu.py: what it measures on, and whether every kernel is right."""
+"""Part 1 of attention_gpu.py: its inputs, and the correctness of every kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is measured, on what."""
+    """Sizes and devices of the measurement."""
 
     device: str
     dtype: torch.dtype
@@ -230,7 +230,7 @@ def compare(
 
 
 def native_groups(setting: Setting) -> str:
-    """Whether torch's kernel takes grouped queries as they are where its Python has no word."""
+    """Reports if torch's kernel takes grouped queries without a Python argument for them."""
     from packstore.torch.attention import ATTENTION, torch_varlen
 
     if torch_varlen.GROUPS or not setting.cuda:
@@ -257,7 +257,7 @@ def native_groups(setting: Setting) -> str:
 
 
 def isolation(setting: Setting) -> dict[str, str]:
-    """What the probe says of each backend, on a small random model."""
+    """Runs the probe on each backend, with a small random model."""
     from packstore.errors import PackstoreError
     from packstore.torch import check_isolation
 

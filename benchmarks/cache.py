@@ -1,11 +1,11 @@
-"""What the cache of shards and the jobs of verify gain behind a store of 20 ms a request.
+"""Measures the local cache and `verify --jobs` behind a store of 20 ms a request.
 
     python benchmarks/cache.py
 
 The store is that of ``slow_store.py``: local files, 20 ms a request, 100 MB/s a stream; the waits
 are real. One epoch without a cache, one that fills it, one that finds everything in it, by a new
-loader each; and verify with 1 to 8 shards at a time: seconds, CPU seconds, requests and bytes asked
-of the store. Least of several rounds, in which all take turns.
+loader each; and verify with 1 to 8 shards at a time: seconds, CPU seconds, requests and their bytes.
+The lowest of several interleaved rounds counts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def records(n: int) -> Iterator[dict[str, Any]]:
 
 
 def measured(store: SlowStore, work: Callable[[], object]) -> dict[str, float]:
-    """What `work` takes, and asks of the store."""
+    """Measures the time of `work`, and its requests to the store."""
     store.reset()
     wall, cpu = time.perf_counter(), time.process_time()
     work()

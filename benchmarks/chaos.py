@@ -1,4 +1,4 @@
-"""Writers, cleaners, readers and openers at one dataset, stopped, woken and killed at random.
+"""Runs writers, cleaners and readers on one dataset; stops, wakes and kills them at random.
 
     python benchmarks/chaos.py --commits 2000 --out benchmarks/results/chaos.json
     python benchmarks/chaos.py --places local --seconds 10 --seed 7
@@ -9,12 +9,12 @@ clean it, one reads epochs, one opens it. They are stopped for fractions of a se
 On an object store most requests go over a proxy that delays them, loses their answers, does them
 after it hung up, and answers listings from older answers.
 
-An observer with means of its own watches: each version has its files and verifies, no manifest is
-ever replaced, no version goes but by `clean`, each job that told of success has its version with
-its records behind those of the version before, and every error is one of packstore's that tells
-the place. A run is cut into rounds. In each, what earlier rounds wrote is old enough to be cleaned:
-the clock of the cleaners says so. At its end all is quiet, versions are verified once more, two
-cleaners remove at once what nobody needs, and nothing else may be left.
+An observer with its own file access checks: each version has its files and verifies, no manifest
+is ever replaced, only `clean` removes versions, each job that reported success has its version
+with its records behind those of the version before, and every error is one of packstore's and
+names the place. A run is cut into rounds. The clock of the cleaners makes files of earlier rounds
+old enough to be removed. At the end of a round all processes rest, versions are verified once more, two
+cleaners remove all leftovers at once, and nothing else may remain.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Troupe:
         self._wake: dict[str, float] = {}
 
     def disturb(self, longest: float) -> None:
-        """Stops, kills or wakes one of them."""
+        """Stops, kills or wakes one of the processes."""
         now = time.monotonic()
         for name in [n for n, at in self._wake.items() if at <= now]:
             self._signal(name, signal.SIGCONT)
@@ -133,7 +133,7 @@ class Troupe:
 
 
 def play_round(scene: Scene, number: int, seconds: float, calm: float) -> dict[str, Any]:
-    """One round, with its end: what was done to whom."""
+    """Runs one round to its end; returns the signals that it sent."""
     (scene.folder / "stop").unlink(missing_ok=True)
     time.sleep(2)  # stores tell whole seconds
     (scene.folder / "began").write_text(str(time.time() - 1))
@@ -163,7 +163,7 @@ def watch(scene: Scene) -> None:
 
 
 def look_back(scene: Scene) -> dict[str, Any]:
-    """When all is quiet: what must hold."""
+    """Checks the dataset after all processes have ended."""
     observer, path = Observer(scene), scene.folder / "observer.json"
     observer.load(path)
     verified = observer.verify_all()
@@ -203,7 +203,7 @@ def sweep(scene: Scene) -> list[str]:
 
 
 def report_of(scene: Scene) -> dict[str, Any]:
-    """What the logs and the observer tell together."""
+    """Merges the counts of the logs and of the observer."""
     observer = Observer(scene)
     observer.load(scene.folder / "observer.json")
     told = observer.check_logs()
@@ -211,7 +211,7 @@ def report_of(scene: Scene) -> dict[str, Any]:
 
 
 def run(scene: Scene, commits: int, seconds: float, round_s: float, calm: float) -> dict[str, Any]:
-    """Rounds until there are so many commits, or so much time has passed."""
+    """Runs rounds until the number of commits, or the time, is reached."""
     for name in ("logs", "inputs", "tmp"):
         (scene.folder / name).mkdir(parents=True)
     in_child(lambda: prepare(scene))

@@ -1,4 +1,4 @@
-"""From JSON lines to a stored dataset, beside what people run today, on the same real texts.
+"""Packs JSON lines into a stored dataset, beside common pipelines, on the same real texts.
 
     python benchmarks/etl.py                      # 6k, 50k and 200k pairs of about 4 kB
     python benchmarks/etl.py --memory             # 50k, 500k and 5M short pairs, under a limit
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 def run(
     contender: str, args: argparse.Namespace, source: Path, scratch: Path, limit: int = 0
 ) -> Row:
-    """One run in a process of its own; what it leaves behind is looked at, then removed."""
+    """Runs one contender in its own process; measures its output, then removes it."""
     with (
         tempfile.TemporaryDirectory(dir=scratch) as out,
         tempfile.TemporaryDirectory(dir=scratch) as temporary,
@@ -165,7 +165,7 @@ def memory(args: argparse.Namespace, scratch: Path, console: Console, known: lis
 
 
 def goals(rows: list[Row]) -> list[Row]:
-    """What the issue asks for, beside what was found."""
+    """Compares the goals with the results."""
     found: list[Row] = []
     for number in sorted({r["pairs"] for r in rows}):
         by = {r["contender"]: r for r in rows if r["pairs"] == number}

@@ -1,10 +1,10 @@
-"""Packing to and reading from SeaweedFS through a proxy that breaks up to a fifth of the requests.
+"""Packs to and reads from SeaweedFS through a proxy that breaks up to a fifth of the requests.
 
     nice python benchmarks/faults.py [--runs 100] [--out benchmarks/results/faults.json]
 
 Each run has a seed and one of the rates 2, 5, 10, 20 %. What breaks: connections refused, errors
 500 and 503, SlowDown, delays, answers cut, shortened or with a flipped bit, uploads cut or with a
-flipped bit, and requests that are done although the client is told otherwise, or nothing. A run
+flipped bit, and requests that succeed although the client gets an error, or no answer. A run
 must end with the bytes of an undisturbed one, or with a named error; after an error the place must
 hold the whole dataset or none, and the same call without the proxy must complete it.
 """

@@ -1,4 +1,4 @@
-"""Every bit of every file of small datasets is flipped, and the files are read.
+"""Flips every bit of every file of small datasets, and reads the files.
 
     python benchmarks/flips.py [--step 1] [--out benchmarks/results/flips.json]
 

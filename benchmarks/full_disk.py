@@ -1,4 +1,4 @@
-"""A disk that is full after so many more pages, or files: what a job leaves that replaces data.
+"""Replaces a dataset on a disk that fills up after n pages or files, and checks what remains.
 
     python benchmarks/full_disk.py [--points 60] [--out benchmarks/results/full_disk.json]
 
@@ -8,7 +8,7 @@ without a rename that replaces nothing. After each:
 
 1. the job has committed, or failed with a named error that tells the place;
 2. the newest version opens and verifies, and so does the one that was there before;
-3. with room again, the same call commits the bytes of a run that nobody disturbed;
+3. with room again, the same call commits the bytes of an undisturbed run;
 4. `packstore clean` leaves nothing that no version names, here and among temporary files.
 """
 
@@ -78,7 +78,7 @@ def fill(disk: Path, what: str, left: int) -> None:
 
 
 def without(disk: str) -> None:
-    """Takes from this process what the disk has not."""
+    """Disables what the tested disk does not have (hard links, renames) in this process."""
 
     def refused(*_: object, **__: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))

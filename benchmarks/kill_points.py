@@ -1,6 +1,6 @@
-"""Moments at which a process is killed: before its n-th act on the disk, or in its n-th packet.
+"""Kills a process at a chosen moment: before its n-th act on the disk, or in its n-th packet.
 
-Nothing in the product knows of it: on the disk Python's audit events are counted, and a store is
+The product has no code for it: on the disk Python's audit events are counted, and a store is
 reached through a relay that counts what the process sends.
 """
 
@@ -25,7 +25,7 @@ _WRITES = ("os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.trun
 
 
 def in_child(work: Callable[[], Any]) -> Any:
-    """What `work` returns, from a process of its own; None if that was killed."""
+    """Runs `work` in a process of its own; returns its result, or None if it was killed."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -35,7 +35,7 @@ def in_child(work: Callable[[], Any]) -> Any:
 
 
 def be_child(writing: int, work: Callable[[], Any]) -> None:
-    """Does `work` in this process, tells what came of it, and ends."""
+    """Runs `work` in this process, sends its result, and exits."""
     signal.alarm(SECONDS)
     try:
         answer = {"value": work()}
@@ -47,7 +47,7 @@ def be_child(writing: int, work: Callable[[], Any]) -> None:
 
 
 def result_of(pid: int, reading: int) -> Any:
-    """What a child told; None if it was killed."""
+    """Reads the result of a child; None if it was killed."""
     with os.fdopen(reading) as pipe:
         text = pipe.read()
     _, status = os.waitpid(pid, 0)
@@ -60,7 +60,7 @@ def result_of(pid: int, reading: int) -> Any:
 
 
 def watch_disk(root: str, n: int | None, log: Path) -> None:
-    """From now on, acts below `root` are written to `log`; the n-th one is not done any more."""
+    """Logs all further acts below `root`, and kills this process before the n-th one."""
     lock, count = threading.Lock(), 0
     out = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  as long as the process
 
@@ -96,9 +96,9 @@ def watch_disk(root: str, n: int | None, log: Path) -> None:
 def relay(
     listener: socket.socket, server: tuple[str, int], pid: int, n: int | None, log: Path
 ) -> None:
-    """Passes on what comes to `listener`, for ever; kills `pid` in its n-th packet.
+    """Relays connections of `listener` until killed; kills `pid` in its n-th packet.
 
-    Of the n-th packet nothing is passed on, or half of it, or all, in turn.
+    Of the n-th packet, nothing, half or all is relayed, in turn.
     """
     lock, count = threading.Lock(), 0
     out = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  as long as the process

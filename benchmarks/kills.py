@@ -8,8 +8,8 @@ sends to the server (SeaweedFS, started here). Then it is killed in the n-th of 
 moments are drawn from a seed, and those of the commit are among them. After each kill:
 
 1. the dataset that was there is readable, and the current one is whole: the old or the new;
-2. the same call goes on: it makes the partitions only that were not finished;
-3. its manifest and shards are byte for byte those of a run that nobody disturbed;
+2. the same call resumes: it makes only the unfinished partitions;
+3. its manifest and shards are byte for byte those of an undisturbed run;
 4. after `packstore clean --delete` nothing is there that no version names, here and in the folder
    for temporary files.
 
@@ -66,7 +66,7 @@ OLD, NEW = records(400, 1000), records(800, 0)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job writes.
+    """The target of a job.
 
     Attributes:
         url: of the dataset.
@@ -94,7 +94,7 @@ def written(place: Place, records: list[dict[str, list[int]]]) -> str:
 
 
 def replace_dataset(place: Place, options: dict[str, Any], watched: Callable[[], None]) -> Any:
-    """The job: puts the new records in the place of the old; tells which shards it put."""
+    """Runs the job: replaces the old records by the new; returns the shards that it put."""
     tempfile.tempdir = str(place.folder / "tmp")
     put, real = list[str](), Location.put_file
 
@@ -135,7 +135,7 @@ def run(place: Place, n: int | None, log: Path) -> Any:
 
 
 def state(place: Place) -> dict[str, Any]:
-    """What is there: versions, whether each is whole, manifests, and all files."""
+    """Lists the versions, with their completeness, the manifests, and all files."""
     options = place.reached()
     fs, root = Location(place.url, options)._open()
     files = sorted(path[len(root) + 1 :] for path in fs.find(root))
@@ -157,7 +157,7 @@ def state(place: Place) -> dict[str, Any]:
 
 
 def cleaned(place: Place) -> list[str]:
-    """Runs clean; returns what it still finds after that."""
+    """Runs clean; returns the leftovers that it still finds after that."""
     spill = str(place.folder / "tmp")
     tempfile.tempdir = spill
     options = place.reached()
@@ -168,7 +168,7 @@ def cleaned(place: Place) -> list[str]:
 
 
 def one_moment(place: Place, n: int, reference: dict[str, Any]) -> dict[str, Any]:
-    """Kills a run in its n-th act, and looks at everything that must hold then."""
+    """Kills a run in its n-th act, and checks everything that must hold then."""
     log = place.folder / "acts"
     log.unlink(missing_ok=True)
     survived = run(place, n, log)

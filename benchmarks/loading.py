@@ -1,4 +1,4 @@
-"""Loading packs into torch: ours beside every peer, the same packs, in one run.
+"""Loads the same packs into torch with packstore and every peer, in one run.
 
     python benchmarks/loading.py --quick           # 500 packs, and the peers that are installed
 
@@ -173,7 +173,7 @@ class Benchmark:
 
 
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Everything; the result as it is stored."""
+    """Runs everything; returns the result as it is stored."""
     runner = Runner([Interpreter.at(path) for path in args.python], args.work, args.limit)
     readers = [name for name in READERS if not args.only or name in args.only]
     for name in readers:

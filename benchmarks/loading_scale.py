@@ -1,11 +1,11 @@
-"""What the loader costs beside throughput: start, resume, memory, order, and very large datasets.
+"""Measures start, resume, memory and order of the loader, and very large datasets.
 
     python benchmarks/loading_scale.py DATASET [--quick] [--out results/loading_scale.json]
 
 DATASET is the local folder of a dataset of a few thousand packs or more. Each part runs in a
 process of its own; times are the best of several runs, after the imports, and on a busy machine
 those of the CPU (`cpu`) say more than those of the clock. Memory is what the
-process has over what torch alone takes; the imports of packstore are told apart.
+process uses above torch alone; the imports of packstore are counted apart.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def order(dataset: str, quick: bool) -> dict[str, float]:
     for epoch in range(4):
         begin = time.perf_counter()
         found = PackOrder(rows, epoch=epoch)
-        found.locate(np.arange(packs // 2, packs // 2 + 8))  # which works out what is needed
+        found.locate(np.arange(packs // 2, packs // 2 + 8))  # computes the fields that are needed
         times.append(time.perf_counter() - begin)
         begin = time.perf_counter()
         found.locate(np.arange(packs // 2, packs // 2 + 512))

@@ -1,4 +1,4 @@
-"""Log-probs of the supervised tokens and all gradients, by each route, in one run on a CPU.
+"""Computes log-probs of supervised tokens and all gradients by each route, on a CPU.
 
     pip install trl; pip install --no-deps liger-kernel      # the peers
     python benchmarks/logprobs.py                            # --quick: small, to see that it runs
@@ -134,7 +134,7 @@ def memory(field: str) -> int:
 
 
 def work(route: str, sizes: dict[str, int], dtype: str, repeat: int) -> dict[str, Any]:
-    """What one process measures."""
+    """Measures one route, in this process."""
     import torch
 
     torch.set_num_threads(1)

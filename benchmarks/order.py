@@ -1,4 +1,4 @@
-"""What a shuffle of sorted input gives and costs: packs with it and without, in turn.
+"""Packs sorted input with and without shuffle: randomness of the packs, time and memory.
 
     python benchmarks/order.py --shared ../shared/data
 

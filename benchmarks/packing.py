@@ -1,4 +1,4 @@
-"""Every strategy and the packers of others, on the same lengths, in one run of about 20 minutes.
+"""Runs every strategy and the packers of others on the same lengths, in about 20 minutes.
 
     pip install lightbinpack binpacking trl datasets 'packstore[lp]'
     python benchmarks/packing.py --fresh   # 4 GB of memory; best with nothing else on the machine

@@ -1,4 +1,4 @@
-"""How the columns of tokens are best stored: size and speed by encoding, codec and row group.
+"""Measures token columns in Parquet: size and speed by encoding, codec and row group.
 
     python benchmarks/parquet.py --data ../shared/data/pairs/hh_harmless_raw.jsonl.gz \\
         --tokenizer ../shared/data/tokenizers/qwen3

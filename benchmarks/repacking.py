@@ -1,9 +1,9 @@
-"""Repacking and mixing while reading, beside the packs as they are stored, in one run.
+"""Measures repacking and mixing while reading, beside reading stored packs.
 
     python benchmarks/repacking.py            # 40,000 pairs; --quick: 4,000
 
 CPU microseconds per pack of 4096 tokens, all threads of the process, least of several runs,
-interleaved: packs as stored, packed anew from single pairs, and a mix of two halves. Then what
+interleaved: packs as stored, repacked from single pairs, and a mix of two halves. Then what
 repacking costs besides: planning an epoch, packs against those of an offline packing, and how much
 eight ranks read together, relative to the dataset.
 """

@@ -1,4 +1,4 @@
-"""Clients of object stores on real servers: which is faster, and in how much memory.
+"""Measures clients of object stores on real servers: speed, CPU and memory.
 
     python benchmarks/stores.py            256 MB a client and server, 2 GB for a writer's memory
     python benchmarks/stores.py --quick    a twentieth of it, to see that it runs
@@ -121,7 +121,7 @@ def obstore_of(kind: str, endpoint: str) -> Any:
 
 
 def forked(task: dict[str, Any]) -> dict[str, str]:
-    """Whether a forked child can read with a client of its own, after this process used one."""
+    """Returns True if a forked child can read with a new client, after this process used one."""
     connect = clients(task["kind"], task["endpoint"])[task["client"]]
     name = f"{task['name']}-0"
     connect()[1](name, 0, RANGE)
@@ -186,7 +186,7 @@ def random_packs(number: int) -> Packs:
 
 
 def once(task: dict[str, Any]) -> dict[str, bool]:
-    """Whether a client refuses to create what is there, as the commit of a dataset needs it."""
+    """Returns True if a client refuses to create an existing file, as a commit needs it."""
     if task["client"] == "obstore":
         fs, root = obstore_of(task["kind"], task["endpoint"]), BUCKET
     else:

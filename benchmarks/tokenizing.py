@@ -1,4 +1,4 @@
-"""Tokenizer engines on real records: the same ids from all of them, and what chats cost.
+"""Compares tokenizer engines on real records: equal ids from all, and the cost of chats.
 
     python benchmarks/tokenizing.py --data ../shared/data
 
@@ -83,7 +83,7 @@ def make(tokenizer: Tokenizer, rows: Rows) -> Made:
 
 
 def same(a: Made, b: Made) -> bool:
-    """Whether ids, labels, boundaries and counts are equal."""
+    """Returns True if ids, labels, boundaries and counts are equal."""
     arrays = ("input_ids", "supervised", "sequence_offsets", "example_offsets", "example_ids")
     equal = all(np.array_equal(getattr(a[0], n), getattr(b[0], n)) for n in arrays)
     return equal and asdict(a[1]) == asdict(b[1])

@@ -1,4 +1,4 @@
-"""On a GPU: `packstore train` of a model of about 1.2 billion parameters, resume included.
+"""Runs `packstore train` of a model of about 1.2 billion parameters on a GPU, with a resume.
 
     python benchmarks/train_gpu.py                      # one CUDA GPU, torch 2.11 or newer
     python benchmarks/train_gpu.py --data lengths.txt   # tokens of prompt, chosen, rejected a line

@@ -1,4 +1,4 @@
-"""What packing saves against every usual way to batch, and what a mean per pack would do.
+"""Compares packs with the usual ways to batch, and weighs pairs under a mean per pack.
 
     python benchmarks/why_pack.py --data ../shared/data/pairs/hh_harmless.jsonl.gz \\
         --tokenizer ../shared/data/tokenizers/qwen3 --chat-template chatml
@@ -11,7 +11,7 @@ For each file, tokens that a model processes in one epoch:
     length_grouped_16  batches of 16 pairs from transformers' `group_by_length`: a random order is
                        cut into groups of 50 batches, and each group is sorted by the longer side
     padding_free       no padding at all: the tokens themselves
-    packs              whole packs of layout concat, the room that stays empty included
+    packs              whole packs of layout concat, empty space included
     shared_packs       the same in layout shared_prefix
 
 Random orders are drawn ten times, and the mean is given. Beside them the price of the ways without

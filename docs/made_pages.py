@@ -1,8 +1,8 @@
-"""Pages of the site that are made when it is built: the API, the commands, the dependencies.
+"""Generates pages of the site at build time: the API, the commands, the dependencies.
 
 The text of the API is that of the docstrings, by mkdocstrings; settings are tables made from the
-fields of their dataclasses, and commands from their parsers. Nothing of it is kept in a file, so
-that none can differ from the code.
+fields of their dataclasses, and commands from their parsers. No page is stored in a file, so none
+can differ from the code.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Leaves the names alone of what docstrings name by a role of reStructuredText."""
+    """Strips roles of reStructuredText in docstrings, leaving the names."""
     return _ROLE.sub(r"\1", html) if page.file.src_uri in NAMESPACES.values() else html
 
 
@@ -67,7 +67,7 @@ def pages() -> dict[str, Callable[[], Iterable[str]]]:
 
 
 def namespace(name: str) -> Iterator[str]:
-    """A page of a namespace: all names with a sentence each, then each in full."""
+    """Yields a page of a namespace: all names with a sentence each, then each in full."""
     yield f"# `{name}`\n"
     yield (inspect.getdoc(importlib.import_module(name)) or "").split("\n\n")[0] + "\n"
     found, entries = homes(name), []
@@ -85,9 +85,9 @@ def namespace(name: str) -> Iterator[str]:
 
 
 def homes(name: str) -> dict[str, str]:
-    """Each public name of a namespace -> the dotted path where it is defined.
+    """Returns each public name of a namespace -> the dotted path of its definition.
 
-    The imports of its ``__init__`` tell, also those that only type checkers follow.
+    Read from the imports of its ``__init__``, also those only for type checkers.
     """
     module = importlib.import_module(name)
     tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
@@ -103,7 +103,7 @@ def homes(name: str) -> dict[str, str]:
 
 
 def commands() -> Iterator[str]:
-    """The page of the command line: each command with all its arguments and defaults."""
+    """Yields the page of the command line: each command with all its arguments and defaults."""
     from packstore.cli import parser
 
     top = parser()
@@ -131,7 +131,7 @@ def commands() -> Iterator[str]:
 
 
 def dependencies() -> Iterator[str]:
-    """The table of dependencies: bounds of pyproject.toml, and what is installed here."""
+    """Yields the table of dependencies: bounds of pyproject.toml, and installed versions."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = {"": project["dependencies"], **project["optional-dependencies"]}
     rows = []
@@ -146,7 +146,7 @@ def dependencies() -> Iterator[str]:
 
 
 def _entry(n: str, home: str) -> Iterator[str]:
-    """One name in full: its docstring, and for settings and errors what belongs to them."""
+    """Yields one name in full: its docstring, and the table of settings or tree of errors."""
     settings = _settings(_value(home))
     yield f"\n::: {home}"
     yield "    options:"
@@ -190,7 +190,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def _argument(action: argparse.Action) -> tuple[str, str, str]:
-    """How an argument is written, its default, and its help."""
+    """Returns the spelling of an argument, its default, and its help."""
     help_ = (action.help or "").replace("%%", "%")
     at_end = re.search(r" ?\(default: ([^()]*)\)$", help_)
     if at_end:
@@ -219,7 +219,7 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def _belongs(home: str, name: str, other: str) -> bool:
-    """Whether a name of the namespace `name` is explained on the page of another one inside it."""
+    """Returns True if a name of the namespace `name` is explained on the page of `other`."""
     return other != name and other.startswith(f"{name}.") and home.startswith(f"{other}.")
 
 
@@ -231,7 +231,7 @@ def _first_sentence(home: str) -> str:
 
 
 def _beside(home: str) -> str:
-    """The text under a constant."""
+    """Returns the docstring under a constant."""
     module, _, n = home.rpartition(".")
     body = ast.parse(inspect.getsource(importlib.import_module(module))).body
     for statement, after in itertools.pairwise(body):

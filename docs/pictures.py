@@ -94,7 +94,7 @@ def layouts() -> str:
 
 
 def masks() -> str:
-    """Who sees whom, in both layouts."""
+    """Draws the attention masks of both layouts."""
     parts: list[str] = []
     for left, name, second in ((70, "concat", REJECTED), (440, "shared_prefix", SHARED)):
         row, size, first = CHOSEN + second, 28, len(CHOSEN)

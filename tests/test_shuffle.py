@@ -116,7 +116,7 @@ def test_packing_shuffles_and_packing_anew_too(
     assert "order of the input" not in caplog.text
     with caplog.at_level(logging.INFO, "packstore"):
         kept = packstore.pack(records(), tmp_path / "kept", shuffle=False, **settings)
-    assert "by shuffle=False: packs hold neighbours of the input" in caplog.text
+    assert "(shuffle=False): packs hold neighbours of the input" in caplog.text
     anew = packstore.pack(kept, tmp_path / "anew", pack_size=512)
     found = {}
     for name, dataset in (("made", made), ("kept", kept), ("anew", anew)):

@@ -25,7 +25,7 @@ CONTENDERS = {
 
 @dataclass(kw_only=True)
 class Task:
-    """What to do.
+    """Arguments of a run.
 
     Attributes:
         contender: a name in `CONTENDERS`.
@@ -71,13 +71,13 @@ class Watch:
 
 
 def cpu_seconds() -> float:
-    """Of this process and its children that ended."""
+    """CPU seconds of this process and its finished children."""
     times = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(t.ru_utime + t.ru_stime for t in times)
 
 
 def run(task: Task) -> dict[str, Any]:
-    """What was measured. Imports are not timed: their seconds stand beside."""
+    """Runs a task and returns its measurements. Imports are timed apart."""
     if task.limit:
         resource.setrlimit(resource.RLIMIT_DATA, (task.limit, task.limit))
     module, _, name = CONTENDERS[task.contender].partition(":")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where a reader is.
+    """The module and class of a reader.
 
     Attributes:
         target: module of this package and class, ``module:Class``.

@@ -1,4 +1,4 @@
-"""What all readers share: the packs, a batch, and the interface."""
+"""The packs, the batch, and the interface that all readers share."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ POSITIONS = (0.5, 0.95)
 
 @dataclasses.dataclass
 class Task:
-    """What a child is asked for.
+    """Arguments of a child.
 
     Attributes:
         mode: a name of `MODES`.
@@ -53,7 +53,7 @@ class Task:
 
     @property
     def folder(self) -> Path:
-        """Where the reader's files are."""
+        """Folder of the reader's files."""
         return Path(self.root, READERS[self.reader].files)
 
     @property
@@ -62,7 +62,7 @@ class Task:
         return Source(Path(self.root, "source"))
 
     def plan_file(self, suffix: str) -> Path:
-        """Where mode ``plan`` leaves what mode ``resume`` needs."""
+        """File of the state that mode ``plan`` saves for mode ``resume``."""
         return Path(self.root, f"plan-{self.reader.replace(' ', '-')}{suffix}")
 
 
@@ -161,7 +161,7 @@ def resume(reader: Reader, task: Task) -> dict[str, Any]:
 
 
 def damage(reader: Reader, task: Task) -> dict[str, Any]:
-    """What becomes of flipped bits."""
+    """Counts the outcomes of flipped bits."""
     from peers_loading.damage import trials
 
     return trials(reader, task.folder, task.source, Path(task.scratch), task.trials)

@@ -1,4 +1,4 @@
-"""What a few lines do without a loader: Parquet and Arrow by pyarrow, and mapped flat files."""
+"""Reads packs without a loader: Parquet and Arrow by pyarrow, and mapped flat files."""
 
 from __future__ import annotations
 

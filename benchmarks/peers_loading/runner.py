@@ -47,7 +47,7 @@ class Interpreter:
         return cls(path, json.loads(text))
 
     def has(self, entry: Entry) -> bool:
-        """Whether a reader can run with it."""
+        """Returns True if a reader can run with it."""
         return all(self.versions[package] for package in ("torch", *entry.packages))
 
 

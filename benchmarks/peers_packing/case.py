@@ -39,7 +39,7 @@ def counting_argsort(lengths: Int32, capacity: int) -> Int32:
 
 
 def thorough(name: str, capacity: int) -> bool:
-    """Whether a set is measured in all respects, however long that takes."""
+    """Returns True for sets that are measured in all respects, however long that takes."""
     return name in PAIRS and capacity == 4096
 
 

@@ -1,4 +1,4 @@
-"""What is measured of a packing: that it is one, how tight, how random, and its memory."""
+"""Measures a packing: validity, fill, randomness and memory."""
 
 from __future__ import annotations
 

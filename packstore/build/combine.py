@@ -1,6 +1,6 @@
-"""Datasets that grow: further records behind a dataset, and several datasets as one.
+"""Appends records to a dataset, and concatenates datasets.
 
-Shards that are there are not written anew; a new manifest names them.
+Existing shards are not rewritten; a new manifest names them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ADJUSTABLE = AppendSettings.__optional_keys__
 _CHUNK = 1 << 20
 
 COPIES_AT_ONCE = 4
-"""Shards that are copied side by side: each may lie on the local disk meanwhile."""
+"""Shards copied concurrently; each may take space on the local disk meanwhile."""
 
 
 def append(
@@ -51,19 +51,19 @@ def append(
     progress: Progress | None = None,
     **settings: Unpack[AppendSettings],
 ) -> Dataset:
-    """Packs further records behind a dataset, with its settings, and commits its next version.
+    """Packs more records with the settings of a dataset, and commits its next version.
 
-    The packs that are there stay as they are. Readers of older versions go on; ids of the new
-    examples are behind all that are there.
+    Existing packs do not change, and readers of older versions continue. New examples get ids
+    above all existing ones.
 
     Args:
-        dataset: the dataset, or its place.
-        more: what :func:`packstore.pack` takes; a packed dataset is packed anew.
-        tokenizer: that the dataset was packed with; None: from the path that its manifest tells.
+        dataset: the dataset, or its path or URL.
+        more: any source of :func:`packstore.pack`; a packed dataset is repacked.
+        tokenizer: the tokenizer of the dataset; None: loaded from the path in its manifest.
         storage_options: passed to the fsspec filesystems of `dataset` and `more`.
-        progress: told how far each stage is.
-        settings: how to run (fields of ``RunConfig``), `partitions` of what is appended, `fields`,
-            the names in the input, and `missing_field`. All others are those of the dataset.
+        progress: called as each stage advances; see :class:`Progress`.
+        settings: fields of ``RunConfig``, `partitions` of the new records, `fields`, and
+            `missing_field`. All others are those of the dataset.
 
     Returns:
         The new version.
@@ -71,11 +71,9 @@ def append(
     Raises:
         CompatibilityError: another tokenizer, template or kind.
         ConfigError: a setting that the dataset decides; a dataset that is not the newest version.
-        DatasetExistsError: these very records are in it. Where they are what was appended last,
-            the dataset is returned as it is, so that a call may be repeated after it has ended
-            well.
-        PackstoreError: as :func:`packstore.pack`; the dataset then has the versions
-            that it had.
+        DatasetExistsError: the dataset already has these records. If they were appended last, the
+            dataset is returned as it is, so that a finished call may be repeated.
+        PackstoreError: as :func:`packstore.pack`; the dataset keeps its versions.
     """
     base = dataset if isinstance(dataset, Dataset) else open_dataset(dataset, storage_options)
     options = base.location.storage_options
@@ -86,7 +84,7 @@ def append(
         if job.version != base.version + 1:
             must = f"only its newest version, {job.version - 1}, can be extended"
             found = f"version {base.version}"
-            raise ConfigError(sentence(base.url, must, found, "Open it anew"))
+            raise ConfigError(sentence(base.url, must, found, "Open it again"))
         require_files(base.location, base.manifest, base.version)
         job.extends = base
         if tokenizer is None and not packed:
@@ -110,23 +108,25 @@ def concat(
     single_writer: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """One dataset of the packs of several, in order, whose shards are copied as they are.
+    """Concatenates datasets; their shards are copied as they are, in order.
 
     A manifest only names files of its own folder, so shards of other places are copied: by hard
-    link on one disk, inside the store on one object store, else through this machine, compared with
-    their hash. Nothing is decoded.
+    link on the same disk, inside the same object store, else through this machine, where their
+    hashes are checked. Nothing is decoded.
 
     Args:
-        datasets: the datasets, or their places; one may be `out` itself.
+        datasets: the datasets, or their paths or URLs; one may be `out` itself.
         out: folder or fsspec URL of the new dataset.
-        overwrite: replace a dataset that is there.
-        single_writer: no other job writes there meanwhile; needed where two could both commit.
-        storage_options: passed to the fsspec filesystems of `out`, and of places given as texts.
+        overwrite: replace an existing dataset.
+        single_writer: assert that no other job writes there meanwhile; needed on stores that
+            cannot create a file only if it is absent.
+        storage_options: passed to the fsspec filesystems of `out`, and of `datasets` given as
+            text.
 
     Raises:
-        CompatibilityError: they were not packed alike; says what differs.
+        CompatibilityError: the datasets were packed differently; names the differences.
         DatasetExistsError: a dataset is there, and `overwrite` is False.
-        PackstoreError: as :func:`packstore.pack`; `out` then has the versions that it had.
+        PackstoreError: as :func:`packstore.pack`; `out` keeps its versions.
     """
     if isinstance(datasets, str | Dataset):
         raise ConfigError("concat takes a list of datasets; found one.")
@@ -146,7 +146,7 @@ def concat(
         for given, part in zip(datasets, parts, strict=True):
             newest = isinstance(given, Dataset) or part.version == job.version - 1
             if not newest and _same_place(part.location, location):
-                raise too_late(location)  # its newest version was meant, and another came
+                raise too_late(location)  # its newest version is meant, and another was committed
         manifest = _copied(job, parts, run)
         job.confirm(manifest.shards)
         job.commit(manifest)
@@ -154,7 +154,7 @@ def concat(
 
 
 def _concatenated_before(location: Location, parts: Sequence[Part]) -> Dataset | None:
-    """The dataset at `location` if it is that of `parts`, one after another."""
+    """Returns the dataset at `location` if it was concatenated from `parts`, in order."""
     there = find_dataset(location.url, location.storage_options)
     if there is None:
         return None
@@ -164,9 +164,9 @@ def _concatenated_before(location: Location, parts: Sequence[Part]) -> Dataset |
 
 
 def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> PackConfig:
-    """The settings that a dataset was packed with, and how to run now.
+    """Returns the settings of a dataset, with `settings` for this run.
 
-    Of what is `packed` already, those of tokenizing are those that it was packed with.
+    Settings of tokenizing are left out if the new source is `packed`.
     """
     for name in settings:
         if name not in _ADJUSTABLE and name in {f.name for f in fields(PackConfig)}:
@@ -174,7 +174,7 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
             raise ConfigError(sentence(base.url, must))
     manifest = base.manifest
     known = {f.name for f in fields(PackConfig)} - {f.name for f in fields(RunConfig)}
-    known -= {"partitions"}  # by the bytes of what is appended
+    known -= {"partitions"}  # from the bytes of the new records
     recorded = manifest.provenance["settings"]
     values = {
         name: tuple(value) if isinstance(value, list) else value
@@ -202,7 +202,7 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
 
 
 def _tokenizer_of(base: Dataset) -> Any:
-    """The place of the tokenizer that the manifest tells; None if it was packed without."""
+    """Returns the path of the tokenizer in the manifest; None if packed without one."""
     told = base.manifest.provenance.get("tokenizer")
     if told is None:
         return None
@@ -213,7 +213,7 @@ def _tokenizer_of(base: Dataset) -> Any:
 
 
 def _copied(job: WriteJob, parts: Sequence[Dataset], run: str) -> Manifest:
-    """The manifest of all parts, once their shards and the pack index are in their place."""
+    """Copies the shards of all parts, puts the pack index, and returns the manifest."""
     staging = Staging(job.location, (FOLDER, DATA), None)
     number, renamed = 0, list[Part]()
     try:
@@ -254,7 +254,7 @@ def _same_place(a: Location, b: Location) -> bool:
 def _copy(
     source: Location, shard: ShardInfo, target: Location, path: str, staging: Staging
 ) -> None:
-    """Puts a shard of another place at `path`, inside the store where that can be."""
+    """Copies a shard to `path`, inside the store if possible."""
     if copy_file(source, shard.path, target, path):
         if target.size(path) == shard.bytes:
             return

@@ -43,7 +43,7 @@ class DatasetIntake:
                 "its texts. Pack the records again."
             )
         if names := config.needing_records:
-            must = f"{', '.join(names)} must be left out, as it is packed anew without tokenizing"
+            must = f"{', '.join(names)} must be left out, as it is repacked without tokenizing"
             raise ConfigError(sentence(dataset.url, must, "", "Pack the records again"))
         if config.kind not in ("auto", manifest.kind):
             raise ConfigError(

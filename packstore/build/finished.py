@@ -1,4 +1,4 @@
-"""Jobs that are called again after they have committed, as schedulers do: nothing is left to do."""
+"""Finds the datasets of a job that has committed already, as schedulers repeat finished jobs."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def finished_before(
     open_intake: Callable[[], Intake],
     config: PackConfig,
 ) -> dict[str | None, Dataset]:
-    """The datasets of this job that it has committed before, by part.
+    """Returns the datasets that this job has committed before, by part.
 
-    The input is read only where all else agrees, and then hashed, not tokenized.
+    The input is read only if all else agrees, and then hashed, not tokenized.
 
     Args:
-        places: of the dataset of each part; the only one is part None.
+        places: part -> location of its dataset; a single dataset is part None.
         open_intake: opens the input; called if a dataset is at one of the places.
         config: all settings.
 
     Raises:
-        DatasetExistsError: a dataset of other input or settings is there; says what differs.
-        MissingFilesError: it is there, and lacks files.
+        DatasetExistsError: a dataset of other input or settings is there; names the differences.
+        MissingFilesError: files of the dataset are missing.
     """
     newest = {part: _newest(place) for part, place in places.items()}
     there = {part: dataset for part, dataset in newest.items() if dataset is not None}
@@ -45,7 +45,7 @@ def finished_before(
     for part, dataset in there.items():
         _refuse_other(dataset, _about(intake, part, config, []), without=("sources", "lineage"))
     if isinstance(intake, RecordIntake):
-        if len(there) < len(places) and not intake.inputs:  # it could not be read once more
+        if len(there) < len(places) and not intake.inputs:  # such an input can be read only once
             _refuse(next(iter(there.values())), "only one part of two")
         intake.read_through()
     for part, dataset in there.items():
@@ -64,14 +64,14 @@ def _newest(place: Location) -> Dataset | None:
 def _about(
     intake: Intake, part: str | None, config: PackConfig, sources: Sequence[Any] | None
 ) -> dict[str, Any]:
-    """The provenance that the manifest would get, with `sources` where the input was not read."""
+    """Returns the provenance for the manifest, with `sources` for an input not read yet."""
     about = with_lineage(intake.provenance(sources), intake.kind, config)
     found: dict[str, Any] = json.loads(json.dumps({**about, "part": part} if part else about))
     return found
 
 
 def _refuse_other(dataset: Dataset, now: Mapping[str, Any], without: Sequence[str] = ()) -> None:
-    """Raises :class:`DatasetExistsError` if `dataset` was not made of what `now` says."""
+    """Raises :class:`DatasetExistsError` if the provenance of `dataset` is not `now`."""
     before, now = (
         {n: value for n, value in without_paths(_of_any_engine(about)).items() if n not in without}
         for about in (dataset.manifest.provenance, now)
@@ -81,7 +81,7 @@ def _refuse_other(dataset: Dataset, now: Mapping[str, Any], without: Sequence[st
 
 
 def _of_any_engine(about: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`about` without the tokenizer engine where `auto` chose it: they all give the same ids."""
+    """Removes a tokenizer engine chosen by `auto` from `about`: all engines give the same ids."""
     if not about.get("tokenizer") or about["settings"]["tokenizer_engine"] != "auto":
         return about
     kept = {n: v for n, v in about["tokenizer"].items() if n not in ("engine", "engine_version")}
@@ -96,7 +96,7 @@ def _refuse(dataset: Dataset, difference: str) -> None:
 
 
 def _differences(other: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
-    """Where two jobs differ: `name X then, Y now` for each part of `about` that is another."""
+    """Lists the differences of two jobs, as `name X then, Y now` for each changed field."""
     before, now = dict(_flat(other)), dict(_flat(about))
     names = [n for n in {**now, **before} if n.split(".")[0] in about]
     names = [n for n in names if before.get(n) != now.get(n)]

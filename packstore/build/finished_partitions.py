@@ -1,7 +1,7 @@
-"""A finished partition, and its note: what a rerun needs to take it over.
+"""Finished partitions, and the notes by which a rerun takes them over.
 
-A partition is taken over if it is of the same blocks, duplicates and libraries, its inputs are what
-they were, and so is each of its shards.
+A partition is taken over if its blocks, duplicates and libraries are the same, and its inputs and
+shards are unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from packstore.io.store.object_version import object_version
 from packstore.version import VERSION
 
 Versions = dict[int, str]
-"""Ordinal of an input -> its version in the store; empty where the store tells none."""
+"""Ordinal of an input -> its version in the store; empty if the store has none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +32,9 @@ class Written:
     """The packs of a partition in one dataset.
 
     Attributes:
-        shards: in order.
-        planning: statistics of the plan; None if there was nothing to pack.
-        counts: int64 `[pack_size + 1]`, examples of each padded length; empty likewise.
+        shards: the shards, in order.
+        planning: statistics of the plan; None if there are no packs.
+        counts: int64 `[pack_size + 1]`, examples of each padded length; empty if no packs.
     """
 
     shards: list[Finished]
@@ -44,7 +44,7 @@ class Written:
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """A finished partition; `written` to each dataset, `resumed`: by an earlier run."""
+    """A finished partition: `written` has its packs in each dataset, `resumed` if taken over."""
 
     contents: Contents
     written: list[Written]
@@ -52,17 +52,17 @@ class Partition:
 
     @property
     def packs(self) -> int:
-        """In all datasets."""
+        """Number of packs, over all datasets."""
         return sum(part.shard.rows for one in self.written for part in one.shards)
 
     def note(self, notes: Sequence[PartitionNotes], item: Item, versions: Versions) -> None:
-        """Notes it in each dataset, with the versions of its inputs before they were read."""
+        """Puts its note into each dataset, with the versions of its inputs before the read."""
         for one, own in zip(notes, self.written, strict=True):
             one.put(item[0], Note(identity(item), versions, self.contents, own))
 
 
 class Note(msgspec.Struct):
-    """A partition in one dataset."""
+    """The note of a partition in one dataset."""
 
     identity: str
     versions: Versions
@@ -71,7 +71,7 @@ class Note(msgspec.Struct):
 
 
 def identity(item: Item) -> str:
-    """Hash of all that decides the shards, but for the settings and the contents of files."""
+    """Hashes all that decides the shards, except the settings and the contents of files."""
     _, slices, repeated = item
     cut = [[s.input.ordinal, s.input.path, s.first, s.step, s.block_bytes] for s in slices]
     made_by = [VERSION, version("pyarrow"), version("numpy")]
@@ -83,14 +83,14 @@ def identity(item: Item) -> str:
 def taken_over(
     notes: Sequence[PartitionNotes], item: Item, hashes: dict[int, str]
 ) -> Partition | None:
-    """Returns the partition that an earlier run noted; None if it did not, or anything has changed.
+    """Returns the partition of an earlier run; None if it has no note, or anything has changed.
 
-    Its notes are put once more, so that `clean` takes all files of the run for young.
+    Its notes are put again, so that `clean` treats all files of the run as recent.
 
     Args:
-        notes: of each dataset.
+        notes: notes of each dataset.
         item: the partition.
-        hashes: ordinal of an input -> its sha256, as far as known; more are added.
+        hashes: ordinal of an input -> its sha256; new ones are added.
     """
     number, slices, _ = item
     noted = [found for one in notes if (found := one.read(number, Note)) is not None]
@@ -110,7 +110,7 @@ def taken_over(
 
 
 def _is_same(item: Input, source: Mapping[str, Any], version: str, hashes: dict[int, str]) -> bool:
-    """Whether a file holds what it held: by its version in the store, else by its hash."""
+    """Returns True if a file is unchanged, by its version in the store, else by its hash."""
     if version and object_version(item.location, "") == version:
         return True
     if item.location.size() != source["bytes"]:

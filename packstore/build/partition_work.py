@@ -1,10 +1,10 @@
-"""One partition from its blocks to its note.
+"""Makes one partition, from its blocks to its note.
 
     read -> tokenize -> select -> spill -> plan -> fill -> write -> note
 
-On one machine a few partitions are read at once, in one pass over their files, and written one
-after another while the next ones are read. On a cluster a task makes one. A partition that an
-earlier run has noted is taken over instead.
+One machine reads a few partitions at once, in one pass over their files, and writes them one after
+another while it reads the next ones. On a cluster, each task makes one. Partitions with a valid
+note of an earlier run are taken over.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from packstore.pack.layout import sizes
 from packstore.pack.plan import plan
 
 PASSES = 4
-"""A machine reads a file so many times at most: it reads a part of the partitions each time. With
-more passes a killed job loses less, and a pass takes 4 to 9 % of the time of tokenizing."""
+"""Maximum passes of one machine over a file; each reads some of the partitions. With more passes, a
+killed job loses less, but each takes 4 to 9 % of the time of tokenizing."""
 
 
 class Spilled:
-    """A partition that is being read; its examples are on the local disk."""
+    """A partition while it is read; its examples are on the local disk."""
 
     def __init__(self, item: Item, config: PackConfig, paths: Mapping[int, str]) -> None:
         self.number, self.slices, repeated = self.item = item
@@ -62,12 +62,12 @@ class Spilled:
         self._tally.add(tally)
 
     def read(self, file: ReadFile) -> None:
-        """Notes a file that was read to its end."""
+        """Records a file that was read to its end."""
         self._sources[file.ordinal] = file.source
         self.versions[file.ordinal] = file.version
 
     def contents(self) -> Contents:
-        """The records, once all were added; called once."""
+        """Returns the counts of its records, after the last block. Can be called only once."""
         rejects = b"" if self._config.rejects is None else self._rejects.finish()
         kept = [spill.num_examples for spill in self.spills]
         return Contents(kept, self._tally, self._sources, rejects)
@@ -82,11 +82,11 @@ class PackPartitions:
     """Packs and writes partitions. Picklable, for the tasks of a cluster.
 
     Args:
-        tokenize: turns a block into examples; None: they are given (:meth:`of_parts`).
-        notes: of each dataset, which know its place and the name of the run.
-        shape: that all packs have in common.
+        tokenize: turns a block into examples; None: the caller passes examples (:meth:`of_parts`).
+        notes: notes of each dataset, with its location and the name of the run.
+        shape: properties that all packs share.
         config: all settings.
-        paths: ordinal of each input -> its path, to tell where a duplicate is.
+        paths: ordinal of each input -> its path, for the places of duplicates.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class PackPartitions:
         """Yields the partitions in order, made or taken over.
 
         Args:
-            items: tell what to read.
+            items: the partitions to make.
             run: tokenizes the blocks.
-            counting: told of records that were read and packs that were written.
-            on_read: called for each before it is written, and may refuse it.
+            counting: counts the records read and the packs written.
+            on_read: called for each before it is written; may raise to refuse it.
         """
         at_once = -(-(self._config.partitions or 1) // PASSES)
         remaining = iter(items)
@@ -133,7 +133,7 @@ class PackPartitions:
     def of_parts(
         self, parts: Iterable[Part], counting: Counting, on_read: Callable[[Contents], None]
     ) -> Iterator[Partition]:
-        """The only partition, of examples that are no blocks of files: it cannot be taken over."""
+        """Yields the only partition, of examples that come from no files: it cannot be resumed."""
 
         def pairs(opened: contextlib.ExitStack) -> Iterator[tuple[Any, Part | None]]:
             only = self._begin((0, (), None), opened)
@@ -190,10 +190,10 @@ class PackPartitions:
         found = taken_over(self._notes, item, self._hashes)
         if found is None or self._config.rejects is None:
             return found
-        return found if found.contents.rejects else None  # nobody wanted them then
+        return found if found.contents.rejects else None  # the earlier run kept no rejects
 
     def _write(self, one: Spilled, contents: Contents, counting: Counting) -> Partition:
-        """Plans, fills, writes and notes a partition."""
+        """Plans, fills and writes a partition, and puts its note."""
         written = []
         for spill, notes in zip(one.spills, self._notes, strict=True):
             written.append(self._write_packs(one.number, spill, notes, counting))
@@ -209,7 +209,7 @@ class PackPartitions:
         if not spill.num_examples:
             return Written([])
         config = self._config
-        if number:  # the first one has the plan that packstore.plan gives
+        if number:  # the first one keeps the seed: its plan equals packstore.plan(lengths)
             config = replace(config, seed=seeds.derive(config.seed, "partition", number) >> 1)
         packing = plan(spill.lengths(), config=config)
         last = number + 1 == config.partitions and notes is self._notes[-1]
@@ -224,7 +224,7 @@ class PackPartitions:
                 left -= len(packs)
                 counting.wrote(len(packs), left if last else None)
             shards = writer.finish()
-        # The plan knows lengths as they will be padded; the writer has seen the tokens.
+        # The plan counts padded lengths; only the writer counts the tokens.
         planning = replace(packing, tokens=writer.counter.tokens).statistics()
         planning["seed"] = self._config.seed
         counts = np.bincount(packing.lengths, minlength=config.pack_size + 1)
@@ -232,12 +232,12 @@ class PackPartitions:
 
 
 class InTask:
-    """Makes one item of `work`, in this process alone."""
+    """Runs `work` on one item, in this process only."""
 
     def __init__(self, work: Callable[[Any, Run], Iterator[Any]]) -> None:
         self._work = work
 
     def __call__(self, item: Any) -> Any:
-        """Returns what `work` makes of it."""
+        """Returns the result of `work` on the item."""
         with contextlib.closing(iter(self._work([item], map))) as made:  # type: ignore[type-var]
             return next(made)

@@ -1,7 +1,7 @@
-"""The cut of an input into partitions, the blocks of each, and the duplicates in each.
+"""Cuts an input into partitions, and reads the blocks and keys of each.
 
-A partition takes blocks from all over the input, as real data lies sorted. Which ones is fixed by
-the sizes of the inputs and the number of partitions, so whoever makes a partition reads the same.
+A partition takes blocks from all over the input, as real data is often sorted. The choice follows
+from the sizes of the inputs and the number of partitions, so every machine reads the same blocks.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from packstore.io.store.object_version import object_version
 Owner = TypeVar("Owner")
 
 Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
-"""An engine, or ``map``: yields the work on each item, in order."""
+"""An engine, or ``map``: yields the results of a function on items, in order."""
 
 SHARES = 16
-"""Shares of the input that a partition takes at least, about. With more, sources of a file each
-would mix better, and each file would be read by more partitions."""
+"""Approximate minimum of shares of the input for a partition. More would mix sources of one file
+each better, but more partitions would read each file."""
 
 FILES, READERS = 64, 4
-"""A partition takes blocks of so many files while that lets no file be read by more partitions than
-so many: which takes a tenth of the time of tokenizing it."""
+"""A partition takes blocks of `FILES` files, as long as no file is read by more than `READERS`
+partitions; those reads take a tenth of the time of tokenizing the file."""
 
 BLOCKS = 256
-"""Blocks that each of several partitions takes at least, about, down to the size below."""
+"""Approximate minimum of blocks for each of several partitions, down to the size below."""
 
 MIN_BLOCK_BYTES = 4 << 10
 
@@ -47,8 +47,8 @@ class Slice:
     Attributes:
         input: the file.
         first: number of the first block, from 0.
-        step: from one block to the next; 1: the whole file.
-        block_bytes: bytes of a block, about.
+        step: distance from one block to the next; 1: the whole file.
+        block_bytes: approximate bytes of a block.
     """
 
     input: Input
@@ -62,21 +62,20 @@ class Slice:
 
 
 Item = tuple[int, Sequence[Slice], Int64 | None]
-"""Number of a partition, its slices, and its duplicates: ids, int64, sorted; None: an example is
-one if the partition has its key already."""
+"""Number of a partition, its slices, and the ids of its duplicates (int64, sorted); ids None: an
+example is a duplicate if an earlier one of the partition has its key."""
 
 
 def split(inputs: Sequence[tuple[Input, int]], partitions: int) -> list[list[Slice]]:
-    """The slices of each partition: blocks from all over the input, about the same number of bytes.
+    """Assigns to each partition slices from all over the input, of about the same size in bytes.
 
-    The input is cut into shares, and partition p takes the shares p, p + partitions, …. A file of m
-    shares is not cut by place: share i of it is its blocks i, i + m, i + 2 m, …. So a file is read
-    by as many partitions as it has shares, each of which leaves out the other blocks, and any file
-    will do, also a compressed one.
+    The input is cut into shares, and partition p takes the shares p, p + partitions, …. Share i of
+    a file of m shares is its blocks i, i + m, i + 2 m, …. As many partitions read a file as it has
+    shares, and each skips the other blocks, so compressed files work too.
 
     Args:
         inputs: each input and its bytes.
-        partitions: how many are wanted.
+        partitions: number of partitions.
     """
     found: list[list[Slice]] = [[] for _ in range(partitions)]
     total = max(sum(size for _, size in inputs), 1)
@@ -96,12 +95,12 @@ def split(inputs: Sequence[tuple[Input, int]], partitions: int) -> list[list[Sli
 
 @dataclass(frozen=True)
 class ReadFile:
-    """A file that was read to its end.
+    """A file, read to its end.
 
     Attributes:
-        ordinal: of the input.
+        ordinal: number of the input.
         source: its `path`, `bytes`, `sha256` and `records`.
-        version: in the store, as it was before it was read; empty where the store tells none.
+        version: its version in the store before it was read; empty if the store has none.
     """
 
     ordinal: int
@@ -114,12 +113,12 @@ def blocks_of(
     config: PackConfig,
     on_file: Callable[[Owner, ReadFile], None] = lambda *_: None,
 ) -> Iterator[tuple[Owner, Block]]:
-    """The blocks of some partitions, each file being read once for all of them.
+    """Yields the blocks of some partitions; each file is read once for all of them.
 
     Args:
-        partitions: whoever the blocks are for, and the slices.
+        partitions: pairs of an owner, yielded with its blocks, and its slices.
         config: see :class:`InputReader`.
-        on_file: called for each of them that had blocks of a file, after the last.
+        on_file: called for each owner of blocks of a file, after the last block.
     """
     takers: dict[int, list[tuple[Owner, Slice]]] = {}
     for owner, slices in partitions:
@@ -141,7 +140,7 @@ def blocks_of(
 def in_turn(
     work: Callable[[Any], Any] | None, pairs: Iterable[tuple[Owner, Any]], run: Run
 ) -> Iterator[tuple[Owner, Any]]:
-    """Yields each owner with the work on its item, which is not done on None."""
+    """Yields each owner with the result of `work` on its item; an item None stays None."""
     owners: deque[Owner] = deque()
 
     def items() -> Iterator[Any]:
@@ -154,7 +153,7 @@ def in_turn(
 
 
 class _Unless:
-    """Passes None on, in its turn."""
+    """Applies a function to items, and returns None for None."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -186,7 +185,7 @@ class ReadKeys:
         Args:
             partitions: the slices of each.
             run: tokenizes the blocks.
-            on_keys: told of the number of keys of each block.
+            on_keys: called with the number of keys of each block.
         """
         found: list[tuple[list[U64], list[Int64]]] = [
             ([np.empty(0, np.uint64)], [np.empty(0, np.int64)]) for _ in partitions

@@ -1,4 +1,4 @@
-"""Name and lineage of a run, the checks of its input, its progress, its commit."""
+"""Names a run, checks its input, counts its progress, and commits it."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ _DECIDING_SETTINGS = (
     "special_tokens",
     "invalid_unicode",
 )
-"""What changes the tokens of an example, beside truncation."""
+"""Settings that change the tokens of an example, besides truncation."""
 
 ASKED_TO_GO = (*DUPLICATES.values(), "unpaired_feedback")
-"""Reasons that a setting must ask for; they do not count against `max_drop_rate`."""
+"""Reasons to drop that a setting requests; they do not count against `max_drop_rate`."""
 
 log = logging.getLogger("packstore")
 
 
 class Progress(Protocol):
-    """Told how far a stage is; called often, so it decides itself when to draw.
+    """Receives the progress of each stage; called often, so it decides itself when to draw.
 
     Reading and writing call it from two threads where they overlap.
     """
@@ -60,13 +60,13 @@ class Progress(Protocol):
 
 
 def check_input(tally: Tally, config: PackConfig, job: WriteJob) -> None:
-    """Refuses an input that is not what the settings say, and logs the fields that were not used.
+    """Refuses an input that contradicts the settings, and logs unused fields.
 
-    The settings of a dataset that is extended were right for its first records, and stay.
+    Mapped fields are not checked on append: they suited the first records of the dataset.
 
     Raises:
         ConfigError: no record has a field that is mapped.
-        DropRateError: nothing, or too little, is left.
+        DropRateError: too many records were dropped.
     """
     check_drops(tally, config)
     for name, written in absent_fields(tally, config) if job.extends is None else ():
@@ -83,7 +83,7 @@ def check_input(tally: Tally, config: PackConfig, job: WriteJob) -> None:
 
 
 def log_drops(tally: Tally) -> None:
-    """Logs how many records were dropped for each reason, and the first of them."""
+    """Logs the number of dropped records for each reason, and the first of them."""
     for reason, count in sorted(tally.dropped.items()):
         first = next((s for s in tally.samples if s.reason == reason), None)
         text = "" if first is None else f"; the first: {first.where}: {first.detail}"
@@ -91,7 +91,7 @@ def log_drops(tally: Tally) -> None:
 
 
 def absent_fields(tally: Tally, config: PackConfig) -> list[tuple[str, str]]:
-    """The mapped fields, and their names in the input, that no record has."""
+    """Returns the mapped fields that no record has, with their names in the input."""
     return [
         (name, written)
         for name, written in config.fields.items()
@@ -100,7 +100,7 @@ def absent_fields(tally: Tally, config: PackConfig) -> list[tuple[str, str]]:
 
 
 def check_drops(tally: Tally, config: PackConfig) -> None:
-    """Raises :class:`DropRateError` if nothing, or too little, is left."""
+    """Raises :class:`DropRateError` if too many records were dropped."""
     asked = sum(tally.dropped[reason] for reason in ASKED_TO_GO)
     dropped = tally.read - tally.kept - asked
     if tally.kept and dropped <= config.max_drop_rate * tally.read:
@@ -120,7 +120,7 @@ def check_drops(tally: Tally, config: PackConfig) -> None:
 
 
 def check_parts(kept: Mapping[str, int], config: PackConfig) -> None:
-    """Raises :class:`DropRateError` if one of several parts got nothing."""
+    """Raises :class:`DropRateError` if a part has no records."""
     for part, number in kept.items():
         if not number:
             fraction = config.validation_fraction
@@ -130,17 +130,17 @@ def check_parts(kept: Mapping[str, int], config: PackConfig) -> None:
 
 
 def run_of(intake: Intake, part: str | None) -> str:
-    """Names a run by what is known before its input is read, so that a rerun has the same name."""
+    """Names a run, from facts known before its input is read: a rerun has the same name."""
     sizes = intake.sizes if isinstance(intake, RecordIntake) else []
     about = {**intake.provenance([]), "bytes": sizes, "part": part}
     return fingerprint(without_paths(about))[:12]
 
 
 def with_lineage(provenance: Mapping[str, Any], kind: str, config: PackConfig) -> dict[str, Any]:
-    """`provenance` with `lineage`: what decides the ids of the examples, and their tokens.
+    """Adds `lineage`, a hash of all that decides the ids of the examples and their tokens.
 
-    Not which examples are in, and not which tokens are supervised. Of a dataset that is packed anew
-    it is that of the dataset.
+    It does not cover which examples are in, nor which tokens are supervised. A repacked dataset
+    keeps the lineage of its source.
     """
     if "repacked_from" in provenance:
         return {"lineage": provenance["repacked_from"]["fingerprint"], **provenance}
@@ -157,14 +157,14 @@ def with_lineage(provenance: Mapping[str, Any], kind: str, config: PackConfig) -
 
 
 def without_paths(value: Any) -> Any:
-    """`value` without what names a place: the same input elsewhere is still the same input."""
+    """Removes paths from `value`: the same input elsewhere is still the same input."""
     if isinstance(value, Mapping):
         return {name: without_paths(v) for name, v in value.items() if name != "path"}
     return [without_paths(v) for v in value] if isinstance(value, list) else value
 
 
 def shape_of(intake: Intake, config: PackConfig) -> PackShape:
-    """What all packs will have in common."""
+    """Returns the properties that all packs share."""
     return PackShape(
         kind=intake.kind,
         layout=config.layout,
@@ -175,7 +175,7 @@ def shape_of(intake: Intake, config: PackConfig) -> PackShape:
 
 
 class Counting:
-    """Tells the progress of all partitions together: records read, packs written."""
+    """Reports the progress over all partitions: records read, packs written."""
 
     def __init__(self, report: Progress | None = None) -> None:
         self._report = report
@@ -183,19 +183,19 @@ class Counting:
         self._keys = self._read = self._written = 0
 
     def keyed(self, examples: int) -> None:
-        """Adds examples that were read for their keys, before all are read."""
+        """Adds examples of the pass that reads only keys."""
         self._keys += examples
         if self._report:
             self._report("compare", self._keys, None, "records")
 
     def read(self, records: int, last: bool = False) -> None:
-        """Adds records; with `last` they are all there are."""
+        """Adds records; `last`: no more will follow."""
         self._read += records
         if self._report:
             self._report("read", self._read, self._read if last else None, "records")
 
     def wrote(self, packs: int, left: int | None = None) -> None:
-        """Adds packs; `left`: how many are still to come, if that is known."""
+        """Adds packs; `left`: number of packs still to write, if known."""
         self._written += packs
         total = None if left is None else self._written + left
         if self._report and (packs or self._total is None):
@@ -208,10 +208,10 @@ class Contents:
     """The records of a partition.
 
     Attributes:
-        examples: how many go to each dataset, in the order of :attr:`Selection.parts`.
-        tally: of all records.
-        sources: ordinal of an input -> its path, bytes, hash and records; none of other sources.
-        rejects: the dropped records, compressed; empty where nobody wants them.
+        examples: number of examples of each dataset, in the order of :attr:`Selection.parts`.
+        tally: counts of all records.
+        sources: ordinal of an input -> its path, bytes, hash and records; only of files.
+        rejects: the dropped records, compressed; empty without setting `rejects`.
     """
 
     examples: list[int]
@@ -223,7 +223,7 @@ class Contents:
 class Account:
     """Adds up the records of all partitions, and checks them once all are read.
 
-    The job of each part that the settings ask for is under its name; the only one is part None.
+    `jobs` has the job of each part under its name; a single job is part None.
     """
 
     def __init__(
@@ -243,10 +243,10 @@ class Account:
         self._missing = config.partitions or 1
 
     def add(self, contents: Contents) -> None:
-        """Adds the next partition, before it is written where that can be.
+        """Adds the next partition, if possible before it is written.
 
         Raises:
-            PackstoreError: it was the last one, and the input is not as the settings say.
+            PackstoreError: after the last partition, if the input contradicts the settings.
             InputError: a file changed while its partitions were read.
         """
         self._rejects.add_compressed(contents.rejects)
@@ -271,11 +271,11 @@ class Account:
             job.refuse_again(self.provenance(part))
 
     def of_part(self, name: str) -> Tally:
-        """The tally of the dataset of a part."""
+        """Returns the tally of the dataset of a part."""
         return of_part(self._tally, name, self._kept)
 
     def provenance(self, part: str | None) -> dict[str, Any]:
-        """That of the dataset of a part, once all partitions were added."""
+        """Returns the provenance of the dataset of a part, after the last partition."""
         inputs = self._intake.inputs
         sources = [self._sources[i.ordinal] for i in inputs] if inputs else None
         found = with_lineage(self._intake.provenance(sources), self._intake.kind, self._config)

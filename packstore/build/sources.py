@@ -1,4 +1,4 @@
-"""Where examples come from: records that are tokenized, or a dataset that is packed anew."""
+"""Opens sources of examples: records to tokenize, or a packed dataset to repack."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from packstore.version import VERSION
 Part = tuple[Examples, Tally]
 
 FEW_CORES = 4
-"""The reference library fills so many from one process; with more, its threads wait for others."""
+"""Cores that the reference library can use from one process; more only wait for each other."""
 
 
 SIZES_AT_ONCE = 16
-"""Files whose sizes are asked for side by side."""
+"""Files whose sizes are requested concurrently."""
 
 
 class Intake(Protocol):
@@ -51,9 +51,9 @@ class Intake(Protocol):
         kind: ``dpo``, ``sft`` or ``ranked``.
         carry: carried columns, name -> type.
         vocab_size: token ids are below it, if known.
-        inputs: the files that are read; none where the examples come from elsewhere.
+        inputs: the files to read; empty if the examples do not come from files.
         paths: ordinal of each input -> its path, as the manifest names it.
-        partitions: how many the input is packed in.
+        partitions: number of partitions of the input.
     """
 
     kind: str
@@ -70,26 +70,26 @@ class Intake(Protocol):
     def partitions(self) -> int: ...  # noqa: D102
 
     def __iter__(self) -> Iterator[Part]:
-        """Examples and what became of their records, part by part, in input order."""
+        """Yields examples and the tally of their records, part by part, in input order."""
 
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """Where everything came from, for the manifest.
+        """Returns sources, tokenizer and settings, for the manifest.
 
         Args:
-            sources: of the inputs; None: those that were read here, complete after the last part.
+            sources: entries of the inputs; None: those read here, complete after the last part.
         """
 
     def sample(
         self, records: int, seed: int, report: Callable[[int], None] | None = None
     ) -> Sampling:
-        """Leaves at most `records` of them, from all over; iterating then gives those each time.
+        """Reduces the source to a sample, from all over the input; every iteration then yields it.
 
-        An iterable that may have no end keeps its first ones instead.
+        The sample of an iterable of unknown length is its first records.
 
         Args:
-            records: how many are wanted at most; all stay if there are no more.
-            seed: decides which.
-            report: told how many records were read so far.
+            records: maximum size of the sample.
+            seed: seed of the sample.
+            report: called with the number of records read so far.
         """
 
 
@@ -100,7 +100,7 @@ def open_intake(
     storage_options: dict[str, Any],
     block_bytes: int = BLOCK_BYTES,
 ) -> Intake:
-    """The intake for whatever `source` is, its records in blocks of `block_bytes`, about.
+    """Opens `source` for packing, its records in blocks of about `block_bytes`.
 
     Raises:
         ConfigError: a packed dataset together with a tokenizer.
@@ -111,7 +111,7 @@ def open_intake(
         return RecordIntake(source, tokenizer, config, storage_options, block_bytes)
     if tokenizer is not None:
         raise ConfigError(
-            f"{dataset.url} is a packed dataset, which is packed anew without tokenizing: "
+            f"{dataset.url} is a packed dataset, which is repacked without tokenizing: "
             "leave tokenizer out."
         )
     return DatasetIntake(dataset, config)
@@ -155,7 +155,7 @@ class RecordIntake:
         return self.each(self.tokenize())
 
     def each(self, work: Callable[[Block], Part]) -> Iterator[Part]:
-        """What `work` makes of every block, in workers, in input order."""
+        """Yields the result of `work` on every block, computed in workers, in input order."""
         run = ENGINES.load(self._config.engine)
         return run(work, self._blocks, self._config.num_workers)
 
@@ -170,19 +170,19 @@ class RecordIntake:
         return sample
 
     def sized(self, pack_size: int, layout: Any) -> RecordIntake:
-        """The sample that was taken, for packs of another size and layout."""
+        """Returns the sample, for packs of another size and layout."""
         other = copy.copy(self)
         other._config = replace(self._config, pack_size=pack_size, layout=layout)
         return other
 
     def read_through(self) -> None:
-        """Reads what was not read yet, so that its sources are known; nothing is tokenized."""
+        """Reads the rest of the input, to hash it; nothing is tokenized."""
         for _ in self._blocks:
             pass
 
     @property
     def inputs(self) -> tuple[Input, ...]:
-        """The files that are read; none where the records are in memory."""
+        """The files to read; empty if the records are in memory."""
         return self._reader.inputs
 
     @property
@@ -198,13 +198,13 @@ class RecordIntake:
 
     @cached_property
     def partitions(self) -> int:
-        """As the settings say; else one for each :data:`PARTITION_BYTES` of the files."""
+        """Number of partitions: as set, else one per :data:`PARTITION_BYTES` of the files."""
         if self.inputs:
             return self._config.partitions or max(1, -(-sum(self.sizes) // PARTITION_BYTES))
         return only_one(self._config)
 
     def tokenize(self) -> Tokenize:
-        """What turns a block into a part, here or in a worker."""
+        """Returns the picklable function that turns a block into a part."""
         name = self.tokenizer and self.tokenizer.engine_name
         few = (os.cpu_count() or 1) <= FEW_CORES
         threads = name is None or name in FASTER or (name == "tokenizers" and few)
@@ -216,7 +216,7 @@ class RecordIntake:
         return Tokenize(stage, threads, watch)
 
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """Sources (those that were read here, or as given), tokenizer, settings and version."""
+        """Returns sources (as passed, else those read here), tokenizer, settings and version."""
         path = {} if self._tokenizer_path is None else {"path": self._tokenizer_path}
         return {
             "sources": list(self._reader.sources() if sources is None else sources),
@@ -227,7 +227,7 @@ class RecordIntake:
 
 
 class Tokenize:
-    """What a worker does with a block."""
+    """Parses and tokenizes a block, in a worker or here."""
 
     def __init__(
         self, tokenizer: RecordTokenizer, suits_threads: bool, watch: EngineWatch | None = None
@@ -237,11 +237,11 @@ class Tokenize:
         self.suits_threads = suits_threads
 
     def __call__(self, block: Block) -> Part:
-        """The examples of a block, and what became of its records."""
+        """Returns the examples of a block, and the tally of its records."""
         return self.of(block.parse())
 
     def of(self, rows: Rows) -> Part:
-        """The same of records that are parsed already."""
+        """Returns the same for parsed records."""
         with no_garbage_collection():
             examples, tally = self._tokenizer(rows)
             if self._watch is not None:

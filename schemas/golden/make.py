@@ -46,7 +46,7 @@ class Sequence:
 
     @property
     def prompt(self) -> list[int]:
-        """What precedes the first supervised token."""
+        """The ids before the first supervised token."""
         return self.ids[: self.supervised.index(True)]
 
 
@@ -193,7 +193,7 @@ def write(golden: Golden, folder: Path, packs: list[list[int]]) -> None:
 
 
 def side_row(kind: str, number: int) -> Row:
-    """What the side dataset holds of an example."""
+    """Returns the row of an example in the side dataset."""
     sequences = len(example(kind, number))
     return {
         "example_ids": ident(number),

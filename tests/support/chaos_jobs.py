@@ -1,7 +1,7 @@
-"""What the processes of a chaos run do, in loops, until a file named ``stop`` appears.
+"""Loops of the processes of a chaos run, until a file named ``stop`` appears.
 
-Each tells what it does in a log of its own, a JSON object a line, so that whoever reads the logs
-knows what a process had begun when it was killed. Nothing here knows of signals or faults.
+Each writes its acts to a log of its own, a JSON object a line, so that the logs show what a process
+had begun when it was killed. Signals and faults come from outside.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ KEEP = 3
 """Newest versions that a cleaner keeps."""
 
 CLEAN_AGE = 3600.0
-"""What cleaners are given: the smallest age that is allowed beside writers."""
+"""Age for cleaners: the smallest that is allowed beside writers."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Where a chaos run takes place.
+    """The place of a chaos run.
 
     Attributes:
-        name: of the dataset: every error must tell it.
+        name: of the dataset: every error must name it.
         folder: local, with inputs, logs and temporary files, and the dataset if it is local.
         seed: of all choices.
         store: of the dataset; None on a local disk.
@@ -109,13 +109,13 @@ def markers_of(dataset: Any) -> dict[int, int]:
 
 
 def kind_of(scene: Scene, job: int) -> str:
-    """What a job does."""
+    """The work of a job."""
     draw = random.Random(f"{scene.seed}-{job}-kind").random()
     return "append" if draw < 0.55 else "concat" if draw < 0.65 else "pack"
 
 
 def run_job(scene: Scene, job: int, log: Log) -> None:
-    """Commits a version, or fails; tells which."""
+    """Commits a version, or fails; logs which."""
     rng = random.Random(f"{scene.seed}-{job}")
     source = scene.folder / "inputs" / f"{job}.jsonl"
     source.write_text("".join(json.dumps(r) + "\n" for r in records(scene, job)))
@@ -146,7 +146,7 @@ def run_job(scene: Scene, job: int, log: Log) -> None:
 
 
 class reported:
-    """A context whose errors are told, and none of which leaves it but the end of the process."""
+    """A context that logs all errors, and lets only the end of the process leave it."""
 
     def __init__(self, scene: Scene, log: Log, **more: Any) -> None:
         self._scene, self._log, self._more = scene, log, more
@@ -169,7 +169,7 @@ class reported:
 
 
 def write(scene: Scene, log: Log, name: str) -> None:
-    """Job after job; one that was killed is begun again, mostly."""
+    """Runs job after job; mostly begins a killed one again."""
     number = int(name.rpartition("-")[2])
     earlier = read_log(scene.folder / "logs" / f"{name}.jsonl")
     last = next((e for e in reversed(earlier) if "job" in e), None)
@@ -184,12 +184,12 @@ def write(scene: Scene, log: Log, name: str) -> None:
 
 
 def tidy(scene: Scene, log: Log, name: str) -> None:
-    """Cleans; what was there before this round counts as old."""
+    """Cleans; files from before this round count as old."""
     rng = random.Random(f"{scene.seed}-{name}-{os.getpid()}")
     began = float((scene.folder / "began").read_text())
 
     class Clock:
-        """Stands still: all that this round writes stays younger than an hour."""
+        """A clock that stands still: all files of this round stay younger than an hour."""
 
         @staticmethod
         def time() -> float:
@@ -244,6 +244,6 @@ ROLES: dict[str, Callable[[Scene, Log, str], None]] = {
 
 
 def names(writers: int) -> Iterator[str]:
-    """Of the processes of a run; the number behind the role is not used twice."""
+    """Roles of the processes of a run; the number behind a role is not used twice."""
     yield from (f"writer-{n}" for n in range(1, writers + 1))
     yield from ("cleaner-1", "cleaner-2", "reader-1", "opener-1")

@@ -1,7 +1,7 @@
-"""Looks at a dataset that others write, read and clean, and tells what must not be.
+"""Checks a dataset that others write, read and clean, and reports violations.
 
-It lists and reads with means of its own (the folder, or boto3, never over the proxy), and takes
-from packstore the decoding of shards alone.
+It lists and reads without packstore (the folder, or boto3, never over the proxy), and uses only its
+decoding of shards.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Observer:
         return len(some)
 
     def check_logs(self) -> dict[str, Any]:
-        """Holds what processes told against what was seen."""
+        """Compares the logs of the processes with the versions seen."""
         events = defaultdict[str, list[dict[str, Any]]](list)
         for path in sorted((self.scene.folder / "logs").glob("*.jsonl")):
             for event in read_log(path):
@@ -239,7 +239,7 @@ class Observer:
             if job is None or not seen.markers:
                 continue
             known = {"pack": {}, "append": before.markers if before else None}
-            others = known.get(kinds[job])  # concat was told which version to begin with
+            others = known.get(kinds[job])  # concat was given the version to begin with
             if others is not None and {**others, job: seen.markers.get(job)} != seen.markers:
                 self._note(f"version {version} lost records of version {version - 1}")
 

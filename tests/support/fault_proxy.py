@@ -1,6 +1,6 @@
-"""A proxy that breaks things: it stands between a client and a real server, and fails at a rate.
+"""A proxy between a client and a real server, which breaks requests at a given rate.
 
-Each request draws its fate from a seeded generator. What it may be is in `FATES`. The request is
+Each request draws its fault from a seeded generator; `FATES` lists them. The request is
 forwarded with its own `Host`, so that signatures stay valid.
 """
 
@@ -30,7 +30,7 @@ INTERNAL = SLOW_DOWN.replace(b"SlowDown", b"InternalError")
 
 @dataclass
 class Answer:
-    """What the server said."""
+    """An answer of the server."""
 
     status: int
     headers: list[tuple[str, str]]
@@ -39,13 +39,13 @@ class Answer:
 
 @dataclass
 class Faults:
-    """What goes wrong.
+    """Rate and kinds of the faults.
 
     Attributes:
         rate: share of the requests that fail, 0 to 1.
         seed: of the fates.
         kinds: which of `FATES`.
-        counts: how often each was dealt, and the requests in all.
+        counts: how often each was drawn, and the number of requests.
     """
 
     rate: float
@@ -77,7 +77,7 @@ FATES: dict[str, tuple[str, ...]] = {
     "slow down": ALL,
     "delay": ALL,
     "done but lost": ALL,  # it is done, and the connection ends without an answer
-    "done but 500": ALL,  # it is done, and an error is told
+    "done but 500": ALL,  # it is done, and an error is returned
     "cut": READING,  # half of the body, then the connection ends
     "truncate": READING,  # half of the body, and headers that fit it
     "flip": READING,  # one bit of the body
@@ -89,7 +89,7 @@ RARE: dict[str, tuple[str, ...]] = {
     "stale": READING,  # a listing gets an answer that it got up to STALE_S before
     "wait": ALL,  # as "delay", up to LATE_S
 }
-"""Fates that are dealt to those alone who name them in `kinds`."""
+"""Faults that are drawn only if `kinds` names them."""
 LATE_S, STALE_S = 3.0, 3.0
 
 
@@ -211,12 +211,12 @@ class _Server(ThreadingHTTPServer):
         self.lists: dict[str, tuple[float, Answer]] = {}
 
     def listed(self, path: str) -> Answer | None:
-        """What a listing was answered a short time ago."""
+        """Returns the answer to a listing a short time ago."""
         at, answer = self.lists.get(path, (-STALE_S, None))
         return answer if time.monotonic() - at < STALE_S else None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news here."""
+        """Ignores clients that have disconnected."""
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:

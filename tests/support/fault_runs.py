@@ -1,4 +1,4 @@
-"""One pack and one epoch through a store that fails, and what must hold of the outcome."""
+"""Runs one pack and one epoch through a failing store, and checks the outcome."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ READING = ReadConfig(backoff=0.02)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one run.
+    """The outcome of one run.
 
     Attributes:
         error: name of the error and its text; empty if it finished.
@@ -68,7 +68,7 @@ def epoch(source: str | Dataset, options: dict[str, Any] | None = None, seed: in
 
 
 def pack_run(place: Store, rate: float, seed: int, good: Dataset) -> Outcome:
-    """Packs through the proxy, then looks at what is really there; goes on without it."""
+    """Packs through the proxy, then checks the store itself; resumes without the proxy."""
     own = replace(place, path=f"{place.path}/{uuid.uuid4().hex}")
     error = wrong = ""
     faults = Faults(rate, seed)
@@ -96,7 +96,7 @@ def pack_run(place: Store, rate: float, seed: int, good: Dataset) -> Outcome:
 
 
 def difference(there: Dataset, good: Dataset) -> str:
-    """What is not as it must be."""
+    """Lists the violations of an outcome."""
     if there.manifest.fingerprint != good.manifest.fingerprint:
         return "other packs"
     report = there.verify()
@@ -122,5 +122,5 @@ def _outcome(error: str, faults: Faults, wrong: str) -> Outcome:
 
 
 def rate_of(seed: int) -> float:
-    """Of a seeded run: up to a fifth of the requests."""
+    """Draws the rate of a seeded run: up to a fifth of the requests."""
     return random.Random(seed).choice((0.02, 0.05, 0.1, 0.2))

@@ -1,4 +1,4 @@
-"""Flips bits of the files of a small dataset, and looks whether whoever reads them says so."""
+"""Flips bits of the files of a small dataset, and checks that every reader raises."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from packstore.io.side.side import open_side
 
 @dataclass(frozen=True)
 class Region:
-    """Bytes of a file, and who reads them.
+    """Bytes of a file, and their reader.
 
     Attributes:
         name: ``row group``, ``footer``, ``pack index``, ``manifest``, ``side data`` or
@@ -112,7 +112,7 @@ def _shard_regions(data: Dataset, number: int, path: Path) -> Iterator[Region]:
 
 
 def _ranges(path: Path) -> list[tuple[int, int]]:
-    """Where row groups lie: column chunks, or record batches with what frames them."""
+    """Finds row groups: column chunks, or record batches with their framing."""
     if path.suffix == ".parquet":
         metadata, found = pq.read_metadata(path), []
         for number in range(metadata.num_row_groups):
@@ -147,7 +147,7 @@ def _side(side: Any, entry: Any, new: bytes) -> list[Any]:
 
 
 def _with(path: Path, new: bytes, read: Callable[[], Any]) -> Any:
-    """What is read while a file has other bytes."""
+    """Returns the result of reading a file with changed bytes."""
     whole = path.read_bytes()
     if new == whole:
         return read()

@@ -1,6 +1,6 @@
-"""What is fuzzed: parsers of foreign bytes, the real files that are changed for them, and how.
+"""Fuzz targets: parsers of foreign bytes, and the changes to real files that they get.
 
-An input is a pure function of (target, number), so that a crash is told by its number alone.
+An input is a pure function of (target, number), so a number alone reproduces a crash.
 `fuzz.py` runs many of them in child processes; `tests/fuzz` runs a few, and all that were kept.
 """
 
@@ -76,7 +76,7 @@ def manifest_of(name: str) -> Manifest:
 
 @functools.cache
 def ranges(data: bytes) -> list[tuple[int, int]]:
-    """Where the row groups of a Parquet file lie."""
+    """Finds the row groups of a Parquet file."""
     found = pq.read_metadata(io.BytesIO(data))
     return [byte_range(found.row_group(i), len(data)) for i in range(found.num_row_groups)]
 

@@ -1,4 +1,4 @@
-"""Datasets in which anything may be wrong but the hashes, made by the hundred thousand.
+"""Generates datasets in which anything but the hashes may be wrong.
 
 A case is a pure function of its number: a small dataset of some kind, layout, profile and file
 format, with carried columns and side data, in which some values, borders, types, rows, figures of
@@ -127,7 +127,7 @@ def make(number: int, folder: Path) -> str:
 
 
 def change_shard(files: Files, rng: random.Random) -> str:
-    """Something in a shard; its entry in the manifest fits, nearly always in its counts as well."""
+    """Changes a shard; its entry in the manifest fits, nearly always with its counts."""
     manifest = json.loads(files[MANIFEST])
     entry = rng.choice(manifest["shards"])
     batches = read_batches(files[entry["path"]])
@@ -396,7 +396,7 @@ def _other_columns(
 
 
 def options(rng: random.Random) -> dict[str, Any]:
-    """Those of a writer of Parquet: ours, or others."""
+    """Draws the options of a Parquet writer: ours, or others."""
     ours: dict[str, Any] = {
         "compression": "zstd",
         "use_dictionary": False,
@@ -447,7 +447,7 @@ def _strangeness(batches: list[pa.RecordBatch]) -> Callable[[pa.Schema], int]:
 
 
 def _like(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """What is left of a batch in another schema."""
+    """Returns the part of a batch that fits another schema."""
     columns = []
     for field in schema:
         at = batch.schema.get_field_index(field.name)

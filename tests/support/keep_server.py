@@ -1,8 +1,8 @@
 """Runs one server as long as anybody uses it: ``python keep_server.py KIND FOLDER``.
 
-Everybody who uses the server holds a shared lock on ``FOLDER/users``; the kernel lets go of it
-when a process ends, however it ends. Once nobody holds it the server is killed and its data
-removed. What it tells: ``FOLDER/state.json``, with the endpoint or why there is none.
+Each user of the server holds a shared lock on ``FOLDER/users``, which the kernel releases when a
+process ends. Once no process holds it, the server is killed and its data removed. Its endpoint, or
+the error, is in ``FOLDER/state.json``.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _wait_until_unused(process: subprocess.Popen[bytes], folder: Path) -> None:
                 break
             time.sleep(LOOK_S)
         (folder / "state.json").unlink(missing_ok=True)
-        # Whoever comes now waits for the lock, finds no state, and starts another.
+        # The next user waits for the lock, finds no state, and starts another server.
         _kill(process)
 
 

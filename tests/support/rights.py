@@ -1,4 +1,4 @@
-"""What a user without rights may do: root may do everything, so root becomes somebody else."""
+"""Takes rights from this process: root may do everything, so root becomes another user."""
 
 from __future__ import annotations
 

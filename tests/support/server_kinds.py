@@ -1,4 +1,4 @@
-"""How each object store that the tests run is found, started and asked whether it is ready.
+"""Finds, starts and probes each object store of the tests.
 
 One class a server. :mod:`keep_server` starts them; :mod:`stores` hands them to tests.
 """
@@ -52,10 +52,10 @@ class Server(ABC):
 
     @abstractmethod
     def arguments(self, folder: Path, ports: list[int]) -> list[str]:
-        """What the command is told; the first port is that of the store itself."""
+        """Returns the arguments of the command; the first port is that of the store itself."""
 
     def environment(self) -> dict[str, str]:
-        """What is added to its environment."""
+        """Returns additions to its environment."""
         return {}
 
     @abstractmethod
@@ -71,7 +71,7 @@ class Server(ABC):
         """The fsspec URL of a bucket."""
 
     def is_ready(self, endpoint: str) -> bool:
-        """Whether it answers: any answer to HTTP will do, then the making of a bucket."""
+        """Returns True once it answers HTTP requests, and makes a bucket."""
         try:
             _direct(endpoint + "/")
         except urllib.error.HTTPError as answer:

@@ -1,4 +1,4 @@
-"""What an installed packstore must do, whatever else is installed; run by ``tests/try_release.py``.
+"""Tries an installed packstore, with or without extras; run by ``tests/try_release.py``.
 
     python -I tests/support/smoke.py core torch     in the environment to try, in an empty folder
 

@@ -1,4 +1,4 @@
-"""What runs the workers: one file and one line per engine.
+"""Engines that run the workers: one file and one line per engine.
 
 An engine is a function ``run(work, items, num_workers) -> Iterator`` that applies the picklable
 `work` to every item and yields the results in the order of the items, holding only a bounded number

@@ -1,4 +1,4 @@
-"""Worker processes on this machine, or none at all when the input is small."""
+"""Runs work in processes or threads of this machine; small input in this process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 SERIAL_ITEMS = 16
-"""With `num_workers` unset, so many items are worked on before processes are worth their start."""
+"""Items processed here before processes are started, if `num_workers` is unset."""
 
 
 MAX_THREADS = 4
-"""More threads of one process would only wait for Python's lock."""
+"""Maximum threads: more would only wait for the GIL."""
 
 
 def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> Iterator[R]:
@@ -34,12 +34,12 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
     Args:
         work: picklable; sent to each worker once.
         items: picklable; at most two per worker are held at a time.
-        num_workers: processes; 0 or 1: work in this process; None: in threads where `work` says
-            that they suit it (``work.suits_threads``), else in this process for the first items,
-            and in one process per core if there are more.
+        num_workers: processes; 0 or 1: work in this process; None: threads if
+            ``work.suits_threads``, else this process for the first items, and one process per
+            core if there are more.
 
     Raises:
-        PackstoreError: a worker died (killed for memory, most likely); errors of `work` unchanged.
+        PackstoreError: a worker died (probably out of memory); errors of `work` are unchanged.
     """
     stream = iter(items)
     if num_workers is None and getattr(work, "suits_threads", False):
@@ -113,7 +113,7 @@ def _start_worker(work: Callable[[Any], Any]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when the one that started it has died: nobody else would."""
+    """Ends this process when its parent has died."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -129,7 +129,8 @@ def _no_main_module() -> Iterator[None]:
     """Keeps spawned children from running the user's script again.
 
     Spawn re-imports ``__main__`` in each child, so a script that calls ``packstore.pack`` without
-    an ``if __name__ == "__main__"`` guard would start itself over. Nothing we send lives there.
+    an ``if __name__ == "__main__"`` guard would start itself over. Nothing sent to
+    a worker is defined in it.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")

@@ -1,7 +1,7 @@
-"""Tasks on a Ray cluster: the one that is connected, that RAY_ADDRESS names, or a local one.
+"""Runs work in tasks of a Ray cluster: connected, named by RAY_ADDRESS, or started locally.
 
-Core tasks over the same functions as everywhere. Ray runs a task again when its worker is lost, and
-results are taken in the order of the items, so neither timing nor failures change what is written.
+Ray repeats a task whose worker is lost, and results are yielded in the order of the items, so
+neither timing nor failures change the dataset.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MAX_RETRIES = 3
-"""How often a task whose worker was lost is run again."""
+"""Maximum repeats of a task whose worker was lost."""
 
 
 def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> Iterator[R]:
@@ -33,11 +33,11 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
         num_workers: tasks at a time; None: as many as the cluster has cores.
 
     Raises:
-        PackstoreError: a task was lost again and again; errors of `work` unchanged.
+        PackstoreError: a task was lost in every attempt; errors of `work` are unchanged.
     """
     started = not ray.is_initialized()
     if started:
-        # A worker that lives on would keep the tokenizer of an earlier call.
+        # A worker of an earlier call would keep its tokenizer in memory.
         ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
     try:
         yield from _in_tasks(work, iter(items), num_workers or _cores())
