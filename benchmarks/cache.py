@@ -4,8 +4,8 @@
 
 The store is that of ``slow_store.py``: local files, 20 ms a request, 100 MB/s a stream; the waits
 are real. One epoch without a cache, one that fills it, one that finds everything in it, by a new
-loader each; and verify with 1 to 8 shards at a time: seconds, CPU seconds, requests and their bytes.
-The lowest of several interleaved rounds counts.
+loader each; and verify with 1 to 8 shards at a time: seconds, CPU seconds, requests and bytes. The
+lowest of several interleaved rounds counts.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ An observer with its own file access checks: each version has its files and veri
 is ever replaced, only `clean` removes versions, each job that reported success has its version
 with its records behind those of the version before, and every error is one of packstore's and
 names the place. A run is cut into rounds. The clock of the cleaners makes files of earlier rounds
-old enough to be removed. At the end of a round all processes rest, versions are verified once more, two
+old enough to be removed. At the end of a round all processes stop, versions are verified again, two
 cleaners remove all leftovers at once, and nothing else may remain.
 """
 

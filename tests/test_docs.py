@@ -1,4 +1,4 @@
-"""What the pages of the project name is there."""
+"""Links, paths, folders and registries in the pages of the project exist."""
 
 from __future__ import annotations
 
@@ -29,18 +29,33 @@ def test_links_and_paths(page: Path) -> None:
             assert (ROOT / path).exists(), path
 
 
-def test_folders_of_the_map_are_those_that_are_checked() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+def test_folders_are_in_the_order_that_is_checked() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "importlinter"
+    ]
     (layers,) = (
-        contract["layers"]
-        for contract in project["tool"]["importlinter"]["contracts"]
-        if contract.get("containers") == ["packstore"]
+        c["layers"] for c in contracts["contracts"] if c.get("containers") == ["packstore"]
     )
-    checked = {name.strip() for layer in layers for name in layer.split("|")}
+    layer_of = {
+        name.strip(): number for number, layer in enumerate(layers) for name in layer.split("|")
+    }
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     (section,) = re.findall(r"## Folders\n(.+?)\n## ", page, re.S)
-    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
-    assert {n for row in rows for n in re.findall(r"`(\w+)(?:\.py)?`", row)} == checked
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    names = [n for row in rows for n in re.findall(r"`(\w+)(?:\.py)?`", row.split(" | ")[0])]
+    assert sorted(names) == sorted(layer_of)
+    assert [layer_of[name] for name in names] == sorted(layer_of.values())
+
+
+@pytest.mark.parametrize(
+    ("walk", "most"), [("One JSONL line to the loss", 40), ("An S3 error to the screen", 9)]
+)
+def test_a_walk_is_short_and_visits_each_file_once(walk: str, most: int) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (section,) = re.findall(rf"## {walk}\n(.+?)\n## ", page, re.S)
+    rows = re.findall(r"^\| (\d+) \| `(packstore/[\w/]+\.py)` \|", section, re.M)
+    assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
+    assert 0 < len({path for _, path in rows}) == len(rows) <= most
 
 
 def test_every_registry_is_on_the_map() -> None:
