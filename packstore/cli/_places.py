@@ -37,5 +37,5 @@ def sentences(figures: list[tuple[str, str, str]], places: Places | None) -> Ite
     if places is not None and places.neighbours:
         yield (
             "packs hold neighbours of the input, so steps see less of it than without packs: pack "
-            "the dataset anew with shuffle (`packstore pack DATASET OUT`)"
+            "the dataset again with shuffle (`packstore pack DATASET OUT`)"
         )
