@@ -155,7 +155,7 @@ def test_packing_anew_changes_packs_not_examples(do_pack: Pack) -> None:
     assert records.read == 60 == records.packed + records.dropped["overlong"]
     with pytest.raises(ConfigError, match="leave tokenizer out"):
         do_pack(first, "tokenizer.json")
-    with pytest.raises(ConfigError, match="no longer knows its texts"):
+    with pytest.raises(ConfigError, match="does not store its texts"):
         do_pack(first, None, overlong="truncate_prompt")
 
 

@@ -207,7 +207,7 @@ def _tokenizer_of(base: Dataset) -> Any:
     if told is None:
         return None
     if not told.get("path") or not os.path.exists(told["path"]):
-        must = "its tokenizer must be named: its manifest tells no path that is here"
+        must = "its tokenizer must be named: its manifest has no path that exists here"
         raise TokenizerError(sentence(base.url, must, "", "Give the tokenizer (--tokenizer PATH)"))
     return told["path"]
 

@@ -34,12 +34,12 @@ class DatasetIntake:
         manifest = dataset.manifest
         if config.overlong.startswith("truncate"):
             raise ConfigError(
-                f"overlong={config.overlong!r} needs the records: a packed dataset no longer knows "
+                f"overlong={config.overlong!r} needs the records: a packed dataset does not store "
                 "its texts. Pack the records again, or set overlong to drop or error."
             )
         if config.selects:
             raise ConfigError(
-                "dedup and validation_fraction need the records: a packed dataset no longer knows "
+                "dedup and validation_fraction need the records: a packed dataset does not store "
                 "its texts. Pack the records again."
             )
         if names := config.needing_records:

@@ -91,7 +91,7 @@ def doctor(
     config = _counting(PackConfig.of(config, **settings))
     intake = open_intake(source, tokenizer, config, dict(storage_options or {}))
     if not isinstance(intake, RecordIntake) or intake.tokenizer is None:
-        raise ConfigError("doctor looks at records with a tokenizer; for datasets there is verify.")
+        raise ConfigError("doctor needs records and a tokenizer; check a dataset with verify.")
     tally, lint = Tally(), _Lint(intake.tokenizer)
     for examples, part in intake.each(TextLint(intake.tokenize(), intake.kind, config)):
         tally.add(part)

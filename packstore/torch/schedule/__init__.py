@@ -1,1 +1,1 @@
-"""Which packs, on which rank, in which step; see ``README.md``."""
+"""Schedules packs over ranks and optimizer steps; see ``README.md``."""
