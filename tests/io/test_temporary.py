@@ -16,7 +16,7 @@ from packstore.io.store.process import this_process
 DAY = 86_400.0
 HOLDER = """
 import sys, time
-from packstore.io import temporary
+from packstore.io.store import temporary_folders as temporary
 folder = temporary.make("some-", sys.argv[1])
 open(folder + "/data", "wb").write(b"12345")
 print(folder, flush=True)

@@ -27,7 +27,8 @@ MB = 1 << 20
 READ = """
 import sys
 from packstore.errors import PackstoreError
-from packstore.io import parquet as shards, pieces, streams
+from packstore.io.inputs import pieces, streams
+from packstore.io.shards import parquet as shards
 from packstore.io.inputs.formats import parquet
 from packstore.io.inputs.files import InputReader
 from packstore.io.dataset.dataset import open as open_dataset

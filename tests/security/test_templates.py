@@ -131,7 +131,7 @@ TALK: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 CODE = """
 import json, sys
 from packstore.errors import TokenizerError
-from packstore.tokenizer import sandbox
+from packstore.tokenizer.chat import sandbox
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.chat.template import ChatTemplate
 
