@@ -1,12 +1,12 @@
-"""From records to a committed dataset, in a straight line:
+"""Packs records into a committed dataset, in a straight line:
 
     input -> partitions, each: read -> tokenize -> spill -> plan -> fill -> write -> note -> commit
 
 A small input is one partition. Nothing is visible to a reader before the one commit. Shards and
 notes that a job put before it failed stay for its rerun, or until ``packstore clean`` removes them.
 
-Duplicates may lie in different partitions. Where they are to be left out, all partitions are read
-once before, for the keys of their examples alone.
+Duplicates may lie in different partitions. To drop them (`dedup`), all partitions are read once
+before, only for the keys of their examples.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from packstore.tokenizer import misread
 __all__ = ["Progress", "pack", "pack_into"]
 
 WARNED = ("reward_reversed", "reward_default")
-"""Events that mostly tell of a mistake in the data."""
+"""Events that usually mean a mistake in the data; logged as warnings."""
 
 log = logging.getLogger("packstore")
 
@@ -123,7 +123,7 @@ def pack(
 def pack_into(
     job: WriteJob, source: Any, tokenizer: Any, config: PackConfig, progress: Progress | None = None
 ) -> None:
-    """Packs as :func:`pack`, for a job that has begun; see :mod:`packstore.io.write.write_job`."""
+    """Packs like :func:`pack`, into an open job; see :mod:`packstore.io.write.write_job`."""
     if config.validation_fraction:
         raise ConfigError("validation_fraction makes two datasets of its own: set it for pack().")
     work = partial(_pack, [job], source, tokenizer, config, progress)
@@ -131,7 +131,7 @@ def pack_into(
 
 
 def _falling_back(work: Callable[[], None], source: Any, config: PackConfig) -> None:
-    """Runs `work`; once more with the reference, where the engine that `auto` chose is wrong."""
+    """Runs `work`; if the engine chosen by `auto` is wrong, again with the reference engine."""
     try:
         work()
     except WrongEngineError as error:
@@ -149,7 +149,7 @@ def _pack(
     config: PackConfig,
     progress: Progress | None,
 ) -> None:
-    """Makes the dataset of each part that the settings ask for."""
+    """Packs and commits the dataset of each part (train, and validation if set)."""
     beside(partial(warm_up, config))
     options = jobs[0].location.storage_options
     intake = open_intake(source, tokenizer, config, dict(options))
@@ -184,11 +184,11 @@ def _partitions(
     account: Account,
     counting: Counting,
 ) -> Generator[Partition, None, None]:
-    """Yields all partitions in order, each packed and written, or taken over."""
+    """Yields all partitions in order, each packed and written, or taken over from a note."""
     counting.read(0)
     for other in notes:
         if others := other.of_others():
-            text = "%d finished partitions of other jobs lie there: see `packstore clean`"
+            text = "%d finished partitions of other jobs are there: see `packstore clean`"
             log.info(text, others)
     number = config.partitions or 1
     on_cluster = number > 1 and config.engine != "local"
@@ -226,14 +226,14 @@ def _partitions(
 
 
 def _planning(written: Sequence[Written], config: PackConfig) -> dict[str, Any]:
-    """Statistics of all plans together."""
+    """Merges the statistics of all plans."""
     planned = [w.planning for w in written if w.planning]
     counts = np.sum([w.counts for w in written if w.planning], axis=0)
     return {**merged_statistics(planned, counts), "partitions": config.partitions}
 
 
 def _absolute(location: Location) -> Location:
-    """The same place for a process in another folder."""
+    """Returns the location with an absolute path, for processes in other folders."""
     path = location.local_path
     return location if path is None else Location(path)
 
@@ -253,7 +253,7 @@ def warm_up(config: PackConfig) -> None:
     )
     sizes(sample, config.layout)
     for array in (sample.input_ids, sample.supervised, sample.sequence_offsets):
-        array.flags.writeable = False  # as those of a spill are
+        array.flags.writeable = False  # like those of a spill
     gather(sample, packing.order)
     fill(sample, packing.offsets, config.layout, packing.order)
 
@@ -266,9 +266,7 @@ def _log_result(dataset: Dataset) -> None:
         100 * m.fill_rate,
     )
     if not m.statistics.planning.get("shuffle", True):
-        log.info(
-            "kept the order of the input, by shuffle=False: packs hold neighbours of the input"
-        )
+        log.info("kept the order of the input (shuffle=False): packs hold neighbours of the input")
     for event, count in m.records.noted.items():
         level = logging.WARNING if event in WARNED else logging.INFO
         log.log(level, "noted in %s records: %s", f"{count:,}", event)
