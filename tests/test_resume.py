@@ -200,7 +200,7 @@ def test_another_job_leaves_the_notes_alone(
     left = files(place)
     with caplog.at_level(logging.INFO, "packstore"):
         new = pack(place, source, **CUT, seed=7)
-    assert "2 finished partitions of other jobs lie there" in caplog.text
+    assert "2 finished partitions of other jobs are there" in caplog.text
     assert files(place).items() >= left.items()
     report = clean(place, delete=True, spill_dir=str(tmp_path))
     assert {item.spared for item in report.leftovers} == {"it is too young"}
