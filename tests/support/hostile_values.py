@@ -159,9 +159,9 @@ def change_shard(files: Files, rng: random.Random) -> str:
     for total, column in names:
         manifest["totals"][total] = sum(shard[column] for shard in manifest["shards"])
     manifest["records"]["packed"] = manifest["totals"]["examples"]
-    manifest["records"]["read"] = sum(
-        (manifest["records"]["packed"], *manifest["records"]["dropped"].values())
-    )
+    dropped = manifest["records"]["dropped"]
+    if isinstance(dropped, dict):  # else an earlier change spoilt it
+        manifest["records"]["read"] = sum((manifest["records"]["packed"], *dropped.values()))
     if rng.random() < 0.6:
         manifest.pop("pack_index", None)
     put_manifest(files, MANIFEST, manifest)
