@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from packstore.build.combine import append, concat
-    from packstore.build.doctor import doctor
-    from packstore.build.estimate import estimate
     from packstore.build.pipeline import pack
     from packstore.build.provenance import Progress
+    from packstore.build.reports.doctor import doctor
+    from packstore.build.reports.estimate import estimate
     from packstore.config import PackConfig
     from packstore.config.keywords import PackSettings
     from packstore.errors import PackstoreError
@@ -95,8 +95,8 @@ _LAZY = {
     "check": "packstore.io.maintain.preflight",
     "clean": "packstore.io.maintain.clean",
     "concat": "packstore.build.combine",
-    "doctor": "packstore.build.doctor",
-    "estimate": "packstore.build.estimate",
+    "doctor": "packstore.build.reports.doctor",
+    "estimate": "packstore.build.reports.estimate",
     "export": "packstore.exchange",
     "import_": "packstore.exchange",
     "open": "packstore.io.dataset.dataset",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import packstore
-from packstore.build.doctor import Diagnosis, doctor
+from packstore.build.reports.doctor import Diagnosis, doctor
 
 PAIR = {"prompt": "Say yes.\n", "chosen": "Yes.", "rejected": "No."}
 

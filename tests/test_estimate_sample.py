@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import packstore
-from packstore.build.estimate import Estimate, Options, estimate
+from packstore.build.reports.estimate import Estimate, Options, estimate
 from packstore.cli import main
 from packstore.errors import ConfigError
 
@@ -41,7 +41,7 @@ def ordered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The input is small: it has as many places as a large one, if they are small too."""
-    monkeypatch.setattr("packstore.build.estimate.SAMPLE_BLOCK_BYTES", 1 << 13)
+    monkeypatch.setattr("packstore.build.reports.estimate.SAMPLE_BLOCK_BYTES", 1 << 13)
 
 
 OPTIONS = {"layouts": ("concat",), "strategies": ("pool",)}
@@ -214,7 +214,7 @@ def test_the_command_says_how_it_sampled(ordered: Path, capsys: pytest.CaptureFi
 
 
 def test_the_error_is_that_of_neighbouring_places() -> None:
-    from packstore.build.sampled import standard_error
+    from packstore.build.reports.sampled import standard_error
 
     rng = np.random.default_rng(0)
     values = rng.normal(100, 10, 400)
@@ -231,7 +231,7 @@ def test_the_error_is_that_of_neighbouring_places() -> None:
 @pytest.mark.parametrize("wanted", [1000, 6000])
 def test_stated_errors_hold_on_any_order(order: str, wanted: int) -> None:
     """Two standard errors hold for nine samples of ten, also where a fixed interval would not."""
-    from packstore.build.sampled import standard_error
+    from packstore.build.reports.sampled import standard_error
     from packstore.io.inputs.sampling import sample_groups
 
     # Blocks of equal bytes: where records are short there are many of them.

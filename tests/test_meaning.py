@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import packstore
-from packstore.build.doctor import doctor
+from packstore.build.reports.doctor import doctor
 from packstore.errors import ConfigError, DropRateError, RecordError
 from packstore.io.manifest.manifest import Manifest
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import packstore
-from packstore.build.partitions import split
+from packstore.build.partitions.slices import split
 from packstore.config import PackConfig
 from packstore.errors import (
     ConfigError,
@@ -98,7 +98,7 @@ def test_partitions_are_read_some_at_a_time(
         opened[self.url] += not path
         return open_read(self, path, **how)
 
-    monkeypatch.setattr("packstore.build.partition_work.PASSES", passes)
+    monkeypatch.setattr("packstore.build.partitions.work.PASSES", passes)
     monkeypatch.setattr(Location, "open_read", counted)
     made = packstore.pack(sources, tmp_path / "out", **settings)
     assert made.manifest.to_json() == whole.manifest.to_json()

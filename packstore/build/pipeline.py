@@ -24,9 +24,9 @@ from packstore.build.background import beside
 from packstore.build.dedup_and_split import Selection, duplicates
 from packstore.build.engines import ENGINES
 from packstore.build.finished import finished_before
-from packstore.build.finished_partitions import Partition, Written
-from packstore.build.partition_work import InTask, PackPartitions
-from packstore.build.partitions import ReadKeys, split
+from packstore.build.partitions.resume import Partition, Written
+from packstore.build.partitions.slices import ReadKeys, split
+from packstore.build.partitions.work import InTask, PackPartitions
 from packstore.build.provenance import Account, Counting, Progress, commit, run_of, shape_of
 from packstore.build.rejects import RejectsFile
 from packstore.build.sources import Intake, RecordIntake, open_intake

@@ -31,7 +31,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from packstore.build.doctor import MEANING, doctor
+    from packstore.build.reports.doctor import MEANING, doctor
 
     source = args.source[0] if len(args.source) == 1 else args.source
     with progress_of("doctor") as progress:

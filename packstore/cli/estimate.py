@@ -23,7 +23,7 @@ from packstore.cli.settings import add_settings, read_settings
 from packstore.config import PackConfig, TokenizeConfig, WorkConfig
 
 if TYPE_CHECKING:
-    from packstore.build.estimate import Choice, Estimate, Options
+    from packstore.build.reports.estimate import Choice, Estimate, Options
 
 COLUMNS = (
     "pack size",
@@ -84,7 +84,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from packstore.build.estimate import estimate
+    from packstore.build.reports.estimate import estimate
 
     source = args.source[0] if len(args.source) == 1 else args.source
     with progress_of("estimate") as progress:
@@ -124,7 +124,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    from packstore.build.estimate import Options, Training
+    from packstore.build.reports.estimate import Options, Training
     from packstore.errors import ConfigError
 
     given: dict[str, Any] = {
@@ -186,7 +186,7 @@ def _error(found: Estimate) -> str:
 
 
 def _advice(found: Estimate) -> str:
-    from packstore.build.estimate import ENOUGH_FILL
+    from packstore.build.reports.estimate import ENOUGH_FILL
 
     best = found.recommended
     if best is None:

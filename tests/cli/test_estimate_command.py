@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import packstore
-from packstore.build.estimate import Options, Training, estimate
+from packstore.build.reports.estimate import Options, Training, estimate
 from packstore.cli import _html, main
 from packstore.errors import InputError
 

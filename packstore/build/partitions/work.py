@@ -20,8 +20,8 @@ import numpy as np
 
 from packstore.build.background import ahead
 from packstore.build.dedup_and_split import Selection
-from packstore.build.finished_partitions import Partition, Versions, Written, taken_over
-from packstore.build.partitions import Item, ReadFile, Run, blocks_of, in_turn
+from packstore.build.partitions.resume import Partition, Versions, Written, taken_over
+from packstore.build.partitions.slices import Item, ReadFile, Run, blocks_of, in_turn
 from packstore.build.provenance import Contents, Counting
 from packstore.build.rejects import CompressedRejects
 from packstore.build.sources import Part

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
-from packstore.build.sampled import Choice, Measured, Training, choice_of
+from packstore.build.reports.sampled import Choice, Measured, Training, choice_of
 from packstore.build.sources import RecordIntake, open_intake
 from packstore.config import PackConfig
 from packstore.config.keywords import PackSettings

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from packstore.build.partitions import Item
+from packstore.build.partitions.slices import Item
 from packstore.build.provenance import Contents
 from packstore.format.arrays import Int64
 from packstore.io.inputs.files import Input

@@ -14,8 +14,8 @@ from typing import Any, Literal, Unpack
 import numpy as np
 
 from packstore.build.dedup_and_split import Seen
-from packstore.build.lint import TextLint
 from packstore.build.provenance import absent_fields
+from packstore.build.reports.lint import TextLint
 from packstore.build.sources import RecordIntake, open_intake
 from packstore.config import MEANINGFUL, PackConfig
 from packstore.config.keywords import PackSettings

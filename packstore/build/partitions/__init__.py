@@ -1,0 +1,1 @@
+"""Partitions of an input, each made on its own; see ``README.md``."""

@@ -1,0 +1,1 @@
+"""Reports on an input, without a dataset; see ``README.md``."""
