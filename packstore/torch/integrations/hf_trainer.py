@@ -21,7 +21,6 @@ from typing import Any
 from packstore.errors import ConfigError, sentence
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.integrations.hf_collator import PackedLoss
-from packstore.torch.models.model import unwrapped
 from packstore.torch.models.routers import check_router_loss
 
 
@@ -47,7 +46,7 @@ class PackedTrainerMixin:
         super().__init__(*args, **kwargs)
         self.packed_loss = self.compute_loss_func = packed_loss
         trainer: Any = self
-        check_router_loss(unwrapped(trainer.model))
+        check_router_loss(trainer.model)
         for dataset in (trainer.train_dataset, trainer.eval_dataset):
             _check_whole(dataset)
         if isinstance(trainer.train_dataset, PackedDataset):

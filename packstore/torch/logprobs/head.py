@@ -22,6 +22,7 @@ from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.models.bypassed import check_not_compiled, check_own_precision
 from packstore.torch.models.routers import check_router_loss
+from packstore.torch.models.unwrap import adapted, unwrapped
 
 USE_LOGITS = "Use logits: segment_logps(batch, logits=model(**batch.model_inputs()).logits)"
 
@@ -91,8 +92,11 @@ def find_head(model: nn.Module) -> Head:
             sharded); it does something that its config does not declare; or Accelerate prepared
             the model for mixed precision.
     """
-    base = _unwrapped(model)
-    check_own_precision(base)
+    adapters = adapted(model)
+    if adapters is not None and any(c.is_prompt_learning for c in adapters.peft_config.values()):
+        raise _unfit(adapters, "adapters must not add tokens", "prompt learning")
+    check_own_precision(model)
+    base = unwrapped(model)
     proved = _PROVED.get(base)
     # Adding an adapter or resizing the vocabulary replaces the module.
     if proved is None or proved.output is not base.get_output_embeddings():
@@ -156,23 +160,8 @@ class PackedPolicy(nn.Module):
 
 def _logps(model: nn.Module, batch: PackedBatch, chunk_size: int | None) -> Tensor:
     if torch.is_grad_enabled():
-        check_router_loss(_unwrapped(model))
+        check_router_loss(model)
     return find_head(model).logps(batch, chunk_size=chunk_size)
-
-
-def _unwrapped(model: Any) -> Any:
-    """The Hugging Face model inside its wrappers."""
-    while True:
-        if _synchronises(model):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-            if any(config.is_prompt_learning for config in model.peft_config.values()):
-                raise _unfit(model, "adapters must not add tokens", "prompt learning")
-            model = model.get_base_model()
-        else:
-            return model
 
 
 def _synchronises(model: nn.Module) -> bool:

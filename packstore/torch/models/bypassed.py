@@ -6,11 +6,10 @@ of the whole model does not run: a compiler, or Accelerate's mixed precision.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from packstore.errors import CompatibilityError, sentence
+from packstore.torch.models.unwrap import layers
 
 
 def check_not_compiled(model: nn.Module) -> None:
@@ -19,14 +18,12 @@ def check_not_compiled(model: nn.Module) -> None:
     Raises:
         CompatibilityError: the forward call is compiled.
     """
-    layer: Any = model
-    while layer is not None:
+    for layer in layers(model):
         in_place = getattr(layer, "_compiled_call_impl", None) is not None
-        if in_place or hasattr(layer, "_orig_mod"):
+        if in_place or "_orig_mod" in layer._modules:
             must = "the forward call must not be compiled, as its parts are called one by one"
             do = "Compile the module that makes log-probs: torch.compile(PackedPolicy(model))"
             raise CompatibilityError(sentence(_name(model), must, "a compiled model", do))
-        layer = _inside(layer)
 
 
 def check_own_precision(model: nn.Module) -> None:
@@ -35,7 +32,7 @@ def check_own_precision(model: nn.Module) -> None:
     Raises:
         CompatibilityError: the forward call runs under Accelerate's autocast.
     """
-    if "_original_forward" in vars(model):  # Accelerate's name for what it replaced
+    if any("_original_forward" in vars(layer) for layer in layers(model)):  # Accelerate's name
         must = "its parts must compute as its forward call does"
         found = "a model whose forward call Accelerate runs in mixed precision"
         do = (
@@ -43,14 +40,6 @@ def check_own_precision(model: nn.Module) -> None:
             "accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
         )
         raise CompatibilityError(sentence(_name(model), must, found, do))
-
-
-def _inside(model: Any) -> Any:
-    """The model inside a wrapper (DDP, PEFT); None if there is no wrapper."""
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        return model.get_base_model()
-    module = getattr(model, "module", None)
-    return module if isinstance(module, nn.Module) else None
 
 
 def _name(model: nn.Module) -> str:

@@ -21,6 +21,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.manifest import Manifest
 from packstore.registry import missing_extra
 from packstore.torch.models.rope import rope_parts
+from packstore.torch.models.unwrap import unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +39,14 @@ def check_model(data: Dataset | Manifest, model: Any) -> None:
 
     Args:
         data: the dataset, or its manifest.
-        model: a Hugging Face model, optionally wrapped in DDP or PEFT; or its config.
+        model: a Hugging Face model, optionally inside wrappers; or its config.
 
     Raises:
         CompatibilityError: the ids do not fit, or a sequence is longer than a table of positions.
         ConfigError: `model` has no vocabulary size.
     """
     manifest = _manifest(data)
-    while not hasattr(model, "config") and hasattr(model, "module"):
-        model = model.module
-    config = getattr(model, "config", model)
+    config = getattr(unwrapped(model), "config", model)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(text, "vocab_size", None)
     if not isinstance(size, int):

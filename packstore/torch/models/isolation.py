@@ -15,9 +15,10 @@ from packstore.errors import BackendError, CompatibilityError, sentence
 from packstore.format.arrays import Int64, Packs, range_indices, to_offsets
 from packstore.format.seeds import keys
 from packstore.torch.batch.collate import PackedBatch, collate
-from packstore.torch.models.model import unwrapped, use_packed_attention
+from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.own_attention import compare_with_own
 from packstore.torch.models.probe import is_half, logits_of, one_pack, rounding_of
+from packstore.torch.models.unwrap import unwrapped
 
 PROMPTS = (7, 5)
 RESPONSES = ((6, 9), (1, 4))

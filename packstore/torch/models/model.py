@@ -21,6 +21,7 @@ from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.models import dropout
 from packstore.torch.models.mask import RequestedMask, window_of
 from packstore.torch.models.rope import use_own_tables
+from packstore.torch.models.unwrap import unwrapped
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -88,14 +89,6 @@ def use_packed_attention(
     if disable_dropout:
         dropout.disable_dropout(inner)
     return model
-
-
-def unwrapped(model: nn.Module) -> Any:
-    """Returns the Hugging Face model inside wrappers that do not pass attributes through."""
-    inner: Any = model
-    while not hasattr(inner, "set_attn_implementation") and hasattr(inner, "module"):
-        inner = inner.module
-    return inner
 
 
 @cache

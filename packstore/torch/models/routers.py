@@ -13,6 +13,7 @@ from weakref import WeakSet
 from torch import nn
 
 from packstore.errors import CompatibilityError, sentence
+from packstore.torch.models.unwrap import unwrapped
 
 logger = logging.getLogger("packstore")
 
@@ -23,13 +24,13 @@ def check_router_loss(model: Any) -> None:
     """Logs, once per model, that the load-balancing loss of its experts is not computed.
 
     Args:
-        model: a Hugging Face causal LM; one without trainable weights is skipped.
+        model: a Hugging Face causal LM, optionally inside wrappers; one without trainable
+            weights is skipped.
 
     Raises:
         CompatibilityError: the model's config enables the loss (`output_router_logits`).
     """
-    if hasattr(model, "get_base_model"):  # of PEFT
-        model = model.get_base_model()
+    model = unwrapped(model)
     if model in _TOLD or not any(p.requires_grad for p in model.parameters()):
         return
     config: Any = getattr(model, "config", None)

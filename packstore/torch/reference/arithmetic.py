@@ -17,7 +17,7 @@ from packstore.errors import ConfigError, quote
 from packstore.torch.attention import ATTENTION
 from packstore.torch.logprobs.fused_head import exact_dtype
 from packstore.torch.logprobs.head import find_head, probe_inputs
-from packstore.torch.models.model import unwrapped
+from packstore.torch.models.unwrap import unwrapped
 
 Precision = Literal["none", "bf16"]
 """``bf16``: bfloat16 by autocast; ``none``: the caller's autocast state."""

@@ -15,7 +15,7 @@ from packstore.errors import CompatibilityError, quote, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.side.side import Side, open_side
-from packstore.torch.models.model import unwrapped
+from packstore.torch.models.unwrap import adapted, unwrapped
 from packstore.torch.reference.arithmetic import describe_arithmetic, is_added, short
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def describe_reference(
         "model": str(getattr(config, "_name_or_path", "") or "unnamed"),
         "model_sha256": weights_sha256(model, adapter=adapter),
         "model_rounded_sha256": weights_sha256(model, adapter=adapter, rounded=True),
-        "adapter": adapter and hasattr(model, "peft_config"),
+        "adapter": adapter and adapted(model) is not None,
         "tokenizer_sha256": tokenizer.get("sha256"),
         "chat_template_sha256": template_sha256,
         **describe_arithmetic(model, device, adapter=adapter),
@@ -79,14 +79,13 @@ def weights_sha256(model: nn.Module, *, adapter: bool = True, rounded: bool = Fa
             are not stored (such as tables of positions). True hashes the weights rounded to
             bfloat16, so that the hash is the same in any dtype that can hold bfloat16.
     """
-    inner = unwrapped(model)
-    base: Any = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    base, adapters = unwrapped(model), adapted(model)
     settings = {n: v for n, v in base.config.to_diff_dict().items() if n not in _VOLATILE}
     public = {n: v for n, v in settings.items() if not n.startswith("_")}
     digest = hashlib.sha256(json.dumps(public, sort_keys=True, default=str).encode())
     tensors = {_plain_name(n): (n, t) for n, t in base.state_dict().items()}
-    active = getattr(inner, "active_adapter", None)
-    idle = {f".{name}." for name in getattr(inner, "peft_config", {}) if name != active}
+    active = getattr(adapters, "active_adapter", None)
+    idle = {f".{name}." for name in getattr(adapters, "peft_config", {}) if name != active}
     for name, (full, tensor) in sorted(tensors.items()):
         if is_added(full) and (not adapter or any(other in full for other in idle)):
             continue

@@ -25,7 +25,6 @@ from packstore.torch.losses.grouped_metrics import FILE
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.models.compatibility import check_model, check_same_tokenizer, check_tokenizer
 from packstore.torch.models.load import load_model
-from packstore.torch.models.model import unwrapped
 from packstore.torch.models.routers import check_router_loss
 from packstore.torch.training.checkpoint import (
     RunState,
@@ -123,7 +122,7 @@ def prepare(config: TrainConfig) -> Run:
     model = make_model(config, checkpoint, loss_fn)
     for data in filter(None, (dataset, validation)):
         check_model(data, model)
-    check_router_loss(unwrapped(model))
+    check_router_loss(model)
     probe(config, accelerator, model)
     if loss_fn.reference:
         sides = [(config.ref_logps, dataset), (config.validation_ref_logps, validation)]

@@ -1,0 +1,42 @@
+"""Finds the Hugging Face model inside its wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def unwrapped(model: Any) -> Any:
+    """Returns the Hugging Face model inside DDP, FSDP, ``torch.compile`` and PEFT, in any order.
+
+    The layers that LoRA put into the model stay in it; FSDP2 and ``model.compile()`` change a model
+    in place and wrap nothing. Anything but a wrapper, such as a config, is returned as it is.
+    """
+    *_, inner = layers(model)
+    return inner
+
+
+def adapted(model: Any) -> Any | None:
+    """Returns the PEFT model among the wrappers, which knows the adapters; None without PEFT."""
+    return next((layer for layer in layers(model) if _is_peft(layer)), None)
+
+
+def layers(model: Any) -> Iterator[Any]:
+    """Yields the model, then the model inside each wrapper; the last one has no wrapper."""
+    while model is not None:
+        yield model
+        model = _inside(model)
+
+
+def _inside(model: Any) -> Any | None:
+    # Wrappers pass the attributes of their model through, so classes and own children decide.
+    if _is_peft(model):
+        inner = model.get_base_model()
+        return None if inner is model else inner
+    children = getattr(model, "_modules", {})
+    names = ("_orig_mod", "_fsdp_wrapped_module", "module")  # compile; FSDP1; DDP and others
+    return next((children[name] for name in names if name in children), None)
+
+
+def _is_peft(model: Any) -> bool:
+    return hasattr(type(model), "get_base_model")
