@@ -146,6 +146,11 @@ class TrainRunConfig:
         None, "folder of the tokenizer: checked against the dataset, and copied to the model"
     )
     merge: bool = setting(False, "also write the final model with its adapter merged")
+    trackers: tuple[str, ...] = setting(
+        (),
+        "trackers of Accelerate to log to, such as mlflow (repeatable); TensorBoard if installed",
+        flag="tracker",
+    )
     wandb: str | None = setting(None, "project of Weights & Biases to log to")
     cpu: bool = setting(False, "train on the CPU even if there is an accelerator")
 

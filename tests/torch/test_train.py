@@ -22,6 +22,7 @@ from torch.nn.functional import logsigmoid
 pytest.importorskip("accelerate", reason="training needs accelerate")
 pytest.importorskip("peft", reason="LoRA needs peft")
 
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from packstore.cli import main
@@ -32,6 +33,7 @@ from packstore.errors import (
     FormatError,
     MissingExtraError,
     PackstoreError,
+    UnknownNameError,
 )
 from packstore.format.arrays import Examples
 from packstore.io.side.side import SideWriter
@@ -343,6 +345,8 @@ def test_what_a_run_leaves(made: SimpleNamespace, tmp_path: Path) -> None:
     fingerprint = open(made.urls["mixed", "concat"]).manifest.fingerprint
     for said in (fingerprint, 'loss: "dpo"', "eval/rewards/accuracies", "learning_rate: 0.001"):
         assert said in card
+    front = ModelCard(card).data
+    assert (front.base_model, front.tags) == (made.model, ["packstore"])
     config = json.loads((result.model / "config.json").read_text(encoding="utf-8"))
     assert "packstore" not in json.dumps(config)
     names = {"pairs_per_second", "tokens_per_second", "fill", "data_wait", "learning_rate"}
@@ -473,6 +477,13 @@ def test_an_end_before_the_planned_one(
             r"needs the package 'wandb'.*pip install wandb",
             marks=pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is there"),
         ),
+        pytest.param(
+            {"trackers": ("mlflow",)},
+            MissingExtraError,
+            r"tracker mlflow needs the package 'mlflow'.*pip install mlflow",
+            marks=pytest.mark.skipif(find_spec("mlflow") is not None, reason="mlflow is there"),
+        ),
+        ({"trackers": ("mlfow",)}, UnknownNameError, r"tracker 'mlfow'; choose from: .*mlflow"),
     ],
 )
 def test_errors_are_sentences(

@@ -5,19 +5,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
+import re
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from packstore.cli import train as command
 from packstore.cli.settings import read_settings as read_flags
 from packstore.config.training import TrainConfig, read_settings
 from packstore.errors import ConfigError, UnknownNameError
 from packstore.torch.training.optimizer import warmup_steps
-from packstore.torch.training.sinks import ConsoleTable, JsonLines
+from packstore.torch.training.sinks import ConsoleLines, JsonLines
 
 yaml = pytest.importorskip("yaml", reason="config files need PyYAML")
 
@@ -135,19 +139,19 @@ def test_json_lines_forget_what_comes_after_the_checkpoint(tmp_path: Path) -> No
     )
 
 
-def test_table_on_a_terminal() -> None:
-    from io import StringIO
-
-    from rich.console import Console
-
+@pytest.mark.parametrize("terminal", [True, False])
+def test_lines_on_the_console(terminal: bool, caplog: pytest.LogCaptureFixture) -> None:
     text = StringIO()
-    table = ConsoleTable(40, Console(file=text, force_terminal=True, width=120))
-    for step in range(1, 31):
-        table.write({"step": step, "loss": step / 7, "fill": 0.5, "rewards/accuracies": 0.75})
-    table.write({"step": 30, "eval/loss": 0.25, "eval/rewards/accuracies": 0.875})
-    table.close()
-    last = text.getvalue().rsplit("40 steps", 1)[1]
-    assert "4.2857" in last
-    assert "75.0%" in last
-    assert "validation after step 30: loss 0.2500, accuracy 0.8750" in last
-    assert "2.1429" not in last  # step 15 has moved out
+    with caplog.at_level(logging.INFO, "packstore"):
+        sink = ConsoleLines(10, 1_040, Console(file=text, force_terminal=terminal, width=120))
+        sink.write({"step": 30, "loss": 30 / 7, "fill": 0.5, "rewards/accuracies": 0.75})
+        sink.write({"step": 30, "eval/loss": 0.25, "eval/rewards/accuracies": 0.875})
+        sink.close()
+    expected = [
+        "step 30/1,040  loss 4.2857  accuracy 75.0%  fill 50.0%",
+        "validation after step 30: loss 0.2500, accuracy 0.8750",
+    ]
+    assert caplog.messages == ([] if terminal else expected)
+    printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.getvalue())
+    assert [line in printed for line in expected] == [terminal, terminal]
+    assert ("30/1040" in printed) == terminal

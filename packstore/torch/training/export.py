@@ -69,7 +69,9 @@ def model_card(
         step: optimizer steps done.
         results: last metrics of training and validation.
     """
-    front = {"base_model": config.model, "library_name": "transformers", "tags": ["packstore"]}
+    from huggingface_hub import ModelCardData  # comes with transformers
+
+    front = ModelCardData(base_model=config.model, library_name="transformers", tags=["packstore"])
     told = manifest.provenance.get("tokenizer") or {}
     facts = {
         "starting model": config.model,
@@ -86,7 +88,7 @@ def model_card(
     return "\n".join(
         [
             "---",
-            *(f"{name}: {_as_text(value)}" for name, value in front.items()),
+            front.to_yaml(),
             "---",
             f"# {Path(config.output).name}",
             "",

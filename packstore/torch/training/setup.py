@@ -193,11 +193,12 @@ def _make_accelerator(config: TrainConfig) -> Any:
         from accelerate import Accelerator
     except ImportError as error:
         raise missing_extra("packstore train", "train", error) from error
+    trackers = tracker_names(config)
     try:
         accelerator = Accelerator(
             cpu=config.cpu,
             mixed_precision="no" if config.mixed_precision == "none" else config.mixed_precision,
-            log_with=tracker_names(config) or None,
+            log_with=trackers or None,
             project_dir=config.output,
         )
     except ValueError as error:  # Accelerate keeps its first state for the whole process

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import math
-import sys
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from packstore.config.training import TrainConfig
-from packstore.errors import MissingExtraError
+from packstore.errors import MissingExtraError, UnknownNameError, quote
 
 logger = logging.getLogger("packstore")
 
 COLUMNS: dict[str, tuple[str, str]] = {
-    "step": ("step", ",d"),
     "loss": ("loss", ".4f"),
     "rewards/accuracies": ("accuracy", ".1%"),
     "rewards/margins": ("margin", ".3f"),
@@ -33,9 +34,6 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "learning_rate": ("learning rate", ".2e"),
 }
 """Metric -> its name on the console, and its format."""
-
-ROWS = 15
-"""Rows of the table on a terminal."""
 
 Record = Mapping[str, float]
 
@@ -89,65 +87,44 @@ def keep_until(path: Path, step: int) -> None:
     partial.replace(path)
 
 
-class ConsoleTable:
-    """Shows the last records as a table that is updated in place on a terminal.
+class ConsoleLines:
+    """Logs one line per record; on a terminal, prints them above a progress bar.
 
     Args:
+        step: step that the run starts at.
         total_steps: steps of the run.
-        console: console of the table.
+        console: console of the progress bar.
     """
 
-    def __init__(self, total_steps: int, console: Console) -> None:
+    def __init__(self, step: int, total_steps: int, console: Console) -> None:
         self._total = total_steps
-        self._rows: deque[list[str]] = deque(maxlen=ROWS)
-        self._evaluation = ""
-        self._live = Live(self._table(), console=console, auto_refresh=False)
-        self._live.start()
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bar = Progress(
+                *columns, TimeRemainingColumn(), console=console, auto_refresh=False
+            )
+            self._task = self._bar.add_task("training", total=total_steps, completed=step)
+            self._bar.start()
 
     def write(self, record: Record) -> None:
-        """Adds a row; a validation updates the caption."""
-        if "loss" in record:
-            self._rows.append(list(_cells(record).values()))
+        """Writes one line."""
+        trained = "loss" in record
+        line = training_line(record, self._total) if trained else evaluation_line(record)
+        if self._bar is None:
+            logger.info("%s", line)
         else:
-            self._evaluation = evaluation_line(record)
-        self._live.update(self._table(), refresh=True)
+            self._bar.console.print(line, highlight=False)
+            self._bar.update(self._task, completed=int(record["step"]), refresh=True)
 
     def close(self) -> None:
-        """Stops updating the table."""
-        self._live.stop()
-
-    def _table(self) -> Table:
-        table = Table(title=f"{self._total:,} steps", caption=self._evaluation or None)
-        for name, _ in COLUMNS.values():
-            table.add_column(name, justify="right")
-        for row in self._rows:
-            table.add_row(*row)
-        return table
-
-
-class ConsoleLines:
-    """Logs one plain line per record."""
-
-    def __init__(self, total_steps: int) -> None:
-        self._total = total_steps
-
-    def write(self, record: Record) -> None:
-        """Logs one record."""
-        if "loss" not in record:
-            logger.info("%s", evaluation_line(record))
-            return
-        cells = _cells(record)
-        step = f"{cells.pop('step')}/{self._total:,}"
-        logger.info(
-            "step %s  %s", step, "  ".join(f"{n} {v}" for n, v in cells.items() if v != "–")
-        )
-
-    def close(self) -> None:
-        """Does nothing."""
+        """Stops the progress bar."""
+        if self._bar is not None:
+            self._bar.stop()
 
 
 class Trackers:
-    """Writes to TensorBoard and Weights & Biases through Accelerate."""
+    """Writes to the trackers of Accelerate: TensorBoard, Weights & Biases and others."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -162,28 +139,33 @@ class Trackers:
 
 
 def tracker_names(config: TrainConfig) -> list[str]:
-    """Returns the trackers to use: TensorBoard if installed, wandb if set.
+    """Returns the trackers to log to: those of the settings, and TensorBoard if installed.
 
     Raises:
-        MissingExtraError: wandb is set and not installed.
+        UnknownNameError: Accelerate has no such tracker; lists the choices.
+        MissingExtraError: a tracker of the settings is not installed.
     """
-    names = [n for n in ("tensorboard", "tensorboardX") if importlib.util.find_spec(n)]
-    found = ["tensorboard"] if names else []
-    if config.wandb is None:
-        return found
-    if importlib.util.find_spec("wandb") is None:
-        raise MissingExtraError(
-            "setting wandb needs the package 'wandb', which is not installed. "
-            "Run: pip install wandb"
-        )
-    return [*found, "wandb"]
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    installed = {str(name) for name in get_available_trackers()}
+    wanted = dict.fromkeys([*config.trackers, *(["wandb"] if config.wandb else [])])
+    for name in wanted:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            choices = ", ".join(LOGGER_TYPE_TO_CLASS)
+            raise UnknownNameError(f"unknown tracker {quote(name)}; choose from: {choices}.")
+        if name not in installed:
+            raise MissingExtraError(
+                f"tracker {name} needs the package {name!r}, which is not installed. "
+                f"Run: pip install {name}"
+            )
+    return [*wanted, *({"tensorboard"} & installed - set(wanted))]
 
 
-def console_sink(total_steps: int) -> Sink:
-    """Returns a table on a terminal, else plain lines."""
-    if sys.stderr.isatty():
-        return ConsoleTable(total_steps, Console(stderr=True))
-    return ConsoleLines(total_steps)
+def training_line(record: Record, total_steps: int) -> str:
+    """Returns the metrics of training as one line."""
+    columns = [(n, *column) for n, column in COLUMNS.items() if n in record]
+    values = "  ".join(f"{short} {record[name]:{how}}" for name, short, how in columns)
+    return f"step {int(record['step']):,}/{total_steps:,}  {values}"
 
 
 def evaluation_line(record: Record) -> str:
@@ -192,13 +174,6 @@ def evaluation_line(record: Record) -> str:
     named["eval/rewards/margins"] = "margin"
     parts = [f"{short} {record[n]:.4f}" for n, short in named.items() if n in record]
     return f"validation after step {int(record['step']):,}: {', '.join(parts)}"
-
-
-def _cells(record: Record) -> dict[str, str]:
-    return {
-        short: format(record[name], how) if name in record else "–"
-        for name, (short, how) in COLUMNS.items()
-    }
 
 
 def _is_odd(value: Any) -> bool:

@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from packstore.config.training import TrainConfig
 from packstore.torch.training.export import export_model, model_card
 from packstore.torch.training.loop import Loop
 from packstore.torch.training.setup import Run, prepare
-from packstore.torch.training.sinks import JsonLines, Sink, Trackers, console_sink
+from packstore.torch.training.sinks import ConsoleLines, JsonLines, Sink, Trackers
 
 __all__ = ["TrainConfig", "TrainResult", "train"]
 
@@ -94,11 +96,13 @@ def _sinks(run: Run) -> tuple[list[Sink], JsonLines | None]:
     accelerator, config = run.accelerator, run.config
     if accelerator.log_with:
         flat = {n: str(v) for n, v in config.recorded().items()}
-        accelerator.init_trackers(config.wandb or "tensorboard", flat)
+        project = "packstore" if config.trackers else "tensorboard"  # also the name of its folder
+        accelerator.init_trackers(config.wandb or project, flat)
     if not accelerator.is_main_process:
         return [], None
     step, output = run.start.step if run.start else 0, Path(config.output)
-    sinks: list[Sink] = [JsonLines(output / "metrics.jsonl", step), console_sink(run.total_steps)]
+    lines = ConsoleLines(step, run.total_steps, Console(stderr=True))
+    sinks: list[Sink] = [JsonLines(output / "metrics.jsonl", step), lines]
     if accelerator.log_with:
         sinks.append(Trackers(accelerator))
     examples = JsonLines(output / "examples.jsonl", step) if config.log_examples else None
