@@ -25,8 +25,8 @@ declare -A ABOUT=(
   [user]="a user who is not root"
 )
 ALL=(default short long narrow ascii zone user)
-QUICK=(tests/cli tests/io tests/tokenizer tests/stores tests/exchange tests/schemas tests/test_*.py
-  tests/torch/test_train_config.py -m "not slow")
+QUICK=(tests/cli tests/io tests/tokenizer tests/stores tests/exchange tests/schemas tests/build tests/config tests/test_*.py
+  tests/torch/training/test_train_config.py -m "not slow")
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=python3 data=$here/../shared/data workers= keep= chosen=() tests=()

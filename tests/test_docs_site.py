@@ -39,11 +39,11 @@ DOCS = ROOT / "docs"
 QUICKSTART = DOCS / "quickstart.md"
 ELSEWHERE = {
     "architecture.md": "tests/test_house.py",
-    "attention.md": "tests/torch/test_isolation.py",
+    "attention.md": "tests/torch/models/test_isolation.py",
     "exchange.md": "tests/exchange",
-    "losses.md": "tests/torch/test_divisor.py",
-    "parallel.md": "tests/torch/test_parallel.py",
-    "training.md": "tests/torch/test_train.py",
+    "losses.md": "tests/torch/losses/test_divisor.py",
+    "parallel.md": "tests/torch/parallel/test_parallel.py",
+    "training.md": "tests/torch/training/test_train.py",
 }
 """Pages whose blocks are fragments, and the tests that run what they show."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import runpy
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import launch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -149,7 +149,6 @@ def test_matrix(kit: SimpleNamespace, tmp_path: Path, world: int) -> None:
         policy = PackedPolicy(use_packed_attention(model))
         ranks = [{cell: cell_gradients(model, policy, cell) for cell in CELLS}]
     else:
-        launch = runpy.run_path(str(Path(__file__).with_name("ranks.py")))["launch"]
         ranks = launch(__file__, model, world, tmp_path)
     model.set_attn_implementation("plain_for_tests")
     four = EXAMPLES.take(np.arange(4))

@@ -34,7 +34,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    tests = str(Path(__file__).parent)
+    tests = str(Path(__file__).parents[2])
     ray.init(
         num_cpus=2,
         include_dashboard=False,

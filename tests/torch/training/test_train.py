@@ -416,7 +416,7 @@ def test_trackers_are_told_every_record(made: SimpleNamespace, tmp_path: Path) -
         "import json, sys; from packstore.torch.training.train import train; "
         "train(**json.load(sys.stdin))"
     )
-    paths = [str(tmp_path / "fake"), str(Path(__file__).parents[2])]
+    paths = [str(tmp_path / "fake"), str(Path(__file__).parents[3])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SAID": str(tmp_path / "said")}
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import runpy
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import launch
 from torch.nn.functional import logsigmoid
 
 import packstore
@@ -33,8 +33,6 @@ from packstore.torch.reference.reference import write_ref_logps
 from packstore.torch.training.evaluate import evaluate
 from packstore.torch.training.evaluation import evaluate_batches
 from packstore.torch.training.reference import SecondModel
-
-launch = runpy.run_path(str(Path(__file__).with_name("ranks.py")))["launch"]
 
 N, BETA = 41, 0.3
 SOURCES = ("forum", "wiki", "rare")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import runpy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_packs import MemoryPacks
 
 import packstore.torch.schedule.steps as steps_module
 from packstore.config import BatchConfig
@@ -24,7 +23,6 @@ from packstore.torch.schedule.position import Position, Unseen
 from packstore.torch.schedule.rank_assignment import deal, fillers, spread
 from packstore.torch.schedule.steps import StepCutter
 
-MemoryPacks = runpy.run_path(str(Path(__file__).with_name("memory_packs.py")))["MemoryPacks"]
 N = 41
 LONGEST = 200
 SHORT = 120

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import runpy
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import launch
 from torch.utils.data import DataLoader
 
 from packstore.errors import ConfigError
@@ -28,7 +28,6 @@ from packstore.torch import (
     use_packed_attention,
 )
 
-launch = runpy.run_path(str(Path(__file__).with_name("ranks.py")))["launch"]
 N = 17
 WORLD = 2
 

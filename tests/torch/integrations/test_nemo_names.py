@@ -155,7 +155,7 @@ def test_no_name_is_both_here_and_elsewhere() -> None:
 
 
 def test_the_page_of_losses_has_every_loss() -> None:
-    page = Path(__file__).parents[2].joinpath("docs", "losses.md").read_text(encoding="utf-8")
+    page = Path(__file__).parents[3].joinpath("docs", "losses.md").read_text(encoding="utf-8")
     rows = [re.split(r" *\| *", line)[1:-1] for line in page.splitlines()]
     table = {row[0].strip("`"): row[1:] for row in rows if len(row) == 5 and "`" in row[0]}
     assert list(table) == list(LOSSES)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from stores import Store
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "kills.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 GOOD = ("killed", "old_readable", "resumed", "identical", "without_orphans")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import launch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -260,7 +260,6 @@ def ranks(
     have = all(_has(name) for name in ("accelerate", "transformers"))
     task = {"model": kit.tiny_model(), "vocabulary": vocabulary, "accelerate": have}
     task["folder"] = str(folder / "trainer")
-    launch = runpy.run_path(str(Path(__file__).with_name("ranks.py")))["launch"]
     results: list[dict[str, Any]] = launch(__file__, task, 2, folder)
     return results
 

@@ -25,7 +25,7 @@ from packstore.torch.training.sinks import ConsoleLines, JsonLines
 
 yaml = pytest.importorskip("yaml", reason="config files need PyYAML")
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 MUST = {"model": "m", "dataset": "d", "output": "o"}
 OTHER: dict[str, Any] = {
     "loss": {"dpo": 0.8, "bco_pair": {"weight": 0.2, "beta": 0.3}},

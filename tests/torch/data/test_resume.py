@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import runpy
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from memory_packs import MemoryPacks
+from ranks import launch
 from torch.utils.data import DataLoader
 
 from packstore.io.dataset.dataset import Dataset
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset
-
-launch = runpy.run_path(str(Path(__file__).with_name("ranks.py")))["launch"]
-MemoryPacks = runpy.run_path(str(Path(__file__).with_name("memory_packs.py")))["MemoryPacks"]
 
 
 def forks(test: Any) -> Any:

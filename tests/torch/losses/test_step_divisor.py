@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import runpy
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import launch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -187,7 +187,6 @@ def on_rank(task: dict[str, Any]) -> dict[tuple[str, str], list[Any]]:
 
 
 def test_two_processes(kit: SimpleNamespace, tmp_path: Path) -> None:
-    launch = runpy.run_path(str(Path(__file__).with_name("ranks.py")))["launch"]
     urls = {kind: stored(kit, tmp_path, kind).url for kind in ("dpo", "sft", "ranked")}
     ranks = launch(__file__, {"model": kit.tiny_model(), "urls": urls}, 2, tmp_path)
     plain = kit.tiny_model()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch.distributed as dist
+from ranks import launch
 from torch import Tensor
 
 from packstore.testing import random_examples
@@ -23,8 +23,6 @@ from packstore.torch.parallel import (
     padding_multiple,
     reduce_segment_sums,
 )
-
-launch = runpy.run_path(str(Path(__file__).with_name("ranks.py")))["launch"]
 
 EXAMPLES = random_examples(5, seed=4)
 REFERENCE = np.linspace(-25, -15, EXAMPLES.num_sequences).astype(np.float32)

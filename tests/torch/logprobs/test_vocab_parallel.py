@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import launch
 from torch import Tensor
 
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, PreferenceLoss, collate, segment_logps
-
-launch = runpy.run_path(str(Path(__file__).with_name("ranks.py")))["launch"]
 
 HIDDEN = 6
 HEADS: list[dict[str, Any]] = [

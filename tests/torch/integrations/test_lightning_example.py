@@ -22,7 +22,7 @@ from packstore.torch.models.load import load_model
 from packstore.torch.reference.reference import write_ref_logps
 from packstore.torch.training.train import train
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_datamodule.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "lightning_datamodule.py"
 PER_STEP, RATE = 8, 1e-3
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

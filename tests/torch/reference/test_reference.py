@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import launch
 
 import packstore
 from packstore.errors import CompatibilityError, ConfigError, DatasetExistsError, FormatError
@@ -23,8 +23,6 @@ from packstore.torch import PackedDataLoader, PackedDataset, packed_logps, use_p
 from packstore.torch.reference import reference as module
 from packstore.torch.reference.reference import write_ref_logps
 from packstore.torch.reference.reference_fingerprint import check_reference, weights_sha256
-
-launch = runpy.run_path(str(Path(__file__).with_name("ranks.py")))["launch"]
 
 N = 60
 
