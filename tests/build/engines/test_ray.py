@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -44,6 +45,7 @@ def cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+    gc.collect()  # processes that Ray has left open warn here, and not in a later test
 
 
 def square(x: int) -> int:
