@@ -31,7 +31,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.shards.statistics import NO_TOTALS, Totals
 from packstore.torch.data.mix_reader import Uses, read_mixed
-from packstore.torch.data.mix_schedule import Schedule, Terms
+from packstore.torch.data.mix_schedule import Schedule
 from packstore.torch.models.compatibility import check_same_tokenizer
 from packstore.torch.schedule.stream import Identity, PackStream, StoredPacks
 
@@ -90,7 +90,7 @@ class MixedPacks:
         unit: unit of the weights: ``pairs`` (examples) or ``tokens``.
         until: length of an epoch. ``first``: until the first source is exhausted. ``all``: until
             all are, while smaller ones repeat. With large sources both hold to within about ten
-            packs, see ``shares.Schedule``. A number: that many packs.
+            packs, see ``mix_schedule.Schedule``. A number: that many packs.
         seed: seed of the order of sources that are not streams.
 
     Raises:
@@ -147,14 +147,14 @@ class MixedPacks:
         self._examples = np.array([t.examples / t.packs for t in totals])
         self._tokens = np.array([t.tokens / t.packs for t in totals])
         means = self._examples if self.unit == "pairs" else self._tokens
-        terms = Terms(
+        small = min(t.packs for t in totals) < _TURN_PACKS * TURNS
+        self._schedule = Schedule(
             weights=[p.weight / mean for p, mean in zip(self.parts, means, strict=True)],
             goals=[u.start(p.repeat) for p, u in zip(self.parts, self._uses, strict=True)],
             caps=[_cap(p, mean) for p, mean in zip(self.parts, self._examples, strict=True)],
             until=self.until,
+            turns=1 if small else TURNS,
         )
-        small = min(t.packs for t in totals) < _TURN_PACKS * TURNS
-        self._schedule = Schedule(terms, 1 if small else TURNS)
 
     def counts(self, index: int) -> SourceCounts:
         """Counts what each source yields before position `index` of the epoch, 0 to ``len(self)``.

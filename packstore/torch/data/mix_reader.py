@@ -6,7 +6,6 @@ import copy
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,96 +23,73 @@ _OPEN = 4
 Key = tuple[int, int]
 """A source, and the number of completed passes over it."""
 
-
-@dataclass(slots=True)
-class _Part:
-    """A batch's packs from one source: indices in the batch, positions in the source."""
-
-    places: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
+_Parts = dict[Key, tuple[list[int], list[int]]]
 
 
-class _Batches:
-    """The batches from the current one on, by number, split by source and read lazily."""
-
-    def __init__(
-        self, batches: Iterable[Int64], locate: Callable[[Int64], tuple[Int64, Int64, Int64]]
-    ) -> None:
-        self._batches, self._locate = iter(batches), locate
-        self._known: deque[dict[Key, _Part]] = deque()
-        self.current = 0
-
-    def get(self, number: int) -> dict[Key, _Part] | None:
-        """Returns batch `number`, which is the current or a later one; None after the last."""
-        while number - self.current >= len(self._known):
-            if not self._take():
-                return None
-        return self._known[number - self.current]
-
-    def advance(self) -> None:
-        """Drops the current batch."""
-        self._known.popleft()
-        self.current += 1
-
-    def _take(self) -> bool:
-        chunk = list(itertools.islice(self._batches, _CHUNK))
-        if not chunk:
-            return False
-        located = (x.tolist() for x in self._locate(np.concatenate(chunk)))
-        packs = zip(*located, strict=True)
-        for batch in chunk:
-            parts: dict[Key, _Part] = {}
-            for place, (source, repeat, position) in enumerate(itertools.islice(packs, len(batch))):
-                part = parts.setdefault((source, repeat), _Part())
-                part.places.append(place)
-                part.positions.append(position)
-            self._known.append(parts)
-        return True
-
-    def positions(self, key: Key, number: int) -> Iterator[Int64]:
-        """Yields positions of `key` in the batches from `number` on, until they end or are far."""
-        while number - self.current < LOOK_AHEAD:
-            number = max(number, self.current)
-            parts = self.get(number)
-            if parts is None:
-                return
-            if key in parts:
-                yield np.array(parts[key].positions, np.int64)
-            elif any(source == key[0] and repeat > key[1] for source, repeat in parts):
-                return
-            number += 1
+Located = Callable[[Int64], tuple[Int64, Int64, Int64]]
+"""Maps positions in the mix to the source of each pack, the number of completed passes over it, and
+its position in that pass."""
 
 
 def read_mixed(
-    batches: Iterable[Int64],
-    locate: Callable[[Int64], tuple[Int64, Int64, Int64]],
-    stream: Callable[[int, int], PackStream],
+    batches: Iterable[Int64], locate: Located, stream: Callable[[int, int], PackStream]
 ) -> Iterator[list[Packs]]:
     """Yields the packs of each batch, in its order.
 
     Args:
         batches: int64 arrays of positions in the mix.
-        locate: maps such an array to the source of each pack, the number of completed passes over
-            it, and the position in its stream.
+        locate: see :data:`Located`.
         stream: maps a source and a number of completed passes to a stream.
     """
-    ahead = _Batches(batches, locate)
+    split, ahead = _split(iter(batches), locate), deque[_Parts]()
+    current = 0  # the batch that is put together, the first of `ahead`
+
+    def batch(number: int) -> _Parts | None:
+        while number - current >= len(ahead):
+            if (parts := next(split, None)) is None:
+                return None
+            ahead.append(parts)
+        return ahead[number - current]
+
+    def positions(key: Key, number: int) -> Iterator[Int64]:
+        """Yields positions of `key` in the batches from `number` on, until they end or are far."""
+        while number - current < LOOK_AHEAD:
+            number = max(number, current)
+            if (parts := batch(number)) is None:
+                return
+            if key in parts:
+                yield np.array(parts[key][1], np.int64)
+            elif any(source == key[0] and repeat > key[1] for source, repeat in parts):
+                return
+            number += 1
+
     reading: dict[Key, Iterator[list[Packs]]] = {}
-    for number in itertools.count():
-        parts = ahead.get(number)
-        if parts is None:
-            return
+    while (parts := batch(current)) is not None:
         out: dict[int, Packs] = {}
-        for key, part in parts.items():
+        for key, (places, _) in parts.items():
             packs = next(reading.get(key, iter(())), None)
             if packs is None:
                 for done in [k for k in reading if k[0] == key[0] and k[1] < key[1] - 1]:
                     del reading[done]
-                reading[key] = stream(*key).read(ahead.positions(key, number))
+                reading[key] = stream(*key).read(positions(key, current))
                 packs = next(reading[key])
-            out |= zip(part.places, packs, strict=True)
-        ahead.advance()
+            out |= zip(places, packs, strict=True)
+        ahead.popleft()
+        current += 1
         yield [out[place] for place in range(len(out))]
+
+
+def _split(batches: Iterator[Int64], locate: Located) -> Iterator[_Parts]:
+    """Yields for each batch: key -> indices in the batch, and positions in that pass."""
+    while chunk := list(itertools.islice(batches, _CHUNK)):
+        packs = zip(*(x.tolist() for x in locate(np.concatenate(chunk))), strict=True)
+        for batch in chunk:
+            parts: _Parts = {}
+            for place, (source, repeat, position) in enumerate(itertools.islice(packs, len(batch))):
+                places, positions = parts.setdefault((source, repeat), ([], []))
+                places.append(place)
+                positions.append(position)
+            yield parts
 
 
 class Uses:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import pickle
@@ -25,11 +26,16 @@ from packstore.torch import PackedDataLoader, PackedDataset
 from packstore.torch.data import mix as mix_module
 from packstore.torch.data import mix_reader as mix_reader_module
 from packstore.torch.data.mix import MixedPacks, Source
-from packstore.torch.data.mix_schedule import Schedule, Shares, Terms
+from packstore.torch.data.mix_schedule import Schedule, Shares
 from packstore.torch.data.side import JoinedPacks
 from packstore.torch.schedule.stream import StoredPacks
 
 weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8)
+goals = st.lists(
+    st.tuples(st.floats(0.05, 20), st.integers(1, 40), st.none() | st.integers(1, 60)),
+    min_size=1,
+    max_size=5,
+)
 
 
 def pack_of(value: int, examples: int, kit: SimpleNamespace) -> Packs:
@@ -127,8 +133,7 @@ def everything(mix: MixedPacks) -> list[tuple[int, int]]:
 def evenly(weights: list[float], turns: int, packs: int) -> Schedule:
     """A schedule in which nothing is ever used up."""
     n = len(weights)
-    terms = Terms(weights=weights, goals=[10**9] * n, caps=[None] * n, until=packs)
-    return Schedule(terms, turns)
+    return Schedule(weights, [10**9] * n, [None] * n, packs, turns)
 
 
 @pytest.mark.parametrize(("turns", "most"), [(1, 2), (8, 4.5)])
@@ -155,6 +160,21 @@ def test_shares_count_and_find_what_they_give(weights: list[float], turn: tuple[
         assert [shares.find(s, k) for k in range(len(mine))] == mine.tolist()
 
 
+@given(goals, st.sampled_from([1, 8]))
+@settings(max_examples=200, deadline=None)
+def test_the_first_source_to_repeat_ends_the_epoch(
+    parts: list[tuple[float, int, int | None]], turns: int
+) -> None:
+    rates, goals, caps = ([p[i] for p in parts] for i in range(3))
+    endless = Schedule(rates, [10**9] * len(parts), caps, "first", turns)
+    n = Schedule(rates, goals, caps, "first", turns).length
+    sources, numbers = endless.locate(np.arange(min(endless.length, n + 1)))
+    limits = np.array([10**9 if cap is None else cap for cap in caps])
+    starts = (numbers >= np.array(goals)[sources]) & (np.array(goals) < limits)[sources]
+    assert not starts[:n].any()
+    assert starts[n:].all()
+
+
 def test_shares_hold_far_out() -> None:
     shares, far = Shares([3, 2, 1]), 10**12
     sources, numbers = shares.locate(np.arange(far, far + 60))
@@ -165,20 +185,13 @@ def test_shares_hold_far_out() -> None:
     )
 
 
-goals = st.lists(
-    st.tuples(st.floats(0.05, 20), st.integers(1, 40), st.none() | st.integers(1, 60)),
-    min_size=1,
-    max_size=5,
-)
-
-
 @given(goals, st.sampled_from(["first", "all"]) | st.integers(1, 200), st.sampled_from([1, 8]))
 @settings(max_examples=200, deadline=None)
 def test_a_schedule_counts_what_it_gives(
     parts: list[tuple[float, int, int | None]], until: Any, turns: int
 ) -> None:
     rates, goals, caps = ([p[i] for p in parts] for i in range(3))
-    schedule = Schedule(Terms(weights=rates, goals=goals, caps=caps, until=until), turns)
+    schedule = Schedule(rates, goals, caps, until, turns)
     n = schedule.length
     sources, numbers = schedule.locate(np.arange(n))
     seen = np.zeros(len(parts), np.int64)
@@ -487,13 +500,27 @@ def test_a_source_may_be_a_stream_with_side_data(stored: list[Dataset]) -> None:
 
 def test_the_order_is_fixed_for_good() -> None:
     """A saved position must mean the same in every later release."""
-    terms = Terms(weights=[3, 2, 1], goals=[9, 9, 9], caps=[None, 4, None], until=24)
-    sources, numbers = Schedule(terms).locate(np.arange(24))
+    terms: Any = [3, 2, 1], [9, 9, 9], [None, 4, None], 24
+    sources, numbers = Schedule(*terms).locate(np.arange(24))
     assert "".join(map(str, sources)) == "010201010201002000200020"
     assert (
-        "".join(map(str, Schedule(terms, 8).locate(np.arange(24))[0])) == "100200000110020200010020"
+        "".join(map(str, Schedule(*terms, 8).locate(np.arange(24))[0]))
+        == "100200000110020200010020"
     )
     assert numbers[-1] == 14
+    digest = hashlib.sha256()
+    goals, caps = [900, 700, 30, 250, 260], [None, 500, None, None, 200]
+    for turns in (1, 8):
+        for until, length in (
+            ("first", (1762, 1749)),
+            ("all", (18432, 20937)),
+            (3000, (3000,) * 2),
+        ):
+            long = Schedule([5, 3.5, 0.01, 1, 1], goals, caps, until, turns)  # type: ignore[arg-type]
+            assert long.length == length[turns > 1]
+            for array in long.locate(np.arange(long.length)):
+                digest.update(array.astype("<i8").tobytes())
+    assert digest.hexdigest().startswith("2b2427207ce14a44")
 
 
 def tokenized(data: Dataset, **tokenizer: Any) -> Dataset:
