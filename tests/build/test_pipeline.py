@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -174,6 +176,64 @@ def test_a_path_and_a_table_and_a_frame_give_the_same_examples(
     ]
     datasets = [do_pack(source) for source in sources]
     assert len({str(by_id(dataset)) for dataset in datasets}) == 1
+
+
+SCORED = [
+    {
+        "prompt": f"00{i}" if i % 2 else 'é "q", and\na line ',
+        "chosen": PAIRS[i % 60]["chosen"] if i % 50 else "",
+        "rejected": PAIRS[i % 60]["rejected"],
+        "chosen_reward": i / 7,
+        "rejected_reward": -1.5,
+        "place": i,
+        "language": "null" if i % 3 else "",
+    }
+    for i in range(1100)
+]
+DIALOGUES = [
+    {"messages": [{"role": "user", "content": f"{i}\n"}, {"role": "assistant", "content": "é, \\"}]}
+    for i in range(1100)
+]
+
+
+@pytest.mark.parametrize(
+    ("records", "settings"),
+    [
+        (SCORED, {"carry": ("place:int64", "language"), "max_drop_rate": 0.1}),
+        (DIALOGUES, {"chat_template": "plain"}),
+    ],
+)
+def test_a_file_of_any_format_gives_the_same_bytes(
+    do_pack: Pack, tmp_path: Path, records: list[Record], settings: dict[str, Any]
+) -> None:
+    table, paths = pa.Table.from_pylist(records), [write_jsonl(tmp_path / "x.jsonl", records)]
+    for name in ("x.json", "x.csv", "x.tsv.gz", "x.parquet", "x.parquet.zst", "x.arrow"):
+        sink = pa.BufferOutputStream()
+        if "parquet" in name:
+            pq.write_table(table, sink, row_group_size=1060)
+        elif "arrow" in name:
+            with pa.ipc.new_file(sink, table.schema) as writer:
+                writer.write_table(table, max_chunksize=600)
+        elif "json" in name:
+            sink.write(json.dumps(records).encode())
+        else:
+            text = io.StringIO(newline="")
+            cells = csv.writer(text, delimiter="\t" if "tsv" in name else ",")
+            cells.writerow(records[0])
+            cells.writerows(
+                [json.dumps(v) if isinstance(v, list) else v for v in r.values()] for r in records
+            )
+            sink.write(text.getvalue().encode())
+        data = sink.getvalue().to_pybytes()
+        compression = {".gz": "gzip", ".zst": "zstd"}.get(Path(name).suffix)
+        paths.append(tmp_path / name)
+        paths[-1].write_bytes(pa.compress(data, compression, asbytes=True) if compression else data)
+    made = [do_pack(path, **settings).manifest for path in paths]
+    assert made[0].records.packed > 0.9 * len(records)
+    for other in made[1:]:
+        assert [s.sha256 for s in other.shards] == [s.sha256 for s in made[0].shards]
+        assert other.records == made[0].records
+        assert other.totals == made[0].totals
 
 
 def test_ids_need_no_tokenizer(do_pack: Pack) -> None:
