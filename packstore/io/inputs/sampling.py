@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple, Protocol, TypeVar
 
 from packstore.format.arrays import Int64
@@ -23,6 +24,8 @@ class _Counted(Protocol):
 
 
 B = TypeVar("B", bound=_Counted)
+
+_draw = itemgetter(0)
 
 
 class RowGroup(NamedTuple):
@@ -58,14 +61,6 @@ class Sampling:
         return self.records == self.total
 
 
-class _Drawn(NamedTuple):
-    """A block drawn from a run of neighbours; `first`: number of the run's first block."""
-
-    first: int
-    run: int
-    block: _Counted
-
-
 def sample_blocks(
     blocks: Iterable[B], records: int, seed: int, report: Callable[[int], None] | None = None
 ) -> tuple[list[B], Sampling]:
@@ -81,51 +76,25 @@ def sample_blocks(
         seed: decides which block of a run is drawn.
         report: called with the number of records read so far.
     """
-    run = 1
-    kept: list[_Drawn] = []  # from complete runs, then from shorter and shorter ones
-    held = total = 0
+    kept: list[tuple[int, B]] = []  # the block of each run with the least random number
+    run, held, total, number = 1, 0, 0, 0
     for number, block in enumerate(blocks):
         total += block.records
         if report:
             report(total)
-        held += _append(kept, _Drawn(number, 1, block), run, seed)
-        while held > records and run <= number:  # a longer run would exceed the blocks so far
+        drawn = [(derive(seed, "sample", number), block)]
+        if number % run:
+            drawn.append(kept.pop())
+            held -= drawn[1][1].records
+        kept.append(min(drawn, key=_draw))
+        held += kept[-1][1].records
+        while held > records and len(kept) > 1:
             run *= 2
-            before, kept = kept, []
-            held = sum(_append(kept, drawn, run, seed) for drawn in before)
-    while len(kept) > 1 and kept[-2].run < run:  # merges shorter runs into the last
-        kept[-2:] = [_draw(kept[-2], kept[-1], seed)]
-    chosen: list[B] = [drawn.block for drawn in kept]  # type: ignore[misc]
-    return chosen, Sampling(
-        records=sum(block.records for block in chosen),
-        total=total,
-        places=len(chosen),
-        run=run,
-        last_run=kept[-1].run if kept else run,
-        seed=seed,
+            kept = [min(kept[i : i + 2], key=_draw) for i in range(0, len(kept), 2)]
+            held = sum(block.records for _, block in kept)
+    return [block for _, block in kept], Sampling(
+        records=held, total=total, places=len(kept), run=run, last_run=number % run + 1, seed=seed
     )
-
-
-def _append(kept: list[_Drawn], drawn: _Drawn, run: int, seed: int) -> int:
-    """Appends `drawn`; merges the last two while their runs are equal and shorter than `run`.
-
-    Returns:
-        Increase of the records held.
-    """
-    more = drawn.block.records
-    kept.append(drawn)
-    while len(kept) > 1 and kept[-2].run == kept[-1].run < run:
-        more -= kept[-2].block.records + kept[-1].block.records
-        kept[-2:] = [_draw(kept[-2], kept[-1], seed)]
-        more += kept[-1].block.records
-    return more
-
-
-def _draw(a: _Drawn, b: _Drawn, seed: int) -> _Drawn:
-    """Draws one of two, with probabilities proportional to their runs."""
-    run = a.run + b.run
-    first = derive(seed, "sample", a.first, run) % run < a.run
-    return _Drawn(a.first, run, a.block if first else b.block)
 
 
 def head_blocks(blocks: Iterable[B], records: int, seed: int) -> tuple[list[B], Sampling]:
