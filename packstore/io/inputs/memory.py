@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from packstore.errors import InputError, quote, sentence
-from packstore.io.inputs.pieces import Piece
+from packstore.io.inputs.pieces import Piece, cut
 from packstore.io.inputs.tabular import BATCH_ROWS, as_input_error, plain
 
 
@@ -44,16 +44,9 @@ def record_pieces(records: Iterable[object], path: str, block_bytes: int) -> Ite
     Raises:
         InputError: a record contains a value that JSON cannot represent.
     """
-    first, size = 0, 0
-    lines: list[bytes] = []
-    for number, record in enumerate(records, 1):
-        lines.append(_line(record, f"{path}, item {number}"))
-        size += len(lines[-1])
-        if size >= block_bytes:
-            yield Piece(first, len(lines), b"".join(lines))
-            first, size, lines = number, 0, []
-    if lines:
-        yield Piece(first, len(lines), b"".join(lines))
+    lines = (_line(record, f"{path}, item {n}") for n, record in enumerate(records, 1))
+    for piece in cut(lines, block_bytes, len):
+        yield piece._replace(payload=b"".join(piece.payload))
 
 
 def _line(record: object, where: str) -> bytes:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
+
+from packstore.errors import InputError, quote, sentence
 
 MAX_RECORD_BYTES = 64 << 20
 """Maximum length of a record; a longer one means that the file is broken."""
@@ -22,6 +25,27 @@ class Piece(NamedTuple):
     first: int
     records: int
     payload: Any
+
+
+def cut(records: Iterable[Any], block_bytes: int, size: Callable[[Any], int]) -> Iterator[Piece]:
+    """Cuts records into pieces of about `block_bytes`, whose payloads are lists of records."""
+    first, held, total = 0, [], 0
+    for record in records:
+        held.append(record)
+        total += size(record)
+        if total >= block_bytes:
+            yield Piece(first, len(held), held)
+            first, held, total = first + len(held), [], 0
+    if held:
+        yield Piece(first, len(held), held)
+
+
+def refuse_equal_names(names: Sequence[str], where: str) -> None:
+    """Raises :class:`InputError` if two columns have one name."""
+    if len(set(names)) != len(names):
+        twice = Counter(names).most_common(1)[0][0]
+        must = "the names of the columns must differ"
+        raise InputError(sentence(where, must, f"{quote(twice)} twice"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from packstore.errors import InputError, IntegrityError, PackstoreError, quote, sentence
-from packstore.io.inputs.pieces import Piece
+from packstore.errors import InputError, PackstoreError, sentence
+from packstore.io.inputs.pieces import Piece, refuse_equal_names
 
 BATCH_ROWS = 1024
 """Rows decoded at once."""
@@ -46,12 +46,8 @@ def plain(batch: pa.RecordBatch, path: str) -> pa.RecordBatch:
     """
     with as_input_error(path, "columns must be whole and of a known type"):
         batch.validate(full=True)
-        names = batch.schema.names
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            must = "the names of the columns must differ"
-            raise InputError(sentence(path, must, f"{quote(twice)} twice"))
-        while not batch.schema.equals(schema := _plain_schema(batch.schema)):
+        refuse_equal_names(batch.schema.names, path)
+        while not batch.schema.equals(schema := pa.schema(_plain_fields(batch.schema))):
             batch = batch.cast(schema)
         return batch
 
@@ -61,10 +57,8 @@ def as_input_error(where: str, must: str) -> Iterator[None]:
     """Turns Arrow's errors about bad data in this context into an :class:`InputError`."""
     try:
         yield
-    except PackstoreError as error:
-        if not isinstance(error, IntegrityError):
-            raise
-        raise InputError(sentence(where, must, str(error), "Write the file again")) from error
+    except PackstoreError:
+        raise
     except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         raise InputError(sentence(where, must, str(error), "Write the file again")) from error
 
@@ -79,28 +73,25 @@ def _cut(batch: pa.RecordBatch, block_bytes: int) -> Iterator[pa.RecordBatch]:
         yield batch
 
 
-def _plain_schema(schema: pa.Schema) -> pa.Schema:
-    return pa.schema([f.with_type(_plain_type(f.type)) for f in schema])
+def _plain_fields(fields: Iterable[pa.Field]) -> list[pa.Field]:
+    return [f.with_type(_plain_type(f.type)) for f in fields]
 
 
 def _plain_type(type_: Any) -> Any:
     """Returns the plain type of a type, or the next type of a chain of casts to it."""
     kinds = pa.types
     if kinds.is_dictionary(type_):
-        plain_values = _plain_type(type_.value_type)
-        if plain_values == type_.value_type:
-            return plain_values
-        return pa.dictionary(type_.index_type, plain_values)  # Arrow can't decode view dictionaries
+        values = _plain_type(type_.value_type)  # first these: Arrow can't decode views
+        return values if values == type_.value_type else pa.dictionary(type_.index_type, values)
     if kinds.is_string_view(type_):
         return pa.large_string()
     if kinds.is_binary_view(type_):
         return pa.large_binary()
     if kinds.is_timestamp(type_) or kinds.is_date(type_) or kinds.is_time(type_):
         return pa.string()
-    if kinds.is_list(type_):
-        return pa.list_(type_.value_field.with_type(_plain_type(type_.value_type)))
-    if kinds.is_large_list(type_):
-        return pa.large_list(type_.value_field.with_type(_plain_type(type_.value_type)))
+    if kinds.is_list(type_) or kinds.is_large_list(type_):
+        make = pa.list_ if kinds.is_list(type_) else pa.large_list
+        return make(*_plain_fields([type_.value_field]))
     if kinds.is_struct(type_):
-        return pa.struct([f.with_type(_plain_type(f.type)) for f in type_])
+        return pa.struct(_plain_fields(type_))
     return type_

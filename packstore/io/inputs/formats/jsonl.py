@@ -15,14 +15,24 @@ _DO = "Correct the line; a file that is one JSON document must be named .json"
 
 
 def read(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
-    """Cuts after the last line end of every `block_bytes`."""
-    first = 0
-    for payload in _cut(stream, path, options.block_bytes):
-        lines = payload.split(b"\n")
-        records = sum(not _is_blank(line) for line in lines)
-        if records:
-            yield Piece(first, records, payload)
-        first += len(lines) - 1
+    """Cuts after the last line end of every `block_bytes`; only the last line may lack its own."""
+    first, begun, chunk = 0, bytearray(), None
+    while chunk != b"":
+        chunk = stream.read(options.block_bytes)
+        end = chunk.rfind(b"\n") + 1
+        if end or not chunk:
+            payload = bytes(begun + chunk[:end])
+            begun.clear()
+            if first == 0:
+                payload = payload.removeprefix(_BOM)
+            lines = payload.split(b"\n")
+            if records := sum(not _is_blank(line) for line in lines):
+                yield Piece(first, records, payload)
+            first += len(lines) - 1
+        begun += chunk[end:]
+        if len(begun) > pieces.MAX_RECORD_BYTES:
+            must = f"a line must be at most {pieces.MAX_RECORD_BYTES:,} bytes long"
+            raise InputError(sentence(f"{path}, line {first + 1}", must, "a longer one", _DO))
 
 
 def parse(payload: bytes, path: str, first: int) -> tuple[list[int], list[object]]:
@@ -34,27 +44,6 @@ def parse(payload: bytes, path: str, first: int) -> tuple[list[int], list[object
 
 def _is_blank(line: bytes) -> bool:
     return not line or line.isspace()
-
-
-def _cut(stream: BinaryIO, path: str, block_bytes: int) -> Iterator[bytes]:
-    """Yields runs of whole lines; only the last may lack its line end."""
-    begun: list[bytes] = []
-    lines = 0
-    chunk = stream.read(block_bytes).removeprefix(_BOM)
-    while chunk:
-        end = chunk.rfind(b"\n") + 1
-        if end:
-            payload = b"".join([*begun, chunk[:end]])
-            lines += payload.count(b"\n")
-            begun = []
-            yield payload
-        begun.append(chunk[end:])
-        if sum(map(len, begun)) > pieces.MAX_RECORD_BYTES:
-            must = f"a line must be at most {pieces.MAX_RECORD_BYTES:,} bytes long"
-            raise InputError(sentence(f"{path}, line {lines + 1}", must, "a longer one", _DO))
-        chunk = stream.read(block_bytes)
-    if rest := b"".join(begun):
-        yield rest
 
 
 JSONL = Format(unit="line", read=read, parse=parse)

@@ -26,29 +26,24 @@ def read(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
     """
     with as_input_error(path, "must be a readable Parquet file"):
         file = pq.ParquetFile(stream, buffer_size=1 << 20, pre_buffer=False)
-        largest = _largest_dictionary(stream, file.metadata)
-        rows = max(min(BATCH_ROWS, BATCH_BYTES // max(largest, 1)), 1)
-        yield from pieces(file.iter_batches(rows), path, options.block_bytes)
+        rows = BATCH_BYTES // _largest_dictionary(stream, file.metadata)
+        yield from pieces(file.iter_batches(max(rows, 1)), path, options.block_bytes)
 
 
 def _largest_dictionary(stream: BinaryIO, metadata: pq.FileMetaData) -> int:
-    """Returns the bytes of the largest dictionary of texts that matters, or 0."""
-    largest = 0
+    """Returns the bytes of the largest dictionary of texts; at least those of no consequence."""
+    largest = BATCH_BYTES // BATCH_ROWS
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         for column in map(group.column, range(group.num_columns)):
             size = column.total_uncompressed_size
             texts = column.has_dictionary_page and column.physical_type.endswith("BYTE_ARRAY")
-            if not texts or size * BATCH_ROWS <= BATCH_BYTES:
-                continue
-            stream.seek(column.dictionary_page_offset)
-            header = _DICTIONARY_HEADER.match(stream.read(8))
-            largest = max(largest, _unsigned(header[1]) >> 1 if header else size)
+            if texts and size > largest:
+                stream.seek(column.dictionary_page_offset)
+                if header := _DICTIONARY_HEADER.match(stream.read(8)):
+                    # Seven bits in each byte, the lowest first; zigzag doubles the number.
+                    size = sum((byte & 127) << 7 * i for i, byte in enumerate(header[1])) >> 1
+                largest = max(largest, size)
     return largest
-
-
-def _unsigned(varint: bytes) -> int:
-    """Returns a number that has seven bits in each byte, the lowest first."""
-    return sum((byte & 127) << 7 * i for i, byte in enumerate(varint))
 
 
 PARQUET = Format(unit="row", read=read, parse=parse, random_access=True)
