@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,9 +21,9 @@ from packstore.errors import InputError, quote, sentence, spelled
 from packstore.format.arrays import Rows
 from packstore.io.inputs.formats import COMPRESSIONS, FORMATS, SUFFIXES
 from packstore.io.inputs.memory import is_table, record_pieces, table_records
-from packstore.io.inputs.pieces import Piece, ReadOptions
+from packstore.io.inputs.pieces import ReadOptions
 from packstore.io.inputs.record_places import format_of
-from packstore.io.inputs.streams import HashedStream, decompressed, drain, staged
+from packstore.io.inputs.streams import CHUNK, HashedStream, decompressed, staged
 from packstore.io.manifest.commit import FOLDER
 from packstore.io.store.location import Location
 
@@ -97,6 +96,11 @@ class InputReader:
             temporary copies of remote or compressed Parquet and Arrow files.
         block_bytes: approximate bytes of a block.
 
+    Attributes:
+        inputs: the input files; empty if the input is in memory.
+        paths: ordinal of each input -> its path in :meth:`sources`.
+        ends: True if the input is known to be finite: files, tables, and objects with a length.
+
     Raises:
         InputError: no files, or a file of unknown format; while iterating: a file is broken, or
             there are no records.
@@ -110,27 +114,34 @@ class InputReader:
         config: PackConfig | None = None,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        self._memory: tuple[str, Iterable[object]] | None = None
-        self._sized = is_table(source) or hasattr(source, "__len__")
-        self._inputs: list[Input] = []
-        if _is_path(source) or (
-            isinstance(source, list | tuple) and source and all(map(_is_path, source))
-        ):
-            self._inputs = expand(source, storage_options)
-        elif is_table(source):
-            self._memory = ("<table>", table_records(source))
-        else:
-            self._memory = ("<iterable>", _iterable(source))
         config = config or PackConfig()
         self._folder = config.spill_dir
         self._options = ReadOptions(block_bytes=block_bytes, json_columns=json_columns(config))
         self._sources: list[dict[str, Any]] = []
+        self._memory: tuple[str, Iterable[object]] | None = None
+        inputs: list[Input] = []
+        paths = source if isinstance(source, list | tuple) else [source]
+        if paths and all(isinstance(path, str | os.PathLike) for path in paths):
+            inputs = expand(paths, storage_options)
+        elif is_table(source):
+            self._memory = ("<table>", table_records(source))
+        elif isinstance(source, Iterable) and not isinstance(source, Mapping | bytes):
+            self._memory = ("<iterable>", source)
+        else:  # a mapping iterates over names
+            must = "must be a path, a list of paths, a table, or an iterable of records"
+            do = "Give one split, or a list of records" if isinstance(source, Mapping) else ""
+            raise InputError(sentence("input", must, f"a {type(source).__name__}", do))
+        self.inputs = tuple(inputs)
+        self.paths = {item.ordinal: item.path for item in inputs}
+        if self._memory:
+            self.paths = {0: self._memory[0]}
+        self.ends = self._memory is None or is_table(source) or hasattr(source, "__len__")
 
     def __iter__(self) -> Iterator[Block]:
         self._sources = []
         if self._memory:
             yield from self._read_memory(*self._memory)
-        for item in self._inputs:
+        for item in self.inputs:
             yield from self.read_file(item)
         if not any(source["records"] for source in self._sources):
             names = ", ".join(source["path"] for source in self._sources)
@@ -144,23 +155,6 @@ class InputReader:
         """
         return list(self._sources)
 
-    @property
-    def inputs(self) -> tuple[Input, ...]:
-        """The input files; empty if the input is in memory."""
-        return tuple(self._inputs)
-
-    @property
-    def paths(self) -> dict[int, str]:
-        """Maps the ordinal of each input to its path in `sources`."""
-        if self._memory:
-            return {0: self._memory[0]}
-        return {item.ordinal: item.path for item in self._inputs}
-
-    @property
-    def ends(self) -> bool:
-        """True if the input is known to be finite: files, tables, and objects with a length."""
-        return self._memory is None or self._sized
-
     def read_file(self, item: Input) -> Iterator[Block]:
         """Yields the blocks of one file, even if not among the inputs; raises like iterating."""
         records = 0
@@ -168,26 +162,18 @@ class InputReader:
         with contextlib.ExitStack() as stack:
             raw = stack.enter_context(item.location.open_read())
             hashed = HashedStream(raw)
-            stream = decompressed(hashed, item.compression, item.path)
-            readable = self._seekable(item, raw, stream, stack) if form.random_access else stream
-            for piece in form.read(readable, item.path, self._options):
+            stream: BinaryIO = decompressed(hashed, item.compression, item.path)
+            if form.random_access and (item.compression or item.location.local_path is None):
+                stream = stack.enter_context(staged(stream, self._folder))
+            elif form.random_access:  # reads all of it once, to hash it
+                while stream.read(CHUNK):
+                    pass
+                raw.seek(0)
+                stream = raw
+            for piece in form.read(stream, item.path, self._options):
                 records += piece.records
-                yield _block(item.ordinal, item.path, item.format, form.unit, piece)
+                yield Block(item.ordinal, item.path, item.format, form.unit, *piece)
         self._note(item.path, hashed.bytes, hashed.sha256, records)
-
-    def _seekable(
-        self,
-        item: Input,
-        raw: io.BufferedReader,
-        stream: io.BufferedReader,
-        stack: contextlib.ExitStack,
-    ) -> BinaryIO:
-        """Opens the plain bytes of a file for random access; reads all of it once, to hash it."""
-        if item.compression or item.location.local_path is None:
-            return stack.enter_context(staged(stream, self._folder))
-        drain(stream)
-        raw.seek(0)
-        return raw
 
     def _read_memory(self, path: str, values: Iterable[object]) -> Iterator[Block]:
         records, size, digest = 0, 0, hashlib.sha256()
@@ -196,7 +182,7 @@ class InputReader:
             records += piece.records
             size += len(piece.payload)
             digest.update(piece.payload)
-            yield _block(0, path, "jsonl", unit, piece)
+            yield Block(0, path, "jsonl", unit, *piece)
         self._note(path, size, digest.hexdigest(), records)
 
     def _note(self, path: str, size: int, sha256: str, records: int) -> None:
@@ -214,8 +200,16 @@ def expand(
         StorageError: the store refuses.
     """
     given = [source] if isinstance(source, str | os.PathLike) else source
-    found = [pair for one in given for pair in _files(os.fspath(one), storage_options or {})]
-    return [Input(i, path, place, *_format_of(path)) for i, (path, place) in enumerate(found)]
+    inputs: list[Input] = []
+    for one in given:
+        for path, place in _files(os.fspath(one), storage_options or {}):
+            form, compression = format_of(path)
+            if form is None:
+                must, found = f"its name must end in {_KNOWN}", quote(os.path.basename(path))
+                do = "Rename it, or name the wanted files alone"
+                raise InputError(sentence(path, must, found, do))
+            inputs.append(Input(len(inputs), path, place, form, compression))
+    return inputs
 
 
 def json_columns(config: PackConfig) -> frozenset[str]:
@@ -238,8 +232,8 @@ def _files(url: str, options: Mapping[str, Any]) -> list[tuple[str, Location]]:
     if not any(c in url for c in ("*[" if "://" in url else "*?[")):
         location.files()  # raises if the bucket is missing
         raise InputError(sentence(location.display, "must exist", "no such file", "Check the path"))
-    dotted = _name(url).startswith(".")
-    matches = [m for m in location.glob() if dotted or not _name(m.url).startswith(".")]
+    dotted = os.path.basename(url).startswith(".")
+    matches = [m for m in location.glob() if dotted or not os.path.basename(m.url).startswith(".")]
     if not matches:
         must = "the pattern must match at least one file"
         raise InputError(sentence(location.display, must, "none", "Check the pattern"))
@@ -258,37 +252,3 @@ def _files_of_folder(folder: Location) -> list[tuple[str, Location]]:
         raise InputError(sentence(folder.display, must, "none", "Name the files, or a glob"))
     places = [folder.join(name) for name in names]
     return [(place.display, place) for place in places]
-
-
-def _format_of(path: str) -> tuple[str, str | None]:
-    """Returns format and compression by the name of a file."""
-    form, compression = format_of(path)
-    if form is None:
-        do = "Rename it, or name the wanted files alone"
-        raise InputError(sentence(path, f"its name must end in {_KNOWN}", quote(_name(path)), do))
-    return form, compression
-
-
-def _name(path: str) -> str:
-    return path.rsplit("/", 1)[-1]
-
-
-def _block(source: int, path: str, form: str, unit: str, piece: Piece) -> Block:
-    return Block(source, path, form, unit, piece.first, piece.records, piece.payload)
-
-
-def _is_path(source: object) -> bool:
-    return isinstance(source, str | os.PathLike)
-
-
-def _iterable(source: Any) -> Iterable[object]:
-    """Returns `source` if it can be iterated for records.
-
-    Raises:
-        InputError: it is not iterable, or a mapping, which iterates over names.
-    """
-    if isinstance(source, Mapping | bytes) or not isinstance(source, Iterable):
-        must = "must be a path, a list of paths, a table, or an iterable of records"
-        do = "Give one split, or a list of records" if isinstance(source, Mapping) else ""
-        raise InputError(sentence("input", must, f"a {type(source).__name__}", do))
-    return source

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import shutil
 import tempfile
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -62,9 +63,6 @@ class _Decompressed(io.RawIOBase):
         """Fills the start of `buffer`; returns how much."""
         try:
             count = int(self._stream.readinto(buffer))
-            self._given += count
-            self._check_ratio()
-            return count
         except PackstoreError:
             raise
         except OSError as error:
@@ -73,12 +71,12 @@ class _Decompressed(io.RawIOBase):
             if "Truncated" in str(error):
                 found, do = "an end in the middle of the compressed stream", "Copy the file again"
             raise InputError(sentence(self._path, must, found, do)) from error
-
-    def _check_ratio(self) -> None:
+        self._given += count
         if self._given > MAX_RATIO * self._raw.bytes + FREE_BYTES:
             must = f"must not decompress to more than {MAX_RATIO} times its bytes"
             found = f"{self._given} bytes out of {self._raw.bytes}"
             raise InputError(sentence(self._path, must, found, "Compress it in smaller steps"))
+        return count
 
 
 def decompressed(raw: HashedStream, compression: str | None, path: str) -> io.BufferedReader:
@@ -88,12 +86,6 @@ def decompressed(raw: HashedStream, compression: str | None, path: str) -> io.Bu
     """
     plain = raw if compression is None else _Decompressed(raw, compression, path)
     return io.BufferedReader(plain, CHUNK)
-
-
-def drain(stream: BinaryIO) -> None:
-    """Reads a stream to its end."""
-    while stream.read(CHUNK):
-        pass
 
 
 @contextlib.contextmanager
@@ -106,7 +98,6 @@ def staged(stream: BinaryIO, folder: str | None) -> Iterator[BinaryIO]:
     with contextlib.ExitStack() as stack:
         with guarded("write", folder or tempfile.gettempdir(), {}):
             copy = stack.enter_context(tempfile.TemporaryFile(dir=folder))
-            while chunk := stream.read(CHUNK):
-                copy.write(chunk)
+            shutil.copyfileobj(stream, copy, CHUNK)
             copy.seek(0)
         yield copy
