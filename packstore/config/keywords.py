@@ -1,6 +1,6 @@
 """Keyword arguments of calls, as types: editors complete them, and type checkers know them.
 
-The fields of :mod:`packstore.config.packing`, class by class; a test compares them.
+The fields of the other modules here, class by class; a test compares them.
 """
 
 from __future__ import annotations
@@ -106,3 +106,110 @@ class AppendSettings(RunSettings, total=False):
     fields: Mapping[str, str]
     missing_field: Literal["error", "drop"]
     partitions: int | None
+
+
+class TrainDataSettings(TypedDict, total=False):
+    """Fields of :class:`~packstore.config.training.TrainDataConfig`."""
+
+    dataset: str
+    validation: str | None
+    ref_logps: str | None
+    validation_ref_logps: str | None
+    validation_by: str | None
+    ref_logps_check: Literal["exact", "model"]
+    storage_options: Mapping[str, str]
+    pairs_per_step: int
+    packs_per_batch: int | None
+    tokens_per_batch: int | None
+    epochs: int
+    max_steps: int | None
+    num_workers: int
+
+
+class TrainModelSettings(TypedDict, total=False):
+    """Fields of :class:`~packstore.config.training.TrainModelConfig`."""
+
+    model: str
+    reference_model: str | None
+    dtype: Literal["float32", "bfloat16", "float64"]
+    mixed_precision: Literal["none", "bf16"]
+    attention: str
+    disable_dropout: bool
+    probe: bool
+    gradient_checkpointing: bool
+    lora_rank: int | None
+    lora_alpha: float
+    lora_dropout: float
+    lora_targets: tuple[str, ...]
+
+
+class TrainLossSettings(TypedDict, total=False):
+    """Fields of :class:`~packstore.config.training.TrainLossConfig`."""
+
+    loss: str | Mapping[str, float | Mapping[str, float]]
+    loss_parameters: Mapping[str, float]
+    sft_weight: float
+    sft_average: Literal["token", "sequence_sum", "sequence_mean"]
+    average_logps: bool
+    pairs: Literal["best_vs_rest", "all", "adjacent"]
+
+
+class TrainOptimizerSettings(TypedDict, total=False):
+    """Fields of :class:`~packstore.config.training.TrainOptimizerConfig`."""
+
+    learning_rate: float
+    schedule: Literal["cosine", "constant"]
+    warmup: float
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    max_grad_norm: float
+
+
+class TrainRunSettings(TypedDict, total=False):
+    """Fields of :class:`~packstore.config.training.TrainRunConfig`."""
+
+    output: str
+    seed: int
+    resume: str
+    log_every: int
+    eval_every: int | None
+    save_every: int | None
+    keep_last: int
+    keep_every: int | None
+    log_examples: bool
+    tokenizer: str | None
+    merge: bool
+    trackers: tuple[str, ...]
+    wandb: str | None
+    cpu: bool
+
+
+class TrainSettings(
+    TrainRunSettings,
+    TrainOptimizerSettings,
+    TrainLossSettings,
+    TrainModelSettings,
+    TrainDataSettings,
+    total=False,
+):
+    """Fields of :class:`~packstore.config.training.TrainConfig`."""
+
+
+class EvalSettings(TypedDict, total=False):
+    """Batching of ``packstore.torch.evaluate`` and ``write_ref_logps``: one of the two."""
+
+    packs_per_batch: int | None
+    tokens_per_batch: int | None
+
+
+class BatchSettings(EvalSettings, total=False):
+    """Fields of :class:`~packstore.config.BatchConfig`."""
+
+    pairs_per_step: int | None
+    accumulation: int
+    balance: bool
+    largest_first: bool
+    tail: Literal["drop", "pad", "repeat", "uneven"] | None
+    mode: Literal["train", "eval"]

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 import packstore
 from packstore.cli import main
-from packstore.config import PackConfig, PlanConfig, keywords, packing
+from packstore.config import PackConfig, PlanConfig, keywords, loading, packing, training
 from packstore.errors import ConfigError, DropRateError, RecordError
 from packstore.online_packing.sizes import check_settings, measure
 from packstore.tokenizer import load_tokenizer
@@ -181,11 +182,18 @@ def test_append_has_the_flag_that_its_error_advises(
     assert "40 examples" in capsys.readouterr().out
 
 
+CONFIGS = {
+    packing: ["Size", "Tokenize", "Select", "Plan", "Write", "Work", "Run", "Pack"],
+    training: ["TrainData", "TrainModel", "TrainLoss", "TrainOptimizer", "TrainRun", "Train"],
+    loading: ["Batch"],
+}
+
+
 @pytest.mark.parametrize(
-    "stage", ["Size", "Tokenize", "Select", "Plan", "Write", "Work", "Run", "Pack"]
+    ("module", "stage"), [(module, stage) for module, stages in CONFIGS.items() for stage in stages]
 )
-def test_keywords_are_the_fields_of_the_settings(stage: str) -> None:
-    config = getattr(packing, f"{stage}Config")
+def test_keywords_are_the_fields_of_the_settings(module: ModuleType, stage: str) -> None:
+    config = getattr(module, f"{stage}Config")
     types = get_type_hints(config)
     fields = {f.name: types[f.name] for f in dataclasses.fields(config)}
     settings = getattr(keywords, f"{stage}Settings")

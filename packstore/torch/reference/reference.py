@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from packstore.config import BatchConfig, fingerprint
+from packstore.config.keywords import EvalSettings
 from packstore.errors import FormatError, sentence
 from packstore.format.arrays import Float32, Int64
 from packstore.io.dataset.dataset import Dataset
@@ -58,7 +59,7 @@ def write_ref_logps(
     single_writer: bool = False,
     storage_options: dict[str, Any] | None = None,
     progress: Progress | None = None,
-    **batching: int | None,
+    **batching: Unpack[EvalSettings],
 ) -> Side:
     """Runs a model over every pack once and writes the log-prob of each sequence, float32.
 

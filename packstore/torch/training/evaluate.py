@@ -14,11 +14,12 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import nn
 
+from packstore.config.keywords import EvalSettings
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.side_manifest import REF_LOGPS
 from packstore.io.side.side import Side, open_side
@@ -43,7 +44,7 @@ def evaluate(
     by: str | None = None,
     rewards: bool = False,
     mixed_precision: Precision = "none",
-    **batching: Any,
+    **batching: Unpack[EvalSettings],
 ) -> Figures:
     """Computes the metrics of `model` over `dataset`, exactly for any packing, batches and ranks.
 
