@@ -4,6 +4,7 @@ from packstore.config.checks import fingerprint, setting, validate
 from packstore.config.fields import (
     FEEDBACK,
     FIELD_NAMES,
+    ID_SPELLINGS,
     LIKELY,
     MEANINGFUL,
     NOT_TEXT,
@@ -28,6 +29,7 @@ __all__ = [
     "CHECK_RETRIES",
     "FEEDBACK",
     "FIELD_NAMES",
+    "ID_SPELLINGS",
     "LIKELY",
     "MEANINGFUL",
     "NOT_TEXT",

@@ -20,6 +20,7 @@ FIELD_NAMES = (
     "system",
     "input_ids",
     "labels",
+    "mask",
 )
 """Canonical field names of a record; the setting ``fields`` maps them to names in the input."""
 
@@ -32,6 +33,7 @@ NOT_TEXT = (
     "tools",
     "input_ids",
     "labels",
+    "mask",
 )
 """Fields whose values are not text: their CSV cells are parsed as JSON."""
 
@@ -40,6 +42,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "rejected": ("rejected", "rejected_response"),
     "messages": ("messages", "conversations"),
     "response": ("response", "completion"),
+    "mask": ("loss_mask", "completion_mask", "assistant_masks"),
     **{
         f"{side}_reward": (
             f"{side}_reward",
@@ -54,6 +57,15 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     },
 }
 """Canonical name -> accepted names, in order of precedence, unless `fields` maps the name."""
+
+ID_SPELLINGS: dict[str, tuple[str, ...]] = {
+    "prompt": ("prompt_ids", "prompt_input_ids", "prompt"),
+    "chosen": ("chosen_ids", "chosen_input_ids", "chosen"),
+    "rejected": ("rejected_ids", "rejected_input_ids", "rejected"),
+    "response": ("response_ids", "completion_ids", "response", "completion"),
+    "mask": SPELLINGS["mask"],
+}
+"""The same of records that are token ids: a record may hold its texts as well."""
 
 REWARD_FIELDS = frozenset(SPELLINGS["chosen_reward"] + SPELLINGS["rejected_reward"])
 """Names of the fields that may hold the reward of a side."""

@@ -58,7 +58,7 @@ class RecordReader:
             raise ConfigError("records to pack must be one at least; found none.")
         first = records[0]
         self.records, self.config = records, with_types(config, [first])
-        self.kind = kind_of(first) if config.kind == "auto" else config.kind
+        self.kind = kind_of(first, self.config) if config.kind == "auto" else config.kind
         digest = hashlib.sha256()
         parts: list[Measured] = []
         for start in range(0, len(records), CHUNK):
@@ -111,7 +111,7 @@ class StepPacker:
         """
         if not self._typed:
             self.config, self._typed = with_types(self.config, [record]), True
-        self.kind = self.kind or kind_of(record)
+        self.kind = self.kind or kind_of(record, self.config)
         one = examples_of([record], [number], self.kind, self.config)
         measured = one.measured(self.config.layout, self.kind)
         tokens, _, longest, _ = measured

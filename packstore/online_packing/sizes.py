@@ -128,7 +128,7 @@ def check_settings(config: PackConfig) -> None:
         ConfigError: a setting is for tokenizing or selecting records; `overlong` would truncate; or
             `pad_to_multiple` is above 1.
     """
-    names = [name for name in config.needing_records if name != "carry"]
+    names = [name for name in config.needing_records if name not in ("carry", "fields")]
     names += ["dedup"] * (config.dedup != "none")
     names += ["validation_fraction"] * (config.validation_fraction > 0)
     if names:
@@ -151,9 +151,10 @@ def check_settings(config: PackConfig) -> None:
 
 def _check(dataset: Dataset, config: PackConfig) -> None:
     check_settings(config)
-    if config.carry:
-        must = "carry must be left out, as a dataset has the columns that it was packed with"
-        raise ConfigError(sentence(dataset.url, must, "", "Pack the records again"))
+    for name in ("carry", "fields"):
+        if getattr(config, name):
+            must = f"{name} must be left out, as a dataset has the columns of its packing"
+            raise ConfigError(sentence(dataset.url, must, "", "Pack the records again"))
     if config.kind not in ("auto", dataset.manifest.kind):
         raise ConfigError(
             f"kind must be auto or that of the dataset, {dataset.manifest.kind}; "

@@ -76,21 +76,8 @@ class _Places:
         self.span_start: list[int] = []
         self.span_end: list[int] = []
         self.head: list[int] = []
-        if all(draft.prompt for draft in drafts):
-            self._add_plain(drafts)
-            return
         for i, draft in enumerate(drafts):
             self._add(i, draft, len(draft.text))
-
-    def _add_plain(self, drafts: Sequence[Draft]) -> None:
-        """Adds drafts that each have a prompt and a response, at once; see :meth:`_add`."""
-        n = len(drafts)
-        self.draft = self.span_draft = list(range(n))
-        self.at = [len(draft.prompt) for draft in drafts]
-        self.of_span = [True] * n
-        self.span_start = list(range(-1, -n - 1, -1))
-        self.span_end = list(range(1, 2 * n, 2))
-        self.head = list(range(0, 2 * n, 2))
 
     def _add(self, i: int, draft: Draft, end: int) -> None:
         spans, head = draft.spans, draft.system_end
@@ -151,7 +138,7 @@ def _encode(
         # The same text with another guard is another text.
         for b in cut:
             draft = drafts[places.draft[b]]
-            text = draft.prompt or draft.guard + draft.text[: places.at[b]]
+            text = draft.guard + draft.text[: places.at[b]]
             before[b] = first + known.setdefault(text, len(known))
         for i in own:
             draft = drafts[i]
@@ -224,7 +211,7 @@ def _check_literal(
     """Refuses plain text that was encoded to control ids (Unigram vocabularies do that)."""
     hint = tokenizer.control_hint
     for i, draft in enumerate(drafts):
-        if draft.harmless or draft.mode == "control" or hint not in draft.text or i in refused:
+        if draft.mode == "control" or hint not in draft.text or i in refused:
             continue
         bare = draft.text.replace(draft.guard, "") if draft.guard else draft.text
         if not tokenizer.controls.search(bare):

@@ -20,9 +20,9 @@ from packstore.tokenizer.records.ids import id_sequences
 from packstore.tokenizer.records.keys import record_keys
 from packstore.tokenizer.records.overlong import fit, refuse_surely_overlong
 from packstore.tokenizer.records.sequences import Draft, Mode, Sequences, Tokens
-from packstore.tokenizer.records.shapes import DEFAULT_REWARDS, PLAIN_FIELDS, parse_record
+from packstore.tokenizer.records.shapes import DEFAULT_REWARDS, parse_record
 from packstore.tokenizer.refusals import Refused, raise_if_error
-from packstore.tokenizer.rendered import check_responses, draft_plain, draft_record
+from packstore.tokenizer.rendered import PLAIN_FIELDS, check_responses, draft_plain, draft_record
 from packstore.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("packstore")

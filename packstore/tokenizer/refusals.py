@@ -42,6 +42,11 @@ class Refused(Exception):
         self.detail = detail
         self.do = do
 
+    def as_error(self, where: str, alternative: str = "") -> RecordError:
+        """Returns the error of the record at `where`; its remedy ends with `alternative`."""
+        rule, _ = REASONS[self.reason]
+        return RecordError(sentence(where, rule, self.detail, self.do + alternative))
+
 
 def raise_if_error(refused: Refused, where: str, config: TokenizeConfig) -> None:
     """Raises unless the settings drop such records.
@@ -49,7 +54,7 @@ def raise_if_error(refused: Refused, where: str, config: TokenizeConfig) -> None
     Raises:
         RecordError: the policy of the reason is ``error``.
     """
-    rule, setting = REASONS[refused.reason]
+    _, setting = REASONS[refused.reason]
     if setting is not None and getattr(config, setting) == "error":
-        do = f"{refused.do}, or set {setting} to drop to count and leave out such records"
-        raise RecordError(sentence(where, rule, refused.detail, do)) from None
+        do = f", or set {setting} to drop to count and leave out such records"
+        raise refused.as_error(where, do) from None

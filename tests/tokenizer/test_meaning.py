@@ -110,7 +110,7 @@ def test_the_side_that_is_wrong_is_named():
     for name in ids:
         with pytest.raises(Refused, match=rf"found {name} \[1.0, 2.0\]"):
             parse_record({**ids, name: [1.0, 2.0]}, "dpo", CONFIG)
-        with pytest.raises(Refused, match=rf"{name} must be ids.*2\.5"):
+        with pytest.raises(Refused, match=rf"{name} must be token ids.*2\.5"):
             parse_record({**ids, name: [1, 2.5]}, "dpo", CONFIG)
     with pytest.raises(Refused, match="found prompt ids, chosen text, rejected ids"):
         parse_record({**ids, "chosen": "text"}, "dpo", CONFIG)

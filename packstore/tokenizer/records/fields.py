@@ -11,9 +11,8 @@ from typing import Any
 from packstore.config import FEEDBACK, LIKELY, MEANINGFUL, SPELLINGS, TokenizeConfig
 from packstore.errors import quote
 from packstore.format.arrays import MAX_FIELDS
+from packstore.tokenizer.records.ids import unwrapped
 from packstore.tokenizer.refusals import Refused
-
-_EMPTY: tuple[object, ...] = (None, "", [], {})
 
 _TRUE: tuple[object, ...] = (True, "1", "true", "True")
 _FALSE: tuple[object, ...] = (False, "0", "false", "False")
@@ -23,26 +22,35 @@ _FALSE: tuple[object, ...] = (False, "0", "false", "False")
 class Fields:
     """Looks up fields of one record by canonical name; null counts as absent.
 
-    Attributes:
+    Args:
+        record: the record.
         config: the settings.
+        synonyms: canonical name -> accepted names.
+
+    Attributes:
         used: the record's names of the fields that were returned.
     """
 
-    def __init__(self, record: Mapping[str, Any], config: TokenizeConfig) -> None:
-        self._record, self.config = record, config
+    def __init__(
+        self,
+        record: Mapping[str, Any],
+        config: TokenizeConfig,
+        synonyms: Mapping[str, tuple[str, ...]] = SPELLINGS,
+    ) -> None:
+        self._record, self.config, self._synonyms = record, config, synonyms
         self.used: set[str] = set()
 
     def spellings(self, name: str) -> tuple[str, ...]:
         """Returns the names that a field may have: the mapped one, or all synonyms."""
         mapped = self.config.fields.get(name)
-        return (mapped,) if mapped else SPELLINGS.get(name, (name,))
+        return (mapped,) if mapped else self._synonyms.get(name, (name,))
 
     def get(self, name: str) -> Any:
-        """Returns the value, or None."""
+        """Returns the value, or None; a tensor as an array."""
         for spelling in self.spellings(name):
             if (value := self._record.get(spelling)) is not None:
                 self.used.add(spelling)
-                return value
+                return unwrapped(value)
         return None
 
     def need(self, name: str) -> Any:
@@ -68,8 +76,8 @@ class Fields:
 
     def likely(self, name: str) -> str | None:
         """Returns a field of the record that is probably the canonical one under another name."""
-        known = {n for canonical in (*SPELLINGS, *LIKELY) for n in self.spellings(canonical)}
-        free = [n for n, v in self._record.items() if n not in known and v not in _EMPTY]
+        known = {n for names in (self._synonyms, LIKELY) for c in names for n in self.spellings(c)}
+        free = [n for n, v in self._record.items() if n not in known and not _is_empty(v)]
         for wanted in LIKELY.get(name, ()):
             if wanted in free:
                 return wanted
@@ -85,7 +93,7 @@ class Fields:
             Refused: ``wrong_type``.
         """
         for place, spelling in enumerate(self.spellings(name)):
-            value = self._record.get(spelling)
+            value = unwrapped(self._record.get(spelling))
             if value is not None and (not place or _is_number(value)):
                 self.used.add(spelling)
                 return number(value, spelling)
@@ -138,7 +146,7 @@ def unused(records: Sequence[Any], names: Collection[str], used: Counter[str]) -
         if used[name]:
             count = sum(record.get(name) is not None for record in records) - used[name]
         else:
-            count = sum(record.get(name) not in _EMPTY for record in records)
+            count = sum(not _is_empty(record.get(name)) for record in records)
         if count > 0:
             found[name.encode(errors="replace").decode()] += count
     return found
@@ -166,9 +174,13 @@ def check_feedback(record: object, name: str) -> None:
     Raises:
         Refused: ``unpaired_feedback``.
     """
-    if isinstance(record, dict) and record.get(name) in _FALSE:
+    if isinstance(record, Mapping) and record.get(name) in _FALSE:
         do = "Pair good and bad answers by their prompt (kind dpo)"
         raise Refused("unpaired_feedback", f"{name} {record[name]!r}", do)
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 def _is_number(value: object) -> bool:

@@ -13,38 +13,73 @@ from packstore.tokenizer.records.sequences import Tokens, starts_with
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.tokenizer import Tokenizer
 
+MAX_ID = (1 << 31) - 1
 
-def as_ids(value: object, name: str, *, labels: bool = False) -> Int32:
-    """Converts a list of ids, or of labels, to int32 `[N]`.
+
+def unwrapped(value: Any) -> Any:
+    """Returns a tensor as an array, a scalar of numpy or torch as a number, the rest as it is."""
+    if not hasattr(value, "__array__"):
+        return value
+    array = np.asarray(value)
+    return array if array.ndim else array.item()
+
+
+def holds_ids(value: object) -> bool:
+    """Returns True for an array, and for a list that is empty or starts with a whole number."""
+    if isinstance(value, np.ndarray):
+        return True
+    return isinstance(value, list) and (not value or type(value[0]) is int)
+
+
+def as_ids(value: object, name: str) -> Int32:
+    """Converts a list or an array of ids to int32 `[N]`.
 
     Raises:
         Refused: ``wrong_type``; names the field `name`.
     """
-    low = IGNORE_INDEX if labels else 0
-    if value == []:
-        return np.empty(0, np.int32)
-    try:
-        array = np.asarray(value if isinstance(value, list) else None)
-    except ValueError:  # lists of different lengths
-        array = np.asarray(None)
-    if array.ndim != 1 or array.dtype.kind != "i" or np.any((array < low) | (array >= 1 << 31)):
-        must = f"{name} must be ids, a list of whole numbers"
+    array = _whole_numbers(value)
+    if array is None or (len(array) and (array.min() < 0 or array.max() > MAX_ID)):
+        must = f"{name} must be token ids, whole numbers in 0..{MAX_ID}"
         raise Refused("wrong_type", f"{must}, found {quote(value)}")
-    return array.astype(np.int32)
+    return np.asarray(array, np.int32)
 
 
-def supervised_ids(ids: Int32, labels: object) -> Bool:
+def _whole_numbers(value: object) -> Any:
+    """Returns an array of integers `[N]`; None if the value is something else."""
+    try:
+        array = np.asarray(value if isinstance(value, list | np.ndarray) else None)
+    except ValueError:  # lists of different lengths
+        return None
+    if array.ndim == 1 and (array.dtype.kind in "iu" or not len(array)):
+        return array
+    return None
+
+
+def supervised_ids(ids: Int32, labels: object, name: str) -> Bool:
     """Returns the supervision mask of ids, bool `[N]`, from their labels; without labels all True.
+
+    Raises:
+        Refused: ``wrong_type``; names the field `name`.
+    """
+    if labels is None:
+        return np.ones(len(ids), np.bool_)
+    told = _whole_numbers(labels)
+    if told is None or told.shape != ids.shape or ((told != ids) & (told != IGNORE_INDEX)).any():
+        must = f"each label of {name} must be the id at its place, or {IGNORE_INDEX}"
+        raise Refused("wrong_type", f"{must}, found {quote(labels)}")
+    on: Bool = told != IGNORE_INDEX
+    return on
+
+
+def masked_ids(ids: Int32, mask: object) -> Bool:
+    """Returns a mask of zeros and ones as bool `[N]`.
 
     Raises:
         Refused: ``wrong_type``.
     """
-    if labels is None:
-        return np.ones(len(ids), np.bool_)
-    told = as_ids(labels, "labels", labels=True)
-    if len(ids) != len(told) or np.any((told != ids) & (told != IGNORE_INDEX)):
-        raise Refused("wrong_type", "each label must be the id at its place, or -100")
-    on: Bool = told != IGNORE_INDEX
+    on = np.asarray(mask).astype(np.bool_)
+    if on.shape != ids.shape:
+        raise Refused("wrong_type", "a mask must have one value for each of input_ids")
     return on
 
 

@@ -29,8 +29,6 @@ class Draft(NamedTuple):
         guard: see `mode`.
         system_end: end of a leading system turn, which truncation keeps; 0: none.
         from_template: True if a chat template rendered the text.
-        harmless: True if the text certainly holds no control string.
-        prompt: the text before the only span, if known.
     """
 
     text: str
@@ -39,8 +37,6 @@ class Draft(NamedTuple):
     guard: str = ""
     system_end: int = 0
     from_template: bool = False
-    harmless: bool = False
-    prompt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

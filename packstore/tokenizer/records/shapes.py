@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from packstore.config import REWARD_FIELDS, TokenizeConfig
+from packstore.config import TokenizeConfig
 from packstore.errors import RecordError, quote, sentence
 from packstore.format.arrays import Bool, Int32
 from packstore.tokenizer.chat.implicit import is_hh, split_messages, split_texts
@@ -20,11 +20,8 @@ from packstore.tokenizer.chat.messages import (
 )
 from packstore.tokenizer.chat.template import Message, Tools
 from packstore.tokenizer.records.fields import Fields, number
-from packstore.tokenizer.records.ids import as_ids, supervised_ids
+from packstore.tokenizer.records.ids import as_ids, holds_ids, masked_ids, supervised_ids, unwrapped
 from packstore.tokenizer.refusals import Refused
-
-PLAIN_FIELDS = ("prompt", "chosen", "rejected")
-"""The fields of a pair of plain texts."""
 
 DEFAULT_REWARDS = (1.0, 0.0)
 """Default rewards of chosen and rejected."""
@@ -52,7 +49,7 @@ class Parsed:
     tools: Tools = None
     variables: dict[str, Any] | None = None
     supervised: list[Bool] | None = None
-    fields: Collection[str] = PLAIN_FIELDS
+    fields: Collection[str]
     scored: bool = False
     events: tuple[str, ...] = ()
 
@@ -65,18 +62,23 @@ def detect_kind(record: object, config: TokenizeConfig, where: str = "the first 
     """
     if config.kind != "auto":
         return config.kind
-    if isinstance(record, dict):
-        fields = Fields(record, config)
-        if fields.get("responses") is not None:
-            return "ranked"
-        if fields.get("chosen") is not None or fields.get("rejected") is not None:
-            return "dpo"
-        if any(fields.get(name) is not None for name in ("messages", "response", "input_ids")):
-            return "sft"
+    if isinstance(record, dict) and (kind := kind_of(Fields(record, config))):
+        return kind
     found = f"fields {', '.join(map(repr, record))}" if isinstance(record, dict) else quote(record)
     must = "it must have chosen and rejected, or messages, or responses and scores, or input_ids"
     do = f"Name the fields: {_proposed(record, config)}"
     raise RecordError(sentence(where, must, found, do))
+
+
+def kind_of(fields: Fields) -> str | None:
+    """Returns the kind of a record by its fields; None if they fit none."""
+    if fields.get("responses") is not None:
+        return "ranked"
+    if fields.get("chosen") is not None or fields.get("rejected") is not None:
+        return "dpo"
+    if any(fields.get(name) is not None for name in ("messages", "response", "input_ids")):
+        return "sft"
+    return None
 
 
 def _proposed(record: object, config: TokenizeConfig) -> str:
@@ -103,27 +105,30 @@ def parse_record(record: object, kind: str, config: TokenizeConfig) -> Parsed:
     """
     if not isinstance(record, dict):
         raise Refused("not_an_object", f"a record must be an object, found {quote(record)}")
-    if kind == "dpo" and not config.fields and (plain := _plain_pair(record)):
-        return plain
-    fields = Fields(record, config)
-    if kind == "sft":
-        return _parse_sft(fields)
-    if kind == "ranked":
-        prompt, responses = fields.need("prompt"), fields.need("responses")
-        scores = fields.need("scores")
-        if not isinstance(responses, list) or len(responses) < 2:
-            raise Refused(
-                "wrong_type", f"responses must be a list of at least 2, {_size(responses)}"
-            )
-        if not isinstance(scores, list) or len(scores) != len(responses):
-            raise Refused("wrong_type", f"scores must be {len(responses)} numbers, {_size(scores)}")
-        rewards = [number(score, "a score") for score in scores]
-        labels = fields.get("response_labels") or [None] * len(responses)
-        if not isinstance(labels, list) or len(labels) != len(responses):
-            must = f"response_labels must be {len(responses)} lists"
-            raise Refused("wrong_type", f"{must}, {_size(labels)}")
-    else:
-        return _parse_pair(fields)
+    return parse_fields(Fields(record, config), kind)
+
+
+def parse_fields(fields: Fields, kind: str) -> Parsed:
+    """Parses the fields of a record to prompt, responses and rewards.
+
+    Raises:
+        Refused: the record has no shape of this kind.
+    """
+    return {"dpo": _parse_pair, "sft": _parse_sft, "ranked": _parse_ranked}[kind](fields)
+
+
+def _parse_ranked(fields: Fields) -> Parsed:
+    prompt = fields.need("prompt")
+    responses, scores = _values(fields.need("responses")), _values(fields.need("scores"))
+    if not isinstance(responses, list) or len(responses) < 2:
+        raise Refused("wrong_type", f"responses must be a list of at least 2, {_size(responses)}")
+    if not isinstance(scores, list) or len(scores) != len(responses):
+        raise Refused("wrong_type", f"scores must be {len(responses)} numbers, {_size(scores)}")
+    rewards = [number(score, "a score") for score in scores]
+    labels = _values(fields.get("response_labels")) or [None] * len(responses)
+    if not isinstance(labels, list) or len(labels) != len(responses):
+        must = f"response_labels must be {len(responses)} lists"
+        raise Refused("wrong_type", f"{must}, {_size(labels)}")
     return _assemble(fields, prompt, responses, rewards, labels)
 
 
@@ -140,24 +145,18 @@ def _parse_pair(fields: Fields) -> Parsed:
     return replace(parsed, scored=True, events=events)
 
 
-def _plain_pair(record: Mapping[str, Any]) -> Parsed | None:
-    """Parses the most common shape, three texts without rewards: a fast path."""
-    prompt, chosen, rejected = record.get("prompt"), record.get("chosen"), record.get("rejected")
-    if not (isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)):
-        return None
-    if not REWARD_FIELDS.isdisjoint(record):
-        return None
-    return Parsed(prompt=prompt, responses=[chosen, rejected], rewards=[*DEFAULT_REWARDS])
-
-
 def _parse_sft(fields: Fields) -> Parsed:
     if (written := fields.get("input_ids")) is not None:
-        ids = as_ids(written, "input_ids")
+        ids, labels = as_ids(written, "input_ids"), fields.get("labels")
+        mask = fields.get("mask") if labels is None else None
+        if labels is mask is None:
+            raise fields.missing("labels")
+        on = supervised_ids(ids, labels, "input_ids") if mask is None else masked_ids(ids, mask)
         return Parsed(
             prompt=np.empty(0, np.int32),
             responses=[ids],
             rewards=[1.0],
-            supervised=[supervised_ids(ids, fields.need("labels"))],
+            supervised=[on],
             fields=fields.used,
         )
     if (messages := fields.get("messages")) is None:
@@ -201,14 +200,19 @@ def _assemble(
     sides = [s for s in (prompt, *responses) if s is not None]
     tools: Tools = None
     variables = supervised = None
-    if all(_holds(s, int) for s in sides):
-        if prompt is None:
-            raise fields.missing("prompt")
-        names = _names(responses)
-        first, *ids = [as_ids(s, n) for s, n in zip((prompt, *responses), names, strict=True)]
+    if all(map(holds_ids, sides)):
+        first, *names = _names(responses)
+        ids = [as_ids(side, name) for side, name in zip(responses, names, strict=True)]
+        if prompt is None:  # whole sequences, divided by their labels
+            if any(own is None for own in labels):
+                refused = fields.missing("prompt")
+                refused.do += ", or add the labels of whole sequences"
+                raise refused
+            prompt = []
         if any(own is not None for own in labels):
-            supervised = [supervised_ids(x, own) for x, own in zip(ids, labels, strict=True)]
-        prompt, responses = first, ids
+            masks = zip(ids, labels, names, strict=True)
+            supervised = [supervised_ids(*one) for one in masks]
+        prompt, responses = as_ids(prompt, first), ids
     elif all(isinstance(s, str) for s in sides):
         if prompt is None:
             prompt, responses = _split(fields, responses)
@@ -261,9 +265,9 @@ def _check_messages(prompt: Any, responses: list[Any]) -> None:
 def _form(side: object) -> str | None:
     if isinstance(side, str):
         return "text"
-    if isinstance(side, dict) or _holds(side, dict):
+    if isinstance(side, dict) or (isinstance(side, list) and type((side or [{}])[0]) is dict):
         return "messages"
-    return "ids" if _holds(side, int) else None
+    return "ids" if holds_ids(side) else None
 
 
 def _names(responses: list[Any]) -> list[str]:
@@ -287,9 +291,9 @@ def _as_dialogue(prompt: Any, responses: list[Any]) -> tuple[list[Message], list
     return normalize_messages(prompt), ends
 
 
-def _holds(value: object, kind: type) -> bool:
-    """Returns True if `value` is a list that is empty or starts with a `kind`."""
-    return isinstance(value, list) and (not value or type(value[0]) is kind)
+def _values(value: Any) -> Any:
+    """Returns an array as a list, with tensors as arrays; other values as they are."""
+    return [*map(unwrapped, value)] if isinstance(value, list | np.ndarray) else value
 
 
 def _size(value: object) -> str:

@@ -79,6 +79,16 @@ def test_records_become_the_same_examples() -> None:
         ({"input_ids": torch.tensor([1, 2]), "completion_mask": [0, 1]}, [1, 2], [-100, 2]),
         ({"prompt": np.array([1]), "completion": [2]}, [1, 2], [-100, 2]),
         ({"prompt": [1], "responses": [[2, 3], [4]], "scores": [1, 0]}, [1, 2, 3], [-100, 2, 3]),
+        (
+            {
+                "prompt": torch.tensor([1]),
+                "responses": [torch.tensor([2, 3]), np.array([4])],
+                "scores": np.float32([1, 0]),
+            },
+            [1, 2, 3],
+            [-100, 2, 3],
+        ),
+        ({"prompt": "q", "prompt_ids": [1], "response_ids": [2]}, [1, 2], [-100, 2]),
     ],
 )
 def test_shapes_of_records(record: dict[str, Any], ids: list[int], labels: list[int]) -> None:
@@ -91,17 +101,31 @@ def test_shapes_of_records(record: dict[str, Any], ids: list[int], labels: list[
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ({"chosen": [1, 2], "rejected": [3]}, "without a prompt, chosen needs labels"),
-        ({"prompt": [1], "chosen": [], "rejected": [3]}, "chosen must have a supervised token"),
-        ({"prompt": [1], "chosen": [2]}, "must have a field rejected"),
-        ({"prompt": "hi", "chosen": [2], "rejected": [3]}, "prompt must be token ids"),
-        ({"prompt": [1], "chosen": [[2], [3, 4]], "rejected": [3]}, "chosen must be token ids"),
-        ({"prompt": [-1], "chosen": [2], "rejected": [3]}, "must lie in 0"),
+        ({"chosen": [1, 2], "rejected": [3]}, "or add the labels of whole"),
+        (
+            {"prompt": [1], "chosen": [], "rejected": [3]},
+            "supervised token; found response 1",
+        ),
+        ({"prompt": [1], "chosen": [2]}, "no field .rejected_ids. among"),
+        (
+            {"prompt": "hi", "chosen": [2], "rejected": [3]},
+            "found prompt text, chosen ids",
+        ),
+        (
+            {"prompt": [1], "chosen": [[2], [3, 4]], "rejected": [3]},
+            r"found chosen \[\[2",
+        ),
+        (
+            {"prompt": [-1], "chosen": [2], "rejected": [3]},
+            "prompt must be token ids, whole",
+        ),
         ({"input_ids": [1, 2], "labels": [2, 2]}, "must be the id at its place"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "one value for each"),
         ({"text": "hi"}, "it must be a mapping with chosen"),
-        ({"prompt": [1], "responses": [[2]], "scores": [1]}, "two responses at least"),
-        ({"prompt": [1], "chosen": [2], "rejected": [3], "chosen_reward": "x"}, "both sides"),
+        ({"prompt": [1], "responses": [[2]], "scores": [1]}, "a list of at least 2, found 1"),
+        ({"prompt": [1], "chosen": [2], "rejected": [3], "chosen_reward": 1}, "both sides"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "must be token ids, found 'b'"),
+        ({"prompt": [1], "chosen": [2], "rejected": [3], "example_id": "x"}, "a whole number"),
         (
             {
                 "prompt": [1],
@@ -112,7 +136,10 @@ def test_shapes_of_records(record: dict[str, Any], ids: list[int], labels: list[
             },
             "finite number",
         ),
-        ({"prompt": [1], "response": [2], "label": False}, "leave such records out"),
+        (
+            {"prompt": [1], "response": [2], "label": False},
+            "to learn; found label False",
+        ),
     ],
 )
 def test_what_is_no_record_is_refused(record: dict[str, Any], said: str) -> None:
