@@ -93,7 +93,7 @@ class InputReader:
             an iterable of records.
         storage_options: for the fsspec filesystem of `source`.
         config: `fields` and `carry` decide which CSV columns are not text; `spill_dir` is for
-            temporary copies of remote or compressed Parquet and Arrow files.
+            temporary copies of remote or compressed Parquet and Arrow files, and of lazy frames.
         block_bytes: approximate bytes of a block.
 
     Attributes:
@@ -124,7 +124,7 @@ class InputReader:
         if paths and all(isinstance(path, str | os.PathLike) for path in paths):
             inputs = expand(paths, storage_options)
         elif is_table(source):
-            self._memory = ("<table>", table_records(source))
+            self._memory = ("<table>", table_records(source, config.spill_dir))
         elif isinstance(source, Iterable) and not isinstance(source, Mapping | bytes):
             self._memory = ("<iterable>", source)
         else:  # a mapping iterates over names

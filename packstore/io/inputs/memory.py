@@ -6,36 +6,55 @@ workers get the same blocks as from a file.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
 from packstore.errors import InputError, quote, sentence
+from packstore.io.inputs.formats.arrow import batches
 from packstore.io.inputs.pieces import Piece, cut
 from packstore.io.inputs.tabular import BATCH_ROWS, as_input_error, plain
 
 
 def is_table(source: object) -> bool:
     """Returns True for an Arrow table or reader, a Polars frame, or a similar object."""
-    return any(hasattr(source, name) for name in ("__arrow_c_stream__", "collect_batches"))
+    return any(hasattr(source, name) for name in ("__arrow_c_stream__", "sink_ipc"))
 
 
-def table_records(table: Any) -> Iterator[object]:
+def table_records(table: Any, folder: str | None = None) -> Iterator[object]:
     """Yields the rows of a table, converted a few at a time.
 
     Args:
         table: an object with the Arrow PyCapsule stream interface, or a Polars LazyFrame.
+        folder: for a temporary copy of the rows of a LazyFrame; None: the system's.
     """
-    if hasattr(table, "collect_batches"):
-        for frame in table.collect_batches(maintain_order=True):
-            yield from table_records(frame)
-        return
-    with as_input_error("<table>", "must be a readable table"):
-        for batch in pa.RecordBatchReader.from_stream(table):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(as_input_error("<table>", "must be a readable table"))
+        if hasattr(table, "sink_ipc"):
+            copy = stack.enter_context(tempfile.TemporaryFile(dir=folder))
+            _run(table, copy)
+            found = batches(copy)
+        else:
+            found = pa.RecordBatchReader.from_stream(table)
+        for batch in found:
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 yield from plain(batch.slice(start, BATCH_ROWS), "<table>").to_pylist()
+
+
+def _run(query: Any, file: BinaryIO) -> None:
+    """Writes the rows of a LazyFrame to a file; `collect_batches` ends silently at a panic."""
+    try:
+        query.sink_ipc(file, compression="lz4", record_batch_size=BATCH_ROWS)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic is not an Exception
+        do = "Give its collect() instead, or Polars 1.38, and space for temporary files (spill_dir)"
+        raise InputError(sentence("<table>", "its query must run", str(error), do)) from error
+    file.seek(0)
 
 
 def record_pieces(records: Iterable[object], path: str, block_bytes: int) -> Iterator[Piece]:
