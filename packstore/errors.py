@@ -197,6 +197,11 @@ class StorageError(PackstoreError, OSError):
 
     passing: bool | None = None
 
+    @property
+    def is_missing(self) -> bool:
+        """True if a file does not exist."""
+        return isinstance(self.__cause__, FileNotFoundError)
+
 
 class DatasetBusyError(StorageError, BlockingIOError):
     """A job of this machine is writing to a place declared to have no writer."""

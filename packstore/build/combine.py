@@ -5,7 +5,6 @@ Existing shards are not rewritten; a new manifest names them.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -272,9 +271,7 @@ def _copy(
         os.fsync(file.fileno())
     if digest.hexdigest() != shard.sha256:
         raise _changed(source, shard)
-    target.put_file(local, path)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(local)
+    staging.store(local, path)
 
 
 def _changed(source: Location, shard: ShardInfo) -> IntegrityError:

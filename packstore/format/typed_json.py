@@ -72,6 +72,11 @@ def require(ok: bool, where: str, must: str, found: Mapping[str, object]) -> Non
         raise FormatError(sentence(where, must, figures))
 
 
+def require_equal(where: str, must: str, **found: object) -> None:
+    """Raises :class:`FormatError` unless all values in `found` are equal."""
+    require(len(set(found.values())) <= 1, where, must, found)
+
+
 @functools.cache
 def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind, dec_hook=_array)

@@ -15,7 +15,7 @@ from packstore.errors import IntegrityError, StorageError, sentence
 from packstore.format.arrays import Bool, Examples, Int64, Packs, to_offsets
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.fetcher import GroupFetcher
-from packstore.io.dataset.thread_pool import Crew, Job
+from packstore.io.dataset.thread_pool import Job, ThreadPool
 from packstore.io.shards.signed_packs import TOKEN_BYTES, CompactPacks, signed, unsigned
 from packstore.online_packing.plan import EpochPlan
 from packstore.pack.fill import fill, unpack
@@ -53,25 +53,25 @@ def _read_ahead(
     dataset: Dataset, groups: Iterator[int], config: ReadConfig
 ) -> Iterator[CompactPacks | None]:
     """Yields the row groups in order, read ahead by threads; None for a quarantined one."""
-    decoders = Crew(1)  # what one thread allocates and drops stays in one heap
+    decoders = ThreadPool(1)  # what one thread allocates and drops stays in one heap
     local = dataset.location.local_path is not None
-    fetchers = None if local else Crew(config.requests)
+    fetchers = None if local else ThreadPool(config.requests)
     reading = GroupFetcher(dataset, config, decoders.stopping)
     tokens = dataset.row_groups.tokens
     jobs: deque[tuple[int, Job[CompactPacks | None]]] = deque()
     ahead = 0
     with contextlib.ExitStack() as stack:
-        for crew in (fetchers, decoders):
-            if crew is not None:
-                stack.callback(crew.close)
+        for pool in (fetchers, decoders):
+            if pool is not None:
+                stack.callback(pool.close)
         while True:
             while ahead < config.ahead(local) or not jobs:
                 if (group := next(groups, None)) is None:
                     break
                 fetched = None
                 if fetchers is not None:
-                    fetched = fetchers.submit(Job(partial(reading.fetch, group)))
-                job = decoders.submit(Job(partial(reading.read, group, fetched)))
+                    fetched = fetchers.submit(partial(reading.fetch, group))
+                job = decoders.submit(partial(reading.read, group, fetched))
                 jobs.append((int(tokens[group] * TOKEN_BYTES), job))
                 ahead += jobs[-1][0]
             if not jobs:

@@ -19,6 +19,7 @@ import packstore
 from packstore.cli import main
 from packstore.io.store import clients
 from packstore.io.store.location import Location
+from packstore.io.store.upkeep import uploads
 
 
 def check(
@@ -45,7 +46,7 @@ def test_a_store(
         assert part in text
     place = Location(store.url, store.options)
     assert not [e for e in place.files() if "check" in e.name]
-    assert place.unfinished_uploads() == []
+    assert not uploads(place)
 
 
 def test_a_folder_that_is_not_there_stays_away(

@@ -20,7 +20,6 @@ from packstore.build.provenance import Contents
 from packstore.format.arrays import Int64
 from packstore.io.inputs.files import Input
 from packstore.io.manifest.partition_notes import Finished, PartitionNotes
-from packstore.io.store.object_version import object_version
 from packstore.version import VERSION
 
 Versions = dict[int, str]
@@ -111,7 +110,7 @@ def taken_over(
 
 def _is_same(item: Input, source: Mapping[str, Any], version: str, hashes: dict[int, str]) -> bool:
     """Returns True if a file is unchanged, by its version in the store, else by its hash."""
-    if version and object_version(item.location, "") == version:
+    if version and item.location.object_version() == version:
         return True
     if item.location.size() != source["bytes"]:
         return False

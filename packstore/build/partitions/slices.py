@@ -19,7 +19,6 @@ from packstore.config import PackConfig
 from packstore.format.arrays import Int64
 from packstore.format.seeds import U64
 from packstore.io.inputs.files import BLOCK_BYTES, Block, Input, InputReader
-from packstore.io.store.object_version import object_version
 
 Owner = TypeVar("Owner")
 
@@ -126,7 +125,7 @@ def blocks_of(
             takers.setdefault(one.input.ordinal, []).append((owner, one))
     for ordinal in sorted(takers):
         one = takers[ordinal][0][1]
-        version = object_version(one.input.location, "")
+        version = one.input.location.object_version()
         reader = InputReader([], config=config, block_bytes=one.block_bytes)
         for number, block in enumerate(reader.read_file(one.input)):
             for owner, own in takers[ordinal]:

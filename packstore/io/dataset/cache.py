@@ -6,8 +6,9 @@ is checked against the manifest's checksum on every read: bytes of another datas
 are never returned.
 The cache never stops a training run: if its folder fails (full, read-only, removed), readers use
 the store and warn once.
-Files are written under a temporary name and renamed. Only eviction takes a lock. The system
-releases it if its holder is killed, and the wait for it is short, as its holder may be suspended.
+Files are written under a temporary name, which counts and may be evicted like any other, and
+renamed. Only eviction takes a lock. The system releases it if its holder is killed, and the wait
+for it is short, as its holder may be suspended.
 """
 
 from __future__ import annotations
@@ -29,10 +30,8 @@ from packstore.io.store.faults import guarded
 
 log = logging.getLogger("packstore")
 
-_ACCOUNT = "account"
-_UNFINISHED = "unfinished-"
-_ABANDONED = 3600.0
-"""Seconds without a write after which an unfinished file counts as left by a killed writer."""
+_TOTAL = "account"
+"""Name of the file with the bytes of all others."""
 _PATIENCE = 100
 """Attempts to take the lock, 10 ms apart."""
 _CREATE = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -44,14 +43,6 @@ class Key(NamedTuple):
     sha256: str
     start: int
     end: int
-
-
-class _File(NamedTuple):
-    """A file of the cache, ordered by time of last use."""
-
-    used: int
-    size: int
-    path: str
 
 
 @dataclass(frozen=True)
@@ -109,16 +100,17 @@ class Cache:
         try:
             yield
         except FileNotFoundError:
-            pass  # a cache miss, or the folder was just removed
-        except (OSError, ValueError) as error:  # ValueError: a file that is not of the cache
-            _warn(self.folder, getattr(error, "strerror", None) or str(error))
+            pass  # a cache miss, or the file or folder was just removed
+        except OSError as error:
+            _warn(self.folder, error.strerror or str(error))
 
     def _keep(self, home: str, key: Key, data: bytes) -> None:
         path = _path(home, key)
-        unfinished = os.path.join(home, f"{_UNFINISHED}{len(data)}-{uuid.uuid4().hex}")
+        unfinished = f"{path}.{uuid.uuid4().hex}"
+        os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
         try:
-            os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
             with _open(unfinished, _CREATE | os.O_EXCL | os.O_WRONLY) as file:
+                file.truncate(len(data))  # so that others count it
                 if self._make_room(home, unfinished, len(data)):
                     file.write(data)
                     file.flush()
@@ -127,29 +119,28 @@ class Cache:
             with contextlib.suppress(OSError):
                 os.unlink(unfinished)
 
-    def _make_room(self, home: str, unfinished: str, size: int) -> bool:
+    def _make_room(self, home: str, own: str, size: int) -> bool:
         """Adds `size` to the total; above the limit, evicts the least recently used files.
 
         Evicts a tenth more than needed, so that files are not listed on each write. Returns False
-        if files still being written fill the cache, or another process holds the lock for too long.
+        if there is no room, or another process holds the lock for too long.
         """
-        with _open(os.path.join(home, _ACCOUNT), _CREATE | os.O_RDWR) as account:
-            if not _lock(account):
+        room = self.limit - size
+        with _open(os.path.join(home, _TOTAL), _CREATE | os.O_RDWR) as file:
+            if not _lock(file):
                 return False
             try:
-                text = account.read()
+                text = file.read()
                 total = int(text) if text.isdigit() else self.limit
-                if total + size > self.limit:
-                    room = self.limit - size
-                    total = _evict(home, min(room, self.limit * 9 // 10), unfinished)
-                    if total > room:
-                        size = 0
-                account.seek(0)
-                account.write(b"%020d" % (total + size))
-                account.flush()
+                if total > room:
+                    total = _evict(home, min(room, self.limit * 9 // 10), own)
+                fits = total <= room
+                file.seek(0)
+                file.write(b"%020d" % (total + size * fits))
+                file.flush()
             finally:
-                fcntl.flock(account, fcntl.LOCK_UN)  # a child forked meanwhile also holds the lock
-        return size > 0
+                fcntl.flock(file, fcntl.LOCK_UN)  # a child forked meanwhile also holds the lock
+        return fits
 
 
 def _open(path: str, flags: int) -> BinaryIO:
@@ -164,42 +155,22 @@ def _warn(folder: str, reason: str) -> None:
 
 
 def _evict(home: str, limit: int, own: str) -> int:
-    """Removes files until at most `limit` bytes are left, if it can; returns the bytes left."""
-    files = sorted(_finished(home))
-    total = sum(file.size for file in files) + _being_written(home, own)
-    for file in files:
+    """Removes files until at most `limit` bytes are left besides `own`; returns the bytes left."""
+    files = []
+    for bucket in os.scandir(home):
+        if bucket.is_dir(follow_symlinks=False):
+            for entry in os.scandir(bucket.path):
+                with contextlib.suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
+                    files.append((found.st_mtime_ns, found.st_size, entry.path))
+    files = sorted(file for file in files if file[2] != own)
+    total = sum(size for _, size, _ in files)
+    for _, size, path in files:
         if total <= limit:
             break
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(file.path)
-        total -= file.size
-    return total
-
-
-def _finished(home: str) -> Iterator[_File]:
-    for bucket in _entries(home):
-        if bucket.is_dir(follow_symlinks=False):
-            for entry in _entries(bucket.path):
-                with contextlib.suppress(FileNotFoundError):
-                    found = entry.stat(follow_symlinks=False)
-                    yield _File(found.st_mtime_ns, found.st_size, entry.path)
-
-
-def _entries(folder: str) -> list[os.DirEntry[str]]:
-    with os.scandir(folder) as entries:
-        return list(entries)
-
-
-def _being_written(home: str, own: str) -> int:
-    """Returns the bytes being written by other processes; removes files of killed ones."""
-    total = 0
-    for entry in _entries(home):
-        if entry.name.startswith(_UNFINISHED) and entry.path != own:
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED:
-                    os.unlink(entry.path)
-                else:
-                    total += int(entry.name.removeprefix(_UNFINISHED).partition("-")[0])
+            os.unlink(path)
+        total -= size
     return total
 
 

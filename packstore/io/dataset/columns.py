@@ -58,7 +58,4 @@ def _check_counts(columns: Mapping[str, tuple[Any, Int64]], rows: int) -> None:
 
 def int64_values(column: pa.ListArray) -> Int64:
     """Returns the elements of an int32 list column as int64 (``to_numpy`` would import pandas)."""
-    values = column.flatten()
-    return np.frombuffer(values.buffers()[1], np.int32, len(values), 4 * values.offset).astype(
-        np.int64
-    )
+    return np.from_dlpack(column.flatten()).astype(np.int64)

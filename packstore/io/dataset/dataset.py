@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,13 +19,12 @@ from packstore.format.schema import to_arrow
 from packstore.io.dataset.cache import Cache
 from packstore.io.dataset.pack_index import SizeTable
 from packstore.io.dataset.presence import explaining
-from packstore.io.dataset.reader import Fetched
+from packstore.io.dataset.reader import Fetched, ShardReader
 from packstore.io.dataset.reader_pool import ShardReaders
 from packstore.io.dataset.verify import Progress, VerifyReport, verify
 from packstore.io.manifest.manifest import Manifest, read_manifest
 from packstore.io.shards.signed_packs import CompactPacks
 from packstore.io.store.location import Location
-from packstore.io.store.object_version import object_version
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,30 +116,27 @@ class Dataset:
     @cached_property
     def row_groups(self) -> RowGroupTable:
         """All row groups, in file order."""
-        shards = self.manifest.shards
-        counts = [len(s.row_groups) for s in shards]
+        parts = [shard.row_groups for shard in self.manifest.shards]
+        counts = list(map(len, parts))
 
-        def column(name: str) -> Int64:
-            parts = [getattr(s.row_groups, name) for s in shards]
-            return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        def whole(columns: Iterable[Int64]) -> Int64:
+            return np.concatenate([np.empty(0, np.int64), *columns])
 
-        indices = [np.arange(n, dtype=np.int64) for n in counts]
+        names = ("rows", "examples", "tokens", "longest")
         return RowGroupTable(
-            shard=np.repeat(np.arange(len(shards), dtype=np.int64), counts),
-            index=np.concatenate(indices) if indices else np.empty(0, np.int64),
-            **{name: column(name) for name in ("rows", "examples", "tokens", "longest")},
+            shard=np.repeat(np.arange(len(parts), dtype=np.int64), counts),
+            index=whole(map(np.arange, counts)),
+            **{name: whole(getattr(part, name) for part in parts) for name in names},
         )
 
-    @cached_property
+    @property
     def group_rows(self) -> Int64:
         """int64 `[G]`, packs of each row group, for :class:`PackOrder`."""
-        parts = [shard.row_groups.rows for shard in self.manifest.shards]
-        return np.concatenate([np.empty(0, np.int64), *parts])
+        return self.row_groups.rows
 
     def group_tokens(self, group: int) -> int:
         """Returns the tokens of a row group."""
-        shard, index = self._place(group)
-        return int(self.manifest.shards[shard].row_groups.tokens[index])
+        return int(self.row_groups.tokens[group])
 
     @cached_property
     def group_offsets(self) -> Int64:
@@ -182,20 +176,20 @@ class Dataset:
             StorageError: the store refuses.
             IntegrityError: a checksum does not match.
         """
-        shard, index = self._place(group)
+        reader, index = self._reader(group)
         with self._whole():
-            return self._readers[shard].read_packs(index)
+            return reader.read_packs(index)
 
     def fetch(self, group: int) -> Fetched:
         """Returns the bytes of a row group, not verified yet; raises like :meth:`read_packs`."""
-        shard, index = self._place(group)
+        reader, index = self._reader(group)
         with self._whole():
-            return self._readers[shard].fetch(index)
+            return reader.fetch(index)
 
     def decode(self, group: int, fetched: Fetched) -> CompactPacks:
         """Verifies and decodes the bytes of a row group; raises like :meth:`read_packs`."""
-        shard, index = self._place(group)
-        return self._readers[shard].decode(index, fetched)
+        reader, index = self._reader(group)
+        return reader.decode(index, fetched)
 
     @property
     def is_mapped(self) -> bool:
@@ -204,18 +198,17 @@ class Dataset:
 
     def expect(self, group: int) -> None:
         """Makes the system prefetch a row group of a mapped file from disk; never raises."""
-        shard, index = self._place(group)
-        self._readers[shard].expect(index)
+        reader, index = self._reader(group)
+        reader.expect(index)
 
     def group_name(self, group: int) -> str:
         """Returns shard and row group for error texts."""
-        shard, index = self._place(group)
-        place = self.location.join(self.manifest.shards[shard].path)
-        return f"{place.display}, row group {index}"
+        reader, index = self._reader(group)
+        return f"{reader.where}, row group {index}"
 
     def object_version(self, group: int) -> str:
         """Returns the version id or ETag of a row group's shard; empty if the store has none."""
-        return object_version(self.location, self.manifest.shards[self._place(group)[0]].path)
+        return self.location.object_version(self._reader(group)[0].shard.path)
 
     def iter_packs(self) -> Iterator[Packs]:
         """Yields all packs in file order, by row group; raises like :meth:`read_packs`."""
@@ -237,15 +230,10 @@ class Dataset:
     def _whole(self) -> contextlib.AbstractContextManager[None]:
         return explaining(self.location, self.manifest, self.version)
 
-    def _place(self, group: int) -> tuple[int, int]:
-        """Returns the shard of a row group, and its number in the shard."""
-        shard = bisect.bisect_right(self._first_groups, group) - 1
-        return shard, group - self._first_groups[shard]
-
-    @cached_property
-    def _first_groups(self) -> list[int]:
-        """Returns the number of the first row group of each shard."""
-        return [0, *itertools.accumulate(len(s.row_groups) for s in self.manifest.shards)][:-1]
+    def _reader(self, group: int) -> tuple[ShardReader, int]:
+        """Returns the reader of the shard of a row group, and its number in the shard."""
+        table = self.row_groups
+        return self._readers[int(table.shard[group])], int(table.index[group])
 
     @cached_property
     def _sizes(self) -> SizeTable:

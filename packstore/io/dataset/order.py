@@ -74,13 +74,9 @@ class PackOrder:
         return indices % self.lanes if self.shuffle else np.zeros_like(indices)
 
     def locate(self, indices: Int64) -> tuple[Int64, Int64]:
-        """Finds row group and row of the packs at global `indices`.
+        """Returns the row groups of the packs at global `indices`, and the rows in them.
 
-        Args:
-            indices: int64 `[n]`, each in ``0 .. len(self) - 1``, in any order.
-
-        Returns:
-            int64 `[n]`, row groups; int64 `[n]`, rows in them.
+        All are int64 `[n]`; `indices` are in any order.
 
         Raises:
             IndexError: an index out of range.
@@ -152,10 +148,7 @@ def permuted(values: Int64, sizes: Int64, keys: U64) -> Int64:
 
     Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
 
-    Args:
-        values: int64 `[n]`.
-        sizes: int64 `[n]`.
-        keys: uint64 `[n]`, pseudo-random.
+    `values` and `sizes` are int64 `[n]`, `keys` uint64 `[n]`, pseudo-random.
     """
     bits = np.frexp(sizes - 1)[1].astype(np.uint64)
     out = values.astype(np.uint64)

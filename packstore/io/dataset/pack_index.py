@@ -8,9 +8,8 @@ release lacks these columns; they are null for shards that were not counted.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections import OrderedDict
+import functools
+import itertools
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -53,19 +52,18 @@ KEPT_SHARDS = 128
 _NEEDED = ("seq_boundaries", "example_ids")
 
 
-class PackIndexWriter:
-    """Writes the index while the shards are written; buffers at most one row group.
-
-    Args:
-        path: a new local path.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        with guarded("write", path, {}):
-            self._file = open(path, "xb")  # noqa: SIM115
-            self._writer = pq.ParquetWriter(
-                self._file,
+def put_index(location: Location, sizes: Iterable[PackSizes]) -> StoredFile | None:
+    """Writes and stores the index of a dataset from the sizes of each shard; None without any."""
+    shards = iter(sizes)
+    first = next(shards, None)
+    if first is None:
+        return None
+    staging = Staging(location, (FOLDER,), None)
+    try:
+        path = staging.path()
+        with guarded("write", path, {}), open(path, "xb") as file:
+            with pq.ParquetWriter(
+                file,
                 SCHEMA,
                 compression="zstd",
                 use_dictionary=False,
@@ -73,61 +71,28 @@ class PackIndexWriter:
                 write_statistics=False,
                 write_page_checksum=True,
                 store_schema=False,
-            )
-
-    def append(self, sizes: PackSizes) -> None:
-        """Appends the packs of the next shard."""
-        columns: list[Any] = [sizes.tokens, sizes.examples, sizes.squares]
-        unknown = [[None] * len(sizes)] * len(COUNTS)
-        columns += unknown if sizes.counts is None else list(sizes.counts.T)
-        arrays = [pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)]
-        with guarded("write", self.path, {}):
-            self._writer.write_table(pa.Table.from_arrays(arrays, schema=SCHEMA), len(sizes))
-
-    def finish(self, durable: bool) -> StoredFile:
-        """Closes the file, synced if `durable`; returns its entry with the path to store it at."""
-        with guarded("write", self.path, {}):
-            self._writer.close()
-            local.settle(self._file, durable)
-            info = StoredFile.of("", self.path)
-        path = f"{FOLDER}/packs-{info.sha256[:16]}.index"
-        return StoredFile(path=path, bytes=info.bytes, sha256=info.sha256)
-
-    def discard(self) -> None:
-        """Closes the file and ignores errors: it is going to be removed."""
-        for handle in (self._writer, self._file):
-            with contextlib.suppress(OSError, pa.ArrowException):
-                handle.close()
-
-
-def put_index(location: Location, sizes: Iterable[PackSizes]) -> StoredFile | None:
-    """Writes and stores the index of a dataset from the sizes of each shard; None without any."""
-    staging = Staging(location, (FOLDER,), None)
-    index: PackIndexWriter | None = None
-    try:
-        for one in sizes:
-            index = index or PackIndexWriter(staging.path())
-            index.append(one)
-        if index is None:
-            return None
-        info = index.finish(durable=staging.in_dataset)
-        location.put_file(index.path, info.path)
+            ) as writer:
+                for one in itertools.chain([first], shards):
+                    writer.write_table(_table(one), len(one))
+            local.settle(file, durable=staging.in_dataset)
+            info = StoredFile.of("", path)
+        info = replace(info, path=f"{FOLDER}/packs-{info.sha256[:16]}.index")
+        location.put_file(path, info.path)
         return info
-    except BaseException:
-        if index is not None:
-            index.discard()
-        raise
     finally:
         staging.remove()
 
 
+def _table(sizes: PackSizes) -> pa.Table:
+    columns: list[Any] = [sizes.tokens, sizes.examples, sizes.squares]
+    unknown = [[None] * len(sizes)] * len(COUNTS)
+    columns += unknown if sizes.counts is None else list(sizes.counts.T)
+    arrays = [pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
 class PackIndex:
     """The index of a dataset, in memory as stored: a few bytes for each pack.
-
-    Args:
-        location: the dataset.
-        manifest: of the dataset.
-        info: the manifest's entry of the index.
 
     Raises:
         StorageError: the file is missing, or the store refuses.
@@ -160,27 +125,20 @@ class PackIndex:
             source = pa.BufferReader(self._data)
             file = open_parquet(source, self._metadata, page_checksums=True)
             batch = read_group(file, number)
-            sizes = PackSizes(
-                *(_numbers(batch.column(name)) for name in _SIZES), counts=_counts(batch)
-            )
+            columns = (_numbers(batch.column(name)) for name in _SIZES)
+            sizes = PackSizes(*columns, counts=_counts(batch))
         _check_sums(sizes, self._shards[number], f"{self.where}, row group {number}")
         return sizes
 
 
 class SizeTable:
-    """Sizes of the packs of a dataset; caches the most recently used shards. Thread-safe.
-
-    Args:
-        location: the dataset.
-        manifest: of the dataset.
-    """
+    """Sizes of the packs of a dataset; caches the most recently used shards. Thread-safe."""
 
     def __init__(self, location: Location, manifest: Manifest) -> None:
         self._location, self._manifest = location, manifest
         self._starts = to_offsets(np.array([shard.rows for shard in manifest.shards], np.int64))
-        self._lock = threading.Lock()
         self._index: PackIndex | None = None
-        self._kept: OrderedDict[int, PackSizes] = OrderedDict()
+        self._recent = functools.lru_cache(KEPT_SHARDS)(self._load)
 
     def take(self, packs: Int64) -> PackSizes:
         """Returns the sizes of packs; `packs`: their numbers in file order, int64 `[n]`.
@@ -223,29 +181,19 @@ class SizeTable:
 
     def shard(self, number: int) -> PackSizes:
         """Returns the sizes of the packs of a shard; raises like :meth:`take`."""
-        with self._lock:
-            sizes = self._kept.pop(number, None) or self._load(number)
-            self._kept[number] = sizes
-            while len(self._kept) > KEPT_SHARDS:
-                self._kept.popitem(last=False)
-        return sizes
+        return self._recent(number)
 
     def _load(self, number: int) -> PackSizes:
         manifest = self._manifest
         if manifest.pack_index is None:
-            return shard_sizes(self._location, manifest, manifest.shards[number])
+            return _read_sizes(self._location, manifest, manifest.shards[number])
         if self._index is None:
             self._index = PackIndex(self._location, manifest, manifest.pack_index)
         return self._index.shard(number)
 
 
-def shard_sizes(location: Location, manifest: Manifest, shard: ShardInfo) -> PackSizes:
-    """Computes the sizes of the packs of a shard from two of its columns.
-
-    Raises:
-        StorageError: the shard is missing, or the store refuses.
-        IntegrityError: a checksum does not match.
-    """
+def _read_sizes(location: Location, manifest: Manifest, shard: ShardInfo) -> PackSizes:
+    """Computes the sizes of the packs of a shard from two of its columns."""
     where = location.join(shard.path).display
     batches = read_columns(location, manifest, shard, _NEEDED)
     parts = [_sizes(*(columns[name] for name in _NEEDED)) for columns in batches]
@@ -285,10 +233,8 @@ def _counts(batch: pa.RecordBatch) -> Int64 | None:
 
 
 def _numbers(array: Any) -> Int64:
-    """Converts an Arrow array of int32 or int64 to int64 (``to_numpy`` would import pandas)."""
-    width = np.dtype(np.int64 if array.type == pa.int64() else np.int32)
-    values = np.frombuffer(array.buffers()[1], width, len(array), array.offset * width.itemsize)
-    return values.astype(np.int64)
+    """Converts an Arrow array to int64 (``to_numpy`` would import pandas)."""
+    return np.from_dlpack(array).astype(np.int64)
 
 
 _NONE = np.empty(0, np.int64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from packstore.errors import MissingFilesError, PackstoreError, StorageError, sentence, told
 from packstore.io.manifest.commit import versions
@@ -13,34 +12,16 @@ from packstore.io.manifest.side_manifest import SideManifest
 from packstore.io.store.location import Location
 
 
-class Lacking(NamedTuple):
-    """The number of files of a version, and its missing files with their sizes."""
-
-    named: int
-    paths: list[str]
-
-    @property
-    def text(self) -> str:
-        """Returns a summary for error texts."""
-        files = f"{len(self.paths)} of its {self.named} files"
-        return f"{files} missing or of another size (first: {self.paths[0]})"
-
-
-def lacking(location: Location, manifest: Manifest | SideManifest) -> Lacking:
-    """Returns the missing files of a manifest, from one listing for each folder.
-
-    Raises:
-        StorageError: the store refuses.
-    """
-    named = {shard.path: shard.bytes for shard in manifest.shards}
-    if isinstance(manifest, Manifest) and manifest.pack_index is not None:
-        named[manifest.pack_index.path] = manifest.pack_index.bytes
-    there: dict[str, int] = {}
+def _missing(location: Location, manifest: Manifest | SideManifest) -> str:
+    """Describes the missing files of a manifest, from one listing for each folder; empty: none."""
+    named, there = manifest.files, dict[str, int]()
     for folder in sorted({path.rpartition("/")[0] for path in named}):
         there |= {f"{folder}/{entry.name}": entry.size for entry in location.files(folder)}
     absent = [path for path, size in named.items() if there.get(path) != size]
     # A listing may be older than the file.
-    return Lacking(len(named), [p for p in absent if not _is_there(location, p, named[p])])
+    paths = [path for path in absent if not _is_there(location, path, named[path])]
+    files = f"{len(paths)} of its {len(named)} files"
+    return f"{files} missing or of another size (first: {paths[0]})" if paths else ""
 
 
 def require_files(location: Location, manifest: Manifest, version: int) -> None:
@@ -50,11 +31,10 @@ def require_files(location: Location, manifest: Manifest, version: int) -> None:
         MissingFilesError: the text names a complete version, if there is one.
         StorageError: the store refuses.
     """
-    found = lacking(location, manifest)
-    if found.paths:
+    if found := _missing(location, manifest):
         must = f"must have all files that version {version} names"
-        do = f"{whole_version(location, version)}, or pack it again with overwrite=True"
-        raise MissingFilesError(sentence(location.display, must, found.text, do))
+        do = f"{_whole_version(location, version)}, or pack it again with overwrite=True"
+        raise MissingFilesError(sentence(location.display, must, found, do))
 
 
 def require_committed(location: Location, manifest: Manifest | SideManifest, version: int) -> None:
@@ -64,11 +44,10 @@ def require_committed(location: Location, manifest: Manifest | SideManifest, ver
         MissingFilesError: the version is committed, but lacks files.
         StorageError: the store refuses.
     """
-    found = lacking(location, manifest)
-    if found.paths:
+    if found := _missing(location, manifest):
         must = f"version {version}, which was just committed, must have all its files"
         do = "Somebody removed them meanwhile: make it again with overwrite=True (--overwrite)"
-        raise MissingFilesError(sentence(location.display, must, found.text, do))
+        raise MissingFilesError(sentence(location.display, must, found, do))
 
 
 @contextlib.contextmanager
@@ -77,35 +56,24 @@ def explaining(location: Location, manifest: Manifest, version: int) -> Iterator
     try:
         yield
     except StorageError as error:
-        explained = _explained(error, location, manifest, version)
-        if explained is None:
+        text = ""
+        if error.is_missing:
+            with contextlib.suppress(PackstoreError):
+                if found := _missing(location, manifest):
+                    whole = _whole_version(location, version)
+                    text = f"{told(error)} Version {version} lacks files: {found}. {whole}."
+        if not text:
             raise
-        raise explained from error.__cause__
+        raise MissingFilesError(text) from error.__cause__
 
 
-def _explained(
-    error: StorageError, location: Location, manifest: Manifest, version: int
-) -> MissingFilesError | None:
-    if not isinstance(error.__cause__, FileNotFoundError):
-        return None
-    with contextlib.suppress(PackstoreError):
-        if (found := lacking(location, manifest)).paths:
-            lacks = f"Version {version} lacks files: {found.text}"
-            return MissingFilesError(f"{told(error)} {lacks}. {whole_version(location, version)}.")
-    return None
-
-
-def whole_version(location: Location, version: int) -> str:
+def _whole_version(location: Location, version: int) -> str:
     """Returns a complete version to open instead, for error texts."""
     for number in sorted(versions(location), reverse=True):
         with contextlib.suppress(PackstoreError):
-            if (
-                number != version
-                and not lacking(location, read_manifest(location, number)[0]).paths
-            ):
-                return (
-                    f"Version {number} is whole: open that (version={number}, --version {number})"
-                )
+            if number != version and not _missing(location, read_manifest(location, number)[0]):
+                which = f"(version={number}, --version {number})"
+                return f"Version {number} is whole: open that {which}"
     return "No other version is whole"
 
 
@@ -113,6 +81,6 @@ def _is_there(location: Location, path: str, size: int) -> bool:
     try:
         return location.size(path) == size
     except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
+        if error.is_missing:
             return False
         raise

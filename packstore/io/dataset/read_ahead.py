@@ -1,8 +1,8 @@
 """Yields packs in a given order; threads fetch their row groups ahead.
 
 The order is known, so positions are planned well before their packs are yielded, and their row
-groups are submitted to a :class:`Crew` in the order of first use. Each row group is read once, and
-dropped when its lane has moved on to the next one.
+groups are submitted to a :class:`ThreadPool` in the order of first use. Each row group is read
+once, and dropped when its lane has moved on to the next one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from packstore.format.arrays import Int64, Packs
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.fetcher import GroupFetcher
 from packstore.io.dataset.order import PackOrder
-from packstore.io.dataset.thread_pool import Crew, Job, Later
+from packstore.io.dataset.thread_pool import Job, ThreadPool
 from packstore.io.shards.signed_packs import TOKEN_BYTES, CompactPacks
 
 _PLANNED = 512
@@ -79,9 +79,9 @@ class ReadAhead:
         self._left_out = left_out
         self._batches = iter(batches)
         # One thread decodes, so that its allocations reuse one heap and memory stays small.
-        self._decoders = Crew(1)
+        self._decoders = ThreadPool(1)
         local = dataset.location.local_path is not None
-        self._fetchers = None if local else Crew(config.requests)
+        self._fetchers = None if local else ThreadPool(config.requests)
         self._far_bytes = config.ahead(local)
         self._reading = GroupFetcher(dataset, config, self._decoders.stopping)
         self._planned: deque[list[Place]] = deque()
@@ -99,9 +99,9 @@ class ReadAhead:
             IntegrityError: a checksum does not match; likewise.
         """
         with contextlib.ExitStack() as stack:
-            for crew in (self._fetchers, self._decoders):
-                if crew is not None:
-                    stack.callback(crew.close)
+            for pool in (self._fetchers, self._decoders):
+                if pool is not None:
+                    stack.callback(pool.close)
             if self._plan(1):
                 yield self._next_batch()  # planned alone, so that it waits for nothing else
             self._go_ahead()
@@ -160,12 +160,12 @@ class ReadAhead:
             if self._dataset.is_mapped:
                 # Decoding in a second thread would cost more in GIL switches than it saves.
                 self._dataset.expect(group)
-                entry.job = Later(partial(self._reading.read, group))
+                entry.job = Job(partial(self._reading.read, group))
                 return
             fetched = None
             if self._fetchers is not None:
-                fetched = self._fetchers.submit(Job(partial(self._reading.fetch, group)))
-            entry.job = self._decoders.submit(Job(partial(self._reading.read, group, fetched)))
+                fetched = self._fetchers.submit(partial(self._reading.fetch, group))
+            entry.job = self._decoders.submit(partial(self._reading.read, group, fetched))
 
     def _next_batch(self) -> list[Packs]:
         places = self._planned.popleft()

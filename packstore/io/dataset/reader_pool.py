@@ -19,11 +19,6 @@ class ShardReaders:
     """The most recently used readers of a dataset's shards; not shared between processes.
 
     A reader holds the parsed footer of its shard, some kB for each row group.
-
-    Args:
-        location: the dataset.
-        manifest: of the dataset.
-        cache: caches row groups and footers.
     """
 
     def __init__(self, location: Location, manifest: Manifest, cache: Cache | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -41,7 +42,6 @@ class VerifyReport:
     """The result of :meth:`Dataset.verify`.
 
     Attributes:
-        url: of the dataset.
         problems: one sentence each; empty if the dataset is intact.
         totals: counted from the shards, not from the manifest.
         shards: number of shards checked.
@@ -71,30 +71,39 @@ class _Findings:
     pack_examples: list[Int64] = field(default_factory=list)
     bytes: int = 0
 
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Turns errors in this context into problems."""
+        try:
+            yield
+        except PackstoreError as error:
+            self.problems.append(str(error))
+
 
 def verify(
     location: Location, manifest: Manifest, progress: Progress | None, jobs: int | None = None
 ) -> VerifyReport:
     """Verifies a dataset; see :meth:`Dataset.verify`.
 
-    Memory: 16 bytes for every example and 8 for every pack, and for each job two windows of its
-    shard and a row group.
+    Memory: 16 bytes per example, 8 per pack, and for each job two windows and a row group.
     """
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs must be at least 1; found {jobs}.")
     where = location.display
-    counter, problems, ids, size = PackCounter(), list[str](), list[Int64](), 0
-    pack_examples = list[Int64]()
-    index = _open_index(location, manifest, problems)
+    whole, ids, examples = _Findings(), list[Int64](), list[Int64]()
+    counter, problems, index = whole.counter, whole.problems, None
+    if manifest.pack_index is not None:
+        with whole.noted():
+            index = PackIndex(location, manifest, manifest.pack_index)
     for done, found in enumerate(_each_shard(location, manifest, index, jobs), 1):
         problems += found.problems
         ids += found.example_ids
-        pack_examples += found.pack_examples
-        size += found.bytes
+        examples += found.pack_examples
+        whole.bytes += found.bytes
         counter.merge(found.counter)
         if progress is not None:
             progress(done, len(manifest.shards))
-    totals = counter.totals(size)
+    totals = counter.totals(whole.bytes)
     if not problems:
         real = counter.statistics(manifest.pack_size, manifest.statistics.planning)
         problems += _differences(where, manifest.totals, totals, _names(totals))
@@ -104,23 +113,12 @@ def verify(
     problems += _repeated_ids(where, every)
     places = None
     if not problems and knows_places(manifest):
-        places = places_of(list(zip(ids, pack_examples, strict=True)), every)
+        places = places_of(list(zip(ids, examples, strict=True)), every)
     return VerifyReport(where, tuple(problems), totals, len(manifest.shards), places)
 
 
 def _names(value: Any) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(value))
-
-
-def _open_index(location: Location, manifest: Manifest, problems: list[str]) -> PackIndex | None:
-    """Opens the pack index, if there is a readable one; adds errors to `problems`."""
-    if manifest.pack_index is None:
-        return None
-    try:
-        return PackIndex(location, manifest, manifest.pack_index)
-    except PackstoreError as error:
-        problems.append(str(error))
-        return None
 
 
 def _each_shard(
@@ -144,18 +142,17 @@ def _verify_shard(
 ) -> _Findings:
     shard, found = manifest.shards[number], _Findings()
     where = location.join(shard.path).display
-    try:
+    with found.noted():
         found.bytes = location.size(shard.path)
         file = ShardBytes(location, shard)
-    except PackstoreError as error:
-        found.problems.append(str(error))
+    if found.problems:
         return found
     if found.bytes != shard.bytes:
         found.problems += [_differs(where, "bytes", shard.bytes, found.bytes)]
     reader = ShardReader(location, manifest, shard, file)
     first_row, figures = 0, list[Int64]()
     for group, rows in enumerate(shard.row_groups.rows.tolist()):
-        try:
+        with found.noted():
             packs = reader.read_packs(group)
             check_packs(
                 packs,
@@ -165,15 +162,13 @@ def _verify_shard(
                 where=where,
                 first_row=first_row,
             )
-        except PackstoreError as error:
-            found.problems.append(str(error))
-        else:
             found.counter.add(packs)
             found.example_ids.append(packs.example_ids)
             found.pack_examples.append(np.diff(packs.example_offsets))
             figures.append(pack_figures(packs, manifest.kind))
         first_row += rows
-    found.problems += _check_hashes(where, shard, file)
+    with found.noted():
+        found.problems += _check_hashes(where, shard, file)
     if not found.problems:
         groups = [group_figures(f) for f in figures]
         hashes = FileHashes(**{name: getattr(shard, name) for name in _names(FileHashes)})
@@ -181,29 +176,23 @@ def _verify_shard(
         found.problems += _differences(where, shard, info, ("sequences", "supervised_tokens"))
         found.problems += _differences(where, shard.row_groups, info.row_groups, ("longest",))
         if index is not None:
-            found.problems += _index_differences(index, number, np.concatenate(figures))
+            with found.noted():
+                found.problems += _index_differences(index, number, np.concatenate(figures))
     return found
 
 
 def _check_hashes(where: str, shard: ShardInfo, file: ShardBytes) -> list[str]:
     """Reads the rest of a shard; returns a sentence for each hash that does not match."""
-    try:
-        found = file.hashes()
-    except PackstoreError as error:
-        return [str(error)]
     return [
         _differs(where, name, getattr(shard, name), value)
-        for name, value in found.items()
+        for name, value in file.hashes().items()
         if value != getattr(shard, name)
     ]
 
 
 def _index_differences(index: PackIndex, number: int, figures: Int64) -> list[str]:
     """Returns a sentence for each column of the pack index that differs from the packs."""
-    try:
-        told = index.shard(number)
-    except PackstoreError as error:
-        return [str(error)]
+    told = index.shard(number)
     where, real = f"{index.where}, row group {number}", pack_sizes(figures)
     return [
         sentence(where, f"must have the {name} of each pack of its shard", "others")

@@ -92,7 +92,11 @@ def clean(
         do = "Where surely none is, anywhere, add no_writers=True (--no-writers)"
         raise ConfigError(f"{must}; found {older_than:g} s. {do}.")
     location = Location(url, storage_options or {})
-    _refuse_other_places(location)
+    # Unless packstore has written there, a ``data`` folder may be another program's.
+    if not any(list_folder(location, folder) for folder in (FOLDER, *NOTES, WRITERS)):
+        must = "must be a dataset, or the place of an unfinished one"
+        found = f"no {FOLDER} in it" if location.exists() else "no such folder"
+        raise DatasetNotFoundError(sentence(location.display, must, found, "Check the path"))
     survey = Survey(location, keep_versions, older_than, spill_dir)
     at_work = writers(location)
     if delete and no_writers and (here := [w for w in at_work if w.process.lives]):
@@ -104,11 +108,3 @@ def clean(
         survey.remove([x for x in leftovers if not x.spared])
     writer = at_work[0].text if at_work else None
     return CleanReport(location.display, leftovers, delete, writer, survey.uploads is not None)
-
-
-def _refuse_other_places(location: Location) -> None:
-    """Raises unless packstore has written there: a ``data`` folder may be another program's."""
-    if not any(list_folder(location, folder) for folder in (FOLDER, *NOTES, WRITERS)):
-        must = "must be a dataset, or the place of an unfinished one"
-        found = f"no {FOLDER} in it" if location.exists() else "no such folder"
-        raise DatasetNotFoundError(sentence(location.display, must, found, "Check the path"))

@@ -5,7 +5,6 @@ Finds errors that a job would hit after an hour, with small files that are remov
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import importlib.metadata
 import os
@@ -15,6 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from packstore.config import CHECK_RETRIES
@@ -23,19 +23,20 @@ from packstore.io.dataset.dataset import Dataset, open
 from packstore.io.manifest.commit import versions
 from packstore.io.store.faults import guarded
 from packstore.io.store.location import Location
+from packstore.io.store.upkeep import abort_upload, uploads
 from packstore.version import VERSION
 
 READ_ONLY = ("http", "https")
 TRIAL_BYTES = 12 << 20
 """Bytes written and read to measure speed: enough for a multipart upload."""
 
-_CLIENTS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp"}
-_CLIENTS |= {**dict.fromkeys(("az", "abfs", "abfss"), "adlfs"), "https": "aiohttp"}
-_CLIENTS |= {"hf": "huggingface_hub"}
+_CLIENTS = {**dict.fromkeys(("s3", "s3a"), "s3fs"), **dict.fromkeys(("gs", "gcs"), "gcsfs")}
+_CLIENTS |= {**dict.fromkeys(("az", "abfs", "abfss"), "adlfs"), "hf": "huggingface_hub"}
+_CLIENTS |= dict.fromkeys(READ_ONLY, "aiohttp")
 
 
 class Finding(NamedTuple):
-    """One line of the report. `ok` is None if the test was skipped."""
+    """One line of the report; `ok` is None if the test was skipped."""
 
     what: str
     ok: bool | None
@@ -61,11 +62,7 @@ def check(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list
 
 
 def preflight(location: Location) -> Iterator[Finding]:
-    """Yields the findings of :func:`check`, each as soon as it is known.
-
-    Args:
-        location: the location; existing files are not changed.
-    """
+    """Yields the findings of :func:`check`, each as soon as it is known."""
     yield Finding("versions", True, _versions(location))
     listed = _tried("list", lambda: _list(location))
     yield listed
@@ -76,7 +73,7 @@ def preflight(location: Location) -> Iterator[Finding]:
     if location.url.startswith(READ_ONLY):
         yield Finding("write", None, "not tried: this place can only be read")
         return
-    yield from _Trial(location).findings()
+    yield from _trial(location)
 
 
 def _tried(what: str, try_it: Callable[[], str]) -> Finding:
@@ -87,13 +84,11 @@ def _tried(what: str, try_it: Callable[[], str]) -> Finding:
 
 
 def _versions(location: Location) -> str:
-    scheme = location.url.partition("://")[0] if "://" in location.url else ""
-    names = ["fsspec", "pyarrow", *filter(None, [_CLIENTS.get(scheme)])]
-    found = []
-    for name in names:
+    found = [f"packstore {VERSION}", f"Python {platform.python_version()}"]
+    for name in ("fsspec", "pyarrow", _CLIENTS.get(location.url.partition("://")[0])):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return ", ".join([f"packstore {VERSION}", f"Python {platform.python_version()}", *found])
+            found += [f"{name} {importlib.metadata.version(name)}"] if name else []
+    return ", ".join(found)
 
 
 def _list(location: Location) -> str:
@@ -129,79 +124,72 @@ def _read_group(dataset: Dataset, group: int) -> str:
     return f"a row group of {len(packs)} packs, checksums right, {ms:.0f} ms"
 
 
-class _Trial:
-    """Writes, reads and removes test files."""
+def _trial(location: Location) -> Iterator[Finding]:
+    """Tests permissions, conditional puts, speed, and removal, with two files."""
+    small = f".packstore-check-{uuid.uuid4().hex}"
+    large, made = f"{small}-large", _missing_folders(location)
+    try:
+        written = _tried("write", lambda: _create(location, small))
+        yield written
+        if written.ok:
+            if location.creates_exclusively:
+                yield _tried("commit", lambda: _create_again(location, small))
+            else:
+                known = "this filesystem is not known to create a file only if it is absent"
+                said = f"one writer at a time (--single-writer): {known}"
+                yield Finding("commit", None, said)
+            yield _tried("speed", lambda: _measure(location, large))
+    finally:
+        removed = _tried("clean up", lambda: _remove(location, small, large))
+        for folder in made:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+    yield removed
 
-    def __init__(self, location: Location) -> None:
-        self._location, self._name = location, f".packstore-check-{uuid.uuid4().hex}"
 
-    def findings(self) -> Iterator[Finding]:
-        """Tests permissions, conditional puts, speed, and removal."""
-        made = _missing_folders(self._location)
-        try:
-            written = _tried("write", self._write)
-            yield written
-            if written.ok:
-                yield self._commit()
-                yield _tried("speed", self._measure)
-        finally:
-            removed = _tried("clean up", self._remove)
-            for folder in made:
-                with contextlib.suppress(OSError):
-                    os.rmdir(folder)
-        yield removed
+def _create(location: Location, name: str) -> str:
+    location.create_bytes(name, b"first")
+    return "allowed"
 
-    def _write(self) -> str:
-        self._location.create_bytes(self._name, b"first")
-        return "allowed"
 
-    def _commit(self) -> Finding:
-        if self._location.creates_exclusively:
-            return _tried("commit", self._write_again)
-        known = "this filesystem is not known to create a file only if it is absent"
-        return Finding("commit", None, f"one writer at a time (--single-writer): {known}")
+def _create_again(location: Location, name: str) -> str:
+    try:
+        location.create_bytes(name, b"second")
+    except DatasetExistsError:
+        return "only one of two writers can win"
+    must = "must refuse to put a file over one that is there (If-None-Match: *)"
+    found = "that it replaced it, so two writers could both commit"
+    do = "Name another store, or a newer release of it, or let one job write at a time"
+    raise IntegrityError(sentence(location.display, must, found, do))
 
-    def _write_again(self) -> str:
-        try:
-            self._location.create_bytes(self._name, b"second")
-        except DatasetExistsError:
-            return "only one of two writers can win"
-        raise IntegrityError(
-            sentence(
-                self._location.display,
-                "must refuse to put a file over one that is there (If-None-Match: *)",
-                "that it replaced it, so two writers could both commit",
-                "Name another store, or a newer release of it, or let one job write at a time",
-            )
-        )
 
-    def _measure(self) -> str:
-        data = os.urandom(1 << 20) * (TRIAL_BYTES >> 20)
-        folder = self._location.local_path
-        with tempfile.TemporaryDirectory(dir=folder, prefix=self._name) as beside:
-            path = os.path.join(beside, "trial")
-            with guarded("write", path, {}), builtins.open(path, "xb") as file:
-                file.write(data)
-            began = time.perf_counter()
-            self._location.put_file(path, self._name + "-large")
-            put = time.perf_counter() - began
+def _measure(location: Location, name: str) -> str:
+    data = os.urandom(1 << 20) * (TRIAL_BYTES >> 20)
+    with tempfile.TemporaryDirectory(dir=location.local_path, prefix=name) as beside:
+        path = os.path.join(beside, "trial")
+        with guarded("write", path, {}):
+            Path(path).write_bytes(data)
         began = time.perf_counter()
-        back = self._location.read_bytes(self._name + "-large")
-        got = time.perf_counter() - began
-        if back != data:
-            must = f"must give back the {len(data)} bytes that were written"
-            do = "Do not use it: it damages what it stores"
-            raise IntegrityError(sentence(self._location.display, must, f"{len(back)} others", do))
-        mb = len(data) / 1e6
-        return f"writes {mb / put:.0f} MB/s, reads {mb / got:.0f} MB/s ({mb:.0f} MB in one stream)"
+        location.put_file(path, name)
+        put = time.perf_counter() - began
+    began = time.perf_counter()
+    back = location.read_bytes(name)
+    got = time.perf_counter() - began
+    if back != data:
+        must = f"must give back the {len(data)} bytes that were written"
+        do = "Do not use it: it damages what it stores"
+        raise IntegrityError(sentence(location.display, must, f"{len(back)} others", do))
+    mb = len(data) / 1e6
+    return f"writes {mb / put:.0f} MB/s, reads {mb / got:.0f} MB/s ({mb:.0f} MB in one stream)"
 
-    def _remove(self) -> str:
-        for name in (self._name, self._name + "-large"):
-            self._location.remove(name)
-        for upload in self._location.unfinished_uploads():
-            if upload.path.endswith(self._name + "-large"):
-                self._location.give_up(self._name + "-large", upload.id)
-        return "nothing is left"
+
+def _remove(location: Location, small: str, large: str) -> str:
+    location.remove(small)
+    location.remove(large)
+    for upload in uploads(location) or ():
+        if upload.path == large:
+            abort_upload(location, upload)
+    return "nothing is left"
 
 
 def _missing_folders(location: Location) -> list[str]:

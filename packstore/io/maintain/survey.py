@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from packstore.errors import PackstoreError
-from packstore.io.maintain.referenced_files import paths_of
 from packstore.io.manifest.commit import DATA, DATASET, FOLDER, manifest_path, versions
+from packstore.io.manifest.manifest import read_manifest
 from packstore.io.manifest.partition_notes import NOTES
 from packstore.io.manifest.side_manifest import SIDE
+from packstore.io.side.side_reader import open_side_at
 from packstore.io.store import temporary_folders as temporary
 from packstore.io.store.location import Location
 from packstore.io.store.upkeep import Found, Upload, abort_upload, list_folder, together, uploads
@@ -90,21 +91,21 @@ class Survey:
         self.uploads = uploads(self._location)
         begun = [Found(u.path, 0, u.age) for u in self.uploads or ()]
         self._young = _youngest([*data, *notes, *begun])
-        runs = dict.fromkeys(match[1] for f in notes if (match := _RUN.fullmatch(f.path)))
-        for file in (*data, *self._administration(folder)):
+        runs = {_run_of(file.path) for file in notes} - {None}
+        others = [file for file in folder if not _MANIFEST.fullmatch(file.path)]
+        for file in (*data, *others, *list_folder(self._location, WRITERS)):
             if file.path not in self._staying:
-                run = _run_of(file.path)
-                why = dropped.get(file.path) or _why(file.path, run if run in runs else None)
-                found.append(self._judged(file, why, run))
+                why = dropped.get(file.path) or _why(file.path, runs)
+                found.append(self._judged(file, why))
         for file in sorted(set(begun)):
             run = _run_of(file.path)
             of_run = f" of the interrupted run {run}" if run in runs else ""
-            found.append(self._judged(file, _UPLOAD + of_run, run))
+            found.append(self._judged(file, _UPLOAD + of_run))
         found += self._folders_here()
         for file in notes:
             run = _run_of(file.path)
             why = f"note of the interrupted run {run}" if run else "unfinished file"
-            found.append(self._judged(file, why, run))
+            found.append(self._judged(file, why))
         return list({item.path: item for item in found}.values())
 
     def remove(self, found: Sequence[Leftover]) -> None:
@@ -138,6 +139,16 @@ class Survey:
         together(partial(remove, item) for item in items)
         return late
 
+    def _remove(self, item: Leftover) -> None:
+        if item.path in self._folders:
+            temporary.remove(item.path)
+        elif item.why.startswith(_UPLOAD):
+            for upload in self.uploads or ():
+                if upload.path == item.path:
+                    abort_upload(self._location, upload)
+        else:
+            self._location.remove(item.path)
+
     def _old_versions(
         self, name: str, folder: Sequence[Found], dropped: dict[str, str]
     ) -> Iterator[Leftover]:
@@ -150,41 +161,35 @@ class Survey:
         numbers = list(sizes)
         gone = numbers[: -self._keep] if self._keep else []
         for place, number in enumerate(numbers):
-            path = manifest_path(number, name)
             if number in gone:
                 successor = manifest_path(numbers[place + 1], name)
                 spared = self._spared(ages.get(successor))
+                path = manifest_path(number, name)
                 yield Leftover(path, sizes[number], f"version {number}", spared)
                 if not spared:
-                    for own in self._paths(name, number):
-                        dropped[own] = f"only of version {number}"
+                    why = f"only of version {number}"
+                    dropped |= dict.fromkeys(self._paths(name, number), why)
                     continue
             self._staying |= self._paths(name, number)
 
     def _paths(self, name: str, number: int) -> set[str]:
         """Returns the files of a version, which never change; empty if it was removed meanwhile."""
-        if (name, number) not in self._known:
+        key = (name, number)
+        if key not in self._known:
             try:
-                self._known[name, number] = paths_of(self._location, [number], name)
+                if name == SIDE:
+                    self._known[key] = {*open_side_at(self._location, number).manifest.files}
+                else:
+                    self._known[key] = {*read_manifest(self._location, number)[0].files}
             except PackstoreError:
                 if number in versions(self._location, name):
                     raise
                 return set()
-        return self._known[name, number]
+        return self._known[key]
 
-    def _remove(self, item: Leftover) -> None:
-        if item.path in self._folders:
-            temporary.remove(item.path)
-        elif item.why.startswith(_UPLOAD):
-            for upload in self.uploads or ():
-                if upload.path == item.path:
-                    abort_upload(self._location, upload)
-        else:
-            self._location.remove(item.path)
-
-    def _judged(self, file: Found, why: str, run: str | None = None) -> Leftover:
+    def _judged(self, file: Found, why: str) -> Leftover:
         """Returns the leftover for a file; spared unless all files of its run are old."""
-        age = file.age
+        age, run = file.age, _run_of(file.path)
         if run in self._young and age is not None:
             of_run = self._young[run]
             age = None if of_run is None else min(age, of_run)
@@ -196,11 +201,6 @@ class Survey:
         if age is None:
             return "its age is not known"
         return "it is too young" if age < self._older_than else ""
-
-    def _administration(self, folder: Sequence[Found]) -> Iterator[Found]:
-        """Yields removable files in the folder of the manifests."""
-        yield from (file for file in folder if not _MANIFEST.fullmatch(file.path))
-        yield from list_folder(self._location, WRITERS)
 
     def _folders_here(self) -> Iterator[Leftover]:
         """Yields temporary folders of this user's dead jobs on this machine."""
@@ -217,13 +217,12 @@ class Survey:
 
 def _youngest(files: Sequence[Found]) -> dict[str, float | None]:
     """Returns the age of the youngest file of each run; None if the age of one is unknown."""
-    found: dict[str, float | None] = {}
+    ages: dict[str, list[float | None]] = {}
     for file in files:
         if run := _run_of(file.path):
-            known = found.get(run, file.age)
-            none = known is None or file.age is None
-            found[run] = None if none else min(known, file.age)  # type: ignore[type-var]
-    return found
+            ages.setdefault(run, []).append(file.age)
+    known = {run: [age for age in of_run if age is not None] for run, of_run in ages.items()}
+    return {run: min(known[run]) if len(known[run]) == len(ages[run]) else None for run in ages}
 
 
 def _run_of(path: str) -> str | None:
@@ -231,13 +230,12 @@ def _run_of(path: str) -> str | None:
     return match[1] if match else None
 
 
-def _why(path: str, run: str | None) -> str:
-    name = path.rpartition("/")[2]
-    if run:
+def _why(path: str, runs: set[str | None]) -> str:
+    if (run := _run_of(path)) in runs:
         return f"of the interrupted run {run}"
     if path.startswith(f"{WRITERS}/"):
         return "marker of a job"
-    if name.startswith("."):
+    if path.rpartition("/")[2].startswith("."):
         return "unfinished file"
     return "no version and no note names it"
 

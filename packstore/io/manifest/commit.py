@@ -61,10 +61,6 @@ def read_committed(
 def require_exclusive(location: Location, single_writer: bool) -> None:
     """Refuses a location where two writers could both commit, unless `single_writer`.
 
-    Args:
-        location: the dataset.
-        single_writer: asserts that no other job writes there.
-
     Raises:
         ConfigError: its filesystem is not known to create files exclusively.
     """
@@ -84,14 +80,9 @@ def refuse_existing(location: Location, overwrite: bool, name: str = DATASET) ->
     """
     current = max(versions(location, name), default=0)
     if current and not overwrite:
-        raise DatasetExistsError(
-            sentence(
-                location.display,
-                "must not hold a dataset yet",
-                f"version {current} of one",
-                "Name another place, or overwrite it (overwrite=True, --overwrite)",
-            )
-        )
+        must, found = "must not hold a dataset yet", f"version {current} of one"
+        do = "Name another place, or overwrite it (overwrite=True, --overwrite)"
+        raise DatasetExistsError(sentence(location.display, must, found, do))
     return current + 1
 
 
@@ -117,6 +108,7 @@ def commit(
 
     Raises:
         DatasetExistsError: another writer committed first.
+        FormatError: the text is too large.
     """
     data = seal(data)
     following = refuse_existing(location, overwrite or version is not None, name)
@@ -142,9 +134,8 @@ def _not_found(
     location: Location, version: int | None, known: list[int], name: str
 ) -> DatasetNotFoundError:
     if known:
-        return DatasetNotFoundError(
-            sentence(location.display, f"must have version {version}", f"{known[0]} to {known[-1]}")
-        )
+        must, found = f"must have version {version}", f"{known[0]} to {known[-1]}"
+        return DatasetNotFoundError(sentence(location.display, must, found))
     missing = not location.exists()
     found = "no such folder" if missing else f"no {FOLDER}/{name}-….json in it"
     command = "pack" if name == DATASET else "ref-logps"
@@ -155,22 +146,12 @@ def _not_found(
 
 def too_late(location: Location) -> DatasetExistsError:
     """Returns the error for a writer after another has committed."""
-    return DatasetExistsError(
-        sentence(
-            location.display,
-            "only one writer may commit at a time",
-            "that another one just did",
-            "Look at its dataset, then run again if it is not yours",
-        )
-    )
+    must, found = "only one writer may commit at a time", "that another one just did"
+    do = "Look at its dataset, then run again if it is not yours"
+    return DatasetExistsError(sentence(location.display, must, found, do))
 
 
 def _too_large(location: Location, path: str, size: int) -> FormatError:
-    return FormatError(
-        sentence(
-            location.join(path).display,
-            f"a manifest must have at most {MAX_MANIFEST_BYTES} bytes",
-            str(size),
-            "Write larger row groups (row_group_tokens)",
-        )
-    )
+    must = f"a manifest must have at most {MAX_MANIFEST_BYTES} bytes"
+    do = "Write larger row groups (row_group_tokens)"
+    return FormatError(sentence(location.join(path).display, must, str(size), do))

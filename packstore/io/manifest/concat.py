@@ -16,29 +16,22 @@ from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.format.arrays import SOURCE_SHIFT
 from packstore.io.manifest.manifest import Manifest, Records, check_manifest
 from packstore.io.shards.shard import ShardInfo
-from packstore.io.shards.statistics import NO_STATISTICS, Spread, Statistics, Totals
+from packstore.io.shards.statistics import PackCounter, Statistics
 from packstore.version import VERSION
 
 MAX_SOURCES = 1 << (63 - SOURCE_SHIFT)
 """Maximum number of sources: ids have 63 bits, the lower ones number the records of a source."""
 
 _SHAPE = ("kind", "layout", "pack_size", "file_format", "features", "carry", "pad_to_multiple")
-_TOKENIZER = (
-    "bos_id",
-    "eos_id",
-    "chat_template_sha256",
-    "tool_use_template_sha256",
-    "chat_template_date",
-)
+_TOKENIZER: tuple[str, ...] = ("bos_id", "eos_id")
+_TOKENIZER += ("chat_template_sha256", "tool_use_template_sha256", "chat_template_date")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the datasets.
+    """One of the datasets: its URL without secrets, and its manifest.
 
-    Attributes:
-        url: of the dataset, for error texts and provenance; without secrets.
-        manifest: of the dataset, with shard paths relative to the new dataset.
+    The paths of its shards are relative to the new dataset.
     """
 
     url: str
@@ -58,19 +51,23 @@ def merge(parts: Sequence[Part]) -> Manifest:
     sources = [source for m in manifests for source in m.provenance["sources"]]
     found = [origin for part in parts for origin in origins(part)]
     provenance = {k: v for k, v in first.provenance.items() if k != "repacked_from"}
+    counter = PackCounter()
+    for m in manifests:
+        counter.merge(PackCounter.of_dataset(m.totals, m.statistics))
+    planning = {"parts": [plan for m in manifests for plan in _plannings(m.statistics)]}
     merged = replace(
         first,
-        totals=_totals(manifests),
-        statistics=_statistics(manifests),
+        totals=counter.totals(sum(m.totals.bytes for m in manifests)),
+        statistics=counter.statistics(first.pack_size, planning),
         records=_records([m.records for m in manifests]),
         provenance={
             **provenance,
-            "lineage": _lineage(found),
+            "lineage": fingerprint({"parts": [[o["lineage"], o["sources"]] for o in found]}),
             "sources": sources,
             "package_version": VERSION,
             "combined_from": found,
         },
-        shards=_moved(manifests),
+        shards=_shifted(manifests),
         pack_index=None,
     )
     check_manifest(merged, "manifest")
@@ -89,10 +86,10 @@ def check_parts(parts: Sequence[Part]) -> None:
 
 
 def check_alike(first: Part, other: Part) -> None:
-    """Refuses datasets that one manifest cannot describe, or that must not be trained on together.
+    """Refuses datasets that one manifest cannot describe; names the differences.
 
     Raises:
-        CompatibilityError: names the differences.
+        CompatibilityError: they must not be trained on together.
     """
     differences = [
         f"{name} {quote(a, 40)} and {quote(b, 40)}"
@@ -102,14 +99,10 @@ def check_alike(first: Part, other: Part) -> None:
     tokenizers = [p.manifest.provenance.get("tokenizer") or {} for p in (first, other)]
     differences += _tokenizer_differences(*tokenizers)
     if differences:
-        raise CompatibilityError(
-            sentence(
-                f"{first.url} and {other.url}",
-                "datasets that are combined must have been made alike",
-                "; ".join(differences),
-                "Pack one of them anew like the other",
-            )
-        )
+        where = f"{first.url} and {other.url}"
+        must = "datasets that are combined must have been made alike"
+        do = "Pack one of them anew like the other"
+        raise CompatibilityError(sentence(where, must, "; ".join(differences), do))
 
 
 def _value(manifest: Manifest, name: str) -> Any:
@@ -133,13 +126,12 @@ def _tokenizer_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[s
     ]
 
 
-def _moved(manifests: Sequence[Manifest]) -> tuple[ShardInfo, ...]:
+def _shifted(manifests: Sequence[Manifest]) -> tuple[ShardInfo, ...]:
     """Returns all shards, their ids shifted by the sources of the manifests before."""
-    shards, before = list[ShardInfo](), 0
+    shards, base = list[ShardInfo](), 0
     for manifest in manifests:
-        base = before << SOURCE_SHIFT
         shards += [replace(s, example_id_base=s.example_id_base + base) for s in manifest.shards]
-        before += len(manifest.provenance["sources"])
+        base += len(manifest.provenance["sources"]) << SOURCE_SHIFT
     return tuple(shards)
 
 
@@ -159,54 +151,19 @@ def origins(part: Part) -> list[dict[str, Any]]:
     ]
 
 
-def _lineage(origins: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the lineage, independent of the order of combining: ids and tokens are the same."""
-    return fingerprint({"parts": [[o["lineage"], o["sources"]] for o in origins]})
-
-
-def _totals(manifests: Sequence[Manifest]) -> Totals:
-    names = [f.name for f in fields(Totals)]
-    return Totals(**{n: sum(getattr(m.totals, n) for m in manifests) for n in names})
-
-
-def _statistics(manifests: Sequence[Manifest]) -> Statistics:
-    planning = {"parts": [plan for m in manifests for plan in _plannings(m.statistics)]}
-    full = [m for m in manifests if m.totals.packs]
-    if not full:
-        return replace(NO_STATISTICS, planning=planning)
-    totals, parts = _totals(full), [m.statistics for m in full]
-    histogram: Counter[str] = Counter()
-    for part in parts:
-        histogram.update(part.length_histogram)
-    return Statistics(
-        fill_rate=totals.tokens / (totals.packs * full[0].pack_size),
-        examples_per_pack=Spread(
-            min=min(p.examples_per_pack.min for p in parts),
-            mean=totals.examples / totals.packs,
-            max=max(p.examples_per_pack.max for p in parts),
-        ),
-        longest_sequence=max(p.longest_sequence for p in parts),
-        most_segments=max(p.most_segments for p in parts),
-        shortest_pack=min(p.shortest_pack for p in parts),
-        length_histogram={key: histogram[key] for key in sorted(histogram, key=int)},
-        planning=planning,
-    )
-
-
 def _plannings(statistics: Statistics) -> list[Any]:
     parts = statistics.planning.get("parts")
     return list(parts) if isinstance(parts, list) else [dict(statistics.planning)]
 
 
 def _records(parts: Sequence[Records]) -> Records:
-    def added(name: str) -> dict[str, int]:
+    def added(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        if name in ("read", "packed"):
+            return sum(values)
         total: Counter[str] = Counter()
-        for part in parts:
-            total.update(getattr(part, name))
+        for value in values:
+            total.update(value)
         return dict(sorted(total.items()))
 
-    return Records(
-        read=sum(p.read for p in parts),
-        packed=sum(p.packed for p in parts),
-        **{f.name: added(f.name) for f in fields(Records) if f.name not in ("read", "packed")},
-    )
+    return Records(**{f.name: added(f.name) for f in fields(Records)})

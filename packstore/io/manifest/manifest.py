@@ -26,7 +26,16 @@ from packstore.format.schema import (
     check_features,
     pack_schema,
 )
-from packstore.format.typed_json import Count, Positive, Sha256, Whole, convert, decode, require
+from packstore.format.typed_json import (
+    Count,
+    Positive,
+    Sha256,
+    Whole,
+    convert,
+    decode,
+    require,
+    require_equal,
+)
 from packstore.io.manifest.commit import commit, read_committed
 from packstore.io.manifest.stored_file import StoredFile
 from packstore.io.shards.shard import PackShape, ShardInfo
@@ -103,6 +112,12 @@ class Manifest:
         return self.totals.examples if self.kind == "dpo" else 0
 
     @property
+    def files(self) -> dict[str, int]:
+        """Bytes of each file that the manifest names, by path."""
+        files = (*self.shards, *([self.pack_index] if self.pack_index else ()))
+        return {file.path: file.bytes for file in files}
+
+    @property
     def fill_rate(self) -> float:
         """Tokens as a fraction of packs x pack size, 0 to 1."""
         return self.statistics.fill_rate
@@ -142,10 +157,23 @@ class Manifest:
     def to_json(self) -> bytes:
         """Returns canonical JSON: equal manifests give equal bytes.
 
+        Fields are in order of declaration, a line for each field and shard.
+
         Raises:
             FormatError: a text is not valid Unicode.
         """
-        return _dump(self)
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        shards = [_compact(_dump_shard(s)) for s in fields.pop("shards")]
+        head = {"format_version": FORMAT_VERSION, "features": fields.pop("features")}
+        head |= {"kind": fields.pop("kind"), "num_responses": self.num_responses} | fields
+        if self.pack_index is None:
+            del head["pack_index"]
+        counts = dataclasses.asdict(self.records)
+        head["records"] = {n: v for n, v in counts.items() if v or n not in _OPTIONAL}
+        lines = [b' "%s": %s' % (name.encode(), _compact(value)) for name, value in head.items()]
+        rows = b",\n".join(b"  " + shard for shard in shards)
+        lines.append(b' "shards": [\n%s\n ]' % rows if shards else b' "shards": []')
+        return b"{\n" + b",\n".join(lines) + b"\n}\n"
 
     @classmethod
     def from_json(cls, data: bytes, where: str = "manifest") -> Manifest:
@@ -155,7 +183,13 @@ class Manifest:
             UnsupportedFormatError: a higher version, or an unknown required feature.
             FormatError: a field is missing, of the wrong type, or contradicts others; names it.
         """
-        return _parse(data, where)
+        head = decode(data, _Head, where)
+        check_features(head.format_version, head.features, where)
+        found = bytes(head.pack_index).decode()
+        require(found != "null", where, "pack_index must be a JSON object", {"pack_index": found})
+        manifest = decode(data, cls, where)
+        check_manifest(manifest, where)
+        return manifest
 
 
 def build_manifest(
@@ -170,10 +204,8 @@ def build_manifest(
     """Builds the manifest of a dataset that was just written.
 
     Args:
-        shape: properties shared by all packs.
-        config: the settings of the job.
-        shards: returned by :meth:`ShardWriter.close`.
-        counter: :attr:`ShardWriter.counter` of the writer.
+        shape, config: properties shared by all packs, and the settings of the job.
+        shards, counter: from :meth:`ShardWriter.close` and :attr:`ShardWriter.counter`.
         tally: counts of packed, dropped and noted records.
         planning: statistics of the plan.
         provenance: see :class:`Manifest`.
@@ -209,7 +241,7 @@ def build_manifest(
 
 
 def read_manifest(location: Location, version: int | None = None) -> tuple[Manifest, int]:
-    """Reads the manifest of a dataset, by default the current one; returns it and its version.
+    """Returns the manifest of a dataset, by default the current one, and its version.
 
     Raises:
         DatasetNotFoundError: no dataset, or no such version, was committed there.
@@ -222,25 +254,11 @@ def read_manifest(location: Location, version: int | None = None) -> tuple[Manif
 def commit_manifest(
     location: Location, manifest: Manifest, overwrite: bool = False, version: int | None = None
 ) -> int:
-    """Commits a dataset in one step; returns its version.
-
-    Args:
-        location: the dataset.
-        manifest: of the new version.
-        overwrite: replace an existing dataset.
-        version: its number, chosen when the job started; None: the next one.
-
-    Raises:
-        DatasetExistsError: a dataset exists and `overwrite` is False, or another writer committed
-            first.
-        FormatError: the manifest is too large.
-    """
+    """Commits a dataset in one step; returns its version; see :func:`.commit.commit`."""
     return commit(location, manifest.to_json(), overwrite, version=version)
 
 
 class _Head(msgspec.Struct):
-    """Fields checked before the others, and a flag if the optional one is null."""
-
     format_version: Count
     features: list[str]
     pack_index: msgspec.Raw = msgspec.Raw(b"{}")
@@ -252,8 +270,6 @@ class _Source(msgspec.Struct):
 
 
 class _Provenance(msgspec.Struct):
-    """The part of `provenance` that readers rely on."""
-
     sources: list[_Source]
     settings: dict[str, Any]
     package_version: str
@@ -265,44 +281,11 @@ class _About(msgspec.Struct):
     provenance: _Provenance
 
 
-def _dump(manifest: Manifest) -> bytes:
-    """Returns canonical JSON: fields in order of declaration, a line for each field and shard."""
-    fields = {f.name: getattr(manifest, f.name) for f in dataclasses.fields(manifest)}
-    shards = [_compact(_dump_shard(s)) for s in fields.pop("shards")]
-    head = {"format_version": FORMAT_VERSION, "features": fields.pop("features")}
-    head |= {"kind": fields.pop("kind"), "num_responses": manifest.num_responses} | fields
-    if manifest.pack_index is None:
-        del head["pack_index"]
-    told = dataclasses.asdict(manifest.records)
-    head["records"] = {n: v for n, v in told.items() if v or n not in _OPTIONAL}
-    lines = [b' "%s": %s' % (name.encode(), _compact(value)) for name, value in head.items()]
-    rows = b",\n".join(b"  " + shard for shard in shards)
-    lines.append(b' "shards": [\n%s\n ]' % rows if shards else b' "shards": []')
-    return b"{\n" + b",\n".join(lines) + b"\n}\n"
-
-
-def _parse(data: bytes, where: str) -> Manifest:
-    """Returns the manifest in `data`.
-
-    Raises:
-        UnsupportedFormatError: a higher version, or an unknown required feature.
-        FormatError: a field is missing, of the wrong type, or contradicts others.
-    """
-    head = decode(data, _Head, where)
-    check_features(head.format_version, head.features, where)
-    given = {"pack_index": bytes(head.pack_index).decode()}
-    require(given["pack_index"] != "null", where, "pack_index must be a JSON object", given)
-    manifest = decode(data, Manifest, where)
-    check_manifest(manifest, where)
-    return manifest
-
-
 def check_manifest(manifest: Manifest, where: str) -> None:
     """Raises :class:`FormatError` if the parts of a manifest contradict each other."""
-    records, totals = manifest.records, manifest.totals
+    records, totals, shards = manifest.records, manifest.totals, manifest.shards
     for name, choices in _CHOICES.items():
-        value, allowed = getattr(manifest, name), ", ".join(choices)
-        must = f"field {name} must be one of: {allowed}"
+        value, must = getattr(manifest, name), f"field {name} must be one of: {', '.join(choices)}"
         require(value in choices, where, must, {name: quote(value)})
     require(
         records.read == records.packed + sum(records.dropped.values()),
@@ -310,54 +293,44 @@ def check_manifest(manifest: Manifest, where: str) -> None:
         "records read must be those packed and those dropped",
         {"read": records.read, "packed": records.packed, "dropped": dict(records.dropped)},
     )
-    require(
-        records.packed == totals.examples,
-        where,
-        "records packed must be the examples",
-        {"packed": records.packed, "examples": totals.examples},
-    )
+    must = "records packed must be the examples"
+    require_equal(where, must, packed=records.packed, examples=totals.examples)
     for name, type_name in manifest.carry.items():
         place, names = f"{where}, carried column {quote(name)}", ("", *COLUMNS)
         require(name not in names, place, "its name must be its own", {"name": quote(name)})
         must = f"its type must be one of: {', '.join(CARRY_TYPES)}"
         require(type_name in CARRY_TYPES, place, must, {"type": quote(type_name)})
     for name in ("packs", *_SUMS):
-        found = sum(getattr(s, "rows" if name == "packs" else name) for s in manifest.shards)
-        expected = getattr(totals, name)
-        figures = {"total": expected, "sum": found}
-        require(found == expected, where, f"total {name} must be the sum over shards", figures)
-    paths = [s.path for s in manifest.shards]
-    counts = {"shards": len(paths), "paths": len(set(paths))}
-    require(len(paths) == len(set(paths)), where, "shards must have different paths", counts)
-    for shard in manifest.shards:
-        _check_columns(shard, where)
+        found = sum(getattr(s, "rows" if name == "packs" else name) for s in shards)
+        must = f"total {name} must be the sum over shards"
+        require_equal(where, must, total=getattr(totals, name), sum=found)
+    require_different_paths([s.path for s in shards], where)
+    for shard in shards:
         _check_shard(shard, manifest, f"{where}, shard {shard.path}")
-    if manifest.pack_index is not None:
-        _check_pack_index(manifest.pack_index, manifest, f"{where}, pack_index")
+    if (index := manifest.pack_index) is not None:
+        place = f"{where}, pack_index"
+        limit = 65536 + 4096 * len(shards) + 32 * totals.packs
+        figures = {"bytes": index.bytes, "limit": limit}
+        require(index.bytes <= limit, place, "its bytes must be few for its packs", figures)
+        check_relative(index.path, place)
+        alone = index.path not in {s.path for s in shards}
+        require(alone, place, "it must not be a shard", {"path": index.path})
     convert({"provenance": manifest.provenance}, _About, where)
-
-
-def _check_pack_index(index: StoredFile, manifest: Manifest, where: str) -> None:
-    check_relative(index.path, where)
-    limit = 65536 + 4096 * len(manifest.shards) + 32 * manifest.totals.packs
-    figures = {"bytes": index.bytes, "limit": limit}
-    require(index.bytes <= limit, where, "its bytes must be few for its packs", figures)
-    paths = {s.path for s in manifest.shards}
-    require(index.path not in paths, where, "it must not be a shard", {"path": index.path})
 
 
 def _check_shard(shard: ShardInfo, manifest: Manifest, where: str) -> None:
     groups = shard.row_groups
+    lengths = {name: len(column) for name, column in vars(groups).items()}
+    require_equal(where, "row_groups must have columns of one length", **lengths)
     for name in ("rows", "examples", "tokens"):
-        found, expected = int(getattr(groups, name).sum()), getattr(shard, name)
-        figures = {"shard": expected, "sum": found}
-        require(found == expected, where, f"its {name} must be the sum over row groups", figures)
+        must = f"its {name} must be the sum over row groups"
+        found = int(getattr(groups, name).sum())
+        require_equal(where, must, shard=getattr(shard, name), sum=found)
     figures = {"footer": shard.footer_bytes, "file": shard.bytes}
     require(shard.footer_bytes <= shard.bytes, where, "its footer must fit in the file", figures)
     limit = MAX_FOOTER_BYTES + GROUP_FOOTER_BYTES * len(groups)
-    require(
-        shard.footer_bytes <= limit, where, f"its footer must have {limit} bytes at most", figures
-    )
+    must = f"its footer must have {limit} bytes at most"
+    require(shard.footer_bytes <= limit, where, must, figures)
     if k := manifest.num_responses:
         figures = {"sequences": shard.sequences, "examples": shard.examples}
         must = f"sequences must be {k} times the examples"
@@ -369,6 +342,14 @@ def _check_shard(shard: ShardInfo, manifest: Manifest, where: str) -> None:
     figures = {name: getattr(groups, name)[bad : bad + 1].tolist() for name in _GROUP_COLUMNS}
     must = "every pack must hold an example and at most pack_size tokens"
     require(bool(full.all()), f"{where}, row group {bad}", must, figures)
+
+
+def require_different_paths(paths: Sequence[str], where: str) -> None:
+    """Raises :class:`FormatError` unless `paths` differ, and are valid in a dataset."""
+    for path in paths:
+        check_relative(path, where)
+    must = "shards must have different paths"
+    require_equal(where, must, shards=len(paths), paths=len(set(paths)))
 
 
 def _compact(value: Any) -> bytes:
@@ -384,10 +365,3 @@ def _dump_shard(shard: ShardInfo) -> dict[str, Any]:
     """Returns the fields of a shard as JSON values and arrays."""
     crc32 = shard.row_groups.crc32.astype(">u4").tobytes().hex()
     return {**vars(shard), "row_groups": {**vars(shard.row_groups), "crc32": crc32}}
-
-
-def _check_columns(shard: ShardInfo, where: str) -> None:
-    place = f"{where}, shard {check_relative(shard.path, where)}"
-    found = {name: len(column) for name, column in vars(shard.row_groups).items()}
-    must = "row_groups must have columns of one length"
-    require(len(set(found.values())) == 1, place, must, found)

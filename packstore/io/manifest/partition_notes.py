@@ -37,7 +37,6 @@ NOTES = (PARTITIONS, f"{FOLDER}/runs")
 _NAME = re.compile(r"([0-9a-f]{12})-[0-9]{5,}\.json")
 _CHECKS = 4
 """Shards hashed in parallel."""
-_CHUNK = 1 << 20
 
 T = TypeVar("T")
 
@@ -54,35 +53,30 @@ class Finished:
 class PartitionNotes:
     """The notes of one run of a job; safe for concurrent use by threads and machines.
 
-    Args:
-        location: the dataset.
-        run: 12 hexadecimal digits, the same for a rerun.
+    `run` has 12 hexadecimal digits, the same for a rerun.
     """
 
     def __init__(self, location: Location, run: str) -> None:
         self.location, self.run = location, run
 
     def put(self, number: int, value: object) -> None:
-        """Writes the note of a partition whose shards are all stored; replaces an earlier note.
+        """Writes or replaces the note of a partition whose shards are all stored.
 
-        Args:
-            number: of the partition.
-            value: contents of the note, a dataclass or struct.
+        `value` is a dataclass or struct.
         """
         text = msgspec.json.encode(value, enc_hook=_plain)
-        seal = b'{"sha256":"%s"}\n' % hashlib.sha256(text).hexdigest().encode()
-        replace_bytes(self.location, self._path(number), seal + text + b"\n")
+        replace_bytes(self.location, self._path(number), _hash_of(text) + text + b"\n")
 
     def read(self, number: int, kind: type[T]) -> T | None:
         """Returns the note of a partition; None if there is none, or it is damaged."""
         try:
-            seal, _, text = self.location.read_bytes(self._path(number)).partition(b"\n")
-            text = text.removesuffix(b"\n")
-            if seal != b'{"sha256":"%s"}' % hashlib.sha256(text).hexdigest().encode():
+            data = self.location.read_bytes(self._path(number))
+            text = data.partition(b"\n")[2].removesuffix(b"\n")
+            if not data.startswith(_hash_of(text)):
                 return None
             return msgspec.json.decode(text, type=kind, dec_hook=_typed)
         except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
+            if error.is_missing:
                 return None
             raise
         except msgspec.DecodeError:  # of another release
@@ -118,15 +112,18 @@ class PartitionNotes:
         try:
             if self.location.size(shard.path) != shard.bytes:
                 return False
-            digest = hashlib.sha256()
             with self.location.open_read(shard.path) as file:
-                while chunk := file.read(_CHUNK):
-                    digest.update(chunk)
+                digest = hashlib.file_digest(file, "sha256")
         except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
+            if error.is_missing:
                 return False
             raise
         return digest.hexdigest() == shard.sha256
+
+
+def _hash_of(text: bytes) -> bytes:
+    """Returns the first line of a note."""
+    return b'{"sha256":"%s"}\n' % hashlib.sha256(text).hexdigest().encode()
 
 
 def _plain(value: Any) -> Any:

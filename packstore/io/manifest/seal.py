@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 
 import orjson
 
@@ -11,26 +10,17 @@ from packstore.errors import IntegrityError, quote, sentence
 
 FIELD = "sha256"
 _END = b"\n}\n"
-_HASH = re.compile(r"[0-9a-f]{64}")
 _DO = "Restore the file from a copy, or open another version"
 
 
 def seal(text: bytes) -> bytes:
-    """Appends the hash of a JSON object to it as the last field.
-
-    Args:
-        text: canonical JSON; ends with a newline, a closing brace and a newline.
-    """
+    """Appends its hash as the last field of canonical JSON, which ends like ``_END``."""
     body = text.removesuffix(_END)
     return body + b',\n "%s": "%s"%s' % (FIELD.encode(), _sha256(body), _END)
 
 
 def unsealed(data: bytes, where: str) -> bytes:
     """Verifies and removes the hash; returns the JSON object, or `data` if it has no hash.
-
-    Args:
-        data: the text of a manifest.
-        where: its place, for error texts.
 
     Raises:
         IntegrityError: the hash does not match, or its field is damaged.
@@ -41,14 +31,15 @@ def unsealed(data: bytes, where: str) -> bytes:
         return data
     [(name, value)] = last.items()
     body = memoryview(data)[:comma]
+    matches = isinstance(value, str) and value.encode() == _sha256(body)
     if name != FIELD:
         # One flipped bit in its name would make the hash a field that readers ignore. A value that
         # matches shows that it is not the last field of another writer.
-        if isinstance(value, str) and value.encode() == _sha256(body):
+        if matches:
             must = f"the field with the hash of the manifest must be named {FIELD!r}"
             raise IntegrityError(sentence(where, must, quote(name), _DO))
         return data
-    if not isinstance(value, str) or not _HASH.fullmatch(value) or value.encode() != _sha256(body):
+    if not matches:
         must = f"the text before field {FIELD!r} must have the sha256 that it names"
         raise IntegrityError(sentence(where, must, "another: the file is damaged", _DO))
     return bytes(body) + _END

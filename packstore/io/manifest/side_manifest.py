@@ -20,9 +20,8 @@ from packstore.errors import (
 )
 from packstore.format.schema import CARRY_TYPES, COLUMNS, KINDS, list_of
 from packstore.format.typed_json import Positive, Sha256, Whole, decode, require
-from packstore.io.manifest.manifest import Manifest
+from packstore.io.manifest.manifest import Manifest, require_different_paths
 from packstore.io.manifest.stored_file import StoredFile
-from packstore.io.store.location import check_relative
 
 SIDE_VERSION = 1
 """Readers refuse a side dataset of a higher version."""
@@ -50,8 +49,6 @@ class SideShard(StoredFile):
 
 
 class _Head(msgspec.Struct):
-    """The fields that decide whether this reader supports the rest."""
-
     side_version: Whole
     features: list[str]
 
@@ -82,6 +79,11 @@ class SideManifest:
     def examples(self) -> int:
         """Number of examples with values."""
         return sum(s.rows for s in self.shards)
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Bytes of each file that the manifest names, by path."""
+        return {shard.path: shard.bytes for shard in self.shards}
 
     @property
     def schema(self) -> pa.Schema:
@@ -121,22 +123,17 @@ class SideManifest:
 
     def check(self, where: str) -> None:
         """Raises :class:`FormatError` if its parts contradict each other."""
-        check_columns(self.columns, where)
-        for name, value in self.made_with.items():
+        _check_columns(self.columns, where)
+        for name, value in self.made_with.items():  # of a caller; JSON was checked by its type
             ok = value is None or isinstance(value, str | int | float)
             must = f"made_with {quote(name)} must be a text, a number, a boolean or null"
             require(ok, where, must, {"value": quote(value)})
-        paths = {s.path for s in self.shards}
-        figures = {"shards": len(self.shards), "paths": len(paths)}
-        require(len(paths) == len(self.shards), where, "shards must have different paths", figures)
-        for path in paths:
-            check_relative(path, where)
+        require_different_paths([s.path for s in self.shards], where)
         must = f"field kind must be one of: {', '.join(KINDS)}"
         require(self.kind in KINDS, where, must, {"kind": quote(self.kind)})
 
 
-def check_columns(columns: Mapping[str, str], where: str) -> None:
-    """Raises :class:`FormatError` unless `columns` are valid for a side dataset."""
+def _check_columns(columns: Mapping[str, str], where: str) -> None:
     require(bool(columns), where, "it must have a column", {"columns": "none"})
     for name, type_name in columns.items():
         place = f"{where}, column {quote(name)}"

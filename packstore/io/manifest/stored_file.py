@@ -18,13 +18,7 @@ _REMEDY = "The file was damaged or replaced: copy it again"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """The manifest's entry of a file.
-
-    Attributes:
-        path: relative to the folder of the manifest's dataset.
-        bytes: its size.
-        sha256: of its contents, hexadecimal.
-    """
+    """The manifest's entry of a file; `path` is relative to the dataset."""
 
     path: str
     bytes: Count
@@ -57,16 +51,9 @@ def read_stored(location: Location, file: StoredFile) -> bytes:
     return data
 
 
-DECODER_ERRORS = (
-    pa.ArrowException,
-    OSError,
-    ValueError,
-    ArithmeticError,
-    LookupError,
-    SystemError,
-    MemoryError,
-    EOFError,
-)
+DECODER_ERRORS: tuple[type[Exception], ...]
+DECODER_ERRORS = (pa.ArrowException, OSError, ValueError, ArithmeticError, LookupError)
+DECODER_ERRORS += (SystemError, MemoryError, EOFError)
 """Exceptions that decoders raise for damaged bytes."""
 
 

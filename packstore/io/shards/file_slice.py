@@ -11,10 +11,7 @@ from packstore.errors import IntegrityError
 class FileSlice(io.RawIOBase):
     """A part of a file with the offsets of the whole file, for pyarrow's Parquet reader.
 
-    Args:
-        size: of the whole file.
-        data: the part.
-        start: its offset.
+    `size` is that of the whole file, `start` the offset of the part `data`.
     """
 
     def __init__(self, size: int, data: bytes = b"", start: int = 0) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -65,15 +65,6 @@ class Statistics:
 
 NO_TOTALS = Totals(
     packs=0, examples=0, sequences=0, tokens=0, supervised_tokens=0, logical_tokens=0, bytes=0
-)
-NO_STATISTICS = Statistics(
-    fill_rate=0.0,
-    examples_per_pack=Spread(min=0, mean=0.0, max=0),
-    longest_sequence=0,
-    most_segments=0,
-    shortest_pack=0,
-    length_histogram={},
-    planning={},
 )
 
 
@@ -170,24 +161,41 @@ class PackCounter:
         for name in ("fewest_examples", "shortest_pack"):
             setattr(self, name, min(getattr(self, name), getattr(other, name)))
 
+    @classmethod
+    def of_dataset(cls, totals: Totals, statistics: Statistics) -> PackCounter:
+        """Returns the counter of the packs of a dataset."""
+        if not totals.packs:
+            return cls()
+        histogram = np.zeros(32, np.int64)
+        for bound, count in statistics.length_histogram.items():
+            histogram[int(bound).bit_length() - 1] = count
+        return cls(
+            **{name: getattr(totals, name) for name in _SUMS},
+            histogram=histogram,
+            most_examples=statistics.examples_per_pack.max,
+            most_segments=statistics.most_segments,
+            longest_sequence=statistics.longest_sequence,
+            fewest_examples=statistics.examples_per_pack.min,
+            shortest_pack=statistics.shortest_pack,
+        )
+
     def totals(self, stored_bytes: int) -> Totals:
         """Returns the sums, with the bytes of the shards."""
         return Totals(bytes=stored_bytes, **{name: getattr(self, name) for name in _SUMS})
 
     def statistics(self, pack_size: int, planning: Mapping[str, Any]) -> Statistics:
         """Returns the statistics; all zero if there are no packs."""
-        if not self.packs:
-            return replace(NO_STATISTICS, planning=planning)
+        some = self.packs > 0
         return Statistics(
-            fill_rate=self.tokens / (self.packs * pack_size),
+            fill_rate=self.tokens / (max(self.packs, 1) * pack_size),
             examples_per_pack=Spread(
-                min=self.fewest_examples,
-                mean=self.examples / self.packs,
+                min=self.fewest_examples if some else 0,
+                mean=self.examples / max(self.packs, 1),
                 max=self.most_examples,
             ),
             longest_sequence=self.longest_sequence,
             most_segments=self.most_segments,
-            shortest_pack=self.shortest_pack,
+            shortest_pack=self.shortest_pack if some else 0,
             length_histogram={str(1 << b): int(n) for b, n in enumerate(self.histogram) if n},
             planning=planning,
         )

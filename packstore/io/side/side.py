@@ -10,8 +10,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Mapping
-from functools import partial
-from types import TracebackType
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -101,9 +100,11 @@ class SideWriter:
         self._manifest.check(self._location.display)
         head = self._manifest
         self._run = fingerprint([head.fingerprint, head.columns, head.made_with])[:12]
+        opened = writing(
+            self._location, overwrite, "side data", single_writer=single_writer, name=SIDE
+        )
         with contextlib.ExitStack() as stack:
-            opened = partial(writing, call="side data", single_writer=single_writer, name=SIDE)
-            self._version = stack.enter_context(opened(self._location, overwrite)).version
+            self._version = stack.enter_context(opened).version
             # Also if neither commit nor abort is called.
             self._release = weakref.finalize(self, stack.pop_all().close)
         self._staging = Staging(self._location, (FOLDER, DATA), None)
@@ -114,20 +115,15 @@ class SideWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self.abort()
-            return
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            self.commit()
+            if error is None:
+                self.commit()
         except BaseException:
             self.abort()
             raise
+        if error is not None:
+            self.abort()
 
     def write(self, example_ids: Int64, values: Values, num_responses: Any = None) -> None:
         """Adds the values of some examples, in any order.
@@ -177,11 +173,10 @@ class SideWriter:
         if self._pending_rows:
             self._flush(self._pending_rows)
         self._staging.remove()
-        fields = {**vars(self._manifest), "shards": tuple(self._shards)}
-        data = SideManifest(**fields).to_json()
-        commit(self._location, data, True, SIDE, self._version)
+        manifest = replace(self._manifest, shards=tuple(self._shards))
+        commit(self._location, manifest.to_json(), True, SIDE, self._version)
         self._release()
-        require_committed(self._location, SideManifest(**fields), self._version)
+        require_committed(self._location, manifest, self._version)
         return self._version
 
     def abort(self) -> None:
@@ -210,12 +205,9 @@ class SideWriter:
                 file.flush()
                 os.fsync(file.fileno())
             found = StoredFile.of("", local)
-        name = f"{self._run}-{len(self._shards):05d}-{found.sha256[:16]}.parquet"
-        path = f"{DATA}/{name}"
+        path = f"{DATA}/{self._run}-{len(self._shards):05d}-{found.sha256[:16]}.parquet"
         shard = SideShard(path=path, bytes=found.bytes, sha256=found.sha256, rows=rows)
-        self._location.put_file(local, shard.path)
-        if not self._staging.in_dataset:
-            os.unlink(local)
+        self._staging.store(local, path)
         self._shards.append(shard)
 
 

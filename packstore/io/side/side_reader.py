@@ -17,13 +17,7 @@ from packstore.io.store.location import Location
 
 
 class Side:
-    """A committed version of a side dataset. Picklable; reads lazily.
-
-    Args:
-        location: folder of the side dataset.
-        manifest: of this version.
-        version: number of the manifest.
-    """
+    """A committed version of a side dataset. Picklable; reads lazily."""
 
     def __init__(self, location: Location, manifest: SideManifest, version: int) -> None:
         self.location, self.manifest, self.version = location, manifest, version

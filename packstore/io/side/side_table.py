@@ -22,10 +22,8 @@ MAPPED_BYTES = 64 << 20
 class SideTable:
     """The values of a side dataset, sorted by example id.
 
-    Memory: 8 bytes for each example besides its values, and three times as much during loading.
-
-    Args:
-        side: read once, completely.
+    Reads the side dataset once, completely. Memory: 8 bytes for each example besides its values,
+    and three times as much during loading.
 
     Raises:
         StorageError: a shard is missing, or the store refuses.
@@ -119,16 +117,9 @@ def _numbers(array: Any) -> npt.NDArray[Any]:
     """Converts an Arrow array of numbers or booleans (``to_numpy`` would import pandas)."""
     if pa.types.is_boolean(array.type):
         return np.array(array.to_pylist(), np.bool_)
-    width = _WIDTHS[str(array.type)]
-    if not len(array):
-        return np.empty(0, width)
-    return np.frombuffer(array.buffers()[1], width, len(array), array.offset * width.itemsize)
+    return np.from_dlpack(array)
 
 
-_WIDTHS = {
-    name: np.dtype(code)
-    for name, code in (("int32", "i4"), ("int64", "i8"), ("float", "f4"), ("double", "f8"))
-}
 _NO_IDS = np.empty(0, np.int64)
 _NONE = pa.nulls(0, pa.large_string())  # pa.array would import pandas
 _REMEDY = "Make the side dataset anew from this dataset"

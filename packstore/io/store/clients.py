@@ -39,7 +39,8 @@ def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     from fsspec import get_filesystem_class
     from fsspec.core import url_to_fs
 
-    s3 = is_s3(url) and is_s3fs(get_filesystem_class("s3"))
+    # Not a chained URL (``simplecache::s3://``).
+    s3 = url.startswith(("s3://", "s3a://")) and is_s3fs(get_filesystem_class("s3"))
     ours = s3 and "config_kwargs" not in options
     if s3:
         settings = {
@@ -57,7 +58,10 @@ def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     return fs, path
 
 
-_EXCLUSIVE = ("s3fs", "gcsfs", "adlfs")
+def _client(fs: Any) -> str:
+    """Returns the package of a filesystem or its class, or ``memory``."""
+    module = (fs if isinstance(fs, type) else type(fs)).__module__
+    return "memory" if module == "fsspec.implementations.memory" else module.partition(".")[0]
 
 
 def creates_exclusively(fs: Any) -> bool:
@@ -66,50 +70,65 @@ def creates_exclusively(fs: Any) -> bool:
     Most fsspec filesystems check that the file is missing and then write it, which is a race.
     Local disks are handled in :mod:`packstore.io.store.local`.
     """
-    module = type(fs).__module__
-    return module.partition(".")[0] in _EXCLUSIVE or module == "fsspec.implementations.memory"
+    return _client(fs) in ("s3fs", "gcsfs", "adlfs", "memory")
 
 
-def make_parent(fs: Any, path: str) -> None:
+def is_s3fs(fs: Any) -> bool:
+    """Returns True if a filesystem or its class is s3fs; another may be registered for S3."""
+    return _client(fs) == "s3fs"
+
+
+def asks_again(fs: Any) -> bool:
+    """Returns True if the client may retry `create`, so that "exists" may mean its own put."""
+    return _client(fs) == "gcsfs"
+
+
+def _make_parent(fs: Any, path: str) -> None:
     """Creates the folder of a file on filesystems with real folders (sftp, …)."""
     if not creates_exclusively(fs):
         fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
 
-def is_s3(url: str) -> bool:
-    """Returns True for a plain S3 URL, False for a chained one (``simplecache::s3://``)."""
-    return url.startswith(("s3://", "s3a://"))
-
-
-def is_s3fs(fs: Any) -> bool:
-    """Returns True if a filesystem or its class is s3fs; another may be registered for S3."""
-    kind = fs if isinstance(fs, type) else type(fs)
-    return kind.__module__.startswith("s3fs")
-
-
-def asks_again(fs: Any) -> bool:
-    """Returns True if the client may retry `create`, so that "exists" may mean its own put."""
-    return type(fs).__module__.startswith("gcsfs")
-
-
 def put_file(fs: Any, local_path: str, path: str) -> None:
     """Uploads a file, a few parts in memory at a time (for S3 see `s3_upload`)."""
-    how: dict[str, Any] = {}
-    if type(fs).__module__.startswith("gcsfs"):
-        how = {"chunksize": PART_BYTES}
-    elif type(fs).__module__.startswith("adlfs"):
-        how = {"max_concurrency": PARTS_AT_ONCE}
-    make_parent(fs, path)
-    fs.put_file(local_path, path, **how)
+    how: dict[str, dict[str, Any]] = {
+        "gcsfs": {"chunksize": PART_BYTES},
+        "adlfs": {"max_concurrency": PARTS_AT_ONCE},
+    }
+    _make_parent(fs, path)
+    fs.put_file(local_path, path, **how.get(_client(fs), {}))
+
+
+def put_bytes(fs: Any, path: str, data: bytes, **how: Any) -> None:
+    """Puts bytes over any file that is there."""
+    _make_parent(fs, path)
+    fs.pipe_file(path, data, **how)
 
 
 def create(fs: Any, path: str, data: bytes) -> None:
     """Puts bytes only if no file is there; otherwise raises the client's error."""
-    how = {"retry_total": 0} if type(fs).__module__.startswith("adlfs") else {}
-    make_parent(fs, path)
+    how = {"retry_total": 0} if _client(fs) == "adlfs" else {}
     # The memory filesystem checks first and writes then: without a lock, threads would race.
-    with _MEMORY if type(fs).__module__.endswith(".memory") else contextlib.nullcontext():
-        fs.pipe_file(path, data, mode="create", **how)
+    with _MEMORY if _client(fs) == "memory" else contextlib.nullcontext():
+        put_bytes(fs, path, data, mode="create", **how)
+
+
+def ls(fs: Any, path: str, url: str = "") -> list[tuple[str, dict[str, Any]]]:
+    """Lists name and details of the entries of a folder; empty if it is missing.
+
+    Raises:
+        StorageError: `url` is given, and its bucket is missing.
+    """
+    fs.invalidate_cache()
+    try:
+        found = fs.ls(path, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        if url:
+            refuse_missing_bucket(fs, path, url)
+        return []
+    # Some stores also list the folder itself, an empty object.
+    inside = [e for e in found if e["name"].strip("/") != path.strip("/")]
+    return [(e["name"].rstrip("/").rpartition("/")[2], e) for e in inside]
 
 
 def glob(fs: Any, pattern: str, url: str) -> dict[str, Any]:
@@ -123,20 +142,14 @@ def glob(fs: Any, pattern: str, url: str) -> dict[str, Any]:
 
 def refuse_missing_bucket(fs: Any, path: str, url: str) -> None:
     """Raises :class:`StorageError` if `path` was not found because its bucket is missing."""
-    if _lacks_bucket(fs, path, url):
-        where = display(url)
-        raise StorageError(sentence(where, "cannot list", NO_BUCKET.what, NO_BUCKET.do)) from None
-
-
-def _lacks_bucket(fs: Any, path: str, url: str) -> bool:
-    """Returns True if the bucket of `path` is missing."""
     if url.partition("://")[0] not in BUCKETS:
-        return False
+        return
     try:
         fs.info(path.partition("/")[0])
     except FileNotFoundError:
-        return True
+        said = sentence(display(url), "cannot list", NO_BUCKET.what, NO_BUCKET.do)
+        raise StorageError(said) from None
     except Exception as error:
         if is_passing(error):
             raise
-    return False  # the bucket exists, or these credentials may not see it
+        # The bucket exists, or these credentials may not see it.

@@ -49,10 +49,8 @@ def named_place(url: str) -> str:
 def guarded(verb: str, url: str, options: Mapping[str, Any]) -> Iterator[None]:
     """Turns all errors of a filesystem in this context into a :class:`StorageError`.
 
-    Args:
-        verb: the operation: ``open``, ``read``, ``write``, ``list`` or ``remove``.
-        url: its target.
-        options: the storage options; their secrets are removed from the text.
+    `verb` is ``open``, ``read``, ``write``, ``list`` or ``remove``; secrets in `url` and `options`
+    are removed from the text.
     """
     try:
         yield

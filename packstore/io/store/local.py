@@ -7,9 +7,10 @@ import ctypes
 import errno
 import mmap
 import os
+import shutil
 import stat
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from packstore.errors import IntegrityError
@@ -33,27 +34,29 @@ def only_regular(path: str) -> str:
     return path
 
 
-def read_part(path: str, start: int, end: int) -> bytes:
-    """Returns bytes `start` to `end` of a file, fewer if it is shorter; mostly one system call."""
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
     handle = os.open(path, os.O_RDONLY)
     try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def read_part(path: str, start: int, end: int) -> bytes:
+    """Returns bytes `start` to `end` of a file, fewer if it is shorter; mostly one system call."""
+    with _opened(path) as handle:
         data = b""
         while more := os.pread(handle, end - start - len(data), start + len(data)):
             data += more
         return data
-    finally:
-        os.close(handle)
 
 
 def will_read(path: str, start: int, end: int) -> None:
     """Makes the system prefetch bytes `start` to `end` of a file from disk; does not wait."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    handle = os.open(only_regular(path), os.O_RDONLY)
-    try:
-        os.posix_fadvise(handle, start, end - start, os.POSIX_FADV_WILLNEED)
-    finally:
-        os.close(handle)
+    if hasattr(os, "posix_fadvise"):
+        with _opened(only_regular(path)) as handle:
+            os.posix_fadvise(handle, start, end - start, os.POSIX_FADV_WILLNEED)
 
 
 def map_part(path: str, start: int, end: int) -> memoryview:
@@ -66,31 +69,40 @@ def map_part(path: str, start: int, end: int) -> memoryview:
         IntegrityError: it is too short; access to missing pages would crash.
     """
     aligned = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    handle = os.open(only_regular(path), os.O_RDONLY)
-    try:
+    with _opened(only_regular(path)) as handle:
         size = os.fstat(handle).st_size
         if size < end:
             raise IntegrityError(f"must have at least {end} bytes; found only {size} bytes")
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         view = mmap.mmap(handle, end - aligned, flags, mmap.PROT_READ, offset=aligned)
-    finally:
-        os.close(handle)
     return memoryview(view)[start - aligned :]
 
 
-def make_folder(folder: str) -> None:
-    """Creates a folder and its parents; raises NotADirectoryError if a file is in the way."""
+def make_folder(path: str) -> list[str]:
+    """Creates a folder and its parents, durably; returns the new ones, outermost first.
+
+    Raises:
+        NotADirectoryError: a file is in the way.
+    """
+    if os.path.isdir(path):
+        return []
+    parent = os.path.dirname(os.path.abspath(path))
+    made = make_folder(parent)
     try:
-        os.makedirs(folder, exist_ok=True)
-    except FileExistsError as error:
-        raise NotADirectoryError(folder) from error
+        os.mkdir(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise NotADirectoryError(path) from None
+        return made
+    sync_folder(parent)
+    return [*made, path]
 
 
 def in_its_folder(full: str, put: Callable[[], None]) -> None:
     """Creates the folder of a file and calls `put`; repeats if an ending job has removed it."""
     for last in (False, False, True):
-        make_folder(os.path.dirname(full))
         try:
+            make_folder(os.path.dirname(full))
             return put()
         except FileNotFoundError:
             if last:
@@ -100,8 +112,7 @@ def in_its_folder(full: str, put: Callable[[], None]) -> None:
 
 def create(full: str, data: bytes) -> None:
     """Writes a temporary file and links it: link never replaces, and readers see it complete."""
-    folder, name = os.path.split(full)
-    temporary = os.path.join(folder, f".{name}.{uuid.uuid4().hex}")
+    temporary = _hidden(full)
     try:
         _write_new(temporary, data)
         try:
@@ -114,7 +125,37 @@ def create(full: str, data: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-    sync_folder(folder)
+    sync_folder(os.path.dirname(full))
+
+
+def replace(full: str, data: bytes) -> None:
+    """Writes a file in one step, over an existing one, but not durably."""
+    temporary = _hidden(full)
+    with open(temporary, "wb") as file:
+        file.write(data)
+    os.replace(temporary, full)
+
+
+def link(source: str, target: str) -> None:
+    """Links or copies a file to `target`, in one step and durably; replaces a file there."""
+    make_folder(os.path.dirname(target))
+    temporary = _hidden(target)
+    try:
+        os.link(source, temporary)
+    except OSError:
+        shutil.copyfile(source, temporary)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+    os.replace(temporary, target)
+    with contextlib.suppress(FileNotFoundError):  # rename does nothing for links to the same file
+        os.unlink(temporary)
+    sync_folder(os.path.dirname(target))
+
+
+def _hidden(full: str) -> str:
+    """Returns a random hidden name in the folder of a file."""
+    folder, name = os.path.split(full)
+    return os.path.join(folder, f".{name}.{uuid.uuid4().hex}")
 
 
 def _write_new(path: str, data: bytes) -> None:
@@ -151,8 +192,5 @@ def settle(file: IO[bytes], durable: bool) -> None:
 
 def sync_folder(folder: str) -> None:
     """Syncs a folder, so that a rename or link in it survives a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
+    with _opened(folder) as handle:
         os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -18,15 +18,16 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from packstore.config.storage import RetryConfig
-from packstore.errors import DatasetExistsError, FormatError, display, quote, sentence
+from packstore.errors import DatasetExistsError, FormatError, StorageError, display, quote, sentence
 from packstore.io.store import clients, local, s3_upload
 from packstore.io.store.error_causes import is_passing
 from packstore.io.store.faults import guarded, means_exists, missing_filesystem, named_place
-from packstore.io.store.guarded_file import GuardedFile
+from packstore.io.store.guarded_file import guarded_stream
 from packstore.io.store.retry import retrying
 
 T = TypeVar("T")
 
+_VERSIONS = ("VersionId", "version_id", "generation", "ETag", "etag", "e_tag", "md5Hash")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]*")
 
 
@@ -108,18 +109,8 @@ class Location:
         """Lists the files directly in a folder, by name; empty if the folder is missing."""
         fs, full = self._at(path)
 
-        def listed() -> list[dict[str, Any]]:
-            fs.invalidate_cache()
-            try:
-                return list(fs.ls(full, detail=True))
-            except (FileNotFoundError, NotADirectoryError):
-                clients.refuse_missing_bucket(fs, full, self.url)
-                return []
-
-        found = self.ask("list", path, listed)
-        # Some stores also list the folder itself, an empty object.
-        inside = [e for e in found if e["type"] == "file" and not _same(e["name"], full)]
-        return sorted(Entry(e["name"].rsplit("/", 1)[-1], int(e["size"] or 0)) for e in inside)
+        found = self.ask("list", path, partial(clients.ls, fs, full, self.url))
+        return sorted(Entry(name, int(e["size"] or 0)) for name, e in found if e["type"] == "file")
 
     def glob(self) -> list[Location]:
         """Lists the files that match the URL as a pattern (``*``, ``**``, ``?``, ``[...]``)."""
@@ -132,9 +123,7 @@ class Location:
     def open_read(self, path: str = "", **how: Any) -> io.BufferedReader:
         """Opens the file as a binary stream whose errors are all :class:`StorageError`.
 
-        Args:
-            path: relative to this location.
-            how: options of fsspec's ``open``, such as ``cache_type``.
+        `how` are options of fsspec's ``open``, such as ``cache_type``.
         """
         fs, full = self._at(path)
 
@@ -144,8 +133,9 @@ class Location:
             return fs.open(full, "rb", **how)
 
         raw = self.ask("read", path, opened)
-        file = GuardedFile(raw, partial(self.ask, "read", path), partial(self.guard, "read", path))
-        return io.BufferedReader(file, 1 << 20)
+        return guarded_stream(
+            raw, partial(self.ask, "read", path), partial(self.guard, "read", path)
+        )
 
     def read_bytes(self, path: str = "", start: int | None = None, end: int | None = None) -> bytes:
         """Reads bytes `start` to `end` (exclusive) of the file; fewer if it is shorter."""
@@ -218,25 +208,19 @@ class Location:
 
         self.ask("remove", path, remove)
 
-    def unfinished_uploads(self) -> list[s3_upload.Upload]:
-        """Lists unfinished uploads of killed writers, which only S3 keeps and bills."""
-        fs, full = self._open()
-        if not clients.is_s3fs(fs):
-            return []
-        return s3_upload.unfinished(fs, full, partial(self.ask, "list", ""))
-
-    def give_up(self, path: str, upload_id: str) -> None:
-        """Aborts an upload to `path` from `unfinished_uploads` and removes its parts."""
-        fs, full = self._at(path)
-        s3_upload.give_up(fs, full, upload_id, partial(self.ask, "remove", path))
+    def object_version(self, path: str = "") -> str:
+        """Returns the version id or ETag of the file, with its label; empty if there is none."""
+        try:
+            info = self._info(path) or {}
+        except StorageError:
+            return ""
+        found = ((name, str(info[name]).strip('"')) for name in _VERSIONS if info.get(name))
+        return next((f"{name} {value}" for name, value in found if value != "null"), "")
 
     def ask(self, verb: str, path: str, call: Callable[[], T]) -> T:
-        """Returns the result of `call`; retries and raises storage errors (:mod:`.retry`).
+        """Returns the result of `call`, one request to the filesystem about `path`.
 
-        Args:
-            verb: the operation: ``read``, ``write``, ``list`` or ``remove``.
-            path: its target, relative to this location.
-            call: makes one request to the filesystem.
+        Retries and raises storage errors (:mod:`.retry`); `verb`: see :func:`guarded`.
         """
 
         def named() -> T:
@@ -285,16 +269,8 @@ class Location:
 
 
 def check_relative(path: str, where: str) -> str:
-    """Returns `path` if it is a valid path inside a dataset.
-
-    Raises:
-        FormatError: it is absolute, a URL, or contains ``..`` or forbidden characters.
-    """
+    """Returns `path`; raises FormatError if it is no valid path inside a dataset."""
     if not all(_PART.fullmatch(part) for part in path.split("/")):
         must = "a path must be relative and stay inside the dataset"
         raise FormatError(sentence(where, must, quote(path)))
     return path
-
-
-def _same(path: str, other: str) -> bool:
-    return path.strip("/") == other.strip("/")

@@ -17,12 +17,8 @@ _NAMESPACE = "/proc/self/ns/pid"
 
 
 class Process(NamedTuple):
-    """The identity of a process.
-
-    Attributes:
-        machine: hash of the ids of machine, boot and process namespace; empty if unknown.
-        pid: process id.
-        started: ticks from boot to its start.
+    """A process: `machine` is a hash of the ids of machine, boot and process namespace, empty if
+    unknown; `started` is in ticks since the boot.
     """
 
     machine: str

@@ -21,25 +21,9 @@ _FORMS = re.compile(
     re.I,
 )
 
-_KINDS: tuple[type[Exception], ...] = (
-    FileNotFoundError,
-    FileExistsError,
-    NotADirectoryError,
-    IsADirectoryError,
-    PermissionError,
-    ConnectionError,
-    TimeoutError,
-    OSError,
-)
-
 
 class Secrets:
-    """The secrets of a location.
-
-    Args:
-        url: of the location.
-        options: its storage options.
-    """
+    """The secrets in the URL and the storage options of a location."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         texts = {*_of_url(url), *_of_options(options)}
@@ -55,12 +39,13 @@ class Secrets:
     def hide_in(self, error: BaseException) -> BaseException:
         """Returns the error; if it or a cause of it contains secrets, a copy without them.
 
-        The copy has the builtin type that the error derives from.
+        The copy has the builtin subclass of OSError that the error derives from, or Exception.
         """
         link: BaseException | None = error
         while link is not None:
             if self.hide(str(link)) != str(link):
-                kind = next((k for k in _KINDS if isinstance(error, k)), Exception)
+                own = (k for k in type(error).__mro__ if k.__module__ == "builtins")
+                kind = next((k for k in own if issubclass(k, OSError)), Exception)
                 return kind(f"{type(error).__name__}: {self.hide(str(error))}")
             link = link.__cause__ or link.__context__
         return error

@@ -34,7 +34,7 @@ def retrying(
     attempts do not multiply.
 
     Args:
-        call: one request, or several that can be repeated together; raises storage errors.
+        call: one request, or several that can be repeated together.
         policy: number of attempts, and time.
         refusals: maximum attempts at errors that rarely pass (permissions).
         pause: sleeps for so many seconds; returns True to stop retrying.

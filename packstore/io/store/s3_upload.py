@@ -1,7 +1,7 @@
 """Uploads a file to S3 in parts, a few at a time.
 
-Each part is retried separately, so that a failure in a large shard costs one part. A failed upload
-is aborted, so that it leaves no parts to pay for; `unfinished` lists those of killed processes.
+s3fs would repeat a whole upload after one failure, and leave its parts to pay for. Here each part
+is retried separately, and a failed upload is aborted; `unfinished` lists those of killed processes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import datetime
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from packstore.errors import StorageError
 from packstore.io.store.clients import PART_BYTES, PARTS_AT_ONCE
@@ -23,22 +23,8 @@ Ask: TypeAlias = Callable[[Callable[[], Any]], Any]
 MAX_PARTS = 10_000
 
 
-class Upload(NamedTuple):
-    """An upload that was started, and neither completed nor aborted."""
-
-    path: str
-    id: str
-    began: datetime.datetime
-
-
 def upload(fs: Any, local_path: str, path: str, ask: Ask) -> None:
-    """Uploads the file to `path`, atomically.
-
-    Args:
-        fs: an s3fs filesystem.
-        local_path: the file.
-        path: bucket and key.
-        ask: makes one request.
+    """Uploads the file to `path` (bucket and key), atomically.
 
     Raises:
         StorageError: the store refuses, or fails for too long.
@@ -58,8 +44,10 @@ def upload(fs: Any, local_path: str, path: str, ask: Ask) -> None:
     def send(number: int) -> dict[str, Any]:
         body = os.pread(file.fileno(), step, (number - 1) * step)
         part = {"PartNumber": number, "Body": body, **target}
-        answer = ask(lambda: fs.call_s3("upload_part", **part))
-        return {"PartNumber": number, "ETag": answer["ETag"]}
+        return {
+            "PartNumber": number,
+            "ETag": ask(lambda: fs.call_s3("upload_part", **part))["ETag"],
+        }
 
     try:
         with open(local_path, "rb") as file, ThreadPoolExecutor(PARTS_AT_ONCE) as threads:
@@ -70,28 +58,26 @@ def upload(fs: Any, local_path: str, path: str, ask: Ask) -> None:
         if code_of(error) == "NoSuchUpload" and _has(fs, path, size, ask):
             return  # the upload is complete, only the response was lost
         with contextlib.suppress(StorageError):
-            ask(lambda: fs.call_s3("abort_multipart_upload", **target))
+            abort(fs, path, target["UploadId"], ask)
         raise
 
 
-def unfinished(fs: Any, path: str, ask: Ask) -> list[Upload]:
-    """Lists the uploads below `path` (bucket and prefix) neither completed nor aborted."""
+def unfinished(fs: Any, path: str, ask: Ask) -> list[tuple[str, datetime.datetime, str]]:
+    """Lists target, begin and id of the uploads below `path` neither completed nor aborted."""
     bucket, prefix, _ = fs.split_path(path)
     query = {"Bucket": bucket, "Prefix": prefix}
-    found: list[Upload] = []
+    found: list[tuple[str, datetime.datetime, str]] = []
     while True:
         page = ask(lambda query=query: fs.call_s3("list_multipart_uploads", **query))  # type: ignore[misc]
-        found += [
-            Upload(f"{bucket}/{u['Key']}", u["UploadId"], u["Initiated"])
-            for u in page.get("Uploads", ())
-        ]
+        uploads = page.get("Uploads", ())
+        found += [(f"{bucket}/{u['Key']}", u["Initiated"], u["UploadId"]) for u in uploads]
         if not page.get("IsTruncated"):
             return found
         query |= {f"{name}Marker": page[f"Next{name}Marker"] for name in ("Key", "UploadId")}
 
 
-def give_up(fs: Any, path: str, upload_id: str, ask: Ask) -> None:
-    """Removes the parts of an upload to `path` (bucket and key)."""
+def abort(fs: Any, path: str, upload_id: str, ask: Ask) -> None:
+    """Aborts an upload to `path`, and removes its parts."""
     bucket, key, _ = fs.split_path(path)
     target = {"Bucket": bucket, "Key": key, "UploadId": upload_id}
     ask(lambda: fs.call_s3("abort_multipart_upload", **target))

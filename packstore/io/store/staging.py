@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 import threading
 
+from packstore.io.store import local
 from packstore.io.store import temporary_folders as temporary
 from packstore.io.store.faults import guarded
 from packstore.io.store.location import Location
-from packstore.io.store.upkeep import make_folder
 
 
 class Staging:
@@ -22,19 +21,18 @@ class Staging:
         location: the dataset.
         folders: folders of a local dataset, relative; the staging folder is in the first.
         spill_dir: the folder to use for a remote dataset; None: the system's.
+
+    Attributes:
+        in_dataset: True if the folder is inside a local dataset.
     """
 
     def __init__(self, location: Location, folders: tuple[str, ...], spill_dir: str | None) -> None:
-        self._root, self._spill_dir, self._folders = location.local_path, spill_dir, folders
+        self._location, self._root = location, location.local_path
+        self._spill_dir, self._folders = spill_dir, folders
+        self.in_dataset = self._root is not None
         self._folder = ""
-        self._made: list[str] = []
         self._count = 0
         self._lock = threading.Lock()
-
-    @property
-    def in_dataset(self) -> bool:
-        """True if the folder is inside a local dataset."""
-        return self._root is not None
 
     def path(self) -> str:
         """Returns a new path in the folder. Thread-safe."""
@@ -48,19 +46,19 @@ class Staging:
         with guarded("write", self._root or self._spill_dir or tempfile.gettempdir(), {}):
             if self._root is None:
                 return temporary.make(temporary.STAGING, self._spill_dir)
-            for folder in self._folders:
-                self._made += make_folder(os.path.join(self._root, folder))
-            parent = os.path.join(self._root, self._folders[0])
-            return temporary.make(temporary.IN_DATASET, parent)
+            folders = [os.path.join(self._root, folder) for folder in self._folders]
+            for folder in folders:
+                local.make_folder(folder)
+            return temporary.make(temporary.IN_DATASET, folders[0])
+
+    def store(self, local_path: str, path: str) -> None:
+        """Moves or uploads a finished file of the folder to `path` in the dataset."""
+        self._location.put_file(local_path, path)
+        if not self.in_dataset:
+            os.unlink(local_path)
 
     def remove(self) -> None:
         """Removes the folder and its contents."""
         if self._folder:
             temporary.remove(self._folder)
             self._folder = ""
-
-    def prune(self) -> None:
-        """Removes empty folders of a local dataset that this job created."""
-        for folder in reversed(self._made):
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)

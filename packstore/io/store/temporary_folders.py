@@ -18,22 +18,15 @@ from packstore.io.store.process import Process, this_process
 
 SPILL, STAGING, IN_DATASET = "packstore-spill-", "packstore-staging-", ".staging-"
 """Prefixes of names: tokenized examples; unfinished files outside and inside a dataset."""
-
-OLD_SECONDS = 7 * 86_400.0
-"""Age, by its newest file, from which on a new job removes the folder of an unknown process."""
-
-YOUNG_SECONDS = 3600.0
-"""Age below which the folder of an unknown process may be in use."""
+YOUNG_SECONDS, OLD_SECONDS = 3600.0, 7 * 86_400.0
+"""Ages, by the newest file, of folders of unknown processes: below the first one may be in use,
+above the second a new job removes it."""
 
 _OWNER = re.compile(r"([0-9a-f]{32})-([0-9]{1,10})-([0-9]+)-.*")
 
 
 class Left(NamedTuple):
-    """A folder that no job seems to use: its path, its bytes, and seconds since it changed.
-
-    Attributes:
-        certain: True if its process has certainly ended.
-    """
+    """A folder that no job seems to use; `certain`: its process has certainly ended."""
 
     path: str
     bytes: int
@@ -42,11 +35,9 @@ class Left(NamedTuple):
 
 
 def make(prefix: str, parent: str | None = None) -> str:
-    """Creates a private folder, and removes folders of killed jobs.
+    """Creates a private folder; removes folders of killed jobs with this prefix.
 
-    Args:
-        prefix: of its name, and of the folders to check.
-        parent: parent folder; None: the system's folder for temporary files.
+    `parent`: None is the system's folder for temporary files.
     """
     parent = parent or tempfile.gettempdir()
     sweep(parent, prefix)
@@ -68,7 +59,8 @@ def left(parent: str, prefix: str) -> list[Left]:
         for entry in sorted(os.scandir(parent), key=lambda e: e.name):
             if not entry.name.startswith(prefix) or not _is_own_folder(entry):
                 continue
-            owner = _owner(entry.name.removeprefix(prefix))
+            match = _OWNER.fullmatch(entry.name.removeprefix(prefix))
+            owner = Process(match[1], int(match[2]), match[3]) if match else None
             if owner is not None and owner.lives:
                 continue
             certain = owner is not None and owner.is_of_this_machine
@@ -81,11 +73,6 @@ def left(parent: str, prefix: str) -> list[Left]:
 def remove(path: str) -> None:
     """Removes a folder and its contents; ignores errors."""
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _owner(name: str) -> Process | None:
-    match = _OWNER.fullmatch(name)
-    return Process(match[1], int(match[2]), match[3]) if match else None
 
 
 def _is_own_folder(entry: os.DirEntry[str]) -> bool:

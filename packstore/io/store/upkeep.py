@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NamedTuple
 
-from packstore.io.store import clients, local
+from packstore.io.store import clients, local, s3_upload
 from packstore.io.store.location import Location
 
 AT_ONCE = 16
@@ -29,7 +27,7 @@ class Found(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """An unfinished multipart upload: its target path, age in seconds, and id."""
+    """An unfinished multipart upload: its target path, age in seconds if known, and id."""
 
     path: str
     age: float | None
@@ -44,37 +42,40 @@ def list_folder(location: Location, folder: str) -> list[Found]:
     fs, full = location._at(folder)
     if location.local_path is not None and os.path.islink(full):
         return []
+    entries = location.ask("list", folder, partial(clients.ls, fs, full))
+    files = [(name, e) for name, e in entries if e["type"] != "directory"]
+    return sorted(Found(f"{folder}/{name}", int(e["size"] or 0), _age(e)) for name, e in files)
 
-    def listed() -> list[dict[str, Any]]:
-        fs.invalidate_cache()
-        try:
-            return list(fs.ls(full, detail=True))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
 
-    # Some servers list an empty folder as a file in itself.
-    entries = (
-        e for e in location.ask("list", folder, listed) if e["name"].strip("/") != full.strip("/")
-    )
-    files = [e for e in entries if e["type"] != "directory"]
-    names = [e["name"].rstrip("/").rsplit("/", 1)[-1] for e in files]
-    found = (
-        Found(f"{folder}/{n}", int(e["size"] or 0), _age(e))
-        for n, e in zip(names, files, strict=True)
-    )
-    return sorted(found)
+def uploads(location: Location) -> list[Upload] | None:
+    """Lists unfinished uploads of killed writers below a location, which only S3 keeps and bills.
+
+    Returns None if its store cannot list them.
+    """
+    fs, full = location._at("")
+    if not clients.is_s3fs(fs):
+        return None
+    root = full.strip("/") + "/"
+    return [
+        Upload(path.removeprefix(root), _since(began), upload_id)
+        for path, began, upload_id in s3_upload.unfinished(
+            fs, full, partial(location.ask, "list", "")
+        )
+        if path.startswith(root)
+    ]
+
+
+def abort_upload(location: Location, upload: Upload) -> None:
+    """Aborts an unfinished upload, and frees its storage."""
+    fs, full = location._at(upload.path)
+    s3_upload.abort(fs, full, upload.id, partial(location.ask, "remove", upload.path))
 
 
 def together(calls: Iterable[Callable[[], object]], at_once: int = AT_ONCE) -> None:
     """Runs all calls, `at_once` at a time; raises the first error once none is running."""
     with ThreadPoolExecutor(at_once, "packstore-upkeep") as pool:
-        futures = [pool.submit(call) for call in calls]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for _ in pool.map(lambda call: call(), calls):
+            pass
 
 
 def remove_all(location: Location, paths: Iterable[str]) -> None:
@@ -84,48 +85,12 @@ def remove_all(location: Location, paths: Iterable[str]) -> None:
 
 def replace_bytes(location: Location, path: str, data: bytes) -> None:
     """Writes a small file atomically; replaces an existing one."""
-    root = location.local_path
-    if root is None:
-        fs, full = location._at(path)
-
-        def put() -> None:
-            clients.make_parent(fs, full)
-            fs.pipe_file(full, data)
-
-        location.ask("write", path, put)
-        return
-    full = os.path.join(root, path)
-    with location.guard("write", path):
-        local.in_its_folder(full, partial(_replace, full, data))
-
-
-def _replace(full: str, data: bytes) -> None:
-    temporary = _beside(full)
-    with open(temporary, "wb") as file:
-        file.write(data)
-    os.replace(temporary, full)
-
-
-def _beside(full: str) -> str:
-    """Returns a random hidden name in the folder of a file."""
-    folder, name = os.path.split(full)
-    return os.path.join(folder, f".{name}.{uuid.uuid4().hex}")
-
-
-def make_folder(path: str) -> list[str]:
-    """Creates a local folder and its parents, durably; returns the new ones, outermost first."""
-    if os.path.isdir(path):
-        return []
-    parent = os.path.dirname(os.path.abspath(path))
-    made = make_folder(parent)
-    try:
-        os.mkdir(path)
-    except FileExistsError:
-        if not os.path.isdir(path):
-            raise NotADirectoryError(path) from None
-        return made
-    _sync(parent)
-    return [*made, path]
+    fs, full = location._at(path)
+    if local.is_local(fs):
+        with location.guard("write", path):
+            local.in_its_folder(full, partial(local.replace, full, data))
+    else:
+        location.ask("write", path, partial(clients.put_bytes, fs, full, data))
 
 
 def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
@@ -136,32 +101,15 @@ def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
     """
     fs, full = source._at(path)
     other, there = target._at(to)
-    if source.local_path is not None and target.local_path is not None:
+    if local.is_local(fs) and local.is_local(other):
         with target.guard("write", to):
-            _link(full, there)
+            local.link(full, there)
         return True
     alike = type(fs) is type(other) and source.storage_options == target.storage_options
     if not alike or not clients.creates_exclusively(fs):  # other clients may differ in their root
         return False
     target.ask("write", to, lambda: fs.cp_file(full, there))
     return True
-
-
-def uploads(location: Location) -> list[Upload] | None:
-    """Lists unfinished multipart uploads below a location; None if its store cannot."""
-    if not clients.is_s3(location.url):
-        return None
-    root = location._open()[1].strip("/") + "/"
-    return [
-        Upload(u.path[len(root) :], _since(u.began), u.id)
-        for u in location.unfinished_uploads()
-        if u.path.startswith(root)
-    ]
-
-
-def abort_upload(location: Location, upload: Upload) -> None:
-    """Aborts an unfinished upload, and frees its storage."""
-    location.give_up(upload.path, upload.id)
 
 
 @contextlib.contextmanager
@@ -171,38 +119,14 @@ def pruned(location: Location) -> Iterator[None]:
     made: list[str] = []
     if root is not None:
         with location.guard("write"):
-            made = make_folder(root)
             for name in ("_packstore", "data"):
-                made += make_folder(os.path.join(root, name))
+                made += local.make_folder(os.path.join(root, name))
     try:
         yield
     finally:
         for folder in reversed(made):
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
-
-
-def _link(source: str, target: str) -> None:
-    make_folder(os.path.dirname(target))
-    temporary = _beside(target)
-    try:
-        os.link(source, temporary)
-    except OSError:
-        shutil.copyfile(source, temporary)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-    os.replace(temporary, target)
-    with contextlib.suppress(FileNotFoundError):  # rename does nothing for links to the same file
-        os.unlink(temporary)
-    _sync(os.path.dirname(target))
-
-
-def _sync(folder: str) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _age(entry: dict[str, Any]) -> float | None:
@@ -218,6 +142,5 @@ def _since(when: Any) -> float | None:
         with contextlib.suppress(ValueError):
             when = datetime.fromisoformat(when)
     if isinstance(when, datetime):
-        when = when if when.tzinfo else when.replace(tzinfo=UTC)
-        when = when.timestamp()
+        when = (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
     return max(0.0, time.time() - float(when)) if isinstance(when, int | float) else None

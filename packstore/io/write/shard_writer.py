@@ -9,10 +9,8 @@ Shards become part of a dataset when a manifest names them (:mod:`packstore.io.m
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -81,12 +79,7 @@ class ShardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 self.finish()
@@ -132,7 +125,13 @@ class ShardWriter:
         Raises:
             StorageError: no space, no permission, or the store refuses.
         """
-        self._finish()
+        if self._pending_tokens:
+            self._flush()
+        if self._shard is not None:
+            self._close_shard(self._shard)
+        if self._encoder is not None:
+            self._encoder.shutdown()
+            self._encoder = None
         self._staging.remove()
         return self._parts
 
@@ -148,11 +147,6 @@ class ShardWriter:
         Stored shards stay for `clean`: another run of the same job, whose shards have the same
         names, may be about to commit them.
         """
-        self._discard()
-        self._staging.prune()
-
-    def _discard(self) -> None:
-        """Removes unfinished files, after the thread has ended."""
         if self._encoder is not None:
             self._encoder.shutdown(cancel_futures=True)
             self._encoder = None
@@ -188,29 +182,14 @@ class ShardWriter:
         while len(self._encoding) > ahead:
             self._encoding.popleft().result()
 
-    def _finish(self) -> None:
-        """Finishes the last shard."""
-        if self._pending_tokens:
-            self._flush()
-        if self._shard is not None:
-            self._close_shard(self._shard)
-        if self._encoder is not None:
-            self._encoder.shutdown()
-            self._encoder = None
-
     def _close_shard(self, shard: ShardFile) -> None:
+        """Stores a finished shard: moves or uploads it into the dataset."""
         self._wait(0)
         hashes, checksums = shard.finish(durable=self._staging.in_dataset)
         name = f"{self._run}-{len(self._parts):05d}-{hashes.sha256[:16]}.{self._config.format}"
         groups = [group_figures(figures) for figures in shard.figures]
         info = describe_shard(f"{DATA}/{name}", groups, hashes, checksums)
-        self._put(shard.path, info.path)
+        self._staging.store(shard.path, info.path)
         sizes = pack_sizes(np.concatenate(shard.figures))
         self._shard = None
         self._parts.append(Finished(info, shard.counter, sizes))
-
-    def _put(self, local_path: str, path: str) -> None:
-        """Moves or uploads a finished file into the dataset."""
-        self._location.put_file(local_path, path)
-        if not self._staging.in_dataset:
-            os.unlink(local_path)

@@ -1,7 +1,7 @@
 """A job that writes the next version of a place.
 
 1. Check that a dataset may be written there, and choose the number of its manifest.
-2. Write a marker, and warn if another job has one (:mod:`packstore.io.write.writer_markers`).
+2. Write a marker, and warn if another job has one.
 3. Before the commit, check that every shard exists.
 4. After the commit or an error, remove the marker. An error removes nothing else.
 Of several running jobs, the first to write the manifest of that number commits.
@@ -35,10 +35,9 @@ class AppendedBefore(DatasetExistsError):
 
 
 class WriteJob:
-    """The next version of a place.
+    """The next version of a dataset.
 
     Attributes:
-        location: of the dataset.
         version: number of the next manifest.
         extends: the dataset whose packs come first in the next version; None: no other packs.
         committed: the version written by :meth:`commit`.
@@ -53,19 +52,15 @@ class WriteJob:
     def check_fits(
         self, kind: str, carry: Mapping[str, str], provenance: Callable[[], Mapping[str, Any]]
     ) -> None:
-        """Refuses packs that cannot be appended to the dataset that this job extends.
-
-        Raises:
-            CompatibilityError: names the differences.
-        """
+        """Raises CompatibilityError if the packs cannot be appended to the extended dataset."""
         if self.extends is not None:
-            manifest = replace(self.extends.manifest, kind=kind, carry=carry)
-            told = {**manifest.provenance, "tokenizer": provenance().get("tokenizer")}
-            added = Part("what is appended", replace(manifest, provenance=told))
-            check_alike(Part(self.extends.url, self.extends.manifest), added)
+            manifest = self.extends.manifest
+            about = {**manifest.provenance, "tokenizer": provenance().get("tokenizer")}
+            added = replace(manifest, kind=kind, carry=carry, provenance=about)
+            check_alike(Part(self.extends.url, manifest), Part("what is appended", added))
 
     def earlier(self) -> Iterator[PackSizes]:
-        """Yields the sizes of the packs of each shard of the dataset that this job extends."""
+        """Yields the sizes of the packs of each shard of the extended dataset."""
         if self.extends is not None:
             for number in range(len(self.extends.manifest.shards)):
                 yield self.extends.shard_sizes(number)
@@ -85,16 +80,16 @@ class WriteJob:
             AppendedBefore: the same records, with the same settings, are its last part.
             DatasetExistsError: the dataset already contains the same records.
         """
+        past = self.extends.manifest.provenance if self.extends else {}
         old, new = (
-            {s.get("sha256") for s in told.get("sources", ())} - {None}
-            for told in (self.extends.manifest.provenance if self.extends else {}, about)
+            {s.get("sha256") for s in told.get("sources", ())} - {None} for told in (past, about)
         )
         if not new & old:
             return
         if not new <= old:
             log.warning("%d of %d inputs are in the dataset already", len(new & old), len(new))
             return
-        last = (self.extends.manifest.provenance if self.extends else {}).get("combined_from")
+        last = past.get("combined_from")
         if last and last[-1].get("lineage") == about.get("lineage"):
             raise AppendedBefore(self.location.display)
         must = "records that are appended must not be in it yet"
@@ -103,16 +98,12 @@ class WriteJob:
         raise DatasetExistsError(sentence(self.location.display, must, found, do))
 
     def confirm(self, shards: Iterable[ShardInfo]) -> None:
-        """Checks that all shards still exist, right before the commit.
-
-        Raises:
-            StorageError: a shard was removed.
-        """
+        """Raises StorageError unless all shards still exist, right before the commit."""
         there = {f.path: f.bytes for f in list_folder(self.location, DATA)}
         for shard in shards:
             if there.get(shard.path) != shard.bytes:
-                found = f"{shard.path} removed or changed"
                 must = "its shards must stay while a job writes there"
+                found = f"{shard.path} removed or changed"
                 raise StorageError(sentence(self.location.display, must, found, "Run it again"))
 
     def commit(self, manifest: Manifest) -> None:

@@ -48,10 +48,6 @@ class Writer(NamedTuple):
 def marked(location: Location, call: str) -> Iterator[str]:
     """Writes a marker of this job for the context, and yields its path; warns of other jobs.
 
-    Args:
-        location: the dataset.
-        call: name of the job, such as ``pack``.
-
     Raises:
         StorageError: the location is not writable at all.
     """
@@ -60,14 +56,13 @@ def marked(location: Location, call: str) -> Iterator[str]:
         location.create_bytes(path, orjson.dumps({"call": call, **this_process()._asdict()}))
     except PackstoreError as error:
         log.debug("no marker: %s", error)
-        _require_writable(location)
+        trial = f"{FOLDER}/.packstore-{uuid.uuid4().hex}"
+        location.create_bytes(trial, b"")  # raises now, not after tokenizing everything
+        location.remove(trial)
     try:
         for other in writers(location, besides=path)[:1]:
-            log.warning(
-                "%s: another job may be writing here (%s); the one that commits last will be "
-                "refused",
-                *(location.display, other.text),
-            )
+            said = "another job may be writing here (%s); the one that commits last will be refused"
+            log.warning("%s: " + said, location.display, other.text)
         yield path
     finally:
         with contextlib.suppress(PackstoreError):
@@ -77,30 +72,20 @@ def marked(location: Location, call: str) -> Iterator[str]:
                 os.rmdir(os.path.join(location.local_path, WRITERS))
 
 
-def _require_writable(location: Location) -> None:
-    """Raises now, not after tokenizing everything, if the location is not writable."""
-    path = f"{FOLDER}/.packstore-{uuid.uuid4().hex}"
-    location.create_bytes(path, b"")
-    location.remove(path)
-
-
 def writers(location: Location, besides: str = "") -> list[Writer]:
     """Lists the jobs that may be writing there: running ones, and those with a young marker.
 
-    Args:
-        location: the dataset.
-        besides: path of a marker to ignore.
+    `besides` is the path of a marker to ignore.
     """
     found = []
     with contextlib.suppress(PackstoreError):
         for file in list_folder(location, WRITERS):
             if file.path == besides or not file.path.endswith(".json"):
                 continue
-            writer = _read(location, file.path)
-            if writer is None:
-                continue
             young = file.age is not None and file.age < YOUNG_SECONDS
-            if writer.process.lives or (young and not writer.process.is_of_this_machine):
+            if (writer := _read(location, file.path)) is not None and (
+                writer.process.lives or (young and not writer.process.is_of_this_machine)
+            ):
                 found.append(writer)
     return found
 

@@ -174,13 +174,13 @@ def test_an_empty_dataset_has_none(kit, written):
 def test_memory_of_the_writer_is_one_shard(kit, written, monkeypatch):
     """What waits for the index never holds more than the packs of one shard."""
     portions = []
-    append = pack_index.PackIndexWriter.append
+    table = pack_index._table
 
-    def spy(self, sizes):
+    def spy(sizes):
         portions.append(len(sizes))
-        append(self, sizes)
+        return table(sizes)
 
-    monkeypatch.setattr(pack_index.PackIndexWriter, "append", spy)
+    monkeypatch.setattr(pack_index, "_table", spy)
     ds = written.dataset([kit.some_packs(200)])
     assert portions == [s.rows for s in ds.manifest.shards]
 
@@ -385,6 +385,6 @@ def test_sizes_are_looked_up_shard_by_shard(kit, written, monkeypatch):
     assert loaded in ([], [shards - 1])
     for _ in range(2):
         again.sizes(np.arange(len(ds)))
-    assert len(again._sizes._kept) == shards - 1
+    assert again._sizes._recent.cache_info().currsize == shards - 1
     bare = without_index(ds)
     assert told(bare.sizes(last)) == told(everything.take(last))

@@ -24,7 +24,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.order import PackOrder
 from packstore.io.dataset.read_ahead import ReadAhead
-from packstore.io.dataset.thread_pool import Crew, Job
+from packstore.io.dataset.thread_pool import ThreadPool
 from packstore.io.side.side import SideWriter
 
 LANES = 4
@@ -335,54 +335,54 @@ def test_waits_double_and_vary(stored: Dataset, monkeypatch: pytest.MonkeyPatch)
         assert 2**number <= seconds <= 3 * 2**number
 
 
-class TestCrew:
+class TestThreadPool:
     def test_jobs_are_done_by_few_threads(self) -> None:
-        crew = Crew(3)
-        jobs = [crew.submit(Job(lambda i=i: i * i)) for i in range(50)]  # type: ignore[misc]
+        pool = ThreadPool(3)
+        jobs = [pool.submit(lambda i=i: i * i) for i in range(50)]  # type: ignore[misc]
         assert [job.result() for job in jobs] == [i * i for i in range(50)]
         assert 1 <= len(reader_threads()) <= 3
-        crew.close()
+        pool.close()
         assert not reader_threads()
 
     def test_what_is_queued_is_dropped(self) -> None:
-        crew, begun, go = Crew(1), threading.Event(), threading.Event()
+        pool, begun, go = ThreadPool(1), threading.Event(), threading.Event()
         done: list[int] = []
 
         def first() -> None:
             begun.set()
             go.wait()
 
-        crew.submit(Job(first))
+        pool.submit(first)
         for i in range(5):
-            crew.submit(Job(lambda i=i: done.append(i)))  # type: ignore[misc]
+            pool.submit(lambda i=i: done.append(i))  # type: ignore[misc]
         begun.wait()
         threading.Timer(0.05, go.set).start()
-        crew.close()
+        pool.close()
         assert not reader_threads()
         assert not done
 
     def test_a_fork_leaves_the_threads_of_its_parent_alone(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        crew, parent = Crew(1), os.getpid()
-        assert crew.submit(Job(lambda: 5)).result() == 5
+        pool, parent = ThreadPool(1), os.getpid()
+        assert pool.submit(lambda: 5).result() == 5
         monkeypatch.setattr(os, "getpid", lambda: parent + 1)
-        crew.close()  # as in a child, where it would wait for a thread that is not there
-        assert not crew.stopping.is_set()
+        pool.close()  # as in a child, where it would wait for a thread that is not there
+        assert not pool.stopping.is_set()
         monkeypatch.undo()
-        assert crew.submit(Job(lambda: 6)).result() == 6
-        (thread,) = crew._threads
-        crew._jobs.put(None)
+        assert pool.submit(lambda: 6).result() == 6
+        (thread,) = pool._threads
+        pool._jobs.put(None)
         thread.join(120)
         assert not reader_threads()
 
     def test_errors_come_out_of_the_result(self) -> None:
-        crew = Crew(1)
-        job = crew.submit(Job(lambda: 1 // 0))
+        pool = ThreadPool(1)
+        job = pool.submit(lambda: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             job.result()
-        assert crew.submit(Job(lambda: 5)).result() == 5
-        crew.close()
+        assert pool.submit(lambda: 5).result() == 5
+        pool.close()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import numpy as np
 
 from packstore.format.arrays import IGNORE_INDEX
 from packstore.io.shards.statistics import (
-    NO_STATISTICS,
     PackCounter,
     Spread,
     Statistics,
@@ -71,4 +70,12 @@ def test_buckets_begin_at_powers_of_two(kit):
 
 
 def test_no_packs():
-    assert PackCounter().statistics(100, {}) == NO_STATISTICS
+    assert PackCounter().statistics(100, {}) == Statistics(
+        fill_rate=0.0,
+        examples_per_pack=Spread(min=0, mean=0.0, max=0),
+        longest_sequence=0,
+        most_segments=0,
+        shortest_pack=0,
+        length_histogram={},
+        planning={},
+    )
