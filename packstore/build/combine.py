@@ -20,16 +20,16 @@ from packstore.config.keywords import AppendSettings
 from packstore.errors import ConfigError, IntegrityError, TokenizerError, sentence
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.dataset.missing_files import require_files
 from packstore.io.dataset.pack_index import put_index
-from packstore.io.dataset.presence import require_files
 from packstore.io.manifest.commit import DATA, FOLDER, too_late
 from packstore.io.manifest.concat import Part, check_parts, merge, origins
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.shards.shard import ShardInfo
-from packstore.io.store.faults import guarded
 from packstore.io.store.location import Location
+from packstore.io.store.operations import copy_file, run_parallel
 from packstore.io.store.staging import Staging
-from packstore.io.store.upkeep import copy_file, together
+from packstore.io.store.storage_errors import as_storage_errors
 from packstore.io.write.write_job import AppendedBefore, WriteJob, writing
 
 log = logging.getLogger("packstore")
@@ -229,7 +229,7 @@ def _copied(job: WriteJob, parts: Sequence[Dataset], run: str) -> Manifest:
                     shards.append(replace(shard, path=path))
                 number += 1
             renamed.append(Part(part.url, replace(part.manifest, shards=tuple(shards))))
-        together(copies, COPIES_AT_ONCE)
+        run_parallel(copies, COPIES_AT_ONCE)
         merged = merge(renamed)
         if not merged.shards:
             return merged
@@ -260,7 +260,7 @@ def _copy(
         raise _changed(source, shard)
     local, digest = staging.path(), hashlib.sha256()
     with (
-        guarded("write", local, {}),
+        as_storage_errors("write", local, {}),
         source.open_read(shard.path) as reader,
         open(local, "xb") as file,
     ):

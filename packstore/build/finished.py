@@ -13,7 +13,7 @@ from packstore.config import PackConfig
 from packstore.errors import DatasetExistsError, DatasetNotFoundError, quote, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
-from packstore.io.dataset.presence import require_files
+from packstore.io.dataset.missing_files import require_files
 from packstore.io.store.location import Location
 
 log = logging.getLogger("packstore")

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, Self
 from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import Sample
 from packstore.io.store import temporary_folders as temporary
-from packstore.io.store.faults import guarded
 from packstore.io.store.location import Location
+from packstore.io.store.storage_errors import as_storage_errors
 
 _CHUNK = 1 << 20
 _NUMBER = re.compile(r"([0-9]+)$")
@@ -53,7 +53,7 @@ class RejectsFile:
         if _identity(self._place) in taken or self._place.is_dir():
             must = "rejects must name a file that is no input and no folder"
             raise ConfigError(sentence(self._place.display, must))
-        with guarded("write", spill_dir or "temporary files", {}):
+        with as_storage_errors("write", spill_dir or "temporary files", {}):
             self._folder = temporary.make(temporary.STAGING, spill_dir)
             self._file = open(os.path.join(self._folder, "rejects"), "w+b")  # noqa: SIM115
 
@@ -76,7 +76,7 @@ class RejectsFile:
         """
         if self._place is None or self._file is None:
             return
-        with guarded("write", self._file.name, {}):
+        with as_storage_errors("write", self._file.name, {}):
             self._file.flush()
         path = self._place.local_path
         if path is None:
@@ -84,7 +84,7 @@ class RejectsFile:
             return
         beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.partial")
         try:
-            with guarded("write", path, {}):
+            with as_storage_errors("write", path, {}):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 shutil.copyfile(self._file.name, beside)
                 with open(beside, "rb+") as file:
@@ -110,7 +110,7 @@ class RejectsFile:
 
     def _write(self, data: bytes) -> None:
         if self._file is not None and data:
-            with guarded("write", self._file.name, {}):
+            with as_storage_errors("write", self._file.name, {}):
                 self._file.write(data)
 
 

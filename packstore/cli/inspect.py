@@ -17,7 +17,7 @@ from packstore.cli.common import (
     two_columns,
 )
 from packstore.errors import visible
-from packstore.io.manifest.seal import seal
+from packstore.io.manifest.manifest_hash import with_hash
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def _run(args: argparse.Namespace) -> int:
     dataset = open_dataset(args)
     m = dataset.manifest
     if args.json:
-        print_json(seal(m.to_json()).decode())
+        print_json(with_hash(m.to_json()).decode())
         return 0
     console = stdout_console()
     stats, totals = m.statistics, m.totals

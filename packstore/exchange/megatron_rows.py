@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from packstore.exchange.output import OutputFolder
 from packstore.format.arrays import Bool, Examples, Int32, Int64, Packs, range_indices, to_offsets
 from packstore.format.schema import list_of
-from packstore.io.store.faults import guarded
+from packstore.io.store.storage_errors import as_storage_errors
 from packstore.pack.fill import unpack
 
 SCHEMA = pa.schema(
@@ -91,13 +91,13 @@ class Shards:
         if self.writer is None:
             self.names.append(f"{self.stem}-{len(self.names):05d}.idx.parquet")
             self._path = self.folder.path(self.names[-1])
-            with guarded("write", self._path, {}):
+            with as_storage_errors("write", self._path, {}):
                 self._file = pa.OSFile(self._path, "wb")
                 options = {"compression": "zstd", "use_dictionary": False}
                 self.writer = pq.ParquetWriter(
                     self._file, SCHEMA, write_statistics=False, **options
                 )
-        with guarded("write", self._path, {}):
+        with as_storage_errors("write", self._path, {}):
             self.writer.write_table(pa.Table.from_batches([batch]), batch.num_rows)
             full = self._file.tell() >= self.limit
         if full:
@@ -106,7 +106,7 @@ class Shards:
     def close(self) -> None:
         """Closes the open file."""
         if self.writer is not None:
-            with guarded("write", self._path, {}):
+            with as_storage_errors("write", self._path, {}):
                 self.writer.close()
                 self._file.close()
             self.writer = None

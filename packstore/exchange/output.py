@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from packstore.errors import DatasetExistsError, PackstoreError, sentence
-from packstore.io.store.faults import guarded
 from packstore.io.store.location import Location
+from packstore.io.store.storage_errors import as_storage_errors
 
 
 class _Output:
@@ -63,7 +63,7 @@ class OutputFile(_Output):
         else:
             folder, name = os.path.split(target)
             self._path = os.path.join(folder, f".{name}.{uuid.uuid4().hex}")
-        with guarded("write", self._path, {}):
+        with as_storage_errors("write", self._path, {}):
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
             self.file: BinaryIO = open(self._path, "xb")  # noqa: SIM115
 
@@ -74,11 +74,11 @@ class OutputFile(_Output):
 
     def write(self, data: bytes | memoryview) -> None:
         """Adds bytes."""
-        with guarded("write", self._location.url, {}):
+        with as_storage_errors("write", self._location.url, {}):
             self.file.write(data)
 
     def _finish(self) -> None:
-        with guarded("write", self._location.url, {}):
+        with as_storage_errors("write", self._location.url, {}):
             self.file.flush()
             os.fsync(self.file.fileno())
             self.file.close()
@@ -109,7 +109,7 @@ class OutputFolder(_Output):
         if self._before and not overwrite:
             _refuse(location, f"{self._before[0]} in it")
         root = location.local_path
-        with guarded("write", root or tempfile.gettempdir(), {}):
+        with as_storage_errors("write", root or tempfile.gettempdir(), {}):
             self._made = root is not None and not os.path.isdir(root)
             if root is not None:
                 os.makedirs(root, exist_ok=True)

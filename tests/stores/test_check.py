@@ -19,7 +19,7 @@ import packstore
 from packstore.cli import main
 from packstore.io.store import clients
 from packstore.io.store.location import Location
-from packstore.io.store.upkeep import uploads
+from packstore.io.store.operations import uploads
 
 
 def check(

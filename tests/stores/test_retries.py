@@ -15,10 +15,10 @@ from stores import Store
 from packstore.config.storage import RetryConfig
 from packstore.errors import ConfigError, DatasetExistsError, StorageError, told
 from packstore.io.store import clients
-from packstore.io.store.faults import guarded
 from packstore.io.store.location import Location
+from packstore.io.store.operations import abort_upload, uploads
 from packstore.io.store.retry import retrying
-from packstore.io.store.upkeep import abort_upload, uploads
+from packstore.io.store.storage_errors import as_storage_errors
 
 FAST = {"retry_attempts": 3, "retry_backoff": 0.001}
 
@@ -42,7 +42,7 @@ def asked(call: Callable[[], str], **config: Any) -> str:
 
 def named(call: Callable[[], str]) -> Callable[[], str]:
     def naming() -> str:
-        with guarded("read", "s3://b/x", {}):
+        with as_storage_errors("read", "s3://b/x", {}):
             return call()
 
     return naming

@@ -23,7 +23,7 @@ from stores import Store
 import packstore
 from packstore.errors import PackstoreError
 from packstore.io.maintain.clean import clean
-from packstore.io.store import upkeep
+from packstore.io.store import operations
 from packstore.torch import PackedDataset
 
 SETTINGS: dict[str, Any] = {
@@ -195,7 +195,7 @@ def tidy(scene: Scene, log: Log, name: str) -> None:
         def time() -> float:
             return began + CLEAN_AGE
 
-    upkeep.time = Clock  # type: ignore[assignment]
+    operations.time = Clock  # type: ignore[assignment]
     while not scene.is_over:
         with reported(scene, log):
             report = clean(

@@ -19,7 +19,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.pack_index import PackIndex
 from packstore.io.dataset.reader import ShardReader
 from packstore.io.manifest.manifest import Manifest
-from packstore.io.manifest.seal import unsealed
+from packstore.io.manifest.manifest_hash import without_hash
 from packstore.io.manifest.side_manifest import SideManifest
 from packstore.io.side.side import open_side
 
@@ -53,13 +53,15 @@ def regions(data: Dataset, side_url: str | None = None) -> Iterator[Region]:
         path = root / info.path
         yield Region("pack index", path, 0, info.bytes, lambda new: _index(data, new, path))
     path = root / "_packstore" / f"manifest-{data.version:06d}.json"
-    yield _whole("manifest", path, lambda new: Manifest.from_json(unsealed(new, "m"), "m"))
+    yield _whole("manifest", path, lambda new: Manifest.from_json(without_hash(new, "m"), "m"))
     if side_url is not None:
         side, folder = open_side(side_url), Path(side_url)
         for entry in side.manifest.shards:
             yield _whole("side data", folder / entry.path, lambda new, e=entry: _side(side, e, new))
         path = folder / "_packstore" / f"side-{side.version:06d}.json"
-        yield _whole("side manifest", path, lambda n: SideManifest.from_json(unsealed(n, "m"), "m"))
+        yield _whole(
+            "side manifest", path, lambda n: SideManifest.from_json(without_hash(n, "m"), "m")
+        )
 
 
 def flip(region: Region, step: int, kept: int = 5) -> tuple[Counter[str], list[str]]:

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
 from packstore.errors import StorageError, sentence
-from packstore.io.store.faults import guarded
+from packstore.io.store.storage_errors import as_storage_errors
 
 log = logging.getLogger("packstore")
 
 _TOTAL = "account"
 """Name of the file with the bytes of all others."""
-_PATIENCE = 100
+_LOCK_ATTEMPTS = 100
 """Attempts to take the lock, 10 ms apart."""
 _CREATE = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -66,14 +66,14 @@ class Cache:
             fetch: reads the bytes from the store; its errors propagate.
         """
         data = None
-        with self._harmless():
+        with self._ignoring_errors():
             data = _contents(_path(self.home(), key), key.end - key.start)
         if data is not None and good(data):
             return data
         data = fetch()
         if good(data):
-            with self._harmless():
-                self._keep(self.home(), key, data)
+            with self._ignoring_errors():
+                self._store(self.home(), key, data)
         return data
 
     def home(self) -> str:
@@ -83,7 +83,7 @@ class Cache:
             StorageError: it cannot be created, or other users can write to it.
         """
         home = os.path.join(self.folder, f"packstore-{os.getuid()}")
-        with guarded("write", home, {}):
+        with as_storage_errors("write", home, {}):
             with contextlib.suppress(FileExistsError):
                 os.makedirs(self.folder, exist_ok=True)
                 os.mkdir(home, 0o700)
@@ -95,7 +95,7 @@ class Cache:
         return home
 
     @contextlib.contextmanager
-    def _harmless(self) -> Iterator[None]:
+    def _ignoring_errors(self) -> Iterator[None]:
         """Suppresses errors of the folder in this context; warns once for each reason."""
         try:
             yield
@@ -104,7 +104,7 @@ class Cache:
         except OSError as error:
             _warn(self.folder, error.strerror or str(error))
 
-    def _keep(self, home: str, key: Key, data: bytes) -> None:
+    def _store(self, home: str, key: Key, data: bytes) -> None:
         path = _path(home, key)
         unfinished = f"{path}.{uuid.uuid4().hex}"
         os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
@@ -176,7 +176,7 @@ def _evict(home: str, limit: int, own: str) -> int:
 
 def _lock(file: BinaryIO) -> bool:
     """Locks a file; returns False if another process holds the lock for too long."""
-    for _ in range(_PATIENCE):
+    for _ in range(_LOCK_ATTEMPTS):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True

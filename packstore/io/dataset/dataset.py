@@ -17,8 +17,8 @@ from packstore.errors import ConfigError, DatasetNotFoundError
 from packstore.format.arrays import Int64, Packs, PackSizes, to_offsets
 from packstore.format.schema import to_arrow
 from packstore.io.dataset.cache import Cache
+from packstore.io.dataset.missing_files import naming_missing_files
 from packstore.io.dataset.pack_index import SizeTable
-from packstore.io.dataset.presence import explaining
 from packstore.io.dataset.reader import Fetched, ShardReader
 from packstore.io.dataset.reader_pool import ShardReaders
 from packstore.io.dataset.verify import Progress, VerifyReport, verify
@@ -228,7 +228,7 @@ class Dataset:
         return verify(self.location, self.manifest, progress, jobs)
 
     def _whole(self) -> contextlib.AbstractContextManager[None]:
-        return explaining(self.location, self.manifest, self.version)
+        return naming_missing_files(self.location, self.manifest, self.version)
 
     def _reader(self, group: int) -> tuple[ShardReader, int]:
         """Returns the reader of the shard of a row group, and its number in the shard."""

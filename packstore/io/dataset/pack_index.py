@@ -29,9 +29,9 @@ from packstore.io.manifest.stored_file import StoredFile, decoding, read_stored
 from packstore.io.shards.parquet import check_group, open_parquet, read_group
 from packstore.io.shards.shard import ShardInfo
 from packstore.io.store import local
-from packstore.io.store.faults import guarded
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
+from packstore.io.store.storage_errors import as_storage_errors
 
 SCHEMA = pa.schema(
     [
@@ -61,7 +61,7 @@ def put_index(location: Location, sizes: Iterable[PackSizes]) -> StoredFile | No
     staging = Staging(location, (FOLDER,), None)
     try:
         path = staging.path()
-        with guarded("write", path, {}), open(path, "xb") as file:
+        with as_storage_errors("write", path, {}), open(path, "xb") as file:
             with pq.ParquetWriter(
                 file,
                 SCHEMA,
@@ -74,7 +74,7 @@ def put_index(location: Location, sizes: Iterable[PackSizes]) -> StoredFile | No
             ) as writer:
                 for one in itertools.chain([first], shards):
                     writer.write_table(_table(one), len(one))
-            local.settle(file, durable=staging.in_dataset)
+            local.finish_file(file, durable=staging.in_dataset)
             info = StoredFile.of("", path)
         info = replace(info, path=f"{FOLDER}/packs-{info.sha256[:16]}.index")
         location.put_file(path, info.path)

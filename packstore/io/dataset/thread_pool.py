@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-PATIENCE = 2.0
+CLOSE_SECONDS = 2.0
 """Seconds that :meth:`ThreadPool.close` waits for running jobs, over all threads."""
 
 
@@ -107,7 +107,7 @@ def _close(
     stopping.set()
     for _ in threads:
         jobs.put(None)
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + CLOSE_SECONDS
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(max(deadline - time.monotonic(), 0))

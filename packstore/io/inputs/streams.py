@@ -13,7 +13,7 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from packstore.errors import InputError, PackstoreError, sentence
-from packstore.io.store.faults import guarded
+from packstore.io.store.storage_errors import as_storage_errors
 
 CHUNK = 1 << 20
 """Bytes read or copied at once."""
@@ -96,7 +96,7 @@ def staged(stream: BinaryIO, folder: str | None) -> Iterator[BinaryIO]:
         StorageError: no space for it.
     """
     with contextlib.ExitStack() as stack:
-        with guarded("write", folder or tempfile.gettempdir(), {}):
+        with as_storage_errors("write", folder or tempfile.gettempdir(), {}):
             copy = stack.enter_context(tempfile.TemporaryFile(dir=folder))
             shutil.copyfileobj(stream, copy, CHUNK)
             copy.seek(0)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from packstore.errors import ConfigError, DatasetBusyError, DatasetNotFoundError, sentence
-from packstore.io.maintain.survey import Leftover, Survey
+from packstore.io.maintain.leftovers import Leftover, LeftoverFinder
 from packstore.io.manifest.commit import FOLDER
 from packstore.io.manifest.partition_notes import NOTES
 from packstore.io.store.location import Location
-from packstore.io.store.upkeep import list_folder
+from packstore.io.store.operations import list_folder
 from packstore.io.write.writer_markers import WRITERS, writers
 
 __all__ = ["OLD_SECONDS", "CleanReport", "Leftover", "clean"]
@@ -97,14 +97,14 @@ def clean(
         must = "must be a dataset, or the place of an unfinished one"
         found = f"no {FOLDER} in it" if location.exists() else "no such folder"
         raise DatasetNotFoundError(sentence(location.display, must, found, "Check the path"))
-    survey = Survey(location, keep_versions, older_than, spill_dir)
+    finder = LeftoverFinder(location, keep_versions, older_than, spill_dir)
     at_work = writers(location)
     if delete and no_writers and (here := [w for w in at_work if w.process.lives]):
         must = "no job may write there (no_writers)"
         found, do = here[0].text, "Wait for it to end, or leave out no_writers (--no-writers)"
         raise DatasetBusyError(sentence(location.display, must, found, do))
-    leftovers = survey.leftovers()
+    leftovers = finder.find()
     if delete:
-        survey.remove([x for x in leftovers if not x.spared])
+        finder.remove([x for x in leftovers if not x.spared])
     writer = at_work[0].text if at_work else None
-    return CleanReport(location.display, leftovers, delete, writer, survey.uploads is not None)
+    return CleanReport(location.display, leftovers, delete, writer, finder.uploads is not None)

@@ -21,9 +21,9 @@ from packstore.config import CHECK_RETRIES
 from packstore.errors import DatasetExistsError, IntegrityError, PackstoreError, sentence, told
 from packstore.io.dataset.dataset import Dataset, open
 from packstore.io.manifest.commit import versions
-from packstore.io.store.faults import guarded
 from packstore.io.store.location import Location
-from packstore.io.store.upkeep import abort_upload, uploads
+from packstore.io.store.operations import abort_upload, uploads
+from packstore.io.store.storage_errors import as_storage_errors
 from packstore.version import VERSION
 
 READ_ONLY = ("http", "https")
@@ -167,7 +167,7 @@ def _measure(location: Location, name: str) -> str:
     data = os.urandom(1 << 20) * (TRIAL_BYTES >> 20)
     with tempfile.TemporaryDirectory(dir=location.local_path, prefix=name) as beside:
         path = os.path.join(beside, "trial")
-        with guarded("write", path, {}):
+        with as_storage_errors("write", path, {}):
             Path(path).write_bytes(data)
         began = time.perf_counter()
         location.put_file(path, name)

@@ -18,7 +18,7 @@ from packstore.errors import (
     FormatError,
     sentence,
 )
-from packstore.io.manifest.seal import seal, unsealed
+from packstore.io.manifest.manifest_hash import with_hash, without_hash
 from packstore.io.store.location import Location
 
 FOLDER, DATA = "_packstore", "data"
@@ -55,7 +55,7 @@ def read_committed(
     if sizes[number] > MAX_MANIFEST_BYTES:
         raise _too_large(location, path, sizes[number])
     where = location.join(path).display
-    return unsealed(location.read_bytes(path), where), where, number
+    return without_hash(location.read_bytes(path), where), where, number
 
 
 def require_exclusive(location: Location, single_writer: bool) -> None:
@@ -110,7 +110,7 @@ def commit(
         DatasetExistsError: another writer committed first.
         FormatError: the text is too large.
     """
-    data = seal(data)
+    data = with_hash(data)
     following = refuse_existing(location, overwrite or version is not None, name)
     number = following if version is None else version
     path = manifest_path(number, name)

@@ -28,7 +28,7 @@ from packstore.io.manifest.commit import FOLDER
 from packstore.io.shards.shard import ShardInfo
 from packstore.io.shards.statistics import PackCounter
 from packstore.io.store.location import Location
-from packstore.io.store.upkeep import remove_all, replace_bytes
+from packstore.io.store.operations import remove_all, replace_bytes
 
 PARTITIONS = f"{FOLDER}/partitions"
 NOTES = (PARTITIONS, f"{FOLDER}/runs")

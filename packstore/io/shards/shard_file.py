@@ -14,7 +14,7 @@ from packstore.io.shards.parquet import parquet_writer
 from packstore.io.shards.shard import FileHashes
 from packstore.io.shards.statistics import PackCounter
 from packstore.io.store import local
-from packstore.io.store.faults import guarded
+from packstore.io.store.storage_errors import as_storage_errors
 
 
 class ShardFile:
@@ -33,7 +33,7 @@ class ShardFile:
     def __init__(self, path: str, schema: pa.Schema, config: WriteConfig) -> None:
         self.path, self.counter = path, PackCounter()
         self.figures: list[Int64] = []
-        with guarded("write", path, {}):
+        with as_storage_errors("write", path, {}):
             self._file = open(path, "xb")  # noqa: SIM115
             if config.format == "arrow":
                 self._writer = pa.ipc.new_file(self._file, schema)
@@ -47,7 +47,7 @@ class ShardFile:
             StorageError: no space, or no permission.
         """
         table = pa.Table.from_batches([pa.concat_batches(batches)])
-        with guarded("write", self.path, {}):
+        with as_storage_errors("write", self.path, {}):
             self._writer.write_table(table, max(table.num_rows, 1))
 
     def finish(self, durable: bool) -> tuple[FileHashes, Int64]:
@@ -59,9 +59,9 @@ class ShardFile:
         Raises:
             StorageError: no space, or no permission.
         """
-        with guarded("write", self.path, {}):
+        with as_storage_errors("write", self.path, {}):
             self._writer.close()
-            local.settle(self._file, durable)
+            local.finish_file(self._file, durable)
             with open(self.path, "rb") as file:
                 return FileHashes.of(file), row_group_crc32(self.path)
 

@@ -23,7 +23,7 @@ from packstore.errors import ConfigError, FormatError, sentence
 from packstore.format.arrays import Int64, to_offsets
 from packstore.format.schema import KINDS
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.presence import require_committed
+from packstore.io.dataset.missing_files import require_committed
 from packstore.io.manifest.commit import DATA, FOLDER, commit
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.side_manifest import (
@@ -35,9 +35,9 @@ from packstore.io.manifest.side_manifest import (
 )
 from packstore.io.manifest.stored_file import StoredFile
 from packstore.io.side.side_reader import Side, open_side, open_side_at
-from packstore.io.store.faults import guarded
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
+from packstore.io.store.storage_errors import as_storage_errors
 from packstore.io.write.write_job import writing
 from packstore.version import VERSION
 
@@ -191,7 +191,7 @@ class SideWriter:
         self._pending_rows -= rows
         table = table.slice(0, rows).sort_by("example_ids").combine_chunks()
         local = self._staging.path()
-        with guarded("write", local, {}):
+        with as_storage_errors("write", local, {}):
             with open(local, "xb") as file:
                 pq.write_table(
                     table,

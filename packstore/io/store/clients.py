@@ -78,7 +78,7 @@ def is_s3fs(fs: Any) -> bool:
     return _client(fs) == "s3fs"
 
 
-def asks_again(fs: Any) -> bool:
+def retries_itself(fs: Any) -> bool:
     """Returns True if the client may retry `create`, so that "exists" may mean its own put."""
     return _client(fs) == "gcsfs"
 

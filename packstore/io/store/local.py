@@ -182,7 +182,7 @@ def _rename_new(source: str, target: str) -> bool:
     return False
 
 
-def settle(file: IO[bytes], durable: bool) -> None:
+def finish_file(file: IO[bytes], durable: bool) -> None:
     """Closes a complete file; with `durable`, syncs it so that it survives a power cut."""
     file.flush()
     if durable:

@@ -21,9 +21,14 @@ from packstore.config.storage import RetryConfig
 from packstore.errors import DatasetExistsError, FormatError, StorageError, display, quote, sentence
 from packstore.io.store import clients, local, s3_upload
 from packstore.io.store.error_causes import is_passing
-from packstore.io.store.faults import guarded, means_exists, missing_filesystem, named_place
-from packstore.io.store.guarded_file import guarded_stream
+from packstore.io.store.retried_stream import retried_stream
 from packstore.io.store.retry import retrying
+from packstore.io.store.storage_errors import (
+    as_storage_errors,
+    means_exists,
+    missing_filesystem,
+    named_place,
+)
 
 T = TypeVar("T")
 
@@ -103,19 +108,19 @@ class Location:
     def size(self, path: str = "") -> int:
         """Returns the bytes of the file."""
         fs, full = self._at(path)
-        return int(self.ask("read", path, lambda: fs.info(full))["size"] or 0)
+        return int(self.request("read", path, lambda: fs.info(full))["size"] or 0)
 
     def files(self, path: str = "") -> list[Entry]:
         """Lists the files directly in a folder, by name; empty if the folder is missing."""
         fs, full = self._at(path)
 
-        found = self.ask("list", path, partial(clients.ls, fs, full, self.url))
+        found = self.request("list", path, partial(clients.ls, fs, full, self.url))
         return sorted(Entry(name, int(e["size"] or 0)) for name, e in found if e["type"] == "file")
 
     def glob(self) -> list[Location]:
         """Lists the files that match the URL as a pattern (``*``, ``**``, ``?``, ``[...]``)."""
         fs, full = self._open()
-        found = self.ask("list", "", lambda: clients.glob(fs, full, self.url))
+        found = self.request("list", "", lambda: clients.glob(fs, full, self.url))
         paths = sorted(path for path, info in found.items() if info["type"] == "file")
         urls = paths if local.is_local(fs) else [fs.unstrip_protocol(p) for p in paths]
         return [Location(url, self.storage_options) for url in urls]
@@ -132,9 +137,9 @@ class Location:
                 return io.FileIO(local.only_regular(full))
             return fs.open(full, "rb", **how)
 
-        raw = self.ask("read", path, opened)
-        return guarded_stream(
-            raw, partial(self.ask, "read", path), partial(self.guard, "read", path)
+        raw = self.request("read", path, opened)
+        return retried_stream(
+            raw, partial(self.request, "read", path), partial(self.guard, "read", path)
         )
 
     def read_bytes(self, path: str = "", start: int | None = None, end: int | None = None) -> bytes:
@@ -148,7 +153,7 @@ class Location:
                     return local.read_part(full, start, end)
             return bytes(fs.cat_file(full, start=start, end=end))
 
-        return self.ask("read", path, read)
+        return self.request("read", path, read)
 
     def put_file(self, local_path: str, path: str) -> None:
         """Moves or uploads a finished local file to `path`, atomically; replaces a file there.
@@ -163,9 +168,9 @@ class Location:
                 local.sync_folder(os.path.dirname(full))
         elif clients.is_s3fs(fs):
             with self.guard("write", path):
-                s3_upload.upload(fs, local_path, full, partial(self.ask, "write", path))
+                s3_upload.upload(fs, local_path, full, partial(self.request, "write", path))
         else:
-            self.ask("write", path, lambda: clients.put_file(fs, local_path, full))
+            self.request("write", path, lambda: clients.put_file(fs, local_path, full))
 
     def create_bytes(self, path: str, data: bytes) -> None:
         """Writes a small file only if it does not exist; of many writers exactly one succeeds.
@@ -177,7 +182,7 @@ class Location:
             DatasetExistsError: the file exists; it is not changed.
         """
         fs, full = self._at(path)
-        on_disk, maybe_ours = local.is_local(fs), clients.asks_again(fs)
+        on_disk, maybe_ours = local.is_local(fs), clients.retries_itself(fs)
 
         def create() -> None:
             nonlocal maybe_ours
@@ -196,7 +201,7 @@ class Location:
                 said = sentence(self.join(path).display, "must not exist yet", "it does")
                 raise DatasetExistsError(said) from error
 
-        self.ask("write", path, create)
+        self.request("write", path, create)
 
     def remove(self, path: str) -> None:
         """Removes the file, if it exists."""
@@ -206,7 +211,7 @@ class Location:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 fs.rm_file(full)
 
-        self.ask("remove", path, remove)
+        self.request("remove", path, remove)
 
     def object_version(self, path: str = "") -> str:
         """Returns the version id or ETag of the file, with its label; empty if there is none."""
@@ -217,10 +222,10 @@ class Location:
         found = ((name, str(info[name]).strip('"')) for name in _VERSIONS if info.get(name))
         return next((f"{name} {value}" for name, value in found if value != "null"), "")
 
-    def ask(self, verb: str, path: str, call: Callable[[], T]) -> T:
+    def request(self, verb: str, path: str, call: Callable[[], T]) -> T:
         """Returns the result of `call`, one request to the filesystem about `path`.
 
-        Retries and raises storage errors (:mod:`.retry`); `verb`: see :func:`guarded`.
+        Retries and raises storage errors (:mod:`.retry`); `verb`: see :func:`as_storage_errors`.
         """
 
         def named() -> T:
@@ -231,7 +236,7 @@ class Location:
 
     def guard(self, verb: str, path: str = "") -> contextlib.AbstractContextManager[None]:
         """Turns all errors of a filesystem in this context into a :class:`StorageError`."""
-        return guarded(verb, self.join(path).url, self.storage_options)
+        return as_storage_errors(verb, self.join(path).url, self.storage_options)
 
     def _open(self) -> tuple[Any, str]:
         """Returns the filesystem of this process, and the path in it."""
@@ -265,7 +270,7 @@ class Location:
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
-        return self.ask("read", path, info)
+        return self.request("read", path, info)
 
 
 def check_relative(path: str, where: str) -> str:

@@ -8,8 +8,8 @@ import threading
 
 from packstore.io.store import local
 from packstore.io.store import temporary_folders as temporary
-from packstore.io.store.faults import guarded
 from packstore.io.store.location import Location
+from packstore.io.store.storage_errors import as_storage_errors
 
 
 class Staging:
@@ -43,7 +43,7 @@ class Staging:
             return os.path.join(self._folder, str(self._count))
 
     def _make(self) -> str:
-        with guarded("write", self._root or self._spill_dir or tempfile.gettempdir(), {}):
+        with as_storage_errors("write", self._root or self._spill_dir or tempfile.gettempdir(), {}):
             if self._root is None:
                 return temporary.make(temporary.STAGING, self._spill_dir)
             folders = [os.path.join(self._root, folder) for folder in self._folders]

@@ -25,7 +25,7 @@ above the second a new job removes it."""
 _OWNER = re.compile(r"([0-9a-f]{32})-([0-9]{1,10})-([0-9]+)-.*")
 
 
-class Left(NamedTuple):
+class AbandonedFolder(NamedTuple):
     """A folder that no job seems to use; `certain`: its process has certainly ended."""
 
     path: str
@@ -47,12 +47,12 @@ def make(prefix: str, parent: str | None = None) -> str:
 
 def sweep(parent: str, prefix: str) -> None:
     """Removes the folders of processes that have ended, and old ones of unknown processes."""
-    for folder in left(parent, prefix):
+    for folder in abandoned(parent, prefix):
         if folder.certain or folder.age > OLD_SECONDS:
             remove(folder.path)
 
 
-def left(parent: str, prefix: str) -> list[Left]:
+def abandoned(parent: str, prefix: str) -> list[AbandonedFolder]:
     """Lists the folders of this user that no running job uses, as far as known; by path."""
     found = []
     with contextlib.suppress(OSError):
@@ -66,7 +66,7 @@ def left(parent: str, prefix: str) -> list[Left]:
             certain = owner is not None and owner.is_of_this_machine
             size, age = _measured(entry.path)
             if certain or age > YOUNG_SECONDS:
-                found.append(Left(entry.path, size, age, certain))
+                found.append(AbandonedFolder(entry.path, size, age, certain))
     return found
 
 

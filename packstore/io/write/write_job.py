@@ -18,14 +18,14 @@ from typing import Any
 from packstore.errors import DatasetExistsError, StorageError, sentence
 from packstore.format.arrays import PackSizes
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.presence import require_committed
+from packstore.io.dataset.missing_files import require_committed
 from packstore.io.manifest.commit import DATA, DATASET, refuse_existing, require_exclusive
 from packstore.io.manifest.concat import Part, check_alike, merge
 from packstore.io.manifest.manifest import Manifest, commit_manifest
 from packstore.io.shards.shard import ShardInfo
 from packstore.io.store.location import Location
-from packstore.io.store.upkeep import list_folder, pruned
-from packstore.io.write.writer_markers import marked
+from packstore.io.store.operations import list_folder, removing_empty_folders
+from packstore.io.write.writer_markers import writer_marker
 
 log = logging.getLogger("packstore")
 
@@ -146,5 +146,5 @@ def writing(
     """
     require_exclusive(location, single_writer)
     version = refuse_existing(location, overwrite, name)
-    with pruned(location), marked(location, call):
+    with removing_empty_folders(location), writer_marker(location, call):
         yield WriteJob(location, version)

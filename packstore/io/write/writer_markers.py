@@ -19,8 +19,8 @@ import orjson
 from packstore.errors import PackstoreError, quote
 from packstore.io.manifest.commit import FOLDER
 from packstore.io.store.location import Location
+from packstore.io.store.operations import list_folder
 from packstore.io.store.process import Process, this_process
-from packstore.io.store.upkeep import list_folder
 
 log = logging.getLogger("packstore")
 
@@ -45,7 +45,7 @@ class Writer(NamedTuple):
 
 
 @contextlib.contextmanager
-def marked(location: Location, call: str) -> Iterator[str]:
+def writer_marker(location: Location, call: str) -> Iterator[str]:
     """Writes a marker of this job for the context, and yields its path; warns of other jobs.
 
     Raises:

@@ -15,7 +15,7 @@ import orjson
 from packstore.errors import DatasetExistsError, IntegrityError, sentence
 from packstore.format.arrays import Float32, Int64
 from packstore.io.store.location import Location
-from packstore.io.store.upkeep import remove_all
+from packstore.io.store.operations import remove_all
 
 PARTS = 1024
 """Largest number of parts; a killed run loses one part per rank."""

@@ -16,7 +16,7 @@ import packstore
 from packstore.errors import ConfigError, DatasetBusyError
 from packstore.io.maintain.clean import clean
 from packstore.io.manifest.commit import manifest_path
-from packstore.io.store import upkeep
+from packstore.io.store import operations
 from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
@@ -58,7 +58,7 @@ def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     import time
 
     ahead = types.SimpleNamespace(time=lambda: time.time() + seconds)
-    monkeypatch.setattr(upkeep, "time", ahead)
+    monkeypatch.setattr(operations, "time", ahead)
 
 
 def held_put(monkeypatch: pytest.MonkeyPatch, number: int) -> tuple[threading.Event, ...]:
@@ -153,13 +153,13 @@ def test_a_run_is_as_young_as_its_youngest_file(
     location.create_bytes("data/0123456789ab-00000-aa.parquet", b"1")
     location.create_bytes("data/ba9876543210-00000-aa.parquet", b"1")
     location.create_bytes("_packstore/runs/0123456789ab-head.json", b"1")
-    listed = upkeep.list_folder
+    listed = operations.list_folder
 
-    def aged(where: Location, folder: str) -> list[upkeep.Found]:
+    def aged(where: Location, folder: str) -> list[operations.ListedFile]:
         old = [f._replace(age=9 * DAY) for f in listed(where, folder)]
         return [f._replace(age=60.0) if "head" in f.path else f for f in old]
 
-    monkeypatch.setattr("packstore.io.maintain.survey.list_folder", aged)
+    monkeypatch.setattr("packstore.io.maintain.leftovers.list_folder", aged)
     clean(place, delete=True)
     assert files(place) == {
         "data/0123456789ab-00000-aa.parquet",
@@ -171,9 +171,9 @@ def test_an_unknown_age_is_spared(place: str, monkeypatch: pytest.MonkeyPatch) -
     location = Location(place)
     location.create_bytes("_packstore/x", b"")
     location.create_bytes("data/x.parquet", b"1")
-    listed = upkeep.list_folder
+    listed = operations.list_folder
     monkeypatch.setattr(
-        "packstore.io.maintain.survey.list_folder",
+        "packstore.io.maintain.leftovers.list_folder",
         lambda *a: [f._replace(age=None) for f in listed(*a)],
     )
     assert {x.spared for x in clean(place, delete=True).leftovers} == {"its age is not known"}
@@ -202,7 +202,7 @@ def test_versions_that_were_replaced_lately_stay(
 def test_what_is_named_meanwhile_stays(
     place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A version is committed, of old files, between the survey and the removal."""
+    """A version is committed, of old files, between the listing and the removal."""
     pack(place)
     location = Location(place)
     path = manifest_path(1)
@@ -210,16 +210,16 @@ def test_what_is_named_meanwhile_stays(
     location.remove(path)
     location.create_bytes("data/x.parquet", b"1")
     later(monkeypatch, 8 * DAY)
-    from packstore.io.maintain.survey import Survey
+    from packstore.io.maintain.leftovers import LeftoverFinder
 
-    real = Survey.remove
+    real = LeftoverFinder.remove
 
-    def remove(self: Survey, found: Any) -> None:
+    def remove(self: LeftoverFinder, found: Any) -> None:
         assert len(found) > 2
         location.create_bytes(path, text)
         real(self, found)
 
-    monkeypatch.setattr(Survey, "remove", remove)
+    monkeypatch.setattr(LeftoverFinder, "remove", remove)
     clean(place, delete=True)
     assert packstore.open(place).verify().ok
     assert "data/x.parquet" not in files(place)
@@ -234,19 +234,19 @@ def test_two_cleaners_are_harmless(
     Location(place).create_bytes("data/x.parquet", b"1")
     (tmp_path / "packstore-spill-dead").mkdir()
     os.utime(tmp_path / "packstore-spill-dead", (0, 0))
-    from packstore.io.maintain.survey import Survey
+    from packstore.io.maintain.leftovers import LeftoverFinder
 
     how: dict[str, Any] = {"delete": True, "older_than": 0, "no_writers": True}
     how |= {"keep_versions": 1, "spill_dir": str(tmp_path)}
-    real, nested = Survey._remove, []
+    real, nested = LeftoverFinder._remove, []
 
-    def remove(self: Survey, item: Any) -> None:
+    def remove(self: LeftoverFinder, item: Any) -> None:
         if not nested:
             nested.append(True)
             clean(place, **how)
         real(self, item)
 
-    monkeypatch.setattr(Survey, "_remove", remove)
+    monkeypatch.setattr(LeftoverFinder, "_remove", remove)
     report = clean(place, **how)
     assert len(report.removable) >= 4
     assert not (tmp_path / "packstore-spill-dead").exists()

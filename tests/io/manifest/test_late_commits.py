@@ -14,10 +14,10 @@ import pytest
 import packstore
 from packstore.build.combine import append, concat
 from packstore.errors import DatasetExistsError, MissingFilesError, StorageError
-from packstore.io.maintain import survey
+from packstore.io.maintain import leftovers
 from packstore.io.maintain.clean import clean
 from packstore.io.manifest.commit import manifest_path
-from packstore.io.store import upkeep
+from packstore.io.store import operations
 from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
@@ -84,7 +84,7 @@ def days_later(monkeypatch: pytest.MonkeyPatch, days: float) -> None:
     import time
 
     ahead = types.SimpleNamespace(time=lambda: time.time() + days * DAY)
-    monkeypatch.setattr(upkeep, "time", ahead)
+    monkeypatch.setattr(operations, "time", ahead)
 
 
 def ids(dataset: Any) -> list[int]:
@@ -228,18 +228,22 @@ def test_a_cleaner_wakes_after_a_commit(place: str, monkeypatch: pytest.MonkeyPa
     location.remove(manifest_path(1))
     location.create_bytes("data/0.parquet", b"1")
     days_later(monkeypatch, 8)
-    clock, removed, real = types.SimpleNamespace(now=0.0), list[str](), survey.Survey._remove
+    clock, removed, real = (
+        types.SimpleNamespace(now=0.0),
+        list[str](),
+        leftovers.LeftoverFinder._remove,
+    )
 
-    def remove(self: survey.Survey, item: Any) -> None:
+    def remove(self: leftovers.LeftoverFinder, item: Any) -> None:
         real(self, item)
         removed.append(item.path)
         if len(removed) == 1:
             location.create_bytes(manifest_path(1), text)
             clock.now += 3600
 
-    monkeypatch.setattr(survey, "time", types.SimpleNamespace(time=lambda: clock.now))
-    monkeypatch.setattr(survey, "together", lambda calls: [call() for call in calls])
-    monkeypatch.setattr(survey.Survey, "_remove", remove)
+    monkeypatch.setattr(leftovers, "time", types.SimpleNamespace(time=lambda: clock.now))
+    monkeypatch.setattr(leftovers, "run_parallel", lambda calls: [call() for call in calls])
+    monkeypatch.setattr(leftovers.LeftoverFinder, "_remove", remove)
     clean(place, delete=True)
     assert removed == ["data/0.parquet"]
     assert packstore.open(place).verify().ok

@@ -19,7 +19,7 @@ from packstore.errors import (
 from packstore.io.manifest import commit as module
 from packstore.io.manifest.commit import manifest_path, refuse_existing
 from packstore.io.manifest.manifest import Manifest, commit_manifest, read_manifest
-from packstore.io.manifest.seal import unsealed
+from packstore.io.manifest.manifest_hash import without_hash
 from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("no_collector")
@@ -31,7 +31,7 @@ def good(kit, tmp_path_factory) -> bytes:
     made = kit.Written(str(tmp_path_factory.mktemp("m") / "ds"))
     ds = made.dataset([kit.some_packs(60)], shard_tokens=1)
     assert len(ds.manifest.shards) > 1
-    return unsealed(ds.location.read_bytes(manifest_path(1)), "manifest")
+    return without_hash(ds.location.read_bytes(manifest_path(1)), "manifest")
 
 
 def parsed(data: bytes, change: Callable[[Any], Any]) -> Manifest:

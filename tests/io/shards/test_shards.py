@@ -21,7 +21,7 @@ from packstore.errors import (
 )
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.manifest.manifest import commit_manifest
-from packstore.io.manifest.seal import seal, unsealed
+from packstore.io.manifest.manifest_hash import with_hash, without_hash
 from packstore.io.shards.checksums import batch_crc32, crc32_of
 from packstore.io.store.local import map_part
 from packstore.io.store.location import Location
@@ -307,7 +307,7 @@ def test_the_file_must_have_the_schema_of_the_manifest(kit, written):
     ds = written.dataset([kit.some_packs(60)])
     path = f"{written.location.url}/_packstore/manifest-000001.json"
     old, new = b'"features": []', b'"features": ["label_spans"]'
-    damaged(path, lambda data: seal(unsealed(data, path).replace(old, new)))
+    damaged(path, lambda data: with_hash(without_hash(data, path).replace(old, new)))
     with pytest.raises(IntegrityError, match="its schema must be the one that the manifest"):
         open_dataset(ds.url).read_packs(0)
 

@@ -11,8 +11,8 @@ import pytest
 from rights import closed
 
 from packstore.errors import DatasetExistsError, FormatError, MissingExtraError, StorageError
-from packstore.io.store.faults import means_exists
 from packstore.io.store.location import Entry, Location, check_relative
+from packstore.io.store.storage_errors import means_exists
 
 
 def test_files_come_and_go(anywhere, tmp_path):

@@ -33,11 +33,11 @@ def test_what_a_dead_process_left_goes_when_the_next_job_begins(tmp_path: Path) 
         name = job.stdout.readline().strip()
         os.utime(name, (0, 0))
         os.utime(f"{name}/data", (0, 0))
-        assert temporary.left(here, "some-") == []
+        assert temporary.abandoned(here, "some-") == []
         mine = temporary.make("some-", here)
         assert Path(name, "data").read_bytes() == b"12345"
         job.send_signal(signal.SIGKILL)
-    (found,) = temporary.left(here, "some-")
+    (found,) = temporary.abandoned(here, "some-")
     assert (found.path, found.bytes, found.certain) == (name, 5, True)
     other = temporary.make("some-", here)
     assert sorted(os.listdir(here)) == sorted(map(os.path.basename, (mine, other)))
@@ -56,12 +56,12 @@ def test_folders_of_unknown_processes_go_by_age(tmp_path: Path, name: str) -> No
     (folder / "inner" / "data").write_bytes(b"12345")
     other.symlink_to(folder)
 
-    def aged(seconds: float) -> list[temporary.Left]:
+    def aged(seconds: float) -> list[temporary.AbandonedFolder]:
         then = time.time() - seconds
         for path in (folder, folder / "inner"):
             os.utime(path, (0, 0))
         os.utime(folder / "inner" / "data", (then, then))
-        return temporary.left(str(tmp_path), "some-")
+        return temporary.abandoned(str(tmp_path), "some-")
 
     assert aged(3000) == []
     (found,) = aged(6 * DAY)

@@ -19,10 +19,10 @@ import packstore
 from packstore.cli import main
 from packstore.errors import DatasetExistsError, StorageError
 from packstore.io.maintain.clean import clean
-from packstore.io.store import upkeep
+from packstore.io.store import operations
 from packstore.io.store.location import Location
 from packstore.io.store.process import Process, this_process
-from packstore.io.write.writer_markers import WRITERS, marked, writers
+from packstore.io.write.writer_markers import WRITERS, writer_marker, writers
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
@@ -95,9 +95,9 @@ def test_another_job_is_warned_of(
     age: float,
     warned: bool,
 ) -> None:
-    path, listed = put_marker(place, process), upkeep.list_folder
+    path, listed = put_marker(place, process), operations.list_folder
 
-    def aged(where: Location, folder: str) -> list[upkeep.Found]:
+    def aged(where: Location, folder: str) -> list[operations.ListedFile]:
         return [f._replace(age=age) if f.path == path else f for f in listed(where, folder)]
 
     monkeypatch.setattr("packstore.io.write.writer_markers.list_folder", aged)
@@ -134,7 +134,7 @@ def test_a_marker_goes_however_its_job_ends(place: str) -> None:
     location = Location(place)
     for error in (None, KeyboardInterrupt()):
         try:
-            with marked(location, "pack") as path:
+            with writer_marker(location, "pack") as path:
                 assert location.exists(path)
                 if error:
                     raise error
@@ -145,14 +145,14 @@ def test_a_marker_goes_however_its_job_ends(place: str) -> None:
 
 
 def test_a_store_may_refuse_markers(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    create, listed = Location.create_bytes, upkeep.list_folder
+    create, listed = Location.create_bytes, operations.list_folder
 
     def no_markers(self: Location, path: str, data: bytes) -> None:
         if path.startswith(WRITERS):
             raise StorageError("not here.")
         create(self, path, data)
 
-    def no_list(where: Location, folder: str) -> list[upkeep.Found]:
+    def no_list(where: Location, folder: str) -> list[operations.ListedFile]:
         if folder == WRITERS:
             raise StorageError("nor this.")
         return listed(where, folder)

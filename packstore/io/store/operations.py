@@ -18,7 +18,7 @@ AT_ONCE = 16
 """Concurrent small requests (removals)."""
 
 
-class Found(NamedTuple):
+class ListedFile(NamedTuple):
     """A file of a listing: path in the dataset, bytes, and age in seconds if known."""
 
     path: str
@@ -34,7 +34,7 @@ class Upload(NamedTuple):
     id: str
 
 
-def list_folder(location: Location, folder: str) -> list[Found]:
+def list_folder(location: Location, folder: str) -> list[ListedFile]:
     """Lists the files directly in a folder of a dataset, hidden ones included, by name.
 
     Does not follow a link to a folder, which may belong to another program.
@@ -42,9 +42,9 @@ def list_folder(location: Location, folder: str) -> list[Found]:
     fs, full = location._at(folder)
     if location.local_path is not None and os.path.islink(full):
         return []
-    entries = location.ask("list", folder, partial(clients.ls, fs, full))
+    entries = location.request("list", folder, partial(clients.ls, fs, full))
     files = [(name, e) for name, e in entries if e["type"] != "directory"]
-    return sorted(Found(f"{folder}/{name}", int(e["size"] or 0), _age(e)) for name, e in files)
+    return sorted(ListedFile(f"{folder}/{name}", int(e["size"] or 0), _age(e)) for name, e in files)
 
 
 def uploads(location: Location) -> list[Upload] | None:
@@ -59,7 +59,7 @@ def uploads(location: Location) -> list[Upload] | None:
     return [
         Upload(path.removeprefix(root), _since(began), upload_id)
         for path, began, upload_id in s3_upload.unfinished(
-            fs, full, partial(location.ask, "list", "")
+            fs, full, partial(location.request, "list", "")
         )
         if path.startswith(root)
     ]
@@ -68,19 +68,19 @@ def uploads(location: Location) -> list[Upload] | None:
 def abort_upload(location: Location, upload: Upload) -> None:
     """Aborts an unfinished upload, and frees its storage."""
     fs, full = location._at(upload.path)
-    s3_upload.abort(fs, full, upload.id, partial(location.ask, "remove", upload.path))
+    s3_upload.abort(fs, full, upload.id, partial(location.request, "remove", upload.path))
 
 
-def together(calls: Iterable[Callable[[], object]], at_once: int = AT_ONCE) -> None:
+def run_parallel(calls: Iterable[Callable[[], object]], at_once: int = AT_ONCE) -> None:
     """Runs all calls, `at_once` at a time; raises the first error once none is running."""
-    with ThreadPoolExecutor(at_once, "packstore-upkeep") as pool:
+    with ThreadPoolExecutor(at_once, "packstore-store") as pool:
         for _ in pool.map(lambda call: call(), calls):
             pass
 
 
 def remove_all(location: Location, paths: Iterable[str]) -> None:
     """Removes files, if they exist, in any order; raises like :meth:`Location.remove`."""
-    together(partial(location.remove, path) for path in sorted(paths))
+    run_parallel(partial(location.remove, path) for path in sorted(paths))
 
 
 def replace_bytes(location: Location, path: str, data: bytes) -> None:
@@ -90,7 +90,7 @@ def replace_bytes(location: Location, path: str, data: bytes) -> None:
         with location.guard("write", path):
             local.in_its_folder(full, partial(local.replace, full, data))
     else:
-        location.ask("write", path, partial(clients.put_bytes, fs, full, data))
+        location.request("write", path, partial(clients.put_bytes, fs, full, data))
 
 
 def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
@@ -108,12 +108,12 @@ def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
     alike = type(fs) is type(other) and source.storage_options == target.storage_options
     if not alike or not clients.creates_exclusively(fs):  # other clients may differ in their root
         return False
-    target.ask("write", to, lambda: fs.cp_file(full, there))
+    target.request("write", to, lambda: fs.cp_file(full, there))
     return True
 
 
 @contextlib.contextmanager
-def pruned(location: Location) -> Iterator[None]:
+def removing_empty_folders(location: Location) -> Iterator[None]:
     """Removes, after this context, empty local folders of the dataset that it created."""
     root = location.local_path
     made: list[str] = []

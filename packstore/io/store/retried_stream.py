@@ -9,24 +9,24 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 
-def guarded_stream(
+def retried_stream(
     raw: Any,
-    ask: Callable[[Callable[[], int]], int],
+    request: Callable[[Callable[[], int]], int],
     guard: Callable[[], AbstractContextManager[None]],
 ) -> io.BufferedReader:
     """Returns a stream over a raw file of a filesystem.
 
     Args:
         raw: the file.
-        ask: makes one request to it, with retries and storage errors.
+        request: makes one request to it, with retries and storage errors.
         guard: returns a context that turns errors into storage errors.
     """
-    return io.BufferedReader(_GuardedFile(raw, ask, guard), 1 << 20)
+    return io.BufferedReader(_RetriedFile(raw, request, guard), 1 << 20)
 
 
-class _GuardedFile(io.RawIOBase):
-    def __init__(self, raw: Any, ask: Any, guard: Any) -> None:
-        self._raw, self._ask, self._guard = raw, ask, guard
+class _RetriedFile(io.RawIOBase):
+    def __init__(self, raw: Any, request: Any, guard: Any) -> None:
+        self._raw, self._request, self._guard = raw, request, guard
 
     def readable(self) -> bool:
         return True
@@ -44,10 +44,10 @@ class _GuardedFile(io.RawIOBase):
             self._raw.seek(place)  # a failed read may have moved the position
             return int(self._raw.readinto(buffer) or 0)
 
-        return int(self._ask(read))
+        return int(self._request(read))
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return int(self._ask(lambda: int(self._raw.seek(offset, whence))))
+        return int(self._request(lambda: int(self._raw.seek(offset, whence))))
 
     def close(self) -> None:
         if not self.closed:

@@ -13,13 +13,13 @@ _END = b"\n}\n"
 _DO = "Restore the file from a copy, or open another version"
 
 
-def seal(text: bytes) -> bytes:
+def with_hash(text: bytes) -> bytes:
     """Appends its hash as the last field of canonical JSON, which ends like ``_END``."""
     body = text.removesuffix(_END)
     return body + b',\n "%s": "%s"%s' % (FIELD.encode(), _sha256(body), _END)
 
 
-def unsealed(data: bytes, where: str) -> bytes:
+def without_hash(data: bytes, where: str) -> bytes:
     """Verifies and removes the hash; returns the JSON object, or `data` if it has no hash.
 
     Raises:

@@ -51,7 +51,7 @@ def require_committed(location: Location, manifest: Manifest | SideManifest, ver
 
 
 @contextlib.contextmanager
-def explaining(location: Location, manifest: Manifest, version: int) -> Iterator[None]:
+def naming_missing_files(location: Location, manifest: Manifest, version: int) -> Iterator[None]:
     """Turns the error of a missing file in this context into :class:`MissingFilesError`."""
     try:
         yield

@@ -25,7 +25,14 @@ from packstore.io.manifest.side_manifest import SIDE
 from packstore.io.side.side_reader import open_side_at
 from packstore.io.store import temporary_folders as temporary
 from packstore.io.store.location import Location
-from packstore.io.store.upkeep import Found, Upload, abort_upload, list_folder, together, uploads
+from packstore.io.store.operations import (
+    ListedFile,
+    Upload,
+    abort_upload,
+    list_folder,
+    run_parallel,
+    uploads,
+)
 from packstore.io.write.writer_markers import WRITERS
 
 BATCH = 1000
@@ -56,7 +63,7 @@ class Leftover:
     spared: str = ""
 
 
-class Survey:
+class LeftoverFinder:
     """Lists and removes files that belong to no version to keep.
 
     Args:
@@ -80,7 +87,7 @@ class Survey:
         self._young: dict[str, float | None] = {}
         self.uploads: list[Upload] | None = None
 
-    def leftovers(self) -> list[Leftover]:
+    def find(self) -> list[Leftover]:
         """Lists all leftovers in order of removal: manifests first, notes last."""
         folder = list_folder(self._location, FOLDER)
         dropped = dict[str, str]()
@@ -89,23 +96,23 @@ class Survey:
         data = list_folder(self._location, DATA)
         notes = [file for name in NOTES for file in list_folder(self._location, name)]
         self.uploads = uploads(self._location)
-        begun = [Found(u.path, 0, u.age) for u in self.uploads or ()]
+        begun = [ListedFile(u.path, 0, u.age) for u in self.uploads or ()]
         self._young = _youngest([*data, *notes, *begun])
         runs = {_run_of(file.path) for file in notes} - {None}
         others = [file for file in folder if not _MANIFEST.fullmatch(file.path)]
         for file in (*data, *others, *list_folder(self._location, WRITERS)):
             if file.path not in self._staying:
                 why = dropped.get(file.path) or _why(file.path, runs)
-                found.append(self._judged(file, why))
+                found.append(self._leftover(file, why))
         for file in sorted(set(begun)):
             run = _run_of(file.path)
             of_run = f" of the interrupted run {run}" if run in runs else ""
-            found.append(self._judged(file, _UPLOAD + of_run))
+            found.append(self._leftover(file, _UPLOAD + of_run))
         found += self._folders_here()
         for file in notes:
             run = _run_of(file.path)
             why = f"note of the interrupted run {run}" if run else "unfinished file"
-            found.append(self._judged(file, why))
+            found.append(self._leftover(file, why))
         return list({item.path: item for item in found}.values())
 
     def remove(self, found: Sequence[Leftover]) -> None:
@@ -113,11 +120,11 @@ class Survey:
 
         Checks versions and ages again before each batch, as jobs may be running.
         """
-        for _, items in itertools.groupby(sorted(found, key=_turn), _turn):
+        for _, items in itertools.groupby(sorted(found, key=_rank), _rank):
             waiting = list(items)
             while waiting:
                 batch, waiting = waiting[:BATCH], waiting[BATCH:]
-                going = {item.path for item in self.leftovers() if not item.spared}
+                going = {item.path for item in self.find() if not item.spared}
                 known = [item for item in batch if item.path in going]
                 waiting += self._remove_soon(known, time.time() + _LOOK_SECONDS)
         root = self._location.local_path
@@ -136,7 +143,7 @@ class Survey:
             else:
                 late.append(item)
 
-        together(partial(remove, item) for item in items)
+        run_parallel(partial(remove, item) for item in items)
         return late
 
     def _remove(self, item: Leftover) -> None:
@@ -150,7 +157,7 @@ class Survey:
             self._location.remove(item.path)
 
     def _old_versions(
-        self, name: str, folder: Sequence[Found], dropped: dict[str, str]
+        self, name: str, folder: Sequence[ListedFile], dropped: dict[str, str]
     ) -> Iterator[Leftover]:
         """Yields versions to remove; records the files of versions to keep, and of removed ones.
 
@@ -187,7 +194,7 @@ class Survey:
                 return set()
         return self._known[key]
 
-    def _judged(self, file: Found, why: str) -> Leftover:
+    def _leftover(self, file: ListedFile, why: str) -> Leftover:
         """Returns the leftover for a file; spared unless all files of its run are old."""
         age, run = file.age, _run_of(file.path)
         if run in self._young and age is not None:
@@ -209,13 +216,13 @@ class Survey:
         places = [(folder, prefix) for folder in self._temporary for prefix in prefixes]
         if root is not None:
             places.append((os.path.join(root, FOLDER), temporary.IN_DATASET))
-        found = {item for folder, prefix in places for item in temporary.left(folder, prefix)}
+        found = {item for folder, prefix in places for item in temporary.abandoned(folder, prefix)}
         for path, size, age, _ in sorted(found):
             self._folders.add(path)
-            yield self._judged(Found(path, size, age), "temporary files of a dead job")
+            yield self._leftover(ListedFile(path, size, age), "temporary files of a dead job")
 
 
-def _youngest(files: Sequence[Found]) -> dict[str, float | None]:
+def _youngest(files: Sequence[ListedFile]) -> dict[str, float | None]:
     """Returns the age of the youngest file of each run; None if the age of one is unknown."""
     ages: dict[str, list[float | None]] = {}
     for file in files:
@@ -240,7 +247,7 @@ def _why(path: str, runs: set[str | None]) -> str:
     return "no version and no note names it"
 
 
-def _turn(item: Leftover) -> int:
+def _rank(item: Leftover) -> int:
     """Returns the rank in the order of removal, in which the rest stays valid if killed."""
     if _MANIFEST.fullmatch(item.path):
         return 0

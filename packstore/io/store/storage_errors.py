@@ -46,7 +46,7 @@ def named_place(url: str) -> str:
 
 
 @contextlib.contextmanager
-def guarded(verb: str, url: str, options: Mapping[str, Any]) -> Iterator[None]:
+def as_storage_errors(verb: str, url: str, options: Mapping[str, Any]) -> Iterator[None]:
     """Turns all errors of a filesystem in this context into a :class:`StorageError`.
 
     `verb` is ``open``, ``read``, ``write``, ``list`` or ``remove``; secrets in `url` and `options`
