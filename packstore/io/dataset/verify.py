@@ -162,10 +162,10 @@ def _verify_shard(
                 where=where,
                 first_row=first_row,
             )
-            found.counter.add(packs)
-            found.example_ids.append(packs.example_ids)
-            found.pack_examples.append(np.diff(packs.example_offsets))
             figures.append(pack_figures(packs, manifest.kind))
+            found.counter.add(figures[-1], packs.lengths)
+            found.example_ids.append(packs.example_ids)
+            found.pack_examples.append(figures[-1][:, 0])
         first_row += rows
     with found.noted():
         found.problems += _check_hashes(where, shard, file)

@@ -73,25 +73,18 @@ def pack_figures(packs: Packs, kind: str) -> Int64:
     sum of squared segment lengths of each pack, and the four of
     :mod:`packstore.format.loss_counts`.
     """
-    return np.concatenate([_work(packs), count_packs(packs, kind)], axis=1)
-
-
-def _work(packs: Packs) -> Int64:
-    """Returns int64 `[P, 6]`: the figures that do not depend on the kind."""
     segments = packs.segment_lengths.astype(np.int64)
     supervised = packs.labels != IGNORE_INDEX
     firsts = packs.sequence_offsets[:-1]
-    return np.stack(
-        [
-            np.diff(packs.example_offsets),
-            np.diff(packs.sequence_offsets),
-            np.diff(packs.token_offsets),
-            np.add.reduceat(supervised, packs.token_offsets[:-1], dtype=np.int32),
-            np.maximum.reduceat(segments, firsts),
-            np.add.reduceat(segments**2, firsts),
-        ],
-        axis=1,
-    ).astype(np.int64)
+    columns = [
+        np.diff(packs.example_offsets),
+        np.diff(packs.sequence_offsets),
+        np.diff(packs.token_offsets),
+        np.add.reduceat(supervised, packs.token_offsets[:-1], dtype=np.int32),
+        np.maximum.reduceat(segments, firsts),
+        np.add.reduceat(segments**2, firsts),
+    ]
+    return np.concatenate([np.stack(columns, axis=1), count_packs(packs, kind)], axis=1)
 
 
 def pack_sizes(figures: Int64) -> PackSizes:
@@ -123,21 +116,17 @@ class PackCounter:
     fewest_examples: int = _NONE
     shortest_pack: int = _NONE
 
-    def add(self, packs: Packs) -> None:
-        """Adds some packs."""
-        if len(packs):
-            self.merge(PackCounter.of(_work(packs), packs.lengths))
-
-    @classmethod
-    def of(cls, figures: Int64, lengths: npt.NDArray[np.integer]) -> PackCounter:
-        """Returns the counter of some packs, at least one.
+    def add(self, figures: Int64, lengths: npt.NDArray[np.integer]) -> None:
+        """Adds some packs.
 
         Args:
             figures: of each pack, from :func:`pack_figures`.
             lengths: `[S]`, logical, of all their sequences.
         """
+        if not len(figures):
+            return
         examples, sequences, tokens, supervised = figures[:, :4].T
-        return cls(
+        added = PackCounter(
             packs=len(figures),
             examples=int(examples.sum()),
             sequences=len(lengths),
@@ -151,6 +140,7 @@ class PackCounter:
             fewest_examples=int(examples.min()),
             shortest_pack=int(tokens.min()),
         )
+        self.merge(added)
 
     def merge(self, other: PackCounter) -> None:
         """Adds the totals of `other`."""

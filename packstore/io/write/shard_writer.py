@@ -108,7 +108,7 @@ class ShardWriter:
         )
         self._rows += len(packs)
         batch, figures = to_arrow(packs, self._schema), pack_figures(packs, self._shape.kind)
-        self.counter.merge(PackCounter.of(figures, packs.lengths))
+        self.counter.add(figures, packs.lengths)
         start = 0
         for row, tokens in enumerate(np.diff(packs.token_offsets).tolist()):
             full = self._pending_tokens + tokens > self._config.row_group_tokens
@@ -170,7 +170,7 @@ class ShardWriter:
         figures = np.concatenate([f for _, f in self._pending])
         lengths = np.concatenate([int64_values(b.column("lengths")) for b in batches])
         self._shard.figures.append(figures)
-        self._shard.counter.merge(PackCounter.of(figures, lengths))
+        self._shard.counter.add(figures, lengths)
         self._pending, self._pending_tokens = [], 0
         self._encoding.append(self._encoder.submit(self._shard.append, batches))
         self._wait(AHEAD)
