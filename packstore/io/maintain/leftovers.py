@@ -22,7 +22,7 @@ from packstore.io.manifest.commit import DATA, DATASET, FOLDER, manifest_path, v
 from packstore.io.manifest.manifest import read_manifest
 from packstore.io.manifest.partition_notes import NOTES
 from packstore.io.manifest.side_manifest import SIDE
-from packstore.io.side.side_reader import open_side_at
+from packstore.io.side.side_reader import open_side
 from packstore.io.store import temporary_folders as temporary
 from packstore.io.store.location import Location
 from packstore.io.store.operations import (
@@ -185,7 +185,9 @@ class LeftoverFinder:
         if key not in self._known:
             try:
                 if name == SIDE:
-                    self._known[key] = {*open_side_at(self._location, number).manifest.files}
+                    where = self._location
+                    manifest = open_side(where.url, where.storage_options, number).manifest
+                    self._known[key] = {*manifest.files}
                 else:
                     self._known[key] = {*read_manifest(self._location, number)[0].files}
             except PackstoreError:

@@ -7,7 +7,6 @@ manifest ``_packstore/side-000001.json``, which is the commit, as for a dataset.
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,14 +33,15 @@ from packstore.io.manifest.side_manifest import (
     side_schema,
 )
 from packstore.io.manifest.stored_file import StoredFile
-from packstore.io.side.side_reader import Side, open_side, open_side_at
+from packstore.io.side.side_reader import Side, open_side
+from packstore.io.store.local import finish_file
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
 from packstore.io.store.storage_errors import as_storage_errors
 from packstore.io.write.write_job import writing
 from packstore.version import VERSION
 
-__all__ = ["SHARD_ROWS", "Side", "SideWriter", "open_side", "open_side_at"]
+__all__ = ["SHARD_ROWS", "Side", "SideWriter", "open_side"]
 
 SHARD_ROWS = 1 << 20
 """Examples of a shard: what a writer holds, and what a reader decodes at once."""
@@ -202,8 +202,7 @@ class SideWriter:
                     write_page_checksum=True,
                     store_schema=True,
                 )
-                file.flush()
-                os.fsync(file.fileno())
+                finish_file(file, durable=True)
             found = StoredFile.of("", local)
         path = f"{DATA}/{self._run}-{len(self._shards):05d}-{found.sha256[:16]}.parquet"
         shard = SideShard(path=path, bytes=found.bytes, sha256=found.sha256, rows=rows)

@@ -70,10 +70,6 @@ def open_side(
         FormatError: its manifest is not valid.
         StorageError: the store refuses.
     """
-    return open_side_at(Location(url, storage_options or {}), version)
-
-
-def open_side_at(location: Location, version: int | None = None) -> Side:
-    """Opens the side dataset at a location; see :func:`open_side`."""
+    location = Location(url, storage_options or {})
     data, where, number = read_committed(location, version, SIDE)
     return Side(location, SideManifest.from_json(data, where), number)
