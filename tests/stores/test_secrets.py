@@ -23,7 +23,7 @@ from packstore.io.maintain.preflight import preflight
 from packstore.io.side.side import SideWriter, open_side
 from packstore.io.store.location import Location
 from packstore.io.store.redact import Secrets
-from packstore.io.write.shard_writer import ShardWriter
+from packstore.io.store.staging import Staging
 from packstore.tokenizer import load_tokenizer
 
 QUICK = {"retry_attempts": 2, "retry_backoff": 0.01}
@@ -95,9 +95,9 @@ def test_nothing_tells_a_secret(
             str(pairs), store.url, tokenizer, storage_options=options, **SETTINGS, **more
         )
 
-    put = ShardWriter._put
+    put = Staging.store
 
-    def stop(self: ShardWriter, local_path: str, path: str) -> None:
+    def stop(self: Staging, local_path: str, path: str) -> None:
         if "-p00001-" in path:  # with marker and note there
             told.files(place)
             told.add(self)
@@ -105,7 +105,7 @@ def test_nothing_tells_a_secret(
         put(self, local_path, path)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        patch.setattr(ShardWriter, "_put", stop)
+        patch.setattr(Staging, "store", stop)
         pack(partitions=2)
     assert any("writers/" in text for text in told.texts)
     assert any("-00000.json" in text for text in told.texts)

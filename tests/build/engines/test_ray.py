@@ -16,7 +16,7 @@ import pytest
 import packstore
 from packstore.errors import DatasetNotFoundError, MissingExtraError, PackstoreError
 from packstore.io.store.location import Location
-from packstore.io.write.shard_writer import ShardWriter
+from packstore.io.store.staging import Staging
 
 if TYPE_CHECKING:  # workers import this file, and find a folder of that name
     from stores import Store
@@ -128,14 +128,14 @@ class DieAtAShard:
 
     def __call__(self, item: tuple[int, Any]) -> Any:
         if item[0] == 1 and not self.mark.exists():
-            put = ShardWriter._put
+            put = Staging.store
 
-            def put_and_die(writer: ShardWriter, local_path: str, path: str) -> None:
-                put(writer, local_path, path)
+            def put_and_die(staging: Staging, local_path: str, path: str) -> None:
+                put(staging, local_path, path)
                 self.mark.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            ShardWriter._put = put_and_die  # type: ignore[method-assign]
+            Staging.store = put_and_die  # type: ignore[method-assign]
         return self.work(item)
 
 
