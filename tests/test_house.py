@@ -136,6 +136,7 @@ def test_mypy_sees_the_signature_of_the_call(tmp_path: Path) -> None:
         "packstore.pack('a', 'b', layout='wide')\n"
         "packstore.append('a', 'b', pack_size=8)\n"
         "packstore.estimate('a', 'b', seed='c')\n"
+        "packstore.estimate('a', 'b', layouts=['wide'], samples=3)\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", str(script)],
@@ -151,6 +152,8 @@ def test_mypy_sees_the_signature_of_the_call(tmp_path: Path) -> None:
         'Argument "layout" to "pack" has incompatible type "Literal[\'wide\']"',
         'Unexpected keyword argument "pack_size" for "append"',
         'Argument "seed" to "estimate" has incompatible type "str"; expected "int"',
+        'Unexpected keyword argument "samples" for "estimate"',
+        "List item 0 has incompatible type \"Literal['wide']\"",
     ):
         assert error in done.stdout, done.stdout
 

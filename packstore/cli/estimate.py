@@ -21,9 +21,10 @@ from packstore.cli.common import (
 )
 from packstore.cli.settings import add_settings, read_settings
 from packstore.config import PackConfig, TokenizeConfig, WorkConfig
+from packstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from packstore.build.reports.estimate import Choice, Estimate, Options
+    from packstore.build.reports.estimate import Choice, Estimate
 
 COLUMNS = (
     "pack size",
@@ -91,7 +92,7 @@ def _run(args: argparse.Namespace) -> int:
         found = estimate(
             source,
             args.tokenizer,
-            _options(args),
+            **_options(args),
             storage_options=storage_options(args),
             progress=progress,
             **read_settings(args, PackConfig),
@@ -123,15 +124,13 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _options(args: argparse.Namespace) -> Options:
-    from packstore.build.reports.estimate import Options, Training
-    from packstore.errors import ConfigError
-
-    given: dict[str, Any] = {
-        name: tuple(",".join(values).split(","))
-        for name in ("pack_sizes", "layouts", "strategies")
-        if (values := getattr(args, name))
-    }
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """The combinations, the sample and the batch sizes."""
+    names = ("sample", "records", "world_size", "packs_per_batch", "accumulation")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    for name in ("pack_sizes", "layouts", "strategies"):
+        if values := getattr(args, name):
+            given[name] = tuple(",".join(values).split(","))
     if sizes := given.get("pack_sizes"):
         try:
             given["pack_sizes"] = tuple(map(int, sizes))
@@ -140,14 +139,7 @@ def _options(args: argparse.Namespace) -> Options:
             raise ConfigError(
                 f"--pack-sizes must be whole numbers, comma-separated; found {found!r}."
             ) from None
-    if args.sample is not None:
-        given["sample"] = args.sample
-    training = Training(
-        world_size=args.world_size,
-        packs_per_batch=args.packs_per_batch,
-        accumulation=args.accumulation,
-    )
-    return Options(**given, records=args.records, training=training)
+    return given
 
 
 def _summary(found: Estimate) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import packstore
-from packstore.build.reports.estimate import Estimate, Options, estimate
+from packstore.build.reports.estimate import Estimate, estimate
 from packstore.cli import main
 from packstore.errors import ConfigError
 
@@ -48,8 +48,7 @@ OPTIONS = {"layouts": ("concat",), "strategies": ("pool",)}
 
 
 def sampled(source: Any, records: int = 900, **settings: Any) -> Estimate:
-    options = Options(pack_sizes=(LONG,), sample=records, **OPTIONS)
-    return estimate(source, None, options, **settings)
+    return estimate(source, pack_sizes=(LONG,), sample=records, **OPTIONS, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +138,7 @@ def test_a_dataset_is_sampled(ordered: Path, tmp_path: Path) -> None:
 
 def test_too_long_is_the_same_whatever_else_is_asked(ordered: Path) -> None:
     def overlong(*pack_sizes: int, **settings: Any) -> dict[tuple[int, str], int]:
-        options = Options(pack_sizes=pack_sizes, strategies=("pool",))
-        found = estimate(ordered, None, options, **settings)
+        found = estimate(ordered, pack_sizes=pack_sizes, strategies=("pool",), **settings)
         assert "overlong" not in found.tally.dropped
         return {(c.pack_size, c.layout): c.overlong for c in found.choices}
 
@@ -153,8 +151,8 @@ def test_too_long_is_the_same_whatever_else_is_asked(ordered: Path) -> None:
 
 
 def test_what_is_cut_is_not_too_long(ordered: Path, tmp_path: Path) -> None:
-    options = Options(pack_sizes=(LONG, 4 * LONG), **OPTIONS)
-    found = estimate(ordered, None, options, overlong="truncate_prompt")
+    sizes = (LONG, 4 * LONG)
+    found = estimate(ordered, pack_sizes=sizes, overlong="truncate_prompt", **OPTIONS)
     for choice in found.choices:
         packed = packstore.pack(
             ordered, tmp_path / str(choice.pack_size), pack_size=choice.pack_size,
@@ -177,7 +175,7 @@ def test_pack_size_layout_and_strategy_are_respected(
     (alike,) = estimate(ordered, None, **settings).choices
     assert alike.packs == choice["packs"]
     with pytest.raises(ConfigError, match="pack_size"):
-        estimate(ordered, None, Options(pack_sizes=(512,)), pack_size=1024)
+        estimate(ordered, pack_sizes=(512,), pack_size=1024)
     with pytest.raises(ConfigError, match="dedup"):
         estimate(ordered, None, dedup="pair")
 
@@ -185,7 +183,7 @@ def test_pack_size_layout_and_strategy_are_respected(
 def test_the_recommendation_is_true(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ten packs and a bit: none of the fills is 99 %, and no sentence may say so."""
     few = write(tmp_path / "few.jsonl", [20] * 64 + [33])
-    found = estimate(few, None, Options(pack_sizes=(600, 640), **OPTIONS))
+    found = estimate(few, pack_sizes=(600, 640), **OPTIONS)
     assert max(c.fill_rate for c in found.choices) < 0.99
     assert main(["estimate", str(few), "--pack-sizes", "600,640", "--layouts", "concat"]) == 0
     out = " ".join(capsys.readouterr().out.split())

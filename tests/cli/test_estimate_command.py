@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import packstore
-from packstore.build.reports.estimate import Options, Training, estimate
+from packstore.build.reports.estimate import estimate
 from packstore.cli import _html, main
-from packstore.errors import InputError
+from packstore.errors import ConfigError, InputError
 
 RNG = random.Random(0)
 RECORDS = [
@@ -36,8 +36,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_the_figures_are_those_of_packing(source: Path, tmp_path: Path) -> None:
-    options = Options(pack_sizes=(200, 400), strategies=("pool", "first_fit_decreasing"))
-    found = estimate(source, None, options)
+    found = estimate(source, pack_sizes=(200, 400), strategies=("pool", "first_fit_decreasing"))
     assert len(found.choices) == 8
     for i, choice in enumerate(found.choices):
         packed = packstore.pack(
@@ -53,15 +52,17 @@ def test_the_figures_are_those_of_packing(source: Path, tmp_path: Path) -> None:
 
 
 def test_counts_are_scaled_and_cut_into_steps(source: Path) -> None:
-    options = Options(
+    found = estimate(
+        source,
         pack_sizes=(400,),
         layouts=("concat",),
         strategies=("pool",),
         sample=100,
         records=3010,
-        training=Training(world_size=2, packs_per_batch=3, accumulation=2),
+        world_size=2,
+        packs_per_batch=3,
+        accumulation=2,
     )
-    found = estimate(source, None, options)
     assert found.scale == pytest.approx(3010 / found.tally.read)
     (choice,) = found.choices
     assert choice.steps == choice.packs // 12
@@ -71,10 +72,18 @@ def test_counts_are_scaled_and_cut_into_steps(source: Path) -> None:
 
 def test_the_smallest_pack_that_loses_little_is_recommended(source: Path) -> None:
     layouts = {"layouts": ("concat",), "strategies": ("pool",)}
-    found = estimate(source, None, Options(pack_sizes=(100, 200, 400, 4000), **layouts))
+    found = estimate(source, pack_sizes=(100, 200, 400, 4000), **layouts)
     assert found.recommended is not None
     assert found.recommended.pack_size == 400  # 200 loses a record in 300
-    assert estimate(source, None, Options(pack_sizes=(40,), **layouts)).recommended is None
+    assert estimate(source, pack_sizes=(40,), **layouts).recommended is None
+
+
+@pytest.mark.parametrize("name", ["sample", "world_size", "packs_per_batch", "accumulation"])
+def test_numbers_out_of_range_are_named(source: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"setting {name}: must be at least 1; found 0"):
+        estimate(source, **{name: 0})
+    with pytest.raises(ConfigError, match="values of layout: must be at least one"):
+        estimate(source, layouts=())
 
 
 def test_nothing_usable_is_refused(tmp_path: Path) -> None:
@@ -112,7 +121,7 @@ def test_the_former_name_of_the_command_names_this_one(
     ("arguments", "says"),
     [
         (["--pack-sizes", "many"], "whole numbers"),
-        (["--pack-sizes", "0"], "at least 1"),
+        (["--pack-sizes", "0"], "at least 2"),
         (["--strategies", "best"], "best_fit_decreasing"),
         (["--layouts", "wide"], "concat"),
         (["--html", "/nowhere/page.html"], "cannot be written"),

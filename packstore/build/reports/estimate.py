@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Unpack
 
-from packstore.build.reports.sampled import Choice, Measured, Training, choice_of
+from packstore.build.reports.sampled import Choice, Measured, choice_of
 from packstore.build.sources import RecordIntake, open_intake
 from packstore.config import PackConfig
 from packstore.config.keywords import PackSettings
@@ -22,7 +22,7 @@ from packstore.io.inputs.sampling import SAMPLE_BLOCK_BYTES, Sampling
 from packstore.pack.algorithms import STRATEGIES as KNOWN
 from packstore.pack.plan import MAX_PACK_SIZE
 
-__all__ = ["Choice", "Estimate", "Options", "Training", "estimate"]
+__all__ = ["Choice", "Estimate", "estimate"]
 
 PACK_SIZES = (2048, 4096, 8192, 16384, 32768)
 STRATEGIES = ("pool", "best_fit_decreasing")
@@ -62,72 +62,59 @@ class Estimate:
     sequence_tokens: Int32
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of :func:`estimate`.
-
-    Attributes:
-        pack_sizes, layouts, strategies: values to combine. None: the settings `pack_size`,
-            `layout` and `strategy` if given, else `PACK_SIZES`, `LAYOUTS` and `STRATEGIES`.
-        sample: maximum number of sampled records.
-        records: total number of records to scale counts to, if larger than the input.
-        training: batch sizes, from which the optimizer steps follow.
-    """
-
-    pack_sizes: Sequence[int] | None = None
-    layouts: Sequence[str] | None = None
-    strategies: Sequence[str] | None = None
-    sample: int = SAMPLE
-    records: int | None = None
-    training: Training = field(default_factory=Training)
-
-    def __post_init__(self) -> None:
-        t = self.training
-        numbers = (self.sample, t.world_size, t.packs_per_batch, t.accumulation)
-        tried = (self.pack_sizes, self.layouts, self.strategies)
-        small = min(*numbers, *(self.pack_sizes or ())) < 1
-        if small or any(values is not None and not values for values in tried):
-            raise ConfigError(
-                "an estimate needs at least one pack size, layout and strategy, and whole numbers "
-                f"of at least 1; found {self}."
-            )
-
-
 def estimate(
     source: Any,
     tokenizer: Any = None,
-    options: Options | None = None,
     *,
+    pack_sizes: Sequence[int] | None = None,
+    layouts: Sequence[Literal["concat", "shared_prefix"]] | None = None,
+    strategies: Sequence[str] | None = None,
+    sample: int = SAMPLE,
+    records: int | None = None,
+    world_size: int = 1,
+    packs_per_batch: int = 1,
+    accumulation: int = 1,
     config: PackConfig | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: Callable[[str, int, int | None, str], None] | None = None,
     **settings: Unpack[PackSettings],
 ) -> Estimate:
-    """Tokenizes a sample of the records of `source` and plans every combination of `options`.
+    """Tokenizes a sample of the records of `source` and plans every combination of settings.
 
     Reads the whole input; of an iterable of unknown length, only the first records.
 
     Args:
         source, tokenizer, storage_options: see :func:`packstore.pack`.
-        options: the combinations and the sample.
+        pack_sizes, layouts, strategies: values to combine. None: the settings `pack_size`,
+            `layout` and `strategy` if given, else `PACK_SIZES`, `LAYOUTS` and `STRATEGIES`.
+        sample: maximum number of sampled records.
+        records: total number of records to scale counts to, if larger than the input.
+        world_size: number of ranks of a training run, for the steps of an epoch.
+        packs_per_batch: packs of a batch on one rank.
+        accumulation: batches of an optimizer step.
         config: other settings of :func:`packstore.pack`. Its `pack_size`, `layout` and `strategy`
             are not used; `seed` also decides the sample.
         progress: called with the number of records read.
         settings: fields of :class:`packstore.PackConfig`, which override `config`.
 
     Raises:
-        ConfigError: a setting is not supported here, or contradicts `options`.
+        ConfigError: a setting is not supported here, is out of range, or is given twice.
         InputError: no record could be used.
         PackstoreError: the input cannot be read, or the tokenizer does not load.
     """
-    options = options or Options()
+    numbers = {
+        "sample": sample,
+        "world_size": world_size,
+        "packs_per_batch": packs_per_batch,
+        "accumulation": accumulation,
+    }
+    for name, value in numbers.items():
+        if value < 1:
+            raise ConfigError(sentence(f"setting {name}", "must be at least 1", str(value)))
     tried = [
-        _tried(name, getattr(options, many), settings, usual)
-        for name, many, usual in (
-            ("pack_size", "pack_sizes", PACK_SIZES),
-            ("layout", "layouts", LAYOUTS),
-            ("strategy", "strategies", STRATEGIES),
-        )
+        _tried("pack_size", pack_sizes, settings, PACK_SIZES),
+        _tried("layout", layouts, settings, LAYOUTS),
+        _tried("strategy", strategies, settings, STRATEGIES),
     ]
     base = PackConfig.of(config, **settings)
     if base.selects:
@@ -146,9 +133,9 @@ def estimate(
         source, tokenizer, _limitless(base), dict(storage_options or {}), SAMPLE_BLOCK_BYTES
     )
     report = None if progress is None else lambda n: progress("read", n, None, "records")
-    sample = intake.sample(options.sample, base.seed, report)
-    total = max(sample.records, options.records or sample.total or 0)
-    measure = functools.partial(Measured, multiple=base.pad_to_multiple, sample=sample, total=total)
+    drawn = intake.sample(sample, base.seed, report)
+    total = max(drawn.records, records or drawn.total or 0)
+    measure = functools.partial(Measured, multiple=base.pad_to_multiple, sample=drawn, total=total)
     measured = measure(intake, {"concat", *tried[1]})
     if not measured.tally.kept:
         raise InputError("no record of the sample could be used: run `packstore doctor` on it.")
@@ -160,14 +147,13 @@ def estimate(
             return measured
         return measure(intake.sized(pack_size, layout), {"concat", layout})
 
-    choices = [
-        choice_of(cut(one.pack_size, one.layout), one, options.training) for one in combinations
-    ]
+    step = world_size * packs_per_batch * accumulation
+    choices = [choice_of(cut(one.pack_size, one.layout), one, step) for one in combinations]
     return Estimate(
         kind=intake.kind,
         tally=measured.tally,
-        sample=sample,
-        scale=total / sample.records,
+        sample=drawn,
+        scale=total / drawn.records,
         choices=tuple(choices),
         recommended=_recommended(choices),
         example_tokens={layout: measured.tokens[layout] for layout in ("concat", *tried[1])},
@@ -179,10 +165,12 @@ def _tried(
     name: str, asked: Sequence[Any] | None, settings: Mapping[str, Any], usual: Sequence[Any]
 ) -> Sequence[Any]:
     """Returns the values of a setting to combine."""
+    if asked is not None and not asked:
+        raise ConfigError(sentence(f"values of {name}", "must be at least one", "none"))
     if name not in settings:
         return usual if asked is None else asked
     if asked is not None:
-        found = f"{settings[name]!r}, and {list(asked)} in the options"
+        found = f"{settings[name]!r}, and {list(asked)} to try"
         raise ConfigError(sentence(f"setting {name}", "must be given once", found))
     return (settings[name],)
 

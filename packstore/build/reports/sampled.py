@@ -21,26 +21,6 @@ UNSEEN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
-    """Batch sizes of a training run.
-
-    Attributes:
-        world_size: number of ranks.
-        packs_per_batch: packs of a batch on one rank.
-        accumulation: batches of an optimizer step.
-    """
-
-    world_size: int = 1
-    packs_per_batch: int = 1
-    accumulation: int = 1
-
-    @property
-    def packs_per_step(self) -> int:
-        """Packs of an optimizer step, over all ranks."""
-        return self.world_size * self.packs_per_batch * self.accumulation
-
-
-@dataclass(frozen=True, kw_only=True)
 class Choice:
     """A combination of settings with its estimated results; counts are scaled to all records.
 
@@ -172,13 +152,13 @@ def standard_error(
     return float(np.sqrt((1 - known) * len(off) * variance))
 
 
-def choice_of(measured: Measured, config: PackConfig, training: Training) -> Choice:
+def choice_of(measured: Measured, config: PackConfig, packs_per_step: int) -> Choice:
     """Plans one combination.
 
     Args:
         measured: the sample.
         config: all settings.
-        training: batch sizes.
+        packs_per_step: packs of an optimizer step, over all ranks.
     """
     layout = config.layout
     tokens, padded = measured.tokens[layout], measured.padded[layout]
@@ -215,8 +195,8 @@ def choice_of(measured: Measured, config: PackConfig, training: Training) -> Cho
         gap=found.gap,
         examples_per_pack=per_pack,
         tokens_saved=float(1 - tokens.sum() / max(measured.tokens["concat"].sum(), 1)),
-        steps=packs // training.packs_per_step,
-        examples_per_step=per_pack * training.packs_per_step,
+        steps=packs // packs_per_step,
+        examples_per_step=per_pack * packs_per_step,
     )
 
 
