@@ -14,7 +14,7 @@ from packstore.cli import Command
 from packstore.cli.common import add_dataset, decoder_of, open_dataset, stdout_console
 from packstore.errors import ConfigError, visible
 from packstore.format.arrays import IGNORE_INDEX, SOURCE_SHIFT, Int32, Packs
-from packstore.io.inputs.record_places import place_of
+from packstore.io.inputs.formats import place_of
 
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset

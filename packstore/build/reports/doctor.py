@@ -21,7 +21,7 @@ from packstore.config import MEANINGFUL, PackConfig
 from packstore.config.keywords import PackSettings
 from packstore.errors import ConfigError
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Sample, Tally
-from packstore.io.inputs.record_places import place_of
+from packstore.io.inputs.formats import place_of
 from packstore.tokenizer import Tokenizer
 
 MEANING: dict[str, str] = {

@@ -19,10 +19,9 @@ from typing import Any, BinaryIO
 from packstore.config import NOT_TEXT, SPELLINGS, PackConfig
 from packstore.errors import InputError, quote, sentence, spelled
 from packstore.format.arrays import Rows
-from packstore.io.inputs.formats import COMPRESSIONS, FORMATS, SUFFIXES
+from packstore.io.inputs.formats import COMPRESSIONS, FORMATS, SUFFIXES, format_of
 from packstore.io.inputs.memory import is_table, record_pieces, table_records
 from packstore.io.inputs.pieces import ReadOptions
-from packstore.io.inputs.record_places import format_of
 from packstore.io.inputs.streams import CHUNK, HashedStream, decompressed, staged
 from packstore.io.manifest.commit import FOLDER
 from packstore.io.store.location import Location
