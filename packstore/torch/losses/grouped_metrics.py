@@ -20,7 +20,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.losses.divisor import own_divisor
 from packstore.torch.losses.loss import PreferenceLoss
-from packstore.torch.metrics import SumAndCount, all_reduce_sums, wide_dtype
+from packstore.torch.metrics import SumAndCount, all_reduce_sums, distributed, wide_dtype
 
 T = TypeVar("T")
 
@@ -170,7 +170,7 @@ def _figures(sums: dict[Key, Tensor], loss_fn: PreferenceLoss, device: torch.dev
 
 def _of_all_ranks(own: list[T]) -> list[T]:
     """Gathers the lists of all ranks, in rank order."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not distributed():
         return own
     found: list[list[T]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, own)

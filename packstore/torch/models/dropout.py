@@ -1,8 +1,10 @@
-"""Disables dropout, which would make policy and reference differ at random."""
+"""Disables dropout, for good or for a while: policy and reference would differ at random."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -28,3 +30,16 @@ def disable_dropout(model: nn.Module) -> None:
     if changed:
         found = ", ".join(f"{name} {value:g}" for name, value in sorted(changed.items()))
         logger.info("dropout is disabled (disable_dropout=False keeps it): %s", found)
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Puts models into evaluation mode while a block runs, and then back."""
+    before = [model.training for model in models]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for model, training in zip(models, before, strict=True):
+            model.train(training)

@@ -15,6 +15,7 @@ from packstore.errors import BackendError, CompatibilityError, sentence
 from packstore.format.arrays import Int64, Packs, range_indices, to_offsets
 from packstore.format.seeds import keys
 from packstore.torch.batch.collate import PackedBatch, collate
+from packstore.torch.models.dropout import evaluating
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.own_attention import compare_with_own
 from packstore.torch.models.probe import is_half, logits_of, one_pack, rounding_of
@@ -175,22 +176,19 @@ def check_isolation(
     inner = unwrapped(model)
     config: Any = getattr(inner, "config", None)
     previous = config._attn_implementation if config is not None else None
-    training = model.training
     if backend is not None:
         use_packed_attention(model, backend, disable_dropout=False)
     try:
-        model.eval()
         text = config.get_text_config()
         size = vocab_size or text.vocab_size
         experts = any(getattr(text, name, None) for name in EXPERTS)
         by_token = experts and is_half(model)
-        with torch.no_grad():
+        with evaluating(model), torch.no_grad():
             worst = [
                 _Probe(model, size, shared, by_token, experts).run() for shared in (False, True)
             ]
             return max(*worst, compare_with_own(model, size, by_token=experts))
     finally:
-        model.train(training)
         if backend is not None:
             inner.set_attn_implementation(previous)
 

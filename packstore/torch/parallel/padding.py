@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from packstore.errors import ConfigError
 from packstore.format.arrays import IGNORE_INDEX
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.parallel._ranges import offsets, owners
+
+Size = TypeVar("Size", int, Tensor)
 
 FP8_ROWS = 16
 """FP8 matrix products need a multiple of this many tokens (Transformer Engine)."""
@@ -45,7 +48,7 @@ def padding_multiple(
     return math.lcm(chunks, context_parallel * share)
 
 
-def round_up(value: int, multiple: int) -> int:
+def round_up(value: Size, multiple: int) -> Size:
     """Rounds `value` up to a multiple of `multiple`."""
     return -(-value // multiple) * multiple
 
@@ -67,7 +70,7 @@ def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
     before, keys_before = batch.cu_seqlens.long(), batch.cu_seqlens_k.long()
     lengths = before.diff()
     left_out = keys_before.diff() - lengths
-    padded = (lengths + multiple - 1) // multiple * multiple
+    padded = round_up(lengths, multiple)
     starts, keys = offsets(padded), offsets(left_out + padded)
     segment = owners(padded)
     tokens = torch.arange(len(segment), device=segment.device)

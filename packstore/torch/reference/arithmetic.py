@@ -17,6 +17,7 @@ from packstore.errors import ConfigError, quote
 from packstore.torch.attention import ATTENTION
 from packstore.torch.logprobs.fused_head import exact_dtype
 from packstore.torch.logprobs.head import find_head, probe_inputs
+from packstore.torch.models.dropout import evaluating
 from packstore.torch.models.unwrap import unwrapped
 
 Precision = Literal["none", "bf16"]
@@ -95,18 +96,15 @@ def _attention(model: nn.Module, device: torch.device, lower: torch.dtype | None
         return name
     from packstore.torch.attention import _auto  # brings in torch's compiler, which takes a second
 
-    head, training = find_head(model), model.training
+    head = find_head(model)
     own = head.weight.device.type
-    model.eval()
-    try:
-        with (
-            torch.no_grad(),
-            torch.autocast(own, lower, enabled=lower is not None),
-            _auto.chosen_on(device) as names,
-        ):
-            head.backbone(**probe_inputs(head.weight))
-    finally:
-        model.train(training)
+    with (
+        evaluating(model),
+        torch.no_grad(),
+        torch.autocast(own, lower, enabled=lower is not None),
+        _auto.chosen_on(device) as names,
+    ):
+        head.backbone(**probe_inputs(head.weight))
     return ", ".join(sorted(names))
 
 

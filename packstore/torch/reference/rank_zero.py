@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from packstore.errors import PackstoreError
+from packstore.torch.metrics import distributed
 
 T = TypeVar("T")
 
@@ -27,8 +28,3 @@ def on_first(make: Callable[[], T]) -> T:
         raise made[1]
     found: T = made[0]
     return found
-
-
-def distributed() -> bool:
-    """Returns True if torch.distributed runs."""
-    return dist.is_available() and dist.is_initialized()

@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Unpack
 
 import numpy as np
@@ -35,9 +37,11 @@ from packstore.io.side.side import Side, SideWriter, open_side
 from packstore.io.store.location import Location
 from packstore.torch.batch.collate import PackedBatch, collate
 from packstore.torch.logprobs.head import PackedPolicy
+from packstore.torch.metrics import distributed
 from packstore.torch.models.compatibility import check_model
+from packstore.torch.models.dropout import evaluating
 from packstore.torch.reference.arithmetic import Precision, autocast
-from packstore.torch.reference.rank_zero import distributed, on_first
+from packstore.torch.reference.rank_zero import on_first
 from packstore.torch.reference.ref_parts import PARTS, Parts, Values
 from packstore.torch.reference.reference_fingerprint import MadeWith, describe_reference
 from packstore.torch.schedule.position import Position, Unseen
@@ -142,26 +146,18 @@ def _computed(
     progress: Progress | None,
 ) -> Iterator[tuple[int, Values]]:
     """Yields the values of each part in `mine`; the model runs in the context made by `lower`."""
-    policy, training = PackedPolicy(model), model.training
-    device, total = next(iter(model.parameters())).device, len(dataset)
-    pending: tuple[int, list[Values]] | None = None
-    model.eval()
-    try:
-        for number, place, batch in _batches(dataset, config, mine):
-            with lower():
-                logps = policy(batch.to(device))
-            values = _values(batch, logps)
-            if pending is not None and pending[0] != number:
-                yield pending[0], _joined(pending[1])
-                pending = None
-            pending = pending or (number, [])
-            pending[1].append(values)
-            if progress is not None:
-                progress("reference", place, total, "packs")
-        if pending is not None:
-            yield pending[0], _joined(pending[1])
-    finally:
-        model.train(training)
+    policy, device = PackedPolicy(model), next(iter(model.parameters())).device
+    with evaluating(model):
+        for number, batches in groupby(_batches(dataset, config, mine), itemgetter(0)):
+            values = []
+            for _, place, batch in batches:
+                with lower():
+                    logps = policy(batch.to(device))
+                values.append(_values(batch, logps))
+                if progress is not None:
+                    progress("reference", place, len(dataset), "packs")
+            ids, counts, wide = (np.concatenate(x) for x in zip(*values, strict=True))
+            yield number, (ids, counts, wide)
 
 
 def _batches(
@@ -206,8 +202,3 @@ def _values(batch: PackedBatch, logps: Tensor) -> Values:
         example = np.repeat(ids, counts)[~np.isfinite(wide)][0]
         raise FormatError(sentence(f"example {example}", must, "NaN or infinity"))
     return ids[real], counts[real], wide[np.repeat(real, counts)]
-
-
-def _joined(values: list[Values]) -> Values:
-    ids, counts, logps = (np.concatenate(x) for x in zip(*values, strict=True))
-    return ids, counts, logps

@@ -20,6 +20,7 @@ from packstore.format.arrays import Int64
 
 _NONE = np.empty(0, np.int64)
 _MAX_WORKERS = 1024
+_TIMES_SET, _EPOCH, _NEXT, _GIVEN = range(4)  # cells of a shared start
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,54 +133,56 @@ class SharedStart:
     """
 
     def __init__(self) -> None:
-        # Number of calls of set, epoch, next, number of packs in `given`; then for each process 0,
-        # or the number of processes of the iteration that used the start.
-        self._cells = shared_integers(5 + _MAX_WORKERS)
+        self._cells = shared_integers(4)
+        # Of each process: 0, or the number of processes of the iteration that used the start.
+        self._used_by = shared_integers(1 + _MAX_WORKERS)
         self._seen, self._position, self._of_worker = 0, Position(), False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         share(self._cells)
+        share(self._used_by)
 
     def set(self, epoch: int, position: Position) -> None:
         """Starts the next iteration at `position` of `epoch`; in a worker, for that worker only."""
         self._position, self._of_worker = position, get_worker_info() is not None
         if not self._of_worker:
-            self._cells[1:4] = torch.tensor([epoch, position.next, len(position.given)])
-            self._cells[4:] = 0
-            self._cells[0] += 1
+            self._cells[_EPOCH], self._cells[_NEXT] = epoch, position.next
+            self._cells[_GIVEN] = len(position.given)
+            self._used_by[:] = 0
+            self._cells[_TIMES_SET] += 1
         self._seen = self.times_set
 
     @property
     def times_set(self) -> int:
         """Number of calls of :meth:`set` in the process that made this object."""
-        return int(self._cells[0])
+        return int(self._cells[_TIMES_SET])
 
     def new_epoch(self) -> int | None:
         """Returns the epoch if another process set it since this process's last iteration."""
-        return int(self._cells[1]) if self._is_news() else None
+        return int(self._cells[_EPOCH]) if self._is_news() else None
 
     def peek(self) -> Position:
         """Returns the position where the next iteration begins."""
         if self._of_worker and not self._is_news():
             return self._position
         slot, size = _process()
-        claims = self._cells[4:]
-        if claims[slot] or ((claims != 0) & (claims != size)).any():
+        used_by = self._used_by
+        if used_by[slot] or ((used_by != 0) & (used_by != size)).any():
             return Position()
         if not self._is_news():
             return self._position
-        if int(self._cells[3]):
+        if int(self._cells[_GIVEN]):
             must = "workers that live on cannot take up a balanced step in its middle"
             do = "Make a new DataLoader after load_state_dict"
             raise CompatibilityError(sentence("loader state", must, "", do))
-        return Position(int(self._cells[2]))
+        return Position(int(self._cells[_NEXT]))
 
     def take(self) -> Position:
         """Returns the start of this iteration; the next one begins at the start of the epoch."""
         position = self.peek()
         slot, size = _process()
-        self._cells[4 + slot] = size
+        self._used_by[slot] = size
         self._seen, self._position, self._of_worker = self.times_set, Position(), False
         return position
 

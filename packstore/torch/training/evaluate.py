@@ -11,7 +11,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from os import PathLike
 from typing import Unpack
@@ -23,14 +24,22 @@ from packstore.config.keywords import EvalSettings
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.side_manifest import REF_LOGPS
 from packstore.io.side.side import Side, open_side
+from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.losses.grouped_metrics import Figures, GroupedMetrics
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.models.compatibility import check_model
+from packstore.torch.models.dropout import evaluating
 from packstore.torch.reference.arithmetic import Precision, autocast
 from packstore.torch.reference.reference_fingerprint import check_arithmetic
+from packstore.torch.training.reference import (
+    Autocast,
+    Reference,
+    SecondModel,
+    of_the_batch,
+)
 
 
 @torch.no_grad()
@@ -75,25 +84,42 @@ def evaluate(
     sides = [s if isinstance(s, Side) else open_side(os.fspath(s)) for s in side]
     data = PackedDataset(dataset, shuffle=False, side=sides)
     loader = PackedDataLoader(data, mode="eval", **batching)
-    policies = [PackedPolicy(m) for m in models]
     device = next(iter(model.parameters())).device
     lower = partial(autocast, device, mixed_precision)
+    policy = PackedPolicy(model)
+    online: Reference = of_the_batch if len(models) < 2 else SecondModel(models[1], lower)
     for joined in sides:
         if REF_LOGPS in joined.manifest.columns and len(models) < 2:
             with lower():
                 check_arithmetic(joined, model)
-    before = [m.training for m in models]
     grouped = GroupedMetrics(loss_fn, dataset, by, rewards and not loss_fn.only_sft)
-    try:
-        for m in models:
-            m.eval()
-        for batch in loader:
+    with evaluating(*models):
+        return evaluate_batches(policy, loader, grouped, online, device, lower)
+
+
+@torch.no_grad()
+def evaluate_batches(
+    policy: nn.Module,
+    batches: Iterable[PackedBatch],
+    grouped: GroupedMetrics,
+    reference: Reference,
+    device: torch.device,
+    autocast: Autocast = nullcontext,
+) -> Figures:
+    """Computes metrics over all batches on all ranks, in evaluation mode; a collective call.
+
+    Args:
+        policy: returns the log-probs `[S]` of a batch.
+        batches: batches of this rank, at least one: a loader with ``mode="eval"`` guarantees that.
+        grouped: sums the metrics.
+        reference: returns log-probs of the reference model.
+        device: device of the policy.
+        autocast: makes the context that the policy runs in.
+    """
+    with evaluating(policy):
+        for batch in batches:
             here = batch.to(device)
-            with lower():
-                logps, *others = [policy(here) for policy in policies]
-            ref_logps = others[0] if others else None
-            grouped.add(logps, here, ref_logps)
-    finally:
-        for m, training in zip(models, before, strict=True):
-            m.train(training)
+            with autocast():
+                logps = policy(here)
+            grouped.add(logps, here, reference(here))
     return grouped.figures(device)

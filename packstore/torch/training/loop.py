@@ -16,9 +16,12 @@ from packstore.torch.losses.first_step_check import FirstStepGuard
 from packstore.torch.losses.grouped_metrics import GroupedMetrics
 from packstore.torch.metrics import Metrics, all_reduce_sums
 from packstore.torch.training.checkpoint import best_checkpoint, prune, read_state, save_checkpoint
-from packstore.torch.training.evaluation import evaluate_batches
+from packstore.torch.training.evaluate import evaluate_batches
 from packstore.torch.training.setup import Run
 from packstore.torch.training.sinks import JsonLines, Sink
+
+OF_A_GROUP = ("examples", "loss", "rewards/accuracies", "rewards/margins", "perplexity")
+"""Metrics of a validation that are recorded for each group, as ``eval/column=value/…``."""
 
 
 class Loop:
@@ -66,8 +69,7 @@ class Loop:
                 ref_logps = run.reference(batch)
                 logps = run.policy(batch)
                 if self._guard is not None:
-                    self._guard(logps.detach(), batch, ref_logps)
-                    self._guard = None
+                    self._guard(logps, batch, ref_logps)
                 out = run.loss_fn(logps, batch, ref_logps, divisor=divisor)
                 accelerator.backward(out.loss)
             self._window.add(batch, out.metrics)
@@ -115,7 +117,10 @@ class Loop:
         dataset = run.validation.data.stream.datasets[0]
         grouped = GroupedMetrics(run.loss_fn, dataset, run.config.validation_by)
         found = evaluate_batches(run.policy, run.validation, grouped, reference, device)
-        self.evaluation = {f"eval/{name}": value for name, value in found.items()}
+        named = {n: v for n, v in found["metrics"].items() if n not in ("examples", "perplexity")}
+        for group, own in found["by"].items():
+            named |= {f"{grouped.by}={group}/{n}": own[n] for n in OF_A_GROUP if n in own}
+        self.evaluation = {f"eval/{name}": value for name, value in named.items()}
         self._write({"step": self.step, **self.evaluation})
         return self.evaluation
 

@@ -14,9 +14,13 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.side.side import open_side
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.logprobs.head import PackedPolicy
+from packstore.torch.models.dropout import evaluating
 from packstore.torch.models.load import is_adapter, load_model
 from packstore.torch.reference.rank_zero import on_first
 from packstore.torch.reference.reference_fingerprint import check_arithmetic, check_reference
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+"""Makes the autocast context of a model."""
 
 Reference = Callable[[PackedBatch], Tensor | None]
 """Returns log-probs `[S]` in nats, or None if the batch carries them or the loss needs none."""
@@ -39,9 +43,7 @@ class SecondModel:
             from the first step on.
     """
 
-    def __init__(
-        self, model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ) -> None:
+    def __init__(self, model: nn.Module, autocast: Autocast = nullcontext) -> None:
         self.policy, self.autocast = PackedPolicy(model), autocast
 
     @torch.no_grad()
@@ -66,14 +68,9 @@ class OwnAdapter:
     @torch.no_grad()
     def __call__(self, batch: PackedBatch) -> Tensor:
         """Returns the log-probs, `[S]` in nats."""
-        training = self.policy.training
-        self.policy.eval()
-        try:
-            with self._as_reference():
-                logps: Tensor = self.policy(batch)
-                return logps
-        finally:
-            self.policy.train(training)
+        with evaluating(self.policy), self._as_reference():
+            logps: Tensor = self.policy(batch)
+            return logps
 
     def _as_reference(self) -> AbstractContextManager[None]:
         if REF_ADAPTER in self.adapted.peft_config:

@@ -135,7 +135,13 @@ def prepare(config: TrainConfig) -> Run:
     policy, optimizer = accelerator.prepare(policy, make_optimizer(policy, config))
     total = count_steps(config, loader, state)
     schedule = make_schedule(optimizer.optimizer, config, total)
-    online = _Online(config, accelerator, policy)
+    stored = (
+        [config.ref_logps]
+        if validation is None
+        else [config.ref_logps, config.validation_ref_logps]
+    )
+    needed = loss_fn.reference and not all(stored)
+    online = _online(config, accelerator, policy) if needed else of_the_batch
     run = Run(
         config=config,
         accelerator=accelerator,
@@ -148,10 +154,8 @@ def prepare(config: TrainConfig) -> Run:
         policy=policy,
         optimizer=optimizer,
         schedule=schedule,
-        reference=online.unless(config.ref_logps or not loss_fn.reference),
-        validation_reference=online.unless(
-            config.validation_ref_logps or not (loss_fn.reference and validation)
-        ),
+        reference=of_the_batch if config.ref_logps else online,
+        validation_reference=of_the_batch if config.validation_ref_logps else online,
         total_steps=total,
         start=state,
     )
@@ -162,30 +166,16 @@ def prepare(config: TrainConfig) -> Run:
     return run
 
 
-class _Online:
-    """The reference computed during training; made once, on first use."""
-
-    def __init__(self, config: TrainConfig, accelerator: Any, policy: nn.Module) -> None:
-        self.config, self.accelerator, self.policy = config, accelerator, policy
-        self._made: Reference | None = None
-
-    def unless(self, needless: object) -> Reference:
-        """Returns the reference, or a no-op if `needless` is true."""
-        if needless:
-            return of_the_batch
-        self._made = self._made or self._make()
-        return self._made
-
-    def _make(self) -> Reference:
-        config = self.config
-        inner = self.accelerator.unwrap_model(self.policy).model
-        if config.reference_model is None and hasattr(inner, "peft_config"):
-            return OwnAdapter(self.policy, inner)
-        path = config.reference_model or config.model
-        model = load_model(path, dtype=config.dtype, attention=config.attention)
-        if config.reference_model is not None:
-            probe(config, self.accelerator, model)
-        return SecondModel(model.to(self.accelerator.device), self.accelerator.autocast)
+def _online(config: TrainConfig, accelerator: Any, policy: nn.Module) -> Reference:
+    """Makes the reference that is computed during training."""
+    inner = accelerator.unwrap_model(policy).model
+    if config.reference_model is None and hasattr(inner, "peft_config"):
+        return OwnAdapter(policy, inner)
+    path = config.reference_model or config.model
+    model = load_model(path, dtype=config.dtype, attention=config.attention)
+    if config.reference_model is not None:
+        probe(config, accelerator, model)
+    return SecondModel(model.to(accelerator.device), accelerator.autocast)
 
 
 def _make_accelerator(config: TrainConfig) -> Any:

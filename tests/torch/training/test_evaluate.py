@@ -30,8 +30,7 @@ from packstore.torch import (
 )
 from packstore.torch.losses.grouped_metrics import GroupedMetrics
 from packstore.torch.reference.reference import write_ref_logps
-from packstore.torch.training.evaluate import evaluate
-from packstore.torch.training.evaluation import evaluate_batches
+from packstore.torch.training.evaluate import evaluate, evaluate_batches
 from packstore.torch.training.reference import SecondModel
 
 N, BETA = 41, 0.3
@@ -156,9 +155,9 @@ def test_by_input_file(kit: SimpleNamespace, tmp_path: Path) -> None:
     grouped = GroupedMetrics(loss, dataset, "file")
     online = SecondModel(reference)
     recorded = evaluate_batches(PackedPolicy(policy), loader, grouped, online, torch.device("cpu"))
-    assert recorded["loss"] == pytest.approx(plain[None]["loss"], abs=1e-9)
+    assert recorded["metrics"]["loss"] == pytest.approx(plain[None]["loss"], abs=1e-9)
     for name in ("examples", "loss", "rewards/accuracies", "rewards/margins"):
-        value = recorded[f"file=y.jsonl/{name}"]
+        value = recorded["by"]["y.jsonl"][name]
         assert value == pytest.approx(plain["rare"][name], abs=1e-9)
 
 
