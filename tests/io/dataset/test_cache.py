@@ -280,6 +280,19 @@ def test_nobody_waits_for_a_process_that_stands_still(
     assert used(folder) == 2000
 
 
+def test_a_file_counts_before_it_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    make_room = Cache._make_room
+
+    def watched(self: Cache, home: str, own: str, size: int) -> bool:
+        sizes.append(os.path.getsize(own))
+        return make_room(self, home, own, size)
+
+    monkeypatch.setattr(Cache, "_make_room", watched)
+    Cache(str(folder), 3000).read(KEY, lambda data: True, lambda: bytes(1000))
+    assert sizes == [1000]
+
+
 def test_a_killed_writer_leaves_nothing_that_stays(folder: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, encoding="utf-8"

@@ -24,7 +24,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.order import PackOrder
 from packstore.io.dataset.read_ahead import ReadAhead
-from packstore.io.dataset.thread_pool import ThreadPool
+from packstore.io.dataset.thread_pool import Job, ThreadPool
 from packstore.io.side.side import SideWriter
 
 LANES = 4
@@ -375,6 +375,21 @@ class TestThreadPool:
         pool._jobs.put(None)
         thread.join(120)
         assert not reader_threads()
+
+    def test_a_call_that_no_pool_of_this_process_has_runs_in_the_caller(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        caller = threading.get_ident()
+        assert Job(threading.get_ident).result() == caller
+        pool, go = ThreadPool(1), threading.Event()
+        pool.submit(go.wait)
+        job = pool.submit(threading.get_ident)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: -1)  # as in a child
+            assert job.result() == caller
+        go.set()
+        assert job.result() != caller
+        pool.close()
 
     def test_errors_come_out_of_the_result(self) -> None:
         pool = ThreadPool(1)
