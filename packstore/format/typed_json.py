@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
@@ -75,6 +75,13 @@ def require(ok: bool, where: str, must: str, found: Mapping[str, object]) -> Non
 def require_equal(where: str, must: str, **found: object) -> None:
     """Raises :class:`FormatError` unless all values in `found` are equal."""
     require(len(set(found.values())) <= 1, where, must, found)
+
+
+def require_choice(where: str, what: str, choices: Collection[str], **found: str) -> None:
+    """Raises :class:`FormatError` unless all values in `found` are in `choices`."""
+    must = f"{what} must be one of: {', '.join(choices)}"
+    for name, value in found.items():
+        require(value in choices, where, must, {name: quote(value)})
 
 
 @functools.cache

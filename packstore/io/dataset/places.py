@@ -112,10 +112,7 @@ def _by_step(values: Float64 | Int64) -> Float64:
 def _design_effect(sums: Float64, size: Float64 | Int64, n: int) -> float | None:
     """Returns the mean square between groups of ranks over the variance of 0..n-1 (Kish, 1965).
 
-    Args:
-        sums: float64 `[G]`, sum of the ranks of each group.
-        size: `[G]`, number of ranks of each group.
-        n: number of ranks to draw from.
+    `sums` and `size` are `[G]`: sum and number of the ranks of each group.
     """
     if len(sums) < 2 or n < 2:
         return None
@@ -127,9 +124,7 @@ def _design_effect(sums: Float64, size: Float64 | Int64, n: int) -> float | None
 def _drawn(counts: Int64, size: Int64) -> float:
     """Returns the expected distinct sources, summed over packs, of randomly drawn examples.
 
-    Args:
-        counts: int64 `[sources]`, examples of each.
-        size: int64 `[P]`, examples of each pack.
+    `counts` are the examples of each source, `size` those of each pack.
     """
     other = 1 - counts / counts.sum()
     packs = np.bincount(size)

@@ -7,7 +7,6 @@ long job keeps its first files.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
@@ -30,6 +29,7 @@ from packstore.io.store.operations import (
     Upload,
     abort_upload,
     list_folder,
+    remove_empty,
     run_parallel,
     uploads,
 )
@@ -127,11 +127,7 @@ class LeftoverFinder:
                 going = {item.path for item in self.find() if not item.spared}
                 known = [item for item in batch if item.path in going]
                 waiting += self._remove_soon(known, time.time() + _LOOK_SECONDS)
-        root = self._location.local_path
-        if root is not None:
-            for folder in (*NOTES, WRITERS):
-                with contextlib.suppress(OSError):  # none, or not empty
-                    os.rmdir(os.path.join(root, folder))
+        remove_empty(self._location, *NOTES, WRITERS)
 
     def _remove_soon(self, items: Sequence[Leftover], until: float) -> list[Leftover]:
         """Removes items until the time `until`; returns those left."""

@@ -21,6 +21,7 @@ from packstore.config import CHECK_RETRIES
 from packstore.errors import DatasetExistsError, IntegrityError, PackstoreError, sentence, told
 from packstore.io.dataset.dataset import Dataset, open
 from packstore.io.manifest.commit import versions
+from packstore.io.store.clients import EXTRAS, PACKAGES
 from packstore.io.store.location import Location
 from packstore.io.store.operations import abort_upload, uploads
 from packstore.io.store.storage_errors import as_storage_errors
@@ -29,10 +30,6 @@ from packstore.version import VERSION
 READ_ONLY = ("http", "https")
 TRIAL_BYTES = 12 << 20
 """Bytes written and read to measure speed: enough for a multipart upload."""
-
-_CLIENTS = {**dict.fromkeys(("s3", "s3a"), "s3fs"), **dict.fromkeys(("gs", "gcs"), "gcsfs")}
-_CLIENTS |= {**dict.fromkeys(("az", "abfs", "abfss"), "adlfs"), "hf": "huggingface_hub"}
-_CLIENTS |= dict.fromkeys(READ_ONLY, "aiohttp")
 
 
 class Finding(NamedTuple):
@@ -85,7 +82,9 @@ def _tried(what: str, try_it: Callable[[], str]) -> Finding:
 
 def _versions(location: Location) -> str:
     found = [f"packstore {VERSION}", f"Python {platform.python_version()}"]
-    for name in ("fsspec", "pyarrow", _CLIENTS.get(location.url.partition("://")[0])):
+    scheme = location.url.partition("://")[0]
+    client = "huggingface_hub" if scheme == "hf" else PACKAGES.get(EXTRAS.get(scheme, ""))
+    for name in ("fsspec", "pyarrow", client):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found += [f"{name} {importlib.metadata.version(name)}"] if name else []
     return ", ".join(found)

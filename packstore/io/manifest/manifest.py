@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -34,6 +34,7 @@ from packstore.format.typed_json import (
     convert,
     decode,
     require,
+    require_choice,
     require_equal,
 )
 from packstore.io.manifest.commit import commit, read_committed
@@ -163,14 +164,14 @@ class Manifest:
             FormatError: a text is not valid Unicode.
         """
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        shards = [_compact(_dump_shard(s)) for s in fields.pop("shards")]
+        shards = [dump_json(_dump_shard(s)) for s in fields.pop("shards")]
         head = {"format_version": FORMAT_VERSION, "features": fields.pop("features")}
         head |= {"kind": fields.pop("kind"), "num_responses": self.num_responses} | fields
         if self.pack_index is None:
             del head["pack_index"]
         counts = dataclasses.asdict(self.records)
         head["records"] = {n: v for n, v in counts.items() if v or n not in _OPTIONAL}
-        lines = [b' "%s": %s' % (name.encode(), _compact(value)) for name, value in head.items()]
+        lines = [b' "%s": %s' % (name.encode(), dump_json(value)) for name, value in head.items()]
         rows = b",\n".join(b"  " + shard for shard in shards)
         lines.append(b' "shards": [\n%s\n ]' % rows if shards else b' "shards": []')
         return b"{\n" + b",\n".join(lines) + b"\n}\n"
@@ -285,8 +286,7 @@ def check_manifest(manifest: Manifest, where: str) -> None:
     """Raises :class:`FormatError` if the parts of a manifest contradict each other."""
     records, totals, shards = manifest.records, manifest.totals, manifest.shards
     for name, choices in _CHOICES.items():
-        value, must = getattr(manifest, name), f"field {name} must be one of: {', '.join(choices)}"
-        require(value in choices, where, must, {name: quote(value)})
+        require_choice(where, f"field {name}", choices, **{name: getattr(manifest, name)})
     require(
         records.read == records.packed + sum(records.dropped.values()),
         where,
@@ -296,10 +296,7 @@ def check_manifest(manifest: Manifest, where: str) -> None:
     must = "records packed must be the examples"
     require_equal(where, must, packed=records.packed, examples=totals.examples)
     for name, type_name in manifest.carry.items():
-        place, names = f"{where}, carried column {quote(name)}", ("", *COLUMNS)
-        require(name not in names, place, "its name must be its own", {"name": quote(name)})
-        must = f"its type must be one of: {', '.join(CARRY_TYPES)}"
-        require(type_name in CARRY_TYPES, place, must, {"type": quote(type_name)})
+        check_column(name, type_name, CARRY_TYPES, f"{where}, carried column {quote(name)}")
     for name in ("packs", *_SUMS):
         found = sum(getattr(s, "rows" if name == "packs" else name) for s in shards)
         must = f"total {name} must be the sum over shards"
@@ -344,6 +341,13 @@ def _check_shard(shard: ShardInfo, manifest: Manifest, where: str) -> None:
     require(bool(full.all()), f"{where}, row group {bad}", must, figures)
 
 
+def check_column(name: str, type_name: str, types: Collection[str], where: str) -> None:
+    """Raises :class:`FormatError` unless name and type of a further column are allowed."""
+    own = name not in ("", *COLUMNS)
+    require(own, where, "its name must be its own", {"name": quote(name)})
+    require_choice(where, "its type", types, type=type_name)
+
+
 def require_different_paths(paths: Sequence[str], where: str) -> None:
     """Raises :class:`FormatError` unless `paths` differ, and are valid in a dataset."""
     for path in paths:
@@ -352,13 +356,12 @@ def require_different_paths(paths: Sequence[str], where: str) -> None:
     require_equal(where, must, shards=len(paths), paths=len(set(paths)))
 
 
-def _compact(value: Any) -> bytes:
+def dump_json(value: Any, where: str = "manifest", option: int = 0) -> bytes:
+    """Returns JSON; raises FormatError if a text is not valid Unicode."""
     try:
-        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | option)
     except orjson.JSONEncodeError as error:
-        raise FormatError(
-            sentence("manifest", "its texts must be valid Unicode", str(error))
-        ) from error
+        raise FormatError(sentence(where, "its texts must be valid Unicode", str(error))) from error
 
 
 def _dump_shard(shard: ShardInfo) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from packstore.io.manifest.commit import FOLDER
 from packstore.io.shards.shard import ShardInfo
 from packstore.io.shards.statistics import PackCounter
 from packstore.io.store.location import Location
-from packstore.io.store.operations import remove_all, replace_bytes
+from packstore.io.store.operations import remove_all, remove_empty, replace_bytes
 
 PARTITIONS = f"{FOLDER}/partitions"
 NOTES = (PARTITIONS, f"{FOLDER}/runs")
@@ -96,9 +95,7 @@ class PartitionNotes:
         with contextlib.suppress(PackstoreError):
             own = [path for run, path in self._listed() if run == self.run]
             remove_all(self.location, own)
-        if self.location.local_path is not None:
-            with contextlib.suppress(OSError):  # none, or not empty
-                os.rmdir(os.path.join(self.location.local_path, PARTITIONS))
+        remove_empty(self.location, PARTITIONS)
 
     def _listed(self) -> list[tuple[str, str]]:
         """Returns run and path of each note."""

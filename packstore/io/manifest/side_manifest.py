@@ -11,16 +11,15 @@ import msgspec
 import orjson
 import pyarrow as pa
 
-from packstore.errors import (
-    CompatibilityError,
-    FormatError,
-    UnsupportedFormatError,
-    quote,
-    sentence,
+from packstore.errors import CompatibilityError, UnsupportedFormatError, quote, sentence
+from packstore.format.schema import CARRY_TYPES, KINDS, list_of
+from packstore.format.typed_json import Positive, Sha256, Whole, decode, require, require_choice
+from packstore.io.manifest.manifest import (
+    Manifest,
+    check_column,
+    dump_json,
+    require_different_paths,
 )
-from packstore.format.schema import CARRY_TYPES, COLUMNS, KINDS, list_of
-from packstore.format.typed_json import Positive, Sha256, Whole, decode, require
-from packstore.io.manifest.manifest import Manifest, require_different_paths
 from packstore.io.manifest.stored_file import StoredFile
 
 SIDE_VERSION = 1
@@ -88,20 +87,17 @@ class SideManifest:
     @property
     def schema(self) -> pa.Schema:
         """The Arrow schema of the shards."""
-        return side_schema(self.columns)
+        fields = [pa.field("example_ids", pa.int64(), nullable=False)]
+        fields += [pa.field(n, SIDE_TYPES[t], nullable=False) for n, t in self.columns.items()]
+        return pa.schema(fields, {"packstore.side_version": str(SIDE_VERSION)})
 
     def to_json(self) -> bytes:
         """Returns canonical JSON: equal manifests give equal bytes."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["shards"] = [dataclasses.asdict(s) for s in self.shards]
         head = {"side_version": SIDE_VERSION, "features": []}
-        try:
-            return orjson.dumps(
-                {**head, **fields}, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-            )
-        except (orjson.JSONEncodeError, TypeError) as error:
-            must = "its texts must be valid Unicode"
-            raise FormatError(sentence("side manifest", must, str(error))) from error
+        lines = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+        return dump_json({**head, **fields}, "side manifest", lines)
 
     @classmethod
     def from_json(cls, data: bytes, where: str = "side manifest") -> Self:
@@ -129,29 +125,17 @@ class SideManifest:
             must = f"made_with {quote(name)} must be a text, a number, a boolean or null"
             require(ok, where, must, {"value": quote(value)})
         require_different_paths([s.path for s in self.shards], where)
-        must = f"field kind must be one of: {', '.join(KINDS)}"
-        require(self.kind in KINDS, where, must, {"kind": quote(self.kind)})
+        require_choice(where, "field kind", KINDS, kind=self.kind)
 
 
 def _check_columns(columns: Mapping[str, str], where: str) -> None:
     require(bool(columns), where, "it must have a column", {"columns": "none"})
     for name, type_name in columns.items():
         place = f"{where}, column {quote(name)}"
-        require(
-            name not in ("", *COLUMNS), place, "its name must be its own", {"name": quote(name)}
-        )
-        must = f"its type must be one of: {', '.join(SIDE_TYPES)}"
-        require(type_name in SIDE_TYPES, place, must, {"type": quote(type_name)})
+        check_column(name, type_name, SIDE_TYPES, place)
         must = f"{REF_LOGPS}, and no other column, must have type list<float32>"
         ok = (name == REF_LOGPS) == (type_name == "list<float32>")
         require(ok, place, must, {"type": quote(type_name)})
-
-
-def side_schema(columns: Mapping[str, str]) -> pa.Schema:
-    """Returns the Arrow schema of the shards of a side dataset."""
-    fields = [pa.field("example_ids", pa.int64(), nullable=False)]
-    fields += [pa.field(n, SIDE_TYPES[t], nullable=False) for n, t in columns.items()]
-    return pa.schema(fields, {"packstore.side_version": str(SIDE_VERSION)})
 
 
 def check_side(side: SideManifest, data: Manifest, where: str) -> None:

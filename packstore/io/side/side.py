@@ -25,13 +25,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.missing_files import require_committed
 from packstore.io.manifest.commit import DATA, FOLDER, commit
 from packstore.io.manifest.manifest import Manifest
-from packstore.io.manifest.side_manifest import (
-    REF_LOGPS,
-    SIDE,
-    SideManifest,
-    SideShard,
-    side_schema,
-)
+from packstore.io.manifest.side_manifest import REF_LOGPS, SIDE, SideManifest, SideShard
 from packstore.io.manifest.stored_file import StoredFile
 from packstore.io.side.side_reader import Side, open_side
 from packstore.io.store.local import finish_file
@@ -149,7 +143,7 @@ class SideWriter:
         counts = np.full(len(example_ids), k) if num_responses is None else num_responses
         ids = np.asarray(example_ids, np.int64)
         arrays = [pa.array(ids)]
-        for name, type_ in zip(head.columns, side_schema(head.columns).types[1:], strict=True):
+        for name, type_ in zip(head.columns, head.schema.types[1:], strict=True):
             arrays.append(_column(name, np.asarray(values[name]), counts, type_))
         self._pending.append(pa.RecordBatch.from_arrays(arrays, schema=head.schema))
         self.examples += len(ids)
@@ -166,10 +160,8 @@ class SideWriter:
             StorageError: no space, no permission, or the store refuses.
         """
         if self.examples != self._expected:
-            raise ConfigError(
-                f"a side dataset must hold each of {self._expected} examples of its dataset once; "
-                f"got {self.examples}."
-            )
+            must = f"a side dataset must hold each of {self._expected} examples of its dataset once"
+            raise ConfigError(f"{must}; got {self.examples}.")
         if self._pending_rows:
             self._flush(self._pending_rows)
         self._staging.remove()

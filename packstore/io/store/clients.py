@@ -16,7 +16,14 @@ from typing import Any
 from packstore.errors import StorageError, display, sentence
 from packstore.io.store.error_causes import NO_BUCKET, is_passing
 
-BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
+_SCHEMES = {"s3": "s3 s3a", "gcs": "gs gcs", "azure": "az abfs abfss", "http": "http https"}
+EXTRAS = {scheme: extra for extra, schemes in _SCHEMES.items() for scheme in schemes.split()}
+"""URL scheme -> the extra of packstore that installs its client."""
+
+PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs", "http": "aiohttp"}
+"""Extra -> package of its client."""
+
+BUCKETS = tuple(scheme for scheme, extra in EXTRAS.items() if extra != "http")
 """URL schemes of object stores with buckets (containers)."""
 
 CONNECTIONS = 32

@@ -15,13 +15,10 @@ from typing import NamedTuple
 
 
 class Cause(NamedTuple):
-    """The cause of an error, and its remedy.
+    """The cause of an error, which completes "found …", and its remedy.
 
-    Attributes:
-        what: completes "found …".
-        do: the remedy.
-        passing: True: a retry within a minute or two helps; False: never; None: perhaps, as new
-            permissions or keys take time to become effective.
+    `passing`: True: a retry within a minute or two helps; False: never; None: perhaps, as new
+    permissions or keys take time to become effective.
     """
 
     what: str
@@ -185,9 +182,6 @@ def _status(error: BaseException) -> str:
     answer = getattr(error, "response", None)
     if isinstance(answer, dict):  # botocore
         return str(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
-    for holder in (error, answer):
-        for name in ("status_code", "status", "code"):  # azure and requests, aiohttp, gcsfs
-            status = str(getattr(holder, name, ""))
-            if status.isdecimal():
-                return status
-    return ""
+    names = ("status_code", "status", "code")  # azure and requests, aiohttp, gcsfs
+    found = (str(getattr(holder, name, "")) for holder in (error, answer) for name in names)
+    return next(filter(str.isdecimal, found), "")

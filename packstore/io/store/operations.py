@@ -83,6 +83,14 @@ def remove_all(location: Location, paths: Iterable[str]) -> None:
     run_parallel(partial(location.remove, path) for path in sorted(paths))
 
 
+def remove_empty(location: Location, *folders: str) -> None:
+    """Removes those of the folders that are empty, on a local disk."""
+    root = location.local_path or ""
+    for folder in folders if root else ():
+        with contextlib.suppress(OSError):  # none, or not empty
+            os.rmdir(os.path.join(root, folder))
+
+
 def replace_bytes(location: Location, path: str, data: bytes) -> None:
     """Writes a small file atomically; replaces an existing one."""
     fs, full = location._at(path)
@@ -115,18 +123,15 @@ def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
 @contextlib.contextmanager
 def removing_empty_folders(location: Location) -> Iterator[None]:
     """Removes, after this context, empty local folders of the dataset that it created."""
-    root = location.local_path
+    root = location.local_path or ""
     made: list[str] = []
-    if root is not None:
-        with location.guard("write"):
-            for name in ("_packstore", "data"):
-                made += local.make_folder(os.path.join(root, name))
+    with location.guard("write"):
+        for name in ("_packstore", "data") if root else ():
+            made += local.make_folder(os.path.join(root, name))
     try:
         yield
     finally:
-        for folder in reversed(made):
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
+        remove_empty(location, *reversed(made))
 
 
 def _age(entry: dict[str, Any]) -> float | None:

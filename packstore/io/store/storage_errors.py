@@ -14,18 +14,12 @@ from packstore.errors import (
     logins,
     sentence,
 )
-from packstore.io.store.clients import BUCKETS
+from packstore.io.store.clients import BUCKETS, EXTRAS
 from packstore.io.store.error_causes import DENIED, NO_BUCKET, Cause, cause_of, code_of
 from packstore.io.store.redact import Secrets
 from packstore.registry import missing_extra
 
 _PAYER = "if its bucket lets the requester pay, add the storage option requester_pays=true"
-_EXTRAS = {
-    **dict.fromkeys(("s3", "s3a"), "s3"),
-    **dict.fromkeys(("gs", "gcs"), "gcs"),
-    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "azure"),
-    **dict.fromkeys(("http", "https"), "http"),
-}
 
 
 def named_place(url: str) -> str:
@@ -57,18 +51,17 @@ def as_storage_errors(verb: str, url: str, options: Mapping[str, Any]) -> Iterat
     except PackstoreError:
         raise
     except Exception as error:
-        raise storage_error(error, verb, url, options) from Secrets(url, options).hide_in(error)
+        raise _storage_error(error, verb, url, options) from Secrets(url, options).hide_in(error)
 
 
 def missing_filesystem(url: str, error: ImportError) -> MissingExtraError:
     """Returns the error for a missing filesystem package, with the command that installs it."""
     scheme = url.partition("://")[0].rsplit("::", 1)[-1]
-    if scheme in _EXTRAS:
+    if scheme in EXTRAS:
         cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
-        return missing_extra(f"{scheme}:// storage", _EXTRAS[scheme], cause)
-    return MissingExtraError(
-        sentence(display(url), "the package of its filesystem must be installed", str(error))
-    )
+        return missing_extra(f"{scheme}:// storage", EXTRAS[scheme], cause)
+    must = "the package of its filesystem must be installed"
+    return MissingExtraError(sentence(display(url), must, str(error)))
 
 
 def means_exists(error: BaseException) -> bool:
@@ -77,15 +70,13 @@ def means_exists(error: BaseException) -> bool:
     s3fs raises a bare OSError(EINVAL) when the server's 412 response names no condition; the code
     is then in its cause, the client's error.
     """
-    if isinstance(error, FileExistsError):
-        return True
-    return code_of(error) in ("PreconditionFailed", "412")
+    exists = isinstance(error, FileExistsError)
+    return exists or code_of(error) in ("PreconditionFailed", "412")
 
 
-def storage_error(
+def _storage_error(
     error: Exception, verb: str, url: str, options: Mapping[str, Any]
 ) -> StorageError:
-    """Returns the storage error for a filesystem's error during `verb` of `url`."""
     cause, code = cause_of(error), code_of(error)
     scheme = url.partition("://")[0]
     if cause is None:
@@ -94,7 +85,7 @@ def storage_error(
         cause = Cause(f"{type(error).__name__}: {text or 'no further text'}")
     elif cause.what == "no such file or folder" and verb == "write" and scheme in BUCKETS:
         cause = NO_BUCKET  # a put needs nothing else to exist
-    elif cause is DENIED and scheme in ("s3", "s3a", "gs", "gcs"):
+    elif cause is DENIED and EXTRAS.get(scheme) in ("s3", "gcs"):
         cause = cause._replace(do=f"{cause.do}; {_PAYER}")
     what = f"{cause.what} ({code})" if code and cause.do else cause.what
     named = StorageError(sentence(display(url), f"cannot {verb}", what, cause.do))

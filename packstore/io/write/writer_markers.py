@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import uuid
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -19,7 +18,7 @@ import orjson
 from packstore.errors import PackstoreError, quote
 from packstore.io.manifest.commit import FOLDER
 from packstore.io.store.location import Location
-from packstore.io.store.operations import list_folder
+from packstore.io.store.operations import list_folder, remove_empty
 from packstore.io.store.process import Process, this_process
 
 log = logging.getLogger("packstore")
@@ -67,9 +66,7 @@ def writer_marker(location: Location, call: str) -> Iterator[str]:
     finally:
         with contextlib.suppress(PackstoreError):
             location.remove(path)
-        if location.local_path is not None:
-            with contextlib.suppress(OSError):  # not empty: another job's marker
-                os.rmdir(os.path.join(location.local_path, WRITERS))
+        remove_empty(location, WRITERS)
 
 
 def writers(location: Location, besides: str = "") -> list[Writer]:
@@ -83,10 +80,10 @@ def writers(location: Location, besides: str = "") -> list[Writer]:
             if file.path == besides or not file.path.endswith(".json"):
                 continue
             young = file.age is not None and file.age < YOUNG_SECONDS
-            if (writer := _read(location, file.path)) is not None and (
-                writer.process.lives or (young and not writer.process.is_of_this_machine)
-            ):
-                found.append(writer)
+            if (writer := _read(location, file.path)) is not None:
+                process = writer.process
+                if process.lives or (young and not process.is_of_this_machine):
+                    found.append(writer)
     return found
 
 
