@@ -79,7 +79,7 @@ def lengths(n: int, limit: int, data: str | None, seed: int = 0) -> np.ndarray:
 
 def batch_of(rows: np.ndarray, layout: str, vocab_size: int) -> Any:
     """One pack of these pairs; the tokens follow from the lengths, the same in every layout."""
-    from packstore.format.arrays import Packs, to_offsets
+    from packstore.format.arrays import Packs, signed, to_offsets
     from packstore.torch import collate
 
     ids, labels, whole = [], [], []
@@ -94,8 +94,7 @@ def batch_of(rows: np.ndarray, layout: str, vocab_size: int) -> Any:
             whole.append(prompt + response)
     segments, pairs = len(ids), len(rows)
     packs = Packs(
-        input_ids=np.concatenate(ids).astype(np.int32),
-        labels=np.concatenate(labels).astype(np.int32),
+        signed_ids=signed(np.concatenate(ids), np.concatenate(labels)).astype(np.int32),
         reward=np.tile(np.array([1, 0], np.float32), pairs),
         lengths=np.array(whole, np.int32),
         seq_boundaries=to_offsets(np.array([len(x) for x in ids])).astype(np.int32),

@@ -21,7 +21,7 @@ from packstore.cli.common import (
     progress_of,
     stdout_console,
 )
-from packstore.format.arrays import IGNORE_INDEX, Int64, Packs
+from packstore.format.arrays import Int64, Packs
 from packstore.io.dataset.places import Places, knows_places, places_of
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _collect(dataset: Dataset, progress: Progress) -> tuple[dict[str, Any], Plac
 def _figures(packs: Packs, kind: str, pack_size: int) -> dict[str, Any]:
     tokens = np.diff(packs.token_offsets)
     starts = np.cumsum(packs.segment_lengths) - packs.segment_lengths
-    supervised = np.add.reduceat(packs.labels != IGNORE_INDEX, starts, dtype=np.int64)
+    supervised = np.add.reduceat(packs.supervised, starts, dtype=np.int64)
     figures = {
         "sequence length": packs.lengths,
         "supervised tokens": supervised,

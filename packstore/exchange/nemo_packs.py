@@ -18,8 +18,8 @@ from packstore.config import PackConfig, fingerprint
 from packstore.errors import InputError, sentence
 from packstore.exchange.import_options import ImportOptions
 from packstore.exchange.object_array import Row, numbers, read_rows, reals
-from packstore.format.arrays import IGNORE_INDEX, Int64, Packs, Tally, to_offsets
-from packstore.format.rules import check_packs
+from packstore.format.arrays import IGNORE_INDEX, Int64, Packs, Tally, signed, to_offsets
+from packstore.format.rules import check_packs, check_tokens
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.inputs.streams import HashedStream, decompressed
 from packstore.io.manifest.manifest import build_manifest
@@ -178,12 +178,16 @@ def _join(rows: list[dict[str, Any]], path: str, shape: PackShape, first: int, p
     """
     whole: dict[str, Any] = {name: np.concatenate([row[name] for row in rows]) for name in KEYS}
     sequences = to_offsets(np.array([len(row["lengths"]) for row in rows]))
+    tokens = to_offsets(np.array([len(row["input_ids"]) for row in rows]))
+    ids, labels = whole.pop("input_ids"), whole.pop("labels")
+    check_tokens(ids, labels, tokens, vocab_size=shape.vocab_size, where=path, first_row=first)
     count = len(whole["lengths"]) // 2
     packs = Packs(
         **whole,
+        signed_ids=signed(ids, labels),
         example_ids=np.arange(pairs, pairs + count, dtype=np.int64),
         num_responses=np.full(count, 2, np.int32),
-        token_offsets=to_offsets(np.array([len(row["input_ids"]) for row in rows])),
+        token_offsets=tokens,
         sequence_offsets=sequences,
         example_offsets=sequences // 2,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,9 @@ Column = npt.NDArray[np.generic]
 
 IGNORE_INDEX = -100
 """Label of an unsupervised token (torch's default)."""
+
+TOKEN_BYTES = 4
+"""Bytes per buffered token."""
 
 MAX_FIELDS = 100
 """Most field names that are counted, as names may be data."""
@@ -153,19 +157,18 @@ class Examples:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Packs:
-    """Packs (rows of a shard): the columns of the format as flat arrays.
+    """Packs (rows of a shard): the columns of the format as flat arrays, 4 bytes a token.
 
     Attributes:
-        input_ids: int32 `[N]`.
-        labels: int32 `[N]`, unshifted: the token id where supervised, -100 elsewhere.
+        signed_ids: int32 `[N]`, the token id where supervised, its bitwise complement elsewhere.
         reward: float32 `[S]`.
         lengths: int32 `[S]`, logical length of each sequence.
         seq_boundaries: int32 `[S + P]`, each pack's segment offsets, from 0 to its token count.
         example_ids: int64 `[E]`.
         num_responses: int32 `[E]`, K of each example (stored only for kind ``ranked``).
-        token_offsets: int64 `[P + 1]`, offsets of the packs in `input_ids`.
+        token_offsets: int64 `[P + 1]`, offsets of the packs in `signed_ids`.
         sequence_offsets: int64 `[P + 1]`, offsets of the packs in `lengths`.
         example_offsets: int64 `[P + 1]`, offsets of the packs in `example_ids`.
         columns: carried scalar columns and joined side data, each `[E]`.
@@ -174,8 +177,7 @@ class Packs:
         stand_in: True if they replace packs that could not be read; their weight is 0.
     """
 
-    input_ids: Int32
-    labels: Int32
+    signed_ids: Int32
     reward: Float32
     lengths: Int32
     seq_boundaries: Int32
@@ -191,28 +193,43 @@ class Packs:
     def __len__(self) -> int:
         return len(self.token_offsets) - 1
 
+    @property
+    def input_ids(self) -> Int32:
+        """The token ids, int32 `[N]`, a copy."""
+        ids: Int32 = ids_of(self.signed_ids)
+        return ids
+
+    @property
+    def labels(self) -> Int32:
+        """The token id where supervised, -100 elsewhere; unshifted; int32 `[N]`, a copy."""
+        labels: Int32 = labels_of(self.signed_ids)
+        return labels
+
+    @property
+    def supervised(self) -> Bool:
+        """True for supervised tokens, bool `[N]`."""
+        return self.signed_ids >= 0
+
     def row(self, i: int) -> Packs:
         """Returns pack `i`, as views."""
         token, tokens_end = self.token_offsets[i : i + 2].tolist()
         sequence, sequences_end = self.sequence_offsets[i : i + 2].tolist()
         example, examples_end = self.example_offsets[i : i + 2].tolist()
-        tokens, examples = slice(token, tokens_end), slice(example, examples_end)
-        sequences = slice(sequence, sequences_end)
-        ref_logps = self.ref_logps
+        sequences, examples = slice(sequence, sequences_end), slice(example, examples_end)
+        ref_logps, columns = self.ref_logps, self.columns
         return Packs(
-            input_ids=self.input_ids[tokens],
-            labels=self.labels[tokens],
-            reward=self.reward[sequences],
-            lengths=self.lengths[sequences],
-            seq_boundaries=self.seq_boundaries[sequence + i : sequences_end + i + 1],
-            example_ids=self.example_ids[examples],
-            num_responses=self.num_responses[examples],
-            token_offsets=np.array((0, tokens_end - token)),
-            sequence_offsets=np.array((0, sequences_end - sequence)),
-            example_offsets=np.array((0, examples_end - example)),
-            columns={name: column[examples] for name, column in self.columns.items()},
-            ref_logps=None if ref_logps is None else ref_logps[sequences],
-            stand_in=self.stand_in,
+            self.signed_ids[token:tokens_end],
+            self.reward[sequences],
+            self.lengths[sequences],
+            self.seq_boundaries[sequence + i : sequences_end + i + 1],
+            self.example_ids[examples],
+            self.num_responses[examples],
+            np.array((0, tokens_end - token)),
+            np.array((0, sequences_end - sequence)),
+            np.array((0, examples_end - example)),
+            {name: column[examples] for name, column in columns.items()} if columns else {},
+            None if ref_logps is None else ref_logps[sequences],
+            self.stand_in,
         )
 
     @property
@@ -341,6 +358,28 @@ class Tally:
     def _sample(self, reason: str, where: str, detail: str, count: int) -> None:
         if count <= self.SAMPLES_PER_REASON:
             self.samples.append(Sample(reason, where, detail))
+
+
+def signed(input_ids: Int32, labels: Int32, out: Int32 | None = None) -> Int32:
+    """Returns int32 `[N]`: the id where its label is one, else its bitwise complement."""
+    joint: Int32 = np.right_shift(labels, 31, out=out)
+    joint ^= input_ids
+    return joint
+
+
+def ids_of(signed_ids: Any) -> Any:
+    """Returns the token ids of signed ids, an array or a tensor."""
+    ids = signed_ids >> 31
+    ids ^= signed_ids
+    return ids
+
+
+def labels_of(signed_ids: Any) -> Any:
+    """Returns the labels of signed ids, an array or a tensor."""
+    labels = signed_ids >> 31
+    labels &= signed_ids ^ IGNORE_INDEX  # the bits that turn negative ids into -100
+    labels ^= signed_ids
+    return labels
 
 
 def to_offsets(lengths: npt.NDArray[np.integer]) -> Int64:

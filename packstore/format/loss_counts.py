@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from packstore.format.arrays import IGNORE_INDEX, Float32, Int64, Packs
+from packstore.format.arrays import Float32, Int64, Packs
 
 COUNTS = ("best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent")
 """The columns: supervised tokens of each example's best sequence, and numbers of pairs.
@@ -22,9 +22,7 @@ compared; 1 per example for kind ``dpo``; 0 for kind ``sft``.
 
 def count_packs(packs: Packs, kind: str) -> Int64:
     """Counts the columns of :data:`COUNTS` for each pack: int64 `[P, 4]`."""
-    supervised = np.add.reduceat(
-        packs.labels != IGNORE_INDEX, _segment_starts(packs), dtype=np.int64
-    )
+    supervised = np.add.reduceat(packs.supervised, _segment_starts(packs), dtype=np.int64)
     starts = np.cumsum(packs.num_responses, dtype=np.int64) - packs.num_responses
     of_examples = count_examples(supervised, packs.reward, starts, kind)
     return np.add.reduceat(of_examples, packs.example_offsets[:-1], axis=0)

@@ -6,15 +6,15 @@ are in :mod:`packstore.format.rules`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from packstore.errors import FormatError, UnsupportedFormatError, sentence
-from packstore.format.arrays import IGNORE_INDEX, Bool, Column, Int32, Int64, Packs, to_offsets
+from packstore.format.arrays import Bool, Column, Int32, Int64, Packs, signed, to_offsets
+from packstore.format.rules import check_tokens
 
 FORMAT_VERSION = 1
 """Highest format version that readers accept."""
@@ -123,7 +123,7 @@ def to_arrow(packs: Packs, schema: pa.Schema) -> pa.RecordBatch:
     Raises:
         FormatError: the batch has more than 2^31 - 1 tokens (offsets are 32-bit).
     """
-    if len(packs.input_ids) > np.iinfo(np.int32).max:
+    if len(packs.signed_ids) > np.iinfo(np.int32).max:
         raise FormatError("one batch of packs holds over 2^31 - 1 tokens; write fewer at once.")
     values: dict[str, tuple[Any, Int64]] = {
         "input_ids": (packs.input_ids, packs.token_offsets),
@@ -137,115 +137,81 @@ def to_arrow(packs: Packs, schema: pa.Schema) -> pa.RecordBatch:
     if "labels" in schema.names:
         values["labels"] = (packs.labels, packs.token_offsets)
     else:
-        values["label_spans"] = labels_to_spans(packs.labels, packs.token_offsets)
+        values["label_spans"] = _spans(packs.supervised, packs.token_offsets)
     arrays = [_list_array(*values[f.name], f.type) for f in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def from_arrow(batch: pa.RecordBatch, kind: str) -> Packs:
-    """Converts an Arrow batch to packs: numpy views of its buffers where possible.
-
-    Raises:
-        FormatError: a column is missing, has another type, or holds nulls.
-    """
-    flat = partial(flat_column, batch)
-    columns = _columns(flat, batch.schema.names, kind)
-    ids, tokens = columns["input_ids"], columns["token_offsets"]
-    if "labels" in batch.schema.names:
-        labels = _labels(flat, tokens)
-    else:
-        labels = spans_to_labels(*flat("label_spans", pa.int32()), ids, tokens)
-    return Packs(**columns, labels=labels)
-
-
-def signed_packs(
+def from_arrow(
     batch: pa.RecordBatch,
     kind: str,
-    room: Callable[[int], Int32] = lambda n: np.empty(n, np.int32),
+    *,
     vocab_size: int | None = None,
+    where: str = "packs",
+    allocate: Callable[[int], Int32] = lambda n: np.empty(n, np.int32),
 ) -> Packs:
-    """Converts an Arrow batch to packs with ids and labels in one array: 4 bytes per token.
+    """Converts an Arrow batch to packs, whose arrays share no memory with it.
 
-    The id of a supervised token is kept; that of any other is bit-inverted (``~id``), so negative.
+    The copies free the decoder's buffers (or the mapped file) at once, in the thread that allocated
+    them; allocators keep the gaps between such buffers, about half as much memory again.
 
     Args:
         batch: rows of a shard.
         kind: kind of the examples.
-        room: allocates an array of n signed ids.
         vocab_size: upper bound of ids, if known.
-
-    Returns:
-        Packs whose `input_ids`, a copy, are signed ids, and whose labels are empty.
+        where: name of the packs in error texts.
+        allocate: returns an int32 array `[n]` for the signed ids.
 
     Raises:
-        FormatError: see :func:`from_arrow`, or an id is below 0 or not below `vocab_size`.
+        FormatError: a column is missing, has another type, or holds nulls; columns have different
+            numbers of rows; or a rule for ids, labels or spans is broken.
     """
-    names, flat = batch.schema.names, partial(flat_column, batch)
-    found = _columns(flat, names, kind)
-    ids, tokens = found["input_ids"], found["token_offsets"]
-    top = np.iinfo(np.int32).max if vocab_size is None else vocab_size
-    # As unsigned, a negative id is a large one.
-    if len(ids) and ids.view(np.uint32).max() >= top:
-        must = f"a token id must be at least 0 and below {top} [ids-range]"
-        raise FormatError(sentence("column 'input_ids'", must))
-    if "labels" in names:
-        signed = np.right_shift(_labels(flat, tokens), 31, out=room(len(ids)))
-        signed ^= ids
-    else:
-        runs = _runs(*flat("label_spans", pa.int32()), tokens)
-        outside = (np.arange(len(runs), dtype=np.int32) & 1) - 1  # -1, 0, -1, …
-        signed = np.bitwise_xor(np.repeat(outside, runs), ids, out=room(len(ids)))
-    return Packs(**found | {"input_ids": signed}, labels=np.empty(0, np.int32))
+    ids, tokens = flat_column(batch, "input_ids", pa.int32())
+    reward, sequences = flat_column(batch, "reward", pa.float32())
+    example_ids, examples = flat_column(batch, "example_ids", pa.int64())
 
+    def column(name: str, type_: pa.DataType | None, rule: str, expected: Int64) -> Any:
+        values, rows = flat_column(batch, name, type_)
+        _same_rows(rule, name, rows, expected)
+        return values
 
-def _columns(flat: _Flat, names: Sequence[str], kind: str) -> dict[str, Any]:
-    """The fields of :class:`Packs`, without labels."""
-    ids, tokens = flat("input_ids", pa.int32())
-    reward, sequences = flat("reward", pa.float32())
-    lengths, length_rows = flat("lengths", pa.int32())
-    boundaries, boundary_rows = flat("seq_boundaries", pa.int32())
-    example_ids, examples = flat("example_ids", pa.int64())
-    _same_rows("columns-agree", "lengths", length_rows, sequences)
+    lengths = column("lengths", pa.int32(), "columns-agree", sequences)
     one_more = sequences + np.arange(len(sequences))
-    _same_rows("boundaries-count", "seq_boundaries", boundary_rows, one_more)
-    fixed = KINDS[kind]
-    if fixed is None:
-        num_responses, response_rows = flat("num_responses", pa.int32())
-        _same_rows("responses-count", "num_responses", response_rows, examples)
+    boundaries = column("seq_boundaries", pa.int32(), "boundaries-count", one_more)
+    if (fixed := KINDS[kind]) is None:
+        num_responses = column("num_responses", pa.int32(), "responses-count", examples).copy()
     else:
         num_responses = np.full(len(example_ids), fixed, np.int32)
-    carried = {}
-    for name in (n for n in names if n not in COLUMNS):
-        carried[name], carried_rows = flat(name, None)
-        _same_rows("columns-agree", name, carried_rows, examples)
-    return {
-        "input_ids": ids,
-        "reward": reward,
-        "lengths": lengths,
-        "seq_boundaries": boundaries,
-        "example_ids": example_ids,
-        "num_responses": num_responses,
-        "token_offsets": tokens,
-        "sequence_offsets": sequences,
-        "example_offsets": examples,
-        "columns": carried,
-    }
+    carried = [name for name in batch.schema.names if name not in COLUMNS]
+    if "labels" in batch.schema.names:
+        labels = column("labels", pa.int32(), "columns-agree", tokens)
+        check_tokens(ids, labels, tokens, vocab_size=vocab_size, where=where)
+        signed_ids = signed(ids, labels, allocate(len(ids)))
+    else:
+        runs = _runs(*flat_column(batch, "label_spans", pa.int32()), tokens)
+        check_tokens(ids, None, tokens, vocab_size=vocab_size, where=where)
+        outside = (np.arange(len(runs), dtype=np.int32) & 1) - 1  # -1, 0, -1, …
+        signed_ids = np.bitwise_xor(np.repeat(outside, runs), ids, out=allocate(len(ids)))
+    return Packs(
+        signed_ids=signed_ids,
+        reward=reward.copy(),
+        lengths=lengths.copy(),
+        seq_boundaries=boundaries.copy(),
+        example_ids=example_ids.copy(),
+        num_responses=num_responses,
+        token_offsets=tokens,
+        sequence_offsets=sequences,
+        example_offsets=examples,
+        columns={n: column(n, None, "columns-agree", examples).copy() for n in carried},
+    )
 
 
-def _labels(flat: _Flat, tokens: Int64) -> Int32:
-    labels, label_rows = flat("labels", pa.int32())
-    _same_rows("columns-agree", "labels", label_rows, tokens)
-    found: Int32 = labels
-    return found
-
-
-def labels_to_spans(labels: Int32, token_offsets: Int64) -> tuple[Int32, Int64]:
-    """Converts labels to supervised runs: flat start, end pairs, relative to their pack.
+def _spans(on: Bool, token_offsets: Int64) -> tuple[Int32, Int64]:
+    """Converts supervision to runs: flat start, end pairs, relative to their pack.
 
     Returns:
         Pairs, int32 `[2 * runs]`, and their offsets, int64 `[P + 1]`. A run lies in one pack.
     """
-    on = labels != IGNORE_INDEX
     begins, ends = on.copy(), on.copy()
     begins[1:] &= ~on[:-1]
     ends[:-1] &= ~on[1:]
@@ -258,26 +224,6 @@ def labels_to_spans(labels: Int32, token_offsets: Int64) -> tuple[Int32, Int64]:
     spans = np.stack([starts, stops], axis=1) - token_offsets[pack][:, None]
     runs = np.bincount(pack, minlength=len(token_offsets) - 1)
     return spans.astype(np.int32).ravel(), to_offsets(2 * runs)
-
-
-def spans_to_labels(
-    spans: Int32, span_offsets: Int64, input_ids: Int32, token_offsets: Int64
-) -> Int32:
-    """Converts spans to labels: the ids inside a span, -100 elsewhere; int32 `[N]`.
-
-    Raises:
-        FormatError: spans overlap, are empty, exceed their pack, or are not in order.
-    """
-    labels = np.full(len(input_ids), IGNORE_INDEX, np.int32)
-    supervised = _supervised(spans, span_offsets, token_offsets)
-    np.copyto(labels, input_ids, where=supervised)
-    return labels
-
-
-def _supervised(spans: Int32, span_offsets: Int64, token_offsets: Int64) -> Bool:
-    """The tokens inside a span."""
-    runs = _runs(spans, span_offsets, token_offsets)
-    return np.repeat(np.arange(len(runs)) % 2 == 1, runs)
 
 
 def _runs(spans: Int32, span_offsets: Int64, token_offsets: Int64) -> Int64:
@@ -333,21 +279,24 @@ def flat_column(batch: pa.RecordBatch, name: str, value: pa.DataType | None) -> 
     if type_.id not in _LISTS or (value is not None and type_.value_type.id != value.id):
         expected = f"list<{value}>" if value is not None else "a list"
         raise FormatError(sentence(f"column {name!r}", f"its type must be {expected}", str(type_)))
-    child, offsets = column.values, _numbers(column.offsets).astype(np.int64)
+    child, offsets = column.values, as_numpy(column.offsets).astype(np.int64)
     first, last = int(offsets[0]), int(offsets[-1])
     # Arrow's own check covers the first and last offset only.
-    if first < 0 or last > len(child) or np.any(offsets[1:] < offsets[:-1]):
+    if first < 0 or last > len(child) or np.count_nonzero(offsets[1:] < offsets[:-1]):
         raise FormatError(sentence(f"column {name!r}", "its offsets must rise inside its values"))
     if first or last < len(child):
         child = child.slice(first, last - first)
         offsets -= first
     if column.null_count or child.null_count:
         raise FormatError(sentence(f"column {name!r}", "it must not hold nulls", "nulls"))
-    return _numbers(child), offsets
+    return as_numpy(child), offsets
 
 
-def _numbers(array: pa.Array) -> Any:
-    """Views a numeric Arrow array as numpy (``to_numpy`` would import pandas)."""
+def as_numpy(array: pa.Array) -> Any:
+    """Views numbers of an Arrow array as numpy; copies booleans and texts.
+
+    (``to_numpy`` would import pandas.)
+    """
     dtype = _NUMPY.get(array.type.id)
     if dtype is None:
         array.validate(full=True)  # offsets of strings may be out of bounds
@@ -358,8 +307,6 @@ def _numbers(array: pa.Array) -> Any:
     return np.frombuffer(buffer, dtype, len(array), array.offset * dtype.itemsize)
 
 
-_Flat = Callable[[str, pa.DataType | None], tuple[Any, Int64]]
-"""Returns values and offsets of a list column, and checks the type if one is given."""
 _LISTS = (pa.list_(pa.int32()).id, pa.large_list(pa.int32()).id)
 _NUMPY = {
     type_.id: np.dtype(name)

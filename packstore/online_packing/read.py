@@ -12,11 +12,10 @@ import numpy as np
 
 from packstore.config import ReadConfig
 from packstore.errors import IntegrityError, StorageError, sentence
-from packstore.format.arrays import Bool, Examples, Int64, Packs, to_offsets
+from packstore.format.arrays import TOKEN_BYTES, Bool, Examples, Int64, Packs, to_offsets
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.fetcher import GroupFetcher
 from packstore.io.dataset.thread_pool import Job, ThreadPool
-from packstore.io.shards.signed_packs import TOKEN_BYTES, CompactPacks, signed, unsigned
 from packstore.online_packing.plan import EpochPlan
 from packstore.pack.fill import fill, unpack
 
@@ -51,14 +50,14 @@ def read_packs(
 
 def _read_ahead(
     dataset: Dataset, groups: Iterator[int], config: ReadConfig
-) -> Iterator[CompactPacks | None]:
+) -> Iterator[Packs | None]:
     """Yields the row groups in order, read ahead by threads; None for a quarantined one."""
     decoders = ThreadPool(1)  # what one thread allocates and drops stays in one heap
     local = dataset.location.local_path is not None
     fetchers = None if local else ThreadPool(config.requests)
     reading = GroupFetcher(dataset, config, decoders.stopping)
     tokens = dataset.row_groups.tokens
-    jobs: deque[tuple[int, Job[CompactPacks | None]]] = deque()
+    jobs: deque[tuple[int, Job[Packs | None]]] = deque()
     ahead = 0
     with contextlib.ExitStack() as stack:
         for pool in (fetchers, decoders):
@@ -161,7 +160,7 @@ class _Window:
         complete: bool per pack of the plan, True if it could be filled.
     """
 
-    packs: CompactPacks
+    packs: Packs
     complete: Bool
 
 
@@ -174,14 +173,14 @@ class _Windows:
         self._waiting: dict[int, tuple[Int64, Examples]] = {}
         self._good: Packs | None = None
 
-    def give(self, step: _Step, groups: Iterator[CompactPacks | None]) -> Packs:
+    def give(self, step: _Step, groups: Iterator[Packs | None]) -> Packs:
         """Returns the pack of `step`; takes the row groups to read first from `groups`."""
         if step.load is not None:
             self._open[step.window] = self._fill(step, [(g, next(groups)) for g in step.load])
         window = self._open[step.window]
         row = step.pack - int(self._plan.window_offsets[step.window])
         if window.complete.all():
-            pack: Packs = window.packs.row(row)
+            pack = window.packs.row(row)
         elif window.complete[row]:
             pack = window.packs.row(int(window.complete[:row].sum()))
         else:
@@ -190,7 +189,7 @@ class _Windows:
             del self._open[done]
         return pack
 
-    def _fill(self, step: _Step, groups: list[tuple[int, CompactPacks | None]]) -> _Window:
+    def _fill(self, step: _Step, groups: list[tuple[int, Packs | None]]) -> _Window:
         """Fills the packs of the window, and keeps the examples for the next one."""
         plan, window = self._plan, step.window
         lane = plan.lane_of(window)
@@ -212,9 +211,7 @@ class _Windows:
         if window + 1 < plan.lane_offsets[lane + 1]:
             kept = np.flatnonzero(np.isin(numbers, plan.examples_of(window + 1)))
             self._waiting[lane] = numbers[kept], examples.take(kept)
-        ids = signed(packs.input_ids, packs.labels)
-        joint = replace(packs, input_ids=ids, labels=np.empty(0, np.int32))
-        return _Window(CompactPacks.of(joint), complete)
+        return _Window(packs, complete)
 
     def _stand_in(self) -> Packs:
         """Any readable pack, with weight 0."""
@@ -230,17 +227,16 @@ class _Windows:
         raise IntegrityError(sentence(self._dataset.url, must, "none"))
 
 
-def _examples(packs: CompactPacks) -> Examples:
+def _examples(packs: Packs) -> Examples:
     """The examples of a row group, as views where each sequence is contiguous."""
-    flat = packs.packs
-    if flat.segment_offsets.any():
-        return unpack(packs.plain)
+    if packs.segment_offsets.any():
+        return unpack(packs)
     return Examples(
-        input_ids=unsigned(flat.input_ids),
+        input_ids=packs.input_ids,
         supervised=packs.supervised,
-        sequence_offsets=to_offsets(flat.lengths),
-        example_offsets=to_offsets(flat.num_responses),
-        reward=flat.reward,
-        example_ids=flat.example_ids,
-        columns=flat.columns,
+        sequence_offsets=to_offsets(packs.lengths),
+        example_offsets=to_offsets(packs.num_responses),
+        reward=packs.reward,
+        example_ids=packs.example_ids,
+        columns=packs.columns,
     )

@@ -8,7 +8,6 @@ import numpy as np
 
 from packstore.errors import ConfigError, FormatError, sentence
 from packstore.format.arrays import (
-    IGNORE_INDEX,
     Bool,
     Examples,
     Int32,
@@ -17,6 +16,7 @@ from packstore.format.arrays import (
     ragged_indices,
     to_offsets,
 )
+from packstore.format.rules import RULES
 from packstore.pack.kernels import jit
 from packstore.pack.layout import segment_offsets
 
@@ -35,6 +35,7 @@ def fill(
     Raises:
         ConfigError: `pack_offsets` does not cover the examples, or has an empty pack.
         UnknownNameError: `layout` is unknown.
+        FormatError: a token id is negative.
     """
     number = examples.num_examples if order is None else len(order)
     if (
@@ -56,11 +57,11 @@ def fill(
         skipped = np.zeros(len(source), np.int32)
     starts = to_offsets(about.lengths - skipped)
     sequences = about.example_offsets[pack_offsets]
-    input_ids, labels = np.empty(starts[-1], np.int32), np.empty(starts[-1], np.int32)
-    _copy_in(examples.input_ids, examples.supervised, source, starts, input_ids, labels)
+    signed_ids = np.empty(starts[-1], np.int32)
+    if _copy_in(examples.input_ids, examples.supervised, source, starts, signed_ids) < 0:
+        raise FormatError(f"{RULES['ids-range']}; found a negative id [ids-range].")
     return Packs(
-        input_ids=input_ids,
-        labels=labels,
+        signed_ids=signed_ids,
         reward=about.reward,
         lengths=about.lengths,
         seq_boundaries=_boundaries(starts, sequences),
@@ -119,7 +120,7 @@ def unpack(packs: Packs) -> Examples:
     first = np.repeat(starts[examples[:-1]], packs.num_responses)
     sequences = to_offsets(packs.lengths)
     input_ids, supervised = np.empty(sequences[-1], np.int32), np.empty(sequences[-1], np.bool_)
-    _copy_out(packs.input_ids, packs.labels, starts, first, sequences, input_ids, supervised)
+    _copy_out(packs.signed_ids, starts, first, sequences, input_ids, supervised)
     return Examples(
         input_ids=input_ids,
         supervised=supervised,
@@ -161,7 +162,7 @@ def _check(packs: Packs, starts: Int64, examples: Int64) -> None:
     skipped, lengths = packs.segment_offsets, packs.segment_lengths
     good = (
         examples[-1] == len(packs.lengths)
-        and starts[-1] == len(packs.input_ids) == len(packs.labels)
+        and starts[-1] == len(packs.signed_ids)
         and np.all(packs.num_responses > 0)
         and np.all(lengths > 0)
         and np.array_equal(starts[packs.sequence_offsets], packs.token_offsets)
@@ -177,18 +178,24 @@ def _check(packs: Packs, starts: Int64, examples: Int64) -> None:
 
 @jit
 def _copy_in(
-    input_ids: Int32, supervised: Bool, source: Int64, starts: Int64, out_ids: Int32, labels: Int32
-) -> None:
-    """Copies segment i from ``source[i]`` on to ``starts[i]:starts[i + 1]``, with its labels."""
+    input_ids: Int32, supervised: Bool, source: Int64, starts: Int64, signed_ids: Int32
+) -> np.int32:
+    """Copies segment i from ``source[i]`` on to ``starts[i]:starts[i + 1]``, as signed ids.
+
+    Returns:
+        A negative number if an id is negative.
+    """
+    every = np.int32(0)
     # Slices, as the compiler vectorises them: their indices cannot be negative.
     for i in range(len(source)):
         first, last = starts[i], starts[i + 1]
         ids = input_ids[source[i] : source[i] + last - first]
         learned = supervised[source[i] : source[i] + last - first]
-        to_ids, to_labels = out_ids[first:last], labels[first:last]
+        to = signed_ids[first:last]
         for j in range(len(ids)):
-            to_ids[j] = ids[j]
-            to_labels[j] = ids[j] if learned[j] else np.int32(IGNORE_INDEX)
+            every |= ids[j]
+            to[j] = ids[j] if learned[j] else ~ids[j]
+    return every
 
 
 @jit
@@ -204,8 +211,7 @@ def _gather(
 
 @jit
 def _copy_out(
-    input_ids: Int32,
-    labels: Int32,
+    signed_ids: Int32,
     starts: Int64,
     first: Int64,
     sequences: Int64,
@@ -215,8 +221,7 @@ def _copy_out(
     """Copies segment i to the end of sequence i, and its omitted prefix before it.
 
     Args:
-        input_ids: int32 `[N]`, physical.
-        labels: int32 `[N]`.
+        signed_ids: int32 `[N]`, physical.
         starts: int64 `[S + 1]`, offsets of the segments.
         first: int64 `[S]`, start of the first segment of each segment's example.
         sequences: int64 `[S + 1]`, offsets of the sequences in the output.
@@ -226,9 +231,15 @@ def _copy_out(
     for i in range(len(first)):
         start, last = sequences[i], sequences[i + 1]
         own = last - (starts[i + 1] - starts[i])
-        out_ids[start:own] = input_ids[first[i] : first[i] + own - start]
+        prefix, to_prefix = signed_ids[first[i] : first[i] + own - start], out_ids[start:own]
+        for j in range(len(prefix)):
+            to_prefix[j] = prefix[j] ^ (prefix[j] >> 31)
         supervised[start:own] = False
-        out_ids[own:last] = input_ids[starts[i] : starts[i + 1]]
-        to, known = supervised[own:last], labels[starts[i] : starts[i + 1]]
-        for j in range(len(to)):
-            to[j] = known[j] != IGNORE_INDEX
+        tokens, to, on = (
+            signed_ids[starts[i] : starts[i + 1]],
+            out_ids[own:last],
+            supervised[own:last],
+        )
+        for j in range(len(tokens)):
+            to[j] = tokens[j] ^ (tokens[j] >> 31)
+            on[j] = tokens[j] >= 0

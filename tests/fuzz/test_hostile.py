@@ -122,6 +122,26 @@ def test_dictionaries_that_grow_are_refused_where_sizes_are_read(tmp_path: Path)
     assert pa.total_allocated_bytes() - before < 1 << 24
 
 
+def test_labels_of_other_tokens_are_refused(tmp_path: Path) -> None:
+    """A loader has one array for ids and labels, so it must not read others as if they agreed."""
+
+    def relabel(path: Path, batches: list[pa.RecordBatch]) -> None:
+        schema = batches[0].schema
+        at = schema.get_field_index("labels")
+        with pa.ipc.new_file(str(path), schema) as writer:
+            for batch in batches:
+                lists = batch.column(at)
+                flat = lists.flatten().to_numpy().copy()
+                flat[np.flatnonzero(flat >= 0)[-1]] += 1
+                labels = pa.ListArray.from_arrays(lists.offsets, flat, type=lists.type)
+                writer.write_batch(batch.set_column(at, schema.field(at), labels))
+
+    data = golden(tmp_path, "dpo-concat-plain-arrow", relabel)
+    with pytest.raises(IntegrityError, match=r"row \d+: .*\[labels-are-ids\]"):
+        list(pt.PackedDataset(data.url))
+    assert any("[labels-are-ids]" in problem for problem in data.verify().problems)
+
+
 def test_another_schema_is_refused_again_and_again(tmp_path: Path) -> None:
     """Also after the first look at it, whose error may have been passed over."""
 

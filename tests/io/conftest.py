@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from packstore.config import PackConfig
-from packstore.format.arrays import IGNORE_INDEX, Examples, Packs, Tally, to_offsets
+from packstore.format.arrays import Examples, Packs, Tally, to_offsets
 from packstore.io.dataset.dataset import Dataset, open
 from packstore.io.manifest.manifest import Manifest, PackShape, build_manifest, commit_manifest
 from packstore.io.store.location import Location
@@ -39,10 +39,8 @@ def concat_packs(examples: Examples, per_pack: int) -> Packs:
         examples.sequence_offsets[a : b + 1] - examples.sequence_offsets[a]
         for a, b in pairwise(sequence_offsets)
     ]
-    on = examples.supervised
     return Packs(
-        input_ids=examples.input_ids,
-        labels=np.where(on, examples.input_ids, np.int32(IGNORE_INDEX)),
+        signed_ids=np.where(examples.supervised, examples.input_ids, ~examples.input_ids),
         reward=examples.reward,
         lengths=examples.lengths,
         seq_boundaries=np.concatenate([np.empty(0, np.int64), *bounds]).astype(np.int32),
@@ -75,8 +73,7 @@ def _rows(packs: Packs, a: int, b: int) -> Packs:
     )
     bounds = packs.boundary_offsets
     return Packs(
-        input_ids=packs.input_ids[t[0] : t[-1]],
-        labels=packs.labels[t[0] : t[-1]],
+        signed_ids=packs.signed_ids[t[0] : t[-1]],
         reward=packs.reward[s[0] : s[-1]],
         lengths=packs.lengths[s[0] : s[-1]],
         seq_boundaries=packs.seq_boundaries[bounds[a] : bounds[b]],
@@ -106,7 +103,7 @@ def assert_packs_equal(a: Packs, b: Packs) -> None:
 
 def joined(parts: Sequence[Packs]) -> Packs:
     """The packs of `parts`, in order."""
-    flat = ("input_ids", "labels", "reward", "lengths", "seq_boundaries", "example_ids")
+    flat = ("signed_ids", "reward", "lengths", "seq_boundaries", "example_ids")
     arrays = {
         name: np.concatenate([getattr(p, name) for p in parts]) for name in (*flat, "num_responses")
     }

@@ -88,6 +88,16 @@ def with_columns(examples: Examples) -> Examples:
     return replace(examples, columns=columns)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("supervised", [False, True])
+def test_negative_ids_are_refused(layout: str, supervised: bool) -> None:
+    """A complement would turn them into other ids."""
+    examples = random_examples(3, seed=1)
+    examples.input_ids[np.flatnonzero(examples.supervised == supervised)[-1]] = -5
+    with pytest.raises(FormatError, match="ids-range"):
+        fill(examples, np.array([0, 3]), layout)
+
+
 cases = st.tuples(
     st.integers(0, 25),
     st.integers(0, 10_000),

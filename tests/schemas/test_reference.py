@@ -52,12 +52,12 @@ def broken(row: Row, kind: str, layout: str) -> set[str]:
         found.add("segments-nonempty")
     if not row["example_ids"]:
         found.add("pack-nonempty")
-    if found:
-        return found
     if any(not 0 <= t < 2**31 - 1 for t in ids):
         found.add("ids-range")
-    if any(label not in (-100, t) for label, t in zip(labels, ids, strict=True)):
+    if any(label not in (-100, t) for label, t in zip(labels, ids, strict=False)):
         found.add("labels-are-ids")
+    if found:
+        return found
     if not all(math.isfinite(np.float32(r)) for r in row["reward"]):
         found.add("reward-finite")
     segments = [(ids[x:y], labels[x:y]) for x, y in itertools.pairwise(b)]

@@ -97,8 +97,7 @@ def _shard_regions(data: Dataset, number: int, path: Path) -> Iterator[Region]:
     def read(group: int) -> Callable[[bytes], list[Packs]]:
         def run(new: bytes) -> list[Packs]:
             reader = ShardReader(data.location, data.manifest, shard, new)
-            fetched = reader.fetch(group)
-            return [reader.read_packs(group), reader.decode(group, fetched).plain]
+            return [reader.read_packs(group)]
 
         return run
 

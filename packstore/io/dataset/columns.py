@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from packstore.errors import IntegrityError
 from packstore.format.arrays import Int64
@@ -54,8 +53,3 @@ def _check_counts(columns: Mapping[str, tuple[Any, Int64]], rows: int) -> None:
         steps[offsets[1:-1] - 1] = 1  # from the end of one pack to the start of the next
         if np.any(np.diff(offsets) < 1) or np.any(bounds[offsets[:-1]]) or np.any(steps < 1):
             raise IntegrityError("column seq_boundaries must rise from 0 in each pack")
-
-
-def int64_values(column: pa.ListArray) -> Int64:
-    """Returns the elements of an int32 list column as int64 (``to_numpy`` would import pandas)."""
-    return np.from_dlpack(column.flatten()).astype(np.int64)

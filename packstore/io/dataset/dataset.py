@@ -23,7 +23,6 @@ from packstore.io.dataset.reader import Fetched, ShardReader
 from packstore.io.dataset.reader_pool import ShardReaders
 from packstore.io.dataset.verify import Progress, VerifyReport, verify
 from packstore.io.manifest.manifest import Manifest, read_manifest
-from packstore.io.shards.signed_packs import CompactPacks
 from packstore.io.store.location import Location
 
 
@@ -186,7 +185,7 @@ class Dataset:
         with self._whole():
             return reader.fetch(index)
 
-    def decode(self, group: int, fetched: Fetched) -> CompactPacks:
+    def decode(self, group: int, fetched: Fetched) -> Packs:
         """Verifies and decodes the bytes of a row group; raises like :meth:`read_packs`."""
         reader, index = self._reader(group)
         return reader.decode(index, fetched)

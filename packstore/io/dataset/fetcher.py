@@ -8,10 +8,10 @@ import threading
 from packstore.config import ReadConfig
 from packstore.config.storage import RetryConfig
 from packstore.errors import IntegrityError, StorageError, told
+from packstore.format.arrays import Packs
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.reader import Fetched
 from packstore.io.dataset.thread_pool import Job
-from packstore.io.shards.signed_packs import CompactPacks
 from packstore.io.store.retry import retrying
 
 log = logging.getLogger("packstore")
@@ -52,7 +52,7 @@ class GroupFetcher:
             self._stopping.wait,
         )
 
-    def read(self, group: int, fetched: Job[Fetched] | None = None) -> CompactPacks | None:
+    def read(self, group: int, fetched: Job[Fetched] | None = None) -> Packs | None:
         """Returns row group `group` of the dataset; None if it is quarantined.
 
         Args:
@@ -71,7 +71,7 @@ class GroupFetcher:
             log.warning("left out: %s", told(error))
             return None
 
-    def _decode(self, group: int, fetched: Job[Fetched] | None) -> CompactPacks:
+    def _decode(self, group: int, fetched: Job[Fetched] | None) -> Packs:
         try:
             data = self.fetch(group) if fetched is None else fetched.result()
             return self._dataset.decode(group, data)

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from packstore.errors import IntegrityError, quote, sentence
 from packstore.format.arrays import Int64, PackSizes, to_offsets
 from packstore.format.loss_counts import COUNTS
+from packstore.format.schema import as_numpy
 from packstore.io.dataset.columns import read_columns
 from packstore.io.manifest.commit import FOLDER
 from packstore.io.manifest.manifest import Manifest
@@ -125,7 +126,7 @@ class PackIndex:
             source = pa.BufferReader(self._data)
             file = open_parquet(source, self._metadata, page_checksums=True)
             batch = read_group(file, number)
-            columns = (_numbers(batch.column(name)) for name in _SIZES)
+            columns = (as_numpy(batch.column(name)).astype(np.int64) for name in _SIZES)
             sizes = PackSizes(*columns, counts=_counts(batch))
         _check_sums(sizes, self._shards[number], f"{self.where}, row group {number}")
         return sizes
@@ -229,12 +230,7 @@ def _counts(batch: pa.RecordBatch) -> Int64 | None:
     """Returns int64 `[P, 4]`, the divisors of losses; None if the index lacks them."""
     if COUNTS[0] not in batch.schema.names or any(batch.column(n).null_count for n in COUNTS):
         return None
-    return np.stack([_numbers(batch.column(name)) for name in COUNTS], axis=1)
-
-
-def _numbers(array: Any) -> Int64:
-    """Converts an Arrow array to int64 (``to_numpy`` would import pandas)."""
-    return np.from_dlpack(array).astype(np.int64)
+    return np.stack([as_numpy(batch.column(name)) for name in COUNTS], axis=1)
 
 
 _NONE = np.empty(0, np.int64)

@@ -11,19 +11,18 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from packstore.config import ReadConfig
 from packstore.errors import IntegrityError, sentence
-from packstore.format.arrays import Int64, Packs
+from packstore.format.arrays import TOKEN_BYTES, Int64, Packs
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.fetcher import GroupFetcher
 from packstore.io.dataset.order import PackOrder
 from packstore.io.dataset.thread_pool import Job, ThreadPool
-from packstore.io.shards.signed_packs import TOKEN_BYTES, CompactPacks
 
 _PLANNED = 512
 """Packs looked up in the order at once."""
@@ -50,8 +49,8 @@ class _OpenGroup:
 
     bytes: int
     begun: bool = False
-    job: Job[CompactPacks | None] | None = None
-    packs: CompactPacks | None = None
+    job: Job[Packs | None] | None = None
+    packs: Packs | None = None
     uses: int = 0
     lanes: int = 0
 
@@ -89,7 +88,7 @@ class ReadAhead:
         self._open: dict[int, _OpenGroup] = {}
         self._waiting: deque[int] = deque()
         self._of_lane: dict[int, int] = {}
-        self._good: CompactPacks | None = None
+        self._good: Packs | None = None
 
     def __iter__(self) -> Iterator[list[Packs]]:
         """Yields the packs of each batch, each as :class:`Packs` of one row.
@@ -202,4 +201,4 @@ class ReadAhead:
         if self._good is None:
             must = "at least one row group must be readable"
             raise IntegrityError(sentence(self._dataset.url, must, "none"))
-        return self._good.row(0, stand_in=True)
+        return replace(self._good.row(0), stand_in=True)

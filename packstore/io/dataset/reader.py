@@ -11,7 +11,6 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import pyarrow as pa
@@ -26,7 +25,7 @@ from packstore.errors import (
 )
 from packstore.format.arrays import Packs
 from packstore.format.rules import check_structure
-from packstore.format.schema import from_arrow, signed_packs
+from packstore.format.schema import from_arrow
 from packstore.io.dataset.cache import Cache, Key
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.stored_file import DECODER_ERRORS
@@ -36,7 +35,6 @@ from packstore.io.shards.checksums import batch_crc32, crc32_of
 from packstore.io.shards.parquet_shard import ParquetShard
 from packstore.io.shards.shard import ShardInfo
 from packstore.io.shards.shard_bytes import ShardBytes
-from packstore.io.shards.signed_packs import CompactPacks
 from packstore.io.store import local
 from packstore.io.store.location import Location
 
@@ -85,15 +83,13 @@ class ShardReader:
             return self._batch(group, fetched)
 
     def read_packs(self, group: int) -> Packs:
-        """Returns row group `group` as packs: numpy views of the decoded buffers.
+        """Returns row group `group` as packs, verified.
 
         Raises:
             StorageError: the shard is missing, or the store refuses.
             IntegrityError: a checksum does not match.
         """
-        batch = self.read_batch(group)
-        with self._naming(f"row group {group}"):
-            return self._checked(from_arrow(batch, self._manifest.kind), group)
+        return self.decode(group, self.fetch(group))
 
     def read_columns(self, group: int, names: Sequence[str]) -> pa.RecordBatch:
         """Returns columns `names` of row group `group` as stored; all columns of an Arrow shard.
@@ -125,7 +121,7 @@ class ShardReader:
             start, end = self._arrow_file().ranges[group]
             local.will_read(self._path, start, end)
 
-    def decode(self, group: int, fetched: Fetched) -> CompactPacks:
+    def decode(self, group: int, fetched: Fetched) -> Packs:
         """Verifies and decodes the bytes of row group `group`.
 
         Raises:
@@ -133,9 +129,16 @@ class ShardReader:
         """
         with self._naming(f"row group {group}"):
             manifest = self._manifest
-            batch = self._batch(group, fetched)
-            packs = signed_packs(batch, manifest.kind, room, manifest.vocab_size)
-            return CompactPacks.of(self._checked(packs, group))
+            packs = from_arrow(
+                self._batch(group, fetched),
+                manifest.kind,
+                vocab_size=manifest.vocab_size,
+                where=self.where,
+                allocate=room,
+            )
+            self._check_packs(packs, group)
+            packs.example_ids += self.shard.example_id_base
+            return packs
 
     def _batch(self, group: int, fetched: Fetched) -> pa.RecordBatch:
         if isinstance(fetched, bytes):
@@ -150,17 +153,14 @@ class ShardReader:
             raise IntegrityError(f"must have {expected} rows; found {batch.num_rows}")
         return batch
 
-    def _checked(self, packs: Packs, group: int) -> Packs:
+    def _check_packs(self, packs: Packs, group: int) -> None:
         groups = self.shard.row_groups
-        found = (len(packs), len(packs.example_ids), len(packs.input_ids))
+        found = (len(packs), len(packs.example_ids), len(packs.signed_ids))
         figures = (groups.rows, groups.examples, groups.tokens)
         expected = tuple(int(figure[group]) for figure in figures)
         if found != expected:
             raise IntegrityError(f"must have (rows, examples, tokens) {expected}; found {found}")
         check_structure(packs, self._manifest.layout, self._manifest.pack_size, self.where)
-        if base := self.shard.example_id_base:
-            packs = replace(packs, example_ids=packs.example_ids + base)
-        return packs
 
     def _parquet_shard(self) -> ParquetShard:
         """Footer of a Parquet file, checked against the manifest; read once."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packstore.format.arrays import IGNORE_INDEX, Int64, Packs, PackSizes
+from packstore.format.arrays import Int64, Packs, PackSizes
 from packstore.format.loss_counts import count_packs
 from packstore.format.typed_json import Count, Real
 
@@ -74,13 +74,12 @@ def pack_figures(packs: Packs, kind: str) -> Int64:
     :mod:`packstore.format.loss_counts`.
     """
     segments = packs.segment_lengths.astype(np.int64)
-    supervised = packs.labels != IGNORE_INDEX
     firsts = packs.sequence_offsets[:-1]
     columns = [
         np.diff(packs.example_offsets),
         np.diff(packs.sequence_offsets),
         np.diff(packs.token_offsets),
-        np.add.reduceat(supervised, packs.token_offsets[:-1], dtype=np.int32),
+        np.add.reduceat(packs.supervised, packs.token_offsets[:-1], dtype=np.int32),
         np.maximum.reduceat(segments, firsts),
         np.add.reduceat(segments**2, firsts),
     ]

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from packstore.errors import CompatibilityError, IntegrityError, sentence
 from packstore.format.arrays import Column, Float32, Int64, ragged_indices, to_offsets
+from packstore.format.schema import as_numpy
 from packstore.io.manifest.side_manifest import REF_LOGPS
 from packstore.io.manifest.stored_file import decoding
 from packstore.io.side.side_reader import Side
@@ -34,7 +35,7 @@ class SideTable:
         self.url = side.url
         batches = list(side.iter_batches())
         with decoding(self.url):
-            ids = np.concatenate([_numbers(b.column("example_ids")) for b in batches] or [_NO_IDS])
+            ids = np.concatenate([as_numpy(b.column("example_ids")) for b in batches] or [_NO_IDS])
             order = np.argsort(ids, kind="stable")
             self._ids = _settled(ids[order])
             repeated = self._ids[1:][self._ids[1:] == self._ids[:-1]]
@@ -51,7 +52,7 @@ class SideTable:
                     whole = pa.concat_arrays([a.cast(pa.large_string()) for a in arrays] or [_NONE])
                     self._columns[name] = whole.take(pa.array(order))
                 else:
-                    values = np.concatenate([_numbers(a) for a in arrays] or [_NO_IDS])
+                    values = np.concatenate([as_numpy(a) for a in arrays] or [_NO_IDS])
                     self._columns[name] = _settled(values[order])
 
     def find(self, example_ids: Int64) -> Int64:
@@ -94,8 +95,8 @@ class SideTable:
         return np.asarray(values[ragged_indices(offsets, rows)])
 
     def _load_lists(self, name: str, arrays: list[Any], order: Int64) -> None:
-        flat = [_numbers(a.flatten()) for a in arrays]
-        lengths = [np.diff(_numbers(a.offsets).astype(np.int64)) for a in arrays]
+        flat = [as_numpy(a.flatten()) for a in arrays]
+        lengths = [np.diff(as_numpy(a.offsets).astype(np.int64)) for a in arrays]
         values, counts = (np.concatenate(x or [_NO_IDS]) for x in (flat, lengths))
         if not np.isfinite(values).all():
             raise IntegrityError(sentence(self.url, f"{name} must be finite", "NaN or infinity"))
@@ -111,13 +112,6 @@ def _settled(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         values.tofile(file)
         file.flush()
         return np.memmap(file, values.dtype, "r", shape=values.shape)
-
-
-def _numbers(array: Any) -> npt.NDArray[Any]:
-    """Converts an Arrow array of numbers or booleans (``to_numpy`` would import pandas)."""
-    if pa.types.is_boolean(array.type):
-        return np.array(array.to_pylist(), np.bool_)
-    return np.from_dlpack(array)
 
 
 _NO_IDS = np.empty(0, np.int64)

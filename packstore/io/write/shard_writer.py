@@ -19,8 +19,7 @@ import pyarrow as pa
 from packstore.config import WriteConfig
 from packstore.format.arrays import Int64, Packs
 from packstore.format.rules import check_packs
-from packstore.format.schema import pack_schema, to_arrow
-from packstore.io.dataset.columns import int64_values
+from packstore.format.schema import as_numpy, pack_schema, to_arrow
 from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.commit import DATA, FOLDER
 from packstore.io.manifest.partition_notes import Finished
@@ -168,7 +167,7 @@ class ShardWriter:
         if self._encoder is None:
             self._encoder = ThreadPoolExecutor(1, "packstore-write")
         figures = np.concatenate([f for _, f in self._pending])
-        lengths = np.concatenate([int64_values(b.column("lengths")) for b in batches])
+        lengths = np.concatenate([as_numpy(b.column("lengths").flatten()) for b in batches])
         self._shard.figures.append(figures)
         self._shard.counter.add(figures, lengths)
         self._pending, self._pending_tokens = [], 0

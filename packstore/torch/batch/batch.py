@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packstore.format.arrays import IGNORE_INDEX, Column, Int64
-from packstore.io.shards.signed_packs import labels_of, unsigned
+from packstore.format.arrays import IGNORE_INDEX, Column, Int64, ids_of, labels_of
 from packstore.registry import Registry
 from packstore.torch.batch.layout import AttentionLayout, shared_lengths
 from packstore.torch.batch.targets import Targets
@@ -28,34 +27,6 @@ STYLES: Registry[Callable[[PackedBatch], dict[str, Any]]] = Registry(
         "padded": "packstore.torch.batch.inputs:padded",
     },
 )
-
-
-class _Derived:
-    """A field computed from others on first access, on their device."""
-
-    def __init__(self, make: Callable[[PackedBatch], Tensor | None]) -> None:
-        self._make = make
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, batch: PackedBatch | None, owner: type) -> Any:
-        if batch is None:  # so that the dataclass finds no default
-            raise AttributeError(self._name)
-        value = vars(batch)[self._name] = self._make(batch)
-        return value
-
-
-def _derived(make: Callable[[PackedBatch], Tensor | None]) -> Any:
-    return _Derived(make)
-
-
-def _input_ids(batch: PackedBatch) -> Tensor:
-    return _wide(unsigned, batch._signed)
-
-
-def _labels(batch: PackedBatch) -> Tensor:
-    return _wide(labels_of, batch._signed)
 
 
 def _wide(change: Callable[[Any], Any], signed: Tensor) -> Tensor:
@@ -85,8 +56,8 @@ def _position_ids(batch: PackedBatch) -> Tensor:
 
 
 def _target_index(batch: PackedBatch) -> Tensor:
-    joint = "_signed" in vars(batch)
-    tokens, starts = batch._signed if joint else batch.labels, batch.cu_seqlens[:-1]
+    tokens, starts = vars(batch).get("_signed_ids"), batch.cu_seqlens[:-1]
+    tokens = batch.labels if tokens is None else tokens
     if tokens.device.type == "cpu":
         on = tokens.numpy() >= 0
         on[starts.numpy()] = False
@@ -97,22 +68,19 @@ def _target_index(batch: PackedBatch) -> Tensor:
 
 
 def _pack_ids(batch: PackedBatch) -> Tensor:
-    counts = batch._examples
-    return torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
+    return torch.from_numpy(np.repeat(np.arange(batch.num_packs), batch._pack_examples))
 
 
 def _weights(batch: PackedBatch) -> Tensor:
     weights = np.ones(batch.num_examples, np.float32)
-    if batch._void:
-        weights[np.isin(batch.pack_ids.numpy(), batch._void)] = 0
+    if batch._unweighted_packs:
+        weights[np.isin(batch.pack_ids.numpy(), batch._unweighted_packs)] = 0
     return torch.from_numpy(weights)
 
 
 def _sources(batch: PackedBatch) -> Tensor:
     packs, sources = batch.pack_ids, batch._pack_sources
-    if sources is None:
-        return torch.zeros_like(packs)
-    return torch.from_numpy(sources[packs.numpy()])
+    return torch.zeros_like(packs) if sources is None else torch.from_numpy(sources[packs.numpy()])
 
 
 def _cu_seqlens_k(batch: PackedBatch) -> Tensor:
@@ -135,6 +103,21 @@ def _kv_index(batch: PackedBatch) -> Tensor | None:
     place = torch.arange(size, device=device) - keys[sequence]
     own = place - left_out[sequence]
     return torch.where(own < 0, first[sequence] + place, starts[sequence] + own)
+
+
+_DERIVED: dict[str, Callable[[PackedBatch], Tensor | None]] = {
+    "input_ids": lambda batch: _wide(ids_of, batch._signed_ids),
+    "labels": lambda batch: _wide(labels_of, batch._signed_ids),
+    "position_ids": _position_ids,
+    "segment_ids": _segment_ids,
+    "target_index": _target_index,
+    "cu_seqlens_k": _cu_seqlens_k,
+    "kv_index": _kv_index,
+    "weights": _weights,
+    "pack_ids": _pack_ids,
+    "sources": _sources,
+}
+"""Fields of a batch of :func:`collate` that are computed on first access, on its device."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -176,14 +159,14 @@ class PackedBatch:
     """
 
     kind: str
-    input_ids: Tensor = _derived(_input_ids)  # noqa: RUF009
-    labels: Tensor = _derived(_labels)  # noqa: RUF009
-    position_ids: Tensor = _derived(_position_ids)  # noqa: RUF009
-    segment_ids: Tensor = _derived(_segment_ids)  # noqa: RUF009
-    target_index: Tensor = _derived(_target_index)  # noqa: RUF009
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    segment_ids: Tensor
+    target_index: Tensor
     cu_seqlens: Tensor
-    cu_seqlens_k: Tensor = _derived(_cu_seqlens_k)  # noqa: RUF009
-    kv_index: Tensor | None = _derived(_kv_index)  # noqa: RUF009
+    cu_seqlens_k: Tensor
+    kv_index: Tensor | None
     max_seqlen: int
     max_seqlen_k: int
     lengths: Tensor
@@ -191,41 +174,65 @@ class PackedBatch:
     ref_logps: Tensor | None
     example_ids: Tensor
     num_responses: Tensor
-    weights: Tensor = _derived(_weights)  # noqa: RUF009
-    pack_ids: Tensor = _derived(_pack_ids)  # noqa: RUF009
-    sources: Tensor = _derived(_sources)  # noqa: RUF009
+    weights: Tensor
+    pack_ids: Tensor
+    sources: Tensor
     num_packs: int
     columns: Mapping[str, Tensor | Column] = field(default_factory=dict)
     step: StepInfo | None = None
     cu_seqlens_unpadded: Tensor | None = None
 
     if TYPE_CHECKING:
-        _signed: ClassVar[Tensor]
+        _signed_ids: ClassVar[Tensor]
         _logical_tokens: ClassVar[int]
-        _examples: ClassVar[list[int]]
-        _void: ClassVar[list[int]]
+        _pack_examples: ClassVar[Int64]
+        _unweighted_packs: ClassVar[list[int]]
         _pack_sources: ClassVar[Int64 | None]
+    else:
+
+        def __getattr__(self, name):
+            """Computes a field that is not there yet."""
+            if name not in _DERIVED:
+                raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+            value = vars(self)[name] = _DERIVED[name](self)
+            return value
 
     @classmethod
-    def of(cls, logical_tokens: int, signed: Tensor | None = None, **fields: Any) -> Self:
-        """Makes a batch from the fields that cannot be derived.
+    def of(
+        cls,
+        signed_ids: Tensor,
+        *,
+        logical_tokens: int,
+        pack_examples: Int64,
+        unweighted_packs: list[int],
+        pack_sources: Int64 | None,
+        **fields: Any,
+    ) -> Self:
+        """Makes a batch without the fields that are computed on first access.
 
         Args:
+            signed_ids: int32 `[T]`, ids, ``~id`` where unsupervised.
             logical_tokens: sum of the lengths.
-            signed: int32 `[T]`, ids, ``~id`` where unsupervised; None: `fields` hold ids, labels.
-            fields: the other fields; for packs ``_examples`` (examples per pack), ``_void`` (the
-                packs of weight 0) and ``_pack_sources`` (int64 `[P]`, or None).
+            pack_examples: int64 `[P]`, examples of each pack.
+            unweighted_packs: indices of the packs of weight 0.
+            pack_sources: int64 `[P]`, the source of each pack in a mix; None: 0.
+            fields: the other fields.
         """
         batch = object.__new__(cls)
-        if signed is not None:
-            fields["_signed"] = signed
-        vars(batch).update(fields, _logical_tokens=logical_tokens)
+        vars(batch).update(
+            fields,
+            _signed_ids=signed_ids,
+            _logical_tokens=logical_tokens,
+            _pack_examples=pack_examples,
+            _unweighted_packs=unweighted_packs,
+            _pack_sources=pack_sources,
+        )
         return batch
 
     @property
     def num_tokens(self) -> int:
         """T."""
-        return len(self._signed if "_signed" in vars(self) else self.input_ids)
+        return len(self._signed_ids if "_signed_ids" in vars(self) else self.input_ids)
 
     @property
     def num_segments(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Self
 
@@ -13,7 +14,6 @@ from packstore.errors import ConfigError, quote
 from packstore.format.arrays import Int64, Packs, PackSizes, to_offsets
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.side_manifest import REF_LOGPS, check_side
-from packstore.io.shards.signed_packs import with_side
 from packstore.io.shards.statistics import Totals
 from packstore.io.side.side import Side, open_side
 from packstore.io.side.side_table import SideTable
@@ -117,11 +117,12 @@ class JoinedPacks:
         for side, table in zip(self.sides, self._tables, strict=True):
             rows = table.find(ids)
             for name in side.manifest.columns:
-                of_sequences = name == REF_LOGPS
-                if of_sequences:
+                if name == REF_LOGPS:
                     parts = np.split(table.ref_logps(rows, counts), sequence_cuts)
+                    pairs = zip(packs, parts, strict=True)
+                    packs = [replace(p, ref_logps=part) for p, part in pairs]
                 else:
                     parts = np.split(table.column(name, rows), example_cuts)
-                pairs = zip(packs, parts, strict=True)
-                packs = [with_side(p, name, part, of_sequences) for p, part in pairs]
+                    pairs = zip(packs, parts, strict=True)
+                    packs = [replace(p, columns={**p.columns, name: part}) for p, part in pairs]
         return packs

@@ -50,8 +50,7 @@ def one_pack(tokens: Any, lengths: Any, bounds: Any, responses: Any) -> Packs:
     sizes = (len(tokens), len(lengths), len(responses))
     offsets = [np.array([0, n]) for n in sizes]
     return Packs(
-        input_ids=tokens,
-        labels=np.full_like(tokens, -100),
+        signed_ids=~tokens.astype(np.int32),
         reward=np.zeros(len(lengths), np.float32),
         lengths=lengths.astype(np.int32),
         seq_boundaries=bounds.astype(np.int32),

@@ -135,7 +135,7 @@ def test_nothing_at_all(kit, written):
 
 def test_bad_packs_are_refused(kit, written):
     packs = kit.some_packs(30)
-    packs.input_ids[-1] = packs.labels[-1] = 50
+    packs.signed_ids[-1] = 50
     with pytest.raises(FormatError, match=r"row 29: token ids .* \[ids-range\]"):
         written.dataset(kit.split(packs, [10, 20]), row_group_tokens=20, shard_tokens=10_000)
     assert all_files(written.location.url) == []

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packstore.errors import BackendError, ConfigError, UnknownNameError
-from packstore.io.shards.signed_packs import CompactPacks, signed
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, collate
 from packstore.torch.batch.inputs import packed_seq_params
@@ -99,12 +98,10 @@ def test_packs_one_by_one_or_together(kit: SimpleNamespace, layout: str) -> None
 @pytest.mark.parametrize("kind", ["dpo", "ranked"])
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 def test_rows_of_row_groups(kit: SimpleNamespace, kind: str, layout: str) -> None:
-    """Ids and labels in one, and what is worked out later: the same batch, however it travels."""
+    """Fields that are computed later: the same batch, however it travels."""
     packs = kit.packed(random_examples(6, seed=2, kind=kind), [1, 3, 2], layout)
-    joint = replace(packs, input_ids=signed(packs.input_ids, packs.labels), labels=packs.labels[:0])
-    group = CompactPacks.of(joint)
     order = [2, 0, 1]
-    rows = [group.row(i) for i in order]
+    rows = [packs.row(i) for i in order]
     expected = collate([packs.row(i) for i in order], kind, fillers=1)
     for change in (
         lambda batch: batch,
@@ -119,7 +116,7 @@ def test_rows_of_row_groups(kit: SimpleNamespace, kind: str, layout: str) -> Non
         for plain in (row, pickle.loads(pickle.dumps(row)), replace(row, stand_in=False)):
             for name in ("input_ids", "labels", "token_offsets", "seq_boundaries"):
                 assert np.array_equal(getattr(plain, name), getattr(packs.row(i), name))
-    assert collate([group.row(0, stand_in=True), rows[0]], kind).weights.tolist() == [0, 1, 1]
+    assert collate([replace(rows[1], stand_in=True), rows[0]], kind).weights.tolist() == [0, 1, 1]
 
 
 def test_fillers_and_reference(kit: SimpleNamespace) -> None:

@@ -18,7 +18,6 @@ from packstore.config import PackConfig, ReadConfig
 from packstore.errors import CompatibilityError, ConfigError, DropRateError, RecordError
 from packstore.format.arrays import Examples, Packs, PackSizes
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.shards.signed_packs import CompactPacks
 from packstore.online_packing import EpochPlan, ExampleSizes, plan_epoch
 from packstore.online_packing import plan as plan_module
 from packstore.online_packing import read as read_module
@@ -354,11 +353,10 @@ def test_columns_go_along(stored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     data = stored()
     decode = data.decode
 
-    def with_column(group: int, fetched: Any) -> CompactPacks:
+    def with_column(group: int, fetched: Any) -> Packs:
         found = decode(group, fetched)
-        names = np.array([f"r{i}" for i in found.packs.example_ids], object)
-        packs = dataclasses.replace(found.packs, columns={"name": names})
-        return dataclasses.replace(found, packs=packs)
+        names = np.array([f"r{i}" for i in found.example_ids], object)
+        return dataclasses.replace(found, columns={"name": names})
 
     monkeypatch.setattr(data, "decode", with_column)
     for pack in packs_of(repacked(data)):

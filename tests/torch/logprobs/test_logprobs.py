@@ -191,7 +191,7 @@ def test_token_counts(batch: PackedBatch) -> None:
 
 def test_a_pack_without_supervised_tokens_sums_to_zero(kit: SimpleNamespace) -> None:
     packs = kit.packed(random_examples(2), [2], "concat")
-    packs.labels[:] = -100
+    packs.signed_ids[packs.supervised] ^= -1
     batch = collate(packs, "dpo")
     hidden = normal(batch.num_tokens, HIDDEN)
     found = segment_logps(batch, hidden=hidden, weight=normal(kit.VOCAB, HIDDEN))
