@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,14 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("real data not beside the checkout (../shared/data)")
     return folder
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A path, or a URL, that holds nothing yet."""
+    if request.param == "local":
+        return str(tmp_path / "ds")
+    return f"memory://{uuid.uuid4().hex}/ds"
 
 
 @pytest.fixture

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from small_jobs import trained_tokenizer, write_jsonl
+from tokenizers import Tokenizer
 
 import packstore
 from packstore.cli import main
@@ -22,30 +22,14 @@ PAIRS = [
 ]
 
 
-def learn(words: str) -> Tokenizer:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator([words], trainer)
-    return made
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return learn("What is it? No idea.")
-
-
-def write(path: Path, records: list[dict[str, str]]) -> str:
-    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
-    return str(path)
+    return trained_tokenizer(["What is it? No idea."])
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> str:
-    return write(tmp_path / "pairs.jsonl", PAIRS)
+    return write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
 
 
 def files(dataset: Dataset) -> dict[str, bytes]:
@@ -54,7 +38,7 @@ def files(dataset: Dataset) -> dict[str, bytes]:
 
 
 def of_file(folder: Path, tokenizer: Tokenizer) -> tuple[Any, Any]:
-    return write(folder / "more.jsonl", PAIRS), tokenizer
+    return write_jsonl(folder / "more.jsonl", PAIRS), tokenizer
 
 
 def of_list(folder: Path, tokenizer: Tokenizer) -> tuple[Any, Any]:
@@ -121,8 +105,8 @@ def test_another_job_is_refused(
     with pytest.raises(DatasetExistsError, match=r"settings.seed 0 then, 1 now\)"):
         packstore.pack(source, out, tokenizer, seed=1, **settings)
     with pytest.raises(DatasetExistsError, match=r"version 1 of one \(tokenizer\..* then"):
-        packstore.pack(source, out, learn("quite other words"), **settings)
-    write(Path(source), PAIRS[1:])
+        packstore.pack(source, out, trained_tokenizer(["quite other words"]), **settings)
+    write_jsonl(Path(source), PAIRS[1:])
     with pytest.raises(DatasetExistsError, match=r"version 1 of one \(sources\..* then"):
         packstore.pack(source, out, tokenizer, **settings)
     assert files(first) == before
@@ -159,7 +143,7 @@ def test_append(
 ) -> None:
     out = str(tmp_path / "ds")
     packstore.pack(source, out, tokenizer, pack_size=256, partitions=partitions)
-    more = write(tmp_path / "more.jsonl", [{**r, "prompt": "Why? "} for r in PAIRS])
+    more = write_jsonl(tmp_path / "more.jsonl", [{**r, "prompt": "Why? "} for r in PAIRS])
     grown = packstore.append(out, more, tokenizer)
     before = files(grown)
     with caplog.at_level(logging.INFO, "packstore"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_jobs import SETTINGS, pairs
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import packstore
@@ -26,14 +27,6 @@ from packstore.io.side.side import SideWriter
 from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
-SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
-
-
-def pairs(n: int, first: int = 0) -> list[dict[str, list[int]]]:
-    return [
-        {"prompt": [5, 6, 7], "chosen": [8, 10 + i, 11 + i], "rejected": [9] * (1 + i % 7)}
-        for i in range(first, first + n)
-    ]
 
 
 def pack(out: Path | str, records: Any, **settings: Any) -> Dataset:

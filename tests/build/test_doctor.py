@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_jobs import trained_tokenizer
 
 import packstore
 from packstore.build.reports.doctor import Diagnosis, doctor
@@ -18,20 +19,8 @@ PAIR = {"prompt": "Say yes.\n", "chosen": "Yes.", "rejected": "No."}
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer that merges across the end of a prompt, and knows no marker of ChatML."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=["</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["abab abcabc bcbc"] * 9, trainer)
-    tokenizer.save(str(path))
+    trained_tokenizer(["abab abcabc bcbc"] * 9, vocab_size=280).save(str(path))
     return path
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_jobs import write_jsonl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import packstore
@@ -44,7 +45,7 @@ def do_pack(tokenizer: Tokenizer, tmp_path: Path) -> Pack:
     def run(records: list[Record], **settings: Any) -> packstore.Dataset:
         number = next(count)
         source = tmp_path / f"records-{number}.jsonl"
-        source.write_text("".join(json.dumps(r) + "\n" for r in records))
+        write_jsonl(source, records)
         return packstore.pack(
             source, tmp_path / f"out-{number}", tokenizer, **{"pack_size": 256, **settings}
         )
@@ -176,7 +177,7 @@ def test_what_is_appended_may_lack_a_mapped_field(
     fields = {"chosen_reward": "score_chosen", "rejected_reward": "score_rejected"}
     first = do_pack(SCORED, fields=fields, partitions=partitions)
     source = tmp_path / "more.jsonl"
-    source.write_text("".join(json.dumps(r) + "\n" for r in PAIRS))
+    write_jsonl(source, PAIRS)
     both = packstore.append(first.url, source, tokenizer)
     assert both.manifest.records.fields_used["prompt"] == 40
     assert both.manifest.records.fields_used["score_chosen"] == 20

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_jobs import write_jsonl
 
 import packstore
 from packstore.config import PackConfig, PlanConfig
@@ -88,7 +89,7 @@ def test_a_plan_rounds_lengths_up() -> None:
 
 def test_commands_tell_both_fills(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
-    source.write_text("".join(json.dumps(r) + "\n" for r in RECORDS))
+    write_jsonl(source, RECORDS)
 
     def run(*command: str) -> str:
         done = subprocess.run(

@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from small_jobs import trained_tokenizer, write_jsonl
+from tokenizers import Tokenizer
 
 import packstore
 from packstore.errors import (
@@ -45,15 +46,8 @@ PAIRS: list[Record] = [
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    t = Tokenizer(models.BPE())
-    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    t.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["</s>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    t.train_from_iterator([r["prompt"] + r["chosen"] + r["rejected"] for r in PAIRS], trainer)
-    return t
+    texts = [r["prompt"] + r["chosen"] + r["rejected"] for r in PAIRS]
+    return trained_tokenizer(texts, vocab_size=400)
 
 
 Pack = Callable[..., packstore.Dataset]
@@ -69,11 +63,6 @@ def do_pack(tokenizer: Tokenizer, tmp_path: Path) -> Pack:
         return packstore.pack(source, out, tokenizer_, **{"pack_size": 256, **settings})
 
     return run
-
-
-def write_jsonl(path: Path, records: list[Record]) -> Path:
-    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
-    return path
 
 
 def all_examples(dataset: packstore.Dataset) -> Examples:
@@ -171,8 +160,8 @@ def test_a_path_and_a_table_and_a_frame_give_the_same_examples(
         iter(PAIRS),
         pa.Table.from_pylist(PAIRS),
         pl.DataFrame(PAIRS),
-        write_jsonl(tmp_path / "pairs.jsonl", PAIRS),
-        [str(write_jsonl(tmp_path / "again.jsonl", PAIRS))],
+        Path(write_jsonl(tmp_path / "pairs.jsonl", PAIRS)),
+        [write_jsonl(tmp_path / "again.jsonl", PAIRS)],
     ]
     datasets = [do_pack(source) for source in sources]
     assert len({str(by_id(dataset)) for dataset in datasets}) == 1

@@ -9,7 +9,8 @@ from typing import Any
 
 import fsspec
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from small_jobs import trained_tokenizer, write_jsonl
+from tokenizers import Tokenizer
 
 import packstore
 from packstore.cli import main
@@ -33,26 +34,16 @@ def record(i: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(["What is it? No idea."], trainer)
-    return made
-
-
-def write(path: Path, records: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
-    return str(path)
+    return trained_tokenizer(["What is it? No idea."])
 
 
 @pytest.fixture
 def sources(tmp_path: Path) -> list[str]:
     """Three files; the last lines of each are a line of the first one."""
     return [
-        write(tmp_path / f"{n}.jsonl", [record(i) for i in range(300 * n, 300 * n + 300)] + [ONE])
+        write_jsonl(
+            tmp_path / f"{n}.jsonl", [record(i) for i in range(300 * n, 300 * n + 300)] + [ONE]
+        )
         for n in range(3)
     ]
 
@@ -202,7 +193,7 @@ def test_what_is_packed_anew_and_what_is_appended(
     assert main(command) == 0
     capsys.readouterr()
     assert {line["place"].partition(",")[0] for line in read(rejects)} == {sources[1]}
-    clean = write(tmp_path / "clean.jsonl", [{**ONE, "prompt": "Why? "}])
+    clean = write_jsonl(tmp_path / "clean.jsonl", [{**ONE, "prompt": "Why? "}])
     packstore.append(out, clean, rejects=str(rejects))
     assert rejects.read_bytes() == b""
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_jobs import SETTINGS, pairs, write_jsonl
 
 import packstore
 from packstore.errors import (
@@ -25,23 +24,13 @@ from packstore.io.store.location import Location
 from packstore.io.write.write_job import WriteJob, writing
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
-SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
 CUT: dict[str, Any] = {"partitions": 4, "row_group_tokens": 512, "shard_tokens": 1500}
 
 
-def pairs(n: int, first: int = 0) -> list[dict[str, list[int]]]:
-    """Records of token ids, which need no tokenizer."""
-    return [
-        {"prompt": [5, 6, 7], "chosen": [8, 10 + i, 11 + i], "rejected": [9] * (1 + i % 7)}
-        for i in range(first, first + n)
-    ]
-
-
-@pytest.fixture(params=["local", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "local":
-        return str(tmp_path / "ds")
-    return f"memory://{uuid.uuid4().hex}/ds"
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    """A file of a dozen blocks."""
+    return write_jsonl(tmp_path / "pairs.jsonl", pairs(800))
 
 
 @pytest.fixture
@@ -51,14 +40,6 @@ def pack(tmp_path: Path) -> Callable[..., Any]:
         return packstore.pack(source or pairs(120), out, **{**SETTINGS, **spill, **settings})
 
     return run
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> str:
-    """A file of a dozen blocks."""
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in pairs(800)))
-    return str(path)
 
 
 def files(url: str) -> dict[str, bytes]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rights import closed
+from small_jobs import trained_tokenizer
 
 from packstore.cli import main
 
@@ -19,17 +20,8 @@ LINES = [json.dumps({**GOOD, "prompt": f"{GOOD['prompt']} ({i})"}) + "\n" for i 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a good input, a tokenizer, and a dataset that is already there."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
     monkeypatch.chdir(tmp_path)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(LINES, trainer)
-    tokenizer.save("tokenizer.json")
+    trained_tokenizer(LINES).save("tokenizer.json")
     Path("good.jsonl").write_text("".join(LINES), encoding="utf-8")
     return tmp_path
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_jobs import trained_tokenizer, write_jsonl
 
 from packstore.cli import COMMANDS, main, parser
 from packstore.config import PackConfig
@@ -20,25 +21,15 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(["What is it? No idea."], trainer)
-    tokenizer.save(str(path))
+    trained_tokenizer(["What is it? No idea."]).save(str(path))
     return path
 
 
 @pytest.fixture
 def dataset(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     source = tmp_path / "pairs.jsonl"
-    source.write_text("".join(json.dumps(p) + "\n" for p in PAIRS))
+    write_jsonl(source, PAIRS)
     out = tmp_path / "packed"
     code = main(["pack", str(source), str(out), "--tokenizer", str(tokenizer), "--pack-size=128"])
     assert code == 0
@@ -56,7 +47,7 @@ def test_pack_states_the_counts(
 ) -> None:
     source = tmp_path / "pairs.jsonl"
     same = {"prompt": "p", "chosen": "same", "rejected": "same"}
-    source.write_text("".join(json.dumps(p) + "\n" for p in [*PAIRS, same]))
+    write_jsonl(source, [*PAIRS, same])
     out = output(capsys, "pack", str(source), str(tmp_path / "out"), "--tokenizer", str(tokenizer))
     assert "dpo dataset" in out
     assert "dropped: identical_responses  │ 1" in out or "identical_responses" in out
@@ -126,16 +117,16 @@ def test_doctor(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     source = tmp_path / "pairs.jsonl"
     pairs = [{**pair, "prompt": pair["prompt"] + "\n"} for pair in PAIRS]  # not glued
     records = [*pairs, pairs[3], {**pairs[4], "rejected": ""}, {"prompt": "p", "chosen": "c"}]
-    source.write_text("".join(json.dumps(p) + "\n" for p in records))
+    write_jsonl(source, records)
     arguments = ["doctor", str(source), "--tokenizer", str(tokenizer)]
     out = output(capsys, *arguments, code=1)
     for text in ("33 records", "empty_response", "missing_field", "duplicate_records", "line 32"):
         assert text in out
-    source.write_text("".join(json.dumps(p) + "\n" for p in [*pairs, pairs[3]]))
+    write_jsonl(source, [*pairs, pairs[3]])
     assert "remark: duplicate_records" in output(capsys, *arguments)
     assert main([*arguments, "--strict"]) == 1
     capsys.readouterr()
-    source.write_text("".join(json.dumps(p) + "\n" for p in pairs))
+    write_jsonl(source, pairs)
     assert "nothing to remark" in output(capsys, *arguments, "--strict")
     assert "problem: no_eos" in output(capsys, *arguments, "--no-append-eos", code=1)
 

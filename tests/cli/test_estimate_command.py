@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from small_jobs import write_jsonl
 
 import packstore
 from packstore.build.reports.estimate import estimate
@@ -31,7 +32,7 @@ RECORDS.append({"prompt": [1] * 90, "chosen": [2] * 20, "rejected": [3] * 25})  
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     path = tmp_path / "ids.jsonl"
-    path.write_text("".join(json.dumps(r) + "\n" for r in RECORDS))
+    write_jsonl(path, RECORDS)
     return path
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from small_jobs import write_jsonl
 
 import packstore
 from packstore.cli import main
@@ -44,7 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         for i in range(20)
     ]
     lines = folder / "rows.jsonl"
-    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(lines, rows)
     pairs = packstore.pack(str(lines), str(folder / "p"), pack_size=40, carry=("source:string",))
     return SimpleNamespace(
         policy=save_model(folder / "policy", 0),

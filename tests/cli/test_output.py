@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_jobs import write_jsonl
 
 from packstore.cli import main
 
@@ -30,7 +31,7 @@ PLAIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
 
 def write(path: Path, records: list[dict[str, str]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    write_jsonl(path, records)
     return path
 
 

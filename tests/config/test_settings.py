@@ -11,7 +11,8 @@ from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from small_jobs import trained_tokenizer, write_jsonl
+from tokenizers import Tokenizer
 
 import packstore
 from packstore.cli import main
@@ -28,20 +29,13 @@ PAIRS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator([p["prompt"] + p["chosen"] for p in PAIRS], trainer)
-    return made
+    return trained_tokenizer([p["prompt"] + p["chosen"] for p in PAIRS])
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(p) + "\n" for p in PAIRS), encoding="utf-8")
+    write_jsonl(path, PAIRS)
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -160,14 +159,6 @@ class Written:
 def written(tmp_path: Any) -> Written:
     """Writes a dpo dataset to a local folder."""
     return Written(str(tmp_path / "ds"))
-
-
-@pytest.fixture(params=["local", "memory"])
-def anywhere(request: pytest.FixtureRequest, tmp_path: Any) -> str:
-    """A URL that holds nothing yet."""
-    if request.param == "local":
-        return str(tmp_path / "ds")
-    return f"memory://{uuid.uuid4().hex}/ds"
 
 
 @pytest.fixture(scope="session")

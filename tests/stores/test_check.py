@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import threading
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from smoke import Ranges
 from stores import Store
 from tokenizers import Tokenizer
 
@@ -91,23 +91,6 @@ def test_a_store_that_replaces_is_found_out(
 def website(tmp_path: Path) -> Iterator[str]:
     """The folder ``www`` of the test, over HTTP."""
     (tmp_path / "www").mkdir()
-
-    class Ranges(SimpleHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-            if not found:
-                super().do_GET()
-                return
-            data = Path(self.translate_path(self.path)).read_bytes()
-            start, end = int(found[1]), min(int(found[2]) + 1, len(data))
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
-            self.send_header("Content-Length", str(end - start))
-            self.end_headers()
-            self.wfile.write(data[start:end])
-
-        def log_message(self, *_: Any) -> None:
-            pass
 
     handler = functools.partial(Ranges, directory=str(tmp_path / "www"))
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

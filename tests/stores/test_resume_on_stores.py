@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_jobs import SETTINGS, pairs, write_jsonl
 from stores import Store
 
 import packstore
@@ -19,11 +19,7 @@ from packstore.io.maintain.clean import clean
 from packstore.io.store.location import Location
 from packstore.io.write.write_job import writing
 
-RECORDS = [
-    {"prompt": [5, 6, 7], "chosen": [8, 10 + i, 11 + i], "rejected": [9] * (1 + i % 7)}
-    for i in range(120)
-]
-SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
+RECORDS = pairs(120)
 CUT: dict[str, Any] = {"pack_size": 64, "partitions": 3, "shard_tokens": 2000}
 
 
@@ -39,9 +35,8 @@ def test_a_rerun_goes_on_and_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    source = tmp_path / "pairs.jsonl"
-    source.write_text("".join(json.dumps(record) + "\n" for record in RECORDS * 6))
-    whole = packstore.pack(str(source), str(tmp_path / "ds"), **CUT)
+    source = write_jsonl(tmp_path / "pairs.jsonl", RECORDS * 6)
+    whole = packstore.pack(source, str(tmp_path / "ds"), **CUT)
     place = Location(store.url, store.options)
 
     def pack() -> Any:

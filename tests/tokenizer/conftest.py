@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+import transformers
 
 from packstore.config import TokenizeConfig
 from packstore.format.arrays import Examples, Rows
@@ -117,3 +118,24 @@ def run(rows, sequences):
         return texts, tally
 
     return go
+
+
+@pytest.fixture(scope="session")
+def rendered(shared_data: Path) -> Callable[..., str]:
+    """Hugging Face's own rendering."""
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(shared_data / "tokenizers/small_bpe/tokenizer.json"),
+        eos_token="</s>",
+        bos_token="<s>",
+    )
+
+    def render(template: Any, messages: Any, tools: Any = None, prompt: bool = False) -> str:
+        return fast.apply_chat_template(
+            [{**m, "content": m["content"] or ""} for m in messages],  # null would be left out
+            tools=tools,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=prompt,
+        )
+
+    return render

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
-import transformers
 
 from packstore.config import TokenizeConfig
 from packstore.tokenizer import RecordTokenizer, detect_kind
@@ -84,27 +83,6 @@ def test_plain_text(shared_data, tokenizer, records, rows, sequences, file, name
             expected.append((ids, [i >= start for i in range(len(ids))]))
     assert sequences(examples) == expected
     assert examples.example_ids.tolist() == [i for i, r in enumerate(some) if r in kept]
-
-
-@pytest.fixture(scope="module")
-def rendered(shared_data):
-    """Hugging Face's own rendering."""
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(shared_data / "tokenizers/small_bpe/tokenizer.json"),
-        eos_token="</s>",
-        bos_token="<s>",
-    )
-
-    def render(template, messages, tools=None, prompt=False):
-        return fast.apply_chat_template(
-            [{**m, "content": m["content"] or ""} for m in messages],  # null would be left out
-            tools=tools,
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=prompt,
-        )
-
-    return render
 
 
 @pytest.mark.parametrize("file", CHAT_FILES)

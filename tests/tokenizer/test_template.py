@@ -3,7 +3,6 @@ from __future__ import annotations
 import pickle
 
 import pytest
-import transformers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from packstore.errors import TokenizerError
@@ -19,27 +18,6 @@ TALK = [
     {"role": "user", "content": "x"},
 ]
 TOOLS = [{"name": "f", "description": "<é>", "parameters": {"type": "object"}}]
-
-
-@pytest.fixture(scope="module")
-def reference(shared_data):
-    """Hugging Face's own rendering."""
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(shared_data / "tokenizers/small_bpe/tokenizer.json"),
-        eos_token="</s>",
-        bos_token="<s>",
-    )
-
-    def render(template, messages, tools=None, prompt=False):
-        return fast.apply_chat_template(
-            [{**m, "content": m["content"] or ""} for m in messages],  # null would be left out
-            tools=tools,
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=prompt,
-        )
-
-    return render
 
 
 def ours(source: str) -> ChatTemplate:
@@ -63,9 +41,9 @@ FEATURES = {
 
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("prompt", [False, True])
-def test_renders_as_hugging_face_does(reference, name, prompt):
+def test_renders_as_hugging_face_does(rendered, name, prompt):
     for tools in (None, TOOLS):
-        expected = reference(FEATURES[name], TALK, tools, prompt)
+        expected = rendered(FEATURES[name], TALK, tools, prompt)
         assert ours(FEATURES[name]).render(TALK, tools, prompt=prompt) == expected
 
 
@@ -81,14 +59,14 @@ def test_renders_as_hugging_face_does(reference, name, prompt):
         ("sft/toolcall_en.jsonl", "messages"),
     ],
 )
-def test_real_dialogues_render_as_hugging_face_does(tokenizer, records, reference, file, field):
+def test_real_dialogues_render_as_hugging_face_does(tokenizer, records, rendered, file, field):
     template = tokenizer("qwen3").template
     for record in records(file)[:30]:
         messages = normalize_messages(record[field])
         tools = normalize_tools(record.get("tools"))
         for prompt in (False, True):
             messages = [{**m, "content": m["content"] or ""} for m in messages]
-            expected = reference(template.source, messages, tools, prompt)
+            expected = rendered(template.source, messages, tools, prompt)
             assert template.render(messages, tools, prompt=prompt) == expected
 
 
@@ -184,9 +162,9 @@ def test_generation_spans():
     assert not ours("{{ generation }}{# {% generation %} #}").marks_generation
 
 
-def test_generation_hides_what_is_set_inside(reference):
+def test_generation_hides_what_is_set_inside(rendered):
     source = "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }}"
-    assert ours(source).render(TALK) == reference(source, TALK)
+    assert ours(source).render(TALK) == rendered(source, TALK)
 
 
 def test_pickles():

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,7 @@ from packstore.io.manifest.manifest import PackShape, build_manifest, commit_man
 from packstore.io.store.location import Location
 from packstore.io.write.shard_writer import ShardWriter
 from packstore.pack.fill import fill
+from packstore.testing import random_examples
 from packstore.torch.attention import ATTENTION
 from packstore.torch.models.model import _register
 
@@ -297,12 +299,26 @@ def write(url: str, packs: Packs, kind: str = "dpo", layout: str = "concat") -> 
     return open(url)
 
 
+def short_run(folder: Path, layout: str = "concat") -> dict[str, Any]:
+    """Saves a model and 24 pairs in 10 packs; returns settings to train on them."""
+    tiny_model(dtype=torch.float32).save_pretrained(folder / "model")
+    packs = packed(random_examples(24, seed=3), [1, 4, 2, 3, 2] * 2, layout)
+    write(str(folder / "data"), packs, layout=layout)
+    return {
+        "model": str(folder / "model"),
+        "dataset": str(folder / "data"),
+        "pairs_per_step": 8,
+        "cpu": True,
+    }
+
+
 @pytest.fixture(scope="session")
 def kit() -> SimpleNamespace:
     """The helpers of this file (test modules cannot import it)."""
     return SimpleNamespace(
         VOCAB=VOCAB,
         packed=packed,
+        short_run=short_run,
         tiny_family=tiny_family,
         tiny_model=tiny_model,
         write=write,

@@ -36,9 +36,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(params=["parquet", "arrow"])
-def stored(kit: Any, anywhere: str, request: Any) -> Dataset:
+def stored(kit: Any, place: str, request: Any) -> Dataset:
     """60 packs in several row groups and shards."""
-    data: Dataset = kit.Written(anywhere).dataset(
+    data: Dataset = kit.Written(place).dataset(
         [kit.some_packs()], row_group_tokens=60, shard_tokens=500, format=request.param
     )
     assert len(data.manifest.shards) > 1

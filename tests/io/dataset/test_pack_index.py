@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_jobs import write_jsonl
 
 import packstore
 from packstore.errors import FormatError, IntegrityError, StorageError
@@ -120,8 +121,8 @@ def test_sizes_are_those_of_the_packs(
     assert told(pickle.loads(pickle.dumps(ds)).pack_index) == plainly(ds)
 
 
-def test_anywhere(kit, anywhere):
-    ds = kit.Written(anywhere).dataset([kit.some_packs(60)])
+def test_anywhere(kit, place):
+    ds = kit.Written(place).dataset([kit.some_packs(60)])
     assert told(ds.pack_index) == told(without_index(ds).pack_index) == plainly(ds)
     assert ds.verify().ok
 
@@ -154,7 +155,7 @@ def test_the_same_bytes_however_packs_are_handed_in(kit, tmp_path):
 def test_pack_writes_one_for_any_number_of_workers(tmp_path):
     texts = [{"prompt": [1, 2], "chosen": [3] * (1 + i % 7), "rejected": [4]} for i in range(200)]
     lines = tmp_path / "pairs.jsonl"
-    lines.write_text("".join(json.dumps(t) + "\n" for t in texts))
+    write_jsonl(lines, texts)
     how = {"pack_size": 32, "row_group_tokens": 100, "shard_tokens": 200}
     found = [
         packstore.pack(str(lines), str(tmp_path / f"{n}"), num_workers=n, **how) for n in (1, 2)
@@ -185,15 +186,15 @@ def test_memory_of_the_writer_is_one_shard(kit, written, monkeypatch):
     assert portions == [s.rows for s in ds.manifest.shards]
 
 
-def test_a_failed_job_leaves_it_to_clean(kit, tmp_path, anywhere):
-    made = kit.Written(anywhere)
+def test_a_failed_job_leaves_it_to_clean(kit, tmp_path, place):
+    made = kit.Written(place)
     writer = made.writer()
     writer.write(kit.some_packs(60))
     assert writer.close()
     assert made.location.exists(writer.pack_index.path)
     writer.abort()
     assert made.location.exists(writer.pack_index.path)
-    clean(anywhere, delete=True, older_than=0, no_writers=True)
+    clean(place, delete=True, older_than=0, no_writers=True)
     assert not made.location.exists(writer.pack_index.path)
     assert not made.location.files("_packstore")
 

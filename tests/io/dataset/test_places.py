@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_jobs import write_jsonl
 
 import packstore
 from packstore.cli import main
@@ -88,7 +89,7 @@ def files(folder: Path, n: int = 3000) -> list[str]:
             {"prompt": [source + 1] * 3, "chosen": [2] * int(k), "rejected": [3]}
             for k in rng.integers(1, 30, n // 4)
         ]
-        Path(paths[-1]).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_jsonl(Path(paths[-1]), lines)
     return paths
 
 

@@ -41,9 +41,9 @@ def stored(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 @pytest.fixture
-def remote(kit: Any, anywhere: str) -> Dataset:
+def remote(kit: Any, place: str) -> Dataset:
     """The same on a local disk and on another filesystem."""
-    data: Dataset = kit.Written(anywhere).dataset(
+    data: Dataset = kit.Written(place).dataset(
         [kit.some_packs()], row_group_tokens=60, shard_tokens=500
     )
     return data

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-import types
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_jobs import DAY, SETTINGS, later, pairs
 
 import packstore
 from packstore.errors import ConfigError, DatasetBusyError
@@ -20,22 +19,6 @@ from packstore.io.store import operations
 from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
-SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
-DAY = 86_400.0
-
-
-def pairs(n: int, first: int = 0) -> list[dict[str, list[int]]]:
-    return [
-        {"prompt": [5, 6, 7], "chosen": [8, 10 + i, 11 + i], "rejected": [9] * (1 + i % 7)}
-        for i in range(first, first + n)
-    ]
-
-
-@pytest.fixture(params=["local", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "local":
-        return str(tmp_path / "ds")
-    return f"memory://{uuid.uuid4().hex}/ds"
 
 
 @pytest.fixture
@@ -51,14 +34,6 @@ def files(url: str) -> set[str]:
     place = Location(url)
     fs, root = place._open()
     return {path[len(root) :].lstrip("/") for path in fs.find(root)}
-
-
-def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Everything that is there now is so much older."""
-    import time
-
-    ahead = types.SimpleNamespace(time=lambda: time.time() + seconds)
-    monkeypatch.setattr(operations, "time", ahead)
 
 
 def held_put(monkeypatch: pytest.MonkeyPatch, number: int) -> tuple[threading.Event, ...]:

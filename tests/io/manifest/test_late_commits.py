@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import types
-import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from small_jobs import DAY, SETTINGS, later, pairs
 
 import packstore
 from packstore.build.combine import append, concat
@@ -17,27 +16,10 @@ from packstore.errors import DatasetExistsError, MissingFilesError, StorageError
 from packstore.io.maintain import leftovers
 from packstore.io.maintain.clean import clean
 from packstore.io.manifest.commit import manifest_path
-from packstore.io.store import operations
 from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
-SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
-DAY = 86_400.0
 TOO_LATE = "only one writer may commit at a time; found that another one just did"
-
-
-def pairs(n: int, first: int = 0) -> list[dict[str, list[int]]]:
-    return [
-        {"prompt": [5, 6, 7], "chosen": [8, 10 + i, 11 + i], "rejected": [9] * (1 + i % 7)}
-        for i in range(first, first + n)
-    ]
-
-
-@pytest.fixture(params=["local", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "local":
-        return str(tmp_path / "ds")
-    return f"memory://{uuid.uuid4().hex}/ds"
 
 
 class Paused(threading.Thread):
@@ -79,14 +61,6 @@ class Paused(threading.Thread):
         return self.error
 
 
-def days_later(monkeypatch: pytest.MonkeyPatch, days: float) -> None:
-    """Everything that is there now is so much older."""
-    import time
-
-    ahead = types.SimpleNamespace(time=lambda: time.time() + days * DAY)
-    monkeypatch.setattr(operations, "time", ahead)
-
-
 def ids(dataset: Any) -> list[int]:
     return sorted(i for packs in dataset.iter_packs() for i in packs.example_ids.tolist())
 
@@ -102,7 +76,7 @@ def test_a_writer_wakes_after_another_and_clean(
     )
     packstore.pack(pairs(40, 200), place, overwrite=True, **SETTINGS)
     with monkeypatch.context() as patch:
-        days_later(patch, days)
+        later(patch, days * DAY)
         clean(place, delete=True)
     assert isinstance(error := late.wake(), DatasetExistsError)
     assert TOO_LATE in str(error)
@@ -123,7 +97,7 @@ def test_a_writer_wakes_after_its_shards_were_cleaned(
         monkeypatch, 2, lambda: packstore.pack(pairs(30, 100), place, overwrite=True, **SETTINGS)
     )
     with monkeypatch.context() as patch:
-        days_later(patch, 8)
+        later(patch, 8 * DAY)
         clean(place, delete=True)
     assert isinstance(error := late.wake(), MissingFilesError)
     assert "version 2, which was just committed, must have all its files" in str(error)
@@ -227,7 +201,7 @@ def test_a_cleaner_wakes_after_a_commit(place: str, monkeypatch: pytest.MonkeyPa
     text = location.read_bytes(manifest_path(1))
     location.remove(manifest_path(1))
     location.create_bytes("data/0.parquet", b"1")
-    days_later(monkeypatch, 8)
+    later(monkeypatch, 8 * DAY)
     clock, removed, real = (
         types.SimpleNamespace(now=0.0),
         list[str](),

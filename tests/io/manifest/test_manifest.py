@@ -197,8 +197,8 @@ def test_damaged_bytes_raise_nothing_unnamed(good, data):
         assert "\n" not in str(error)  # noqa: PT017
 
 
-def test_versions(kit, anywhere):
-    made = kit.Written(anywhere)
+def test_versions(kit, place):
+    made = kit.Written(place)
     first = made.dataset([kit.some_packs(20)])
     second = made.dataset([kit.some_packs(30)], overwrite=True)
     assert (first.version, second.version) == (1, 2)
@@ -211,8 +211,8 @@ def test_versions(kit, anywhere):
     assert read_manifest(made.location)[1] == 2
 
 
-def test_an_existing_dataset_is_refused(kit, anywhere):
-    made = kit.Written(anywhere)
+def test_an_existing_dataset_is_refused(kit, place):
+    made = kit.Written(place)
     assert refuse_existing(made.location, overwrite=False) == 1
     ds = made.dataset([kit.some_packs(20)])
     for action in (refuse_existing, lambda p, o: commit_manifest(p, ds.manifest, o)):
@@ -221,16 +221,16 @@ def test_an_existing_dataset_is_refused(kit, anywhere):
     assert refuse_existing(made.location, overwrite=True) == 2
 
 
-def test_the_slower_of_two_writers_is_told(kit, anywhere, monkeypatch):
-    made = kit.Written(anywhere)
+def test_the_slower_of_two_writers_is_told(kit, place, monkeypatch):
+    made = kit.Written(place)
     ds = made.dataset([kit.some_packs(20)])
     monkeypatch.setattr(module, "versions", lambda *_: {})
     with pytest.raises(DatasetExistsError, match="only one writer may commit"):
         commit_manifest(made.location, ds.manifest)
 
 
-def test_a_huge_manifest_is_neither_written_nor_read(kit, anywhere, monkeypatch):
-    made = kit.Written(anywhere)
+def test_a_huge_manifest_is_neither_written_nor_read(kit, place, monkeypatch):
+    made = kit.Written(place)
     ds = made.dataset([kit.some_packs(20)])
     monkeypatch.setattr(module, "MAX_MANIFEST_BYTES", 1000)
     for action in (
@@ -255,8 +255,8 @@ def test_text_that_is_not_unicode_is_refused(good):
         manifest.to_json()
 
 
-def test_digits_of_other_scripts_number_no_version(kit, anywhere):
-    made = kit.Written(anywhere)
+def test_digits_of_other_scripts_number_no_version(kit, place):
+    made = kit.Written(place)
     made.dataset([kit.some_packs(20)])
     for six in ("٠٠٠٠٠٩", "００００００９", "੦੦੦੦੦੯"):
         # As bytes on a disk: a locale may have no such letters.

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_jobs import SETTINGS, pairs
 
 import packstore
 from packstore.build.combine import append, concat
@@ -22,14 +23,7 @@ from packstore.io.store.clients import creates_exclusively
 from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
-SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
 REFUSED = r"only one writer at a time may commit there; .* single_writer=True \(--single-writer\)"
-
-
-def pairs(n: int, first: int = 0) -> list[dict[str, list[int]]]:
-    return [
-        {"prompt": [5, 6], "chosen": [8, 10 + i], "rejected": [9]} for i in range(first, first + n)
-    ]
 
 
 @pytest.fixture

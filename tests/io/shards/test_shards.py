@@ -45,10 +45,10 @@ def all_files(folder) -> list[str]:
 @FORMATS
 @LABELS
 @pytest.mark.parametrize("kind", ["dpo", "sft", "ranked"])
-def test_round_trip(kit, anywhere, format_, labels, kind):
+def test_round_trip(kit, place, format_, labels, kind):
     packs = kit.some_packs(80, kind)
     how = {"format": format_, "labels": labels, "shard_tokens": 1}
-    ds = kit.Written(anywhere, kind).dataset([packs], **how)
+    ds = kit.Written(place, kind).dataset([packs], **how)
     assert len(ds) == len(packs) == ds.manifest.totals.packs
     assert len(ds.manifest.shards) > 1
     kit.assert_packs_equal(kit.joined(list(ds.iter_packs())), packs)
@@ -167,15 +167,15 @@ def test_no_space_for_the_manifest_leaves_shards_to_clean(kit, written, monkeypa
     assert not [name for name in left if "manifest" in name or name.startswith(".")]
 
 
-def test_a_failing_job_keeps_what_was_there(kit, anywhere):
-    made = kit.Written(anywhere)
+def test_a_failing_job_keeps_what_was_there(kit, place):
+    made = kit.Written(place)
     ds = made.dataset([kit.some_packs(60)], shard_tokens=1)
     before = shard_bytes(ds)
     with pytest.raises(KeyboardInterrupt), made.writer(shard_tokens=1) as writer:  # noqa: PT012
         writer.write(kit.some_packs(60, seed=1))
         raise KeyboardInterrupt
     assert {e.name for e in made.location.files("data")} >= {p.split("/")[1] for p in before}
-    assert open_dataset(anywhere).verify().ok
+    assert open_dataset(place).verify().ok
 
 
 def test_an_unwritable_place(kit, tmp_path):
@@ -280,8 +280,8 @@ def test_a_truncated_shard(kit, written, format_, size):
 
 
 @FORMATS
-def test_a_missing_shard(kit, anywhere, format_):
-    made = kit.Written(anywhere)
+def test_a_missing_shard(kit, place, format_):
+    made = kit.Written(place)
     ds = made.dataset([kit.some_packs(60)], format=format_, shard_tokens=1)
     lost = ds.manifest.shards[1].path
     made.location.remove(lost)
@@ -320,8 +320,8 @@ def test_unfinished_is_not_found(kit, written):
         open_dataset(written.location.url)
 
 
-def test_a_failing_job_keeps_the_shards_of_an_equal_one_that_is_about_to_commit(kit, anywhere):
-    made = kit.Written(anywhere)
+def test_a_failing_job_keeps_the_shards_of_an_equal_one_that_is_about_to_commit(kit, place):
+    made = kit.Written(place)
     with made.writer() as first:
         first.write(kit.some_packs(60))
         manifest = made.manifest(first)
@@ -330,7 +330,7 @@ def test_a_failing_job_keeps_the_shards_of_an_equal_one_that_is_about_to_commit(
             second.close()
             raise KeyboardInterrupt
         commit_manifest(made.location, manifest)
-    assert open_dataset(anywhere).verify().ok
+    assert open_dataset(place).verify().ok
 
 
 def test_a_checksum_covers_lengths_too(kit, written):

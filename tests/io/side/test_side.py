@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_jobs import write_jsonl
 
 import packstore
 from packstore.errors import (
@@ -119,8 +120,8 @@ def test_there_and_back(kit, tmp_path_factory, kind, n, seed, shard_rows, mapped
         assert_joined(table, packs.example_ids[picked], packs.num_responses[picked])
 
 
-def test_anywhere(kit, ds, anywhere) -> None:
-    url = derived(anywhere, ds)
+def test_anywhere(kit, ds, place) -> None:
+    url = derived(place, ds)
     with pytest.raises(DatasetExistsError):
         derived(url, ds)
     derived(url, ds, overwrite=True)
@@ -180,9 +181,9 @@ def files_of(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("shard_rows", [5, 1000])
-def test_a_failed_job_leaves_shards_to_clean(ds, anywhere, monkeypatch, shard_rows) -> None:
+def test_a_failed_job_leaves_shards_to_clean(ds, place, monkeypatch, shard_rows) -> None:
     monkeypatch.setattr(module, "SHARD_ROWS", shard_rows)
-    writer = SideWriter(anywhere, ds, {"float64": "float64"})
+    writer = SideWriter(place, ds, {"float64": "float64"})
     packs = ds.read_packs(0)
     writer.write(packs.example_ids, {"float64": packs.example_ids / 3})
     with pytest.raises(ConfigError, match=r"each of 90 examples of its dataset once; got \d+"):
@@ -190,7 +191,7 @@ def test_a_failed_job_leaves_shards_to_clean(ds, anywhere, monkeypatch, shard_ro
     assert bool(writer._location.files("data")) == (shard_rows == 5)
     assert not writer._location.files("_packstore")
     with pytest.raises(DatasetNotFoundError):
-        open_side(anywhere)
+        open_side(place)
 
 
 def test_a_failed_job_keeps_what_another_committed(ds, tmp_path) -> None:
@@ -209,12 +210,12 @@ def test_a_failed_job_keeps_what_another_committed(ds, tmp_path) -> None:
     assert len(files_of(tmp_path / "side")) == 2
 
 
-def test_the_writer_that_commits_first_wins(ds, anywhere, caplog) -> None:
-    writer = SideWriter(anywhere, ds, {"int64": "int64"})
+def test_the_writer_that_commits_first_wins(ds, place, caplog) -> None:
+    writer = SideWriter(place, ds, {"int64": "int64"})
     with pytest.raises(DatasetBusyError, match=r"found 'side data', process \d+ of this machine"):
-        clean(anywhere, delete=True, older_than=0, no_writers=True)
+        clean(place, delete=True, older_than=0, no_writers=True)
     with caplog.at_level(logging.WARNING, "packstore"):
-        late = SideWriter(anywhere, ds, {"float64": "float64"})
+        late = SideWriter(place, ds, {"float64": "float64"})
     assert "another job may be writing here ('side data', process" in caplog.text
     for packs in ds.iter_packs():
         writer.write(packs.example_ids, {"int64": packs.example_ids})
@@ -223,27 +224,27 @@ def test_the_writer_that_commits_first_wins(ds, anywhere, caplog) -> None:
     with pytest.raises(DatasetExistsError, match="only one writer may commit at a time"):
         late.commit()
     late.abort()
-    clean(anywhere, delete=True, older_than=0, no_writers=True)
+    clean(place, delete=True, older_than=0, no_writers=True)
     with pytest.raises(DatasetExistsError):
-        SideWriter(anywhere, ds, {"int64": "int64"})
-    assert len(plainly(anywhere)) == 90
-    assert clean(anywhere).leftovers == []
+        SideWriter(place, ds, {"int64": "int64"})
+    assert len(plainly(place)) == 90
+    assert clean(place).leftovers == []
 
 
-def test_what_a_killed_writer_left_goes(ds, anywhere, monkeypatch) -> None:
+def test_what_a_killed_writer_left_goes(ds, place, monkeypatch) -> None:
     far = Process("another", 7, "8")
     monkeypatch.setattr("packstore.io.write.writer_markers.this_process", lambda: far)
     monkeypatch.setattr(module, "SHARD_ROWS", 20)
-    writer = SideWriter(anywhere, ds, {"int64": "int64"})
+    writer = SideWriter(place, ds, {"int64": "int64"})
     for packs in ds.iter_packs():
         writer.write(packs.example_ids, {"int64": packs.example_ids})
-    place = writer._location
-    assert len(place.files("data")) == 4
-    clean(anywhere, delete=True)
-    assert len(place.files("data")) == 4
-    report = clean(anywhere, delete=True, older_than=0, no_writers=True)
+    location = writer._location
+    assert len(location.files("data")) == 4
+    clean(place, delete=True)
+    assert len(location.files("data")) == 4
+    report = clean(place, delete=True, older_than=0, no_writers=True)
     assert sum(x.path.startswith("data/") for x in report.removable) == 4
-    assert [*place.files("data"), *place.files("_packstore/writers")] == []
+    assert [*location.files("data"), *location.files("_packstore/writers")] == []
 
 
 def test_removals_are_side_by_side(ds, monkeypatch) -> None:
@@ -407,7 +408,7 @@ def test_lineage(tmp_path) -> None:
         for i in range(40)
     ]
     lines = tmp_path / "pairs.jsonl"
-    lines.write_text("".join(json.dumps(r) + "\n" for r in records))
+    write_jsonl(lines, records)
     moved = tmp_path / "elsewhere.jsonl"
     moved.write_bytes(lines.read_bytes())
     more = tmp_path / "more.jsonl"

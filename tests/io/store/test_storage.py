@@ -15,38 +15,38 @@ from packstore.io.store.location import Entry, Location, check_relative
 from packstore.io.store.storage_errors import means_exists
 
 
-def test_files_come_and_go(anywhere, tmp_path):
-    place = Location(anywhere)
-    assert not place.exists()
-    assert place.files() == []
-    place.create_bytes("a/one.json", b"0123456789")
+def test_files_come_and_go(place, tmp_path):
+    location = Location(place)
+    assert not location.exists()
+    assert location.files() == []
+    location.create_bytes("a/one.json", b"0123456789")
     staged = tmp_path / "staged"
     staged.write_bytes(b"two")
-    place.put_file(str(staged), "a/two.bin")
-    assert place.files("a") == [Entry("one.json", 10), Entry("two.bin", 3)]
-    assert place.files() == []  # folders are not files
-    assert place.is_dir("a")
-    assert not place.is_dir("a/one.json")
-    assert place.size("a/one.json") == 10
-    assert place.read_bytes("a/one.json") == b"0123456789"
-    assert place.read_bytes("a/one.json", 2, 5) == b"234"
-    assert place.read_bytes("a/one.json", 8, 20) == b"89"
-    with place.open_read("a/one.json") as file:
+    location.put_file(str(staged), "a/two.bin")
+    assert location.files("a") == [Entry("one.json", 10), Entry("two.bin", 3)]
+    assert location.files() == []  # folders are not files
+    assert location.is_dir("a")
+    assert not location.is_dir("a/one.json")
+    assert location.size("a/one.json") == 10
+    assert location.read_bytes("a/one.json") == b"0123456789"
+    assert location.read_bytes("a/one.json", 2, 5) == b"234"
+    assert location.read_bytes("a/one.json", 8, 20) == b"89"
+    with location.open_read("a/one.json") as file:
         file.seek(-3, os.SEEK_END)
         assert file.read() == b"789"
-    assert [p.read_bytes() for p in place.join("*/*.bin").glob()] == [b"two"]
-    place.remove("a/two.bin")
-    place.remove("a/two.bin")
-    assert not place.exists("a/two.bin")
+    assert [p.read_bytes() for p in location.join("*/*.bin").glob()] == [b"two"]
+    location.remove("a/two.bin")
+    location.remove("a/two.bin")
+    assert not location.exists("a/two.bin")
 
 
-def test_create_never_replaces(anywhere):
-    place = Location(anywhere)
-    place.create_bytes("x.json", b"first")
+def test_create_never_replaces(place):
+    location = Location(place)
+    location.create_bytes("x.json", b"first")
     with pytest.raises(DatasetExistsError, match=r"x\.json: must not exist yet"):
-        place.create_bytes("x.json", b"second")
-    assert place.read_bytes("x.json") == b"first"
-    assert [e.name for e in place.files()] == ["x.json"]
+        location.create_bytes("x.json", b"second")
+    assert location.read_bytes("x.json") == b"first"
+    assert [e.name for e in location.files()] == ["x.json"]
 
 
 @pytest.mark.parametrize("renames", [True, False])
@@ -116,9 +116,9 @@ def test_no_space_leaves_nothing(tmp_path, monkeypatch):
     assert list((tmp_path / "a").iterdir()) == []
 
 
-def test_refusals_are_sentences(anywhere, tmp_path):
-    place = Location(anywhere)
-    for action in (place.read_bytes, place.size, place.open_read):
+def test_refusals_are_sentences(place, tmp_path):
+    location = Location(place)
+    for action in (location.read_bytes, location.size, location.open_read):
         with pytest.raises(StorageError, match=r"/nope: cannot read; found no such file or folder"):
             action("nope")
     (tmp_path / "file").write_bytes(b"")

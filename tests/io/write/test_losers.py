@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-import uuid
-from pathlib import Path
 from typing import Any
 
 import pytest
+from small_jobs import SETTINGS, pairs
 
 import packstore
 from packstore.errors import DatasetExistsError, MissingFilesError, StorageError
@@ -18,18 +17,7 @@ from packstore.io.store.location import Location
 from packstore.io.write.write_job import WriteJob
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
-SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
-RECORDS = [
-    {"prompt": [5, 6, 7], "chosen": [8, 10 + i, 11 + i], "rejected": [9] * (1 + i % 7)}
-    for i in range(60)
-]
-
-
-@pytest.fixture(params=["local", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "local":
-        return str(tmp_path / "ds")
-    return f"memory://{uuid.uuid4().hex}/ds"
+RECORDS = pairs(60)
 
 
 class Job(threading.Thread):
@@ -112,10 +100,6 @@ def test_a_put_whose_answer_is_lost(
     assert packstore.open(place).verify().ok
     clean(place, delete=True, older_than=0, no_writers=True)
     assert packstore.open(place).verify().ok
-
-
-def pairs(n: int, first: int) -> list[dict[str, list[int]]]:
-    return [{"prompt": [5], "chosen": [10 + i], "rejected": [9]} for i in range(first, first + n)]
 
 
 @pytest.mark.parametrize("how", ["pack", "append", "concat"])

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 import pytest
+from small_jobs import SETTINGS, pairs
 
 import packstore
 from packstore.cli import main
@@ -25,22 +26,7 @@ from packstore.io.store.process import Process, this_process
 from packstore.io.write.writer_markers import WRITERS, writer_marker, writers
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
-SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
 PROC = pytest.mark.skipif(not this_process().machine, reason="needs /proc and a machine id")
-
-
-def pairs(n: int, first: int = 0) -> list[dict[str, list[int]]]:
-    return [
-        {"prompt": [5, 6, 7], "chosen": [8, 10 + i, 11 + i], "rejected": [9] * (1 + i % 7)}
-        for i in range(first, first + n)
-    ]
-
-
-@pytest.fixture(params=["local", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "local":
-        return str(tmp_path / "ds")
-    return f"memory://{uuid.uuid4().hex}/ds"
 
 
 def put_marker(place: str, process: Process) -> str:

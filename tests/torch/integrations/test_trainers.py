@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gradients import take_gradients
 from ranks import launch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -73,12 +74,6 @@ def logged_by(model: Any, loss_fn: PreferenceLoss, count: int) -> dict[str, floa
         with torch.no_grad():
             metrics.add(loss_fn(PackedPolicy(model)(batch), batch).metrics)
     return {n: v for n, v in metrics.means().items() if n.startswith(("rewards/", "logps/"))}
-
-
-def take_gradients(model: Any) -> dict[str, Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    return found
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

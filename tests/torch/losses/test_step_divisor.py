@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gradients import take_gradients
 from ranks import launch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -132,12 +133,6 @@ def with_reference(batch: PackedBatch) -> Tensor:
     counts = batch.num_responses.tolist()
     pairs = zip(batch.example_ids.tolist(), counts, strict=True)
     return torch.tensor([v for e, n in pairs for v in REFERENCES[e][:n]], dtype=torch.float64)
-
-
-def take_gradients(model: Any) -> dict[str, Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    return found
 
 
 def run_loop(model: Any, policy: Any, loader: Any, loss_fn: PreferenceLoss) -> Any:

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sized_pairs import pairs
 from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from packstore.errors import BackendError
-from packstore.format.arrays import Examples, to_offsets
 from packstore.torch import PackedBatch, collate, use_packed_attention
 
 NAMES = [n for n in CONFIG_MAPPING if CONFIG_MAPPING[n] in MODEL_FOR_CAUSAL_LM_MAPPING]
@@ -42,24 +42,6 @@ NOT_MADE = {
     **dict.fromkeys(("blt", "dbrx", "dots3_note_text", "reformer", "xlnet"), "has no tiny config"),
     **dict.fromkeys(("blenderbot", "plbart", "roc_bert", "zamba"), "has no tiny config"),
 }
-
-
-def pairs() -> Examples:
-    rng = np.random.default_rng(0)
-    ids, on = [], []
-    for prompt, *responses in PAIRS:
-        shared = rng.integers(0, 50, prompt)
-        for response in responses:
-            ids.append(np.concatenate([shared, rng.integers(0, 50, response)]))
-            on.append(np.arange(prompt + response) >= prompt)
-    return Examples(
-        input_ids=np.concatenate(ids).astype(np.int32),
-        supervised=np.concatenate(on),
-        sequence_offsets=to_offsets(np.array([len(x) for x in ids])),
-        example_offsets=to_offsets(np.full(len(PAIRS), 2)),
-        reward=np.tile(np.float32([1, 0]), len(PAIRS)),
-        example_ids=np.arange(len(PAIRS)),
-    )
 
 
 def variants(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -135,7 +117,7 @@ def difference(kit: SimpleNamespace, model: Any, own: list[Tensor] | None) -> fl
     use_packed_attention(model, "reference")
     worst = 0.0
     for layout in ("concat", "shared_prefix"):
-        batch = collate(kit.packed(pairs(), [len(PAIRS)], layout), "dpo")
+        batch = collate(kit.packed(pairs(*PAIRS), [len(PAIRS)], layout), "dpo")
         found = model(**batch.model_inputs()).logits[0]
         if own is None:
             return None
@@ -155,7 +137,7 @@ def outcome(kit: SimpleNamespace, name: str, settings: dict[str, Any]) -> float 
     assert sum(map(torch.numel, model.parameters())) < LARGEST
     model = made(kit, name, settings)
     try:
-        own = alone(model, collate(kit.packed(pairs(), [len(PAIRS)], "concat"), "dpo"))
+        own = alone(model, collate(kit.packed(pairs(*PAIRS), [len(PAIRS)], "concat"), "dpo"))
     except Exception:  # whatever the model raises
         own = None
     try:

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("accelerate", reason="training needs accelerate")
 
@@ -20,7 +19,6 @@ from packstore.errors import (
     CompatibilityError,
     ConfigError,
 )
-from packstore.testing import random_examples
 from packstore.torch.models.load import load_model
 from packstore.torch.training.train import train
 
@@ -32,16 +30,7 @@ pytestmark = [  # PEFT's, with transformers 5.23
 @pytest.fixture(scope="module")
 def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Settings of a short run."""
-    folder = tmp_path_factory.mktemp("mistakes")
-    kit.tiny_model(dtype=torch.float32).save_pretrained(folder / "model")
-    packs = kit.packed(random_examples(24, seed=3), [1, 4, 2, 3, 2] * 2, "concat")
-    kit.write(str(folder / "data"), packs)
-    return {
-        "model": str(folder / "model"),
-        "dataset": str(folder / "data"),
-        "pairs_per_step": 8,
-        "cpu": True,
-    }
+    return kit.short_run(tmp_path_factory.mktemp("run"))
 
 
 def changed_copy(made: dict[str, Any], folder: Path, config: dict[str, Any], drop: str) -> str:

@@ -7,13 +7,12 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from sized_pairs import pairs
 from torch import Tensor
 
 from packstore.errors import BackendError
-from packstore.format.arrays import Examples, to_offsets
 from packstore.torch import PackedBatch, collate, packed_logps, use_packed_attention
 from packstore.torch.parallel import pad_batch, pad_segments
 from packstore.torch.parallel.context import ContextShard, ContextSplit
@@ -62,25 +61,6 @@ ACROSS = ((4, 6, 9), (30, 8, 5), (20, 3, 2), (40, 12, 12), (2, 1, 1), (26, 9, 9)
 
 ACROSS_ALIKE = ((4, 6, 9), (30, 8, 8), (20, 3, 2), (40, 12, 12), (2, 1, 1), (26, 9, 9))
 """The same, with both sides of a long pair of one length."""
-
-
-def pairs(*sizes: tuple[int, int, int]) -> Examples:
-    """Random pairs of these sizes."""
-    rng = np.random.default_rng(0)
-    ids, on = [], []
-    for prompt, *responses in sizes:
-        shared = rng.integers(0, 50, prompt)
-        for response in responses:
-            ids.append(np.concatenate([shared, rng.integers(0, 50, response)]))
-            on.append(np.arange(prompt + response) >= prompt)
-    return Examples(
-        input_ids=np.concatenate(ids).astype(np.int32),
-        supervised=np.concatenate(on),
-        sequence_offsets=to_offsets(np.array([len(x) for x in ids])),
-        example_offsets=to_offsets(np.full(len(sizes), 2)),
-        reward=np.tile(np.float32([1, 0]), len(sizes)),
-        example_ids=np.arange(len(sizes)),
-    )
 
 
 def model_of(kit: SimpleNamespace, name: str, rope: dict[str, Any]) -> Any:

@@ -18,7 +18,6 @@ from packstore.cli import main
 from packstore.errors import CompatibilityError
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.side.side import SideWriter, open_side
-from packstore.testing import random_examples
 from packstore.torch import use_packed_attention
 from packstore.torch.models.load import load_model
 from packstore.torch.reference.reference import write_ref_logps
@@ -40,19 +39,8 @@ def _accelerate() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Settings of one step of a float32 model under bf16 autocast, without a reference yet."""
-    folder = tmp_path_factory.mktemp("arithmetic")
-    kit.tiny_model(dtype=torch.float32).save_pretrained(folder / "model")
-    packs = kit.packed(random_examples(24, seed=3), [1, 4, 2, 3, 2] * 2, "shared_prefix")
-    kit.write(str(folder / "data"), packs, layout="shared_prefix")
-    return {
-        "model": str(folder / "model"),
-        "dataset": str(folder / "data"),
-        "mixed_precision": "bf16",
-        "pairs_per_step": 8,
-        "max_steps": 1,
-        "log_every": 1,
-        "cpu": True,
-    }
+    run = kit.short_run(tmp_path_factory.mktemp("arithmetic"), "shared_prefix")
+    return {**run, "mixed_precision": "bf16", "max_steps": 1, "log_every": 1}
 
 
 def precompute(made: dict[str, Any], side: Path, *flags: str) -> str:

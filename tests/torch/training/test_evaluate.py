@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import launch
+from small_jobs import write_jsonl
 from torch.nn.functional import logsigmoid
 
 import packstore
@@ -45,7 +46,7 @@ def record(i: int) -> dict[str, Any]:
 
 def pack(folder: Path, rows: list[dict[str, Any]], layout: str = "concat") -> Dataset:
     lines = folder / "rows.jsonl"
-    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(lines, rows)
     how: dict[str, Any] = {
         "row_group_tokens": 200,
         "shard_tokens": 400,

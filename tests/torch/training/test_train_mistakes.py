@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("accelerate", reason="training needs accelerate")
 
@@ -24,7 +23,6 @@ from packstore.errors import (
     StorageError,
 )
 from packstore.io.store.location import Location
-from packstore.testing import random_examples
 from packstore.torch.training import checkpoint as checkpoint_module
 from packstore.torch.training.checkpoint import checkpoints
 from packstore.torch.training.sinks import keep_until
@@ -40,16 +38,7 @@ MUST = {"model": "m", "dataset": "d", "output": "o"}
 @pytest.fixture(scope="module")
 def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Settings of a short run."""
-    folder = tmp_path_factory.mktemp("mistakes")
-    kit.tiny_model(dtype=torch.float32).save_pretrained(folder / "model")
-    packs = kit.packed(random_examples(24, seed=3), [1, 4, 2, 3, 2] * 2, "concat")
-    kit.write(str(folder / "data"), packs)
-    return {
-        "model": str(folder / "model"),
-        "dataset": str(folder / "data"),
-        "pairs_per_step": 8,
-        "cpu": True,
-    }
+    return kit.short_run(tmp_path_factory.mktemp("run"))
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])

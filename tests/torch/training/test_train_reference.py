@@ -18,7 +18,6 @@ pytest.importorskip("peft", reason="LoRA needs peft")
 from packstore.errors import CompatibilityError
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.side.side import SideWriter, open_side
-from packstore.testing import random_examples
 from packstore.torch import packed_logps
 from packstore.torch.models.load import load_model
 from packstore.torch.reference.reference import write_ref_logps
@@ -33,22 +32,11 @@ pytestmark = [  # PEFT's, with transformers 5.23
 def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Settings of a short run in float32, with the log-probs of its own starting model."""
     folder = tmp_path_factory.mktemp("reference")
-    kit.tiny_model(dtype=torch.float32).save_pretrained(folder / "model")
-    packs = kit.packed(random_examples(24, seed=3), [1, 4, 2, 3, 2] * 2, "shared_prefix")
-    dataset = kit.write(str(folder / "data"), packs, layout="shared_prefix")
-    model = load_model(folder / "model")
-    write_ref_logps(model, dataset, str(folder / "ref"))
-    return {
-        "model": str(folder / "model"),
-        "dataset": str(folder / "data"),
-        "validation": str(folder / "data"),
-        "ref_logps": str(folder / "ref"),
-        "validation_ref_logps": str(folder / "ref"),
-        "pairs_per_step": 8,
-        "learning_rate": 1e-2,
-        "log_every": 1,
-        "cpu": True,
-    }
+    run = kit.short_run(folder, "shared_prefix")
+    side = str(folder / "ref")
+    write_ref_logps(load_model(run["model"]), open_dataset(run["dataset"]), side)
+    more = {"validation": run["dataset"], "ref_logps": side, "validation_ref_logps": side}
+    return {**run, **more, "learning_rate": 1e-2, "log_every": 1}
 
 
 def losses(output: Path) -> list[float]:
