@@ -45,7 +45,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What dead jobs of other tests left in the system's folder is not seen."""
+    """Hides leftovers of dead jobs in the system's temporary folder."""
     own = tmp_path / "temporary"
     own.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(own))

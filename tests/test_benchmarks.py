@@ -21,7 +21,7 @@ READERS = (*OURS, "pyarrow-parquet", "memmap")
 
 @pytest.fixture(scope="module")
 def child() -> ModuleType:
-    """What runs in the processes of the benchmark."""
+    """The function that the benchmark runs in its processes."""
     return module("peers_loading.child")
 
 

@@ -209,7 +209,7 @@ def run_page(page: Path, names: dict[str, Any]) -> None:
 
 
 def run_python(block: Block, where: str, names: dict[str, Any]) -> str:
-    """What the block prints; with output to compare, an error of ours is part of it."""
+    """Runs the block; returns its output, with a packstore error if output is compared."""
     code = compile("\n" * block.line + block.code, where, "exec")
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
@@ -252,7 +252,7 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def matches(expected: str, printed: str) -> bool:
-    """Whether `printed` is `expected`, in which ``…`` stands for anything."""
+    """Compares `printed` with `expected`, in which ``…`` stands for anything."""
     parts = [re.escape("".join(part.split())) for part in expected.split("…")]
     return re.fullmatch(".*".join(parts), "".join(printed.split()), re.S) is not None
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def python(code: str) -> str:
-    """What `code` prints in a fresh interpreter."""
+    """Runs `code` in a fresh interpreter; returns its output."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=False
     )

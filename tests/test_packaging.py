@@ -1,4 +1,4 @@
-"""What a release is made of. ``tests/try_release.py`` installs and tries it; that takes minutes."""
+"""Files of a release. ``tests/try_release.py`` installs and tries it; that takes minutes."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def floors(extra: str) -> list[str]:
 
 
 def sources() -> list[str]:
-    """What git tracks and a source distribution must hold."""
+    """Files that git tracks and a source distribution must hold."""
     tracked = run("git", "ls-files").splitlines()
     return [name for name in tracked if not name.startswith(NOT_IN_SDIST)]
 

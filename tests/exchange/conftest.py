@@ -74,7 +74,7 @@ def all_examples(dataset: Dataset) -> Examples:
 
 @pytest.fixture
 def kit(tmp_path: Path) -> SimpleNamespace:
-    """What tests of this folder use."""
+    """Helpers of the tests of this folder."""
     made = iter(range(1000))
 
     def dataset(n: int = 20, seed: int = 0, kind: str = "dpo", **how: Any) -> Dataset:

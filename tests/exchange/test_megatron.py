@@ -34,7 +34,7 @@ EOS = 49
 
 @dataclass
 class Batch:
-    """What the reader gives for one row."""
+    """One row as the reader returns it."""
 
     tokens: list[int]
     labels: list[int]
@@ -303,7 +303,7 @@ def test_the_multiple_of_the_parallelism(cp: int, tp: int, sp: bool, multiple: i
 def test_eos_at_the_end(
     tail: list[int], on: list[int], lost: int, mult: int, tmp_path: Path, kit: SimpleNamespace
 ) -> None:
-    """What the reader takes for filling is not supervised; what can be kept is."""
+    """Tokens that the reader takes for padding are not supervised; all others stay."""
     parts = [([3] * n + tail, [0] * n + on) for n in range(6)]
     examples = Examples(
         input_ids=np.array([t for ids, _ in parts for t in ids], np.int32),

@@ -60,7 +60,7 @@ def child(name: str, first: int, last: int, state_path: str) -> None:
 
 
 def fuzz(name: str, inputs: int, folder: str) -> dict[str, Any]:
-    """What became of the inputs of a target."""
+    """Runs the inputs of a target; returns the outcomes."""
     counts: Counter[str] = Counter()
     examples: dict[str, list[str]] = {}
     begun, first, errors = time.monotonic(), 0, Path(folder, "err")

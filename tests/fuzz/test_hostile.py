@@ -34,7 +34,7 @@ CASES = 60
 
 
 def read_all(*arguments: str) -> list[str]:
-    """What the fuzzer prints; its status says whether anything was wrong."""
+    """Runs the fuzzer, which must succeed; returns its lines."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *arguments],
         capture_output=True,

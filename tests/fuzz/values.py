@@ -271,7 +271,7 @@ def peak() -> int:
 
 
 def fuzz(first: int, cases: int, every: bool, folder: str) -> tuple[Counter[str], list[Any]]:
-    """What became of the cases from `first` on, in as many processes as it takes."""
+    """Runs the cases from `first` on, in as many processes as it takes; returns the outcomes."""
     counts, problems = Counter[str](), list[Any]()
     at, last = first, first + cases
     while at < last:

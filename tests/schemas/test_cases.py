@@ -53,7 +53,7 @@ def check(case: Case) -> Packs:
 
 
 def derive(row: Case, k: int | None) -> Case:
-    """What format.md says is derived from a pack, as plainly as it says it."""
+    """Returns the values that format.md derives from a pack, computed in its own words."""
     b, lengths = row["seq_boundaries"], row["lengths"]
     s = range(len(lengths))
     counts = row["num_responses"] if k is None else [k] * len(row["example_ids"])

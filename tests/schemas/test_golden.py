@@ -106,7 +106,7 @@ def test_manifest_fits_the_json_schema(name: str, validator: Any) -> None:
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.endswith("arrow")])
 def test_physical_form(name: str) -> None:
-    """What format.md says about Parquet, as Parquet itself tells it."""
+    """Checks the rules of format.md about Parquet on the files themselves."""
     dataset = open_dataset(str(V1 / name))
     labels = "label_spans" if "spans" in name else "labels"
     for shard in dataset.manifest.shards:

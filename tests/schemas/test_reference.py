@@ -117,7 +117,7 @@ def damaged(draw: st.DrawFn) -> tuple[Row, str, str]:
 
 
 def judge(row: Row, kind: str, layout: str) -> str:
-    """What check_packs says of the row; nothing if it obeys every rule."""
+    """Returns the message of check_packs for the row; empty if it obeys every rule."""
     schema = pack_schema(kind, layout, label_spans="label_spans" in row)
     columns = [pa.array([row[f.name]], type=f.type) for f in schema]
     try:

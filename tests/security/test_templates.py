@@ -164,7 +164,7 @@ def test_an_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_but_undefined_is_seen_of_the_inside() -> None:
-    """What Jinja hides without an error."""
+    """Attributes that Jinja hides without an error stay hidden."""
     for source in (
         "{{ ''.__class__ }}",
         "{{ joiner.__globals__ }}",

@@ -1,4 +1,4 @@
-"""What the tests on real stores have in common."""
+"""Fixtures of the tests on real stores."""
 
 from __future__ import annotations
 

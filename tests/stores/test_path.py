@@ -50,7 +50,7 @@ def whole_path(url: str, options: dict[str, Any], pairs: Path, tokenizer: Tokeni
 
 @pytest.fixture(scope="session")
 def local(tmp_path_factory: pytest.TempPathFactory, pairs: Path, tokenizer: Tokenizer) -> Result:
-    """What the local disk gives."""
+    """The dataset and the loss on a local disk."""
     return whole_path(str(tmp_path_factory.mktemp("local") / "ds"), {}, pairs, tokenizer)
 
 

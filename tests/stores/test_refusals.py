@@ -1,4 +1,4 @@
-"""What stores refuse: a named error with a remedy, at once, and without the keys."""
+"""Refusals of stores: a named error with a remedy, at once, and without the keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from packstore.torch import PackedDataLoader, PackedDataset
 
 
 def refused(place: Location, path: str = "x") -> dict[str, str]:
-    """What each operation says."""
+    """Returns the error of each operation."""
     actions = {
         "list": lambda: place.files(),
         "read": lambda: place.read_bytes(path, 0, 4),

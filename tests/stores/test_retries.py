@@ -49,7 +49,7 @@ def named(call: Callable[[], str]) -> Callable[[], str]:
 
 
 class Answer(Exception):
-    """What botocore's ClientError looks like."""
+    """An error in the form of botocore's ClientError."""
 
     def __init__(self, code: str, status: int) -> None:
         super().__init__(f"An error occurred ({code})")

@@ -51,7 +51,7 @@ class Told:
         self.texts: list[str] = []
 
     def add(self, *values: object) -> None:
-        """What these look like."""
+        """Adds the values as `str` and as `repr`."""
         self.texts += [f(value) for value in values for f in (str, repr)]
 
     def files(self, place: Location) -> None:
@@ -62,7 +62,7 @@ class Told:
             self.texts += [path.removeprefix(root), fs.cat_file(path).decode("latin-1")]
 
     def error(self, action: Callable[[], Any]) -> None:
-        """What `action` raises, with what stands behind it."""
+        """Adds the error that `action` raises, with its traceback."""
         with pytest.raises(packstore.errors.PackstoreError) as caught:
             action()
         self.add(caught.value)

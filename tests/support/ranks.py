@@ -18,7 +18,7 @@ import torch.distributed.nn  # before there is a group: see packstore.cli._model
 
 
 def launch(script: str, task: Any, size: int, folder: Path, timeout: float = 300) -> list[Any]:
-    """What ``on_rank(task)`` of `script` returned on each of `size` ranks."""
+    """Runs ``on_rank(task)`` of `script` on `size` ranks; returns the result of each."""
     # A store of its own: ranks that leave early do not remove theirs, and who meets there what
     # earlier ranks left waits for ever.
     folder = Path(tempfile.mkdtemp(dir=folder))

@@ -45,7 +45,7 @@ def refusal(rows, byte_level):
 
 @pytest.fixture
 def tally(rows, byte_level):
-    """What happened to some records."""
+    """Returns a function that tokenizes records and returns the counts."""
 
     def of(*values, kind="dpo", **settings):
         config = PackConfig(pack_size=4096, **settings)

@@ -1,4 +1,4 @@
-"""What holds for every record, tokenizer and setting."""
+"""Properties of every record, tokenizer and setting."""
 
 from __future__ import annotations
 

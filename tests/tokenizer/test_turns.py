@@ -1,4 +1,4 @@
-"""Which words of a dialogue are supervised."""
+"""Supervision in dialogues: the words of the assistant."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ THOUGHT = "<think>\nhm\n</think>\n\nyes"
 
 
 def test_thinking_of_qwen(tokenizer, run, byte_level):
-    """What was thought stays or goes; the empty block that the template writes is not learned."""
+    """Thoughts stay or go; the empty block that the template writes is not supervised."""
     record = {"prompt": [USER], "chosen": THOUGHT, "rejected": "no"}
     texts, _ = run(tokenizer("qwen3"), record)
     assert [said for _, said in texts] == [

@@ -47,7 +47,7 @@ def stored(kit: Any, place: str, request: Any) -> Dataset:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each shard was read from the store."""
+    """Counts reads of each shard from the store."""
     found: Counter[str] = Counter()
     read = ShardReader._read
 

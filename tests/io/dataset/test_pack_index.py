@@ -173,7 +173,7 @@ def test_an_empty_dataset_has_none(kit, written):
 
 
 def test_memory_of_the_writer_is_one_shard(kit, written, monkeypatch):
-    """What waits for the index never holds more than the packs of one shard."""
+    """The sizes that wait for the index are those of one shard at most."""
     portions = []
     table = pack_index._table
 

@@ -59,7 +59,7 @@ _earlier: set[threading.Thread] = set()
 
 @pytest.fixture(autouse=True)
 def _threads_of_earlier_tests() -> None:
-    """Those that still run, in a worker that had other tests before, are no matter of ours."""
+    """Ignores threads that earlier tests left in this worker."""
     gc.collect()
     _earlier.clear()
     _earlier.update(threading.enumerate())

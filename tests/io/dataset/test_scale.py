@@ -94,7 +94,7 @@ def test_damaged_lines_are_refused(small: Dataset, old: bytes, new: bytes) -> No
 
 
 def test_a_seek_looks_at_few_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a seek costs does not grow with the position: no array of the dataset's size is made."""
+    """The cost of a seek is independent of the position: no array has the dataset's size."""
     order = PackOrder(np.full(20_000, 32))
     order.locate(np.arange(8))
     tracemalloc.start()

@@ -55,7 +55,7 @@ class Paused(threading.Thread):
             self._stopped.set()
 
     def wake(self) -> Exception | None:
-        """What it ended with."""
+        """Lets it go on to its end; returns its error."""
         self._go.set()
         self.join()
         return self.error

@@ -90,7 +90,7 @@ def test_nothing_is_left_of_a_failure_in_the_thread(kit, written, tmp_path, monk
 
 
 def row_group(**how):
-    """What a footer tells of three lists of ten numbers."""
+    """The row group of a footer, for three lists of ten numbers."""
     sink, table = io.BytesIO(), pa.table({"x": [[7] * 10] * 3})
     pq.write_table(table, sink, **{"use_dictionary": False, **how})
     return pq.read_metadata(sink).row_group(0)

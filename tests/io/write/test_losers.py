@@ -1,4 +1,4 @@
-"""Who loses, or does not know whether it has committed, removes nothing."""
+"""A job that loses, or cannot know whether it has committed, removes nothing."""
 
 from __future__ import annotations
 

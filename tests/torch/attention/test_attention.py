@@ -23,7 +23,7 @@ ON_CPU = (*WITH_GRADIENTS, "flex")
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
-    """What FlexAttention compiled for the shapes of one test would count against the next."""
+    """Clears compiled kernels: those of one test would count against the limit of the next."""
     torch._dynamo.reset()
 
 

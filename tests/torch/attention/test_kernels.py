@@ -1,4 +1,4 @@
-"""How each flash kernel is called: signature tests, with a stand-in that computes by definition.
+"""Calls of each flash kernel: signature tests, with a stand-in that computes by definition.
 
 Nothing here proves a kernel. The stand-ins have the signatures of flash-attn 2.8.3, of
 flash-attention/hopper at 0f82fea, of flash-attn-4 4.0.0b36 and of torch 2.11, positional order

@@ -1,4 +1,4 @@
-"""What a training sees when the store, the files or a worker fail: a named error, or a recovery."""
+"""A store, file or worker that fails in training: a named error, or a recovery."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def ids(url: str, **settings: Any) -> list[int]:
 
 
 def a_shard(stored: Dataset, number: int = 1) -> Path:
-    """Where one of its shards is."""
+    """Path of one of its shards."""
     return Path(stored.shard_urls[number])
 
 

@@ -67,7 +67,7 @@ def loaders(stream: Any, world: int, **mode: Any) -> list[PackedDataLoader]:
 
 
 def told(batch: Any) -> Any:
-    """What must be alike when the same batch comes again."""
+    """The values of a batch that must be equal when it comes again."""
     return batch.example_ids.tolist(), batch.weights.tolist(), batch.step
 
 
@@ -127,7 +127,7 @@ def test_at_every_batch_with_other_settings(memory: Any, mode: Any, other: Any, 
 
 
 def test_the_sequence_is_that_of_any_other_ranks(memory: Any) -> None:
-    """Where the packs of a step are as many, whatever the ranks, all steps are the same."""
+    """If the packs of a step are as many, whatever the ranks, all steps are the same."""
     pairs: list[tuple[int, dict[str, int]]] = [
         (1, {"packs_per_batch": 4}),
         (2, {"packs_per_batch": 2}),

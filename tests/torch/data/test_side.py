@@ -125,7 +125,7 @@ def test_it_is_a_stream_like_the_one_below(packed: SimpleNamespace) -> None:
 
 
 def test_sizes_of_positions(packed: SimpleNamespace) -> None:
-    """What a loader plans with is what the packs at these positions are."""
+    """Sizes that a loader plans with are those of the packs at these positions."""
     stream = StoredPacks(packed.again, seed=1, lanes=4)
     indices = np.random.default_rng(0).permutation(len(stream))
     sizes = stream.sizes(indices)

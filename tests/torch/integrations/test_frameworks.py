@@ -149,7 +149,7 @@ def test_accelerate_out_of_phase(stored: Dataset, accumulating: Any) -> None:
 
 
 def test_accelerate_in_phase(stored: Dataset, accumulating: Any) -> None:
-    """Who gives the divisor may accumulate, as long as the steps are the loader's."""
+    """A loss with its own divisor may be accumulated in the loader's steps."""
     loss_fn = PreferenceLoss("sft")
     for batch in PackedDataLoader(PackedDataset(stored), accumulation=2):
         logps = torch.zeros(batch.num_segments, requires_grad=True)

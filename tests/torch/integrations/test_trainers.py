@@ -183,7 +183,7 @@ def one_step(folder: str, accumulation: int) -> Any:
 
 
 def descended(trainer: Any, model: Any) -> dict[str, Any]:
-    """What training takes away, and what it logs of its step."""
+    """Trains; returns the change of every parameter, and the logs of the step."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainer.train()
     found = {name: before[name] - p.detach() for name, p in model.named_parameters()}

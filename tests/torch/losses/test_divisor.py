@@ -1,4 +1,4 @@
-"""What a batch adds to the divisor of its step, and who knows it without counting."""
+"""Divisors of steps: what each batch adds, and which loaders know it without counting."""
 
 from __future__ import annotations
 

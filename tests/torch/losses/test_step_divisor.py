@@ -229,7 +229,7 @@ def records_of(kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["sft term by token", "sft", "best", "all", "adjacent"])
 def test_every_stream_counts(kit: SimpleNamespace, tmp_path: Path, name: str) -> None:
-    """What a batch says of its step is what the batches of the step add up to."""
+    """Counts of a step, in each of its batches, are the sums over these batches."""
     kind, loss_fn = LOSSES[name][0], loss_of(name)
     data, records = stored(kit, tmp_path, kind), records_of(kind)
     anew = PackConfig(pack_size=100, layout="shared_prefix")

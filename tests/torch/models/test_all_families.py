@@ -113,7 +113,7 @@ def alone(model: Any, batch: PackedBatch) -> list[Tensor]:
 
 @torch.no_grad()
 def difference(kit: SimpleNamespace, model: Any, own: list[Tensor] | None) -> float | None:
-    """How far packed logits are from `own`, over their largest; None: there are no own ones."""
+    """Largest difference of packed logits from `own`, over their largest; None without `own`."""
     use_packed_attention(model, "reference")
     worst = 0.0
     for layout in ("concat", "shared_prefix"):

@@ -1,4 +1,4 @@
-"""Whether dataset, tokenizer and model belong together: what is refused, and what must not be."""
+"""Dataset, tokenizer and model that do not belong together are refused, and no others."""
 
 from __future__ import annotations
 

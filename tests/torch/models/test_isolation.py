@@ -188,7 +188,7 @@ def test_weights_that_are_not_finite_are_named(kit: SimpleNamespace) -> None:
 
 
 def rounded(q: Tensor, k: Tensor, v: Tensor, layout: Any, **settings: Any) -> Tensor:
-    """What coarse kernels give."""
+    """Rounds as coarse kernels do."""
     output = ATTENTION.load("reference")(q, k, v, layout, **settings)
     return output * (1 + 0.1 * torch.randn_like(output))
 

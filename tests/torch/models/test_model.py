@@ -1,4 +1,4 @@
-"""What the attention function refuses, of models and of calls."""
+"""Models and calls that the attention function refuses."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def plain(kit: SimpleNamespace) -> list[PackedBatch]:
 
 
 def compare(kit: SimpleNamespace, results: list[dict[str, Any]]) -> None:
-    """What each rank found in one group with what one process finds."""
+    """Compares the results of each rank of one group with those of one process."""
     for i, (case, batch) in enumerate(zip(CASES, plain(kit), strict=True)):
         logps, loss, gradients = outcome(kit.tiny_model(case.model), case, batch, batch, False)
         for result in results:

@@ -52,7 +52,7 @@ def make(kit: SimpleNamespace, seed: int, kind: str = "dpo", layout: str = "conc
 
 
 def real_tokens(batch: PackedBatch, padded: PackedBatch) -> list[int]:
-    """Where the tokens of the batch are in the padded one."""
+    """Positions of the batch's tokens in the padded one."""
     starts, before = padded.cu_seqlens.tolist(), batch.cu_seqlens.tolist()
     sizes = [b - a for a, b in pairwise(before)]
     return [t for start, n in zip(starts, sizes, strict=False) for t in range(start, start + n)]

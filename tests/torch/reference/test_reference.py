@@ -120,7 +120,7 @@ def test_every_kind(kit: SimpleNamespace, tmp_path: Path, kind: str, layout: str
 
 
 class Killed(BaseException):
-    """What no code catches."""
+    """An error that no code catches."""
 
 
 def kill_after(monkeypatch: pytest.MonkeyPatch, batches: int) -> list[int]:

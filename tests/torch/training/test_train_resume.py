@@ -83,7 +83,7 @@ def undisturbed(
 
 
 def recorded(output: Path) -> dict[str, Any]:
-    """What is the same in every undisturbed run: example ids, losses, rates; not times."""
+    """Values that are equal in every undisturbed run: example ids, losses, rates; not times."""
     records = [
         json.loads(x) for x in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ]
