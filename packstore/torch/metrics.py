@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 SumAndCount = tuple[Tensor, Tensor]
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Metrics:
@@ -32,9 +33,7 @@ class Metrics:
 
     def add(self, metrics: Mapping[str, SumAndCount]) -> None:
         """Adds the metrics of one batch: name -> (sum, count)."""
-        for name, both in metrics.items():
-            new = torch.stack([x.detach().to(wide_dtype(x.device)) for x in both])
-            self._sums[name] = self._sums[name] + new if name in self._sums else new
+        add_sums(self._sums, metrics)
 
     def means(self, group: Any = None) -> dict[str, float]:
         """Returns the mean of each metric over all batches added on all ranks since the last call.
@@ -49,6 +48,13 @@ class Metrics:
         totals = all_reduce_sums(flat, group)
         means = (s / n if n else math.nan for s, n in zip(totals[::2], totals[1::2], strict=True))
         return dict(zip(names, means, strict=True))
+
+
+def add_sums(sums: dict[Key, Tensor], terms: Mapping[Key, SumAndCount]) -> None:
+    """Adds sums and counts to `sums`, each `[2]`, without gradient."""
+    for key, both in terms.items():
+        new = torch.stack([x.detach().to(wide_dtype(x.device)) for x in both])
+        sums[key] = sums[key] + new if key in sums else new
 
 
 def all_reduce_sums(

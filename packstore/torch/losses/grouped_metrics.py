@@ -20,7 +20,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.losses.divisor import own_divisor
 from packstore.torch.losses.loss import PreferenceLoss
-from packstore.torch.metrics import SumAndCount, all_reduce_sums, distributed, wide_dtype
+from packstore.torch.metrics import add_sums, all_reduce_sums, distributed, wide_dtype
 
 T = TypeVar("T")
 
@@ -85,11 +85,33 @@ class GroupedMetrics:
         for group, part in self._groups(batch):
             own = own_divisor(part, self.loss_fn)
             metrics = self.loss_fn(logps, part, ref_logps, divisor=own).metrics
-            _add(self._sums, group, part, metrics)
+            examples = part.weights.sum()
+            every = {**metrics, "examples": (examples, torch.zeros_like(examples))}
+            add_sums(self._sums, {(group, name): both for name, both in every.items()})
 
     def figures(self, device: torch.device) -> Figures:
-        """Means over all ranks; a collective call, from `device`."""
-        figures = _figures(self._sums, self.loss_fn, device)
+        """Means over all ranks, which may have seen different groups; collective, from `device`."""
+        keys = _all_keys(self._sums)
+        zero = torch.zeros(2, dtype=wide_dtype(device), device=device)
+        totals = all_reduce_sums(
+            [x for key in keys for x in self._sums.get(key, zero)], device=device
+        )
+        figures: Figures = {"metrics": {}, "by": {}}
+        for (group, name), total, count in zip(keys, totals[::2], totals[1::2], strict=True):
+            place = figures["metrics"] if group is None else figures["by"].setdefault(group, {})
+            if name == "examples":
+                place[name] = total
+            else:
+                place[name] = total / count if count else math.nan
+        # A group with only fillers has no examples.
+        figures["by"] = {name: own for name, own in figures["by"].items() if own["examples"]}
+        for place in (figures["metrics"], *figures["by"].values()):
+            if "sft_loss" in place:  # two means, over different counts
+                place["loss"] = (
+                    place["preference_loss"] + self.loss_fn.sft_weight * place["sft_loss"]
+                )
+            if self.loss_fn.only_sft and self.loss_fn.sft_average == "token":
+                place["perplexity"] = math.exp(min(place["loss"], 700.0))
         if self._rewards is not None:
             figures["rewards"] = _of_all_ranks([r for both in self._rewards for r in both.tolist()])
         return figures
@@ -130,42 +152,6 @@ def _names(sources: list[Mapping[str, Any]]) -> list[str]:
     last = [PurePosixPath(path).name for path in paths]
     often = Counter(last)
     return [n if often[n] == 1 else p for n, p in zip(last, paths, strict=True)]
-
-
-def _add(
-    sums: dict[Key, Tensor],
-    group: str | None,
-    batch: PackedBatch,
-    metrics: Mapping[str, SumAndCount],
-) -> None:
-    """Adds the metrics of one batch, as sums and counts."""
-    examples = batch.weights.sum()
-    every = {**metrics, "examples": (examples, torch.zeros_like(examples))}
-    for name, both in every.items():
-        new = torch.stack([x.to(wide_dtype(x.device)) for x in both])
-        sums[group, name] = sums[group, name] + new if (group, name) in sums else new
-
-
-def _figures(sums: dict[Key, Tensor], loss_fn: PreferenceLoss, device: torch.device) -> Figures:
-    """Means over all ranks, which may have seen different groups."""
-    keys = _all_keys(sums)
-    zero = torch.zeros(2, dtype=wide_dtype(device), device=device)
-    totals = all_reduce_sums([x for key in keys for x in sums.get(key, zero)], device=device)
-    figures: Figures = {"metrics": {}, "by": {}}
-    for (group, name), total, count in zip(keys, totals[::2], totals[1::2], strict=True):
-        place = figures["metrics"] if group is None else figures["by"].setdefault(group, {})
-        if name == "examples":
-            place[name] = total
-        else:
-            place[name] = total / count if count else math.nan
-    # A group with only fillers has no examples.
-    figures["by"] = {name: own for name, own in figures["by"].items() if own["examples"]}
-    for place in (figures["metrics"], *figures["by"].values()):
-        if "sft_loss" in place:  # two means, over different counts
-            place["loss"] = place["preference_loss"] + loss_fn.sft_weight * place["sft_loss"]
-        if loss_fn.only_sft and loss_fn.sft_average == "token":
-            place["perplexity"] = math.exp(min(place["loss"], 700.0))
-    return figures
 
 
 def _of_all_ranks(own: list[T]) -> list[T]:

@@ -33,12 +33,9 @@ def make_schedule(
     optimizer: torch.optim.Optimizer, config: TrainOptimizerConfig, total_steps: int
 ) -> LRScheduler:
     """Makes the schedule: linear warm-up, then a cosine to 0 at `total_steps`, or constant."""
-    from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+    from transformers import get_scheduler
 
+    name = {"cosine": "cosine", "constant": "constant_with_warmup"}[config.schedule]
     warmup = warmup_steps(config, total_steps)
-    schedule: LRScheduler
-    if config.schedule == "cosine":
-        schedule = get_cosine_schedule_with_warmup(optimizer, warmup, total_steps)
-    else:
-        schedule = get_constant_schedule_with_warmup(optimizer, warmup)
+    schedule: LRScheduler = get_scheduler(name, optimizer, warmup, total_steps)
     return schedule

@@ -33,6 +33,12 @@ def of_the_batch(batch: PackedBatch) -> None:
     """Computes nothing: the loss needs no reference, or the batch carries precomputed log-probs."""
 
 
+def load_reference(config: TrainConfig) -> Any:
+    """Loads the reference model of the settings; without one, the starting model."""
+    path = config.reference_model or config.model
+    return load_model(path, dtype=config.dtype, attention=config.attention)
+
+
 class SecondModel:
     """A frozen reference model beside the policy, whole on every rank.
 
@@ -117,9 +123,9 @@ def check_precomputed(
     device = accelerator.device
 
     def check() -> None:
-        reference, path = policy, config.reference_model or config.model
+        reference, adapter = policy, is_adapter(config.reference_model or config.model)
         if not known and (config.reference_model is not None or before is not None):
-            reference = load_model(path, dtype=config.dtype, attention=config.attention)
+            reference = load_reference(config)
         for url, dataset in sides:
             if url is None or dataset is None:
                 continue
@@ -129,7 +135,7 @@ def check_precomputed(
                     check_arithmetic(side, reference, device)
                 else:
                     exact = config.ref_logps_check == "exact"
-                    own = {"adapter": is_adapter(path), "device": device, "exact": exact}
+                    own = {"adapter": adapter, "device": device, "exact": exact}
                     check_reference(side, reference, dataset, **own)
 
     if any(url is not None for url, _ in sides):

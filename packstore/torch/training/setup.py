@@ -24,7 +24,6 @@ from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.losses.grouped_metrics import FILE
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.models.compatibility import check_model, check_same_tokenizer, check_tokenizer
-from packstore.torch.models.load import load_model
 from packstore.torch.models.routers import check_router_loss
 from packstore.torch.training.checkpoint import (
     RunState,
@@ -39,6 +38,7 @@ from packstore.torch.training.reference import (
     Reference,
     SecondModel,
     check_precomputed,
+    load_reference,
     of_the_batch,
 )
 from packstore.torch.training.resume import (
@@ -171,8 +171,7 @@ def _online(config: TrainConfig, accelerator: Any, policy: nn.Module) -> Referen
     inner = accelerator.unwrap_model(policy).model
     if config.reference_model is None and hasattr(inner, "peft_config"):
         return OwnAdapter(policy, inner)
-    path = config.reference_model or config.model
-    model = load_model(path, dtype=config.dtype, attention=config.attention)
+    model = load_reference(config)
     if config.reference_model is not None:
         probe(config, accelerator, model)
     return SecondModel(model.to(accelerator.device), accelerator.autocast)
