@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,10 +21,12 @@ from packstore.io.dataset.cache import Cache
 from packstore.io.dataset.missing_files import naming_missing_files
 from packstore.io.dataset.pack_index import SizeTable
 from packstore.io.dataset.reader import Fetched, ShardReader
-from packstore.io.dataset.reader_pool import ShardReaders
 from packstore.io.dataset.verify import Progress, VerifyReport, verify
 from packstore.io.manifest.manifest import Manifest, read_manifest
 from packstore.io.store.location import Location
+
+OPEN_SHARDS = 64
+"""Shards whose parsed footers are kept, some kB for each row group."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,15 +235,25 @@ class Dataset:
     def _reader(self, group: int) -> tuple[ShardReader, int]:
         """Returns the reader of the shard of a row group, and its number in the shard."""
         table = self.row_groups
-        return self._readers[int(table.shard[group])], int(table.index[group])
+        shard, index = int(table.shard[group]), int(table.index[group])
+        return self._readers(os.getpid(), shard), index
 
     @cached_property
     def _sizes(self) -> SizeTable:
         return SizeTable(self.location, self.manifest)
 
     @cached_property
-    def _readers(self) -> ShardReaders:
-        return ShardReaders(self.location, self.manifest, self.cache)
+    def _readers(self) -> Callable[[int, int], ShardReader]:
+        """Returns the reader of a shard, by process id and number; keeps the last ones used.
+
+        A forked process needs its own: threads of its parent may hold locks of the others.
+        """
+        location, manifest, cache = self.location, self.manifest, self.cache
+
+        def reader(_: int, shard: int) -> ShardReader:
+            return ShardReader(location, manifest, manifest.shards[shard], cache=cache)
+
+        return functools.lru_cache(OPEN_SHARDS)(reader)
 
 
 def open(

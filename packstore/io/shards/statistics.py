@@ -157,7 +157,7 @@ class PackCounter:
             return cls()
         histogram = np.zeros(32, np.int64)
         for bound, count in statistics.length_histogram.items():
-            histogram[int(bound).bit_length() - 1] = count
+            histogram[min(int(bound).bit_length(), 32) - 1] = count
         return cls(
             **{name: getattr(totals, name) for name in _SUMS},
             histogram=histogram,

@@ -1,7 +1,8 @@
 """Uploads a file to S3 in parts, a few at a time.
 
-s3fs would repeat a whole upload after one failure, and leave its parts to pay for. Here each part
-is retried separately, and a failed upload is aborted; `unfinished` lists those of killed processes.
+Without its own retries (see `clients`), s3fs would start again at the first part when one fails,
+and report a failure when the response to its last request is lost. Here each request is retried,
+and a failed upload is aborted; `unfinished` lists those of killed processes.
 """
 
 from __future__ import annotations
