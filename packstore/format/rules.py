@@ -34,6 +34,9 @@ RULES: dict[str, str] = {
 }
 """Rule -> its text in errors."""
 
+_AT_ONCE = 1 << 14
+"""Labels compared at once: to allocate a larger result takes more time than to compare."""
+
 
 def check_packs(
     packs: Packs,
@@ -86,15 +89,13 @@ def check_tokens(
     where: str = "packs",
     first_row: int = 0,
 ) -> None:
-    """Checks that ids and labels can be joined to signed ids without loss.
+    """Checks that ids and labels, int32 `[N]`, can be joined to signed ids without loss.
 
     Args:
-        input_ids: int32 `[N]`.
-        labels: int32 `[N]`; None: only the ids are checked.
+        input_ids: the ids.
+        labels: the labels; None: only the ids are checked.
         offsets: int64 `[P + 1]`, offsets of the packs in them.
-        vocab_size: upper bound of ids, if known.
-        where: name of the packs in error texts.
-        first_row: row number of the first pack in `where`.
+        vocab_size, where, first_row: see :func:`check_packs`.
 
     Raises:
         FormatError: an id is out of range, or a label is neither the id at its place nor -100.
@@ -103,9 +104,11 @@ def check_tokens(
     _check_ids(input_ids, offsets, vocab_size, need)
     if labels is None:
         return
-    # No token is counted twice, as ids are not negative.
-    known = np.count_nonzero(labels == input_ids) + np.count_nonzero(labels == IGNORE_INDEX)
-    if known != len(input_ids):
+    known = 0  # no token is counted twice, as ids are not negative
+    for start in range(0, len(labels), _AT_ONCE):
+        some, ids = labels[start : start + _AT_ONCE], input_ids[start : start + _AT_ONCE]
+        known += int(np.count_nonzero(some == ids) + np.count_nonzero(some == IGNORE_INDEX))
+    if known != len(labels):
         need("labels-are-ids", (labels == input_ids) | (labels == IGNORE_INDEX), offsets)
 
 

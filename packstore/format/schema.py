@@ -190,8 +190,8 @@ def from_arrow(
     else:
         runs = _runs(*flat_column(batch, "label_spans", pa.int32()), tokens)
         check_tokens(ids, None, tokens, vocab_size=vocab_size, where=where)
-        outside = (np.arange(len(runs), dtype=np.int32) & 1) - 1  # -1, 0, -1, …
-        signed_ids = np.bitwise_xor(np.repeat(outside, runs), ids, out=allocate(len(ids)))
+        signed_ids = np.invert(ids, out=allocate(len(ids)))
+        np.copyto(signed_ids, ids, where=np.repeat(np.arange(len(runs)) % 2 == 1, runs))
     return Packs(
         signed_ids=signed_ids,
         reward=reward.copy(),
@@ -300,7 +300,7 @@ def as_numpy(array: pa.Array) -> Any:
     dtype = _NUMPY.get(array.type.id)
     if dtype is None:
         array.validate(full=True)  # offsets of strings may be out of bounds
-        return np.array(array.to_pylist(), _OBJECT.get(str(array.type), object))
+        return np.array(array.to_pylist(), bool if pa.types.is_boolean(array.type) else object)
     buffer = array.buffers()[1]
     if buffer is None or len(array) == 0:
         return np.empty(0, dtype)
@@ -308,13 +308,5 @@ def as_numpy(array: pa.Array) -> Any:
 
 
 _LISTS = (pa.list_(pa.int32()).id, pa.large_list(pa.int32()).id)
-_NUMPY = {
-    type_.id: np.dtype(name)
-    for type_, name in (
-        (pa.int32(), "i4"),
-        (pa.int64(), "i8"),
-        (pa.float32(), "f4"),
-        (pa.float64(), "f8"),
-    )
-}
-_OBJECT = {"bool": np.bool_}
+_NUMBERS = (pa.int32(), pa.int64(), pa.float32(), pa.float64())
+_NUMPY = {type_.id: np.dtype(type_.to_pandas_dtype()) for type_ in _NUMBERS}

@@ -71,17 +71,6 @@ class ShardReader:
         self._parquet: ParquetShard | None = None
         self._arrow: ArrowFile | None = None
 
-    def read_batch(self, group: int) -> pa.RecordBatch:
-        """Returns row group `group` as stored.
-
-        Raises:
-            StorageError: the shard is missing, or the store refuses.
-            IntegrityError: a checksum does not match.
-        """
-        fetched = self.fetch(group)
-        with self._naming(f"row group {group}"):
-            return self._batch(group, fetched)
-
     def read_packs(self, group: int) -> Packs:
         """Returns row group `group` as packs, verified.
 
@@ -101,9 +90,9 @@ class ShardReader:
             StorageError: the shard is missing, or the store refuses.
             IntegrityError: a checksum does not match.
         """
-        if self._manifest.file_format == "arrow":
-            return self.read_batch(group)
         with self._naming(f"row group {group}"):
+            if self._manifest.file_format == "arrow":
+                return self._batch(group, self._arrow_batch(group))
             return self._parquet_shard().columns(group, names, self._read)
 
     def fetch(self, group: int) -> Fetched:

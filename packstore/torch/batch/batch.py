@@ -208,7 +208,7 @@ class PackedBatch:
         pack_sources: Int64 | None,
         **fields: Any,
     ) -> Self:
-        """Makes a batch without the fields that are computed on first access.
+        """Makes a batch from all `fields` but those that are computed on first access.
 
         Args:
             signed_ids: int32 `[T]`, ids, ``~id`` where unsupervised.
@@ -216,7 +216,6 @@ class PackedBatch:
             pack_examples: int64 `[P]`, examples of each pack.
             unweighted_packs: indices of the packs of weight 0.
             pack_sources: int64 `[P]`, the source of each pack in a mix; None: 0.
-            fields: the other fields.
         """
         batch = object.__new__(cls)
         vars(batch).update(
