@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import packstore
-from packstore.build.background import no_garbage_collection
 from packstore.build.engines import ENGINES
 from packstore.build.sources import RecordIntake
 from packstore.build.spill import Spill, filled
@@ -53,8 +52,7 @@ def stages(task: Task, watch: Watch) -> None:
     watch.stage("load tokenizer")
     blocks = list(InputReader(task.source, None, config))
     watch.stage("read")
-    with no_garbage_collection():
-        rows = [block.parse() for block in blocks]
+    rows = [block.parse() for block in blocks]
     watch.stage("parse")
     work = RecordTokenizer(intake.tokenizer, config, intake.kind)
     found = list(ENGINES.load("local")(_Threaded(work), rows, None))
@@ -87,5 +85,4 @@ class _Threaded:
         self._work = work
 
     def __call__(self, rows: packstore.format.arrays.Rows) -> object:
-        with no_garbage_collection():
-            return self._work(rows)
+        return self._work(rows)

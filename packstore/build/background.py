@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -74,37 +73,3 @@ def beside(work: Callable[[], object]) -> None:
             work()
 
     threading.Thread(target=quietly, name="packstore-beside").start()
-
-
-COLLECT_AFTER = 256
-"""Number of overlapping pauses after which a collection runs."""
-
-_pauses = _since = 0
-_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Pauses the garbage collector, which would scan all records repeatedly.
-
-    Pauses may overlap; the end of the last one restores the collector.
-    """
-    global _pauses, _since
-    with _lock:
-        on = gc.isenabled()
-        if on or _pauses:
-            _pauses += 1
-            gc.disable()
-    try:
-        yield
-    finally:
-        with _lock:
-            if _pauses:
-                _pauses -= 1
-                _since += 1
-                if not _pauses:
-                    gc.enable()
-                    _since = 0
-                elif _since >= COLLECT_AFTER:
-                    gc.collect()
-                    _since = 0

@@ -57,10 +57,6 @@ class RejectsFile:
             self._folder = temporary.make(temporary.STAGING, spill_dir)
             self._file = open(os.path.join(self._folder, "rejects"), "w+b")  # noqa: SIM115
 
-    def add(self, samples: Sequence[Sample] | None) -> None:
-        """Adds the dropped records of a block."""
-        self._write(lines_of(samples or ()))
-
     def add_compressed(self, data: bytes) -> None:
         """Adds lines of :class:`CompressedRejects`."""
         inflate = zlib.decompressobj()

@@ -12,7 +12,6 @@ from functools import cached_property
 from os import PathLike
 from typing import Any, Protocol
 
-from packstore.build.background import no_garbage_collection
 from packstore.build.dataset_source import DatasetIntake, only_one
 from packstore.build.engines import ENGINES
 from packstore.config import PARTITION_BYTES, PackConfig
@@ -242,8 +241,7 @@ class Tokenize:
 
     def of(self, rows: Rows) -> Part:
         """Returns the same for parsed records."""
-        with no_garbage_collection():
-            examples, tally = self._tokenizer(rows)
-            if self._watch is not None:
-                self._watch(rows, examples)
-            return examples, tally
+        examples, tally = self._tokenizer(rows)
+        if self._watch is not None:
+            self._watch(rows, examples)
+        return examples, tally

@@ -28,7 +28,6 @@ class Tokenizer:
 
     Picklable: a worker rebuilds the engine on first use.
 
-
     Attributes:
         name: name of the file, for messages and the manifest.
         engine_name: a name in :data:`packstore.tokenizer.engines.ENGINES`.

@@ -112,7 +112,6 @@ def normalize_variables(value: object) -> dict[str, Any] | None:
 
     None without variables. Null values count as absent: tables fill missing variables with null.
 
-
     Raises:
         Refused: ``wrong_type``.
     """

@@ -30,7 +30,6 @@ def refuse_surely_overlong(
     Encoding takes hundreds of bytes of memory per byte of text. This refuses nothing that would
     fit, or could be truncated to fit; :func:`fit` checks the rest by their ids.
 
-
     Raises:
         Refused: ``overlong``.
     """
@@ -64,7 +63,6 @@ def fit(sequences: list[Tokens], config: TokenizeConfig, specials: frozenset[int
 
     Every sequence must fit ``config.sequence_limit``, and the example ``config.pack_size``, with
     sequences padded to ``config.pad_to_multiple``. Layout ``shared_prefix`` counts the prompt once.
-
 
     Args:
         sequences: the example.
