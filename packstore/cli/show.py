@@ -13,7 +13,7 @@ from rich.text import Text
 from packstore.cli import Command
 from packstore.cli.common import add_dataset, decoder_of, open_dataset, stdout_console
 from packstore.errors import ConfigError, visible
-from packstore.format.arrays import IGNORE_INDEX, SOURCE_SHIFT, Int32, Packs
+from packstore.format.arrays import SOURCE_SHIFT, Bool, Int32, Packs
 from packstore.io.inputs.formats import place_of
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def _run(args: argparse.Namespace) -> int:
     console = stdout_console()
     decode = None if args.ids else decoder_of(dataset, args.tokenizer)
     console.print(_legend(console.is_terminal))
-    for number, packs, row in _rows(dataset, args.pack, args.count):
-        _show_pack(console, dataset, number, packs, row, decode)
+    for number, pack in _rows(dataset, args.pack, args.count):
+        _show_pack(console, dataset, number, pack, decode)
     return 0
 
 
@@ -61,44 +61,39 @@ def _legend(colour: bool) -> Text:
     return Text("  ").join(Text(*part) for part in parts)
 
 
-def _rows(dataset: Dataset, first: int, count: int) -> Iterator[tuple[int, Packs, int]]:
-    """Yields number, row group and row of `count` packs from `first` on, in file order."""
+def _rows(dataset: Dataset, first: int, count: int) -> Iterator[tuple[int, Packs]]:
+    """Yields number and pack of `count` packs from `first` on, in file order."""
     start = 0
     for group, rows in enumerate(dataset.group_rows):
         if start + rows > first:
             packs = dataset.read_packs(group)
             for row in range(max(first - start, 0), min(first + count - start, len(packs))):
-                yield start + row, packs, row
+                yield start + row, packs.row(row)
         start += int(rows)
         if start >= first + count:
             return
 
 
 def _show_pack(
-    console: Console, dataset: Dataset, number: int, packs: Packs, row: int, decode: Decode
+    console: Console, dataset: Dataset, number: int, pack: Packs, decode: Decode
 ) -> None:
-    tokens = slice(*packs.token_offsets[row : row + 2])
-    sequences = slice(*packs.sequence_offsets[row : row + 2])
-    examples = slice(*packs.example_offsets[row : row + 2])
-    ids, labels = packs.input_ids[tokens], packs.labels[tokens]
-    bounds = packs.seq_boundaries[sequences.start + row : sequences.stop + row + 1]
-    k = packs.num_responses[examples]
+    ids, on, bounds, k = pack.input_ids, pack.supervised, pack.seq_boundaries, pack.num_responses
     head = f"pack {number}: {len(ids)} of {dataset.manifest.pack_size} tokens, "
     console.print(head + f"{len(k)} examples, {len(bounds) - 1} segments", style="bold")
-    example_ids = np.repeat(packs.example_ids[examples], k)
+    example_ids = np.repeat(pack.example_ids, k)
     response_of = np.arange(len(example_ids)) - np.repeat(np.cumsum(k) - k, k)
     for i, (example_id, response) in enumerate(zip(example_ids, response_of, strict=True)):
         name = _name(dataset.manifest.kind, int(response))
         start, stop = int(bounds[i]), int(bounds[i + 1])
-        omitted = int(packs.lengths[sequences][i]) - (stop - start)
+        omitted = int(pack.lengths[i]) - (stop - start)
         title = (
             f"{_place(dataset, int(example_id))} · {name} · "
-            f"reward {packs.reward[sequences][i]:g} · tokens {start}–{stop}"
+            f"reward {pack.reward[i]:g} · tokens {start}–{stop}"
         )
         title += f" · first {omitted} shared with the first segment" if omitted else ""
         console.print(title, style="blue", markup=False)
-        part = slice(start, stop)
-        console.print(_paint(ids[part], labels[part], name, decode, console.is_terminal))
+        painted = _paint(ids[start:stop], on[start:stop], name, decode, console.is_terminal)
+        console.print(painted)
 
 
 def _place(dataset: Dataset, example_id: int) -> str:
@@ -113,15 +108,8 @@ def _name(kind: str, response: int) -> str:
     return ("chosen", "rejected")[response] if kind == "dpo" else f"response {response}"
 
 
-def _paint(
-    ids: Int32,
-    labels: Int32,
-    name: str,
-    decode: Decode,
-    colour: bool,
-) -> Text:
+def _paint(ids: Int32, on: Bool, name: str, decode: Decode, colour: bool) -> Text:
     """Decodes a segment; runs of tokens with the same role are decoded together."""
-    on = labels != IGNORE_INDEX
     edges = np.flatnonzero(np.diff(on)) + 1
     text = Text()
     for run, supervised in zip(np.split(ids, edges), on[np.r_[0, edges]], strict=True):
