@@ -76,7 +76,7 @@ def prepare(setting: Setting, folder: Path, data: str | None, steps: int) -> dic
         "dataset": dataset.url,
         "dtype": "bfloat16",
         "gradient_checkpointing": setting.cuda,
-        "pairs_per_step": pairs,
+        "examples_per_step": pairs,
         "tokens_per_batch": 2 * setting.pack_size,
         "max_steps": steps,
         "learning_rate": 1e-6,

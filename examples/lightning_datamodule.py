@@ -11,7 +11,7 @@ Save after a whole step: no checkpoint holds the gradients of half a step. Each 
 the count of its whole step, as its batch tells; optimizer steps are taken by hand, because their
 number of batches is the loader's. It takes the number of batches of the first
 epoch for that of all, and would leave out batches of the others without a word: with
-``pairs_per_step`` or ``tokens_per_batch``, set ``reload_dataloaders_every_n_epochs=1``.
+``examples_per_step`` or ``tokens_per_batch``, set ``reload_dataloaders_every_n_epochs=1``.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class DPO(lightning.LightningModule):
 
 def main(model: str, dataset: str, ref_logps: str, checkpoint: str | None = None) -> None:
     """Trains for two epochs; goes on from `checkpoint` if there is one."""
-    data = PackedData(dataset, ref_logps, pairs_per_step=64, packs_per_batch=1)
+    data = PackedData(dataset, ref_logps, examples_per_step=64, packs_per_batch=1)
     module = DPO(load_model(model, trainable=True), PreferenceLoss("dpo", beta=0.1))
     trainer = lightning.Trainer(max_epochs=2, reload_dataloaders_every_n_epochs=1)
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=False if checkpoint else None)

@@ -41,7 +41,7 @@ _MINIMUM = {
     "compression_level": 1,
     "packs_per_batch": 1,
     "tokens_per_batch": 1,
-    "pairs_per_step": 1,
+    "examples_per_step": 1,
     "accumulation": 1,
     "attempts": 1,
     "backoff": 0,

@@ -118,7 +118,7 @@ class TrainDataSettings(TypedDict, total=False):
     validation_by: str | None
     ref_logps_check: Literal["exact", "model"]
     storage_options: Mapping[str, str]
-    pairs_per_step: int
+    examples_per_step: int
     packs_per_batch: int | None
     tokens_per_batch: int | None
     epochs: int
@@ -207,7 +207,7 @@ class EvalSettings(TypedDict, total=False):
 class BatchSettings(EvalSettings, total=False):
     """Fields of :class:`~packstore.config.BatchConfig`."""
 
-    pairs_per_step: int | None
+    examples_per_step: int | None
     accumulation: int
     balance: bool
     largest_first: bool

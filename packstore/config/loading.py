@@ -16,7 +16,7 @@ class BatchConfig:
 
     packs_per_batch: int | None = setting(None, "packs of one batch on one rank; default: 1")
     tokens_per_batch: int | None = setting(None, "most tokens of one batch on one rank")
-    pairs_per_step: int | None = setting(
+    examples_per_step: int | None = setting(
         None, "most examples of one optimizer step, over all its batches and all ranks"
     )
     accumulation: int = setting(1, "batches of one optimizer step on one rank")
@@ -31,9 +31,9 @@ class BatchConfig:
         validate(self)
         if self.packs_per_batch is not None and self.tokens_per_batch is not None:
             raise ConfigError("give packs_per_batch or tokens_per_batch, not both.")
-        if self.pairs_per_step is not None and self.accumulation != 1:
+        if self.examples_per_step is not None and self.accumulation != 1:
             raise ConfigError(
-                "pairs_per_step decides how many batches a step has; omit accumulation."
+                "examples_per_step decides how many batches a step has; omit accumulation."
             )
         if self.mode == "eval" and self.tail not in (None, "pad"):
             raise ConfigError(

@@ -47,7 +47,7 @@ class TrainDataConfig:
         "passed to the fsspec filesystem, e.g. endpoint_url=… (repeatable)",
         flag="storage-option",
     )
-    pairs_per_step: int = setting(
+    examples_per_step: int = setting(
         64, "batch size: most examples of one optimizer step, over all ranks"
     )
     packs_per_batch: int | None = setting(None, "packs of one forward call on one rank; default: 1")
@@ -266,7 +266,7 @@ def _plain(value: Any) -> Any:
 
 
 _MINIMUM = {
-    "pairs_per_step": 1,
+    "examples_per_step": 1,
     "packs_per_batch": 1,
     "tokens_per_batch": 1,
     "epochs": 1,

@@ -154,7 +154,7 @@ def train() -> str:
     )
     fast.save_pretrained("model")
     where = ("--model", "model", "--dataset", "for-train", "--output", "run")
-    command("train", *where, "--pairs-per-step", "8", "--epochs", "1")
+    command("train", *where, "--examples-per-step", "8", "--epochs", "1")
     assert "accurac" in command(
         "evaluate", "for-train", "--model", "run/model", "--ref-model", "model"
     )

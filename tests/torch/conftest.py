@@ -307,7 +307,7 @@ def short_run(folder: Path, layout: str = "concat") -> dict[str, Any]:
     return {
         "model": str(folder / "model"),
         "dataset": str(folder / "data"),
-        "pairs_per_step": 8,
+        "examples_per_step": 8,
         "cpu": True,
     }
 

@@ -44,7 +44,7 @@ class PackedDataLoader:
         persistent_workers: keep the workers from one epoch to the next.
         multiprocessing_context: ``fork``, ``spawn`` or ``forkserver``; default: torch's.
         batching: fields of :class:`packstore.config.BatchConfig`: `packs_per_batch` (default 1) or
-            `tokens_per_batch`, and either `accumulation` or `pairs_per_step`; `balance`,
+            `tokens_per_batch`, and either `accumulation` or `examples_per_step`; `balance`,
             `largest_first`, `tail`, `mode`. See ``docs/loaders.md``.
 
     Raises:
@@ -91,7 +91,7 @@ class PackedDataLoader:
     def __len__(self) -> int:
         """Exact number of batches that the next iteration yields on this rank.
 
-        With `tokens_per_batch` or `pairs_per_step` it looks up the sizes of all packs, once per
+        With `tokens_per_batch` or `examples_per_step` it looks up the sizes of all packs, once per
         epoch and position.
         """
         start = self.data.start

@@ -2,12 +2,12 @@
 
 ::
 
-    loader = TokenizedBatches(records, PackConfig(pack_size=8192), pairs_per_step=64)
+    loader = TokenizedBatches(records, PackConfig(pack_size=8192), examples_per_step=64)
     for batch in loader:
         loss_fn(packed_logps(model, batch), batch).loss.backward()
 
-An optimizer step is the next `pairs_per_step` records that fit. They are packed into batches of at
-most `pack_size` tokens, which are distributed round-robin, equally many to each rank. So the
+An optimizer step is the next `examples_per_step` records that fit. They are packed into batches of
+at most `pack_size` tokens, which are distributed round-robin, equally many to each rank. So the
 divisor of a step is exact, every pair comes once, and steps do not depend on the number of ranks.
 Every rank reads all records, in their order: shuffle them before. Pass data of known length to
 :class:`~packstore.torch.PackedDataset` instead: it shuffles, has a length, and resumes without
@@ -67,7 +67,7 @@ class TokenizedBatches:
         config: uses `pack_size` (the token budget of a batch), `layout`, `strategy`, `seed`,
             `kind`, `carry`, and, for records that do not fit, `max_length`, `overlong` and
             `max_drop_rate`.
-        pairs_per_step: examples of one optimizer step, over all its batches and ranks.
+        examples_per_step: examples of one optimizer step, over all its batches and ranks.
         tail: if the last step has fewer records: ``drop`` omits it, ``pad`` keeps it.
         rank, world_size: defaults as in :class:`~packstore.torch.PackedDataset`.
 
@@ -83,16 +83,16 @@ class TokenizedBatches:
         records: Iterable[Mapping[str, Any]],
         config: PackConfig | None = None,
         *,
-        pairs_per_step: int,
+        examples_per_step: int,
         tail: Literal["drop", "pad"] = "drop",
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        if pairs_per_step < 1 or tail not in ("drop", "pad"):
-            must = "pairs_per_step must be at least 1, and tail drop or pad"
-            raise ConfigError(f"{must}; found {pairs_per_step} and {quote(tail)}.")
+        if examples_per_step < 1 or tail not in ("drop", "pad"):
+            must = "examples_per_step must be at least 1, and tail drop or pad"
+            raise ConfigError(f"{must}; found {examples_per_step} and {quote(tail)}.")
         self.records, self.config = records, config or PackConfig()
-        self.pairs_per_step, self.tail = pairs_per_step, tail
+        self.examples_per_step, self.tail = examples_per_step, tail
         self.rank, self.world_size = placement(rank, world_size)
         self.epoch = self.left_out = 0
         self._packer = self._new_packer()
@@ -156,14 +156,14 @@ class TokenizedBatches:
             must = f"it must hold {', '.join(names)} of version {STATE_VERSION}"
             raise stale(must, quote(dict(state), 200))
         if state["packs"] and state.get("cut") != self._cut():
-            raise stale("inside a step, pairs_per_step and config must stay", quote(state["cut"]))
+            raise stale("in a step, examples_per_step and config must stay", quote(state["cut"]))
         self.epoch = state["epoch"]
         self._start = _Place(*(state[name] for name in names[1:]))
 
     def _cut(self) -> str:
         names = ("pack_size", "layout", "strategy", "seed", "max_length", "overlong", "kind")
         settings = [getattr(self.config, name) for name in names]
-        return fingerprint([self.pairs_per_step, *settings])[:16]
+        return fingerprint([self.examples_per_step, *settings])[:16]
 
     def _new_packer(self) -> StepPacker:
         from packstore.online_packing import StepPacker  # here, as it brings numba
@@ -190,7 +190,7 @@ class TokenizedBatches:
                 self._check_drops(seen, SEEN)
             else:
                 parts.append(one)
-            if len(parts) == self.pairs_per_step:
+            if len(parts) == self.examples_per_step:
                 break
         else:
             self._check_drops(seen, 1)

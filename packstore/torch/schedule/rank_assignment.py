@@ -57,7 +57,7 @@ def fillers(step: Step, world_size: int, config: BatchConfig) -> int:
 
 def _is_full(step: Step, world_size: int, config: BatchConfig) -> bool:
     """Returns True if all batches of the step are full and need no fillers."""
-    fixed = config.tokens_per_batch is None and config.pairs_per_step is None
+    fixed = config.tokens_per_batch is None and config.examples_per_step is None
     packs = step.stop - step.start
     return fixed and packs == world_size * config.width * (len(step.edges) - 1)
 

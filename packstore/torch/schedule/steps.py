@@ -141,7 +141,7 @@ class StepCutter:
         self.stream, self.unseen = stream, unseen
         self.config, self.world_size = config, world_size
         self._width = world_size * config.width
-        fixed = config.tokens_per_batch is None and config.pairs_per_step is None
+        fixed = config.tokens_per_batch is None and config.examples_per_step is None
         self.fixed = self._width * config.accumulation if fixed else None
         """Packs of every full step, if that number is fixed."""
         self._unit = self.fixed or (world_size if config.tokens_per_batch else 1)
@@ -181,9 +181,9 @@ class StepCutter:
         start = window.start
         if self.fixed is not None:
             return self._cut_by_packs(start, stop, self.fixed)
-        if self.config.pairs_per_step is None:
+        if self.config.examples_per_step is None:
             return self._cut_by_tokens(window.sizes, start, closed)
-        return self._cut_by_pairs(window.sizes, start, closed, self.config.pairs_per_step)
+        return self._cut_by_examples(window.sizes, start, closed, self.config.examples_per_step)
 
     def _cut_by_packs(self, start: int, stop: int, packs: int) -> Iterator[list[int]]:
         for first in range(start, stop, packs):
@@ -202,12 +202,12 @@ class StepCutter:
             yield [start + min(edge * self.world_size, packs) for edge in edges]
             row = edges[-1]
 
-    def _cut_by_pairs(
-        self, sizes: PackSizes, start: int, closed: bool, pairs: int
+    def _cut_by_examples(
+        self, sizes: PackSizes, start: int, closed: bool, most_examples: int
     ) -> Iterator[list[int]]:
         packs = len(sizes)
         offsets = to_offsets(sizes.examples)
-        most = np.searchsorted(offsets, offsets[:-1] + pairs, side="right") - 1
+        most = np.searchsorted(offsets, offsets[:-1] + most_examples, side="right") - 1
         least = np.arange(packs) + self.world_size
         ends = np.minimum(np.maximum(most, least), packs).tolist()
         first = 0
@@ -250,9 +250,9 @@ class StepCutter:
         """Returns True for an incomplete last step, which tail ``drop`` omits."""
         if self.config.at_end != "drop" or step.stop < self.end or self.fixed is not None:
             return False
-        if self.config.pairs_per_step is None:
+        if self.config.examples_per_step is None:
             return len(step.edges) <= self.config.accumulation
-        return step.examples < self.config.pairs_per_step
+        return step.examples < self.config.examples_per_step
 
 
 def check_fits(tokens: Int64, indices: Int64, budget: int) -> None:

@@ -81,7 +81,7 @@ def model_card(
         "tokenizer sha256": told.get("sha256", "not recorded"),
         "loss": str(config.loss),
         "loss parameters": _as_text(config.loss_parameters),
-        "optimizer steps": f"{step:,} of {config.pairs_per_step:,} examples at most",
+        "optimizer steps": f"{step:,} of {config.examples_per_step:,} examples at most",
         "packstore": VERSION,
     }
     settings = "\n".join(f"{n}: {_as_text(v)}" for n, v in config.recorded().items())

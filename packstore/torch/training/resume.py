@@ -20,7 +20,7 @@ FIXED = (
 )
 """Settings that a resumed run must share with its checkpoint."""
 
-PLANNED = ("epochs", "max_steps", "pairs_per_step")
+PLANNED = ("epochs", "max_steps", "examples_per_step")
 """Settings that determine the number of steps of the schedule."""
 
 
@@ -90,8 +90,8 @@ def count_steps(config: TrainConfig, loader: PackedDataLoader, state: RunState |
         return state.total_steps
     plan = loader.plan(config.epochs)
     if not plan.steps:
-        must = f"it must hold one step of pairs_per_step={config.pairs_per_step} at least"
+        must = f"it must hold one step of examples_per_step={config.examples_per_step} at least"
         found = f"{plan.dropped_examples} examples an epoch"
-        do = "Lower pairs_per_step"
+        do = "Lower examples_per_step"
         raise ConfigError(sentence(f"dataset {config.dataset}", must, found, do))
     return min(plan.steps, config.max_steps or plan.steps)

@@ -246,7 +246,7 @@ def _make_loader(
         "tokens_per_batch": config.tokens_per_batch,
     }
     if mode is None:
-        batching["pairs_per_step"] = config.pairs_per_step
+        batching["examples_per_step"] = config.examples_per_step
     else:
         batching["mode"] = mode
     return PackedDataLoader(

@@ -6,7 +6,7 @@
 
     packstore.torch.train(
         model="my-sft-model", dataset="prefs-8k", validation="held-out-8k", output="run",
-        loss="dpo", loss_parameters={"beta": 0.1}, pairs_per_step=64, learning_rate=1e-6,
+        loss="dpo", loss_parameters={"beta": 0.1}, examples_per_step=64, learning_rate=1e-6,
     )
 
 On several ranks, start the script with ``accelerate launch`` or ``torchrun``: DDP, or FSDP2 if

@@ -331,7 +331,7 @@ def test_repacked_and_joined(kit: SimpleNamespace, tmp_path: Any) -> None:
             side=[tmp_path / "side"],
             repack=PackConfig(pack_size=90),
         )
-        return PackedDataLoader(data, pairs_per_step=8, tail="pad")
+        return PackedDataLoader(data, examples_per_step=8, tail="pad")
 
     for epoch in (0, 1):
         (first, *others), seen = [make(r, 3) for r in range(3)], []
@@ -374,7 +374,7 @@ def test_refusals(stored: Dataset, tmp_path: Any) -> None:
         ({"prefetch": 2}, "prefetch and persistent_workers need num_workers"),
         ({"packs": 2}, "unknown setting 'packs'; BatchConfig lists all"),
         ({"packs_per_batch": 1, "tokens_per_batch": 99}, "packs_per_batch or tokens_per_batch"),
-        ({"pairs_per_step": 9, "accumulation": 2}, "omit accumulation"),
+        ({"examples_per_step": 9, "accumulation": 2}, "omit accumulation"),
         ({"mode": "eval", "tail": "drop"}, "mode 'eval' neither drops nor repeats"),
         (
             {"tokens_per_batch": 20},

@@ -39,8 +39,8 @@ MODES: list[dict[str, Any]] = [
     {"packs_per_batch": 1, "accumulation": 3, "tail": "pad", "balance": True},
     {"packs_per_batch": 2, "accumulation": 3, "mode": "eval", "largest_first": True},
     {"tokens_per_batch": 150, "accumulation": 2, "tail": "pad"},
-    {"pairs_per_step": 25, "tail": "pad", "largest_first": True},
-    {"pairs_per_step": 30, "tokens_per_batch": 150, "balance": True, "mode": "eval"},
+    {"examples_per_step": 25, "tail": "pad", "largest_first": True},
+    {"examples_per_step": 30, "tokens_per_batch": 150, "balance": True, "mode": "eval"},
 ]
 """All of which give every pack once."""
 

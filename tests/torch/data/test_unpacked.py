@@ -149,7 +149,7 @@ def test_what_is_no_record_is_refused(record: dict[str, Any], said: str) -> None
 
 def test_any_position_epoch_and_number_of_ranks() -> None:
     """A list of records behaves as a stored dataset does."""
-    batching = {"pairs_per_step": 9, "tail": "pad"}
+    batching = {"examples_per_step": 9, "tail": "pad"}
     data = PackedDataset.from_records(RECORDS, CONFIG, seed=1)
     loader = PackedDataLoader(data, **batching)
     epochs = []
@@ -206,9 +206,9 @@ def test_a_hugging_face_dataset() -> None:
     for a, b in zip(stored, plain, strict=True):
         assert np.array_equal(a.input_ids, b.input_ids)
     stream = table.to_iterable_dataset()
-    loader = TokenizedBatches(stream, CONFIG, pairs_per_step=9, tail="pad")
+    loader = TokenizedBatches(stream, CONFIG, examples_per_step=9, tail="pad")
     whole = ids(loader)
-    assert whole == ids(TokenizedBatches(Endless(), CONFIG, pairs_per_step=9, tail="pad"))
+    assert whole == ids(TokenizedBatches(Endless(), CONFIG, examples_per_step=9, tail="pad"))
     source = iter(loader)
     before = ids([next(source) for _ in range(7)])
     loader.load_state_dict(loader.state_dict())  # by skip()
@@ -221,7 +221,7 @@ def test_records_without_a_length(ranks: int) -> None:
 
     def on(rank: int, ranks: int) -> TokenizedBatches:
         settings: Any = {"rank": rank, "world_size": ranks, "tail": "pad"}
-        return TokenizedBatches(Endless(), CONFIG, pairs_per_step=9, **settings)
+        return TokenizedBatches(Endless(), CONFIG, examples_per_step=9, **settings)
 
     loaders = [on(rank, ranks) for rank in range(ranks)]
     given = [list(loader) for loader in loaders]
@@ -234,7 +234,7 @@ def test_records_without_a_length(ranks: int) -> None:
             assert b.step.examples == (9 if b.step.index < N // 9 else N % 9)
     every = [sorted(found) for _, found in sorted(steps.items())]
     assert every == [list(range(i, min(i + 9, N))) for i in range(0, N, 9)]
-    drop = TokenizedBatches(Endless(), CONFIG, pairs_per_step=9, rank=0, world_size=1)
+    drop = TokenizedBatches(Endless(), CONFIG, examples_per_step=9, rank=0, world_size=1)
     assert sorted(ids(drop)) == list(range(N // 9 * 9))
     for stop in range(len(given[0])):
         states = []
@@ -274,12 +274,12 @@ def test_losses_are_those_of_unpacked_pairs(kit: SimpleNamespace) -> None:
 
     alone = PackConfig(pack_size=200, strategy="none")
     for start in (0, 9):
-        plain = TokenizedBatches(RECORDS[start : start + 9], alone, pairs_per_step=9)
+        plain = TokenizedBatches(RECORDS[start : start + 9], alone, examples_per_step=9)
         expected = loss_of(list(plain))
         assert len(list(plain)) == 9
         for layout in ("concat", "shared_prefix"):
             config = PackConfig(pack_size=90, layout=layout)
-            made = list(TokenizedBatches(RECORDS[start : start + 9], config, pairs_per_step=9))
+            made = list(TokenizedBatches(RECORDS[start : start + 9], config, examples_per_step=9))
             assert 1 < len(made) < 9
             assert loss_of(made) == pytest.approx(expected, abs=1e-10)
     ref = {i: -10.0 - i - 0.5 * k for i in range(9) for k in (0,)}
@@ -291,14 +291,14 @@ def test_losses_are_those_of_unpacked_pairs(kit: SimpleNamespace) -> None:
 
 def test_what_does_not_fit() -> None:
     small = PackConfig(pack_size=24, layout="shared_prefix")
-    loader = TokenizedBatches(RECORDS, small, pairs_per_step=5, tail="pad")
+    loader = TokenizedBatches(RECORDS, small, examples_per_step=5, tail="pad")
     kept = ids(loader)
     assert 0 < loader.left_out == N - len(kept)
     mapped = PackedDataset(RECORDS, repack=small)
     assert mapped.stream.left_out == loader.left_out
     assert sorted(ids(PackedDataLoader(mapped))) == sorted(kept)
     for made in (
-        lambda config: list(TokenizedBatches(RECORDS, config, pairs_per_step=5)),
+        lambda config: list(TokenizedBatches(RECORDS, config, examples_per_step=5)),
         lambda config: PackedDataset(RECORDS, repack=config),
     ):
         with pytest.raises(RecordError, match="must fit pack_size 24"):
@@ -310,13 +310,13 @@ def test_what_does_not_fit() -> None:
 
 
 def test_a_state_of_another_cut_is_refused() -> None:
-    loader = TokenizedBatches(RECORDS, CONFIG, pairs_per_step=9)
+    loader = TokenizedBatches(RECORDS, CONFIG, examples_per_step=9)
     source = iter(loader)
     next(source)
     inside = loader.state_dict()
     assert inside["packs"]
-    other = TokenizedBatches(RECORDS, CONFIG, pairs_per_step=8)
-    with pytest.raises(CompatibilityError, match="pairs_per_step and config must stay"):
+    other = TokenizedBatches(RECORDS, CONFIG, examples_per_step=8)
+    with pytest.raises(CompatibilityError, match="examples_per_step and config must stay"):
         other.load_state_dict(inside)
     while loader.state_dict()["packs"]:
         next(source)

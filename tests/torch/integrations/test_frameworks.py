@@ -49,7 +49,7 @@ def gradients_of_steps(accelerator: Any, url: str, weights: Any) -> list[Any]:
     model = use_packed_attention(weights)
     policy = accelerator.prepare(PackedPolicy(model))
     found, loss_fn = [], PreferenceLoss("sft")
-    for batch in PackedDataLoader(PackedDataset(url), pairs_per_step=7, tail="pad"):
+    for batch in PackedDataLoader(PackedDataset(url), examples_per_step=7, tail="pad"):
         with nullcontext() if batch.step.last else accelerator.no_sync(policy):
             accelerator.backward(loss_fn(policy(batch), batch).loss)
         if batch.step.last:
@@ -131,7 +131,7 @@ def test_accelerate_out_of_phase(stored: Dataset, accumulating: Any) -> None:
     """It counts batches, and divides each loss by them: not the steps of the loader."""
     model = torch.nn.Linear(1, 1)
     loss_fn, seen = PreferenceLoss("sft"), []
-    for how in ({"pairs_per_step": 3}, {"accumulation": 2, "tail": "pad"}):
+    for how in ({"examples_per_step": 3}, {"accumulation": 2, "tail": "pad"}):
         for batch in PackedDataLoader(PackedDataset(stored), **how):
             logps = torch.zeros(batch.num_segments, requires_grad=True)
             with pytest.raises(ConfigError, match=r"Accelerate: optimizer steps .* must be those"):

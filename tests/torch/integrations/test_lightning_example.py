@@ -81,7 +81,7 @@ def fit(
         made["ref"],
         validation=made["data"],
         validation_ref_logps=made["ref"],
-        pairs_per_step=PER_STEP,
+        examples_per_step=PER_STEP,
         packs_per_batch=1,
     )
     module = names["DPO"](load_model(made["model"], trainable=True), PreferenceLoss("dpo"), RATE)
@@ -114,7 +114,7 @@ def test_it_is_the_run_of_packstore_train(made: dict[str, str], tmp_path: Path) 
         validation=made["data"],
         validation_ref_logps=made["ref"],
         output=str(tmp_path),
-        pairs_per_step=PER_STEP,
+        examples_per_step=PER_STEP,
         epochs=2,
         learning_rate=RATE,
         schedule="constant",

@@ -40,7 +40,7 @@ SIZES = (3, 1, 2, 1, 1, 2, 1, 2, 1)  # examples of each pack: uneven over batche
 STEPS = {
     "two batches": {"accumulation": 2, "tail": "pad"},
     "seven batches": {"accumulation": 7, "tail": "pad"},
-    "so many pairs": {"pairs_per_step": 6, "tail": "pad"},
+    "so many pairs": {"examples_per_step": 6, "tail": "pad"},
 }
 REFERENCES = {e: [-20.0 + e % 7, -18.5, -21.0 - e % 3, -19.0, -17.0, -23.0] for e in range(99)}
 """Of each example, the log-probs of a reference model on its sequences."""
@@ -239,7 +239,7 @@ def test_every_stream_counts(kit: SimpleNamespace, tmp_path: Path, name: str) ->
         "stored": PackedDataLoader(PackedDataset(data), **how),
         "mix": PackedDataLoader(PackedDataset(MixedPacks([Source(data), Source(concat)])), **how),
         "records": PackedDataLoader(PackedDataset(records, repack=anew), **how),
-        "endless": TokenizedBatches(records, anew, pairs_per_step=14, tail="pad"),
+        "endless": TokenizedBatches(records, anew, examples_per_step=14, tail="pad"),
     }
     if kind != "sft":  # tokens are read to see what is shared, so that they can be counted
         loaders["repacked"] = PackedDataLoader(PackedDataset(concat, repack=anew), **how)
@@ -267,7 +267,7 @@ def test_who_sums_gradients_says_so(kit: SimpleNamespace, tmp_path: Path) -> Non
             total = 0.0
             for rank in range(world):
                 shared = PackedDataset(data, rank=rank, world_size=world)
-                for batch in PackedDataLoader(shared, pairs_per_step=sum(SIZES)):
+                for batch in PackedDataLoader(shared, examples_per_step=sum(SIZES)):
                     out = loss_fn(with_reference(batch) - 1, batch, with_reference(batch))
                     total += float(out.loss)
             sums[gradients, world] = total

@@ -38,7 +38,12 @@ def made(kit: SimpleNamespace, tmp_path: Path) -> SimpleNamespace:
 
 
 def test_train(made: SimpleNamespace, new_backend: Callable[[Any], str]) -> None:
-    settings = {"model": made.model, "dataset": made.url, "output": made.out, "pairs_per_step": 4}
+    settings = {
+        "model": made.model,
+        "dataset": made.url,
+        "output": made.out,
+        "examples_per_step": 4,
+    }
     settings |= {"attention": new_backend(leaking), "cpu": True, "loss": "simpo"}
     with pytest.raises(BackendError, match="other tokens in one segment must not move"):
         train(**settings)

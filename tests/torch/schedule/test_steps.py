@@ -33,9 +33,9 @@ MODES: list[dict[str, Any]] = [
     {"tokens_per_batch": LONGEST},
     {"tokens_per_batch": SHORT},
     {"tokens_per_batch": 2 * LONGEST, "accumulation": 2},
-    {"pairs_per_step": 11},
-    {"pairs_per_step": 30, "packs_per_batch": 2},
-    {"pairs_per_step": 40, "tokens_per_batch": LONGEST},
+    {"examples_per_step": 11},
+    {"examples_per_step": 30, "packs_per_batch": 2},
+    {"examples_per_step": 40, "tokens_per_batch": LONGEST},
 ]
 TAILS = ["drop", "pad", "repeat", "uneven"]
 ORDERS = [{}, {"balance": True}, {"largest_first": True}, {"balance": True, "largest_first": True}]
@@ -95,7 +95,7 @@ def reference(tokens: list[int], examples: list[int], world: int, c: BatchConfig
         limit = endless = n - n % world
     while start < limit:
         step = []
-        if c.pairs_per_step is None:
+        if c.examples_per_step is None:
             place = start
             while len(step) < c.accumulation and place < endless:
                 step.append(batch(place, endless))
@@ -106,11 +106,11 @@ def reference(tokens: list[int], examples: list[int], world: int, c: BatchConfig
         else:
             stop, pairs = start, 0
             while stop < endless and (
-                stop < start + world or pairs + examples[stop % n] <= c.pairs_per_step
+                stop < start + world or pairs + examples[stop % n] <= c.examples_per_step
             ):
                 pairs += examples[stop % n]
                 stop += 1
-            whole = stop < limit or pairs >= c.pairs_per_step
+            whole = stop < limit or pairs >= c.examples_per_step
             place = start
             while place < stop:
                 step.append(batch(place, stop))
@@ -163,7 +163,7 @@ def test_a_step_is_dealt_out_once(
             assert {len(share) for share in shares} == {len(step.edges) - 1}
         sizes = [len(batch) for share in shares for batch, _ in share]
         assert min(sizes) >= 1
-        if not {"tokens_per_batch", "pairs_per_step"} & set(mode) and tail in ("drop", "repeat"):
+        if not {"tokens_per_batch", "examples_per_step"} & set(mode) and tail in ("drop", "repeat"):
             assert set(sizes) == {config.width}
         loads = np.zeros((len(step.edges) - 1, world))
         for rank, share in enumerate(shares):
@@ -265,11 +265,11 @@ def test_a_plan_of_more_epochs_leaves_the_dataset_where_it_is(memory: Any) -> No
     data = PackedDataset(memory)
     data.set_epoch(1)
     first = [p.example_ids[0] for p in data]
-    plans = [data.plan(pairs_per_step=20, world_size=2)]
-    both = data.plan(pairs_per_step=20, world_size=2, epochs=2)
+    plans = [data.plan(examples_per_step=20, world_size=2)]
+    both = data.plan(examples_per_step=20, world_size=2, epochs=2)
     assert [p.example_ids[0] for p in data] == first
     data.set_epoch(2)
-    plans.append(data.plan(pairs_per_step=20, world_size=2))
+    plans.append(data.plan(examples_per_step=20, world_size=2))
     assert both.steps == plans[0].steps + plans[1].steps
     assert both.batches == plans[0].batches + plans[1].batches
     assert both.examples == plans[0].examples + plans[1].examples
@@ -288,7 +288,9 @@ def test_a_step_holds_the_same_packs_for_any_ranks(memory: Any) -> None:
     whole = steps(1, packs_per_batch=8)
     assert whole == steps(2, packs_per_batch=4) == steps(4, packs_per_batch=1, accumulation=2)
     assert whole == steps(2, packs_per_batch=2, accumulation=2, balance=True, largest_first=True)
-    assert steps(1, pairs_per_step=30, tail="uneven") == steps(4, pairs_per_step=30, tail="uneven")
+    assert steps(1, examples_per_step=30, tail="uneven") == steps(
+        4, examples_per_step=30, tail="uneven"
+    )
 
 
 def test_sources_come_with_the_batch(memory: Any) -> None:
@@ -321,7 +323,7 @@ class Huge:
         {"packs_per_batch": 4},
         {"packs_per_batch": 4, "accumulation": 4, "balance": True},
         {"tokens_per_batch": 16384},
-        {"pairs_per_step": 512, "tokens_per_batch": 8192},
+        {"examples_per_step": 512, "tokens_per_batch": 8192},
     ],
     ids=str,
 )

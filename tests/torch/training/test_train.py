@@ -94,7 +94,7 @@ def settings(made: SimpleNamespace, output: Path, **others: Any) -> dict[str, An
         "dataset": made.urls["mixed", "concat"],
         "output": str(output),
         "dtype": "float64",
-        "pairs_per_step": 8,
+        "examples_per_step": 8,
         "learning_rate": RATE,
         "log_every": 1,
         "log_examples": True,
@@ -461,7 +461,11 @@ def test_an_end_before_the_planned_one(
         ({"loss_parameters": {"bta": 1.0}}, ConfigError, r"no parameter 'bta'; it takes: beta"),
         ({"dataset": "./nowhere"}, DatasetNotFoundError, r"nowhere"),
         ({"dataset": "sft"}, CompatibilityError, r"compares responses.*found kind 'sft'"),
-        ({"pairs_per_step": 999}, ConfigError, r"one step of pairs_per_step=999.*40 examples"),
+        (
+            {"examples_per_step": 999},
+            ConfigError,
+            r"one step of examples_per_step=999.*40 examples",
+        ),
         ({"eval_every": 3}, ConfigError, r"eval_every: it needs a validation set"),
         (
             {"validation": "mixed", "validation_by": "color"},
@@ -511,7 +515,7 @@ def test_command_line(
     file = tmp_path / "dpo.yaml"
     file.write_text(
         f"model: {made.model}\ndataset: {made.urls['mixed', 'concat']}\nlearning_rate: 1e-4\n"
-        f"output: {tmp_path / 'run'}\npairs_per_step: 8\nmax_steps: 2\nloss: ipo\ncpu: true\n"
+        f"output: {tmp_path / 'run'}\nexamples_per_step: 8\nmax_steps: 2\nloss: ipo\ncpu: true\n"
     )
     assert main(["train", str(file), "--loss", "dpo", "--loss-parameter", "beta=0.3"]) == 0
     assert "rewards/accuracies" in capsys.readouterr().out

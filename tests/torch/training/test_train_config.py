@@ -75,7 +75,7 @@ def test_every_setting_has_a_flag() -> None:
     ("settings", "message"),
     [
         ({"model": "m"}, "setting dataset must be given: folder or URL of the packed"),
-        ({**MUST, "pairs_per_step": 0}, "pairs_per_step must be at least 1; found 0"),
+        ({**MUST, "examples_per_step": 0}, "examples_per_step must be at least 1; found 0"),
         ({**MUST, "epochs": 1.5}, "setting epochs must be a whole number; found 1.5"),
         ({**MUST, "dtype": "fp8"}, "setting dtype must be one of: float32, bfloat16, float64"),
         ({**MUST, "adam_beta2": 1.0}, "adam_beta2 must be at least 0 and below 1"),
@@ -115,7 +115,7 @@ def test_the_command_line_is_read_without_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
     )
-    assert "--pairs-per-step N" in done.stdout
+    assert "--examples-per-step N" in done.stdout
     assert done.stdout.splitlines()[-1] == "False"
 
 

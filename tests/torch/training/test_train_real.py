@@ -60,7 +60,7 @@ def test_it_learns_from_votes(scored: dict[str, Any], tmp_path: Path, name: str)
         output=str(tmp_path),
         loss=name,
         loss_parameters={"beta": 0.1, "eta": 1.0},
-        pairs_per_step=32,
+        examples_per_step=32,
         tokens_per_batch=2048,
         epochs=4,
         max_steps=STEPS,

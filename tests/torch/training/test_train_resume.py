@@ -60,7 +60,7 @@ def base(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict
         "dataset": str(folder / "data"),
         "validation": str(folder / "held"),
         "dtype": "float64",
-        "pairs_per_step": 9,
+        "examples_per_step": 9,
         "epochs": 3,
         "max_steps": STEPS,
         "learning_rate": 1e-3,
