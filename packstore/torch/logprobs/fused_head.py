@@ -9,6 +9,7 @@ of its gradient exists.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -24,6 +25,12 @@ CPU_CHUNK = 2**21
 
 GPU_CHUNK = 2**26
 """Logits per tile on other devices, 256 MiB: few large products."""
+
+ALIGNED = 8
+"""Elements of 2 bytes in 16 bytes."""
+
+ALIGNED_COLUMNS = 128
+"""Columns of a tile of matrix products on a GPU."""
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -193,11 +200,22 @@ def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _tiles(n: int, vocab: int, chunk_size: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Column slices, each with its row slices: roughly square tiles of `chunk_size` logits."""
+    """Column slices, each with its row slices: roughly square tiles of `chunk_size` logits.
+
+    A GPU multiplies at full speed only where rows start at multiples of 16 bytes. So widths are
+    multiples of 128 columns, up to 7 last columns of the vocabulary are a tile of their own, and
+    rows are split evenly, in multiples of 8.
+    """
     height = max(1, min(n, math.isqrt(chunk_size)))
     width = max(1, chunk_size // height)
+    if width > ALIGNED_COLUMNS:
+        width -= width % ALIGNED_COLUMNS
+    even = math.ceil(n / math.ceil(n / height)) if n else 1
+    height = min(height, even + -even % ALIGNED)
     rows = [slice(i, min(i + height, n)) for i in range(0, n, height)]
-    return ((slice(i, min(i + width, vocab)), rows) for i in range(0, vocab, width))
+    aligned = vocab - vocab % ALIGNED
+    cuts = [*range(0, aligned, width), *([aligned] if aligned < vocab else []), vocab]
+    return ((slice(a, b), rows) for a, b in itertools.pairwise(cuts))
 
 
 def _part(bias: Tensor | None, columns: slice) -> Tensor | None:

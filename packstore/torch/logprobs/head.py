@@ -21,6 +21,7 @@ from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.models.bypassed import check_not_compiled, check_own_precision
+from packstore.torch.models.probe import ieee_products
 from packstore.torch.models.routers import check_router_loss
 from packstore.torch.models.unwrap import adapted, unwrapped
 
@@ -204,13 +205,14 @@ def _read_heads(model: Any) -> list[Head]:
 def _prove(model: Any, heads: list[Head]) -> Head:
     """Compares the model's logits of a few tokens with those of each candidate head.
 
-    Hidden states are scaled up for both. Autocast is off, as it would round only one of them.
+    Hidden states are scaled up for both. Autocast is off, as it would round only one of them,
+    and so is TF32, whose rounding is larger than the tolerance of float32.
 
     Returns:
         The first head that agrees.
     """
     weight = heads[0].weight
-    with torch.autocast(weight.device.type, enabled=False):
+    with torch.autocast(weight.device.type, enabled=False), ieee_products():
         gaps = [_gap(model, head) for head in heads]
     if any(gap is not None and math.isnan(gap) for gap in gaps):
         do = "Look at its weights: a training that diverged leaves such ones"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,18 @@ def is_half(model: nn.Module) -> bool:
     kind = weight.device.type
     fast = kind == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return weight.dtype.itemsize == 2 or torch.is_autocast_enabled(kind) or fast
+
+
+@contextmanager
+def ieee_products() -> Iterator[None]:
+    """Multiplies float32 matrices on a GPU in float32 instead of TF32, which has 10 bits."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def logits_of(model: nn.Module, batch: PackedBatch, input_ids: Tensor | None = None) -> Tensor:
