@@ -6,13 +6,14 @@ running job has not committed yet, so files younger than `older_than` are never 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from packstore.errors import ConfigError, DatasetBusyError, DatasetNotFoundError, sentence
 from packstore.io.maintain.leftovers import Leftover, LeftoverFinder
-from packstore.io.manifest.commit import FOLDER
+from packstore.io.manifest.commit import DATA, FOLDER
 from packstore.io.manifest.partition_notes import NOTES
 from packstore.io.store.location import Location
 from packstore.io.store.operations import list_folder
@@ -22,6 +23,8 @@ __all__ = ["OLD_SECONDS", "CleanReport", "Leftover", "clean"]
 
 OLD_SECONDS = 7 * 86_400.0
 """Seconds; longer than a job takes from its last write to its commit, retries included."""
+
+_SHARD = re.compile(rf"{DATA}/\.?[0-9a-f]{{12}}(?:-p[0-9]+)?-[0-9]+-[0-9a-f]+\.(?:parquet|arrow)")
 
 YOUNGEST_SECONDS = 3600.0
 """Seconds; a smaller `older_than` is allowed only with `no_writers`."""
@@ -92,8 +95,7 @@ def clean(
         do = "Where surely none is, anywhere, add no_writers=True (--no-writers)"
         raise ConfigError(f"{must}; found {older_than:g} s. {do}.")
     location = Location(url, storage_options or {})
-    # Unless packstore has written there, a ``data`` folder may be another program's.
-    if not any(list_folder(location, folder) for folder in (FOLDER, *NOTES, WRITERS)):
+    if not _is_ours(location):
         must = "must be a dataset, or the place of an unfinished one"
         found = f"no {FOLDER} in it" if location.exists() else "no such folder"
         raise DatasetNotFoundError(sentence(location.display, must, found, "Check the path"))
@@ -108,3 +110,14 @@ def clean(
         finder.remove([x for x in leftovers if not x.spared])
     writer = at_work[0].text if at_work else None
     return CleanReport(location.display, leftovers, delete, writer, finder.uploads is not None)
+
+
+def _is_ours(location: Location) -> bool:
+    """Returns True if packstore has written there: a ``data`` folder may be another program's.
+
+    A first job that failed leaves only shards.
+    """
+    if any(list_folder(location, folder) for folder in (FOLDER, *NOTES, WRITERS)):
+        return True
+    data = list_folder(location, DATA)
+    return bool(data) and all(_SHARD.fullmatch(file.path) for file in data)

@@ -12,11 +12,12 @@ import pytest
 from small_jobs import DAY, SETTINGS, later, pairs
 
 import packstore
-from packstore.errors import ConfigError, DatasetBusyError
+from packstore.errors import ConfigError, DatasetBusyError, DatasetNotFoundError, StorageError
 from packstore.io.maintain.clean import clean
 from packstore.io.manifest.commit import manifest_path
 from packstore.io.store import operations
 from packstore.io.store.location import Location
+from packstore.io.write.shard_writer import ShardWriter
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
@@ -94,6 +95,33 @@ def test_a_put_that_outlives_its_sender(
     clean(place, delete=True)
     Location(place).create_bytes(*sent[0])
     assert packstore.open(place).verify().ok
+
+
+def test_shards_of_a_failed_first_job_are_removed(
+    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = ShardWriter.finish
+
+    def fail(self: ShardWriter) -> None:  # shards are there, notes are not yet
+        finish(self)
+        raise StorageError("refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "finish", fail)
+        with pytest.raises(StorageError, match="refused"):
+            pack(place)
+    left = files(place)
+    assert left
+    assert all(name.startswith("data/") for name in left), left
+    fs, root = Location(place)._open()
+    fs.pipe_file(f"{root}/data/table.parquet", b"of another program")
+    with pytest.raises(DatasetNotFoundError, match="must be a dataset"):
+        clean(place, delete=True, older_than=0, no_writers=True)
+    assert files(place) == left | {"data/table.parquet"}
+    fs.rm_file(f"{root}/data/table.parquet")
+    assert {x.path for x in clean(place).leftovers} == left
+    clean(place, delete=True, older_than=0, no_writers=True)
+    assert not files(place)
 
 
 def test_small_ages_need_a_word(place: str, pack: Callable[..., Any], tmp_path: Path) -> None:
