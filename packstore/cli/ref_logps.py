@@ -45,7 +45,7 @@ def _run(args: argparse.Namespace) -> int:
                 tokens_per_batch=args.tokens_per_batch,
             )
     if say():
-        rows: dict[str, object] = {"examples": len(side), **side.manifest.made_with}
+        rows: dict[str, object] = {"examples": len(side), **side.manifest.provenance}
         stdout_console().print(two_columns(f"side dataset {side.url}", rows))
     return 0
 

@@ -222,10 +222,10 @@ def make_sides(root: Path, datasets: Path) -> None:
     for name in SIDES:
         source = open_dataset(str(datasets / name))
         kind = source.manifest.kind
-        made_with = {"model": "none", "dtype": "float32", "layers": 0, "checked": True}
+        provenance = {"model": "none", "dtype": "float32", "layers": 0, "checked": True}
         every = [side_row(kind, n) for n in range(sum(EXAMPLES_PER_PACK))]
         where = str(root / name)
-        with SideWriter(where, source, SIDE_COLUMNS, made_with=made_with) as writer:
+        with SideWriter(where, source, SIDE_COLUMNS, provenance=provenance) as writer:
             for rows in (every[7:], every[:7]):
                 values = {c: [r[c] for r in rows] for c in SIDE_COLUMNS}
                 values["ref_logps"] = list(itertools.chain(*values["ref_logps"]))

@@ -61,7 +61,7 @@ class SideManifest:
         lineage: of the source dataset; see :attr:`Manifest.lineage`.
         fingerprint: of that dataset.
         columns: name -> a name in `SIDE_TYPES`.
-        made_with: origin of the values (model, dtype, …): texts, numbers, booleans.
+        provenance: origin of the values (model, dtype, …): texts, numbers, booleans.
         package_version: of the writer.
         shards: in any order.
     """
@@ -70,7 +70,7 @@ class SideManifest:
     lineage: Sha256
     fingerprint: Sha256
     columns: Mapping[str, str]
-    made_with: Mapping[str, str | int | float | bool | None]
+    provenance: Mapping[str, str | int | float | bool | None]
     package_version: str
     shards: tuple[SideShard, ...]
 
@@ -120,9 +120,9 @@ class SideManifest:
     def check(self, where: str) -> None:
         """Raises :class:`FormatError` if its parts contradict each other."""
         _check_columns(self.columns, where)
-        for name, value in self.made_with.items():  # of a caller; JSON was checked by its type
+        for name, value in self.provenance.items():  # of a caller; JSON was checked by its type
             ok = value is None or isinstance(value, str | int | float)
-            must = f"made_with {quote(name)} must be a text, a number, a boolean or null"
+            must = f"provenance {quote(name)} must be a text, a number, a boolean or null"
             require(ok, where, must, {"value": quote(value)})
         require_different_paths([s.path for s in self.shards], where)
         require_choice(where, "field kind", KINDS, kind=self.kind)

@@ -53,7 +53,7 @@ class SideWriter:
         source: the dataset whose examples the values belong to, or its manifest.
         columns: name -> ``float32``, ``float64``, ``int64``, ``bool``, ``string``: one value for
             each example; or ``ref_logps`` -> ``list<float32>``: one for each sequence.
-        made_with: origin of the values, such as `model`, `model_sha256`, `tokenizer_sha256`,
+        provenance: origin of the values, such as `model`, `model_sha256`, `tokenizer_sha256`,
             `chat_template_sha256`, `dtype`, `attention`, `head_dtype`: texts, numbers, booleans.
         overwrite: replace an existing side dataset.
         single_writer: asserts that no other job writes there; needed where two could both commit.
@@ -65,7 +65,7 @@ class SideWriter:
     Raises:
         ConfigError: two writers could both commit there, and `single_writer` is False.
         DatasetExistsError: one exists, and `overwrite` is False.
-        FormatError: a column or a member of `made_with` is not valid.
+        FormatError: a column or a member of `provenance` is not valid.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class SideWriter:
         source: Dataset | Manifest,
         columns: Mapping[str, str],
         *,
-        made_with: Mapping[str, str | int | float | bool | None] | None = None,
+        provenance: Mapping[str, str | int | float | bool | None] | None = None,
         overwrite: bool = False,
         single_writer: bool = False,
         storage_options: Mapping[str, Any] | None = None,
@@ -87,13 +87,13 @@ class SideWriter:
             lineage=manifest.lineage,
             fingerprint=manifest.fingerprint,
             columns=dict(columns),
-            made_with=dict(made_with or {}),
+            provenance=dict(provenance or {}),
             package_version=VERSION,
             shards=(),
         )
         self._manifest.check(self._location.display)
         head = self._manifest
-        self._run = fingerprint([head.fingerprint, head.columns, head.made_with])[:12]
+        self._run = fingerprint([head.fingerprint, head.columns, head.provenance])[:12]
         opened = writing(
             self._location, overwrite, "side data", single_writer=single_writer, name=SIDE
         )

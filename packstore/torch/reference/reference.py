@@ -43,7 +43,7 @@ from packstore.torch.models.dropout import evaluating
 from packstore.torch.reference.arithmetic import Precision, autocast
 from packstore.torch.reference.rank_zero import on_first
 from packstore.torch.reference.ref_parts import PARTS, Parts, Values
-from packstore.torch.reference.reference_fingerprint import MadeWith, describe_reference
+from packstore.torch.reference.reference_fingerprint import Provenance, describe_reference
 from packstore.torch.schedule.position import Position, Unseen
 from packstore.torch.schedule.rank_assignment import deal
 from packstore.torch.schedule.steps import Step, StepCutter
@@ -97,25 +97,25 @@ def write_ref_logps(
     config = BatchConfig.of(mode="eval", **batching)
     location = Location(url, storage_options or {})
 
-    def begin() -> tuple[MadeWith, list[int]]:
+    def begin() -> tuple[Provenance, list[int]]:
         require_exclusive(location, single_writer)
         refuse_existing(location, overwrite, SIDE)
         with lower():
-            made_with = describe_reference(model, dataset)
+            provenance = describe_reference(model, dataset)
         for name in ("packs_per_batch", "tokens_per_batch"):
-            made_with[name] = getattr(config, name)
+            provenance[name] = getattr(config, name)
         numbers = {number for number, _ in _parts(dataset, _cutter(dataset, config))}
-        return made_with, parts_of(made_with).missing(numbers)
+        return provenance, parts_of(provenance).missing(numbers)
 
-    def parts_of(made_with: MadeWith) -> Parts:
-        return Parts(location, fingerprint([dataset.manifest.fingerprint, made_with])[:16])
+    def parts_of(provenance: Provenance) -> Parts:
+        return Parts(location, fingerprint([dataset.manifest.fingerprint, provenance])[:16])
 
     def finish() -> None:
         with SideWriter(
             url,
             dataset,
             {REF_LOGPS: "list<float32>"},
-            made_with=made_with,
+            provenance=provenance,
             overwrite=overwrite,
             single_writer=single_writer,
             storage_options=storage_options,
@@ -124,8 +124,8 @@ def write_ref_logps(
                 writer.write(ids, {REF_LOGPS: logps}, counts)
         parts.remove()
 
-    made_with, missing = on_first(begin)
-    parts = parts_of(made_with)
+    provenance, missing = on_first(begin)
+    parts = parts_of(provenance)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
     mine = missing[rank::ranks]
     for number, values in _computed(model, dataset, config, lower, set(mine), progress):

@@ -20,7 +20,7 @@ from packstore.torch.reference.arithmetic import describe_arithmetic, is_added, 
 
 logger = logging.getLogger(__name__)
 
-MadeWith = dict[str, str | int | float | bool | None]
+Provenance = dict[str, str | int | float | bool | None]
 
 MODEL_NAMES = (*("model_rounded_sha256", "tokenizer_sha256", "chat_template_sha256", "head_dtype"),)
 """Must agree, or the log-probs belong to another model or text."""
@@ -40,7 +40,7 @@ def describe_reference(
     device: torch.device | None = None,
     *,
     adapter: bool = True,
-) -> MadeWith:
+) -> Provenance:
     """Returns the provenance that a side dataset of this model's log-probs records.
 
     ``model_sha256`` and ``model_rounded_sha256`` are :func:`weights_sha256` of the exact weights,
@@ -146,12 +146,12 @@ def check_arithmetic(side: Side, model: nn.Module, device: torch.device | None =
         model: the policy.
         device: the device that it will run on; default: its current one.
     """
-    own: MadeWith = {**describe_arithmetic(model, device, adapter=False)}
+    own: Provenance = {**describe_arithmetic(model, device, adapter=False)}
     _compare(side, own, ARITHMETIC_NAMES, strict=False, complete=False)
 
 
 def _compare(
-    side: Side, own: MadeWith, names: Sequence[str], *, strict: bool, complete: bool
+    side: Side, own: Provenance, names: Sequence[str], *, strict: bool, complete: bool
 ) -> None:
     """Compares the provenance of a side dataset with that of the training.
 
@@ -162,7 +162,7 @@ def _compare(
         strict: True refuses a difference; False logs it.
         complete: True refuses a missing member; False logs it.
     """
-    told = side.manifest.made_with
+    told = side.manifest.provenance
     for name in names:
         if name not in told:
             if complete:

@@ -440,7 +440,7 @@ def test_arrow_reads_in_our_threads_alone(kit: Any, tmp_path: Any) -> None:
     It asks for the interpreter's lock, which ends the thread inside a destructor of C++.
     """
     data = kit.Written(str(tmp_path / "ds")).dataset([kit.some_packs()])
-    with SideWriter(str(tmp_path / "side"), data, {"score": "int64"}, made_with={}) as writer:
+    with SideWriter(str(tmp_path / "side"), data, {"score": "int64"}, provenance={}) as writer:
         for packs in data.iter_packs():
             writer.write(packs.example_ids, {"score": packs.example_ids})
     command = [sys.executable, "-c", _READ_EVERYTHING, data.url, str(tmp_path / "side")]

@@ -43,7 +43,7 @@ from packstore.io.store.process import Process
 from packstore.testing import random_examples
 
 COLUMNS = {name if "list" not in name else "ref_logps": name for name in SIDE_TYPES}
-MADE_WITH = {"model": "none", "dtype": "float32", "layers": 2, "checked": True, "note": None}
+PROVENANCE = {"model": "none", "dtype": "float32", "layers": 2, "checked": True, "note": None}
 
 
 def values_of(ids: np.ndarray, counts: np.ndarray) -> dict[str, np.ndarray]:
@@ -62,7 +62,7 @@ def values_of(ids: np.ndarray, counts: np.ndarray) -> dict[str, np.ndarray]:
 def derived(url: str, ds: Dataset, columns: dict[str, str] | None = None, **how: Any) -> str:
     """A side dataset of all examples of `ds`, written in another order than that of the ids."""
     columns = columns or COLUMNS
-    with SideWriter(url, ds, columns, made_with=MADE_WITH, **how) as writer:
+    with SideWriter(url, ds, columns, provenance=PROVENANCE, **how) as writer:
         for packs in reversed(list(ds.iter_packs())):
             every = values_of(packs.example_ids, packs.num_responses)
             chosen = {name: every[name] for name in columns}
@@ -136,7 +136,7 @@ def test_what_it_tells(ds, tmp_path) -> None:
         ds.manifest.lineage,
         ds.manifest.fingerprint,
     )
-    assert dict(side.manifest.made_with) == MADE_WITH
+    assert dict(side.manifest.provenance) == PROVENANCE
     assert side.manifest.columns == COLUMNS
     assert repr(side).startswith(f"Side({url!r}, version=1, examples=90, ")
     (shard,) = side.manifest.shards
@@ -270,7 +270,7 @@ def test_removals_are_side_by_side(ds, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "made_with", "message"),
+    ("columns", "provenance", "message"),
     [
         ({}, {}, "it must have a column"),
         ({"reward": "float32"}, {}, "its name must be its own"),
@@ -280,9 +280,9 @@ def test_removals_are_side_by_side(ds, monkeypatch) -> None:
         ({"x": "float32"}, {"model": object()}, "must be a text, a number, a boolean or null"),
     ],
 )
-def test_columns_that_may_not_be(ds, tmp_path, columns, made_with, message) -> None:
+def test_columns_that_may_not_be(ds, tmp_path, columns, provenance, message) -> None:
     with pytest.raises(FormatError, match=message):
-        SideWriter(str(tmp_path / "side"), ds, columns, made_with=made_with)
+        SideWriter(str(tmp_path / "side"), ds, columns, provenance=provenance)
     assert not (tmp_path / "side").exists()
 
 

@@ -205,9 +205,9 @@ def test_two_ranks_give_the_bytes_of_one(
     assert same_files(str(tmp_path / "two"), str(tmp_path / "one"))
 
 
-def test_what_it_was_made_with(kit: SimpleNamespace, pairs: Dataset, tmp_path: Path) -> None:
+def test_its_provenance(kit: SimpleNamespace, pairs: Dataset, tmp_path: Path) -> None:
     model = model_of(kit)
-    made = write_ref_logps(model, pairs, str(tmp_path / "ref")).manifest.made_with
+    made = write_ref_logps(model, pairs, str(tmp_path / "ref")).manifest.provenance
     assert made["model_sha256"] == weights_sha256(model)
     assert (made["weight_dtype"], made["attention"]) == ("float32", "sdpa")
     assert (made["adapter"], made["device"], made["packs_per_batch"]) == (False, "cpu", None)

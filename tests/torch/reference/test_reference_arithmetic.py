@@ -107,10 +107,10 @@ def test_what_it_says_of_its_arithmetic(made: dict[str, Any], tmp_path: Path) ->
         "head_dtype": "float32",
         "device": "cpu",
     }
-    assert {name: told.manifest.made_with[name] for name in wanted} == wanted
+    assert {name: told.manifest.provenance[name] for name in wanted} == wanted
     told = open_side(precompute(made, tmp_path / "b", "--dtype", "bf16"))
-    assert told.manifest.made_with["weight_dtype"] == "bfloat16"
-    assert told.manifest.made_with["autocast_dtype"] is None
+    assert told.manifest.provenance["weight_dtype"] == "bfloat16"
+    assert told.manifest.provenance["autocast_dtype"] is None
 
 
 def test_an_autocast_around_the_call_is_that_of_the_flag(
@@ -122,12 +122,12 @@ def test_an_autocast_around_the_call_is_that_of_the_flag(
         check_reference(around, model, dataset)
     named = write_ref_logps(model, dataset, str(tmp_path / "named"), mixed_precision="bf16")
     assert named.manifest.shards == around.manifest.shards
-    assert named.manifest.made_with == around.manifest.made_with
+    assert named.manifest.provenance == around.manifest.provenance
     with pytest.raises(CompatibilityError, match="autocast_dtype"):
         check_reference(named, model, dataset)
     with torch.autocast("cpu", torch.bfloat16):
         plain = write_ref_logps(model, dataset, str(tmp_path / "again"), mixed_precision="none")
-    assert plain.manifest.made_with == around.manifest.made_with
+    assert plain.manifest.provenance == around.manifest.provenance
 
 
 def test_rounded_weights_are_another_model_to_the_last_bit(
@@ -163,9 +163,9 @@ def test_a_side_dataset_that_does_not_say_is_refused(
 ) -> None:
     dataset, model = open_dataset(made["dataset"]), load_model(made["model"])
     side = write_ref_logps(model, dataset, str(tmp_path / "ref"))
-    silent = {n: v for n, v in side.manifest.made_with.items() if n != "autocast_dtype"}
+    silent = {n: v for n, v in side.manifest.provenance.items() if n != "autocast_dtype"}
     columns = {"ref_logps": "list<float32>"}
-    with SideWriter(str(tmp_path / "silent"), dataset, columns, made_with=silent) as writer:
+    with SideWriter(str(tmp_path / "silent"), dataset, columns, provenance=silent) as writer:
         for batch in side.iter_batches():
             ids, values = batch.columns
             flat = values.flatten().to_numpy()

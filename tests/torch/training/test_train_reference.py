@@ -51,9 +51,9 @@ def another_side(made: dict[str, Any], url: Path, **changes: Any) -> str:
     """The same values, said to be made with something else."""
     side = open_side(made["ref_logps"])
     dataset = open_dataset(made["dataset"])
-    told = {**side.manifest.made_with, **changes}
+    told = {**side.manifest.provenance, **changes}
     columns = {"ref_logps": "list<float32>"}
-    with SideWriter(str(url), dataset, columns, made_with=told) as writer:
+    with SideWriter(str(url), dataset, columns, provenance=told) as writer:
         for batch in side.iter_batches():
             ids, values = (column.to_pylist() for column in batch.columns)
             logps = np.concatenate([np.float32(v) for v in values])
@@ -87,7 +87,7 @@ def test_precomputed_equals_online_to_the_last_bit(made: dict[str, Any], tmp_pat
     ],
     ids=lambda x: x[:16],
 )
-def test_what_was_made_with_something_else_is_refused(
+def test_other_provenance_is_refused(
     made: dict[str, Any], tmp_path: Path, name: str, value: str
 ) -> None:
     url = another_side(made, tmp_path / "side", **{name: value})
