@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos_jobs import KEEP, Scene, markers_of, read_log, records
+from chaos_jobs import KEEP, Scene, kind_of, markers_of, read_log, records
 
 import packstore
 from packstore.errors import DatasetNotFoundError, PackstoreError
@@ -167,7 +167,10 @@ class Observer:
             return
         self.seen[version].markers = markers
         for job, examples in markers.items():
-            if job and examples != len(records(self.scene, job)):
+            whole = len(records(self.scene, job))
+            # A killed concat that runs again may read the version that it had committed.
+            repeats = examples % whole == 0 and kind_of(self.scene, job) == "concat"
+            if job and examples != whole and not repeats:
                 self._note(f"version {version} has {examples} examples of job {job}")
 
     def verify_all(self) -> int:
@@ -193,9 +196,10 @@ class Observer:
         unnamed = [e for e in events["error"] if not e["named"]]
         done = {e["job"] for e in events["done"]}
         held = {j for s in self.seen.values() for j in s.markers}
-        # Not those that were called again and found their records there.
         beaten = [e for e in events["error"] if "only one writer may commit" in e["text"]]
-        lost = {e["job"] for e in beaten} - done
+        begun = Counter(e["job"] for e in events["begin"])
+        # Not killed jobs that ran again: the first run may have committed before it was killed.
+        lost = {e["job"] for e in beaten if begun[e["job"]] == 1} - done
         return {
             "commits": max(self.seen, default=0),
             "jobs": dict(Counter(kinds.values())),
