@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import packstore
 from packstore.build.engines import ENGINES
-from packstore.build.sources import RecordIntake
+from packstore.build.sources import RecordExampleReader
 from packstore.build.spill import Spill, filled
 from packstore.config import PackConfig
 from packstore.io.inputs.files import InputReader
@@ -48,13 +48,13 @@ def _pack(task: Task, watch: Watch, engine: str) -> None:
 def stages(task: Task, watch: Watch) -> None:
     """One stage after the other, each over all of the input."""
     config = PackConfig(pack_size=task.pack_size)
-    intake = RecordIntake(task.source, task.tokenizer, config, {})
+    reader = RecordExampleReader(task.source, task.tokenizer, config, {})
     watch.stage("load tokenizer")
     blocks = list(InputReader(task.source, None, config))
     watch.stage("read")
     rows = [block.parse() for block in blocks]
     watch.stage("parse")
-    work = RecordTokenizer(intake.tokenizer, config, intake.kind)
+    work = RecordTokenizer(reader.tokenizer, config, reader.kind)
     found = list(ENGINES.load("local")(_Threaded(work), rows, None))
     watch.stage("tokenize")
     with Spill(None) as spill:
@@ -67,8 +67,8 @@ def stages(task: Task, watch: Watch) -> None:
         packs_made = list(filled(spill, packing, config))
         watch.stage("fill")
         shape = PackShape(
-            kind=intake.kind, layout=config.layout, pack_size=config.pack_size, carry={},
-            vocab_size=intake.vocab_size,
+            kind=reader.kind, layout=config.layout, pack_size=config.pack_size, carry={},
+            vocab_size=reader.vocab_size,
         )  # fmt: skip
         with ShardWriter(Location(task.out, {}), shape, config, "0" * 12) as writer:
             for packs in packs_made:

@@ -27,7 +27,7 @@ def only_one(config: PackConfig) -> int:
     return 1
 
 
-class DatasetIntake:
+class DatasetExampleReader:
     """Yields the examples of a packed dataset, in its order."""
 
     def __init__(self, dataset: Dataset, config: PackConfig) -> None:
@@ -71,7 +71,7 @@ class DatasetIntake:
     def sample(
         self, records: int, seed: int, report: Callable[[int], None] | None = None
     ) -> Sampling:
-        """See :meth:`Intake.sample`."""
+        """See :meth:`ExampleReader.sample`."""
         self._groups, sample = sample_groups(self._dataset.row_groups.examples, records, seed)
         return sample
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from packstore.build.provenance import with_lineage, without_paths
-from packstore.build.sources import Intake, RecordIntake
+from packstore.build.sources import ExampleReader, RecordExampleReader
 from packstore.config import PackConfig
 from packstore.errors import DatasetExistsError, DatasetNotFoundError, quote, sentence
 from packstore.io.dataset.dataset import Dataset
@@ -21,7 +21,7 @@ log = logging.getLogger("packstore")
 
 def finished_before(
     places: Mapping[str | None, Location],
-    open_intake: Callable[[], Intake],
+    open_examples: Callable[[], ExampleReader],
     config: PackConfig,
 ) -> dict[str | None, Dataset]:
     """Returns the datasets that this job has committed before, by part.
@@ -30,7 +30,7 @@ def finished_before(
 
     Args:
         places: part -> location of its dataset; a single dataset is part None.
-        open_intake: opens the input; called if a dataset is at one of the places.
+        open_examples: opens the input; called if a dataset is at one of the places.
         config: all settings.
 
     Raises:
@@ -41,15 +41,15 @@ def finished_before(
     there = {part: dataset for part, dataset in newest.items() if dataset is not None}
     if not there:
         return {}
-    intake = open_intake()
+    reader = open_examples()
     for part, dataset in there.items():
-        _refuse_other(dataset, _about(intake, part, config, []), without=("sources", "lineage"))
-    if isinstance(intake, RecordIntake):
-        if len(there) < len(places) and not intake.inputs:  # such an input can be read only once
+        _refuse_other(dataset, _about(reader, part, config, []), without=("sources", "lineage"))
+    if isinstance(reader, RecordExampleReader):
+        if len(there) < len(places) and not reader.inputs:  # such an input can be read only once
             _refuse(next(iter(there.values())), "only one part of two")
-        intake.read_through()
+        reader.read_through()
     for part, dataset in there.items():
-        _refuse_other(dataset, _about(intake, part, config, None))
+        _refuse_other(dataset, _about(reader, part, config, None))
         require_files(dataset.location, dataset.manifest, dataset.version)
     return there
 
@@ -62,10 +62,10 @@ def _newest(place: Location) -> Dataset | None:
 
 
 def _about(
-    intake: Intake, part: str | None, config: PackConfig, sources: Sequence[Any] | None
+    reader: ExampleReader, part: str | None, config: PackConfig, sources: Sequence[Any] | None
 ) -> dict[str, Any]:
     """Returns the provenance for the manifest, with `sources` for an input not read yet."""
-    about = with_lineage(intake.provenance(sources), intake.kind, config)
+    about = with_lineage(reader.provenance(sources), reader.kind, config)
     found: dict[str, Any] = json.loads(json.dumps({**about, "part": part} if part else about))
     return found
 

@@ -27,9 +27,9 @@ from packstore.build.finished import finished_before
 from packstore.build.partitions.resume import Partition, Written
 from packstore.build.partitions.slices import ReadKeys, split
 from packstore.build.partitions.work import InTask, PackPartitions
-from packstore.build.provenance import Account, Counting, Progress, commit, run_of, shape_of
+from packstore.build.provenance import Counting, Progress, RecordTotals, commit, run_of, shape_of
 from packstore.build.rejects import RejectsFile
-from packstore.build.sources import Intake, RecordIntake, open_intake
+from packstore.build.sources import ExampleReader, RecordExampleReader, open_examples
 from packstore.config import PackConfig
 from packstore.config.keywords import PackSettings
 from packstore.errors import ConfigError, WrongEngineError
@@ -102,7 +102,7 @@ def pack(
         places = {part: places[None].join(part) for part in parts}
     there: dict[str | None, Dataset] = {}
     if not config.overwrite:
-        opening = partial(open_intake, source, tokenizer, config, options)
+        opening = partial(open_examples, source, tokenizer, config, options)
         there = finished_before(places, opening, config)
     if there and len(there) == len(places):
         log.info("%s: already there, same input and settings", Location(out, options).display)
@@ -152,36 +152,36 @@ def _pack(
     """Packs and commits the dataset of each part (train, and validation if set)."""
     beside(partial(warm_up, config))
     options = jobs[0].location.storage_options
-    intake = open_intake(source, tokenizer, config, dict(options))
-    config = replace(config, partitions=intake.partitions)
+    reader = open_examples(source, tokenizer, config, dict(options))
+    config = replace(config, partitions=reader.partitions)
     for job in jobs:
-        job.check_fits(intake.kind, intake.carry, intake.provenance)
+        job.check_fits(reader.kind, reader.carry, reader.provenance)
     names = Selection(config, config.seed).parts
     parts = dict(zip(names if len(names) > 1 else (None,), jobs, strict=True))
     notes = [
-        PartitionNotes(_absolute(job.location), run_of(intake, part)) for part, job in parts.items()
+        PartitionNotes(_absolute(job.location), run_of(reader, part)) for part, job in parts.items()
     ]
     counting = Counting(progress)
-    inputs = [item.location for item in intake.inputs]
+    inputs = [item.location for item in reader.inputs]
     with RejectsFile(config.rejects, options, config.spill_dir, inputs) as rejects:
-        account = Account(parts, intake, config, rejects, counting)
-        made = _partitions(intake, notes, config, account, counting)
+        totals = RecordTotals(parts, reader, config, rejects, counting)
+        made = _partitions(reader, notes, config, totals, counting)
         with contextlib.closing(made):
             written = [partition.written for partition in made]
     for number, (part, job) in enumerate(parts.items()):
         own = [one[number] for one in written]
-        known = account.of_part(names[number]), _planning(own, config), account.provenance(part)
+        known = totals.of_part(names[number]), _planning(own, config), totals.provenance(part)
         shards = [shard for one in own for shard in one.shards]
-        commit(job, shape_of(intake, config), config, shards, known)
+        commit(job, shape_of(reader, config), config, shards, known)
     for one in notes:
         one.remove()
 
 
 def _partitions(
-    intake: Intake,
+    reader: ExampleReader,
     notes: Sequence[PartitionNotes],
     config: PackConfig,
-    account: Account,
+    totals: RecordTotals,
     counting: Counting,
 ) -> Generator[Partition, None, None]:
     """Yields all partitions in order, each packed and written, or taken over from a note."""
@@ -197,26 +197,26 @@ def _partitions(
     def run(work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         return engine(work, items, config.num_workers)
 
-    tokenize = intake.tokenize() if isinstance(intake, RecordIntake) else None
-    work = PackPartitions(tokenize, notes, shape_of(intake, config), config, intake.paths)
-    if not isinstance(intake, RecordIntake) or not intake.inputs:
-        yield from work.of_parts(intake, counting, account.add)
+    tokenize = reader.tokenize() if isinstance(reader, RecordExampleReader) else None
+    work = PackPartitions(tokenize, notes, shape_of(reader, config), config, reader.paths)
+    if not isinstance(reader, RecordExampleReader) or not reader.inputs:
+        yield from work.of_parts(reader, counting, totals.add)
         return
-    inputs = [replace(i, location=_absolute(i.location)) for i in intake.inputs]
-    slices = split(list(zip(inputs, intake.sizes, strict=True)), number)
+    inputs = [replace(i, location=_absolute(i.location)) for i in reader.inputs]
+    slices = split(list(zip(inputs, reader.sizes, strict=True)), number)
     repeated: list[Int64 | None] = [None] * number
     if config.dedup != "none" and number > 1:
-        keys = ReadKeys(intake.tokenize(), config)
+        keys = ReadKeys(reader.tokenize(), config)
         found = run(InTask(keys), slices) if on_cluster else keys(slices, run, counting.keyed)
         known = list(found)
         repeated = [*duplicates([k for k, _ in known], [ids for _, ids in known])]
     items = list(zip(range(number), slices, repeated, strict=True))
     taken = 0
-    made = run(InTask(work), items) if on_cluster else work(items, run, counting, account.add)
+    made = run(InTask(work), items) if on_cluster else work(items, run, counting, totals.add)
     for partition in made:
         if on_cluster:
             counting.read(partition.contents.tally.read)
-            account.add(partition.contents)
+            totals.add(partition.contents)
             counting.wrote(partition.packs)
         taken += partition.resumed
         yield partition

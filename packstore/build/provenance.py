@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from packstore.build.dedup_and_split import DUPLICATES, Selection, of_part
 from packstore.build.rejects import RejectsFile
-from packstore.build.sources import Intake, RecordIntake
+from packstore.build.sources import ExampleReader, RecordExampleReader
 from packstore.config import MEANINGFUL, PackConfig, fingerprint
 from packstore.errors import ConfigError, DropRateError, InputError, sentence
 from packstore.format.arrays import Tally
@@ -129,10 +129,10 @@ def check_parts(kept: Mapping[str, int], config: PackConfig) -> None:
             raise DropRateError(sentence("input", must, found, "Choose another fraction, or seed"))
 
 
-def run_of(intake: Intake, part: str | None) -> str:
+def run_of(reader: ExampleReader, part: str | None) -> str:
     """Names a run, from facts known before its input is read: a rerun has the same name."""
-    sizes = intake.sizes if isinstance(intake, RecordIntake) else []
-    about = {**intake.provenance([]), "bytes": sizes, "part": part}
+    sizes = reader.sizes if isinstance(reader, RecordExampleReader) else []
+    about = {**reader.provenance([]), "bytes": sizes, "part": part}
     return fingerprint(without_paths(about))[:12]
 
 
@@ -163,14 +163,14 @@ def without_paths(value: Any) -> Any:
     return [without_paths(v) for v in value] if isinstance(value, list) else value
 
 
-def shape_of(intake: Intake, config: PackConfig) -> PackShape:
+def shape_of(reader: ExampleReader, config: PackConfig) -> PackShape:
     """Returns the properties that all packs share."""
     return PackShape(
-        kind=intake.kind,
+        kind=reader.kind,
         layout=config.layout,
         pack_size=config.pack_size,
-        carry=intake.carry,
-        vocab_size=intake.vocab_size,
+        carry=reader.carry,
+        vocab_size=reader.vocab_size,
     )
 
 
@@ -220,7 +220,7 @@ class Contents:
     rejects: bytes
 
 
-class Account:
+class RecordTotals:
     """Adds up the records of all partitions, and checks them once all are read.
 
     `jobs` has the job of each part under its name; a single job is part None.
@@ -229,12 +229,12 @@ class Account:
     def __init__(
         self,
         jobs: Mapping[str | None, WriteJob],
-        intake: Intake,
+        reader: ExampleReader,
         config: PackConfig,
         rejects: RejectsFile,
         counting: Counting,
     ) -> None:
-        self._jobs, self._intake, self._config = jobs, intake, config
+        self._jobs, self._reader, self._config = jobs, reader, config
         self._rejects, self._counting = rejects, counting
         self._names = Selection(config, config.seed).parts
         self._kept = dict.fromkeys(self._names, 0)
@@ -276,9 +276,9 @@ class Account:
 
     def provenance(self, part: str | None) -> dict[str, Any]:
         """Returns the provenance of the dataset of a part, after the last partition."""
-        inputs = self._intake.inputs
+        inputs = self._reader.inputs
         sources = [self._sources[i.ordinal] for i in inputs] if inputs else None
-        found = with_lineage(self._intake.provenance(sources), self._intake.kind, self._config)
+        found = with_lineage(self._reader.provenance(sources), self._reader.kind, self._config)
         return {**found, "part": part} if part else found
 
 

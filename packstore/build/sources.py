@@ -12,7 +12,7 @@ from functools import cached_property
 from os import PathLike
 from typing import Any, Protocol
 
-from packstore.build.dataset_source import DatasetIntake, only_one
+from packstore.build.dataset_source import DatasetExampleReader, only_one
 from packstore.build.engines import ENGINES
 from packstore.config import PARTITION_BYTES, PackConfig
 from packstore.errors import ConfigError, spelled
@@ -43,7 +43,7 @@ SIZES_AT_ONCE = 16
 """Files whose sizes are requested concurrently."""
 
 
-class Intake(Protocol):
+class ExampleReader(Protocol):
     """A source of examples.
 
     Attributes:
@@ -92,13 +92,13 @@ class Intake(Protocol):
         """
 
 
-def open_intake(
+def open_examples(
     source: Any,
     tokenizer: Any,
     config: PackConfig,
     storage_options: dict[str, Any],
     block_bytes: int = BLOCK_BYTES,
-) -> Intake:
+) -> ExampleReader:
     """Opens `source` for packing, its records in blocks of about `block_bytes`.
 
     Raises:
@@ -107,16 +107,16 @@ def open_intake(
     """
     dataset = source if isinstance(source, Dataset) else find_dataset(source, storage_options)
     if dataset is None:
-        return RecordIntake(source, tokenizer, config, storage_options, block_bytes)
+        return RecordExampleReader(source, tokenizer, config, storage_options, block_bytes)
     if tokenizer is not None:
         raise ConfigError(
             f"{dataset.url} is a packed dataset, which is repacked without tokenizing: "
             "leave tokenizer out."
         )
-    return DatasetIntake(dataset, config)
+    return DatasetExampleReader(dataset, config)
 
 
-class RecordIntake:
+class RecordExampleReader:
     """Reads records and tokenizes them in workers."""
 
     def __init__(
@@ -161,14 +161,14 @@ class RecordIntake:
     def sample(
         self, records: int, seed: int, report: Callable[[int], None] | None = None
     ) -> Sampling:
-        """See :meth:`Intake.sample`."""
+        """See :meth:`ExampleReader.sample`."""
         if self._reader.ends:
             self._blocks, sample = sample_blocks(self._blocks, records, seed, report)
         else:
             self._blocks, sample = head_blocks(self._blocks, records, seed)
         return sample
 
-    def sized(self, pack_size: int, layout: Any) -> RecordIntake:
+    def sized(self, pack_size: int, layout: Any) -> RecordExampleReader:
         """Returns the sample, for packs of another size and layout."""
         other = copy.copy(self)
         other._config = replace(self._config, pack_size=pack_size, layout=layout)

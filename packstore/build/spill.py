@@ -119,14 +119,14 @@ class Spill:
         number = min(-(-size // SEGMENT_BYTES), MAX_BUCKETS, len(offsets) - 1)
         cuts = np.linspace(0, len(offsets) - 1, number + 1).astype(np.int64)
         buckets = [self._store("bucket", b) for b in range(number)]
-        self._deal(order, offsets[cuts], buckets)
+        self._scatter(order, offsets[cuts], buckets)
         for bucket, first, last in zip(buckets, cuts[:-1], cuts[1:], strict=True):
             own = order[offsets[first] : offsets[last]]
             # The examples of a bucket are in input order.
             yield bucket.examples(), _ranks(own), _from_zero(offsets[first : last + 1])
             bucket.remove()
 
-    def _deal(self, order: Int32, cuts: Int64, buckets: list[_Store]) -> None:
+    def _scatter(self, order: Int32, cuts: Int64, buckets: list[_Store]) -> None:
         """Moves all segments into the buckets; bucket b gets ``order[cuts[b]:cuts[b + 1]]``."""
         bucket_of = np.full(self.num_examples, MAX_BUCKETS, np.uint16)
         for b in range(len(buckets)):

@@ -24,7 +24,7 @@ from packstore.torch.integrations.nemo import loss_from_nemo, nemo_metrics
 from packstore.torch.logprobs.head import Head, PackedPolicy, find_head, packed_logps
 from packstore.torch.logprobs.logprobs import segment_logps, segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor, count_step
-from packstore.torch.losses.first_step_check import FirstStepGuard
+from packstore.torch.losses.first_step_check import FirstStepCheck
 from packstore.torch.losses.loss import LossOutput, PreferenceLoss
 from packstore.torch.metrics import Metrics
 from packstore.torch.models.compatibility import check_model, check_tokenizer
@@ -44,7 +44,7 @@ from packstore.torch.parallel import (
 __all__ = [
     "ContextShard",
     "ContextSplit",
-    "FirstStepGuard",
+    "FirstStepCheck",
     "Head",
     "LossOutput",
     "Metrics",

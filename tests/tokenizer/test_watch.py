@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 
 import packstore
-from packstore.build.sources import open_intake
+from packstore.build.sources import open_examples
 from packstore.config import PackConfig
 from packstore.errors import WrongEngineError
 from packstore.format import seeds
@@ -170,5 +170,5 @@ def test_which_records_does_not_depend_on_blocks(model: str, source: Path) -> No
 def test_the_reference_is_not_watched(model: str, source: Path) -> None:
     for engine, watched in (("tokenizers", False), ("fastokens", True)):
         config = PackConfig(tokenizer_engine=engine)  # type: ignore[arg-type]
-        tokenize = open_intake(str(source), model, config, {}).tokenize()  # type: ignore[attr-defined]
+        tokenize = open_examples(str(source), model, config, {}).tokenize()  # type: ignore[attr-defined]
         assert (tokenize._watch is not None) == watched

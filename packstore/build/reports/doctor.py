@@ -16,7 +16,7 @@ import numpy as np
 from packstore.build.dedup_and_split import Seen
 from packstore.build.provenance import absent_fields
 from packstore.build.reports.lint import TextLint
-from packstore.build.sources import RecordIntake, open_intake
+from packstore.build.sources import RecordExampleReader, open_examples
 from packstore.config import MEANINGFUL, PackConfig
 from packstore.config.keywords import PackSettings
 from packstore.errors import ConfigError
@@ -89,11 +89,11 @@ def doctor(
         PackstoreError: the input cannot be read, or the tokenizer does not load.
     """
     config = _counting(PackConfig.of(config, **settings))
-    intake = open_intake(source, tokenizer, config, dict(storage_options or {}))
-    if not isinstance(intake, RecordIntake) or intake.tokenizer is None:
+    reader = open_examples(source, tokenizer, config, dict(storage_options or {}))
+    if not isinstance(reader, RecordExampleReader) or reader.tokenizer is None:
         raise ConfigError("doctor needs records and a tokenizer; check a dataset with verify.")
-    tally, lint = Tally(), _Lint(intake.tokenizer)
-    for examples, part in intake.each(TextLint(intake.tokenize(), intake.kind, config)):
+    tally, lint = Tally(), _Lint(reader.tokenizer)
+    for examples, part in reader.each(TextLint(reader.tokenize(), reader.kind, config)):
         tally.add(part)
         lint.look(examples)
         if progress is not None:
@@ -102,10 +102,10 @@ def doctor(
         tally.noted[check] = len(example_ids)
         for i in example_ids[: Tally.SAMPLES_PER_REASON]:
             source, ordinal = divmod(i, 1 << SOURCE_SHIFT)
-            where = place_of(intake.paths[source], ordinal)
+            where = place_of(reader.paths[source], ordinal)
             tally.samples.append(Sample(check, where, ""))
     findings = [*_absent(tally, config), *_findings(tally)]
-    return Diagnosis(intake.kind, tally.read, tuple(findings))
+    return Diagnosis(reader.kind, tally.read, tuple(findings))
 
 
 def _absent(tally: Tally, config: PackConfig) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack
 
 from packstore.build.reports.sampled import Choice, Measured, choice_of
-from packstore.build.sources import RecordIntake, open_intake
+from packstore.build.sources import RecordExampleReader, open_examples
 from packstore.config import PackConfig
 from packstore.config.keywords import PackSettings
 from packstore.errors import ConfigError, InputError, sentence
@@ -129,28 +129,28 @@ def estimate(
     ]
     for one in combinations:
         KNOWN.check(one.strategy)
-    intake = open_intake(
+    reader = open_examples(
         source, tokenizer, _limitless(base), dict(storage_options or {}), SAMPLE_BLOCK_BYTES
     )
     report = None if progress is None else lambda n: progress("read", n, None, "records")
-    drawn = intake.sample(sample, base.seed, report)
+    drawn = reader.sample(sample, base.seed, report)
     total = max(drawn.records, records or drawn.total or 0)
     measure = functools.partial(Measured, multiple=base.pad_to_multiple, sample=drawn, total=total)
-    measured = measure(intake, {"concat", *tried[1]})
+    measured = measure(reader, {"concat", *tried[1]})
     if not measured.tally.kept:
         raise InputError("no record of the sample could be used: run `packstore doctor` on it.")
 
     @functools.cache
     def cut(pack_size: int, layout: str) -> Measured:
         """Measures the examples, truncated for a pack size and layout."""
-        if not (base.overlong.startswith("truncate") and isinstance(intake, RecordIntake)):
+        if not (base.overlong.startswith("truncate") and isinstance(reader, RecordExampleReader)):
             return measured
-        return measure(intake.sized(pack_size, layout), {"concat", layout})
+        return measure(reader.sized(pack_size, layout), {"concat", layout})
 
     step = world_size * packs_per_batch * accumulation
     choices = [choice_of(cut(one.pack_size, one.layout), one, step) for one in combinations]
     return Estimate(
-        kind=intake.kind,
+        kind=reader.kind,
         tally=measured.tally,
         sample=drawn,
         scale=total / drawn.records,

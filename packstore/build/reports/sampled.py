@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packstore.build.sources import Intake
+from packstore.build.sources import ExampleReader
 from packstore.config import PackConfig
 from packstore.format.arrays import Bool, Int32, Int64, Tally
 from packstore.io.inputs.sampling import Sampling
@@ -64,7 +64,7 @@ class Measured:
     """Sizes of the examples of a sample.
 
     Args:
-        intake: yields the sample, place by place.
+        reader: yields the sample, place by place.
         layouts: layouts to measure.
         multiple: multiple to which sequences are padded.
         sample: figures of the sample.
@@ -82,7 +82,7 @@ class Measured:
     """
 
     def __init__(
-        self, intake: Intake, layouts: set[str], multiple: int, sample: Sampling, total: int
+        self, reader: ExampleReader, layouts: set[str], multiple: int, sample: Sampling, total: int
     ) -> None:
         self.tally, self.sample, self.total = Tally(), sample, total
         read: list[int] = []
@@ -92,7 +92,7 @@ class Measured:
         sequences: list[Int32] = []
         tokens: dict[str, list[Int32]] = {layout: [] for layout in layouts}
         padded: dict[str, list[Int32]] = {layout: [] for layout in layouts}
-        for number, (examples, part) in enumerate(intake):
+        for number, (examples, part) in enumerate(reader):
             read.append(part.read)
             overlong.append(part.dropped.pop("overlong", 0))
             self.tally.add(part)

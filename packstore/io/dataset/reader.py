@@ -30,7 +30,7 @@ from packstore.io.dataset.cache import Cache, Key
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.stored_file import DECODER_ERRORS
 from packstore.io.shards.arrow_file import ArrowFile
-from packstore.io.shards.buffer_pool import room
+from packstore.io.shards.buffer_pool import pooled_array
 from packstore.io.shards.checksums import batch_crc32, crc32_of
 from packstore.io.shards.parquet_shard import ParquetShard
 from packstore.io.shards.shard import ShardInfo
@@ -123,7 +123,7 @@ class ShardReader:
                 manifest.kind,
                 vocab_size=manifest.vocab_size,
                 where=self.where,
-                allocate=room,
+                allocate=pooled_array,
             )
             self._check_packs(packs, group)
             packs.example_ids += self.shard.example_id_base

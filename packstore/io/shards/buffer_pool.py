@@ -21,7 +21,7 @@ _UNIT = 64 << 10
 _waiting: list[mmap.mmap] = []
 
 
-def room(n: int) -> Int32:
+def pooled_array(n: int) -> Int32:
     """Returns an uninitialized int32 array `[n]`; its memory is reused after its last view."""
     size = max(-(-4 * n // _UNIT), 1) * _UNIT
     try:

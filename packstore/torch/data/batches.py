@@ -20,7 +20,7 @@ from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.collate import collate
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.schedule.position import Position, Unseen, shared_integers
-from packstore.torch.schedule.rank_assignment import cut_of, deal, settled
+from packstore.torch.schedule.rank_assignment import assign_ranks, cut_of, settled
 from packstore.torch.schedule.steps import Step, StepCutter
 from packstore.torch.schedule.stream import PackStream
 
@@ -127,7 +127,7 @@ class Batches(IterableDataset[tuple[PackedBatch, Mark]]):
         places: list[Int64] = []
         chunk = 1  # the first batch without delay; later ones in chunks, which is cheaper
         for index, step in enumerate(cutter, start=start.step):
-            shares = deal(step, self.data.rank, self.data.world_size, self.config)
+            shares = assign_ranks(step, self.data.rank, self.data.world_size, self.config)
             for batch in range(skipped, len(shares)):
                 turn += 1
                 if (turn - 1) % workers != number:
@@ -171,7 +171,7 @@ class Batches(IterableDataset[tuple[PackedBatch, Mark]]):
     def _batches_of(self, step: Step) -> int:
         if self.config.at_end != "uneven":
             return len(step.edges) - 1
-        return len(deal(step, self.data.rank, self.data.world_size, self.config))
+        return len(assign_ranks(step, self.data.rank, self.data.world_size, self.config))
 
 
 def _look_up(stream: PackStream, index: int) -> None:

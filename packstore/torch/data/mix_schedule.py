@@ -24,13 +24,13 @@ import numpy as np
 from packstore.format.arrays import Int64
 
 BITS = 22
-"""Shares are multiples of 2^-BITS; packs are numbered below 2^(63 - BITS)."""
+"""MixSchedule are multiples of 2^-BITS; packs are numbered below 2^(63 - BITS)."""
 
 _ONE, _HALF = 1 << BITS, 1 << (BITS - 1)
 _NEVER = 1 << (63 - BITS)
 
 
-class Shares:
+class MixSchedule:
     """The formula: maps each item of a sequence to a source and an index in that source.
 
     Args:
@@ -101,7 +101,7 @@ class _Part:
 
     start: int
     before: Int64
-    shares: Shares
+    shares: MixSchedule
 
     def find(self, source: int, number: int) -> int:
         """Returns the place of a source's pack, if this part lasted that long."""
@@ -148,7 +148,7 @@ class Schedule:
             left = list(range(len(weights)))
             while left and over < _NEVER:
                 active = [w if s in left else 0 for s, w in enumerate(weights)]
-                part = _Part(over, before, Shares(active, turn, turns))
+                part = _Part(over, before, MixSchedule(active, turn, turns))
                 self._parts.append(part)
                 self._keys.append(turn * _NEVER + over)
                 leaves = {s: part.find(s, most[s]) if most[s] < _NEVER else _NEVER for s in left}

@@ -104,9 +104,9 @@ def nemo_metrics(
         ``rewards_rejected_mean``, ``rewards_all_mean``, ``rewards_all_std``. These are means over
         all pairs; NeMo-Aligner's are means of means over micro-batches.
     """
-    beta = loss_fn.members[0].parameters["beta"]
+    beta = loss_fn.terms[0].parameters["beta"]
     # NeMo-Aligner logs the rewards that its loss compares: means over tokens, if it averages.
-    seen = "rewards_per_token" if loss_fn.members[0].averaged else "rewards"
+    seen = "rewards_per_token" if loss_fn.terms[0].averaged else "rewards"
     chosen, rejected = means[f"{seen}/chosen"] / beta, means[f"{seen}/rejected"] / beta
     every = (chosen + rejected) / 2
     variance = max(means[f"{seen}/squares"] / beta**2 - every**2, 0.0)
@@ -115,7 +115,7 @@ def nemo_metrics(
     preference = means.get("preference_loss", means["loss"])
     return {
         "loss": means["loss"],
-        "preference_loss": preference / (loss_fn.members[0].weight or 1.0),
+        "preference_loss": preference / (loss_fn.terms[0].weight or 1.0),
         "sft_loss": means.get("sft_loss", 0.0),
         "acc": means[f"{seen}/accuracies"],
         "rewards_chosen_mean": chosen,

@@ -22,7 +22,7 @@ CAUSES = (
 )
 
 
-class FirstStepGuard:
+class FirstStepCheck:
     """Compares policy and reference once, at the first batch of a training run.
 
     While the policy still equals its reference, each loss has its value at equal log-probs: ln 2

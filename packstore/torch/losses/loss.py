@@ -12,7 +12,7 @@ from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor, check_accumulation, default_divisor
 from packstore.torch.losses.loss_output import LossOutput, detached, divide, output
-from packstore.torch.losses.loss_terms import Names, is_number, make_members
+from packstore.torch.losses.loss_terms import Names, is_number, make_terms
 from packstore.torch.losses.pairs import (
     PairChoice,
     PairIndex,
@@ -73,16 +73,16 @@ class PreferenceLoss:
         gradients: Gradients = "mean",
         **parameters: float,
     ) -> None:
-        self.members = make_members(name, parameters, average_logps)
+        self.terms = make_terms(name, parameters, average_logps)
         self.sft_weight = sft_weight
         self.sft_average = _choice("sft_average", sft_average, get_args(SftAverage))
         self.pairs: PairChoice = _choice("pairs", pairs, get_args(PairChoice))
         self.reduction = _choice("reduction", reduction, get_args(Reduction))
         self.gradients = _choice("gradients", gradients, get_args(Gradients))
-        self.only_sft = self.members[0].name == "sft"
+        self.only_sft = self.terms[0].name == "sft"
         if not (is_number(sft_weight) and sft_weight >= 0):
             raise ConfigError(f"sft_weight must be at least 0; found {quote(sft_weight)}.")
-        if not sft_weight + sum(m.weight for m in self.members):
+        if not sft_weight + sum(m.weight for m in self.terms):
             raise ConfigError("the weights of a loss must not all be 0.")
         if self.only_sft and (sft_weight or reduction != "sum"):
             raise ConfigError("loss 'sft' takes neither sft_weight nor a reduction.")
@@ -93,12 +93,12 @@ class PreferenceLoss:
             )
 
     def __repr__(self) -> str:
-        return f"PreferenceLoss({' + '.join(map(str, self.members))})"
+        return f"PreferenceLoss({' + '.join(map(str, self.terms))})"
 
     @property
     def reference(self) -> bool:
         """True if the loss compares with a reference model."""
-        return any(member.variant.reference for member in self.members)
+        return any(member.variant.reference for member in self.terms)
 
     def __call__(
         self,
@@ -130,17 +130,17 @@ class PreferenceLoss:
         count, sft_count = self._divisors(batch, divisor)
         if self.only_sft:
             term, metrics = self._likelihood(sums, batch)
-            loss = self.members[0].weight * divide(term, count)
+            loss = self.terms[0].weight * divide(term, count)
             return output(loss, term, None, {"loss": detached(term), **metrics})
         index, weights = self._weights(batch, logps)
         pairs = sums.take(index.chosen, index.rejected)
-        losses = [member(pairs) for member in self.members]
-        parts = zip(self.members, losses, strict=True)
+        losses = [member(pairs) for member in self.terms]
+        parts = zip(self.terms, losses, strict=True)
         total = torch.stack([member.weight * values for member, values in parts]).sum(0)
         term = self._reduce(total, weights, index.example, batch)
         metrics = self._metrics(pairs, weights)
         if len(losses) > 1:
-            for member, values in zip(self.members, losses, strict=True):
+            for member, values in zip(self.terms, losses, strict=True):
                 own = self._reduce(values, weights, index.example, batch)
                 metrics[f"loss/{member.name}"] = detached(own)
         loss, sft_term = divide(term, count), None
@@ -200,7 +200,7 @@ class PreferenceLoss:
         ref_logps = batch.ref_logps if ref_logps is None else ref_logps
         if ref_logps is None:
             raise ConfigError(
-                f"loss {self.members[0].name!r} compares with a reference model: pass "
+                f"loss {self.terms[0].name!r} compares with a reference model: pass "
                 "ref_logps=…, the segment_logps of the reference model on the same batch."
             )
         return ref_logps.detach()
@@ -210,7 +210,7 @@ class PreferenceLoss:
         if batch.kind == "sft":
             raise CompatibilityError(
                 sentence(
-                    f"loss {self.members[0].name!r}",
+                    f"loss {self.terms[0].name!r}",
                     "an example must have responses to compare",
                     "a dataset of kind 'sft'",
                     "Use PreferenceLoss('sft')",
@@ -247,7 +247,7 @@ class PreferenceLoss:
     @property
     def _beta(self) -> float:
         """Beta of the first member, which scales the rewards."""
-        return self.members[0].parameters["beta"]
+        return self.terms[0].parameters["beta"]
 
     def _metrics(self, pairs: Pairs, weights: Tensor) -> dict[str, SumAndCount]:
         """Rewards are ``beta * (policy - reference)``, summed over tokens.
@@ -255,7 +255,7 @@ class PreferenceLoss:
         If the first member compares means over tokens, those are added.
         """
         values = _rewards("rewards", pairs, self._beta)
-        if self.members[0].averaged:
+        if self.terms[0].averaged:
             values |= _rewards("rewards_per_token", pairs.per_token(), self._beta)
         values |= {"logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected}
         wide = weights.to(wide_dtype(weights.device))

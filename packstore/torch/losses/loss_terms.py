@@ -1,4 +1,4 @@
-"""The members of a loss: one variant, or a weighted sum of several, each with its parameters."""
+"""The terms of a loss: one variant, or a weighted sum of several, each with its parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Names = str | Mix
 
 
 @dataclass(frozen=True)
-class Member:
+class LossTerm:
     """A variant with its parameters and its weight in the sum.
 
     Attributes:
@@ -48,19 +48,19 @@ class Member:
         return f"{weight}{self.name}{values}"
 
 
-def make_members(
+def make_terms(
     names: Names, parameters: Mapping[str, float], average_logps: bool
-) -> tuple[Member, ...]:
-    """Makes the members of a loss.
+) -> tuple[LossTerm, ...]:
+    """Makes the terms of a loss.
 
     Args:
         names: one name; or name -> weight, or name -> a mapping of ``weight`` (default 1) and
-            parameters of that member alone.
-        parameters: passed to every member that takes them; at least one must.
-        average_logps: members compare means over tokens.
+            parameters of that term alone.
+        parameters: passed to every term that takes them; at least one must.
+        average_logps: terms compare means over tokens.
 
     Raises:
-        UnknownNameError: a loss is unknown, or no member takes a parameter.
+        UnknownNameError: a loss is unknown, or no term takes a parameter.
         ConfigError: a weight or value is out of range, or `average_logps` goes to a loss that
             averages by definition.
     """
@@ -75,16 +75,16 @@ def make_members(
         if not any(parameter in defaults for defaults in known.values()):
             takes = list(dict.fromkeys(p for defaults in known.values() for p in defaults))
             raise _no_parameter(" + ".join(entries), parameter, takes)
-    members = []
+    terms = []
     for name, (weight, own) in entries.items():
         given = {p: v for p, v in parameters.items() if p in known[name]} | own
-        members.append(_member(name, weight, given, average_logps))
-    if len(members) > 1 and any(m.name == "sft" for m in members):
+        terms.append(_term(name, weight, given, average_logps))
+    if len(terms) > 1 and any(m.name == "sft" for m in terms):
         raise ConfigError("'sft' has a count of its own in a mix: give its weight as sft_weight.")
-    return tuple(members)
+    return tuple(terms)
 
 
-def _member(name: str, weight: float, given: Mapping[str, float], average_logps: bool) -> Member:
+def _term(name: str, weight: float, given: Mapping[str, float], average_logps: bool) -> LossTerm:
     variant = LOSSES.load(name)
     defaults = _defaults(variant)
     for parameter, value in given.items():
@@ -97,7 +97,7 @@ def _member(name: str, weight: float, given: Mapping[str, float], average_logps:
         )
     parameters = {**defaults, **given}
     variant(Pairs(*[torch.zeros(0)] * 8), **parameters)  # variants check the ranges themselves
-    return Member(name, variant, parameters, weight, average_logps or variant.averaged)
+    return LossTerm(name, variant, parameters, weight, average_logps or variant.averaged)
 
 
 def _load(name: Any) -> Variant:

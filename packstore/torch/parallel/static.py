@@ -88,14 +88,14 @@ def pad_batch(
     """
     longest = batch.max_seqlen if max_seqlen is None else max_seqlen
     if max_seqlen is not None:
-        _check_room("max_seqlen", max_seqlen, max(batch.max_seqlen, batch.max_seqlen_k))
-    _check_room("num_tokens", num_tokens, batch.num_tokens)
+        _check_fits("max_seqlen", max_seqlen, max(batch.max_seqlen, batch.max_seqlen_k))
+    _check_fits("num_tokens", num_tokens, batch.num_tokens)
     tail = num_tokens - batch.num_tokens
     pieces = math.ceil(tail / longest)
     responses = _responses(batch)
     extra = round_up(pieces, responses)
     if num_segments is not None:
-        _check_room("num_segments", num_segments, batch.num_segments + extra)
+        _check_fits("num_segments", num_segments, batch.num_segments + extra)
         extra = num_segments - batch.num_segments
         if extra % responses:
             must = f"num_segments must be a multiple of {responses}, as examples are whole"
@@ -105,7 +105,7 @@ def pad_batch(
     if max_seqlen is not None:
         batch = replace(batch, max_seqlen=max_seqlen, max_seqlen_k=max_seqlen)
     if num_targets is not None:
-        _check_room("num_targets", num_targets, len(batch.target_index))
+        _check_fits("num_targets", num_targets, len(batch.target_index))
         # The first token of a row is never supervised: as a target it is ignored.
         batch = replace(batch, target_index=_filled(batch.target_index, num_targets, 0))
     return batch
@@ -167,7 +167,7 @@ def _filled_column(values: Tensor | Column, size: int) -> Tensor | Column:
     return np.concatenate([values, fill])
 
 
-def _check_room(name: str, allowed: int, found: int) -> None:
+def _check_fits(name: str, allowed: int, found: int) -> None:
     if found > allowed:
         do = "Allow more, for example by static_sizes(manifest, packs_per_batch)"
         where = f"pad_batch({name}={allowed})"

@@ -13,7 +13,7 @@ from packstore.torch.metrics import distributed
 T = TypeVar("T")
 
 
-def on_first(make: Callable[[], T]) -> T:
+def run_on_rank_zero(make: Callable[[], T]) -> T:
     """Runs `make` on rank 0; returns its result or raises its error on all ranks. Collective."""
     if not distributed():
         return make()

@@ -41,11 +41,11 @@ from packstore.torch.metrics import distributed
 from packstore.torch.models.compatibility import check_model
 from packstore.torch.models.dropout import evaluating
 from packstore.torch.reference.arithmetic import Precision, autocast
-from packstore.torch.reference.rank_zero import on_first
+from packstore.torch.reference.rank_zero import run_on_rank_zero
 from packstore.torch.reference.ref_parts import PARTS, Parts, Values
 from packstore.torch.reference.reference_fingerprint import Provenance, describe_reference
 from packstore.torch.schedule.position import Position, Unseen
-from packstore.torch.schedule.rank_assignment import deal
+from packstore.torch.schedule.rank_assignment import assign_ranks
 from packstore.torch.schedule.steps import Step, StepCutter
 from packstore.torch.schedule.stream import StoredPacks
 
@@ -124,7 +124,7 @@ def write_ref_logps(
                 writer.write(ids, {REF_LOGPS: logps}, counts)
         parts.remove()
 
-    provenance, missing = on_first(begin)
+    provenance, missing = run_on_rank_zero(begin)
     parts = parts_of(provenance)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
     mine = missing[rank::ranks]
@@ -132,7 +132,7 @@ def write_ref_logps(
         parts.put(number, values)
     if distributed():
         dist.barrier()
-    on_first(finish)
+    run_on_rank_zero(finish)
     return open_side(url, storage_options)
 
 
@@ -171,7 +171,7 @@ def _batches(
         for number, step in _parts(dataset, cutter):
             if number not in mine:
                 continue
-            for places, fillers in deal(step, 0, 1, config):
+            for places, fillers in assign_ranks(step, 0, 1, config):
                 ahead.append((number, step.stop, fillers))
                 yield cutter.unseen[places]
 

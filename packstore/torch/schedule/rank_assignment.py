@@ -21,7 +21,7 @@ Share = tuple[Int64, int]
 """Positions of a batch's packs, and how many at the end are fillers of weight 0."""
 
 
-def deal(step: Step, rank: int, world_size: int, config: BatchConfig) -> list[Share]:
+def assign_ranks(step: Step, rank: int, world_size: int, config: BatchConfig) -> list[Share]:
     """Returns the batches of `rank` in `step`.
 
     Pack ``i`` of a batch goes to rank ``i % world_size``, unless the ranks are balanced. A rank
@@ -139,7 +139,7 @@ def settled(stream: PackStream, position: Position) -> Position:
         raise stale("batches must be fewer than its step has", str(position.batches))
     out = [np.empty(0, np.int64)]
     for rank in range(world_size):
-        shares = deal(step, rank, world_size, config)[: position.batches]
+        shares = assign_ranks(step, rank, world_size, config)[: position.batches]
         out += [batch[: len(batch) - filled] for batch, filled in shares]
     return unseen.without(np.concatenate(out), position.step)
 

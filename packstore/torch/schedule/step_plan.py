@@ -11,7 +11,7 @@ import numpy as np
 
 from packstore.config import BatchConfig
 from packstore.torch.schedule.position import Position, Unseen
-from packstore.torch.schedule.rank_assignment import deal, fillers
+from packstore.torch.schedule.rank_assignment import assign_ranks, fillers
 from packstore.torch.schedule.steps import WINDOW, Step, StepCutter
 from packstore.torch.schedule.stream import PackStream
 
@@ -93,7 +93,9 @@ def _count_epoch(
 
 
 def _filler_examples(step: Step, world_size: int, config: BatchConfig) -> int:
-    shares = (share for r in range(world_size) for share in deal(step, r, world_size, config))
+    shares = (
+        share for r in range(world_size) for share in assign_ranks(step, r, world_size, config)
+    )
     places = [batch[len(batch) - filled :] for batch, filled in shares if filled]
     return int(step.sizes.examples[np.concatenate(places) - step.start].sum())
 

@@ -12,7 +12,7 @@ from packstore.errors import DivergedError, sentence
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.losses.divisor import count_step
-from packstore.torch.losses.first_step_check import FirstStepGuard
+from packstore.torch.losses.first_step_check import FirstStepCheck
 from packstore.torch.losses.grouped_metrics import GroupedMetrics
 from packstore.torch.metrics import Metrics, all_reduce_sums
 from packstore.torch.training.checkpoint import best_checkpoint, prune, read_state, save_checkpoint
@@ -42,7 +42,7 @@ class Loop:
         self.evaluation: dict[str, float] = dict((start and start.evaluation) or {})
         best = best_checkpoint(run.folder)
         self._best = read_state(best).score if best else float("inf")
-        self._guard = None if start else FirstStepGuard(run.loss_fn)
+        self._guard = None if start else FirstStepCheck(run.loss_fn)
         self._window = _Window(run)
 
     def __call__(self) -> None:

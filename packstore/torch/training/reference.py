@@ -16,7 +16,7 @@ from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.models.dropout import evaluating
 from packstore.torch.models.load import is_adapter, load_model
-from packstore.torch.reference.rank_zero import on_first
+from packstore.torch.reference.rank_zero import run_on_rank_zero
 from packstore.torch.reference.reference_fingerprint import check_arithmetic, check_reference
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -139,4 +139,4 @@ def check_precomputed(
                     check_reference(side, reference, dataset, **own)
 
     if any(url is not None for url, _ in sides):
-        on_first(check)
+        run_on_rank_zero(check)

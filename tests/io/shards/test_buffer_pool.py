@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from packstore.io.shards import buffer_pool as rooms
-from packstore.io.shards.buffer_pool import room
+from packstore.io.shards.buffer_pool import pooled_array
 
 
 @pytest.fixture(autouse=True)
@@ -29,24 +29,24 @@ LOOKS = [
 
 @pytest.mark.parametrize("look", LOOKS)
 def test_memory_is_used_again_after_its_last_view(look):
-    array = room(1000)
+    array = pooled_array(1000)
     array[:] = 7
     at, view = address(array), look(array)
     del array
     gc.collect()
-    other = room(1000)
+    other = pooled_array(1000)
     assert address(other) != at
     other[:] = 8
     assert np.asarray(view).view(np.int32).ravel().tolist() == [7] * (np.asarray(view).nbytes // 4)
     del view
     gc.collect()
-    assert address(room(1000)) == at
+    assert address(pooled_array(1000)) == at
 
 
 def test_rooms_are_as_large_as_asked_for():
     sizes = [0, 1, 16384, 16385, 100_000, 5]
     for n in sizes:  # each is dropped, and waits for the next
-        array = room(n)
+        array = pooled_array(n)
         array[:] = n
         assert array.shape == (n,)
         assert array.dtype == np.int32
@@ -55,7 +55,7 @@ def test_rooms_are_as_large_as_asked_for():
 
 def test_little_memory_waits(monkeypatch):
     monkeypatch.setattr(rooms, "KEPT_BYTES", 5 * (64 << 10))
-    arrays = [room(16384) for _ in range(9)]
+    arrays = [pooled_array(16384) for _ in range(9)]
     arrays.clear()
     gc.collect()
     assert len(rooms._waiting) == 5

@@ -26,7 +26,7 @@ from packstore.torch import PackedDataLoader, PackedDataset
 from packstore.torch.data import mix as mix_module
 from packstore.torch.data import mix_reader as mix_reader_module
 from packstore.torch.data.mix import MixedPacks, Source
-from packstore.torch.data.mix_schedule import Schedule, Shares
+from packstore.torch.data.mix_schedule import MixSchedule, Schedule
 from packstore.torch.data.side import JoinedPacks
 from packstore.torch.schedule.stream import StoredPacks
 
@@ -150,7 +150,7 @@ def test_shares_hold_in_every_prefix(turns: int, most: float, weights: list[floa
 @given(weights, st.sampled_from([(0, 1), (0, 8), (5, 8)]))
 @settings(max_examples=40, deadline=None)
 def test_shares_count_and_find_what_they_give(weights: list[float], turn: tuple[int, int]) -> None:
-    n, shares = 300, Shares(weights, *turn)
+    n, shares = 300, MixSchedule(weights, *turn)
     sources, numbers = shares.locate(np.arange(n))
     counted = np.stack([np.cumsum(sources == s) for s in range(len(weights))], axis=1)
     assert [shares.counts(i).tolist() for i in range(1, n + 1)] == counted.tolist()
@@ -176,7 +176,7 @@ def test_the_first_source_to_repeat_ends_the_epoch(
 
 
 def test_shares_hold_far_out() -> None:
-    shares, far = Shares([3, 2, 1]), 10**12
+    shares, far = MixSchedule([3, 2, 1]), 10**12
     sources, numbers = shares.locate(np.arange(far, far + 60))
     assert np.bincount(sources).tolist() == [30, 20, 10]
     assert np.abs(shares.counts(far) / far - [1 / 2, 1 / 3, 1 / 6]).max() < 1e-6

@@ -86,11 +86,11 @@ def test_settings(kit: SimpleNamespace, loss: str, others: dict[str, Any]) -> No
 def test_one_name_inside() -> None:
     averaged = {"ref_policy_kl_penalty": 0.2, "preference_average_log_probs": True}
     names = {loss: loss_from_nemo({"preference_loss": loss, **averaged}) for loss in LOSS_NAMES}
-    assert names["dpo"].members[0].name == "dpo_norm"
-    assert names["ipo"].members[0].name == "ipo"
-    assert names["rpo_sq"].members[0].name == "rpo_sq"
-    assert all(loss.members[0].averaged for loss in names.values())
-    assert loss_from_nemo({"ref_policy_kl_penalty": 0.2}).members[0].parameters == {"beta": 0.2}
+    assert names["dpo"].terms[0].name == "dpo_norm"
+    assert names["ipo"].terms[0].name == "ipo"
+    assert names["rpo_sq"].terms[0].name == "rpo_sq"
+    assert all(loss.terms[0].averaged for loss in names.values())
+    assert loss_from_nemo({"ref_policy_kl_penalty": 0.2}).terms[0].parameters == {"beta": 0.2}
 
 
 def test_metrics(kit: SimpleNamespace) -> None:
@@ -160,7 +160,7 @@ def test_the_page_of_losses_has_every_loss() -> None:
     table = {row[0].strip("`"): row[1:] for row in rows if len(row) == 5 and "`" in row[0]}
     assert list(table) == list(LOSSES)
     for name in LOSSES:
-        (member,) = PreferenceLoss(name).members
+        (member,) = PreferenceLoss(name).terms
         for parameter, default in member.parameters.items():
             assert f"{parameter} {default:g}" in table[name][1], (name, parameter)
         assert ("ref" in table[name][2]) == member.variant.reference, name

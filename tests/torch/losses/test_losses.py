@@ -221,7 +221,7 @@ def test_identities() -> None:
 )
 def test_any_loss_on_sums_can_look_at_means(name: str) -> None:
     pairs = random_pairs()
-    (member,) = PreferenceLoss(name, average_logps=True, **parameters(name)).members
+    (member,) = PreferenceLoss(name, average_logps=True, **parameters(name)).terms
     found = member(pairs)
     assert torch.equal(found, load(name)(pairs.per_token(), **parameters(name)))
     assert not torch.equal(found, load(name)(pairs, **parameters(name)))
@@ -229,8 +229,8 @@ def test_any_loss_on_sums_can_look_at_means(name: str) -> None:
 
 def test_parameters_of_a_mix() -> None:
     mix = {"dpo": 0.7, "cdpo": {"weight": 0.2, "beta": 0.5}, "hinge": {"beta": 0.9}}
-    members = PreferenceLoss(mix, beta=0.3, label_smoothing=0.05).members
-    assert [(m.name, m.weight, m.parameters) for m in members] == [
+    terms = PreferenceLoss(mix, beta=0.3, label_smoothing=0.05).terms
+    assert [(m.name, m.weight, m.parameters) for m in terms] == [
         ("dpo", 0.7, {"beta": 0.3}),
         ("cdpo", 0.2, {"beta": 0.5, "label_smoothing": 0.05}),
         ("hinge", 1.0, {"beta": 0.9}),

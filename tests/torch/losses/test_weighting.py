@@ -17,7 +17,7 @@ from packstore.errors import CompatibilityError, ConfigError
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, PreferenceLoss, collate, segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor, own_divisor
-from packstore.torch.losses.first_step_check import FirstStepGuard
+from packstore.torch.losses.first_step_check import FirstStepCheck
 from packstore.torch.losses.variants import LOSSES
 from packstore.torch.metrics import Metrics
 
@@ -289,9 +289,9 @@ def test_the_first_step(kit: SimpleNamespace, caplog: pytest.LogCaptureFixture, 
             "discopop": 0.5 * math.log(2) + 0.5,
         }.get(name, math.log(2))
         assert float(loss_fn(ref, batch, ref).loss) == pytest.approx(expected, abs=1e-12)
-    assert FirstStepGuard(loss_fn)(ref + 0.05, batch, ref) == pytest.approx(0.05)
+    assert FirstStepCheck(loss_fn)(ref + 0.05, batch, ref) == pytest.approx(0.05)
     assert not caplog.records
-    guard = FirstStepGuard(loss_fn)
+    guard = FirstStepCheck(loss_fn)
     assert guard(logps, batch, ref) == pytest.approx(float((logps - ref).abs().mean().detach()))
     assert guard(logps, batch, ref) is None
     (record,) = caplog.records
@@ -303,7 +303,7 @@ def test_the_first_step(kit: SimpleNamespace, caplog: pytest.LogCaptureFixture, 
 
 def test_no_first_step_without_a_reference(kit: SimpleNamespace) -> None:
     batch, logps, ref = make(kit, [2, 3])
-    assert FirstStepGuard(PreferenceLoss("simpo"))(logps, batch, ref) is None
-    guard = FirstStepGuard(PreferenceLoss("dpo"))
+    assert FirstStepCheck(PreferenceLoss("simpo"))(logps, batch, ref) is None
+    guard = FirstStepCheck(PreferenceLoss("dpo"))
     assert guard(logps, batch) is None  # nothing to compare with yet
     assert guard(logps, batch, ref) is not None

@@ -20,7 +20,7 @@ from packstore.format.arrays import PackSizes
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset
 from packstore.torch.schedule.position import Position, Unseen
-from packstore.torch.schedule.rank_assignment import deal, fillers, spread
+from packstore.torch.schedule.rank_assignment import assign_ranks, fillers, spread
 from packstore.torch.schedule.steps import StepCutter
 
 N = 41
@@ -151,7 +151,7 @@ def test_a_step_is_dealt_out_once(
 ) -> None:
     config = BatchConfig.of(**mode, tail=tail, **order)
     for step in StepCutter(memory, Unseen(N, Position()), config, world):
-        shares = [deal(step, rank, world, config) for rank in range(world)]
+        shares = [assign_ranks(step, rank, world, config) for rank in range(world)]
         filled = sum(f for share in shares for _, f in share)
         assert filled == fillers(step, world, config)
         own = [[batch[: len(batch) - f].tolist() for batch, f in share] for share in shares]
@@ -201,7 +201,7 @@ def test_balance_evens_out_the_squares(memory: Any) -> None:
             loads = [
                 sum(
                     int(step.sizes.squares[b - step.start].sum())
-                    for b, _ in deal(step, r, 3, config)
+                    for b, _ in assign_ranks(step, r, 3, config)
                 )
                 for r in range(3)
             ]
@@ -333,7 +333,7 @@ def test_planning_a_hundred_million_packs_begins_at_once(mode: Any) -> None:
     unseen = Unseen(len(stream), Position(next=57_000_001))
     cutter = StepCutter(stream, unseen, config, 8)
     for step in itertools.islice(cutter, 3):
-        deal(step, 5, 8, config)
+        assign_ranks(step, 5, 8, config)
     assert stream.asked <= 8192
     if cutter.fixed:
         data = PackedDataset(stream, rank=5, world_size=8)
