@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Unpack
 
-    from packstore.build.combine import append, concat
+    from packstore.build.concat import append, concat
     from packstore.build.pipeline import pack
     from packstore.build.provenance import Progress
     from packstore.build.reports.doctor import doctor
@@ -91,10 +91,10 @@ _LAZY = {
     "PackConfig": "packstore.config",
     "PackstoreError": "packstore.errors",
     "Plan": "packstore.pack.plan",
-    "append": "packstore.build.combine",
+    "append": "packstore.build.concat",
     "check": "packstore.io.maintain.preflight",
     "clean": "packstore.io.maintain.clean",
-    "concat": "packstore.build.combine",
+    "concat": "packstore.build.concat",
     "doctor": "packstore.build.reports.doctor",
     "estimate": "packstore.build.reports.estimate",
     "export": "packstore.exchange",

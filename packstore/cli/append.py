@@ -42,7 +42,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from packstore.build.combine import append
+    from packstore.build.concat import append
 
     settings = read_settings(args, RunConfig)
     if args.field:

@@ -25,7 +25,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from packstore.build.combine import concat
+    from packstore.build.concat import concat
 
     dataset = concat(
         args.datasets,

@@ -11,7 +11,7 @@ import pytest
 from small_jobs import DAY, SETTINGS, later, pairs
 
 import packstore
-from packstore.build.combine import append, concat
+from packstore.build.concat import append, concat
 from packstore.errors import DatasetExistsError, MissingFilesError, StorageError
 from packstore.io.maintain import leftovers
 from packstore.io.maintain.clean import clean
@@ -127,17 +127,17 @@ def test_what_is_appended_while_concat_begins_is_not_lost(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`concat` has read the version that it extends, and has not begun to write."""
-    from packstore.build import combine
+    from packstore.build import concat as build_concat
 
     packstore.pack(pairs(20), place, **SETTINGS)
     packstore.pack(pairs(10, 500), f"{place}-other", **SETTINGS)
-    check, appended = combine.check_parts, list[Any]()
+    check, appended = build_concat.check_parts, list[Any]()
 
     def check_parts(parts: Any) -> None:
         check(parts)
         appended.append(append(place, pairs(15, 200)))
 
-    monkeypatch.setattr(combine, "check_parts", check_parts)
+    monkeypatch.setattr(build_concat, "check_parts", check_parts)
     with pytest.raises(DatasetExistsError, match=TOO_LATE):
         concat([place, f"{place}-other"], place, overwrite=True)
     monkeypatch.undo()

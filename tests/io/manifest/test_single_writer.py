@@ -13,7 +13,7 @@ import pytest
 from small_jobs import SETTINGS, pairs
 
 import packstore
-from packstore.build.combine import append, concat
+from packstore.build.concat import append, concat
 from packstore.cli import main
 from packstore.errors import ConfigError, DatasetExistsError
 from packstore.exchange import export, import_
