@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -84,6 +85,8 @@ def _sources(batch: PackedBatch) -> Tensor:
 
 
 def _cu_seqlens_k(batch: PackedBatch) -> Tensor:
+    if batch._logical_tokens == batch.num_tokens:
+        return batch.cu_seqlens
     return torch.nn.functional.pad(batch.lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
@@ -136,7 +139,9 @@ class PackedBatch:
         target_index: int64 `[n]`, the supervised tokens; each is predicted by the token before it.
             It may be padded with unsupervised tokens, which are ignored.
         cu_seqlens: int32 `[S + 1]`, where each segment starts in the row.
-        cu_seqlens_k: int32 `[S + 1]`, offsets of the logical sequences laid end to end.
+        cu_seqlens_k: int32 `[S + 1]`, offsets of the logical sequences laid end to end. Without
+            shared prefixes it is `cu_seqlens`, the same tensor: torch looks for that identity when
+            it selects a kernel.
         kv_index: int64 `[sum of lengths]`, the token of the row at each place of the logical
             sequences; None if no segment leaves out a shared prefix.
         max_seqlen: longest segment.
@@ -254,9 +259,9 @@ class PackedBatch:
             segments=self.segment_ids[self.target_index].masked_fill(fills, self.num_segments),
         )
 
-    @property
+    @cached_property
     def layout(self) -> AttentionLayout:
-        """The keys that each query may see."""
+        """The keys that each query may see; one object, on which backends cache their masks."""
         return AttentionLayout(
             cu_seqlens_q=self.cu_seqlens,
             cu_seqlens_k=self.cu_seqlens_k,
@@ -268,7 +273,7 @@ class PackedBatch:
         )
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
-        """Returns the batch with all tensors on `device`."""
+        """Returns the batch with all tensors on `device`; itself if they are there."""
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
@@ -299,8 +304,15 @@ class PackedBatch:
         """Applies `change` to the tensors that exist; others are derived later."""
         # Derived first: the number of targets, derived on a GPU, would force a synchronisation.
         _ = self.target_index, self.weights, self.sources
-        fields = {n: change(x) if isinstance(x, Tensor) else x for n, x in vars(self).items()}
-        columns = {n: change(x) if isinstance(x, Tensor) else x for n, x in self.columns.items()}
+        own = {n: x for n, x in vars(self).items() if n != "layout"}
+        every = (*own.values(), *self.columns.values())
+        # By identity: a tensor under two names stays one.
+        tensors = {id(x): x for x in every if isinstance(x, Tensor)}
+        moved = {key: change(x) for key, x in tensors.items()}
+        if all(moved[key] is x for key, x in tensors.items()):
+            return self
+        fields = {n: moved.get(id(x), x) for n, x in own.items()}
+        columns = {n: moved.get(id(x), x) for n, x in self.columns.items()}
         batch = object.__new__(type(self))
         vars(batch).update(fields, columns=columns)
         return batch

@@ -24,7 +24,8 @@ class AttentionLayout:
 
     Attributes:
         cu_seqlens_q: int32 `[S + 1]`, offsets of the query segments.
-        cu_seqlens_k: int32 `[S + 1]`, offsets of the key runs.
+        cu_seqlens_k: int32 `[S + 1]`, offsets of the key runs; `cu_seqlens_q` itself if the keys of
+            each segment are its own tokens.
         max_seqlen_q: longest query segment.
         max_seqlen_k: longest key run.
         num_queries: T, tokens of the row.
@@ -43,7 +44,10 @@ class AttentionLayout:
     @cached_property
     def sizes(self) -> tuple[list[int], list[int]]:
         """Lengths of the query segments and key runs; synchronises the device once per batch."""
-        return self.cu_seqlens_q.diff().tolist(), self.cu_seqlens_k.diff().tolist()
+        queries: list[int] = self.cu_seqlens_q.diff().tolist()
+        if self.cu_seqlens_k is self.cu_seqlens_q:
+            return queries, queries
+        return queries, self.cu_seqlens_k.diff().tolist()
 
     @cached_property
     def sequence_lengths(self) -> tuple[list[int], list[int]]:

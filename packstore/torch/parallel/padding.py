@@ -83,7 +83,7 @@ def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
         own = place - left_out[run]
         shared = moved[batch.kv_index[(keys_before[run] + place).clamp(max=keys_before[-1] - 1)]]
         kv_index = torch.where(own < 0, shared, starts[run] + own)
-    unpadded = batch.cu_seqlens_unpadded
+    unpadded, cu_seqlens = batch.cu_seqlens_unpadded, starts.int()
     return replace(
         batch,
         input_ids=_spread(batch.input_ids, moved, len(segment), 0),
@@ -91,8 +91,8 @@ def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
         position_ids=tokens - starts[segment] + left_out[segment],
         segment_ids=segment,
         target_index=moved[batch.target_index],
-        cu_seqlens=starts.int(),
-        cu_seqlens_k=keys.int(),
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens if kv_index is None else keys.int(),
         kv_index=kv_index,
         max_seqlen=round_up(batch.max_seqlen, multiple),
         max_seqlen_k=int((left_out + padded).max()),

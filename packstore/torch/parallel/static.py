@@ -128,15 +128,15 @@ def _add_segments(batch: PackedBatch, lengths: Tensor, tail: int) -> PackedBatch
     def ended(offsets: Tensor) -> Tensor:
         return torch.cat([offsets, (offsets[-1] + ends).int()])
 
-    unpadded = batch.cu_seqlens_unpadded
+    unpadded, cu_seqlens = batch.cu_seqlens_unpadded, ended(batch.cu_seqlens)
     return replace(
         batch,
         input_ids=_filled(batch.input_ids, T, 0),
         labels=_filled(batch.labels, T, IGNORE_INDEX),
         position_ids=torch.cat([batch.position_ids, place]),
         segment_ids=torch.cat([batch.segment_ids, segment + batch.num_segments]),
-        cu_seqlens=ended(batch.cu_seqlens),
-        cu_seqlens_k=ended(batch.cu_seqlens_k),
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens if batch.kv_index is None else ended(batch.cu_seqlens_k),
         cu_seqlens_unpadded=None if unpadded is None else ended(unpadded),
         kv_index=None if batch.kv_index is None else torch.cat([batch.kv_index, tokens]),
         lengths=torch.cat([batch.lengths, lengths]),

@@ -16,7 +16,7 @@ from packstore.errors import BackendError, ConfigError, UnknownNameError
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, collate
 from packstore.torch.batch.inputs import packed_seq_params
-from packstore.torch.parallel import pad_segments
+from packstore.torch.parallel import pad_batch, pad_segments
 
 EXAMPLES = random_examples(6, seed=1)
 
@@ -141,6 +141,46 @@ def test_the_batch_owns_its_memory_and_travels(kit: SimpleNamespace) -> None:
     assert_batches_equal(pickle.loads(pickle.dumps(batch)), batch)
     assert batch.to("meta").kv_index.device.type == "meta"  # type: ignore[union-attr]
     assert batch.to("meta").max_seqlen == batch.max_seqlen
+
+
+@pytest.mark.parametrize("derived", [False, True])
+def test_keys_of_whole_segments_have_the_offsets_of_the_queries(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, derived: bool
+) -> None:
+    """The same tensor, for which torch looks: cuDNN computes causal attention only then."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # which needs CUDA
+    for change in (
+        lambda batch: batch,
+        lambda batch: batch.to("meta"),
+        lambda batch: batch.pin_memory(),
+        lambda batch: pickle.loads(pickle.dumps(batch)),
+        lambda batch: replace(batch, step=None),
+        lambda batch: pad_segments(batch, 4),
+        lambda batch: pad_batch(batch, num_tokens=300, num_segments=30, max_seqlen=40),
+        lambda batch: pad_batch(pad_segments(batch, 4), num_tokens=400, num_segments=30),
+    ):
+        batch = collate(kit.packed(EXAMPLES, [2, 4], "concat"), "dpo")
+        if derived:
+            assert batch.layout.cu_seqlens_k is batch.cu_seqlens
+        changed = change(batch)
+        layout = changed.layout
+        assert changed.cu_seqlens_k is changed.cu_seqlens
+        assert layout.cu_seqlens_q is layout.cu_seqlens_k is changed.cu_seqlens
+        if layout.cu_seqlens_q.device.type == "cpu":
+            assert layout.sizes == (changed.cu_seqlens.diff().tolist(),) * 2
+    shared = collate(kit.packed(EXAMPLES, [6], "shared_prefix"), "dpo")
+    assert not torch.equal(shared.cu_seqlens_k, shared.cu_seqlens)
+
+
+def test_a_batch_that_is_there_is_not_copied(kit: SimpleNamespace) -> None:
+    batch = collate(kit.packed(EXAMPLES, [2, 4], "shared_prefix"), "dpo")
+    layout = batch.layout
+    assert batch.layout is layout
+    assert batch.to("cpu") is batch
+    moved = batch.to("meta")
+    assert moved is not batch
+    assert moved.layout.cu_seqlens_k.device.type == "meta"
+    assert batch.layout is layout
 
 
 def test_flash_and_megatron_inputs(kit: SimpleNamespace) -> None:
