@@ -29,9 +29,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--mixed-precision",
-        choices=("none", "bf16"),
-        default="none",
-        help="precision of autocast, as in packstore train (default: none)",
+        choices=("auto", "none", "bf16"),
+        default="auto",
+        help="precision of autocast, as in packstore train (default: auto)",
     )
     group.add_argument(
         "--attention", default="auto", metavar="NAME", help="attention backend (default: auto)"
@@ -56,7 +56,7 @@ def loaded(args: argparse.Namespace, path: str, adapter: str | None, device: tor
     """Loads the model at `path` with the dtype and attention of the arguments, on `device`."""
     from packstore.torch.models.isolation import probe_model
     from packstore.torch.models.load import add_adapter, is_adapter, load_model
-    from packstore.torch.reference.arithmetic import autocast
+    from packstore.torch.reference.arithmetic import autocast, choose_precision
 
     model = load_model(path, dtype=DTYPES[args.dtype], attention=args.attention)  # type: ignore[arg-type]
     if adapter is not None:
@@ -66,7 +66,8 @@ def loaded(args: argparse.Namespace, path: str, adapter: str | None, device: tor
         model = add_adapter(model, adapter, False)
     model = model.to(device)
     if args.probe:
-        with autocast(device, args.mixed_precision):
+        weights = next(iter(model.parameters())).dtype
+        with autocast(device, choose_precision(args.mixed_precision, device, weights)):
             probe_model(model)
     return model
 

@@ -132,7 +132,7 @@ class TrainModelSettings(TypedDict, total=False):
     model: str
     reference_model: str | None
     dtype: Literal["float32", "bfloat16", "float64"]
-    mixed_precision: Literal["none", "bf16"]
+    mixed_precision: Literal["auto", "none", "bf16"]
     attention: str
     disable_dropout: bool
     probe: bool

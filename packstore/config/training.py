@@ -68,7 +68,11 @@ class TrainModelConfig:
         None, "folder or hub name of the reference model; default: the starting model"
     )
     dtype: Literal["float32", "bfloat16", "float64"] = setting("float32", "dtype of the weights")
-    mixed_precision: Literal["none", "bf16"] = setting("none", "precision of autocast")
+    mixed_precision: Literal["auto", "none", "bf16"] = setting(
+        "auto",
+        "precision of autocast; auto: bf16 for float32 weights on CUDA devices of compute "
+        "capability 8 or newer, else none; a resumed run keeps its own",
+    )
     attention: str = setting("auto", "backend of packed attention")
     disable_dropout: bool = setting(
         True, "set the model's dropout to 0; an adapter's dropout is lora_dropout"

@@ -40,12 +40,12 @@ def attend(
 ) -> Tensor:
     """Computes attention with the chosen backend."""
     needs = (q_TNH.dtype, _flash.fits(q_TNH, v_TKH), softcap is not None)
-    name = choose(_has_flash(q_TNH.device), *needs)
+    name = choose(_flash.runs_on(q_TNH.device), *needs)
     asked = _ASKED.get()
     if asked is None:
         _log(name)
     else:
-        asked[1].add(choose(_has_flash(asked[0]), *needs))
+        asked[1].add(choose(_flash.runs_on(asked[0]), *needs))
     return ATTENTION.load(name)(
         q_TNH,
         k_TKH,
@@ -73,13 +73,6 @@ def chosen_on(device: torch.device) -> Iterator[set[str]]:
         yield names
     finally:
         _ASKED.reset(token)
-
-
-@cache
-def _has_flash(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.cuda is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,14 @@ from packstore.torch.batch.layout import AttentionLayout
 DEVICES = ("cuda",)
 DTYPES = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
+
+
+@cache
+def runs_on(device: torch.device) -> bool:
+    """Returns True for a CUDA device of compute capability 8 or newer."""
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def fits(q: Tensor, v: Tensor) -> bool:

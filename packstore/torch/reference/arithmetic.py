@@ -7,34 +7,74 @@ log-probs of a sequence differ by up to half a nat.
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from packstore.errors import ConfigError, quote
-from packstore.torch.attention import ATTENTION
+from packstore.torch.attention import ATTENTION, _flash
 from packstore.torch.logprobs.fused_head import exact_dtype
 from packstore.torch.logprobs.head import find_head, probe_inputs
 from packstore.torch.models.dropout import evaluating
 from packstore.torch.models.unwrap import unwrapped
 
-Precision = Literal["none", "bf16"]
+logger = logging.getLogger(__name__)
+
+Chosen = Literal["none", "bf16"]
 """``bf16``: bfloat16 by autocast; ``none``: the caller's autocast state."""
+
+Precision = Literal["auto", "none", "bf16"]
+"""``auto``: the choice of :func:`choose_precision`."""
 
 Arithmetic = dict[str, str | None]
 
 
-def autocast(device: torch.device, mixed_precision: Precision) -> AbstractContextManager[Any]:
-    """Returns the autocast context for `mixed_precision`.
+def choose_precision(asked: Precision, device: torch.device, weights: torch.dtype) -> Chosen:
+    """Returns `asked`, or for ``auto``: ``bf16`` where float32 weights meet bfloat16 kernels.
+
+    That is on a CUDA device of compute capability 8 or newer, without an autocast around the call.
+    Logs the choice, and a warning if such a device computes in float32.
+
+    Args:
+        asked: the setting.
+        device: the device that the model will run on.
+        weights: dtype of the model's weights.
 
     Raises:
-        ConfigError: `mixed_precision` is unknown.
+        ConfigError: `asked` is unknown.
     """
-    if mixed_precision not in get_args(Precision):
-        known = " or ".join(get_args(Precision))
-        raise ConfigError(f"mixed_precision must be {known}; found {quote(mixed_precision)}.")
+    if asked not in get_args(Precision):
+        known = ", ".join(get_args(Precision))
+        raise ConfigError(f"mixed_precision must be one of: {known}; found {quote(asked)}.")
+    around = torch.is_autocast_enabled(device.type)
+    if around or weights != torch.float32 or not _flash.runs_on(device):
+        return "bf16" if asked == "bf16" else "none"
+    _log_choice(asked)
+    return "none" if asked == "none" else "bf16"
+
+
+@cache
+def _log_choice(asked: Precision) -> None:
+    if asked == "auto":
+        logger.info(
+            "mixed_precision 'auto' is 'bf16': float32 weights on CUDA, with matrix products and "
+            "attention in bfloat16"
+        )
+    elif asked == "none":
+        logger.warning(
+            "mixed_precision 'none' with float32 weights on CUDA: flash kernels take 16 bits only, "
+            "so attention runs segment by segment, with about 1,300 kernel launches a layer for a "
+            "row of 80 segments, and matrix products are slower. Use mixed_precision 'bf16', or "
+            "dtype 'bfloat16'"
+        )
+
+
+def autocast(device: torch.device, mixed_precision: Chosen) -> AbstractContextManager[Any]:
+    """Returns the autocast context for a precision of :func:`choose_precision`."""
     if mixed_precision == "none":
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16)

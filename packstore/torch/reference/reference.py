@@ -40,7 +40,7 @@ from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.metrics import distributed
 from packstore.torch.models.compatibility import check_model
 from packstore.torch.models.dropout import evaluating
-from packstore.torch.reference.arithmetic import Precision, autocast
+from packstore.torch.reference.arithmetic import Precision, autocast, choose_precision
 from packstore.torch.reference.rank_zero import run_on_rank_zero
 from packstore.torch.reference.ref_parts import PARTS, Parts, Values
 from packstore.torch.reference.reference_fingerprint import Provenance, describe_reference
@@ -58,7 +58,7 @@ def write_ref_logps(
     dataset: Dataset,
     url: str,
     *,
-    mixed_precision: Precision = "none",
+    mixed_precision: Precision = "auto",
     overwrite: bool = False,
     single_writer: bool = False,
     storage_options: dict[str, Any] | None = None,
@@ -76,7 +76,9 @@ def write_ref_logps(
         dataset: a dataset of any kind and layout.
         url: destination of the side dataset: a local folder or an fsspec URL that all ranks reach.
         mixed_precision: ``bf16`` runs under bfloat16 autocast, as training with that setting does;
-            ``none`` keeps the autocast that is active around this call, if any.
+            ``none`` keeps the autocast that is active around this call, if any; ``auto``: the
+            choice of training, see
+            :func:`~packstore.torch.reference.arithmetic.choose_precision`.
         overwrite: replace an existing side dataset.
         single_writer: no other job writes there meanwhile; required if two jobs could both commit.
         storage_options: options of the fsspec filesystem of `url`.
@@ -93,7 +95,9 @@ def write_ref_logps(
         StorageError: no space, no permission, or the store refuses.
     """
     check_model(dataset, model)
-    lower = partial(autocast, next(model.parameters()).device, mixed_precision)
+    weight = next(model.parameters())
+    precision = choose_precision(mixed_precision, weight.device, weight.dtype)
+    lower = partial(autocast, weight.device, precision)
     config = BatchConfig.of(mode="eval", **batching)
     location = Location(url, storage_options or {})
 

@@ -32,7 +32,7 @@ from packstore.torch.losses.grouped_metrics import Figures, GroupedMetrics
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.models.compatibility import check_model
 from packstore.torch.models.dropout import evaluating
-from packstore.torch.reference.arithmetic import Precision, autocast
+from packstore.torch.reference.arithmetic import Precision, autocast, choose_precision
 from packstore.torch.reference.reference_fingerprint import check_arithmetic
 from packstore.torch.training.reference import (
     Autocast,
@@ -52,7 +52,7 @@ def evaluate(
     side: Sequence[Side | str | PathLike[str]] = (),
     by: str | None = None,
     rewards: bool = False,
-    mixed_precision: Precision = "none",
+    mixed_precision: Precision = "auto",
     **batching: Unpack[EvalSettings],
 ) -> Figures:
     """Computes the metrics of `model` over `dataset`, exactly for any packing, batches and ranks.
@@ -69,7 +69,8 @@ def evaluate(
             file that each example came from.
         rewards: also return the rewards of each pair; not for the loss ``sft``.
         mixed_precision: for both models: ``bf16`` runs under bfloat16 autocast, ``none`` keeps the
-            autocast that is active around this call, if any.
+            autocast that is active around this call, if any; ``auto``: see
+            :func:`~packstore.torch.reference.arithmetic.choose_precision`.
         batching: `packs_per_batch` (default 1) or `tokens_per_batch`.
 
     Raises:
@@ -84,8 +85,9 @@ def evaluate(
     sides = [s if isinstance(s, Side) else open_side(os.fspath(s)) for s in side]
     data = PackedDataset(dataset, shuffle=False, side=sides)
     loader = PackedDataLoader(data, mode="eval", **batching)
-    device = next(iter(model.parameters())).device
-    lower = partial(autocast, device, mixed_precision)
+    weight = next(iter(model.parameters()))
+    device = weight.device
+    lower = partial(autocast, device, choose_precision(mixed_precision, device, weight.dtype))
     policy = PackedPolicy(model)
     online: Reference = of_the_batch if len(models) < 2 else SecondModel(models[1], lower)
     for joined in sides:

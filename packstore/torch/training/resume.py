@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,13 @@ def _check_new(output: str) -> None:
             must = "it must hold no model without checkpoints"
             do = "Choose another output, or move it away"
             raise ConfigError(sentence(f"output {output}", must, name, do))
+
+
+def keep_precision(config: TrainConfig, before: Mapping[str, Any]) -> TrainConfig:
+    """Returns `config` with ``mixed_precision: auto`` as that of the checkpoint."""
+    if config.mixed_precision != "auto":
+        return config
+    return replace(config, mixed_precision=before.get("mixed_precision", "none"))
 
 
 def check_unchanged(config: TrainConfig, before: Mapping[str, Any]) -> None:

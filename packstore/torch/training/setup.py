@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from packstore.torch.losses.grouped_metrics import FILE
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.models.compatibility import check_model, check_same_tokenizer, check_tokenizer
 from packstore.torch.models.routers import check_router_loss
+from packstore.torch.reference.arithmetic import choose_precision
 from packstore.torch.training.checkpoint import (
     RunState,
     load_optimizer,
@@ -45,6 +46,7 @@ from packstore.torch.training.resume import (
     check_unchanged,
     count_steps,
     find_checkpoint,
+    keep_precision,
     make_output,
 )
 from packstore.torch.training.sinks import tracker_names
@@ -57,6 +59,7 @@ class Run:
     """All parts of a run.
 
     Attributes:
+        config: the settings, with the precision that was chosen.
         accelerator: the Accelerator.
         dataset: the training dataset.
         policy: the :class:`PackedPolicy`, prepared by Accelerate.
@@ -112,12 +115,15 @@ def prepare(config: TrainConfig) -> Run:
     checkpoint = find_checkpoint(config)
     state = None if checkpoint is None else read_state(checkpoint)
     if state is not None:
+        config = keep_precision(config, state.config)
         check_unchanged(config, state.config)
     dataset, validation = _open(config, config.dataset), None
     if config.validation is not None:
         validation = _open(config, config.validation)
     _check_data(config, loss_fn, dataset, validation)
     accelerator = _make_accelerator(config)
+    precision = accelerator.mixed_precision
+    config = replace(config, mixed_precision="none" if precision == "no" else precision)
     _seed(config.seed)
     model = make_model(config, checkpoint, loss_fn)
     for data in filter(None, (dataset, validation)):
@@ -179,14 +185,19 @@ def _online(config: TrainConfig, accelerator: Any, policy: nn.Module) -> Referen
 
 def _make_accelerator(config: TrainConfig) -> Any:
     try:
-        from accelerate import Accelerator
+        from accelerate import Accelerator, PartialState
     except ImportError as error:
         raise missing_extra("packstore train", "train", error) from error
     trackers = tracker_names(config)
     try:
+        ranks = PartialState(cpu=config.cpu)
+        if not ranks.is_main_process:
+            logger.setLevel(logging.WARNING)
+        weights = getattr(torch, config.dtype)
+        precision = choose_precision(config.mixed_precision, ranks.device, weights)
         accelerator = Accelerator(
             cpu=config.cpu,
-            mixed_precision="no" if config.mixed_precision == "none" else config.mixed_precision,
+            mixed_precision="no" if precision == "none" else precision,
             log_with=trackers or None,
             project_dir=config.output,
         )
@@ -196,8 +207,6 @@ def _make_accelerator(config: TrainConfig) -> Any:
         raise ConfigError(sentence("training", must, quote(str(error), 200), do)) from error
     if accelerator.is_main_process:
         make_output(config)
-    else:
-        logger.setLevel(logging.WARNING)
     return accelerator
 
 

@@ -69,7 +69,7 @@ def train(config: TrainConfig | None = None, /, **settings: Unpack[TrainSettings
     """
     config = TrainConfig.of(config, **settings)
     run = prepare(config)
-    accelerator = run.accelerator
+    config, accelerator = run.config, run.accelerator
     sinks, example_log = _sinks(run)
     try:
         loop = Loop(run, sinks, example_log)

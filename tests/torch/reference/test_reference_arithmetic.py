@@ -14,14 +14,20 @@ import torch
 
 pytest.importorskip("accelerate", reason="training needs accelerate")
 
+from accelerate.state import AcceleratorState
+
 from packstore.cli import main
 from packstore.errors import CompatibilityError
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.side.side import SideWriter, open_side
 from packstore.torch import use_packed_attention
+from packstore.torch.attention import _flash
 from packstore.torch.models.load import load_model
+from packstore.torch.reference import arithmetic
+from packstore.torch.reference.arithmetic import choose_precision
 from packstore.torch.reference.reference import write_ref_logps
 from packstore.torch.reference.reference_fingerprint import check_reference
+from packstore.torch.training.checkpoint import read_state
 from packstore.torch.training.evaluate import evaluate
 from packstore.torch.training.train import train
 
@@ -29,8 +35,6 @@ from packstore.torch.training.train import train
 @pytest.fixture(autouse=True)
 def _accelerate() -> Iterator[None]:
     """Accelerate keeps its precision as long as the process lives."""
-    from accelerate.state import AcceleratorState
-
     AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
@@ -207,6 +211,90 @@ def test_a_run_that_goes_on_in_other_arithmetic_says_so(
     with caplog.at_level(logging.WARNING, logger="packstore"):
         assert train(**settings).step == 2
     assert "was made with attention sdpa" in caplog.text
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A machine with a GPU of compute capability 9, as far as the choice of precision asks."""
+    for memory in (_flash.runs_on, arithmetic._log_choice):
+        memory.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    yield monkeypatch
+    for memory in (_flash.runs_on, arithmetic._log_choice):
+        memory.cache_clear()
+
+
+def test_auto_is_bf16_where_kernels_want_it(
+    gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda, cpu = torch.device("cuda:0"), torch.device("cpu")
+    caplog.set_level(logging.INFO, logger="packstore")
+    for asked in ("auto", "none"):
+        assert choose_precision(asked, cpu, torch.float32) == "none"  # type: ignore[arg-type]
+        assert choose_precision(asked, cuda, torch.bfloat16) == "none"  # type: ignore[arg-type]
+        assert choose_precision(asked, cuda, torch.float64) == "none"  # type: ignore[arg-type]
+    assert choose_precision("bf16", cpu, torch.float32) == "bf16"
+    with gpu.context() as around:
+        around.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+        assert choose_precision("auto", cuda, torch.float32) == "none"
+    assert not caplog.records
+    assert choose_precision("auto", cuda, torch.float32) == "bf16"
+    assert choose_precision("bf16", cuda, torch.float32) == "bf16"
+    assert [r.levelname for r in caplog.records] == ["INFO"]
+    assert "mixed_precision 'auto' is 'bf16'" in caplog.text
+    assert choose_precision("none", cuda, torch.float32) == "none"
+    assert [r.levelname for r in caplog.records] == ["INFO", "WARNING"]
+    assert "1,300 kernel launches a layer" in caplog.text
+    _flash.runs_on.cache_clear()
+    gpu.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    for asked in ("auto", "none"):
+        assert choose_precision(asked, cuda, torch.float32) == "none"  # type: ignore[arg-type]
+    assert len(caplog.records) == 2
+
+
+def test_training_reference_and_evaluation_choose_alike(
+    made: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """By default, on a device whose choice is bf16: margins begin at exactly 0."""
+    monkeypatch.setattr(_flash, "runs_on", lambda device: True)
+    side = precompute(made, tmp_path / "ref", "--attention", "sdpa")
+    provenance = open_side(side).manifest.provenance
+    assert provenance["autocast_dtype"] == "bfloat16"
+    default = {name: value for name, value in made.items() if name != "mixed_precision"}
+    default |= {"attention": "sdpa", "ref_logps": side}
+    train(**default, output=str(tmp_path / "run"))
+    first = first_record(tmp_path / "run")
+    assert first["rewards/margins"] == first["rewards/chosen"] == 0.0
+    capsys.readouterr()
+    command = ["evaluate", made["dataset"], "--model", made["model"], "--ref-logps", side]
+    assert main([*command, "--attention", "sdpa", "--device", "cpu", "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out)["metrics"]
+    assert metrics["rewards/margins"] == metrics["rewards/chosen"] == 0.0
+    AcceleratorState._reset_state(True)
+    with pytest.raises(CompatibilityError, match="its autocast_dtype must be that of the"):
+        train(**default | {"mixed_precision": "none"}, output=str(tmp_path / "no"))
+
+
+def test_a_resumed_run_keeps_its_precision(
+    made: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    default = {name: value for name, value in made.items() if name != "mixed_precision"}
+    default |= {"output": str(tmp_path), "epochs": 2, "attention": "sdpa"}
+    train(**default)
+    checkpoint = next((tmp_path / "checkpoints").iterdir())
+    assert read_state(checkpoint).config["mixed_precision"] == "none"
+    monkeypatch.setattr(_flash, "runs_on", lambda device: True)
+    AcceleratorState._reset_state(True)
+    with caplog.at_level(logging.WARNING, logger="packstore"):
+        train(**default | {"max_steps": 2})
+    assert "mixed_precision was" not in caplog.text
+    last = max((tmp_path / "checkpoints").iterdir())
+    assert read_state(last).config["mixed_precision"] == "none"
 
 
 def test_evaluate_refuses_a_precision_that_does_not_exist(made: dict[str, Any]) -> None:
