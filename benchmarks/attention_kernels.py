@@ -104,7 +104,7 @@ def batch_of(rows: np.ndarray, layout: str, vocab_size: int) -> Any:
         sequence_offsets=np.array([0, segments]),
         example_offsets=np.array([0, pairs]),
     )
-    return collate(packs, "dpo")
+    return collate(packs, "preference")
 
 
 def batches_of(rows: np.ndarray, way: str, size: int, vocab_size: int) -> Iterator[Any]:

@@ -63,7 +63,9 @@ def write_pairs(folder: str, n: int, seed: int) -> Dataset:
         first, second = offsets[2 * i : 2 * i + 2]
         shared = min(prompt[2 * i], lengths[2 * i] - 1, lengths[2 * i + 1] - 1)
         examples.input_ids[second : second + shared] = examples.input_ids[first : first + shared]
-    shape = PackShape(kind="dpo", layout="concat", pack_size=PACK_SIZE, carry={}, vocab_size=60_000)
+    shape = PackShape(
+        kind="preference", layout="concat", pack_size=PACK_SIZE, carry={}, vocab_size=60_000
+    )
     config = PackConfig(pack_size=PACK_SIZE, strategy="none")
     with ShardWriter(Location(folder), shape, config, "0123456789ab") as writer:
         for start in range(0, n, 100):

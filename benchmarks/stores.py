@@ -146,7 +146,7 @@ def dataset(task: dict[str, Any]) -> dict[str, float]:
     place.files()
     config = PackConfig(pack_size=PACK_SIZE, shard_tokens=16_000_000)
     shape = PackShape(
-        kind="dpo", layout="concat", pack_size=PACK_SIZE, carry={}, vocab_size=2**31 - 1
+        kind="preference", layout="concat", pack_size=PACK_SIZE, carry={}, vocab_size=2**31 - 1
     )
     with ShardWriter(place, shape, config, "0123456789ab") as writer:
         writer.write(random_packs(0))

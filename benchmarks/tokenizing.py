@@ -124,7 +124,7 @@ def as_text(rows: Rows, tokenizer: Tokenizer) -> Rows:
     config, values = PackConfig(pack_size=8192), []
     for value in rows.values:
         try:
-            parsed = check_responses(parse_record(value, "dpo", config), config)
+            parsed = check_responses(parse_record(value, "preference", config), config)
             chosen, rejected = draft_record(parsed, tokenizer, config)[0]
         except Refused:
             continue
@@ -140,7 +140,7 @@ def chats(data: Path) -> list[dict[str, Any]]:
     for name in ("qwen3", "mistral_v1"):
         tokenizer = load(data, name, "auto")
         tokenize = RecordTokenizer(
-            tokenizer, PackConfig(pack_size=8192, special_tokens="control"), "dpo"
+            tokenizer, PackConfig(pack_size=8192, special_tokens="control"), "preference"
         )
         for file in CHATS:
             rows = read(data / file)

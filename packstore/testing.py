@@ -12,7 +12,7 @@ def random_examples(
     n: int,
     *,
     seed: int = 0,
-    kind: str = "dpo",
+    kind: str = "preference",
     vocab_size: int = 50,
     max_prompt: int = 12,
     max_response: int = 9,

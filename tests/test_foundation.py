@@ -128,7 +128,7 @@ def test_ragged_indices(lengths: list[int], data: st.DataObject) -> None:
     assert ragged_indices(offsets, np.array(rows, np.int64)).tolist() == expected
 
 
-@given(st.permutations(range(7)), st.sampled_from(["dpo", "sft", "ranked"]))
+@given(st.permutations(range(7)), st.sampled_from(["preference", "sft", "ranked"]))
 def test_take_and_concat(order: list[int], kind: str) -> None:
     examples = random_examples(7, kind=kind)
     at = np.array(order, np.int64)

@@ -47,7 +47,7 @@ class ExampleReader(Protocol):
     """A source of examples.
 
     Attributes:
-        kind: ``dpo``, ``sft`` or ``ranked``.
+        kind: ``preference``, ``sft`` or ``ranked``.
         carry: carried columns, name -> type.
         vocab_size: token ids are below it, if known.
         inputs: the files to read; empty if the examples do not come from files.

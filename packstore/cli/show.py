@@ -105,7 +105,7 @@ def _place(dataset: Dataset, example_id: int) -> str:
 
 
 def _name(kind: str, response: int) -> str:
-    return ("chosen", "rejected")[response] if kind == "dpo" else f"response {response}"
+    return ("chosen", "rejected")[response] if kind == "preference" else f"response {response}"
 
 
 def _paint(ids: Int32, on: Bool, name: str, decode: Decode, colour: bool) -> Text:

@@ -91,7 +91,7 @@ def _figures(packs: Packs, kind: str, pack_size: int) -> dict[str, Any]:
         "responses per example": packs.num_responses,
         "reward": packs.reward,
     }
-    if kind == "dpo":
+    if kind == "preference":
         figures["reward gap"] = packs.reward[0::2] - packs.reward[1::2]
         figures["length gap, chosen - rejected"] = supervised[0::2] - supervised[1::2]
     return figures

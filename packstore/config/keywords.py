@@ -20,7 +20,7 @@ class SizeSettings(TypedDict, total=False):
 class TokenizeSettings(SizeSettings, total=False):
     """Fields of :class:`~packstore.config.TokenizeConfig`."""
 
-    kind: Literal["auto", "dpo", "sft", "ranked"]
+    kind: Literal["auto", "preference", "sft", "ranked"]
     fields: Mapping[str, str]
     carry: tuple[str, ...]
     implicit_prompt: Literal["hh", "common_prefix"]

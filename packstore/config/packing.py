@@ -36,7 +36,7 @@ class SizeConfig:
 class TokenizeConfig(SizeConfig):
     """Settings by which a record becomes token ids and supervision."""
 
-    kind: Literal["auto", "dpo", "sft", "ranked"] = setting(
+    kind: Literal["auto", "preference", "sft", "ranked"] = setting(
         "auto", "kind of the records; auto: decided by the fields of the first record"
     )
     fields: Mapping[str, str] = setting(

@@ -55,11 +55,11 @@ def import_packs(
         strategy="imported",
         pack_order="plain",
         shuffle=False,
-        kind="dpo",
+        kind="preference",
         overwrite=options.overwrite,
     )
     shape = PackShape(
-        kind="dpo",
+        kind="preference",
         layout="concat",
         pack_size=options.pack_size or _TOP,
         carry={},

@@ -260,7 +260,7 @@ class PackSizes:
 
     Attributes:
         tokens: physical tokens.
-        examples: examples (for kind ``dpo``: pairs).
+        examples: examples (for kind ``preference``: pairs).
         squares: sum of the squared lengths of the segments, the attention cost.
         counts: int64 `[P, 4]`, the columns of :mod:`packstore.format.loss_counts`; None: unknown.
     """

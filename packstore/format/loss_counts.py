@@ -16,7 +16,7 @@ COUNTS = ("best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent")
 
 The best sequence is the first one; for kind ``ranked`` the first of highest reward. Pairs are
 counted for the three choices of kind ``ranked``, where sequences of equal reward are never
-compared; 1 per example for kind ``dpo``; 0 for kind ``sft``.
+compared; 1 per example for kind ``preference``; 0 for kind ``sft``.
 """
 
 
@@ -35,10 +35,10 @@ def count_examples(supervised: Int64, rewards: Float32, starts: Int64, kind: str
         supervised: int64 `[S]`, supervised tokens of each sequence.
         rewards: float32 `[S]`.
         starts: int64 `[E]`, the first sequence of each example.
-        kind: ``dpo``, ``sft`` or ``ranked``.
+        kind: ``preference``, ``sft`` or ``ranked``.
     """
     if kind != "ranked":
-        pairs = np.full(len(starts), int(kind == "dpo"), np.int64)
+        pairs = np.full(len(starts), int(kind == "preference"), np.int64)
         return np.stack([supervised[starts], pairs, pairs, pairs], axis=1)
     sequences = np.arange(len(rewards))
     example = np.searchsorted(starts, sequences, side="right") - 1

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from packstore.errors import FormatError, UnsupportedFormatError, sentence
+from packstore.errors import FormatError, UnknownNameError, UnsupportedFormatError, quote, sentence
 from packstore.format.arrays import Bool, Column, Int32, Int64, Packs, signed, to_offsets
 from packstore.format.rules import check_tokens
 
@@ -22,7 +22,7 @@ FORMAT_VERSION = 1
 FEATURES = ("label_spans",)
 """Supported required features; a dataset that names another one is refused."""
 
-KINDS: dict[str, int | None] = {"dpo": 2, "sft": 1, "ranked": None}
+KINDS: dict[str, int | None] = {"preference": 2, "sft": 1, "ranked": None}
 """Kind -> K, the responses per example (None: stored per example in ``num_responses``)."""
 
 LAYOUTS = ("concat", "shared_prefix")
@@ -63,7 +63,7 @@ def pack_schema(
     """Returns the Arrow schema of a shard.
 
     Args:
-        kind: ``dpo``, ``sft`` or ``ranked``.
+        kind: ``preference``, ``sft`` or ``ranked``.
         layout: ``concat`` or ``shared_prefix``.
         label_spans: store ``label_spans`` instead of ``labels`` (the compact profile).
         carry: carried columns, name -> a name in `CARRY_TYPES`.
@@ -88,6 +88,31 @@ def pack_schema(
         "packstore.features": "label_spans" if label_spans else "",
     }
     return pa.schema([pa.field(n, t, nullable=False) for n, t in columns.items()], metadata)
+
+
+def check_kind(kind: str, where: str, do: str) -> None:
+    """Refuses an unknown kind.
+
+    Args:
+        kind: of a manifest.
+        where: name of the manifest in error texts.
+        do: remedy if it was written by a development version, which named preferences ``dpo``.
+
+    Raises:
+        FormatError: it is not in `KINDS`.
+    """
+    if kind in KINDS:
+        return
+    must = f"field kind must be one of: {', '.join(KINDS)}"
+    if kind == "dpo":
+        raise FormatError(sentence(where, must, "'dpo' of a development version", do))
+    raise FormatError(sentence(where, must, quote(kind)))
+
+
+def require_kind(kind: str) -> None:
+    """Raises :class:`UnknownNameError` unless `kind`, of a call, is in `KINDS`."""
+    if kind not in KINDS:
+        raise UnknownNameError(f"unknown kind {quote(kind)}; choose from: {', '.join(KINDS)}.")
 
 
 def check_features(version: object, features: list[str], where: str) -> None:

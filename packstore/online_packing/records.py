@@ -42,7 +42,7 @@ class RecordReader:
             :func:`fitting`.
 
     Attributes:
-        kind: ``dpo``, ``sft`` or ``ranked``.
+        kind: ``preference``, ``sft`` or ``ranked``.
         sizes: sizes of all records; each is a separate row group, so that all of them mix.
         digest: hash of all token ids and their supervision.
 

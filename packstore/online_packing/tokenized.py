@@ -76,7 +76,7 @@ def examples_of(
     Args:
         records: records of one kind.
         numbers: index of each in the data; its example id, unless it has one.
-        kind: ``dpo``, ``sft`` or ``ranked``.
+        kind: ``preference``, ``sft`` or ``ranked``.
         config: its `fields` maps names of fields, and its `carry` names the carried columns.
 
     Raises:

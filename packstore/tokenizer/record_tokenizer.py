@@ -82,7 +82,7 @@ class RecordTokenizer:
     Args:
         tokenizer: the tokenizer; None only if all records are token ids.
         config: the settings.
-        kind: ``dpo``, ``sft`` or ``ranked``.
+        kind: ``preference``, ``sft`` or ``ranked``.
 
     Raises:
         TokenizerError: the settings require BOS or EOS, and the tokenizer has none.
@@ -100,7 +100,7 @@ class RecordTokenizer:
         self._judges = kind == "sft" and config.unpaired_feedback != "keep"
         self._hint = ""
         plain = not (self._wants_keys or self.carry or config.fields or config.thinking == "strip")
-        if tokenizer and kind == "dpo" and plain:
+        if tokenizer and kind == "preference" and plain:
             self._hint = tokenizer.control_hint
         # These refuse invalid Unicode, so that no check is needed before.
         self._trusting = tokenizer is not None and tokenizer.engine_name in STRICT
@@ -158,7 +158,7 @@ class RecordTokenizer:
         records = [rows.values[i] for i in block.records]
         tally.used = block.used
         tally.unused = unused(records, names, block.used)
-        if self.kind == "dpo":
+        if self.kind == "preference":
             tally.scored = len(block.scored - block.refused.keys())
             tally.unscored = tally.kept - tally.scored
 
@@ -274,7 +274,7 @@ def agreeing(tokenizer: Tokenizer, rows: Rows, config: TokenizeConfig, kind: str
         tokenizer: the tokenizer chosen by probe texts.
         rows: the first records of the input; some of them are tokenized with both engines.
         config: the settings of the job.
-        kind: ``dpo``, ``sft`` or ``ranked``.
+        kind: ``preference``, ``sft`` or ``ranked``.
     """
     if tokenizer.engine_name not in FASTER:
         return tokenizer

@@ -36,7 +36,8 @@ def draft_plain(record: object, hint: str, mode: Mode, unicode: bool) -> tuple[D
     Packing 50,000 such pairs, 48 MB, takes 7.9 s of CPU, and 8.8 s without it (Qwen3, `auto`).
 
     Args:
-        record: a record of kind ``dpo`` with canonical field names, from which nothing is stripped.
+        record: a record of kind ``preference`` with canonical field names, from which nothing is
+            stripped.
         hint: the common prefix of all control strings; not empty.
         mode: see :class:`Draft`.
         unicode: check for invalid Unicode.

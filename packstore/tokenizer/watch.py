@@ -34,7 +34,7 @@ class EngineWatch:
     Args:
         tokenizer: tokenizer with a faster engine.
         config: the settings.
-        kind: ``dpo``, ``sft`` or ``ranked``.
+        kind: ``preference``, ``sft`` or ``ranked``.
         seed: seed of the sample.
         sources: number of inputs of the job; the first records of each are in the sample.
     """

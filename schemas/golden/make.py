@@ -32,7 +32,7 @@ from packstore.pack.fill import fill
 Row = dict[str, Any]
 PACK_SIZE, VOCAB_SIZE = 96, 100
 EXAMPLES_PER_PACK = (3, 1, 2, 4, 1, 3)
-SIDES = ("dpo-concat-plain", "ranked-shared_prefix-plain")
+SIDES = ("preference-concat-plain", "ranked-shared_prefix-plain")
 CARRY = {"source": "string", "turns": "int64", "weight": "float64", "checked": "bool"}
 
 
@@ -76,7 +76,7 @@ def goldens() -> Iterator[Golden]:
     yield from map(
         Golden, *zip(*itertools.product(KINDS, LAYOUTS, ("plain", "spans")), strict=True)
     )
-    yield Golden("dpo", "concat", "plain", "arrow")
+    yield Golden("preference", "concat", "plain", "arrow")
     yield Golden("ranked", "shared_prefix", "spans", "arrow")
 
 

@@ -140,7 +140,7 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
         with pytest.raises(CompatibilityError, match=f"must have been made alike; found {text}"):
             packstore.concat([a, b], str(tmp_path / "out"))
     sft = [{"prompt": [5], "response": [6]}] * 9
-    with pytest.raises(CompatibilityError, match="kind 'dpo' and 'sft'"):
+    with pytest.raises(CompatibilityError, match="kind 'preference' and 'sft'"):
         packstore.concat([a, pack(tmp_path / "sft", sft)], str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="so pack_size must be left out"):

@@ -199,7 +199,7 @@ def test_the_command_says_how_it_sampled(ordered: Path, capsys: pytest.CaptureFi
     assert main(["estimate", str(ordered), "--sample", "900", "--pack-size", str(LONG)]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "sampled " in out
-    assert f" of {len(LENGTHS):,} records of kind dpo from " in out
+    assert f" of {len(LENGTHS):,} records of kind preference from " in out
     assert "seed 0" in out
     assert "two standard errors" in out
     arguments = ["estimate", str(ordered), "--sample", "900", "--seed", "5", "--json"]

@@ -40,7 +40,7 @@ def test_padded_packs_fit(tmp_path: Path, layout: str, pack_size: int) -> None:
         RECORDS, tmp_path / "out", pad_to_multiple=M, identical_sides="keep", **settings
     )
     padded = [
-        pad_segments(collate([sample], "dpo"), M)
+        pad_segments(collate([sample], "preference"), M)
         for sample in PackedDataset(str(tmp_path / "out"), shuffle=False)
     ]
     tokens = [batch.num_tokens for batch in padded]

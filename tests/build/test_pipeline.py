@@ -97,7 +97,7 @@ def shard_bytes(dataset: packstore.Dataset) -> list[tuple[str, str]]:
 def test_pairs_become_a_verified_dataset(do_pack: Pack, tokenizer: Tokenizer) -> None:
     dataset = do_pack(PAIRS)
     m = dataset.manifest
-    assert (m.kind, m.pairs, m.records.read, m.records.packed) == ("dpo", 60, 60, 60)
+    assert (m.kind, m.pairs, m.records.read, m.records.packed) == ("preference", 60, 60, 60)
     assert dataset.verify().ok
     assert m.vocab_size == tokenizer.get_vocab_size()
     assert 0.9 < m.fill_rate <= 1

@@ -49,14 +49,22 @@ def test_pack_states_the_counts(
     same = {"prompt": "p", "chosen": "same", "rejected": "same"}
     write_jsonl(source, [*PAIRS, same])
     out = output(capsys, "pack", str(source), str(tmp_path / "out"), "--tokenizer", str(tokenizer))
-    assert "dpo dataset" in out
+    assert "preference dataset" in out
     assert "dropped: identical_responses  │ 1" in out or "identical_responses" in out
     assert "31" in out
 
 
 def test_inspect(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = output(capsys, "inspect", str(dataset))
-    for text in ("kind", "dpo (K = 2)", "fill rate", "records", "read", "provenance", "sha256"):
+    for text in (
+        "kind",
+        "preference (K = 2)",
+        "fill rate",
+        "records",
+        "read",
+        "provenance",
+        "sha256",
+    ):
         assert text in out
     manifest = json.loads(output(capsys, "inspect", str(dataset), "--json"))
     assert manifest["records"]["read"] == 30

@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("command", "text"),
     [
         ("doctor {0}/pairs.jsonl --tokenizer {0}/tokenizer.json", "{0}/pairs.jsonl, line 21: resp"),
-        ("pack {0}/packed {0}/again --overwrite", "dpo dataset {0}/again\n"),
+        ("pack {0}/packed {0}/again --overwrite", "preference dataset {0}/again\n"),
         ("inspect {0}/packed", " {0}/pairs.jsonl "),
         ("stats {0}/packed", "dataset {0}/packed\n"),
         ("show {0}/packed", "{0}/pairs.jsonl, line 7 · rejected · reward 0 · tokens "),
@@ -94,7 +94,7 @@ def test_names_beyond_the_locale(folder: Path) -> None:
     source, out, missing = (os.fsdecode(f"{n}".encode()) for n in ("数据.jsonl", "果", "无.jsonl"))
     done = run(folder, "pack", source, out, *options, **PLAIN)
     assert done.returncode == 0, done.stderr.decode()
-    assert "dpo dataset 果" in done.stdout.decode()
+    assert "preference dataset 果" in done.stdout.decode()
     shown = run(folder, "inspect", out, **PLAIN).stdout.decode()
     for text in (" 数据.jsonl ", " 分词.json ", " 来源:string "):
         assert text in shown

@@ -29,7 +29,7 @@ def write_dataset(
     url: str,
     examples: Examples,
     *,
-    kind: str = "dpo",
+    kind: str = "preference",
     layout: str = "concat",
     per_pack: int = 3,
     carry: dict[str, str] | None = None,
@@ -77,7 +77,7 @@ def kit(tmp_path: Path) -> SimpleNamespace:
     """Helpers of the tests of this folder."""
     made = iter(range(1000))
 
-    def dataset(n: int = 20, seed: int = 0, kind: str = "dpo", **how: Any) -> Dataset:
+    def dataset(n: int = 20, seed: int = 0, kind: str = "preference", **how: Any) -> Dataset:
         examples = random_examples(n, seed=seed, kind=kind, vocab_size=VOCAB)
         return write_dataset(str(tmp_path / f"dataset{next(made)}"), examples, kind=kind, **how)
 

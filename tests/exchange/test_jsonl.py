@@ -47,7 +47,7 @@ def plain_examples(kind: str, seed: int) -> Examples:
     return random_examples(40, seed=seed, kind=kind, edges=kind == "sft")
 
 
-@pytest.mark.parametrize("kind", ["dpo", "sft", "ranked"])
+@pytest.mark.parametrize("kind", ["preference", "sft", "ranked"])
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 def test_packed_again_it_is_the_same(
@@ -80,7 +80,7 @@ def test_packed_again_it_is_the_same(
     assert content(again, kit) == expected
 
 
-@pytest.mark.parametrize("kind", ["dpo", "ranked"])
+@pytest.mark.parametrize("kind", ["preference", "ranked"])
 def test_what_prompt_and_response_cannot_say_stands_in_labels(
     kind: str, tmp_path: Path, kit: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -327,7 +327,7 @@ def test_eos_at_the_end(
 
 def test_refusals(tmp_path: Path, kit: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    for kind in ("dpo", "ranked"):
+    for kind in ("preference", "ranked"):
         with pytest.raises(CompatibilityError, match=rf"kind sft only; found kind {kind}"):
             export("megatron", kit.dataset(6, kind=kind), out)
     dataset = kit.dataset(9, kind="sft")

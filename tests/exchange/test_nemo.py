@@ -60,7 +60,7 @@ def test_its_own_file_in_and_out(shared_data: Path, tmp_path: Path, kit: SimpleN
     assert kit.rows(dataset) == load(source)
     assert dataset.verify().ok
     manifest = dataset.manifest
-    assert (manifest.kind, manifest.layout, manifest.pack_size) == ("dpo", "concat", 85)
+    assert (manifest.kind, manifest.layout, manifest.pack_size) == ("preference", "concat", 85)
     sha256 = hashlib.sha256(source.read_bytes()).hexdigest()
     assert manifest.provenance["imported_from"] == {"format": "nemo", "sha256": sha256}
     assert manifest.provenance["sources"][0]["sha256"] == sha256
@@ -192,7 +192,7 @@ def test_a_failed_export_leaves_nothing(
 def test_other_kinds_are_refused(tmp_path: Path, kit: SimpleNamespace) -> None:
     for kind in ("sft", "ranked"):
         dataset = kit.dataset(5, kind=kind)
-        with pytest.raises(CompatibilityError, match=rf"kind dpo only; found kind {kind}"):
+        with pytest.raises(CompatibilityError, match=rf"kind preference only; found kind {kind}"):
             export("nemo", dataset, tmp_path / "x.npy")
     assert not (tmp_path / "x.npy").exists()
 

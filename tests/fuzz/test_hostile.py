@@ -88,7 +88,7 @@ def test_compressed_arrow_bodies_are_refused(tmp_path: Path) -> None:
             for batch in batches:
                 writer.write_batch(batch)
 
-    data = golden(tmp_path, "dpo-concat-plain-arrow", compress)
+    data = golden(tmp_path, "preference-concat-plain-arrow", compress)
     with pytest.raises(IntegrityError, match="not be compressed"):
         list(data.iter_packs())
     with pytest.raises(IntegrityError, match="not be compressed"):
@@ -113,7 +113,7 @@ def test_dictionaries_that_grow_are_refused_where_sizes_are_read(tmp_path: Path)
                     pa.Table.from_batches([batch.set_column(at, schema.field(at), lists)])
                 )
 
-    data = golden(tmp_path, "dpo-concat-plain", bomb)
+    data = golden(tmp_path, "preference-concat-plain", bomb)
     before = pa.total_allocated_bytes()
     with pytest.raises(IntegrityError, match="must have"):
         list(read_columns(data.location, data.manifest, data.manifest.shards[0], ["lengths"]))
@@ -136,7 +136,7 @@ def test_labels_of_other_tokens_are_refused(tmp_path: Path) -> None:
                 labels = pa.ListArray.from_arrays(lists.offsets, flat, type=lists.type)
                 writer.write_batch(batch.set_column(at, schema.field(at), labels))
 
-    data = golden(tmp_path, "dpo-concat-plain-arrow", relabel)
+    data = golden(tmp_path, "preference-concat-plain-arrow", relabel)
     with pytest.raises(IntegrityError, match=r"row \d+: .*\[labels-are-ids\]"):
         list(pt.PackedDataset(data.url))
     assert any("[labels-are-ids]" in problem for problem in data.verify().problems)
@@ -153,7 +153,7 @@ def test_another_schema_is_refused_again_and_again(tmp_path: Path) -> None:
             for batch in made:
                 writer.write_batch(batch)
 
-    data = golden(tmp_path, "dpo-concat-plain-arrow", flat)
+    data = golden(tmp_path, "preference-concat-plain-arrow", flat)
     data.expect(0)
     for _ in range(2):
         with pytest.raises(IntegrityError, match="schema must be the one"):

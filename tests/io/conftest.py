@@ -52,8 +52,8 @@ def concat_packs(examples: Examples, per_pack: int) -> Packs:
     )
 
 
-def some_packs(n: int = 60, kind: str = "dpo", seed: int = 0, first_id: int = 0) -> Packs:
-    """`n` packs of one example of up to 42 tokens (dpo)."""
+def some_packs(n: int = 60, kind: str = "preference", seed: int = 0, first_id: int = 0) -> Packs:
+    """`n` packs of one example of up to 42 tokens (kind preference)."""
     examples = random_examples(n, seed=seed, kind=kind, max_prompt=6, max_response=6)
     packs = concat_packs(examples, 1)
     packs.example_ids[:] += first_id
@@ -121,7 +121,7 @@ class Written:
     def __init__(
         self,
         url: str,
-        kind: str = "dpo",
+        kind: str = "preference",
         carry: dict[str, str] | None = None,
         layout: str = "concat",
     ) -> None:
@@ -157,7 +157,7 @@ class Written:
 
 @pytest.fixture
 def written(tmp_path: Any) -> Written:
-    """Writes a dpo dataset to a local folder."""
+    """Writes a dataset of kind preference to a local folder."""
     return Written(str(tmp_path / "ds"))
 
 

@@ -120,13 +120,15 @@ def test_a_column_is_missing_or_holds_nulls(load: Load, validator: Validator) ->
     batch = to_batch(case)
     for at, name in enumerate(batch.schema.names):
         with pytest.raises(FormatError, match=f"label_spans|{name}"):
-            from_arrow(batch.drop_columns([name]), "dpo")
-        assert not validator("pack#/$defs/dpo").is_valid({k: row[k] for k in row if k != name})
+            from_arrow(batch.drop_columns([name]), "preference")
+        assert not validator("pack#/$defs/preference").is_valid(
+            {k: row[k] for k in row if k != name}
+        )
         for null in (None, [None]):
             column = pa.array([null], pa.list_(batch.schema.types[at].value_type))
             with pytest.raises(FormatError, match="must not hold nulls"):
-                from_arrow(batch.set_column(at, name, column), "dpo")
-            assert not validator("pack#/$defs/dpo").is_valid({**row, name: null})
+                from_arrow(batch.set_column(at, name, column), "preference")
+            assert not validator("pack#/$defs/preference").is_valid({**row, name: null})
 
 
 def test_a_column_has_another_type(load: Load, validator: Validator) -> None:
@@ -134,15 +136,15 @@ def test_a_column_has_another_type(load: Load, validator: Validator) -> None:
     batch = to_batch(case)
     for at, name in enumerate(batch.schema.names):
         with pytest.raises(FormatError, match=f"{name}.*its type must be list"):
-            from_arrow(batch.set_column(at, name, pa.array([["a"]])), "dpo")
-        assert not validator("pack#/$defs/dpo").is_valid({**row, name: ["a"]})
+            from_arrow(batch.set_column(at, name, pa.array([["a"]])), "preference")
+        assert not validator("pack#/$defs/preference").is_valid({**row, name: ["a"]})
 
 
 def test_counts_of_responses_are_for_kind_ranked(load: Load, validator: Validator) -> None:
     _, row = first(load)
     assert not validator("pack#/$defs/ranked").is_valid(row)
     assert validator("pack#/$defs/ranked").is_valid({**row, "num_responses": [2]})
-    assert not validator("pack#/$defs/dpo").is_valid({**row, "num_responses": [2]})
+    assert not validator("pack#/$defs/preference").is_valid({**row, "num_responses": [2]})
 
 
 def patched(document: Any, operations: list[Case]) -> Any:

@@ -145,7 +145,7 @@ def test_the_script_writes_the_same(tmp_path: Path) -> None:
         assert (V1 / f"{name}.json").read_text(encoding="utf-8") == (
             tmp_path / "v1" / f"{name}.json"
         ).read_text(encoding="utf-8")
-    (sample, *_) = (V1 / "dpo-concat-plain").glob("data/*.parquet")
+    (sample, *_) = (V1 / "preference-concat-plain").glob("data/*.parquet")
     if pq.read_metadata(sample).created_by.endswith(f"version {pa.__version__}"):
         assert contents(V1) == contents(tmp_path / "v1")
         assert contents(SIDE_V1) == contents(tmp_path / "side-v1")

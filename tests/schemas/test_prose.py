@@ -119,7 +119,7 @@ def test_kinds_layouts_versions_and_features(prose: str, load: Load) -> None:
 
 def test_metadata_of_a_shard(prose: str) -> None:
     (table,) = tables(section(prose, "The schema of a shard"))
-    metadata = schema.pack_schema("dpo", "concat").metadata
+    metadata = schema.pack_schema("preference", "concat").metadata
     assert written(table).keys() == {key.decode() for key in metadata}
     assert metadata[b"packstore.format_version"].decode() == str(schema.FORMAT_VERSION)
 

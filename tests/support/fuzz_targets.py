@@ -105,7 +105,7 @@ def read_shard(data: bytes, name: str, honest: bool) -> None:
 
 
 def read_index(data: bytes, honest: bool) -> None:
-    manifest = manifest_of("dpo-concat-plain")
+    manifest = manifest_of("preference-concat-plain")
     info = manifest.pack_index
     assert info is not None
     place = Location("memory://fuzz/index")
@@ -237,7 +237,7 @@ def files(pattern: str) -> list[bytes]:
     return [path.read_bytes() for path in sorted(GOLDEN.glob(pattern))]
 
 
-PARQUET, ARROW = "dpo-concat-plain", "dpo-concat-plain-arrow"
+PARQUET, ARROW = "preference-concat-plain", "preference-concat-plain-arrow"
 SPANS = "ranked-shared_prefix-spans"
 TARGETS: dict[str, Target] = {
     "manifest": Target(

@@ -33,7 +33,7 @@ CARRY = ("source:string", "turns:int64", "weight:float64", "checked:bool")
 SIDE = {"tag": "string", "score": "float64", "ref_logps": "list<float32>", "good": "bool"}
 COMBINATIONS = sorted(
     itertools.product(
-        ("dpo", "sft", "ranked"),
+        ("preference", "sft", "ranked"),
         ("concat", "shared_prefix"),
         ("plain", "spans"),
         ("parquet", "arrow"),
@@ -66,7 +66,7 @@ def records(kind: str, n: int) -> list[dict[str, Any]]:
             [[8 + i, x, *[9] * rng.randint(0, 6)] for x in (30, 31, 32)],
         )
         carried = {"source": "né"[: i % 3], "turns": i, "weight": i / 3, "checked": i % 2 == 0}
-        if kind == "dpo":
+        if kind == "preference":
             record: dict[str, Any] = {"chosen": sides[0], "rejected": sides[1]}
         elif kind == "sft":
             record = {"response": sides[0]}

@@ -108,7 +108,7 @@ def byte_level() -> Callable[..., Tokenizer]:
 def run(rows, sequences):
     """Tokenizes records; gives decoded (text, supervised text) of each sequence, and the tally."""
 
-    def go(tokenizer, *values, kind="dpo", **settings):
+    def go(tokenizer, *values, kind="preference", **settings):
         config = TokenizeConfig(**{"pack_size": 4096, **settings})
         examples, tally = RecordTokenizer(tokenizer, config, kind)(rows(values))
         texts = []

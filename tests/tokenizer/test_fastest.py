@@ -14,14 +14,14 @@ from packstore.tokenizer.engines.fastokens import FastokensEngine
 from packstore.tokenizer.engines.gigatoken import GigatokenEngine
 
 KINDS = {
-    "nemo/dummy-dpo.jsonl": "dpo",
-    "pairs/chat_en.jsonl": "dpo",
-    "pairs/chat_zh.jsonl": "dpo",
-    "pairs/hh_harmless.jsonl.gz": "dpo",
-    "pairs/hh_harmless_messages.jsonl.gz": "dpo",
-    "pairs/hh_harmless_raw.jsonl.gz": "dpo",
-    "pairs/pandalm_scored.jsonl": "dpo",
-    "pairs/toolcall_zh.jsonl": "dpo",
+    "nemo/dummy-dpo.jsonl": "preference",
+    "pairs/chat_en.jsonl": "preference",
+    "pairs/chat_zh.jsonl": "preference",
+    "pairs/hh_harmless.jsonl.gz": "preference",
+    "pairs/hh_harmless_messages.jsonl.gz": "preference",
+    "pairs/hh_harmless_raw.jsonl.gz": "preference",
+    "pairs/pandalm_scored.jsonl": "preference",
+    "pairs/toolcall_zh.jsonl": "preference",
     "ranked/oasst_k2_6.jsonl": "ranked",
     "ranked/qa_k4.jsonl": "ranked",
     "sft/nemo_dummy.jsonl": "sft",
@@ -94,9 +94,9 @@ def test_one_other_id_and_it_is_not_used(reference, rows, monkeypatch, caplog):
     for name, following in itertools.pairwise(used):
         fast = fastest.fastest(reference)
         assert fast.engine_name == name
-        assert agreeing(fast, some, PackConfig(), "dpo") is fast
+        assert agreeing(fast, some, PackConfig(), "preference") is fast
         spoil(monkeypatch, name)
         assert fastest.fastest(reference).engine_name == following
         assert f"{name} is not used: its ids differ on probe texts" in caplog.text
         fast = replace(reference, engine_name=name)
-        assert agreeing(fast, some, PackConfig(), "dpo").engine_name == "tokenizers"
+        assert agreeing(fast, some, PackConfig(), "preference").engine_name == "tokenizers"

@@ -12,7 +12,7 @@ def test_pairs_of_nemo_aligner(shared_data, records, rows, sequences):
     """ids, labels and rewards of all 100 pairs that NeMo-Aligner packed itself."""
     tokenizer = load_tokenizer(shared_data / "nemo/tokenizer.json")
     config = TokenizeConfig(pack_size=90, add_bos=False, append_eos=False)
-    examples, tally = RecordTokenizer(tokenizer, config, "dpo")(
+    examples, tally = RecordTokenizer(tokenizer, config, "preference")(
         rows(records("nemo/dummy-dpo.jsonl"))
     )
     assert (tally.kept, dict(tally.dropped), dict(tally.noted)) == (100, {}, {})

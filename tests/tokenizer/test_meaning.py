@@ -34,7 +34,7 @@ CHAT = {"chosen": [user("p"), assistant("c")], "rejected": [user("p"), assistant
 def refusal(rows, byte_level):
     """The text of the error that a record ends a job with."""
 
-    def of(*values, kind="dpo", **settings):
+    def of(*values, kind="preference", **settings):
         work = RecordTokenizer(byte_level(template="plain"), PackConfig(**settings), kind)
         with pytest.raises(RecordError) as caught:
             work(rows(values))
@@ -47,7 +47,7 @@ def refusal(rows, byte_level):
 def tally(rows, byte_level):
     """Returns a function that tokenizes records and returns the counts."""
 
-    def of(*values, kind="dpo", **settings):
+    def of(*values, kind="preference", **settings):
         config = PackConfig(pack_size=4096, **settings)
         return RecordTokenizer(byte_level(template="plain"), config, kind)(rows(values))[1]
 
@@ -71,14 +71,14 @@ def test_a_mapped_prompt_that_is_not_there_is_refused(refusal):
 
 def test_texts_without_a_prompt_are_split_where_that_is_asked_for():
     config = TokenizeConfig(implicit_prompt="common_prefix")
-    found = parse_record(SIDES, "dpo", config)
+    found = parse_record(SIDES, "preference", config)
     assert (found.prompt, found.responses) == ("The sea is", [" blue.", " a lie."])
 
 
 def test_dialogues_of_the_hh_form_need_no_prompt():
     for head in ("\n\nHuman: a", "Human: a", "Be nice.\n\nHuman: a"):
         sides = [f"{head}\n\nAssistant: {end}" for end in "bc"]
-        found = parse_record(dict(zip(SIDES, sides, strict=True)), "dpo", CONFIG)
+        found = parse_record(dict(zip(SIDES, sides, strict=True)), "preference", CONFIG)
         assert (found.prompt, found.responses) == (f"{head}\n\nAssistant:", [" b", " c"])
 
 
@@ -109,11 +109,11 @@ def test_the_side_that_is_wrong_is_named():
     ids = {"prompt": [1, 2], "chosen": [1, 2], "rejected": [3, 4]}
     for name in ids:
         with pytest.raises(Refused, match=rf"found {name} \[1.0, 2.0\]"):
-            parse_record({**ids, name: [1.0, 2.0]}, "dpo", CONFIG)
+            parse_record({**ids, name: [1.0, 2.0]}, "preference", CONFIG)
         with pytest.raises(Refused, match=rf"{name} must be token ids.*2\.5"):
-            parse_record({**ids, name: [1, 2.5]}, "dpo", CONFIG)
+            parse_record({**ids, name: [1, 2.5]}, "preference", CONFIG)
     with pytest.raises(Refused, match="found prompt ids, chosen text, rejected ids"):
-        parse_record({**ids, "chosen": "text"}, "dpo", CONFIG)
+        parse_record({**ids, "chosen": "text"}, "preference", CONFIG)
 
 
 def test_messages_as_json_text():
@@ -166,7 +166,9 @@ def test_label_of_a_pair_is_no_feedback(tally):
 )
 def test_rewards_under_common_names_are_used(rows, byte_level, names):
     record = {**PAIR, **dict(zip(names, (4.5, 2), strict=True))}
-    examples, tally = RecordTokenizer(byte_level(), PackConfig(), "dpo")(rows([record, PAIR]))
+    examples, tally = RecordTokenizer(byte_level(), PackConfig(), "preference")(
+        rows([record, PAIR])
+    )
     assert examples.reward.tolist() == [4.5, 2.0, 1.0, 0.0]
     assert {name: tally.used[name] for name in names} == dict.fromkeys(names, 1)
     assert (tally.scored, tally.unscored) == (1, 1)
@@ -183,7 +185,7 @@ def test_a_reward_on_one_side_is_refused(refusal, tally, name):
 
 def test_rewards_against_the_order_are_noted(rows, byte_level):
     record = {**PAIR, "chosen_reward": 1, "rejected_reward": 4}
-    examples, tally = RecordTokenizer(byte_level(), PackConfig(), "dpo")(rows([record]))
+    examples, tally = RecordTokenizer(byte_level(), PackConfig(), "preference")(rows([record]))
     assert examples.reward.tolist() == [1.0, 4.0]
     assert tally.noted == {"reward_reversed": 1}
 
@@ -219,11 +221,11 @@ def test_a_system_text_beside_messages_is_their_first_message(fields):
     assert found.responses == [[system("be kind"), user("p"), assistant("a")]]
     assert name in found.fields
     for record in (CHAT, {"prompt": [user("p")], "chosen": "c", "rejected": "r"}):
-        found = parse_record({**record, name: "be kind"}, "dpo", config)
+        found = parse_record({**record, name: "be kind"}, "preference", config)
         assert found.prompt == [system("be kind"), user("p")]
-    assert parse_record({**CHAT, name: ""}, "dpo", config).prompt == [user("p")]
+    assert parse_record({**CHAT, name: ""}, "preference", config).prompt == [user("p")]
     with pytest.raises(Refused, match="must be text"):
-        parse_record({**CHAT, name: 3}, "dpo", config)
+        parse_record({**CHAT, name: 3}, "preference", config)
 
 
 def test_a_dialogue_keeps_the_system_message_that_it_has(tally):

@@ -171,8 +171,8 @@ def test_real_chats_cut_to_size(tokenizer, records, rows, sequences, layout, pol
     qwen = tokenizer("qwen3")
     some = records("pairs/chat_en.jsonl")[:120]
     config = TokenizeConfig(pack_size=700, layout=layout, overlong=policy)
-    whole, _ = RecordTokenizer(qwen, TokenizeConfig(pack_size=1 << 20), "dpo")(rows(some))
-    examples, tally = RecordTokenizer(qwen, config, "dpo")(rows(some))
+    whole, _ = RecordTokenizer(qwen, TokenizeConfig(pack_size=1 << 20), "preference")(rows(some))
+    examples, tally = RecordTokenizer(qwen, config, "preference")(rows(some))
     assert tally.read == tally.kept + tally.dropped["overlong"]
     originals = sequences(whole)
     for n, i in enumerate(examples.example_ids.tolist()):
@@ -197,4 +197,6 @@ def test_real_chats_cut_to_size(tokenizer, records, rows, sequences, layout, pol
 def test_overlong_error(tokenizer, records, rows):
     config = TokenizeConfig(pack_size=64, overlong="error")
     with pytest.raises(RecordError, match=r"line 1: an example must fit.*of at most 64"):
-        RecordTokenizer(tokenizer("qwen3"), config, "dpo")(rows(records("pairs/chat_en.jsonl")[:2]))
+        RecordTokenizer(tokenizer("qwen3"), config, "preference")(
+            rows(records("pairs/chat_en.jsonl")[:2])
+        )

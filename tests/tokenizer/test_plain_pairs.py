@@ -25,7 +25,7 @@ def test_the_short_way_leads_where_the_long_one_does(tokenizer, rows, special_to
     ]
     values += [{**values[-1], "chosen_reward": 2.5}, {"chosen": "a"}, [], "text"]
     config = PackConfig(special_tokens=special_tokens, missing_field="drop", **settings)
-    short, long = (RecordTokenizer(tokenizer("qwen3"), config, "dpo") for _ in range(2))
+    short, long = (RecordTokenizer(tokenizer("qwen3"), config, "preference") for _ in range(2))
     assert short._hint
     long._hint = ""
     for some in (values, values[::-1], values[:7]):

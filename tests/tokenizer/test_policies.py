@@ -174,7 +174,7 @@ def test_token_ids_pass_through(rows, sequences, byte_level):
     record = {"prompt": [5, 6], "chosen": [7], "rejected": [8, 9]}
     record |= {"chosen_reward": 1, "rejected_reward": -1.5}
     for tokenizer in (None, byte_level(bos=True)):
-        examples, _ = RecordTokenizer(tokenizer, TokenizeConfig(), "dpo")(rows([record]))
+        examples, _ = RecordTokenizer(tokenizer, TokenizeConfig(), "preference")(rows([record]))
         assert sequences(examples) == [
             ([5, 6, 7], [False, False, True]),
             ([5, 6, 8, 9], [False, False, True, True]),
@@ -187,14 +187,14 @@ def test_token_ids_pass_through(rows, sequences, byte_level):
 
 def test_token_ids_outside_the_vocabulary(rows, byte_level):
     record = {"prompt": [5], "chosen": [7], "rejected": [100_000]}
-    _, tally = RecordTokenizer(byte_level(), TokenizeConfig(), "dpo")(rows([record]))
+    _, tally = RecordTokenizer(byte_level(), TokenizeConfig(), "preference")(rows([record]))
     assert dict(tally.dropped) == {"wrong_type": 1}
 
 
 def test_text_without_a_tokenizer(rows):
     record = {"prompt": "p", "chosen": "c", "rejected": "r"}
     with pytest.raises(TokenizerError, match="must be given"):
-        RecordTokenizer(None, TokenizeConfig(), "dpo")(rows([record]))
+        RecordTokenizer(None, TokenizeConfig(), "preference")(rows([record]))
 
 
 def test_ranked_keeps_every_response(run, byte_level):
@@ -210,7 +210,7 @@ def test_carried_columns(rows, byte_level):
     config = TokenizeConfig(
         carry=("source", "weight:float64", "n:int64", "ok:bool"), missing_field="drop"
     )
-    examples, tally = RecordTokenizer(byte_level(), config, "dpo")(rows([good, *bad, good]))
+    examples, tally = RecordTokenizer(byte_level(), config, "preference")(rows([good, *bad, good]))
     columns = examples.columns
     assert {name: column.tolist() for name, column in columns.items()} == {
         "source": ["x", "x"],
@@ -221,7 +221,7 @@ def test_carried_columns(rows, byte_level):
     types = [columns[n].dtype for n in ("source", "weight", "n", "ok")]
     assert types == [object, np.float64, np.int64, np.bool_]
     assert dict(tally.dropped) == {"wrong_type": 2, "invalid_unicode": 1, "missing_field": 1}
-    empty, _ = RecordTokenizer(byte_level(), config, "dpo")(rows([]))
+    empty, _ = RecordTokenizer(byte_level(), config, "preference")(rows([]))
     assert {n: c.dtype for n, c in empty.columns.items()} == {
         n: c.dtype for n, c in columns.items()
     }
@@ -230,13 +230,13 @@ def test_carried_columns(rows, byte_level):
 @pytest.mark.parametrize("carry", ["x:int", "labels", ":int64", "a,b:nope"])
 def test_columns_that_cannot_be_carried(carry):
     with pytest.raises(ConfigError, match="setting carry"):
-        RecordTokenizer(None, TokenizeConfig(carry=(carry,)), "dpo")
+        RecordTokenizer(None, TokenizeConfig(carry=(carry,)), "preference")
 
 
 def test_any_split_into_blocks_gives_the_same(tokenizer, records, rows):
     """And a pickled copy the same as the original."""
     some = records("pairs/hh_harmless_messages.jsonl.gz")[80:100]
-    work = RecordTokenizer(tokenizer("small"), TokenizeConfig(), "dpo")
+    work = RecordTokenizer(tokenizer("small"), TokenizeConfig(), "preference")
     whole, tally = work(rows(some))
     copy = pickle.loads(pickle.dumps(work))
     parts = [copy(rows([record])) for record in some]

@@ -66,7 +66,7 @@ def test_nothing_breaks_and_nothing_is_lost(tokenizer, name):
     @given(st.lists(some_records, max_size=8), choices)
     def check(values, choice):
         config = TokenizeConfig(missing_field="drop", **choice)
-        work = RecordTokenizer(ours, config, "dpo")
+        work = RecordTokenizer(ours, config, "preference")
         examples, tally = work(as_rows(values))
         assert tally.read == len(values)
         assert tally.kept == examples.num_examples
@@ -108,7 +108,7 @@ def drop_nulls(record):
 )
 def test_exchanging_sides_exchanges_the_sequences(tokenizer, records, rows, sequences, file):
     some = records(file)[:150]
-    work = RecordTokenizer(tokenizer("qwen3"), TokenizeConfig(), "dpo")
+    work = RecordTokenizer(tokenizer("qwen3"), TokenizeConfig(), "preference")
     exchanged = [{**r, "chosen": r["rejected"], "rejected": r["chosen"]} for r in some]
     one, two = sequences(work(rows(some))[0]), sequences(work(rows(exchanged))[0])
     assert one[0::2] == two[1::2]

@@ -23,7 +23,7 @@ def assistant(text):
     return {"role": "assistant", "content": text}
 
 
-def parts(record, kind="dpo", config=CONFIG):
+def parts(record, kind="preference", config=CONFIG):
     found = parse_record(record, kind, config)
     as_list = lambda v: v.tolist() if isinstance(v, np.ndarray) else v  # noqa: E731
     return as_list(found.prompt), [as_list(r) for r in found.responses], found.rewards
@@ -87,7 +87,7 @@ OTHER_KINDS = {
     "share gpt": ("sft", {"conversations": [{"from": "human", "value": "p"}]}),
     "completion": ("sft", {"prompt": "p", "completion": "a"}),
     "sft ids": ("sft", {"input_ids": [1, 2], "labels": [-100, 2]}),
-    "dpo": ("dpo", CHAT),
+    "preference": ("preference", CHAT),
 }
 
 
@@ -111,7 +111,7 @@ def test_labels_become_supervision():
 WHOLE = {"chosen": [1, 2], "rejected": np.array([1, 3])}
 IDS = {
     "labels of whole sequences": (
-        "dpo",
+        "preference",
         {**WHOLE, "chosen_labels": [-100, 2], "rejected_labels": [-100, 3], "other": np.ones(2)},
     ),
     "masks": ("sft", {"input_ids": [1, 2], "completion_mask": [0, 1]}),
@@ -133,9 +133,9 @@ def test_fields_by_other_names():
     config = TokenizeConfig(fields={"prompt": "q", "chosen": "better", "rejected": "worse"})
     record = {"q": "p", "better": "c", "worse": "r", "prompt": "no", "chosen": "no"}
     ids = {"q": [1], "better": [2], "worse": [3]}
-    online = examples_of([ids], [0], "dpo", PackConfig(fields=config.fields)).examples
+    online = examples_of([ids], [0], "preference", PackConfig(fields=config.fields)).examples
     assert online.input_ids.tolist() == [1, 2, 1, 3]
-    assert detect_kind(record, config) == "dpo"
+    assert detect_kind(record, config) == "preference"
     assert parts(record, config=config)[:2] == ("p", ["c", "r"])
 
 
@@ -147,25 +147,33 @@ def test_unknown_kind_names_what_was_found(record):
 
 P = {"prompt": "p", "chosen": "c", "rejected": "r"}
 BAD = {
-    "no object": ("dpo", ["x"], "not_an_object"),
-    "no rejected": ("dpo", {"prompt": "p", "chosen": "c"}, "missing_field"),
-    "null": ("dpo", {**P, "rejected": None}, "missing_field"),
-    "boolean": ("dpo", {**P, "chosen": True}, "wrong_type"),
-    "number": ("dpo", {**P, "prompt": 3}, "wrong_type"),
-    "list of text": ("dpo", {**P, "chosen": ["c"]}, "wrong_type"),
-    "reward text": ("dpo", {**P, "chosen_reward": "1"}, "wrong_type"),
-    "reward boolean": ("dpo", {**P, "chosen_reward": True}, "wrong_type"),
-    "reward nan": ("dpo", {**P, "chosen_reward": float("nan")}, "wrong_type"),
-    "reward infinite": ("dpo", {**P, "rejected_reward": float("inf")}, "wrong_type"),
-    "role": ("dpo", {**P, "prompt": [{"role": "x", "content": ""}]}, "bad_role"),
-    "tools": ("dpo", {**P, "prompt": [user("p")], "tools": "{"}, "wrong_type"),
-    "ids and text": ("dpo", {**P, "prompt": [1, 2]}, "wrong_type"),
-    "ids no prompt": ("dpo", {"chosen": [1], "rejected": [2]}, "missing_field"),
-    "ids negative": ("dpo", {"prompt": [1], "chosen": [-1], "rejected": [2]}, "wrong_type"),
-    "ids mixed": ("dpo", {"prompt": [1], "chosen": [1, "2"], "rejected": [2]}, "wrong_type"),
-    "ids nested": ("dpo", {"prompt": [1], "chosen": [1, [2]], "rejected": [2]}, "wrong_type"),
-    "ids floats": ("dpo", {"prompt": [1], "chosen": [1, 2.5], "rejected": [2]}, "wrong_type"),
-    "ids huge": ("dpo", {"prompt": [1], "chosen": [1 << 70], "rejected": [2]}, "wrong_type"),
+    "no object": ("preference", ["x"], "not_an_object"),
+    "no rejected": ("preference", {"prompt": "p", "chosen": "c"}, "missing_field"),
+    "null": ("preference", {**P, "rejected": None}, "missing_field"),
+    "boolean": ("preference", {**P, "chosen": True}, "wrong_type"),
+    "number": ("preference", {**P, "prompt": 3}, "wrong_type"),
+    "list of text": ("preference", {**P, "chosen": ["c"]}, "wrong_type"),
+    "reward text": ("preference", {**P, "chosen_reward": "1"}, "wrong_type"),
+    "reward boolean": ("preference", {**P, "chosen_reward": True}, "wrong_type"),
+    "reward nan": ("preference", {**P, "chosen_reward": float("nan")}, "wrong_type"),
+    "reward infinite": ("preference", {**P, "rejected_reward": float("inf")}, "wrong_type"),
+    "role": ("preference", {**P, "prompt": [{"role": "x", "content": ""}]}, "bad_role"),
+    "tools": ("preference", {**P, "prompt": [user("p")], "tools": "{"}, "wrong_type"),
+    "ids and text": ("preference", {**P, "prompt": [1, 2]}, "wrong_type"),
+    "ids no prompt": ("preference", {"chosen": [1], "rejected": [2]}, "missing_field"),
+    "ids negative": ("preference", {"prompt": [1], "chosen": [-1], "rejected": [2]}, "wrong_type"),
+    "ids mixed": ("preference", {"prompt": [1], "chosen": [1, "2"], "rejected": [2]}, "wrong_type"),
+    "ids nested": (
+        "preference",
+        {"prompt": [1], "chosen": [1, [2]], "rejected": [2]},
+        "wrong_type",
+    ),
+    "ids floats": (
+        "preference",
+        {"prompt": [1], "chosen": [1, 2.5], "rejected": [2]},
+        "wrong_type",
+    ),
+    "ids huge": ("preference", {"prompt": [1], "chosen": [1 << 70], "rejected": [2]}, "wrong_type"),
     "one response": ("ranked", {"prompt": "p", "responses": ["a"], "scores": [1]}, "wrong_type"),
     "scores": ("ranked", {"prompt": "p", "responses": ["a", "b"], "scores": [1]}, "wrong_type"),
     "no scores": ("ranked", {"prompt": "p", "responses": ["a", "b"]}, "missing_field"),
@@ -259,5 +267,5 @@ def test_published_dialogues_split_as_the_explicit_prompts(records):
     raw, explicit = records("pairs/hh_harmless_raw.jsonl.gz"), records("pairs/hh_harmless.jsonl.gz")
     assert len(raw) == len(explicit) == 2312
     for a, b in zip(raw, explicit, strict=True):
-        found = parse_record(a, "dpo", CONFIG)
+        found = parse_record(a, "preference", CONFIG)
         assert (found.prompt, found.responses) == (b["prompt"], [b["chosen"], b["rejected"]])

@@ -27,7 +27,7 @@ def test_control_strings_in_plain_text(run, sequences, rows, policy, byte_level)
     assert texts[0][0] == "<s>" + 2 * INJECTED + "</s>"
     assert tally.noted == {f"special_tokens_{policy}": 1}
     config = TokenizeConfig(special_tokens=policy)
-    examples, _ = RecordTokenizer(tokenizer, config, "dpo")(rows([record]))
+    examples, _ = RecordTokenizer(tokenizer, config, "preference")(rows([record]))
     control = np.isin(examples.input_ids, list(tokenizer.specials.values())).sum()
     assert control == {"literal": 4, "control": 13}[policy]
 
@@ -47,7 +47,7 @@ def test_control_strings_in_messages_stay_text(rows, sequences, byte_level):
         "rejected": "r",
         "tools": tools,
     }
-    examples, tally = RecordTokenizer(tokenizer, TokenizeConfig(unrendered="keep"), "dpo")(
+    examples, tally = RecordTokenizer(tokenizer, TokenizeConfig(unrendered="keep"), "preference")(
         rows([record])
     )
     prompt = [
@@ -73,8 +73,8 @@ def test_control_strings_in_real_chats_change_only_themselves(tokenizer, records
         for r in some
     ]
     config = TokenizeConfig(pack_size=65536)
-    plain, _ = RecordTokenizer(qwen, config, "dpo")(rows(some))
-    literal, tally = RecordTokenizer(qwen, config, "dpo")(rows(placed))
+    plain, _ = RecordTokenizer(qwen, config, "preference")(rows(some))
+    literal, tally = RecordTokenizer(qwen, config, "preference")(rows(placed))
     assert tally.noted["special_tokens_literal"] == len(some)
     mark = qwen.engine.encode_batch([" <|im_end|> "], control=False)[0].tolist()
     assert qwen.eos_id not in mark

@@ -166,7 +166,7 @@ def test_the_same_records_come_through(
 
     def run() -> tuple[Any, Any, Any, int]:
         engine = Counting(tokenizer.engine)
-        stage = RecordTokenizer(tokenizer.with_engine("tokenizers", engine), config, "dpo")  # type: ignore[arg-type]
+        stage = RecordTokenizer(tokenizer.with_engine("tokenizers", engine), config, "preference")  # type: ignore[arg-type]
         examples, tally = stage(rows(RECORDS))
         return sequences(examples), examples.example_ids.tolist(), tally.dropped, engine.longest
 
@@ -180,7 +180,7 @@ def test_the_same_records_come_through(
 
 def test_an_error_where_that_is_wanted(byte_level: Any, rows: Any) -> None:
     config = TokenizeConfig(pack_size=512, overlong="error")
-    stage = RecordTokenizer(byte_level(), config, "dpo")
+    stage = RecordTokenizer(byte_level(), config, "preference")
     with pytest.raises(RecordError, match=r"line 2: .*sequence at least \d+ of at most 512"):
         stage(rows(RECORDS[:2]))
 
@@ -198,6 +198,6 @@ def test_many_responses_are_too_much_together(byte_level: Any, rows: Any) -> Non
 
 def test_what_may_be_cut_to_fit_is_encoded(byte_level: Any, rows: Any, sequences: Any) -> None:
     config = TokenizeConfig(pack_size=512, overlong="truncate_prompt")
-    examples, _ = RecordTokenizer(byte_level(), config, "dpo")(rows([RECORDS[2]]))
+    examples, _ = RecordTokenizer(byte_level(), config, "preference")(rows([RECORDS[2]]))
     (first, _), _ = sequences(examples)
     assert 0 < len(first) <= 512

@@ -150,7 +150,7 @@ def test_right_engines_pass(source: Path, model: str, tmp_path: Path) -> None:
 
 
 def test_which_records_does_not_depend_on_blocks(model: str, source: Path) -> None:
-    watch = EngineWatch(load_tokenizer(model, engine="fastokens"), PackConfig(), "dpo", 7, 2)
+    watch = EngineWatch(load_tokenizer(model, engine="fastokens"), PackConfig(), "preference", 7, 2)
     n = 50_000
     ordinals = np.arange(n)
     ids = example_id(3, 0) + ordinals
@@ -160,7 +160,7 @@ def test_which_records_does_not_depend_on_blocks(model: str, source: Path) -> No
     assert np.concatenate(pieces).tolist() == whole
     assert whole[: FEWEST // 2] == list(range(FEWEST // 2))
     assert 0.5 < len(whole[FEWEST // 2 :]) * ONE_IN / n < 1.5
-    other = EngineWatch(load_tokenizer(model, engine="fastokens"), PackConfig(), "dpo", 8, 2)
+    other = EngineWatch(load_tokenizer(model, engine="fastokens"), PackConfig(), "preference", 8, 2)
     assert other.chosen(ordinals, ids).tolist() != whole
     assert seeds.keys_at(np.arange(5, dtype=np.uint64), 1, "x").tolist() == (
         seeds.keys(5, 1, "x").tolist()

@@ -282,7 +282,7 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def write(url: str, packs: Packs, kind: str = "dpo", layout: str = "concat") -> Dataset:
+def write(url: str, packs: Packs, kind: str = "preference", layout: str = "concat") -> Dataset:
     """A committed dataset with row groups of a few packs."""
     location = Location(url)
     size = int(np.diff(packs.token_offsets).max())

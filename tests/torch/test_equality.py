@@ -90,7 +90,7 @@ def train_step(
     for sizes in batches:
         here = np.arange(done, done + sum(sizes))
         done += len(here)
-        batch = collate(kit.packed(examples.take(here), sizes, layout), "dpo")
+        batch = collate(kit.packed(examples.take(here), sizes, layout), "preference")
         out = loss_fn(
             model_logps(model, batch, chunk), batch, reference[here].flatten(), divisor=len(order)
         )
@@ -115,7 +115,7 @@ def share(packing: str, layout: str, parts: int) -> Iterator[PackedBatch]:
         pairs = np.concatenate([starts[i] + np.arange(sizes[i]) for i in mine])
         packs = fill(EXAMPLES.take(pairs), to_offsets(np.array([sizes[i] for i in mine])), layout)
         ref = REFERENCE.view(-1, 2)[torch.from_numpy(pairs)].flatten()
-        batch = collate(packs, "dpo", fillers=int(part >= len(sizes)))
+        batch = collate(packs, "preference", fillers=int(part >= len(sizes)))
         yield replace(batch, ref_logps=ref)
 
 
@@ -212,7 +212,7 @@ def test_a_cache_that_the_caller_asks_for_changes_nothing(
     kit: SimpleNamespace, layout: str
 ) -> None:
     model = use_packed_attention(kit.tiny_model())
-    batch = collate(kit.packed(EXAMPLES, [6], layout), "dpo")
+    batch = collate(kit.packed(EXAMPLES, [6], layout), "preference")
     inputs = batch.model_inputs()
     plain = model(**inputs).logits
     assert torch.equal(model(**{**inputs, "use_cache": True}).logits, plain)
@@ -226,7 +226,7 @@ def test_no_segment_sees_another(
 ) -> None:
     model = use_packed_attention(kit.tiny_model(name), backend)
     packs = kit.packed(EXAMPLES, [2, 4], layout)
-    batch = collate(packs, "dpo")
+    batch = collate(packs, "preference")
     shared = np.maximum.reduceat(packs.segment_offsets, np.arange(0, 12, 2)).repeat(2)
     with torch.no_grad():
         before = model_logps(model, batch)
@@ -247,7 +247,7 @@ def test_padded_inputs_of_an_unchanged_model_give_the_same_loss(kit: SimpleNames
     loss_fn = PreferenceLoss("dpo", beta=BETA)
     expected = unpacked(model, EXAMPLES, REFERENCE)
     for layout in ("concat", "shared_prefix"):
-        batch = collate(kit.packed(EXAMPLES, [2, 4], layout), "dpo")
+        batch = collate(kit.packed(EXAMPLES, [2, 4], layout), "preference")
         logits = batch.unpad(model(**batch.model_inputs("padded")).logits)
         out = loss_fn(segment_logps(batch, logits=logits), batch, REFERENCE)
         assert abs(out.loss - expected) < 1e-6  # transformers' own mask adds float32 constants
@@ -255,7 +255,7 @@ def test_padded_inputs_of_an_unchanged_model_give_the_same_loss(kit: SimpleNames
 
 def test_policy_equal_to_reference_gives_ln_2(kit: SimpleNamespace) -> None:
     model = use_packed_attention(kit.tiny_model())
-    batch = collate(kit.packed(EXAMPLES, [2, 4], "shared_prefix"), "dpo")
+    batch = collate(kit.packed(EXAMPLES, [2, 4], "shared_prefix"), "preference")
     logps = model_logps(model, batch)
     out = PreferenceLoss("dpo", beta=BETA)(logps, batch, logps)
     assert out.loss.item() == pytest.approx(math.log(2), abs=1e-15)
@@ -276,7 +276,7 @@ def test_swapping_the_sides_negates_the_margin(kit: SimpleNamespace) -> None:
     )
     margins = []
     for examples, reference in ((EXAMPLES, REFERENCE), (swapped, REFERENCE[swap.copy()])):
-        batch = collate(kit.packed(examples, [6], "shared_prefix"), "dpo")
+        batch = collate(kit.packed(examples, [6], "shared_prefix"), "preference")
         out = PreferenceLoss("dpo")(model_logps(model, batch), batch, reference)
         margins.append(float(out.metrics["rewards/margins"][0]))
     assert margins[0] == pytest.approx(-margins[1], abs=1e-12)

@@ -42,7 +42,7 @@ class Estimate:
     """The result of :func:`estimate`.
 
     Attributes:
-        kind: ``dpo``, ``sft`` or ``ranked``.
+        kind: ``preference``, ``sft`` or ``ranked``.
         tally: counts of the sample's records, without those too long.
         sample: figures of the sample.
         scale: number of all records, divided by those of the sample.

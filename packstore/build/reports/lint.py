@@ -27,7 +27,7 @@ class TextLint:
 
     Args:
         tokenize: converts parsed records to examples.
-        kind: ``dpo``, ``sft`` or ``ranked``.
+        kind: ``preference``, ``sft`` or ``ranked``.
         config: the settings.
     """
 

@@ -2,9 +2,9 @@
 
 One line per example, in the order of the packs, a row group at a time:
 
-    dpo     prompt, chosen, rejected, chosen_reward, rejected_reward
-    sft     input_ids, labels                     as text: prompt, response
-    ranked  prompt, responses, scores
+    preference  prompt, chosen, rejected, chosen_reward, rejected_reward
+    sft         input_ids, labels                 as text: prompt, response
+    ranked      prompt, responses, scores
 
 and `example_id` and the carried columns. As ids, the prompt is the common prefix of the example's
 sequences before their first supervised token. Where a response is only partly supervised, its

@@ -32,7 +32,7 @@ BATCH = 1000
 def _run(dataset: Dataset, place: Location, options: ExportOptions, progress: Progress) -> Exported:
     from packstore.pack.fill import convert
 
-    need_kind(dataset, ("dpo",), "NeMo-Aligner's packed file")
+    need_kind(dataset, ("preference",), "NeMo-Aligner's packed file")
     longest = done = 0
     before, after = _frame(len(dataset))
     with OutputFile(place, options.overwrite) as out:
@@ -85,7 +85,7 @@ def _frame(rows: int) -> tuple[bytes, bytes]:
 
 
 EXPORTER = Exporter(
-    help="NeMo-Aligner's packed DPO file (kind dpo)",
+    help="NeMo-Aligner's packed DPO file (kind preference)",
     out=("FILE.npy", "the file to write"),
     examples="  packstore export nemo prefs-8k packed_8192_seed0.npy\n"
     "  packstore export nemo s3://bucket/prefs-8k packed.npy --overwrite\n",

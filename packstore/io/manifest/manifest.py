@@ -24,6 +24,7 @@ from packstore.format.schema import (
     KINDS,
     LAYOUTS,
     check_features,
+    check_kind,
     pack_schema,
 )
 from packstore.format.typed_json import (
@@ -47,7 +48,7 @@ MAX_FOOTER_BYTES, GROUP_FOOTER_BYTES = 1 << 24, 1 << 16
 """Maximum bytes of a footer: a constant part, and a part for each row group."""
 
 FILE_FORMATS = ("parquet", "arrow")
-_CHOICES = {"kind": tuple(KINDS), "layout": LAYOUTS, "file_format": FILE_FORMATS}
+_CHOICES = {"layout": LAYOUTS, "file_format": FILE_FORMATS}
 _GROUP_COLUMNS = ("rows", "examples", "tokens", "longest")
 _OPTIONAL = ("fields_used", "fields_not_used")
 _SUMS = ("examples", "sequences", "tokens", "supervised_tokens", "bytes")
@@ -109,8 +110,8 @@ class Manifest:
 
     @property
     def pairs(self) -> int:
-        """Number of preference pairs: the examples of kind ``dpo``, else 0."""
-        return self.totals.examples if self.kind == "dpo" else 0
+        """Number of preference pairs: the examples of kind ``preference``, else 0."""
+        return self.totals.examples if self.kind == "preference" else 0
 
     @property
     def files(self) -> dict[str, int]:
@@ -285,6 +286,7 @@ class _About(msgspec.Struct):
 def check_manifest(manifest: Manifest, where: str) -> None:
     """Raises :class:`FormatError` if the parts of a manifest contradict each other."""
     records, totals, shards = manifest.records, manifest.totals, manifest.shards
+    check_kind(manifest.kind, where, "Pack the records again with this version")
     for name, choices in _CHOICES.items():
         require_choice(where, f"field {name}", choices, **{name: getattr(manifest, name)})
     require(

@@ -12,8 +12,8 @@ import orjson
 import pyarrow as pa
 
 from packstore.errors import CompatibilityError, UnsupportedFormatError, quote, sentence
-from packstore.format.schema import CARRY_TYPES, KINDS, list_of
-from packstore.format.typed_json import Positive, Sha256, Whole, decode, require, require_choice
+from packstore.format.schema import CARRY_TYPES, check_kind, list_of
+from packstore.format.typed_json import Positive, Sha256, Whole, decode, require
 from packstore.io.manifest.manifest import (
     Manifest,
     check_column,
@@ -57,7 +57,7 @@ class SideManifest:
     """Everything that a reader needs before it opens a shard.
 
     Attributes:
-        kind: of the examples: ``dpo``, ``sft`` or ``ranked``.
+        kind: of the examples: ``preference``, ``sft`` or ``ranked``.
         lineage: of the source dataset; see :attr:`Manifest.lineage`.
         fingerprint: of that dataset.
         columns: name -> a name in `SIDE_TYPES`.
@@ -125,7 +125,7 @@ class SideManifest:
             must = f"provenance {quote(name)} must be a text, a number, a boolean or null"
             require(ok, where, must, {"value": quote(value)})
         require_different_paths([s.path for s in self.shards], where)
-        require_choice(where, "field kind", KINDS, kind=self.kind)
+        check_kind(self.kind, where, "Make the side data again")
 
 
 def _check_columns(columns: Mapping[str, str], where: str) -> None:

@@ -20,7 +20,7 @@ class PackShape:
     """Properties shared by all packs of a dataset.
 
     Attributes:
-        kind: ``dpo``, ``sft`` or ``ranked``.
+        kind: ``preference``, ``sft`` or ``ranked``.
         layout: ``concat`` or ``shared_prefix``.
         pack_size: maximum tokens of a pack.
         carry: carried columns, name -> a name in ``schema.CARRY_TYPES``.

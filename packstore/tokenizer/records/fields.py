@@ -175,7 +175,7 @@ def check_feedback(record: object, name: str) -> None:
         Refused: ``unpaired_feedback``.
     """
     if isinstance(record, Mapping) and record.get(name) in _FALSE:
-        do = "Pair good and bad answers by their prompt (kind dpo)"
+        do = "Pair good and bad answers by their prompt (kind preference)"
         raise Refused("unpaired_feedback", f"{name} {record[name]!r}", do)
 
 

@@ -75,7 +75,7 @@ def kind_of(fields: Fields) -> str | None:
     if fields.get("responses") is not None:
         return "ranked"
     if fields.get("chosen") is not None or fields.get("rejected") is not None:
-        return "dpo"
+        return "preference"
     if any(fields.get(name) is not None for name in ("messages", "response", "input_ids")):
         return "sft"
     return None
@@ -114,7 +114,7 @@ def parse_fields(fields: Fields, kind: str) -> Parsed:
     Raises:
         Refused: the record has no shape of this kind.
     """
-    return {"dpo": _parse_pair, "sft": _parse_sft, "ranked": _parse_ranked}[kind](fields)
+    return {"preference": _parse_pair, "sft": _parse_sft, "ranked": _parse_ranked}[kind](fields)
 
 
 def _parse_ranked(fields: Fields) -> Parsed:

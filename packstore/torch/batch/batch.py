@@ -131,7 +131,7 @@ class PackedBatch:
     computed on first access, on the device where the batch is by then.
 
     Attributes:
-        kind: ``dpo``, ``sft`` or ``ranked``.
+        kind: ``preference``, ``sft`` or ``ranked``.
         input_ids: int64 `[T]`.
         labels: int64 `[T]`, unshifted: the token id where supervised, -100 elsewhere.
         position_ids: int64 `[T]`, of each token in its logical sequence.

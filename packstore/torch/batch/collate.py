@@ -12,6 +12,7 @@ from torch import Tensor
 
 from packstore.errors import ConfigError
 from packstore.format.arrays import Column, Float32, Int32, Int64, Packs
+from packstore.format.schema import require_kind
 from packstore.torch.batch.batch import PackedBatch, Style
 from packstore.torch.schedule.steps import StepInfo
 
@@ -31,15 +32,17 @@ def collate(
 
     Args:
         packs: the packs; a sequence of them is joined first.
-        kind: what an example is: ``dpo``, ``sft`` or ``ranked``.
+        kind: what an example is: ``preference``, ``sft`` or ``ranked``.
         ref_logps: float32 `[S]`, log-probs of a reference model in nats; default: the packs' own.
         sources: int64 `[P]`, the source of each pack in a mix; default: 0.
         step: the optimizer step that the batch belongs to.
         fillers: number of packs at the end that get weight 0.
 
     Raises:
+        UnknownNameError: `kind` is none of those.
         ConfigError: there are no packs, or `ref_logps` has another length.
     """
+    require_kind(kind)
     if not len(packs):
         raise ConfigError("a batch must hold at least one pack; found none.")
     parts = [packs] if isinstance(packs, Packs) else packs

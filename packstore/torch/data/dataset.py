@@ -212,7 +212,7 @@ class PackedDataset(IterableDataset[Packs]):
 
     @property
     def kind(self) -> str:
-        """``dpo``, ``sft`` or ``ranked``."""
+        """``preference``, ``sft`` or ``ranked``."""
         return self.stream.kind
 
     @property

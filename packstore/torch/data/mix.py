@@ -114,7 +114,7 @@ class MixedPacks:
 
     @property
     def kind(self) -> str:
-        """``dpo``, ``sft`` or ``ranked``."""
+        """``preference``, ``sft`` or ``ranked``."""
         return self._streams[0].kind
 
     @property

@@ -121,7 +121,7 @@ class RepackedPacks(_PlannedPacks):
 
     @property
     def kind(self) -> str:
-        """``dpo``, ``sft`` or ``ranked``."""
+        """``preference``, ``sft`` or ``ranked``."""
         return self.dataset.manifest.kind
 
     @property
@@ -179,7 +179,7 @@ class TokenizedPacks(_PlannedPacks):
 
     @property
     def kind(self) -> str:
-        """``dpo``, ``sft`` or ``ranked``."""
+        """``preference``, ``sft`` or ``ranked``."""
         return self._reader.kind
 
     @property

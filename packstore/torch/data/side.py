@@ -62,7 +62,7 @@ class JoinedPacks:
 
     @property
     def kind(self) -> str:
-        """``dpo``, ``sft`` or ``ranked``."""
+        """``preference``, ``sft`` or ``ranked``."""
         return self.stream.kind
 
     @property

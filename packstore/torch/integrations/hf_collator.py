@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from packstore.config import PackConfig
 from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import Packs
+from packstore.format.schema import require_kind
 from packstore.torch.batch.collate import PackedBatch, collate
 from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.losses.divisor import StepDivisor, own_divisor
@@ -76,20 +77,24 @@ class PackCollator:
     """Lays packs, or records of token ids, end to end as one batch.
 
     Args:
-        kind: ``dpo``, ``sft`` or ``ranked``.
+        kind: ``preference``, ``sft`` or ``ranked``.
         config: for records, the `layout` and the carried columns; the shapes of records are in
             :mod:`packstore.online_packing.tokenized`. Limits on number and length do not apply.
         loss_fn: the loss; required if it divides by something other than examples: tokens (`sft`),
             ranked pairs, or packs.
+
+    Raises:
+        UnknownNameError: `kind` is none of those.
     """
 
     def __init__(
         self,
-        kind: str = "dpo",
+        kind: str = "preference",
         config: PackConfig | None = None,
         *,
         loss_fn: PreferenceLoss | None = None,
     ) -> None:
+        require_kind(kind)
         self.kind, self.config, self.loss_fn = kind, config or PackConfig(), loss_fn
 
     def __call__(self, items: Sequence[Packs | Mapping[str, Any]]) -> PackedInputs:
@@ -168,7 +173,7 @@ class PackedLoss:
 
     def _check(self, labels: PackedLabels) -> None:
         loss_fn = self.loss_fn
-        of_examples = labels.batch.kind == "dpo" and loss_fn.reduction == "sum"
+        of_examples = labels.batch.kind == "preference" and loss_fn.reduction == "sum"
         if loss_fn.only_sft:
             of_examples = loss_fn.sft_average != "token"
         if not of_examples and labels.loss_fn is not loss_fn:

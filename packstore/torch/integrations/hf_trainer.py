@@ -7,7 +7,7 @@
         use_packed_attention(model),
         TrainingArguments(output_dir="run"),
         train_dataset=PackedDataset(url, rank=0, world_size=1),   # Accelerate shards it over ranks
-        data_collator=PackCollator("dpo"),
+        data_collator=PackCollator("preference"),
         packed_loss=PackedLoss(loss_fn, reference),
     ).train()
 

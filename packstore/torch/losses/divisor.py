@@ -74,9 +74,9 @@ def planned_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor | N
     sft_count = counts.get("best_tokens") if by_token else step.examples
     if loss_fn.only_sft:
         return None if sft_count is None else StepDivisor(float(max(sft_count, 1)))
-    count = step.examples if batch.kind == "dpo" else counts.get(f"pairs_{loss_fn.pairs}")
+    count = step.examples if batch.kind == "preference" else counts.get(f"pairs_{loss_fn.pairs}")
     if loss_fn.reduction == "pack_mean":
-        count = sft_count = step.packs if batch.kind == "dpo" else None
+        count = sft_count = step.packs if batch.kind == "preference" else None
     if count is None or (loss_fn.sft_weight and sft_count is None):
         return None
     sft = float(max(sft_count or 1, 1)) if loss_fn.sft_weight else None

@@ -176,12 +176,12 @@ class PairIndex:
 def index_pairs(batch: PackedBatch, choice: PairChoice) -> PairIndex:
     """Returns the pairs of a batch.
 
-    Kind ``dpo``: the two sequences of each example, in their order. Kind ``ranked``: by reward, the
-    best against each other response, or all pairs, or adjacent ranks; responses of equal reward are
-    never compared. Every pair weighs the same, so an example of K responses weighs K - 1, or
-    K (K - 1) / 2 with ``all``.
+    Kind ``preference``: the two sequences of each example, in their order. Kind ``ranked``: by
+    reward, the best against each other response, or all pairs, or adjacent ranks; responses of
+    equal reward are never compared. Every pair weighs the same, so an example of K responses weighs
+    K - 1, or K (K - 1) / 2 with ``all``.
     """
-    if batch.kind == "dpo":
+    if batch.kind == "preference":
         example = torch.arange(batch.num_examples, device=batch.lengths.device)
         return PairIndex(2 * example, 2 * example + 1, example)
     arrays = _ranked(batch.rewards.cpu().numpy(), batch.num_responses.cpu().numpy(), choice)

@@ -55,7 +55,7 @@ class _Probe:
             BackendError: it is too large, or a leak cannot be distinguished from rounding.
         """
         packs, prompts = _random_packs(self.vocab_size, self.shared)
-        batch = collate(packs, "dpo").to(next(self.model.parameters()).device)
+        batch = collate(packs, "preference").to(next(self.model.parameters()).device)
         logits = logits_of(self.model, batch)
         if bool(logits.isnan().any()):
             where = f"check_isolation({type(self.model).__name__})"

@@ -18,7 +18,7 @@ from packstore.torch.schedule.stream import PackStream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Exact counts of a loader's output; an example is a pair for kind ``dpo``.
+    """Exact counts of a loader's output; an example is a pair for kind ``preference``.
 
     Attributes:
         epochs: number of epochs planned.

@@ -32,7 +32,7 @@ class PackStream(Protocol):
 
     @property
     def kind(self) -> str:
-        """``dpo``, ``sft`` or ``ranked``."""
+        """``preference``, ``sft`` or ``ranked``."""
 
     @property
     def identity(self) -> Identity:
@@ -116,7 +116,7 @@ class StoredPacks:
 
     @property
     def kind(self) -> str:
-        """``dpo``, ``sft`` or ``ranked``."""
+        """``preference``, ``sft`` or ``ranked``."""
         return self.dataset.manifest.kind
 
     @property

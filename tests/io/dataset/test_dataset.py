@@ -57,7 +57,7 @@ def test_many_threads_read(ds, kit):
 
 
 def test_repr_tells_what_it_is(ds):
-    assert "kind='dpo', packs=90, examples=90" in repr(ds)
+    assert "kind='preference', packs=90, examples=90" in repr(ds)
 
 
 def test_find(ds, tmp_path):

@@ -59,7 +59,7 @@ def counted(dataset: Dataset) -> list[tuple[int, ...]]:
                 ranked = sorted(rewards, reverse=True)
                 best = first + (rewards.index(ranked[0]) if kind == "ranked" else 0)
                 cut = slice(*pack.seq_boundaries[best : best + 2])
-                pairs = [int(kind == "dpo")] * 3
+                pairs = [int(kind == "preference")] * 3
                 if kind == "ranked":
                     pairs = [
                         sum(r < ranked[0] for r in ranked),
@@ -97,7 +97,7 @@ def test_it_lies_beside_the_manifest(kit, written):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    kind=st.sampled_from(["dpo", "sft", "ranked"]),
+    kind=st.sampled_from(["preference", "sft", "ranked"]),
     layout=st.sampled_from(["concat", "shared_prefix"]),
     file_format=st.sampled_from(["parquet", "arrow"]),
     labels=st.sampled_from(["plain", "spans"]),

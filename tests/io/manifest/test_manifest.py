@@ -144,7 +144,11 @@ def test_every_field_is_needed_and_typed(good):
         (lambda m: m["shards"][0].update(footer_bytes=1 << 40), "its footer must fit in the file"),
         (lambda m: m.update(pack_size=2), "at most pack_size tokens"),
         (lambda m: m.update(kind="sft"), "sequences must be 1 times the examples"),
-        (lambda m: m.update(kind="kto"), "field kind must be one of: dpo, sft, ranked"),
+        (lambda m: m.update(kind="kto"), "be one of: preference, sft, ranked; found 'kto'"),
+        (
+            lambda m: m.update(kind="dpo"),
+            r"found 'dpo' of a development version\. Pack the records again with this version\.",
+        ),
         (lambda m: m.update(carry={"a": "complex"}), "its type must be one of: string"),
         (lambda m: m["provenance"].update(tokenizer=3), "field provenance.tokenizer: must be"),
         (

@@ -44,7 +44,7 @@ def all_files(folder) -> list[str]:
 
 @FORMATS
 @LABELS
-@pytest.mark.parametrize("kind", ["dpo", "sft", "ranked"])
+@pytest.mark.parametrize("kind", ["preference", "sft", "ranked"])
 def test_round_trip(kit, place, format_, labels, kind):
     packs = kit.some_packs(80, kind)
     how = {"format": format_, "labels": labels, "shard_tokens": 1}
@@ -62,7 +62,7 @@ def test_round_trip(kit, place, format_, labels, kind):
 @LABELS
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 def test_both_layouts(kit, written, format_, labels, layout):
-    examples = random_examples(90, kind="dpo", max_prompt=9, max_response=5)
+    examples = random_examples(90, kind="preference", max_prompt=9, max_response=5)
     packs = fill(examples, np.arange(0, 91, 2), layout)
     made = kit.Written(written.location.url, layout=layout)
     ds = made.dataset([packs], format=format_, labels=labels)

@@ -57,7 +57,7 @@ def test_buckets_begin_at_powers_of_two(kit):
     counter = PackCounter()
     packs = kit.some_packs(5)
     packs.lengths[:] = [1, 2, 3, 4, 7, 8, 2**20 - 1, 2**20, 2**30, 2**31 - 1]
-    counter.add(figures_of(packs, "dpo"), packs.lengths)
+    counter.add(figures_of(packs, "preference"), packs.lengths)
     assert counter.statistics(100, {}).length_histogram == {
         "1": 1,
         "2": 2,

@@ -93,7 +93,7 @@ def ds(kit: SimpleNamespace, tmp_path: Path) -> Dataset:
 
 @settings(max_examples=20, deadline=None)
 @given(
-    kind=st.sampled_from(["dpo", "sft", "ranked"]),
+    kind=st.sampled_from(["preference", "sft", "ranked"]),
     n=st.integers(1, 40),
     seed=st.integers(0, 99),
     shard_rows=st.integers(1, 50),
@@ -351,7 +351,10 @@ def test_what_is_refused_before_anything_is_read(kit, ds, tmp_path) -> None:
     side = open_side(derived(str(tmp_path / "side"), ds)).manifest
     check_side(side, ds.manifest, "here")
     for change, message in (
-        ({"kind": "ranked"}, "here: its kind must be that of the dataset, 'dpo'; found 'ranked'"),
+        (
+            {"kind": "ranked"},
+            "here: its kind must be that of the dataset, 'preference'; found 'ranked'",
+        ),
         ({"lineage": "0" * 64}, "here: its lineage must be that of the dataset"),
         ({"shards": ()}, "here: it must have values for each of 90 examples; found 0"),
     ):
@@ -423,7 +426,7 @@ def test_lineage(tmp_path) -> None:
         first.manifest.lineage,
         lineage(str(moved)),
         lineage(str(lines), pack_size=64, layout="shared_prefix", seed=7, strategy="none"),
-        lineage(str(lines), kind="dpo", num_workers=2, carry=("n:int64",), format="arrow"),
+        lineage(str(lines), kind="preference", num_workers=2, carry=("n:int64",), format="arrow"),
         lineage(str(lines), max_length=12, max_drop_rate=0.9),
         lineage(first.url, pack_size=12, max_drop_rate=0.9),
         lineage(first, layout="shared_prefix", labels="spans"),

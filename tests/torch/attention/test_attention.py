@@ -70,7 +70,7 @@ def test_value_and_gradients(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    batch = collate(kit.packed(EXAMPLES, [2, 3], layout), "dpo")
+    batch = collate(kit.packed(EXAMPLES, [2, 3], layout), "preference")
     qkv = inputs(batch.num_tokens, heads)
 
     def run() -> Tensor:
@@ -97,7 +97,7 @@ def test_value_and_gradients(
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 def test_flex_value(kit: SimpleNamespace, layout: str) -> None:
     for packs in ([2, 3], [5], [1, 1, 3]):
-        batch = collate(kit.packed(EXAMPLES, packs, layout), "dpo")
+        batch = collate(kit.packed(EXAMPLES, packs, layout), "preference")
         qkv = [x.detach() for x in inputs(batch.num_tokens)]
         for window, softcap in ((None, None), (3, None), (1, 0.7), (1000, 0.7)):
             found = flex.attend(
@@ -108,7 +108,7 @@ def test_flex_value(kit: SimpleNamespace, layout: str) -> None:
 
 
 def test_flex_on_cpu_refuses_gradients(kit: SimpleNamespace) -> None:
-    batch = collate(kit.packed(EXAMPLES, [5], "concat"), "dpo")
+    batch = collate(kit.packed(EXAMPLES, [5], "concat"), "preference")
     message = r"'flex': on CPU it has a forward pass only; found tensors that need gradients. Use"
     with pytest.raises(BackendError, match=message):
         flex.attend(*inputs(batch.num_tokens), batch.layout, scale=0.3)
@@ -124,7 +124,7 @@ def test_flex_skips_only_what_no_query_sees(
     """The kernel of a GPU trusts the lists of blocks, which the CPU never looks at."""
     monkeypatch.setattr(flex, "BLOCK", 16)
     examples = random_examples(12, seed=2, max_prompt=60, max_response=60)
-    batch = collate(kit.packed(examples, [12], layout), "dpo")
+    batch = collate(kit.packed(examples, [12], layout), "preference")
     mask = flex.block_mask(batch.layout, window)
     assert flex.block_mask(batch.layout, window) is mask
     assert flex.block_mask(dataclasses.replace(batch.layout), window) is not mask
@@ -154,7 +154,7 @@ def test_flex_compiled_follows_the_blocks(
     kernel = torch.compile(flex.flex_attention, fullgraph=True)
     monkeypatch.setattr(flex, "_kernel", lambda _: kernel)
     examples = random_examples(20, seed=2, max_prompt=60, max_response=60)
-    batch = collate(kit.packed(examples, [20], layout), "dpo")
+    batch = collate(kit.packed(examples, [20], layout), "preference")
     qkv = [x.detach().float() for x in inputs(batch.num_tokens)]
     for window in (None, 150):
         found = flex.attend(*qkv, batch.layout, scale=0.3, sliding_window=window)
@@ -180,7 +180,7 @@ def test_lengths_that_flex_compiles_for() -> None:
 @pytest.mark.parametrize("backend", ON_CPU)
 def test_empty_segments_change_nothing(kit: SimpleNamespace, backend: str, layout: str) -> None:
     """As a fixed number of offsets has them at its end."""
-    one = collate(kit.packed(EXAMPLES, [2, 3], layout), "dpo").layout
+    one = collate(kit.packed(EXAMPLES, [2, 3], layout), "preference").layout
     repeated = dataclasses.replace(
         one,
         cu_seqlens_q=torch.cat([one.cu_seqlens_q, one.cu_seqlens_q[-1:].repeat(3)]),
@@ -194,7 +194,7 @@ def test_empty_segments_change_nothing(kit: SimpleNamespace, backend: str, layou
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 @pytest.mark.parametrize("backend", ON_CPU)
 def test_every_window(kit: SimpleNamespace, backend: str, layout: str) -> None:
-    batch = collate(kit.packed(EXAMPLES, [2, 3], layout), "dpo")
+    batch = collate(kit.packed(EXAMPLES, [2, 3], layout), "preference")
     qkv = [x.detach() for x in inputs(batch.num_tokens)]
     for window in range(1, batch.max_seqlen_k + 2):
         found = ATTENTION.load(backend)(*qkv, batch.layout, scale=0.3, sliding_window=window)
@@ -203,7 +203,7 @@ def test_every_window(kit: SimpleNamespace, backend: str, layout: str) -> None:
 
 @pytest.mark.parametrize("backend", ON_CPU)
 def test_half_precision_stays_near_and_keeps_its_type(kit: SimpleNamespace, backend: str) -> None:
-    batch = collate(kit.packed(EXAMPLES, [2, 3], "shared_prefix"), "dpo")
+    batch = collate(kit.packed(EXAMPLES, [2, 3], "shared_prefix"), "preference")
     half = [x.detach() for x in inputs(batch.num_tokens, dtype=torch.bfloat16)]
     found = ATTENTION.load(backend)(*half, batch.layout, scale=0.3)
     exact = ATTENTION.load("reference")(*(x.double() for x in half), batch.layout, scale=0.3)
@@ -214,7 +214,7 @@ def test_half_precision_stays_near_and_keeps_its_type(kit: SimpleNamespace, back
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 @pytest.mark.parametrize("backend", WITH_GRADIENTS)  # flex: 0 * NaN, in blocks of 128
 def test_poison_in_one_segment_stays_there(kit: SimpleNamespace, backend: str, layout: str) -> None:
-    batch = collate(kit.packed(EXAMPLES, [2, 3], layout), "dpo")
+    batch = collate(kit.packed(EXAMPLES, [2, 3], layout), "preference")
     q, k, v = (x.detach() for x in inputs(batch.num_tokens))
     last = batch.segment_ids == batch.num_segments - 1
     for x in (q, k, v):

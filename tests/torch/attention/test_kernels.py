@@ -242,7 +242,7 @@ def test_the_call_means_the_same_as_reference(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    batch = collate(kit.packed(EXAMPLES, [2, 3], layout), "dpo")
+    batch = collate(kit.packed(EXAMPLES, [2, 3], layout), "preference")
     attend = stand_in(backend)
     if backend == "torch_varlen" and softcap is not None:
         with pytest.raises(BackendError, match=r"soft-capped; found softcap 0\.7"):
@@ -259,7 +259,7 @@ def test_torch_2_11_gets_every_head(
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn_2_11)
     module = importlib.import_module("packstore.torch.attention.torch_varlen")
     monkeypatch.setattr(module, "GROUPS", {})
-    batch = collate(kit.packed(EXAMPLES, [2, 3], layout), "dpo")
+    batch = collate(kit.packed(EXAMPLES, [2, 3], layout), "preference")
     for window in (None, 3):
         compare(module.attend, heads, batch.layout, sliding_window=window)
 
@@ -268,7 +268,7 @@ def test_torch_2_11_gets_every_head(
 def test_deterministic_algorithms_are_asked_for(
     kit: SimpleNamespace, stand_in: Callable[[str], Any], backend: str
 ) -> None:
-    layout = collate(kit.packed(EXAMPLES, [2, 3], "concat"), "dpo").layout
+    layout = collate(kit.packed(EXAMPLES, [2, 3], "concat"), "preference").layout
     attend = stand_in(backend)
     for wanted in (True, False):
         torch.use_deterministic_algorithms(wanted)
@@ -283,7 +283,7 @@ def test_models_run_through_it(
     stand_in(backend)
     model = kit.tiny_model("mistral")
     for layout in ("concat", "shared_prefix"):
-        batch = collate(kit.packed(EXAMPLES, [2, 3], layout), "dpo")
+        batch = collate(kit.packed(EXAMPLES, [2, 3], layout), "preference")
         logits = {}
         for name in ("reference", backend):
             use_packed_attention(model, name)
@@ -300,7 +300,7 @@ def test_torch_varlen_stays_in_the_compiled_graph(
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for seed in range(3):
         batch = collate(
-            kit.packed(random_examples(3 + seed, seed=seed), [3 + seed], "concat"), "dpo"
+            kit.packed(random_examples(3 + seed, seed=seed), [3 + seed], "concat"), "preference"
         )
         limit = torch._dynamo.config.patch(error_on_recompile=seed >= 2)
         with limit:
@@ -317,7 +317,7 @@ def test_refused_inputs(
 ) -> None:
     attend = stand_in(backend)
     monkeypatch.undo()
-    layout = collate(kit.packed(EXAMPLES, [2, 3], "concat"), "dpo").layout
+    layout = collate(kit.packed(EXAMPLES, [2, 3], "concat"), "preference").layout
     qkv = inputs(layout.num_queries)
     where = f"attention backend '{backend}': tensors must be float16 or bfloat16"
     with pytest.raises(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from packstore.errors import BackendError, ConfigError, UnknownNameError
 from packstore.testing import random_examples
-from packstore.torch import PackedBatch, collate
+from packstore.torch import PackCollator, PackedBatch, collate
 from packstore.torch.batch.inputs import packed_seq_params
 from packstore.torch.parallel import pad_batch, pad_segments
 
@@ -31,7 +31,7 @@ def assert_batches_equal(a: PackedBatch, b: PackedBatch) -> None:
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 1000),
-    kind=st.sampled_from(["dpo", "sft", "ranked"]),
+    kind=st.sampled_from(["preference", "sft", "ranked"]),
     layout=st.sampled_from(["concat", "shared_prefix"]),
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4),
 )
@@ -74,7 +74,7 @@ def test_derived_columns(
 
 
 def test_types(kit: SimpleNamespace) -> None:
-    batch = collate(kit.packed(EXAMPLES, [6], "shared_prefix"), "dpo")
+    batch = collate(kit.packed(EXAMPLES, [6], "shared_prefix"), "preference")
     int64 = "input_ids labels position_ids segment_ids target_index kv_index example_ids pack_ids"
     int32 = "cu_seqlens cu_seqlens_k lengths num_responses"
     for names, dtype in (
@@ -90,12 +90,12 @@ def test_types(kit: SimpleNamespace) -> None:
 def test_packs_one_by_one_or_together(kit: SimpleNamespace, layout: str) -> None:
     packs = kit.packed(EXAMPLES, [1, 3, 2], layout)
     rows = [packs.row(i) for i in range(3)]
-    assert_batches_equal(collate(rows, "dpo"), collate(packs, "dpo"))
+    assert_batches_equal(collate(rows, "preference"), collate(packs, "preference"))
     first = kit.packed(EXAMPLES.take(np.arange(4)), [1, 3], layout)
-    assert_batches_equal(collate([first, rows[2]], "dpo"), collate(packs, "dpo"))
+    assert_batches_equal(collate([first, rows[2]], "preference"), collate(packs, "preference"))
 
 
-@pytest.mark.parametrize("kind", ["dpo", "ranked"])
+@pytest.mark.parametrize("kind", ["preference", "ranked"])
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 def test_rows_of_row_groups(kit: SimpleNamespace, kind: str, layout: str) -> None:
     """Fields that are computed later: the same batch, however it travels."""
@@ -121,20 +121,24 @@ def test_rows_of_row_groups(kit: SimpleNamespace, kind: str, layout: str) -> Non
 
 def test_fillers_and_reference(kit: SimpleNamespace) -> None:
     packs = kit.packed(EXAMPLES, [1, 3, 2], "concat")
-    batch = collate(packs, "dpo", ref_logps=np.arange(12, dtype=np.float32), fillers=1)
+    batch = collate(packs, "preference", ref_logps=np.arange(12, dtype=np.float32), fillers=1)
     assert batch.weights.tolist() == [1, 1, 1, 1, 0, 0]
     assert batch.ref_logps is not None
     assert batch.ref_logps.tolist() == list(range(12))
     with pytest.raises(ConfigError, match="12 sequences; found 3"):
-        collate(packs, "dpo", ref_logps=np.zeros(3, np.float32))
+        collate(packs, "preference", ref_logps=np.zeros(3, np.float32))
+    with pytest.raises(UnknownNameError, match="'dpo'; choose from: preference, sft, ranked"):
+        collate(packs, "dpo")
+    with pytest.raises(UnknownNameError, match="unknown kind 'pairs'"):
+        PackCollator("pairs")
     with pytest.raises(ConfigError, match="at least one pack"):
-        collate([], "dpo")
+        collate([], "preference")
 
 
 def test_the_batch_owns_its_memory_and_travels(kit: SimpleNamespace) -> None:
     packs = kit.packed(EXAMPLES, [6], "shared_prefix")
     packs.input_ids.flags.writeable = False
-    batch = collate(packs, "dpo")
+    batch = collate(packs, "preference")
     before = batch.input_ids.clone()
     batch.input_ids.add_(1)
     assert torch.equal(torch.from_numpy(packs.input_ids.astype(np.int64)), before)
@@ -159,7 +163,7 @@ def test_keys_of_whole_segments_have_the_offsets_of_the_queries(
         lambda batch: pad_batch(batch, num_tokens=300, num_segments=30, max_seqlen=40),
         lambda batch: pad_batch(pad_segments(batch, 4), num_tokens=400, num_segments=30),
     ):
-        batch = collate(kit.packed(EXAMPLES, [2, 4], "concat"), "dpo")
+        batch = collate(kit.packed(EXAMPLES, [2, 4], "concat"), "preference")
         if derived:
             assert batch.layout.cu_seqlens_k is batch.cu_seqlens
         changed = change(batch)
@@ -168,12 +172,12 @@ def test_keys_of_whole_segments_have_the_offsets_of_the_queries(
         assert layout.cu_seqlens_q is layout.cu_seqlens_k is changed.cu_seqlens
         if layout.cu_seqlens_q.device.type == "cpu":
             assert layout.sizes == (changed.cu_seqlens.diff().tolist(),) * 2
-    shared = collate(kit.packed(EXAMPLES, [6], "shared_prefix"), "dpo")
+    shared = collate(kit.packed(EXAMPLES, [6], "shared_prefix"), "preference")
     assert not torch.equal(shared.cu_seqlens_k, shared.cu_seqlens)
 
 
 def test_a_batch_that_is_there_is_not_copied(kit: SimpleNamespace) -> None:
-    batch = collate(kit.packed(EXAMPLES, [2, 4], "shared_prefix"), "dpo")
+    batch = collate(kit.packed(EXAMPLES, [2, 4], "shared_prefix"), "preference")
     layout = batch.layout
     assert batch.layout is layout
     assert batch.to("cpu") is batch
@@ -184,7 +188,7 @@ def test_a_batch_that_is_there_is_not_copied(kit: SimpleNamespace) -> None:
 
 
 def test_flash_and_megatron_inputs(kit: SimpleNamespace) -> None:
-    batch = collate(kit.packed(EXAMPLES, [2, 4], "concat"), "dpo")
+    batch = collate(kit.packed(EXAMPLES, [2, 4], "concat"), "preference")
     flash = batch.model_inputs("flash")
     assert flash["cu_seq_lens_q"] is flash["cu_seq_lens_k"] is batch.cu_seqlens
     assert flash["max_length_q"] == flash["max_length_k"] == batch.max_seqlen
@@ -199,7 +203,7 @@ def test_flash_and_megatron_inputs(kit: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 def test_padded_inputs_are_the_sequences(kit: SimpleNamespace, layout: str) -> None:
-    batch = collate(kit.packed(EXAMPLES, [2, 4], layout), "dpo")
+    batch = collate(kit.packed(EXAMPLES, [2, 4], layout), "preference")
     padded = batch.model_inputs("padded")
     assert padded["input_ids"].shape == (12, batch.max_seqlen_k)
     for i in range(12):
@@ -210,7 +214,7 @@ def test_padded_inputs_are_the_sequences(kit: SimpleNamespace, layout: str) -> N
 
 
 def test_refusals(kit: SimpleNamespace) -> None:
-    batch = collate(kit.packed(EXAMPLES, [6], "shared_prefix"), "dpo")
+    batch = collate(kit.packed(EXAMPLES, [6], "shared_prefix"), "preference")
     for style in ("flash", "megatron"):
         with pytest.raises(BackendError, match=r"every segment must be whole.*shared prefix"):
             batch.model_inputs(style)  # type: ignore[arg-type]
@@ -236,7 +240,7 @@ class PackedSeqParams:
 
 
 def test_megatron_knows_real_and_padded_segments(kit: SimpleNamespace) -> None:
-    plain = collate(kit.packed(EXAMPLES, [2, 4], "concat"), "dpo")
+    plain = collate(kit.packed(EXAMPLES, [2, 4], "concat"), "preference")
     found = PackedSeqParams(**packed_seq_params(plain))
     assert found.qkv_format == "thd"
     assert found.cu_seqlens_q is found.cu_seqlens_kv is plain.cu_seqlens
@@ -263,7 +267,7 @@ def test_megatron_knows_real_and_padded_segments(kit: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 def test_padded_inputs_leave_declared_padding_out(kit: SimpleNamespace, layout: str) -> None:
-    plain = collate(kit.packed(EXAMPLES, [2, 4], layout), "dpo")
+    plain = collate(kit.packed(EXAMPLES, [2, 4], layout), "preference")
     batch = pad_segments(plain, 8)
     inputs, expected = batch.model_inputs("padded"), plain.model_inputs("padded")
     assert torch.equal(inputs["attention_mask"].sum(1), expected["attention_mask"].sum(1))

@@ -30,7 +30,7 @@ def stored(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Da
     """23 packs of two pairs in several row groups and shards; example ids are 2 * pack, + 1."""
     packs = kit.packed(random_examples(2 * N), [2] * N, "shared_prefix")
     data: Dataset = kit.write(
-        str(tmp_path_factory.mktemp("data") / "ds"), packs, "dpo", "shared_prefix"
+        str(tmp_path_factory.mktemp("data") / "ds"), packs, "preference", "shared_prefix"
     )
     assert len(data.row_groups) > LANES
     assert len(data.manifest.shards) > 1
@@ -77,7 +77,7 @@ def test_the_order_is_that_of_the_io_layer(stored: Dataset) -> None:
 def test_batches_hold_what_was_stored(kit: SimpleNamespace, stored: Dataset) -> None:
     examples = random_examples(2 * N)
     for batch in PackedDataLoader(make(stored), packs_per_batch=2):
-        assert batch.kind == "dpo"
+        assert batch.kind == "preference"
         assert batch.num_packs == 2
         logical = batch.input_ids if batch.kv_index is None else batch.input_ids[batch.kv_index]
         expected = examples.take(batch.example_ids.numpy())

@@ -52,7 +52,7 @@ class Listed:
 
     datasets = ()
 
-    def __init__(self, packs: list[Packs], kind: str = "dpo", name: str = "") -> None:
+    def __init__(self, packs: list[Packs], kind: str = "preference", name: str = "") -> None:
         self.packs, self.kind, self.name, self.epoch = packs, kind, name, 0
         self.taken: list[int] = []
         self.openings: list[int] = []
@@ -398,13 +398,15 @@ def stored(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> li
     folder = tmp_path_factory.mktemp("mix")
     return [
         kit.write(
-            str(folder / layout), kit.packed(random_examples(2 * n, seed=n), [2] * n, layout), "dpo"
+            str(folder / layout),
+            kit.packed(random_examples(2 * n, seed=n), [2] * n, layout),
+            "preference",
         )
         if layout == "concat"
         else kit.write(
             str(folder / layout),
             kit.packed(random_examples(2 * n, seed=n), [2] * n, layout),
-            "dpo",
+            "preference",
             layout,
         )
         for layout, n in (("concat", 23), ("shared_prefix", 9))
@@ -548,7 +550,9 @@ def test_refusals(three: Any, stored: list[Dataset]) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             MixedPacks(parts, **options)
-    with pytest.raises(CompatibilityError, match="source 1 of the mix: must be of kind 'dpo'"):
+    with pytest.raises(
+        CompatibilityError, match="source 1 of the mix: must be of kind 'preference'"
+    ):
         MixedPacks([good, Source(Listed(three[1], kind="sft"), 1)])
     same = [Source(tokenized(stored[0]), 1), Source(tokenized(stored[1]), 1)]
     assert len(MixedPacks(same))

@@ -45,7 +45,7 @@ def stored(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> An
     """Makes datasets of N examples, `each` to a pack; the same one only once."""
     made: dict[Any, Dataset] = {}
 
-    def make(kind: str = "dpo", layout: str = "concat", each: int = 1) -> Dataset:
+    def make(kind: str = "preference", layout: str = "concat", each: int = 1) -> Dataset:
         key = (kind, layout, each)
         if key not in made:
             packs = kit.packed(random_examples(N, kind=kind), [each] * (N // each), layout)
@@ -72,12 +72,12 @@ def ids(packs: list[Packs]) -> list[list[int]]:
 @pytest.mark.parametrize("each", [1, 3])
 @pytest.mark.parametrize("target", LAYOUTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["dpo", "sft", "ranked"])
+@pytest.mark.parametrize("kind", ["preference", "sft", "ranked"])
 def test_every_example_once_and_unchanged(
     stored: Any, kind: str, layout: str, target: str, each: int
 ) -> None:
     examples = random_examples(N, kind=kind)
-    size = 90 if kind == "dpo" else 140
+    size = 90 if kind == "preference" else 140
     stream = repacked(stored(kind, layout, each), {"pack_size": size, "layout": target})
     for epoch in (0, 1):
         stream.set_epoch(epoch)
@@ -316,7 +316,7 @@ def test_overlong_examples_are_left_out_and_counted(
         ({"pack_size": 20}, DropRateError, "max_drop_rate"),
         ({"pack_size": 2, "max_drop_rate": 1.0}, DropRateError, "120 of 120"),
         ({"overlong": "truncate_prompt"}, ConfigError, "needs the records"),
-        ({"kind": "sft"}, ConfigError, "kind must be auto or that of the dataset, dpo"),
+        ({"kind": "sft"}, ConfigError, "kind must be auto or that of the dataset, preference"),
         ({"strategy": "best"}, ConfigError, "unknown strategy 'best'"),
     ],
 )

@@ -92,7 +92,7 @@ def test_joined_by_id_also_after_repacking(
     monkeypatch.setattr(side_table, "MAPPED_BYTES", 0 if mapped else 1 << 20)
     ds = getattr(packed, which)
     stream = JoinedPacks(StoredPacks(ds, lanes=4), [packed.side])
-    assert (len(stream), stream.kind) == (len(ds), "dpo")
+    assert (len(stream), stream.kind) == (len(ds), "preference")
     seen = []
     for batch in batches(stream):
         assert_joined(batch)
@@ -203,11 +203,11 @@ def test_an_example_without_values(packed: SimpleNamespace, tmp_path: Path) -> N
 
 def test_ref_logps_of_the_packs_and_of_the_caller(kit: SimpleNamespace) -> None:
     packs = kit.packed(random_examples(4), [2, 2], "concat")
-    assert collate(packs, "dpo").ref_logps is None
+    assert collate(packs, "preference").ref_logps is None
     given = np.arange(8, dtype=np.float32)
-    assert collate(packs, "dpo", ref_logps=given).ref_logps.tolist() == given.tolist()
+    assert collate(packs, "preference", ref_logps=given).ref_logps.tolist() == given.tolist()
     with pytest.raises(ConfigError, match="one value for each of 8 sequences"):
-        collate(packs, "dpo", ref_logps=given[1:])
+        collate(packs, "preference", ref_logps=given[1:])
 
 
 def assert_carried(batch: Any) -> None:

@@ -66,7 +66,7 @@ def ids(batches: Any) -> list[int]:
 
 
 def test_records_become_the_same_examples() -> None:
-    made = examples_of(RECORDS, range(N), "dpo", CONFIG)
+    made = examples_of(RECORDS, range(N), "preference", CONFIG)
     assert_examples_equal(made.examples, EXAMPLES)
 
 

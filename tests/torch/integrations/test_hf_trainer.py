@@ -37,7 +37,7 @@ def transformers() -> Any:
     return pytest.importorskip("transformers", reason="its Trainer")
 
 
-def stored(kit: SimpleNamespace, folder: Path, kind: str = "dpo") -> Dataset:
+def stored(kit: SimpleNamespace, folder: Path, kind: str = "preference") -> Dataset:
     examples = random_examples(sum(SIZES), seed=4, kind=kind)
     packs = kit.packed(examples, list(SIZES), "shared_prefix")
     data: Dataset = kit.write(str(folder / kind), packs, kind, "shared_prefix")

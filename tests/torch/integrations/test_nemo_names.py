@@ -24,7 +24,7 @@ SIZES = [1, 3, 2]
 
 
 def made(kit: SimpleNamespace) -> tuple[PackedBatch, Tensor, Tensor]:
-    batch = collate(kit.packed(random_examples(6, seed=8), SIZES, "concat"), "dpo")
+    batch = collate(kit.packed(random_examples(6, seed=8), SIZES, "concat"), "preference")
     generator = torch.Generator().manual_seed(0)
     logps, ref = -5 - torch.randn(2, batch.num_segments, generator=generator, dtype=torch.float64)
     return batch, logps, ref

@@ -48,7 +48,7 @@ def batches(rank: int = 0, world: int = 1) -> list[PackedBatch]:
         pairs = np.arange(end - size, end)
         packs = fill(EXAMPLES.take(pairs), to_offsets(np.array([size])), "shared_prefix")
         ref = REFERENCE.view(-1, 2)[pairs].flatten()
-        made.append(replace(collate(packs, "dpo"), ref_logps=ref))
+        made.append(replace(collate(packs, "preference"), ref_logps=ref))
     return made
 
 
@@ -61,7 +61,7 @@ def whole_step(model: Any, loss_fn: PreferenceLoss, count: int) -> tuple[float, 
     model.zero_grad()
     pairs = np.arange(sum(PACKS[:count]))
     packs = fill(EXAMPLES.take(pairs), to_offsets(np.array([len(pairs)])), "concat")
-    batch = collate(packs, "dpo")
+    batch = collate(packs, "preference")
     out = loss_fn(PackedPolicy(model)(batch), batch, REFERENCE[: 2 * len(pairs)])
     out.loss.backward()
     return float(out.loss.detach()), take_gradients(model)
@@ -146,7 +146,7 @@ def under_collator(model: Any, loss_fn: PreferenceLoss, folder: str) -> dict[str
     world = dist.get_world_size() if dist.is_initialized() else 1
 
     def collator(packs: Any) -> Any:
-        inputs = PackCollator("dpo")(packs)
+        inputs = PackCollator("preference")(packs)
         seen.extend(inputs["labels"].batch.example_ids.tolist())
         return inputs
 

@@ -129,7 +129,7 @@ def trainer_of(
         ref_model=reference,
         args=arguments,
         train_dataset=Dataset.from_list(rows),
-        data_collator=PackCollator("dpo", PackConfig(layout="shared_prefix")),
+        data_collator=PackCollator("preference", PackConfig(layout="shared_prefix")),
         processing_class=tokenizer,
         packed_loss=PackedLoss(PreferenceLoss("dpo", beta=BETA), reference),
     )
@@ -185,7 +185,7 @@ def test_its_own_defaults(
         args=arguments,
         train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(rows[:5]),
-        data_collator=PackCollator("dpo"),
+        data_collator=PackCollator("preference"),
         processing_class=tokenizer,
         packed_loss=PackedLoss(PreferenceLoss("dpo", beta=BETA), reference),
     )

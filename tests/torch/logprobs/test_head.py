@@ -36,7 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def batch(kit: SimpleNamespace) -> PackedBatch:
     examples = random_examples(4, seed=2)
-    return collate(kit.packed(examples, [2, 2], "shared_prefix"), "dpo")
+    return collate(kit.packed(examples, [2, 2], "shared_prefix"), "preference")
 
 
 def gradients(model: nn.Module, logps: Tensor) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ HIDDEN = 16
 
 @pytest.fixture(params=["concat", "shared_prefix"])
 def batch(kit: SimpleNamespace, request: pytest.FixtureRequest) -> PackedBatch:
-    return collate(kit.packed(random_examples(7, seed=2), [3, 4], request.param), "dpo")
+    return collate(kit.packed(random_examples(7, seed=2), [3, 4], request.param), "preference")
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -78,7 +78,7 @@ def test_from_hidden(
 
 
 def test_gradcheck(kit: SimpleNamespace) -> None:
-    batch = collate(kit.packed(random_examples(1, seed=4), [1], "concat"), "dpo")
+    batch = collate(kit.packed(random_examples(1, seed=4), [1], "concat"), "preference")
     leaves = normal(batch.num_tokens, 4), normal(kit.VOCAB, 4, seed=1), normal(kit.VOCAB, seed=2)
 
     def run(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ def test_token_counts(batch: PackedBatch) -> None:
 def test_a_pack_without_supervised_tokens_sums_to_zero(kit: SimpleNamespace) -> None:
     packs = kit.packed(random_examples(2), [2], "concat")
     packs.signed_ids[packs.supervised] ^= -1
-    batch = collate(packs, "dpo")
+    batch = collate(packs, "preference")
     hidden = normal(batch.num_tokens, HIDDEN)
     found = segment_logps(batch, hidden=hidden, weight=normal(kit.VOCAB, HIDDEN))
     found.sum().backward()

@@ -53,7 +53,7 @@ def on_rank(task: tuple[PackedBatch, Tensor, Tensor, Tensor]) -> list[list[Tenso
 
 
 def test_equal_to_the_whole_head(kit: SimpleNamespace, tmp_path: Path) -> None:
-    batch = collate(kit.packed(random_examples(7, seed=2), [3, 4], "shared_prefix"), "dpo")
+    batch = collate(kit.packed(random_examples(7, seed=2), [3, 4], "shared_prefix"), "preference")
     torch.manual_seed(0)
     hidden = torch.randn(batch.num_tokens, HIDDEN, dtype=torch.float64)
     # Logits far apart: each rank must subtract the highest of all ranks, not its own.

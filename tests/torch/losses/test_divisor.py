@@ -26,7 +26,7 @@ def step(kit: SimpleNamespace) -> list[PackedBatch]:
     """Batches of one pack each."""
     examples = random_examples(max(SIZES), seed=5)
     packs = [kit.packed(examples.take(np.arange(size)), [size], "shared_prefix") for size in SIZES]
-    batches = [collate(pack, "dpo") for pack in packs]
+    batches = [collate(pack, "preference") for pack in packs]
     return [replace(b, ref_logps=torch.zeros(b.num_segments)) for b in batches]
 
 

@@ -45,10 +45,10 @@ STEPS = {
 REFERENCES = {e: [-20.0 + e % 7, -18.5, -21.0 - e % 3, -19.0, -17.0, -23.0] for e in range(99)}
 """Of each example, the log-probs of a reference model on its sequences."""
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
-    "dpo": ("dpo", {}),
-    "sft term by token": ("dpo", {"sft_weight": WEIGHT}),
-    "sft term by sequence": ("dpo", {"sft_weight": WEIGHT, "sft_average": "sequence_sum"}),
-    "sft term of means": ("dpo", {"sft_weight": WEIGHT, "sft_average": "sequence_mean"}),
+    "dpo": ("preference", {}),
+    "sft term by token": ("preference", {"sft_weight": WEIGHT}),
+    "sft term by sequence": ("preference", {"sft_weight": WEIGHT, "sft_average": "sequence_sum"}),
+    "sft term of means": ("preference", {"sft_weight": WEIGHT, "sft_average": "sequence_mean"}),
     "sft": ("sft", {}),
     "sft of means": ("sft", {"sft_average": "sequence_mean"}),
     "best": ("ranked", {"pairs": "best_vs_rest", "sft_weight": WEIGHT}),
@@ -182,7 +182,7 @@ def on_rank(task: dict[str, Any]) -> dict[tuple[str, str], list[Any]]:
 
 
 def test_two_processes(kit: SimpleNamespace, tmp_path: Path) -> None:
-    urls = {kind: stored(kit, tmp_path, kind).url for kind in ("dpo", "sft", "ranked")}
+    urls = {kind: stored(kit, tmp_path, kind).url for kind in ("preference", "sft", "ranked")}
     ranks = launch(__file__, {"model": kit.tiny_model(), "urls": urls}, 2, tmp_path)
     plain = kit.tiny_model()
     plain.set_attn_implementation("plain_for_tests")
@@ -211,7 +211,7 @@ def records_of(kind: str) -> list[dict[str, Any]]:
         scores = examples.reward[first:last].tolist()
         made.append(
             {
-                "dpo": {
+                "preference": {
                     **dict(zip(("chosen", "rejected"), ids, strict=False)),
                     **dict(zip(("chosen_labels", "rejected_labels"), labels, strict=False)),
                 },
@@ -259,7 +259,7 @@ def test_every_stream_counts(kit: SimpleNamespace, tmp_path: Path, name: str) ->
 
 def test_who_sums_gradients_says_so(kit: SimpleNamespace, tmp_path: Path) -> None:
     """The losses of all ranks add up to that of the step; or, averaged, to as many times it."""
-    data = stored(kit, tmp_path, "dpo")
+    data = stored(kit, tmp_path, "preference")
     sums = {}
     for gradients in ("sum", "mean"):
         loss_fn = PreferenceLoss("dpo", sft_weight=WEIGHT, gradients=gradients)
@@ -279,7 +279,7 @@ def test_who_sums_gradients_says_so(kit: SimpleNamespace, tmp_path: Path) -> Non
 
 def test_a_step_that_nobody_counted(kit: SimpleNamespace, tmp_path: Path) -> None:
     """Of a dataset of an earlier release: the whole step, or a refusal."""
-    data = uncounted(stored(kit, tmp_path, "dpo"))
+    data = uncounted(stored(kit, tmp_path, "preference"))
     loss_fn = loss_of("sft term by token")
     step = list(itertools.islice(PackedDataLoader(PackedDataset(data), accumulation=4), 4))
     logps = with_reference(step[0])

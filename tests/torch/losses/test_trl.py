@@ -52,7 +52,7 @@ SAME: dict[str, tuple[Any, dict[str, Any], dict[str, Any], float]] = {
 
 @pytest.fixture(scope="module")
 def batch(kit: SimpleNamespace) -> PackedBatch:
-    return collate(kit.packed(random_examples(6, seed=2), [4, 2], "concat"), "dpo")
+    return collate(kit.packed(random_examples(6, seed=2), [4, 2], "concat"), "preference")
 
 
 @pytest.fixture(scope="module")

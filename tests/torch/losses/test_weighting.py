@@ -25,7 +25,7 @@ SFT = PreferenceLoss("sft")
 
 
 def make(
-    kit: SimpleNamespace, sizes: list[int], kind: str = "dpo", fillers: int = 0
+    kit: SimpleNamespace, sizes: list[int], kind: str = "preference", fillers: int = 0
 ) -> tuple[PackedBatch, Tensor, Tensor]:
     examples = random_examples(sum(sizes), seed=8, kind=kind)
     batch = collate(kit.packed(examples, sizes, "concat"), kind, fillers=fillers)
@@ -60,7 +60,7 @@ def test_fillers_count_nowhere(kit: SimpleNamespace) -> None:
     batch, logps, ref = make(kit, [1, 3, 2], fillers=1)
     plain, _, _ = make(kit, [1, 3, 2])
     real = collate(
-        kit.packed(random_examples(6, seed=8).take(np.arange(4)), [1, 3], "concat"), "dpo"
+        kit.packed(random_examples(6, seed=8).take(np.arange(4)), [1, 3], "concat"), "preference"
     )
     assert plain.num_segments == 12
     for reduction in ("sum", "pack_mean"):
@@ -151,10 +151,10 @@ def test_a_pair_weighs_the_same_in_any_pack(kit: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("average", ["token", "sequence_sum", "sequence_mean"])
-@pytest.mark.parametrize("kind", ["dpo", "sft"])
+@pytest.mark.parametrize("kind", ["preference", "sft"])
 def test_the_likelihood_term(kit: SimpleNamespace, kind: str, average: Any) -> None:
     batch, logps, ref = make(kit, [2, 3], kind)
-    step = 2 if kind == "dpo" else 1
+    step = 2 if kind == "preference" else 1
     nll, tokens = -logps[::step], segment_token_counts(batch)[::step]
     expected = {
         "token": nll.sum() / tokens.sum(),
@@ -163,7 +163,7 @@ def test_the_likelihood_term(kit: SimpleNamespace, kind: str, average: Any) -> N
     }[average]
     alone = PreferenceLoss("sft", sft_average=average)(logps, batch)
     torch.testing.assert_close(alone.loss, expected)
-    if kind == "dpo":
+    if kind == "preference":
         out = PreferenceLoss("dpo", sft_weight=0.2, sft_average=average)(logps, batch, ref)
         plain = PreferenceLoss("dpo")(logps, batch, ref)
         torch.testing.assert_close(out.loss, plain.loss + 0.2 * expected)
@@ -228,7 +228,7 @@ def test_reference(kit: SimpleNamespace) -> None:
     assert ref.grad is None
     stored = collate(
         kit.packed(random_examples(5, seed=8), [2, 3], "concat"),
-        "dpo",
+        "preference",
         ref_logps=ref.detach().float().numpy(),
     )
     torch.testing.assert_close(
@@ -256,7 +256,7 @@ def test_means_over_batches_are_those_of_one_batch(kit: SimpleNamespace) -> None
     metrics = Metrics()
     examples = random_examples(4, seed=8)
     for part in (np.arange(1), np.arange(1, 4)):
-        own = collate(kit.packed(examples.take(part), [len(part)], "concat"), "dpo")
+        own = collate(kit.packed(examples.take(part), [len(part)], "concat"), "preference")
         where = slice(2 * part[0], 2 * part[-1] + 2)
         metrics.add(loss_fn(logps[where], own, ref[where], divisor=divisor).metrics)
     found = metrics.means()

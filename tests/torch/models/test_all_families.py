@@ -117,7 +117,7 @@ def difference(kit: SimpleNamespace, model: Any, own: list[Tensor] | None) -> fl
     use_packed_attention(model, "reference")
     worst = 0.0
     for layout in ("concat", "shared_prefix"):
-        batch = collate(kit.packed(pairs(*PAIRS), [len(PAIRS)], layout), "dpo")
+        batch = collate(kit.packed(pairs(*PAIRS), [len(PAIRS)], layout), "preference")
         found = model(**batch.model_inputs()).logits[0]
         if own is None:
             return None
@@ -137,7 +137,7 @@ def outcome(kit: SimpleNamespace, name: str, settings: dict[str, Any]) -> float 
     assert sum(map(torch.numel, model.parameters())) < LARGEST
     model = made(kit, name, settings)
     try:
-        own = alone(model, collate(kit.packed(pairs(*PAIRS), [len(PAIRS)], "concat"), "dpo"))
+        own = alone(model, collate(kit.packed(pairs(*PAIRS), [len(PAIRS)], "concat"), "preference"))
     except Exception:  # whatever the model raises
         own = None
     try:

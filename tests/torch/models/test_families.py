@@ -54,7 +54,7 @@ def test_logits_and_gradients_are_those_of_the_unpacked_model(
 ) -> None:
     model = kit.tiny_family(name).train()
     for layout in ("concat", "shared_prefix"):
-        batch = collate(kit.packed(EXAMPLES, [3], layout), "dpo")
+        batch = collate(kit.packed(EXAMPLES, [3], layout), "preference")
         model.set_attn_implementation("eager")
         expected = unpacked(model, batch)
         expected_gradients = gradients(model, expected)
@@ -73,7 +73,7 @@ def test_flex_has_the_same_logits(kit: SimpleNamespace, exact: None, name: str) 
     torch._dynamo.reset()
     model = kit.tiny_family(name)
     for layout in ("concat", "shared_prefix"):
-        batch = collate(kit.packed(EXAMPLES, [3], layout), "dpo")
+        batch = collate(kit.packed(EXAMPLES, [3], layout), "preference")
         model.set_attn_implementation("eager")
         with torch.no_grad():
             expected = unpacked(model, batch)

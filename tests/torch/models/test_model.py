@@ -50,7 +50,7 @@ def test_refused_calls(
     kit: SimpleNamespace, name: str, change: dict[str, Any], message: str
 ) -> None:
     model = use_packed_attention(kit.tiny_model(name, torch.float32))
-    batch = collate(kit.packed(random_examples(2), [2], "concat"), "dpo")
+    batch = collate(kit.packed(random_examples(2), [2], "concat"), "preference")
     inputs = batch.model_inputs()
     past = DynamicCache(config=model.config)
     model(**{**inputs, "past_key_values": past, "use_cache": True})
@@ -80,7 +80,7 @@ def test_dropout_is_disabled_with_a_note(
     kit: SimpleNamespace, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     model = kit.tiny_family(name, torch.float32, **DROPPING[name]).train()
-    inputs = collate(kit.packed(random_examples(2), [2], "concat"), "dpo").model_inputs()
+    inputs = collate(kit.packed(random_examples(2), [2], "concat"), "preference").model_inputs()
     with caplog.at_level("INFO", "packstore"):
         use_packed_attention(model)
     assert "dropout is disabled (disable_dropout=False keeps it): " in caplog.text
@@ -99,7 +99,7 @@ def test_dropout_is_disabled_with_a_note(
 def test_dropout_that_was_asked_for_stays(kit: SimpleNamespace) -> None:
     settings = {"resid_pdrop": 0.4, "embd_pdrop": 0.4, "attn_pdrop": 0.0}
     model = kit.tiny_family("gpt2", torch.float32, **settings).train()
-    inputs = collate(kit.packed(random_examples(2), [2], "concat"), "dpo").model_inputs()
+    inputs = collate(kit.packed(random_examples(2), [2], "concat"), "preference").model_inputs()
     use_packed_attention(model, disable_dropout=False)
     check_isolation(model, "sdpa")
     assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
@@ -114,7 +114,7 @@ def test_dropout_that_was_asked_for_stays(kit: SimpleNamespace) -> None:
 
 
 def test_refusals_say_what_to_do(kit: SimpleNamespace) -> None:
-    inputs = collate(kit.packed(random_examples(2), [2], "concat"), "dpo").model_inputs()
+    inputs = collate(kit.packed(random_examples(2), [2], "concat"), "preference").model_inputs()
     sinks = use_packed_attention(kit.tiny_family("gpt_oss", torch.float32))
     with pytest.raises(BackendError, match=r"a model with s_aux. Train it unpacked"):
         sinks(**inputs)
@@ -138,7 +138,7 @@ def test_a_hybrid_whose_layers_are_all_attention_is_none(kit: SimpleNamespace) -
 def test_dropout_is_refused_in_training_only(kit: SimpleNamespace) -> None:
     model = kit.tiny_model(dtype=torch.float32, attention_dropout=0.1)
     use_packed_attention(model, disable_dropout=False)
-    inputs = collate(kit.packed(random_examples(2), [2], "concat"), "dpo").model_inputs()
+    inputs = collate(kit.packed(random_examples(2), [2], "concat"), "preference").model_inputs()
     model.eval()(**inputs)
     with pytest.raises(BackendError, match=r"without dropout; found dropout 0.1. .*leaves it on"):
         model.train()(**inputs)
@@ -171,7 +171,7 @@ def test_attention_sinks_are_refused(kit: SimpleNamespace) -> None:
     config = GptOssConfig(**SMALL, **HEADS, **IDS, intermediate_size=16, num_local_experts=2)
     model = use_packed_attention(GptOssForCausalLM(config))
     with pytest.raises(BackendError, match="found a model with s_aux"):
-        model(**collate(kit.packed(random_examples(2), [2], "concat"), "dpo").model_inputs())
+        model(**collate(kit.packed(random_examples(2), [2], "concat"), "preference").model_inputs())
 
 
 def test_unknown_backend(kit: SimpleNamespace) -> None:
@@ -183,7 +183,7 @@ def test_models_that_look_ahead_are_refused(kit: SimpleNamespace) -> None:
     heads = {"num_attention_heads": 4, "intermediate_size": 32}
     model = use_packed_attention(BertLMHeadModel(BertConfig(**SMALL, **heads)).eval())
     with pytest.raises(BackendError, match="must be causal; found a model that looks ahead"):
-        model(**collate(kit.packed(random_examples(2), [2], "concat"), "dpo").model_inputs())
+        model(**collate(kit.packed(random_examples(2), [2], "concat"), "preference").model_inputs())
 
 
 @pytest.mark.parametrize("name", ["stablelm", "nemotron"])
@@ -192,12 +192,12 @@ def test_models_that_keep_keywords_from_attention_are_refused(
 ) -> None:
     model = use_packed_attention(kit.tiny_family(name))
     with pytest.raises(BackendError, match=r"found no layout.*its layers keep keywords"):
-        model(**collate(kit.packed(random_examples(2), [2], "concat"), "dpo").model_inputs())
+        model(**collate(kit.packed(random_examples(2), [2], "concat"), "preference").model_inputs())
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flash_attention_2", "flex_attention"])
 def test_the_config_does_not_matter(kit: SimpleNamespace, implementation: str) -> None:
-    batch = collate(kit.packed(random_examples(3), [3], "shared_prefix"), "dpo")
+    batch = collate(kit.packed(random_examples(3), [3], "shared_prefix"), "preference")
     expected = use_packed_attention(kit.tiny_model("mistral"))(**batch.model_inputs()).logits
     model = kit.tiny_model("mistral", use_cache=True)
     model.config._attn_implementation_internal = implementation
@@ -207,7 +207,7 @@ def test_the_config_does_not_matter(kit: SimpleNamespace, implementation: str) -
 
 def test_auto_is_logged_once(kit: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
     _auto._log.cache_clear()
-    inputs = collate(kit.packed(random_examples(2), [2], "concat"), "dpo").model_inputs()
+    inputs = collate(kit.packed(random_examples(2), [2], "concat"), "preference").model_inputs()
     with caplog.at_level(logging.INFO, "packstore"):
         for _ in range(2):
             use_packed_attention(kit.tiny_model())(**inputs)
@@ -227,7 +227,9 @@ def test_autocast_reaches_the_backend(
         return ATTENTION.load("reference")(q, k, v, layout, **settings)
 
     model = use_packed_attention(kit.tiny_model("qwen3", torch.float32), new_backend(attend))
-    inputs = collate(kit.packed(random_examples(3), [3], "shared_prefix"), "dpo").model_inputs()
+    inputs = collate(
+        kit.packed(random_examples(3), [3], "shared_prefix"), "preference"
+    ).model_inputs()
     exact = model(**inputs).logits
     assert taken == {torch.float32}
     taken.clear()

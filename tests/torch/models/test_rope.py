@@ -87,7 +87,7 @@ def test_each_sequence_has_the_logits_that_it_has_alone(
 ) -> None:
     model = model_of(kit, name, rope)
     sizes = ACROSS if layout == "concat" or "dynamic" not in str(rope) else ACROSS_ALIKE
-    batch = collate(kit.packed(pairs(*sizes), [len(sizes)], layout), "dpo")
+    batch = collate(kit.packed(pairs(*sizes), [len(sizes)], layout), "preference")
     expected = alone(model, batch)
     use_packed_attention(model, "reference")
     for _ in range(2):  # the second call may not depend on the first
@@ -101,8 +101,8 @@ def test_the_log_probs_of_a_pair_do_not_depend_on_its_neighbours(
     kit: SimpleNamespace, rope: dict[str, Any]
 ) -> None:
     model = use_packed_attention(model_of(kit, "llama", rope))
-    both = collate(kit.packed(pairs((5, 6, 4), (60, 10, 9)), [2], "concat"), "dpo")
-    one = collate(kit.packed(pairs((5, 6, 4)), [1], "concat"), "dpo")
+    both = collate(kit.packed(pairs((5, 6, 4), (60, 10, 9)), [2], "concat"), "preference")
+    one = collate(kit.packed(pairs((5, 6, 4)), [1], "concat"), "preference")
     assert (packed_logps(model, both)[:2] - packed_logps(model, one)).abs().max() < 1e-4
 
 
@@ -112,15 +112,15 @@ def test_a_shared_prefix_of_sequences_with_different_tables_is_refused(
 ) -> None:
     model = use_packed_attention(model_of(kit, "llama", rope))
     examples = pairs((4, 2, 2), (20, 9, 3))
-    batch = collate(kit.packed(examples, [2], "shared_prefix"), "dpo")
+    batch = collate(kit.packed(examples, [2], "shared_prefix"), "preference")
     with pytest.raises(BackendError, match=r"found 23 and 29 tokens, .*Pack with layout='concat'"):
         packed_logps(model, batch)
-    packed_logps(model, collate(kit.packed(examples, [2], "concat"), "dpo"))
+    packed_logps(model, collate(kit.packed(examples, [2], "concat"), "preference"))
 
 
 def test_dynamic_tables_differ_for_each_length_beyond_the_limit(kit: SimpleNamespace) -> None:
     model = use_packed_attention(model_of(kit, "llama", DYNAMIC))
-    batch = collate(kit.packed(pairs((30, 9, 3)), [1], "shared_prefix"), "dpo")
+    batch = collate(kit.packed(pairs((30, 9, 3)), [1], "shared_prefix"), "preference")
     with pytest.raises(BackendError, match="found 33 and 39 tokens, and other tables beyond 24"):
         packed_logps(model, batch)
 
@@ -130,7 +130,7 @@ def test_dynamic_tables_differ_for_each_length_beyond_the_limit(kit: SimpleNames
 def test_padding_is_no_part_of_the_length(kit: SimpleNamespace, layout: str) -> None:
     """A sequence of 23 tokens, padded to 32, keeps the short table."""
     model = use_packed_attention(model_of(kit, "llama", LONGROPE))
-    batch = collate(kit.packed(pairs((20, 3, 3), (30, 2, 2)), [2], layout), "dpo")
+    batch = collate(kit.packed(pairs((20, 3, 3), (30, 2, 2)), [2], layout), "preference")
     expected = packed_logps(model, batch)
     padded = pad_batch(pad_segments(batch, 32), num_tokens=256)
     assert padded.max_seqlen_k > LIMIT
@@ -143,7 +143,7 @@ def test_the_first_part_of_a_long_sequence_has_its_tables(
 ) -> None:
     """As a context-parallel rank holds it: its own positions stay below the limit."""
     model = use_packed_attention(model_of(kit, "llama", rope))
-    batch = collate(kit.packed(pairs((20, 8, 8), (4, 4, 4)), [2], "concat"), "dpo")
+    batch = collate(kit.packed(pairs((20, 8, 8), (4, 4, 4)), [2], "concat"), "preference")
     tables = {}
 
     def keep(_: Any, __: Any, output: Any) -> None:
@@ -182,7 +182,7 @@ def test_tables_of_an_unknown_module_are_refused(kit: SimpleNamespace) -> None:
 def test_copies_of_a_prepared_model_have_hooks_of_their_own(kit: SimpleNamespace) -> None:
     model = use_packed_attention(use_packed_attention(model_of(kit, "llama", DYNAMIC)))
     assert len(model.model.rotary_emb._forward_hooks) == 1
-    batch = collate(kit.packed(pairs(*ACROSS), [len(ACROSS)], "concat"), "dpo")
+    batch = collate(kit.packed(pairs(*ACROSS), [len(ACROSS)], "concat"), "preference")
     expected = packed_logps(model, batch)
     twin = copy.deepcopy(model)
     del model

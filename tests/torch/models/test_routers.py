@@ -16,7 +16,7 @@ WARNING = "router_aux_loss_coef 0.02 in the config), which TRL adds to DPO, is n
 
 @pytest.fixture
 def batch(kit: SimpleNamespace) -> PackedBatch:
-    return collate(kit.packed(random_examples(2, seed=0), [2], "concat"), "dpo")
+    return collate(kit.packed(random_examples(2, seed=0), [2], "concat"), "preference")
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -28,7 +28,7 @@ def test_a_window_that_stands_in_the_mask_alone_is_applied(
     kit: SimpleNamespace, name: str, layout: str
 ) -> None:
     model = kit.tiny_family(name, torch.float32, sliding_window=4, **MASK_ONLY[name]).eval()
-    batch = collate(kit.packed(random_examples(3, seed=3), [3], layout), "dpo")
+    batch = collate(kit.packed(random_examples(3, seed=3), [3], layout), "preference")
     assert int(batch.lengths.max()) > 8
     ids = batch.input_ids if batch.kv_index is None else batch.input_ids[batch.kv_index]
     own = [model(input_ids=x[None]).logits[0] for x in ids.split(batch.lengths.tolist())]
@@ -43,7 +43,7 @@ def test_a_window_that_stands_in_the_mask_alone_is_applied(
 
 def test_two_windows_for_one_layer_are_refused(kit: SimpleNamespace) -> None:
     model = use_packed_attention(kit.tiny_family("mistral", torch.float32))
-    batch = collate(kit.packed(random_examples(2, seed=0), [2], "concat"), "dpo")
+    batch = collate(kit.packed(random_examples(2, seed=0), [2], "concat"), "preference")
     model(**batch.model_inputs())
     model.model.layers[1].self_attn.config = copy.deepcopy(model.config)
     model.model.layers[1].self_attn.config.sliding_window = 9
@@ -62,7 +62,7 @@ def test_a_mask_function_of_its_own_is_refused(kit: SimpleNamespace) -> None:
 
 def test_models_that_change_the_mask_are_refused(kit: SimpleNamespace) -> None:
     model = use_packed_attention(kit.tiny_family("doge", torch.float32))
-    batch = collate(kit.packed(random_examples(2, seed=0), [2], "concat"), "dpo")
+    batch = collate(kit.packed(random_examples(2, seed=0), [2], "concat"), "preference")
     with pytest.raises(BackendError, match=r"hand the mask to attention as it is.*unpacked"):
         model(**batch.model_inputs())
     with pytest.raises(BackendError, match="a model that cuts it"):

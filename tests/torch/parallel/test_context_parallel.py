@@ -135,7 +135,7 @@ def one_group_task(kit: SimpleNamespace, ranks: int) -> dict[str, Any]:
 
 def plain(kit: SimpleNamespace) -> list[PackedBatch]:
     packs = [kit.packed(EXAMPLES, [2, 3], case.layout) for case in CASES]
-    return [collate(p, "dpo", ref_logps=REFERENCE) for p in packs]
+    return [collate(p, "preference", ref_logps=REFERENCE) for p in packs]
 
 
 def compare(kit: SimpleNamespace, results: list[dict[str, Any]]) -> None:
@@ -160,13 +160,13 @@ def test_two_ranks(kit: SimpleNamespace, tmp_path: Path) -> None:
 def test_four_ranks(kit: SimpleNamespace, tmp_path: Path) -> None:
     """One group; then two data ranks of two context ranks each, with unequal batches."""
     packs = kit.packed(EXAMPLES, [1, 4], "concat")
-    rows = [collate(packs.row(0), "dpo", ref_logps=REFERENCE[:2])]
-    rows += [collate(packs.row(1), "dpo", ref_logps=REFERENCE[2:])]
+    rows = [collate(packs.row(0), "preference", ref_logps=REFERENCE[:2])]
+    rows += [collate(packs.row(1), "preference", ref_logps=REFERENCE[2:])]
     both = {"model": kit.tiny_model(), "batches": [pad_segments(row, 4) for row in rows]}
     tasks = {"one_group": one_group_task(kit, 4), "two_by_two": both}
     results = launch(__file__, tasks, 4, tmp_path)
     compare(kit, results)
-    whole = collate(packs, "dpo", ref_logps=REFERENCE)
+    whole = collate(packs, "preference", ref_logps=REFERENCE)
     *_, gradients = outcome(kit.tiny_model(), Case(loss="ipo"), whole, whole, False)
     for result in results:
         for found in result["two_by_two"]:

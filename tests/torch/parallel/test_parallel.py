@@ -39,12 +39,14 @@ from packstore.torch.parallel import (
     static_sizes,
 )
 
-KINDS = st.sampled_from(["dpo", "sft", "ranked"])
+KINDS = st.sampled_from(["preference", "sft", "ranked"])
 LAYOUTS = st.sampled_from(["concat", "shared_prefix"])
 SEEDS = st.integers(0, 1000)
 
 
-def make(kit: SimpleNamespace, seed: int, kind: str = "dpo", layout: str = "concat") -> PackedBatch:
+def make(
+    kit: SimpleNamespace, seed: int, kind: str = "preference", layout: str = "concat"
+) -> PackedBatch:
     batch = collate(kit.packed(random_examples(5, seed=seed, kind=kind), [2, 3], layout), kind)
     reference = torch.linspace(-20, -10, batch.num_segments)
     strings = batch.example_ids.numpy().astype("U5")
@@ -116,7 +118,7 @@ def test_shares_of_a_row(
     kit: SimpleNamespace, seed: int, layout: str, size: int, how: str, static: bool
 ) -> None:
     """Tokens, targets and attention of all ranks together are those of the row."""
-    batch = pad_segments(make(kit, seed, "dpo", layout), 2 * size)
+    batch = pad_segments(make(kit, seed, "preference", layout), 2 * size)
     if static:
         batch = pad_batch(batch, num_tokens=(batch.num_tokens // 120 + 2) * 120, num_segments=60)
     split = getattr(ContextSplit, how)(batch.cu_seqlens, size)
@@ -222,7 +224,7 @@ SIZES = {"num_tokens": 500, "num_segments": 40, "max_seqlen": 60, "num_targets":
 
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-@pytest.mark.parametrize("kind", ["dpo", "sft", "ranked"])
+@pytest.mark.parametrize("kind", ["preference", "sft", "ranked"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_losses_do_not_see_what_fills_up(
     kit: SimpleNamespace, kind: str, layout: str, fused: bool
@@ -271,7 +273,7 @@ def test_losses_do_not_see_what_fills_up(
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 def test_models_do_not_see_what_fills_up(kit: SimpleNamespace, backend: str, layout: str) -> None:
-    batch = make(kit, 2, "dpo", layout)
+    batch = make(kit, 2, "preference", layout)
     padded = pad_batch(pad_segments(batch, 4), **SIZES)
     model = use_packed_attention(kit.tiny_model(), backend)
     seen = []
@@ -288,7 +290,7 @@ def test_models_do_not_see_what_fills_up(kit: SimpleNamespace, backend: str, lay
         assert (p_gradients[name] - gradient).abs().max() < 1e-10, name
 
 
-@pytest.mark.parametrize("kind", ["dpo", "sft", "ranked"])
+@pytest.mark.parametrize("kind", ["preference", "sft", "ranked"])
 @pytest.mark.parametrize(("multiple", "layout"), [(1, "concat"), (8, "shared_prefix")])
 def test_sizes_from_the_manifest(
     kit: SimpleNamespace, tmp_path: Path, kind: str, multiple: int, layout: str
@@ -327,7 +329,7 @@ def test_compiled_once(kit: SimpleNamespace) -> None:
 
 
 def test_a_share_travels(kit: SimpleNamespace) -> None:
-    batch = pad_segments(make(kit, 0, "dpo", "shared_prefix"), 4)
+    batch = pad_segments(make(kit, 0, "preference", "shared_prefix"), 4)
     shard = ContextShard.of(batch, ContextSplit.zigzag(batch.cu_seqlens, 2), 1).to("meta")
     for part in (shard, shard.layout, shard.targets):
         tensors = [x for x in vars(part).values() if isinstance(x, Tensor)]

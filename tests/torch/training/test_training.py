@@ -21,7 +21,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:Futur
 
 
 def batch_of(kit: SimpleNamespace, layout: str, seed: int = 4, examples: int = 4) -> PackedBatch:
-    return collate(kit.packed(random_examples(examples, seed=seed), [examples], layout), "dpo")
+    return collate(
+        kit.packed(random_examples(examples, seed=seed), [examples], layout), "preference"
+    )
 
 
 def step(model: Any, batch: PackedBatch) -> tuple[Tensor, list[Tensor]]:
