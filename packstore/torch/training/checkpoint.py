@@ -172,6 +172,8 @@ def load_optimizer(
 ) -> None:
     """Restores the optimizer's state; a collective call.
 
+    Whether updates are fused is not restored: it depends on the device of this run.
+
     Raises:
         FormatError: the state's file is damaged or missing.
     """
@@ -185,7 +187,9 @@ def load_optimizer(
     for name, tensor in tensors.items():
         parameter, _, entry = name.rpartition(".")
         of_parameter[parameter][entry] = tensor
-    whole: dict[str, Any] = {"state": dict(of_parameter), "param_groups": state.optimizer}
+    fused = optimizer.param_groups[0]["fused"]
+    groups = [{**group, "fused": fused} for group in state.optimizer]
+    whole: dict[str, Any] = {"state": dict(of_parameter), "param_groups": groups}
     options = StateDictOptions(full_state_dict=True)
     set_optimizer_state_dict(policy, optimizer, whole, options=options)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LRScheduler
 
 from packstore.config.training import TrainOptimizerConfig
+
+logger = logging.getLogger(__name__)
 
 
 def make_optimizer(policy: nn.Module, config: TrainOptimizerConfig) -> AdamW:
@@ -22,6 +26,18 @@ def make_optimizer(policy: nn.Module, config: TrainOptimizerConfig) -> AdamW:
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
     )
+
+
+def fuse_updates(optimizer: torch.optim.Optimizer) -> None:
+    """Makes AdamW update all weights in one kernel, if all are on CUDA devices.
+
+    Call it once the weights are where they are trained, and before the first step.
+    """
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    if all(p.device.type == "cuda" for p in weights):
+        for group in optimizer.param_groups:
+            group["fused"] = True
+        logger.info("AdamW is fused: one kernel updates the weights")
 
 
 def warmup_steps(config: TrainOptimizerConfig, total_steps: int) -> int:

@@ -32,7 +32,7 @@ from packstore.torch.training.checkpoint import (
     read_state,
 )
 from packstore.torch.training.model import make_model, probe
-from packstore.torch.training.optimizer import make_optimizer, make_schedule
+from packstore.torch.training.optimizer import fuse_updates, make_optimizer, make_schedule
 from packstore.torch.training.random_state import set_random_state
 from packstore.torch.training.reference import (
     OwnAdapter,
@@ -139,6 +139,7 @@ def prepare(config: TrainConfig) -> Run:
     policy._no_split_modules = model._no_split_modules  # the units that Accelerate shards
     policy.train()
     policy, optimizer = accelerator.prepare(policy, make_optimizer(policy, config))
+    fuse_updates(optimizer.optimizer)
     total = count_steps(config, loader, state)
     schedule = make_schedule(optimizer.optimizer, config, total)
     stored = (
