@@ -5,6 +5,7 @@
     python tests/try_release.py --extra all            also every extra that is tried
     python tests/try_release.py --python python3.13    with another interpreter (repeatable)
     python tests/try_release.py --oldest               with the oldest releases in pyproject.toml
+    python tests/try_release.py --floors torch train   prints them, with these extras
 
 ``tests/support/smoke.py`` is what runs there. Packages come from the index that pip uses here.
 ``flash`` and ``flash4`` need a GPU and its compiler, so ``all`` leaves them out; ``docs`` and
@@ -122,7 +123,11 @@ def main() -> None:
     parser.add_argument("--extra", action="append", default=[], metavar="NAME")
     parser.add_argument("--python", action="append", default=[], metavar="PATH")
     parser.add_argument("--oldest", action="store_true")
+    parser.add_argument("--floors", nargs="+", metavar="EXTRA", help="print their oldest releases")
     args = parser.parse_args()
+    if args.floors:
+        print(*dict.fromkeys(name for extra in args.floors for name in floors(extra)))
+        return
     known = [name for name in PROJECT["optional-dependencies"] if name not in NOT_TRIED]
     extras = known if args.extra == ["all"] else args.extra
     if unknown := set(extras) - set(known):

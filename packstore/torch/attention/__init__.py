@@ -47,5 +47,5 @@ ATTENTION: Registry[Attend] = Registry(
         "flash_attn_3": "packstore.torch.attention.flash_attn_3:attend",
         "flash_attn_4": "packstore.torch.attention.flash_attn_4:attend",
     },
-    extras={"flash_attn": "flash", "flash_attn_4": "flash4"},
+    extras={"flash_attn_4": "flash4"},
 )

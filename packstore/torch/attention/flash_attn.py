@@ -5,11 +5,21 @@ CUDA and half precision only; grouped queries, windows and soft-capped scores.
 
 from __future__ import annotations
 
-from flash_attn import flash_attn_varlen_func
 from torch import Tensor
 
+from packstore.errors import MissingExtraError
 from packstore.torch.attention import _flash
 from packstore.torch.batch.layout import AttentionLayout
+
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError as error:
+    raise MissingExtraError(
+        "attention backend 'flash_attn' needs the package 'flash_attn', which is not installed; "
+        "its build needs nvcc and the installed torch. Run: "
+        "pip install ninja packaging setuptools wheel && "
+        "pip install --no-build-isolation 'packstore[flash]'"
+    ) from error
 
 
 def attend(

@@ -338,7 +338,7 @@ def test_refused_inputs(
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("flash_attn", r"package 'flash_attn'.*Run: pip install 'packstore\[flash\]'"),
+        ("flash_attn", r"package 'flash_attn'.*--no-build-isolation 'packstore\[flash\]'"),
         (
             "flash_attn_3",
             r"module 'flash_attn_interface'.*Run: git clone .*/flash-attention/hopper",
