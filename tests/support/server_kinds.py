@@ -184,7 +184,7 @@ class Moto(_S3):
             import moto  # noqa: F401
         except ImportError as error:
             raise Unavailable(f"moto's server is not installed: {error}") from error
-        return [sys.executable, "-m", "moto.server"]
+        return [sys.executable, str(Path(__file__).with_name("moto_server.py"))]
 
     def arguments(self, folder: Path, ports: list[int]) -> list[str]:
         return ["-H", "127.0.0.1", "-p", str(ports[0])]
