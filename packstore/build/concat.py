@@ -233,7 +233,7 @@ def _copied(job: WriteJob, parts: Sequence[Dataset], run: str) -> Manifest:
         merged = merge(renamed)
         if not merged.shards:
             return merged
-        return replace(merged, pack_index=put_index(job.location, _sizes(parts)))
+        return replace(merged, pack_index=put_index(job.location, _sizes(parts), job.version))
     finally:
         staging.remove()
 

@@ -295,6 +295,7 @@ def commit(
         counter.merge(part.counter)
     infos = [part.shard for part in shards]
     manifest = build_manifest(shape, config, infos, counter, *known)
-    index = put_index(job.location, itertools.chain(job.earlier(), (part.sizes for part in shards)))
+    sizes = itertools.chain(job.earlier(), (part.sizes for part in shards))
+    index = put_index(job.location, sizes, job.version)
     job.confirm(infos)
     job.commit(job.whole(replace(manifest, pack_index=index)))

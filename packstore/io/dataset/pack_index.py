@@ -53,8 +53,12 @@ KEPT_SHARDS = 128
 _NEEDED = ("seq_boundaries", "example_ids")
 
 
-def put_index(location: Location, sizes: Iterable[PackSizes]) -> StoredFile | None:
-    """Writes and stores the index of a dataset from the sizes of each shard; None without any."""
+def put_index(location: Location, sizes: Iterable[PackSizes], version: int) -> StoredFile | None:
+    """Writes and stores the index of a version from the sizes of each shard; None without any.
+
+    The number is part of the name: packs of equal sizes have equal indexes, and `clean` may be
+    removing that of an old version.
+    """
     shards = iter(sizes)
     first = next(shards, None)
     if first is None:
@@ -77,7 +81,7 @@ def put_index(location: Location, sizes: Iterable[PackSizes]) -> StoredFile | No
                     writer.write_table(_table(one), len(one))
             local.finish_file(file, durable=staging.in_dataset)
             info = StoredFile.of("", path)
-        info = replace(info, path=f"{FOLDER}/packs-{info.sha256[:16]}.index")
+        info = replace(info, path=f"{FOLDER}/packs-{version:06d}-{info.sha256[:16]}.index")
         location.put_file(path, info.path)
         return info
     finally:

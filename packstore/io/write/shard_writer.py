@@ -134,10 +134,10 @@ class ShardWriter:
         self._staging.remove()
         return self._parts
 
-    def close(self) -> list[ShardInfo]:
-        """Calls :meth:`finish` and stores the pack index, for a dataset of only these shards."""
+    def close(self, version: int = 1) -> list[ShardInfo]:
+        """Calls :meth:`finish` and stores the pack index of a version of only these shards."""
         parts = self.finish()
-        self.pack_index = put_index(self._location, (part.sizes for part in parts))
+        self.pack_index = put_index(self._location, (part.sizes for part in parts), version)
         return [part.shard for part in parts]
 
     def abort(self) -> None:

@@ -82,7 +82,7 @@ def index_path(dataset: Dataset) -> Path:
 def test_it_lies_beside_the_manifest(kit, written):
     ds = written.dataset([kit.some_packs(60)])
     info = ds.manifest.pack_index
-    assert info.path == f"_packstore/packs-{info.sha256[:16]}.index"
+    assert info.path == f"_packstore/packs-000001-{info.sha256[:16]}.index"
     file = pq.ParquetFile(index_path(ds))
     assert file.schema_arrow.equals(SCHEMA)
     rows = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]

@@ -228,6 +228,34 @@ def test_what_is_named_meanwhile_stays(
     assert "data/x.parquet" not in files(place)
 
 
+def test_the_index_of_a_new_version_is_never_an_old_one(
+    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version whose packs have the sizes of an old one is committed right before a removal."""
+    pack(place)
+    old = packstore.open(place).manifest.pack_index
+    pack(place, pairs(30), overwrite=True)
+    later(monkeypatch, 8 * DAY)
+    remove, removed = Location.remove, list[str]()
+
+    def commit_first(self: Location, path: str) -> None:
+        if not removed:
+            removed.append(path)
+            pack(place, pairs(60, 700), overwrite=True)
+        removed.append(path)
+        remove(self, path)
+
+    monkeypatch.setattr(Location, "remove", commit_first)
+    clean(place, delete=True, keep_versions=1)
+    newest = packstore.open(place)
+    index = newest.manifest.pack_index
+    assert old is not None
+    assert index is not None
+    assert old.path in removed
+    assert (newest.version, index.sha256) == (3, old.sha256)
+    assert newest.verify().ok
+
+
 def test_two_cleaners_are_harmless(
     place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
