@@ -81,7 +81,8 @@ def test_statistics_and_index_are_those_of_the_packs(tmp_path: Path) -> None:
     for name in ("tokens", "examples", "squares"):
         np.testing.assert_array_equal(getattr(sizes, name), getattr(bare.pack_index, name))
     as_one = packstore.concat([grown], str(tmp_path / "b"))
-    assert as_one.manifest.pack_index == grown.manifest.pack_index
+    assert as_one.manifest.pack_index is not None
+    assert as_one.manifest.pack_index.sha256 == grown.manifest.pack_index.sha256
     assert as_one.manifest.statistics == grown.manifest.statistics
     assert as_one.manifest.lineage == grown.manifest.lineage
 
