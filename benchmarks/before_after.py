@@ -87,8 +87,12 @@ def main() -> None:
         return
     root = Path(__file__).parents[1]
     git = ["git", "-C", str(root)]
-    short = [*git, "rev-parse", "--short=12", *args.commits]
-    commits = subprocess.run(short, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    commits = [
+        subprocess.run(
+            [*git, "rev-parse", "--short=12", name], check=True, stdout=subprocess.PIPE, text=True
+        ).stdout.strip()
+        for name in args.commits
+    ]
     best: dict[str, dict[str, float]] = {commit: {} for commit in commits}
     with tempfile.TemporaryDirectory(prefix="before-after-") as name:
         for commit in commits:
