@@ -7,9 +7,13 @@ one of the two, so a window that is only in the mask is read from there.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NoReturn
 
 from packstore.errors import BackendError, sentence
+
+PREFIX = "packstore_"
+"""Begins the names of our attention functions in transformers."""
 
 
 class _TouchedMaskError(BackendError, AttributeError):
@@ -42,6 +46,30 @@ class RequestedMask:
 
     def __reduce__(self) -> tuple[type[RequestedMask], tuple[int | None]]:
         return type(self), (self.window,)
+
+
+@cache
+def skip_row_search() -> None:
+    """Stops transformers from reading `position_ids` in calls with packed attention.
+
+    Before it asks for a mask, transformers looks for packed rows in the positions of a call without
+    a mask, and the host waits for the device. All masks are made behind one function, from which
+    the positions are hidden here; calls with other attention are unchanged. There is no public
+    setting: a mask that is passed to avoid the search is read by gpt2, biogpt and others, and
+    without a mask function of ours the windows of masks would be unknown.
+    """
+    from transformers import masking_utils
+
+    prepare = masking_utils._preprocess_mask_arguments
+
+    def without_positions(
+        config: Any, embeds: Any, mask: Any, past: Any, positions: Any, *others: Any, **named: Any
+    ) -> Any:
+        if str(config._attn_implementation).startswith(PREFIX):
+            positions = None
+        return prepare(config, embeds, mask, past, positions, *others, **named)
+
+    masking_utils._preprocess_mask_arguments = without_positions
 
 
 def window_of(mask: RequestedMask | None, keyword: int | None) -> int | None:

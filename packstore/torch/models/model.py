@@ -19,7 +19,7 @@ from packstore.registry import missing_extra
 from packstore.torch.attention import ATTENTION, Attend
 from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.models import dropout
-from packstore.torch.models.mask import RequestedMask, window_of
+from packstore.torch.models.mask import PREFIX, RequestedMask, skip_row_search, window_of
 from packstore.torch.models.rope import use_own_tables
 from packstore.torch.models.unwrap import unwrapped
 
@@ -132,9 +132,10 @@ def _register(backend: str) -> str:
 
     # Not the backend's own name: transformers treats names with "flash", "flex", "sdpa" specially.
     number = ATTENTION.names().index(backend) if backend in ATTENTION else "auto"
-    name = f"packstore_{number}"
+    name = f"{PREFIX}{number}"
     AttentionInterface.register(name, packed_attention)
     AttentionMaskInterface.register(name, _requested_mask)
+    skip_row_search()
     return name
 
 

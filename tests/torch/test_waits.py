@@ -1,0 +1,81 @@
+"""A planned DPO step reads no value of a tensor: on a GPU the host never waits for it.
+
+It runs on the `meta` device, whose tensors have shapes and no values: `item`, `tolist`, copies to
+the CPU, `nonzero`, masks as indices and `repeat_interleave` without a size raise there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from packstore.testing import random_examples
+from packstore.torch import Metrics, PackedPolicy, PreferenceLoss, collate, use_packed_attention
+from packstore.torch.attention import _flash
+from packstore.torch.logprobs import head
+from packstore.torch.losses.divisor import count_step
+from packstore.torch.schedule.steps import StepInfo
+
+
+@pytest.fixture
+def policy(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PackedPolicy]:
+    monkeypatch.setattr(_flash, "DEVICES", ("meta",))
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # there is none on meta
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+
+    def make(name: str, **settings: Any) -> PackedPolicy:
+        model = kit.tiny_family(name, torch.bfloat16, **settings).to("meta")
+        use_packed_attention(model, "torch_varlen")
+        output = model.get_output_embeddings()
+        monkeypatch.setitem(head._PROVED, model, head.Head(model.model, output, 1.0, None))
+        return PackedPolicy(model)
+
+    return make
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("llama", {}), ("mistral", {"sliding_window": 4}), ("qwen3", {"attention_dropout": 0.0})],
+)
+def test_a_planned_step(
+    kit: SimpleNamespace, policy: Any, name: str, settings: dict[str, Any], layout: str
+) -> None:
+    trained, frozen = policy(name, **settings), policy(name, **settings).requires_grad_(False)
+    loss_fn, metrics = PreferenceLoss("dpo", beta=0.1, sft_weight=0.2), Metrics()
+    optimizer = torch.optim.AdamW(trained.parameters())
+    counts = {"best_tokens": 40}
+    for number in range(2):
+        packs = kit.packed(random_examples(3 + number, seed=number), [3 + number], layout)
+        info = StepInfo(index=0, batch=number, batches=2, examples=7, counts=counts)
+        batch = replace(collate(packs, "preference").to("meta"), step=info)
+        with torch.no_grad():
+            ref_logps = frozen(batch)
+        out = loss_fn(trained(batch), batch, ref_logps, divisor=count_step([batch], loss_fn))
+        out.loss.backward()
+        metrics.add(out.metrics)
+    torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+    optimizer.step()
+
+
+def test_values_of_this_device_cannot_be_read() -> None:
+    mask = torch.ones(3, device="meta", dtype=torch.bool)
+    reads: tuple[Callable[[Tensor], Any], ...] = (
+        Tensor.item,
+        bool,
+        Tensor.tolist,
+        Tensor.cpu,
+        Tensor.nonzero,
+        lambda x: x[x],
+        lambda x: x.repeat_interleave(x.int()),
+    )
+    for read in reads:
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            read(mask[:1] if read in reads[:2] else mask)
