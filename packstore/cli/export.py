@@ -6,14 +6,8 @@ import argparse
 from typing import Any
 
 from packstore.cli import Command
-from packstore.cli.common import (
-    add_dataset,
-    number,
-    progress_of,
-    stdout_console,
-    storage_options,
-    two_columns,
-)
+from packstore.cli.common import add_dataset, number, stdout_console, storage_options, two_columns
+from packstore.cli.progress import progress_of
 from packstore.cli.settings import add_settings, read_settings
 from packstore.exchange import export
 from packstore.exchange.exporters import EXPORTERS

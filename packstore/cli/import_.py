@@ -8,12 +8,12 @@ from packstore.cli import Command
 from packstore.cli.common import (
     add_storage_options,
     number,
-    progress_of,
     stdout_console,
     storage_options,
     two_columns,
 )
 from packstore.cli.export import add_format
+from packstore.cli.progress import progress_of
 from packstore.cli.settings import add_settings, read_settings
 from packstore.exchange import import_
 from packstore.exchange.importers import IMPORTERS

@@ -10,11 +10,11 @@ from packstore.cli.common import (
     add_dataset,
     add_single_writer,
     open_dataset,
-    progress_of,
     stdout_console,
     storage_options,
     two_columns,
 )
+from packstore.cli.progress import progress_of
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

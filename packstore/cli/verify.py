@@ -6,7 +6,8 @@ import argparse
 
 from packstore.cli import Command
 from packstore.cli._places import place_rows, sentences
-from packstore.cli.common import add_dataset, number, open_dataset, progress_of, stdout_console
+from packstore.cli.common import add_dataset, number, open_dataset, stdout_console
+from packstore.cli.progress import progress_of
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
