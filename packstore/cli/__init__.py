@@ -9,13 +9,14 @@ import argparse
 import codecs
 import contextlib
 import io
-import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from packstore.cli.logs import add_log_options, fail, set_up
+from packstore.cli.parser import Parser, front_page, parse
 from packstore.errors import PackstoreError, quote, sentence, told
 from packstore.registry import Registry
 from packstore.version import VERSION
@@ -23,8 +24,17 @@ from packstore.version import VERSION
 
 @dataclass(frozen=True)
 class Command:
-    """One sub-command: its help, its arguments, and the function that returns the exit code."""
+    """One sub-command: its arguments, and the function that returns the exit code.
 
+    Attributes:
+        group: its group on the front page, one of :data:`packstore.cli.parser.GROUPS`.
+        help: one line.
+        examples: command lines; the first is on the front page.
+        configure: adds the arguments to its parser.
+        run: runs it; returns the exit code.
+    """
+
+    group: str
     help: str
     examples: str
     configure: Callable[[argparse.ArgumentParser], None]
@@ -53,16 +63,15 @@ COMMANDS: Registry[Command] = Registry(
     },
 )
 
+ABOUT = "Packed, checked, self-describing preference data: pack once, train anywhere."
+
 RENAMED = {"plan": "estimate"}
 """Former name of a command -> its name."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Makes the parser of the whole command line."""
-    top = argparse.ArgumentParser(
-        prog="packstore",
-        description="Packed, checked, self-describing preference data: pack once, train anywhere.",
-    )
+    top = Parser(prog="packstore", description=ABOUT)
     top.add_argument("--version", action="version", version=f"packstore {VERSION}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
@@ -75,8 +84,8 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.configure(sub)
-        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        sub.set_defaults(command=command)
+        add_log_options(sub)
+        sub.set_defaults(command=command, parser=sub)
     return top
 
 
@@ -109,13 +118,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         error = sentence(f"command {given[0]}", must, "a former name", do)
         print(f"packstore: error: {error}", file=sys.stderr)
         return 2
-    args = parser().parse_args(given)
+    if given in ([], ["--help"], ["-h"]):
+        print(front_page(ABOUT, {name: COMMANDS.load(name) for name in COMMANDS}), end="")
+        return 0
+    args = parse(parser(), given)
     with contextlib.suppress(ValueError):  # only the main thread can set signal handlers
         signal.signal(signal.SIGTERM, _terminate)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("packstore").setLevel(logging.INFO)
-    for other in ("fsspec", "s3fs", "aiobotocore", "gcsfs", "azure", "urllib3"):
-        logging.getLogger(other).setLevel(logging.WARNING)
+    set_up(args)
     try:
         code: int = args.command.run(args)
         sys.stdout.flush()
@@ -123,10 +132,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PackstoreError as error:
         if args.debug:
             raise
-        print(f"packstore: error: {told(error)}", file=sys.stderr)
+        fail(args, f"error: {told(error)}", error)
         return 1
     except KeyboardInterrupt:
-        print("packstore: interrupted", file=sys.stderr)
+        fail(args, "interrupted")
         return 130
     except BrokenPipeError:  # the reader of our output exited, e.g. `packstore show … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -135,9 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.debug:
             raise
         what = quote(f"{type(error).__name__}: {error}", 300)
-        print(
-            f"packstore: internal error: {what}. This is a defect of packstore: please report it, "
-            "with the traceback that --debug shows.",
-            file=sys.stderr,
+        fail(
+            args,
+            f"internal error: {what}. This is a defect of packstore: please report it, with the "
+            "traceback that --debug shows.",
+            error,
         )
         return 1

@@ -8,6 +8,7 @@ from packstore.cli import Command
 from packstore.cli.common import add_storage_options, number, storage_options
 from packstore.cli.common import stdout_console as console
 from packstore.cli.progress import progress_of
+from packstore.cli.results import add_json, dataset_result, print_result
 from packstore.cli.settings import add_settings, key_values, read_settings
 from packstore.config import RunConfig
 
@@ -38,6 +39,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of what is appended; default: one for each GiB of the input files",
     )
+    add_json(parser)
     add_storage_options(parser)
     add_settings(parser, "running", RunConfig)
 
@@ -53,7 +55,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.missing_field:
         settings["missing_field"] = args.missing_field
     source = args.source[0] if len(args.source) == 1 else args.source
-    with progress_of("append") as progress:
+    with progress_of("append", args) as progress:
         dataset = append(
             args.dataset,
             source,
@@ -62,6 +64,9 @@ def _run(args: argparse.Namespace) -> int:
             progress=progress,
             **settings,
         )
+    if args.json:
+        print_result(dataset_result(dataset))
+        return 0
     m = dataset.manifest
     console().print(
         f"{dataset.url}, version {dataset.version}: {number(m.totals.examples)} examples in "
@@ -72,6 +77,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
+    group="prepare",
     help="pack more records into a dataset, as its next version",
     examples="  packstore append prefs-8k more.jsonl\n"
     "  packstore append s3://bucket/prefs-8k 'new/*.jsonl.gz' --tokenizer Qwen3/\n",

@@ -6,11 +6,13 @@ import argparse
 
 from packstore.cli import Command
 from packstore.cli.common import add_storage_options, stdout_console, storage_options
+from packstore.cli.results import add_json, print_result
 from packstore.config import CHECK_RETRIES
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="folder or URL: of a dataset, or for a new one")
+    add_json(parser)
     add_storage_options(parser)
 
 
@@ -18,8 +20,13 @@ def _run(args: argparse.Namespace) -> int:
     from packstore.io.maintain.preflight import preflight
     from packstore.io.store.location import Location
 
+    findings = preflight(Location(args.url, {**CHECK_RETRIES, **storage_options(args)}))
+    if args.json:
+        found = list(findings)
+        print_result([finding._asdict() for finding in found])
+        return int(any(finding.ok is False for finding in found))
     console, failed = stdout_console(), 0
-    for finding in preflight(Location(args.url, {**CHECK_RETRIES, **storage_options(args)})):
+    for finding in findings:
         mark, style = _MARKS[finding.ok]
         console.print(f"{mark:6} {finding.what:12} {finding.text}", style=style, markup=False)
         failed += finding.ok is False
@@ -29,6 +36,7 @@ def _run(args: argparse.Namespace) -> int:
 _MARKS = {True: ("ok", None), False: ("FAILED", "red"), None: ("–", "dim")}
 
 COMMAND = Command(
+    group="keep",
     help="try a place: list, read, write, commit, speed; each line is ok or a remedy",
     examples=(
         "  packstore check s3://bucket/prefs-8k\n"

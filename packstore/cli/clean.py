@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from collections import Counter
 
 from packstore.cli import Command
 from packstore.cli.common import add_dataset, number, stdout_console, storage_options
+from packstore.cli.results import add_json, print_result
 from packstore.errors import ConfigError
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -38,6 +40,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--spill-dir", metavar="DIR", help="where jobs put temporary files")
     parser.add_argument("--all", action="store_true", help="list every file")
+    add_json(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -52,6 +55,9 @@ def _run(args: argparse.Namespace) -> int:
         spill_dir=args.spill_dir,
         storage_options=storage_options(args),
     )
+    if args.json:
+        print_result(dataclasses.asdict(report))
+        return 0
     console = stdout_console()
     shown = report.leftovers if args.all else report.leftovers[:_SHOWN]
     for item in shown:
@@ -85,6 +91,7 @@ def _seconds(text: str) -> float:
 
 
 COMMAND = Command(
+    group="keep",
     help="list or remove what killed jobs left, and old versions",
     examples="  packstore clean prefs-8k\n"
     "  packstore clean s3://bucket/prefs-8k --delete\n"

@@ -12,6 +12,7 @@ from packstore.cli.common import (
     stdout_console,
     storage_options,
 )
+from packstore.cli.results import add_json, dataset_result, print_result
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +22,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="folder or URL of the new dataset")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     add_single_writer(parser)
+    add_json(parser)
     add_storage_options(parser)
 
 
@@ -34,6 +36,9 @@ def _run(args: argparse.Namespace) -> int:
         single_writer=args.single_writer,
         storage_options=storage_options(args),
     )
+    if args.json:
+        print_result(dataset_result(dataset))
+        return 0
     m = dataset.manifest
     stdout_console().print(
         f"{dataset.url}, version {dataset.version}: {number(m.totals.examples)} examples in "
@@ -44,6 +49,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
+    group="prepare",
     help="make one dataset of the shards of several, without rewriting them",
     examples="  packstore concat prefs-a prefs-b prefs-all\n"
     "  packstore concat s3://bucket/jan s3://bucket/feb s3://bucket/year\n",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 from rich.table import Table
 from rich.text import Text
@@ -10,6 +11,7 @@ from rich.text import Text
 from packstore.cli import Command
 from packstore.cli.common import add_storage_options, number, stdout_console, storage_options
 from packstore.cli.progress import progress_of
+from packstore.cli.results import add_json, print_result
 from packstore.cli.settings import add_settings, read_settings
 from packstore.config import PackConfig, TokenizeConfig, WorkConfig
 
@@ -20,6 +22,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strict", action="store_true", help="count remarks as problems in the exit code"
     )
+    add_json(parser)
     add_storage_options(parser)
     add_settings(parser, "tokenization", TokenizeConfig)
     add_settings(parser, "running", WorkConfig)
@@ -29,7 +32,7 @@ def _run(args: argparse.Namespace) -> int:
     from packstore.build.reports.doctor import MEANING, doctor
 
     source = args.source[0] if len(args.source) == 1 else args.source
-    with progress_of("doctor") as progress:
+    with progress_of("doctor", args) as progress:
         diagnosis = doctor(
             source,
             args.tokenizer,
@@ -37,6 +40,10 @@ def _run(args: argparse.Namespace) -> int:
             progress=progress,
             **read_settings(args, PackConfig),
         )
+    code = 0 if diagnosis.ok and not (args.strict and diagnosis.findings) else 1
+    if args.json:
+        print_result({"ok": diagnosis.ok, **dataclasses.asdict(diagnosis)})
+        return code
     console = stdout_console()
     console.print(f"{number(diagnosis.records)} records of kind {diagnosis.kind}")
     table = Table()
@@ -58,10 +65,11 @@ def _run(args: argparse.Namespace) -> int:
         console.print(table)
     else:
         console.print("nothing to remark", style="green")
-    return 0 if diagnosis.ok and not (args.strict and diagnosis.findings) else 1
+    return code
 
 
 COMMAND = Command(
+    group="prepare",
     help="lint records against tokenizer and template, before packing",
     examples="  packstore doctor prefs.jsonl --tokenizer tokenizer.json\n"
     "  packstore doctor chats.jsonl --tokenizer Qwen3/ --pack-size 4096 --strict\n",

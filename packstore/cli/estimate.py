@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,6 +12,7 @@ from rich.table import Table
 from packstore.cli import Command, _html
 from packstore.cli.common import add_storage_options, number, stdout_console, storage_options
 from packstore.cli.progress import progress_of
+from packstore.cli.results import add_json, print_result
 from packstore.cli.settings import add_settings, read_settings
 from packstore.config import PackConfig, TokenizeConfig, WorkConfig
 from packstore.errors import ConfigError
@@ -73,7 +72,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         flag = "--" + name.replace("_", "-")
         training.add_argument(flag, type=int, default=1, metavar="N", help=f"{text}; default: 1")
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_json(parser)
     add_storage_options(parser)
     add_settings(parser, "tokenization", TokenizeConfig)
     add_settings(parser, "running", WorkConfig)
@@ -83,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
     from packstore.build.reports.estimate import estimate
 
     source = args.source[0] if len(args.source) == 1 else args.source
-    with progress_of("estimate") as progress:
+    with progress_of("estimate", args) as progress:
         found = estimate(
             source,
             args.tokenizer,
@@ -103,8 +102,7 @@ def _run(args: argparse.Namespace) -> int:
             "recommended": best,
             "choices": [dataclasses.asdict(c) for c in found.choices],
         }
-        json.dump(figures, sys.stdout, indent=1)
-        sys.stdout.write("\n")
+        print_result(figures)
         return 0
     console = stdout_console()
     console.print(_summary(found))
@@ -246,6 +244,7 @@ def _page(found: Estimate, source: str) -> str:
 
 
 COMMAND = Command(
+    group="prepare",
     help="estimate fill, packs and steps for several pack sizes, from a sample; writes no dataset",
     examples="  packstore estimate prefs.jsonl --tokenizer tokenizer.json\n"
     "  packstore estimate prefs.jsonl --tokenizer Qwen3/ --world-size 8 --html estimate.html\n",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +11,7 @@ from rich.table import Table
 from packstore.cli import Command, _html
 from packstore.cli._model import add_model, loaded, ranks, say
 from packstore.cli.common import add_dataset, heading, open_dataset, stdout_console
+from packstore.cli.results import add_json, print_result
 from packstore.cli.settings import key_values
 from packstore.errors import CompatibilityError, ConfigError, sentence
 
@@ -50,7 +49,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", metavar="FILE", help="also write a page with charts; by file without --by"
     )
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_json(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -94,8 +93,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.html:
         _html.write(args.html, _page(args, dataset, loss, figures, rewards))
     if args.json:
-        json.dump(figures, sys.stdout, indent=1)
-        sys.stdout.write("\n")
+        print_result(figures)
         return 0
     title = f"{args.model} on {dataset.url}"
     stdout_console().print(_table(title, figures["metrics"], figures["by"]))
@@ -173,6 +171,7 @@ def _table(title: str, metrics: dict[str, float], by: dict[str, dict[str, float]
 
 
 COMMAND = Command(
+    group="train",
     help="compute accuracy, margins, rewards and loss of a model on a packed dataset",
     examples="  packstore evaluate held-out-8k --model run/model --ref-model my-sft-model\n"
     "  packstore evaluate held-out-8k --model run/model --ref-logps held-out-ref --by source\n"

@@ -7,7 +7,9 @@ from typing import Any
 
 from packstore.cli import Command
 from packstore.cli.common import add_dataset, number, stdout_console, storage_options, two_columns
+from packstore.cli.logs import add_log_options
 from packstore.cli.progress import progress_of
+from packstore.cli.results import add_json, print_result
 from packstore.cli.settings import add_settings, read_settings
 from packstore.exchange import export
 from packstore.exchange.exporters import EXPORTERS
@@ -22,8 +24,7 @@ def add_format(formats: Any, name: str, help: str, examples: str) -> argparse.Ar
         epilog="examples:\n" + examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    hidden = argparse.SUPPRESS  # a default would override the flag before the format
-    parser.add_argument("--debug", action="store_true", default=hidden, help=hidden)
+    add_log_options(parser, default=False)
     return parser
 
 
@@ -34,12 +35,13 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         sub = add_format(formats, name, exporter.help, exporter.examples)
         add_dataset(sub)
         sub.add_argument("out", metavar=exporter.out[0], help=exporter.out[1])
+        add_json(sub)
         add_settings(sub, "options", exporter.options)
 
 
 def _run(args: argparse.Namespace) -> int:
     options = EXPORTERS.load(args.to).options
-    with progress_of("export") as progress:
+    with progress_of("export", args) as progress:
         exported = export(
             args.to,
             args.dataset,
@@ -48,6 +50,9 @@ def _run(args: argparse.Namespace) -> int:
             progress=progress,
             **read_settings(args, options),
         )
+    if args.json:
+        print_result({"format": args.to, "files": exported.files, **exported.facts})
+        return 0
     rows = {name: _shown(value) for name, value in exported.facts.items()}
     files = exported.files
     rows["files"] = files[0] if len(files) == 1 else f"{number(len(files))}, first {files[0]}"
@@ -60,6 +65,7 @@ def _shown(value: object) -> object:
 
 
 COMMAND = Command(
+    group="exchange",
     help="write a dataset in the format of another trainer",
     examples="  packstore export nemo prefs-8k packed_8192_seed0.npy\n"
     "  packstore export megatron chats-8k bridge-8k --context-parallel 2\n"

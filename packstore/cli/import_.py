@@ -14,6 +14,7 @@ from packstore.cli.common import (
 )
 from packstore.cli.export import add_format
 from packstore.cli.progress import progress_of
+from packstore.cli.results import add_json, dataset_result, print_result
 from packstore.cli.settings import add_settings, read_settings
 from packstore.exchange import import_
 from packstore.exchange.importers import IMPORTERS
@@ -26,13 +27,14 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         sub = add_format(formats, name, importer.help, importer.examples)
         sub.add_argument("source", metavar="FILE", help="path or URL of the file")
         sub.add_argument("out", metavar="OUT", help="folder or URL of the new dataset")
+        add_json(sub)
         add_storage_options(sub)
         add_settings(sub, "options", importer.options)
 
 
 def _run(args: argparse.Namespace) -> int:
     options = IMPORTERS.load(args.of).options
-    with progress_of("import") as progress:
+    with progress_of("import", args) as progress:
         dataset = import_(
             args.of,
             args.source,
@@ -41,6 +43,9 @@ def _run(args: argparse.Namespace) -> int:
             progress=progress,
             **read_settings(args, options),
         )
+    if args.json:
+        print_result(dataset_result(dataset))
+        return 0
     m = dataset.manifest
     rows: dict[str, object] = {
         "examples": m.totals.examples,
@@ -55,6 +60,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
+    group="exchange",
     help="make a dataset from a file of another trainer",
     examples="  packstore import nemo packed_8192_seed0.npy prefs-8k\n"
     "  packstore import nemo packed_8192_seed0.npy prefs-8k --tokenizer tokenizer.json\n"

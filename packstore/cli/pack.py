@@ -13,6 +13,7 @@ from packstore.cli.common import (
     two_columns,
 )
 from packstore.cli.progress import progress_of
+from packstore.cli.results import add_json, dataset_result, print_result
 from packstore.cli.settings import add_settings, read_settings
 from packstore.config import (
     PackConfig,
@@ -38,6 +39,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="tokenizer.json, a Hugging Face folder, or a SentencePiece .model",
     )
+    add_json(parser)
     add_storage_options(parser)
     add_settings(parser, "packing", PlanConfig)
     add_settings(parser, "tokenization", TokenizeConfig)
@@ -50,7 +52,7 @@ def _run(args: argparse.Namespace) -> int:
     from packstore.build.pipeline import pack
 
     source = args.source[0] if len(args.source) == 1 else args.source
-    with progress_of("pack") as progress:
+    with progress_of("pack", args) as progress:
         dataset = pack(
             source,
             args.out,
@@ -59,6 +61,9 @@ def _run(args: argparse.Namespace) -> int:
             progress=progress,
             **read_settings(args, PackConfig),
         )
+    if args.json:
+        print_result(dataset_result(dataset))
+        return 0
     m = dataset.manifest
     per_pack = m.statistics.examples_per_pack
     rows: dict[str, object] = {
@@ -78,6 +83,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
+    group="prepare",
     help="tokenize and pack records into a dataset, or repack a dataset",
     examples="  packstore pack prefs.jsonl prefs-8k --tokenizer tokenizer.json\n"
     "  packstore pack 'raw/*.jsonl.gz' s3://bucket/prefs-8k --tokenizer Qwen3/ --pack-size 8192\n"

@@ -15,6 +15,7 @@ from packstore.cli.common import (
     two_columns,
 )
 from packstore.cli.progress import progress_of
+from packstore.cli.results import add_json, print_result
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +24,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
     add_single_writer(parser)
+    add_json(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -31,7 +33,7 @@ def _run(args: argparse.Namespace) -> int:
         from packstore.torch.reference.reference import write_ref_logps
 
         model = loaded(args, args.model, args.adapter, device)
-        with progress_of("ref-logps") as progress:
+        with progress_of("ref-logps", args) as progress:
             side = write_ref_logps(
                 model,
                 dataset,
@@ -44,13 +46,16 @@ def _run(args: argparse.Namespace) -> int:
                 packs_per_batch=args.packs_per_batch,
                 tokens_per_batch=args.tokens_per_batch,
             )
-    if say():
+    if say() and args.json:
+        print_result({"url": side.url, "examples": len(side), **side.manifest.provenance})
+    elif say():
         rows: dict[str, object] = {"examples": len(side), **side.manifest.provenance}
         stdout_console().print(two_columns(f"side dataset {side.url}", rows))
     return 0
 
 
 COMMAND = Command(
+    group="train",
     help="compute the log-probs of a reference model once, as a side dataset",
     examples="  packstore ref-logps prefs-8k prefs-8k-ref --model my-sft-model --dtype bfloat16\n"
     "  torchrun --nproc-per-node 8 -m packstore ref-logps prefs-8k ref-8k --model my-sft-model\n"

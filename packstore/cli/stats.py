@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +13,7 @@ from packstore.cli import Command, _html
 from packstore.cli._places import FEW, place_rows, sentences
 from packstore.cli.common import add_dataset, heading, number, open_dataset, stdout_console
 from packstore.cli.progress import progress_of
+from packstore.cli.results import add_json, print_result
 from packstore.format.arrays import Int64, Packs
 from packstore.io.dataset.places import Places, knows_places, places_of
 
@@ -29,21 +28,20 @@ TITLES = {"p0": "min", "p50": "median", "p100": "max"}
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_dataset(parser, versions=True)
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_json(parser)
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts")
 
 
 def _run(args: argparse.Namespace) -> int:
     dataset = open_dataset(args)
-    with progress_of("stats") as progress:
+    with progress_of("stats", args) as progress:
         figures, places = _collect(dataset, progress)
     summary = {name: _summary(values) for name, values in figures.items() if len(values)}
     if args.html:
         _html.write(args.html, _page(dataset, figures, summary, places))
     if args.json:
         told = {**summary, "places": places and dataclasses.asdict(places)}
-        json.dump(told, sys.stdout, indent=1)
-        sys.stdout.write("\n")
+        print_result(told)
         return 0
     console = stdout_console()
     console.print(_percentile_table(dataset, summary))
@@ -196,6 +194,7 @@ def _histogram(name: str, values: Any) -> Table:
 
 
 COMMAND = Command(
+    group="look",
     help="show distributions of lengths, supervision, examples per pack and rewards",
     examples="  packstore stats prefs-8k\n  packstore stats prefs-8k --json\n"
     "  packstore stats prefs-8k --html stats.html\n",

@@ -9,6 +9,7 @@ from typing import Any
 
 from packstore.cli import Command
 from packstore.cli.common import stdout_console, two_columns
+from packstore.cli.results import add_json, print_result
 from packstore.cli.settings import add_settings, read_settings
 from packstore.config.training import (
     TrainConfig,
@@ -26,6 +27,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", nargs="?", metavar="CONFIG", help="YAML file of settings; flags override it"
     )
+    add_json(parser)
     add_settings(parser, "data", TrainDataConfig)
     add_settings(parser, "model", TrainModelConfig)
     add_settings(parser, "loss", TrainLossConfig)
@@ -48,6 +50,9 @@ def _run(args: argparse.Namespace) -> int:
     result = train(config)
     if os.environ.get("RANK", "0") != "0":
         return 0
+    if args.json:
+        print_result(result)
+        return 0
     rows: dict[str, object] = {"steps": result.step, "examples": result.examples}
     for name, value in {**result.metrics, **result.evaluation}.items():
         rows[name] = f"{value:.6g}"
@@ -65,6 +70,7 @@ def _numbers(texts: dict[str, str]) -> dict[str, float]:
 
 
 COMMAND = Command(
+    group="train",
     help="train a causal LM on a packed dataset: DPO and similar losses, or SFT",
     examples="  packstore train examples/dpo.yaml\n"
     "  packstore train examples/dpo.yaml --learning-rate 5e-7 --loss ipo --output run-2\n"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 from packstore.cli import Command
 from packstore.cli._places import place_rows, sentences
 from packstore.cli.common import add_dataset, number, open_dataset, stdout_console
 from packstore.cli.progress import progress_of
+from packstore.cli.results import add_json, print_result
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -19,13 +21,18 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="shards read at the same time (default: the number of processors, at most 4)",
     )
 
+    add_json(parser)
+
 
 def _run(args: argparse.Namespace) -> int:
     dataset = open_dataset(args)
-    with progress_of("verify") as progress:
+    with progress_of("verify", args) as progress:
         report = dataset.verify(
             lambda done, total: progress("verify", done, total, "shards"), jobs=args.jobs
         )
+    if args.json:
+        print_result({"ok": report.ok, **dataclasses.asdict(report)})
+        return 0 if report.ok else 1
     console = stdout_console()
     for problem in report.problems:
         console.print(problem, style="red", markup=False)
@@ -43,6 +50,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
+    group="keep",
     help="check every hash, every rule and every count of a dataset",
     examples="  packstore verify prefs-8k\n  packstore verify s3://bucket/prefs-8k && train\n",
     configure=_configure,

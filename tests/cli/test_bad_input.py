@@ -172,7 +172,7 @@ def test_no_dataset(command: str, folder: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_wrong_usage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["pakc"], ["pack", "x"], ["pack", "a", "b", "--pack-size", "many"]):
+    for arguments in (["pakc"], ["pack", "x"], ["pack", "a", "b", "--pack-size", "many"]):
         with pytest.raises(SystemExit) as stop:
             main(arguments)
         assert stop.value.code == 2

@@ -1,0 +1,135 @@
+"""What programs read of commands: JSON results, JSON log lines, quiet runs, errors of one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_jobs import write_jsonl
+
+import packstore
+from packstore.cli import COMMANDS, main
+from packstore.cli.parser import GROUPS
+
+TOKENIZER = {
+    "version": "1.0",
+    "model": {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "a"},
+    "pre_tokenizer": {"type": "Whitespace"},
+}
+RECORDS = [
+    {"prompt": f"Question {i}? ", "chosen": f"Answer {i}.", "rejected": "No."} for i in range(20)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("programs")
+    write_jsonl(folder / "pairs.jsonl", [*RECORDS, {**RECORDS[0], "rejected": ""}])
+    write_jsonl(folder / "new.jsonl", RECORDS[:3])
+    (folder / "t.json").write_text(json.dumps(TOKENIZER))
+    assert main(command(folder, "pack pairs.jsonl packed --tokenizer t.json")) == 0
+    return folder
+
+
+def command(folder: Path, text: str) -> list[str]:
+    """Words of a command; names of files are in `folder`."""
+    files = ("pairs.jsonl", "packed", "t.json", "out", "more", "out.jsonl", "none", "new.jsonl")
+    return [str(folder / word) if word in files else word for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "pack pairs.jsonl out --tokenizer t.json --overwrite",
+            {"kind": "preference", "shards": 1},
+        ),
+        ("append packed new.jsonl --tokenizer t.json", {"version": 2}),
+        ("concat packed packed more --overwrite", {"version": 1, "pack_size": 8192}),
+        ("verify packed", {"ok": True, "problems": []}),
+        ("clean packed", {"deleted": False, "leftovers": []}),
+        ("doctor pairs.jsonl --tokenizer t.json", {"ok": False, "records": 21}),
+        ("export jsonl packed out.jsonl --overwrite", {"format": "jsonl"}),
+        ("stats packed", {}),
+        ("estimate pairs.jsonl --tokenizer t.json", {"kind": "preference"}),
+        ("inspect packed", {"kind": "preference"}),
+    ],
+    ids=lambda value: value.split()[0] if isinstance(value, str) else "",
+)
+def test_results_are_json(
+    folder: Path, text: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*command(folder, text), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert expected.items() <= found.items()
+
+
+def test_the_result_of_a_job_counts_every_record(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*command(folder, "pack pairs.jsonl out --tokenizer t.json --overwrite"), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["records"]["read"] == 21
+    assert found["records"]["dropped"] == {"empty_response": 1}
+    assert found["totals"]["examples"] == 20
+    assert packstore.open(found["url"]).version == found["version"]
+
+
+def run(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "packstore", *command(folder, text)]
+    return subprocess.run(words, capture_output=True, encoding="utf-8", check=False)
+
+
+def test_log_lines_are_json(folder: Path) -> None:
+    done = run(folder, "pack pairs.jsonl out --tokenizer t.json --overwrite --log-format json")
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert {"level", "message", "time"} <= lines[0].keys()
+    assert [line["done"] for line in lines if line.get("stage") == "read"] == [21]
+    assert any(line["level"] == "warning" and "empty_response" in line["message"] for line in lines)
+    failed = run(folder, "pack none out --tokenizer t.json --log-format json")
+    (line,) = map(json.loads, failed.stderr.splitlines())
+    assert (line["level"], line["error"], failed.returncode) == ("error", "InputError", 1)
+
+
+def test_quiet_leaves_the_result_and_warnings(folder: Path) -> None:
+    done = run(folder, "pack pairs.jsonl out --tokenizer t.json --overwrite --quiet")
+    assert "empty_response" in done.stderr
+    assert "fields used" not in done.stderr
+    assert "records packed" in done.stdout
+    assert run(folder, "verify packed --quiet").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("pak", "packstore: error: argument COMMAND: invalid choice: 'pak'"),
+        ("pack", "packstore pack: error: "),
+        ("pack a b --pack-sise 3", "--pack-sise 3. Did you mean --pack-size? See `packstore pack "),
+        ("pack a b --layout shared", "Did you mean shared_prefix? See `packstore pack --help`."),
+        ("export nem a b", "Did you mean nemo? See `packstore export --help`."),
+        ("stats a --jsn", "unrecognized arguments: --jsn. Did you mean --json? See "),
+    ],
+)
+def test_usage_errors_are_one_line(
+    text: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(text.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2
+    assert expected in line
+
+
+def test_the_front_page_has_an_example_of_every_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == 0
+    page = capsys.readouterr().out
+    for name in COMMANDS:
+        assert f"\n  {name} " in page
+        assert f"$ packstore {name} " in page
+        assert COMMANDS.load(name).group in GROUPS
