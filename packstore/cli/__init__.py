@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from packstore.cli.logs import add_log_options, fail, set_up
-from packstore.cli.parser import Parser, front_page, parse
+from packstore.cli._logs import add_log_options, fail, set_up
+from packstore.cli._parser import Parser, front_page, parse
 from packstore.errors import PackstoreError, quote, sentence, told
 from packstore.registry import Registry
 from packstore.version import VERSION
@@ -27,7 +27,7 @@ class Command:
     """One sub-command: its arguments, and the function that returns the exit code.
 
     Attributes:
-        group: its group on the front page, one of :data:`packstore.cli.parser.GROUPS`.
+        group: its group on the front page, one of :data:`packstore.cli._parser.GROUPS`.
         help: one line.
         examples: command lines; the first is on the front page.
         configure: adds the arguments to its parser.

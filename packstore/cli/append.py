@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from packstore.cli import Command
+from packstore.cli._progress import progress_of
+from packstore.cli._results import add_json, dataset_result, print_result
 from packstore.cli.common import add_storage_options, number, storage_options
 from packstore.cli.common import stdout_console as console
-from packstore.cli.progress import progress_of
-from packstore.cli.results import add_json, dataset_result, print_result
 from packstore.cli.settings import add_settings, key_values, read_settings
 from packstore.config import RunConfig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from packstore.cli import Command
+from packstore.cli._results import add_json, print_result
 from packstore.cli.common import add_storage_options, stdout_console, storage_options
-from packstore.cli.results import add_json, print_result
 from packstore.config import CHECK_RETRIES
 
 

@@ -8,8 +8,8 @@ import re
 from collections import Counter
 
 from packstore.cli import Command
+from packstore.cli._results import add_json, print_result
 from packstore.cli.common import add_dataset, number, stdout_console, storage_options
-from packstore.cli.results import add_json, print_result
 from packstore.errors import ConfigError
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}

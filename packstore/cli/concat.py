@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from packstore.cli import Command
+from packstore.cli._results import add_json, dataset_result, print_result
 from packstore.cli.common import (
     add_single_writer,
     add_storage_options,
@@ -12,7 +13,6 @@ from packstore.cli.common import (
     stdout_console,
     storage_options,
 )
-from packstore.cli.results import add_json, dataset_result, print_result
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

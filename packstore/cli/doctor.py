@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from packstore.cli import Command
+from packstore.cli._progress import progress_of
+from packstore.cli._results import add_json, print_result
 from packstore.cli.common import add_storage_options, number, stdout_console, storage_options
-from packstore.cli.progress import progress_of
-from packstore.cli.results import add_json, print_result
 from packstore.cli.settings import add_settings, read_settings
 from packstore.config import PackConfig, TokenizeConfig, WorkConfig
 

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from packstore.cli import Command, _html
 from packstore.cli._model import add_model, loaded, ranks, say
+from packstore.cli._results import add_json, print_result
 from packstore.cli.common import add_dataset, heading, open_dataset, stdout_console
-from packstore.cli.results import add_json, print_result
 from packstore.cli.settings import key_values
 from packstore.errors import CompatibilityError, ConfigError, sentence
 

@@ -6,10 +6,10 @@ import argparse
 from typing import Any
 
 from packstore.cli import Command
+from packstore.cli._logs import add_log_options
+from packstore.cli._progress import progress_of
+from packstore.cli._results import add_json, print_result
 from packstore.cli.common import add_dataset, number, stdout_console, storage_options, two_columns
-from packstore.cli.logs import add_log_options
-from packstore.cli.progress import progress_of
-from packstore.cli.results import add_json, print_result
 from packstore.cli.settings import add_settings, read_settings
 from packstore.exchange import export
 from packstore.exchange.exporters import EXPORTERS

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 
 from packstore.cli import Command
+from packstore.cli._progress import progress_of
+from packstore.cli._results import add_json, dataset_result, print_result
 from packstore.cli.common import (
     add_storage_options,
     number,
@@ -13,8 +15,6 @@ from packstore.cli.common import (
     two_columns,
 )
 from packstore.cli.export import add_format
-from packstore.cli.progress import progress_of
-from packstore.cli.results import add_json, dataset_result, print_result
 from packstore.cli.settings import add_settings, read_settings
 from packstore.exchange import import_
 from packstore.exchange.importers import IMPORTERS

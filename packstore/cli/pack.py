@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 
 from packstore.cli import Command
+from packstore.cli._progress import progress_of
+from packstore.cli._results import add_json, dataset_result, print_result
 from packstore.cli.common import (
     add_storage_options,
     number,
@@ -12,8 +14,6 @@ from packstore.cli.common import (
     storage_options,
     two_columns,
 )
-from packstore.cli.progress import progress_of
-from packstore.cli.results import add_json, dataset_result, print_result
 from packstore.cli.settings import add_settings, read_settings
 from packstore.config import (
     PackConfig,

@@ -6,6 +6,8 @@ import argparse
 
 from packstore.cli import Command
 from packstore.cli._model import add_model, loaded, ranks, say
+from packstore.cli._progress import progress_of
+from packstore.cli._results import add_json, print_result
 from packstore.cli.common import (
     add_dataset,
     add_single_writer,
@@ -14,8 +16,6 @@ from packstore.cli.common import (
     storage_options,
     two_columns,
 )
-from packstore.cli.progress import progress_of
-from packstore.cli.results import add_json, print_result
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

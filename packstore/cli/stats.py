@@ -11,9 +11,9 @@ from rich.table import Table
 
 from packstore.cli import Command, _html
 from packstore.cli._places import FEW, place_rows, sentences
+from packstore.cli._progress import progress_of
+from packstore.cli._results import add_json, print_result
 from packstore.cli.common import add_dataset, heading, number, open_dataset, stdout_console
-from packstore.cli.progress import progress_of
-from packstore.cli.results import add_json, print_result
 from packstore.format.arrays import Int64, Packs
 from packstore.io.dataset.places import Places, knows_places, places_of
 

@@ -8,8 +8,8 @@ import os
 from typing import Any
 
 from packstore.cli import Command
+from packstore.cli._results import add_json, print_result
 from packstore.cli.common import stdout_console, two_columns
-from packstore.cli.results import add_json, print_result
 from packstore.cli.settings import add_settings, read_settings
 from packstore.config.training import (
     TrainConfig,

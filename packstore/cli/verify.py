@@ -7,9 +7,9 @@ import dataclasses
 
 from packstore.cli import Command
 from packstore.cli._places import place_rows, sentences
+from packstore.cli._progress import progress_of
+from packstore.cli._results import add_json, print_result
 from packstore.cli.common import add_dataset, number, open_dataset, stdout_console
-from packstore.cli.progress import progress_of
-from packstore.cli.results import add_json, print_result
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

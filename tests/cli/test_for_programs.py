@@ -13,7 +13,7 @@ from small_jobs import write_jsonl
 
 import packstore
 from packstore.cli import COMMANDS, main
-from packstore.cli.parser import GROUPS
+from packstore.cli._parser import GROUPS
 
 TOKENIZER = {
     "version": "1.0",
