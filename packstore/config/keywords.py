@@ -137,6 +137,7 @@ class TrainModelSettings(TypedDict, total=False):
     disable_dropout: bool
     probe: bool
     gradient_checkpointing: bool
+    compile: Literal["none", "layers"]
     lora_rank: int | None
     lora_alpha: float
     lora_dropout: float

@@ -83,6 +83,9 @@ class TrainModelConfig:
     gradient_checkpointing: bool = setting(
         False, "recompute each layer in the backward pass, to save memory"
     )
+    compile: Literal["none", "layers"] = setting(
+        "none", "layers: compile each decoder layer with torch.compile, which takes a minute"
+    )
     lora_rank: int | None = setting(None, "train a LoRA adapter of this rank; default: all weights")
     lora_alpha: float = setting(16.0, "the adapter is scaled by lora_alpha / lora_rank")
     lora_dropout: float = setting(0.0, "dropout of the adapter's input")

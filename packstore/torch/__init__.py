@@ -28,6 +28,7 @@ from packstore.torch.losses.first_step_check import FirstStepCheck
 from packstore.torch.losses.loss import LossOutput, PreferenceLoss
 from packstore.torch.metrics import Metrics
 from packstore.torch.models.compatibility import check_model, check_tokenizer
+from packstore.torch.models.compiled import compile_layers
 from packstore.torch.models.isolation import check_isolation
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.parallel import (
@@ -66,6 +67,7 @@ __all__ = [
     "check_model",
     "check_tokenizer",
     "collate",
+    "compile_layers",
     "context_shard",
     "count_step",
     "evaluate",

@@ -4,6 +4,9 @@ On a CUDA device (compute capability 8 or newer) in half precision: `torch_varle
 torch only, or `flex` if scores are soft-capped or flash kernels do not support the head size.
 Elsewhere `sdpa`, or `reference` if scores are soft-capped. The flash-attn packages are used only if
 selected by name.
+
+``torch.compile`` makes the choice while it traces, as device, dtype and sizes are guarded: with
+`torch_varlen` the graph stays whole.
 """
 
 from __future__ import annotations
@@ -17,8 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from packstore.torch.attention import ATTENTION, _flash
-from packstore.torch.attention._opaque import opaque
+from packstore.torch.attention import ATTENTION, Attend, _flash
 from packstore.torch.batch.layout import AttentionLayout
 
 logger = logging.getLogger("packstore.torch.attention")
@@ -26,8 +28,9 @@ logger = logging.getLogger("packstore.torch.attention")
 _ASKED: ContextVar[tuple[torch.device, set[str]] | None] = ContextVar("asked", default=None)
 """A device, and the backends that this thread's calls would choose on it."""
 
+_LOADED: dict[str, Attend] = {}
 
-@opaque
+
 def attend(
     q_TNH: Tensor,
     k_TKH: Tensor,
@@ -39,14 +42,8 @@ def attend(
     softcap: float | None = None,
 ) -> Tensor:
     """Computes attention with the chosen backend."""
-    needs = (q_TNH.dtype, _flash.fits(q_TNH, v_TKH), softcap is not None)
-    name = choose(_flash.runs_on(q_TNH.device), *needs)
-    asked = _ASKED.get()
-    if asked is None:
-        _log(name)
-    else:
-        asked[1].add(choose(_flash.runs_on(asked[0]), *needs))
-    return ATTENTION.load(name)(
+    kind, heads = (q_TNH.device, q_TNH.dtype), _flash.fits(q_TNH, v_TKH)
+    return _LOADED[_chosen(*kind, heads, softcap is not None)](
         q_TNH,
         k_TKH,
         v_TKH,
@@ -55,6 +52,20 @@ def attend(
         sliding_window=sliding_window,
         softcap=softcap,
     )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _chosen(device: torch.device, dtype: torch.dtype, heads: bool, softcap: bool) -> str:
+    """Returns the backend of a call, loaded; logs it, or records what :func:`chosen_on` asks."""
+    name = choose(_flash.runs_on(device), dtype, heads, softcap)
+    if name not in _LOADED:
+        _LOADED[name] = ATTENTION.load(name)
+    asked = _ASKED.get()
+    if asked is None:
+        _log(name)
+    else:
+        asked[1].add(choose(_flash.runs_on(asked[0]), dtype, heads, softcap))
+    return name
 
 
 def choose(flash: bool, dtype: torch.dtype, flash_heads: bool, softcap: bool) -> str:

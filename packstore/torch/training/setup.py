@@ -24,6 +24,7 @@ from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.losses.grouped_metrics import FILE
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.models.compatibility import check_model, check_same_tokenizer, check_tokenizer
+from packstore.torch.models.compiled import compile_layers
 from packstore.torch.models.routers import check_router_loss
 from packstore.torch.reference.arithmetic import choose_precision
 from packstore.torch.training.checkpoint import (
@@ -138,6 +139,8 @@ def prepare(config: TrainConfig) -> Run:
     policy = PackedPolicy(model)
     policy._no_split_modules = model._no_split_modules  # the units that Accelerate shards
     policy.train()
+    if config.compile == "layers":  # after the probe and checks, which run tiny batches
+        compile_layers(model)
     policy, optimizer = accelerator.prepare(policy, make_optimizer(policy, config))
     fuse_updates(optimizer.optimizer)
     total = count_steps(config, loader, state)
@@ -181,7 +184,10 @@ def _online(config: TrainConfig, accelerator: Any, policy: nn.Module) -> Referen
     model = load_reference(config)
     if config.reference_model is not None:
         probe(config, accelerator, model)
-    return SecondModel(model.to(accelerator.device), accelerator.autocast)
+    reference = SecondModel(model.to(accelerator.device), accelerator.autocast)
+    if config.compile == "layers":
+        compile_layers(model)
+    return reference
 
 
 def _make_accelerator(config: TrainConfig) -> Any:

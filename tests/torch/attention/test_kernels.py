@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import varlen_kernels
 from torch import Tensor
 from torch.nn.attention import varlen
 
@@ -141,40 +142,6 @@ STAND_INS = {
 }
 
 
-def varlen_forward(
-    q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, return_debug_mask, *, scale=None,
-    window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
-    block_table=None, num_splits=None,
-):  # fmt: skip
-    """The operator under torch's varlen_attn: causal by flag, or by a window that ends at 0."""
-    assert is_causal == ((window_size_left, window_size_right) == (-1, 0))
-    assert window_size_right == 0
-    output = by_definition(q, k, v, (cu_q, cu_k, max_q, max_k), scale, window_size_left)
-    return output, q.new_zeros(q.shape[1], len(q)), q.new_zeros(2), q.new_zeros(0), q.new_zeros(0)
-
-
-def varlen_backward(
-    grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, is_causal, rng, unused, *,
-    scale=None, window_size_left=None, window_size_right=None,
-):  # fmt: skip
-    """By hand, as automatic differentiation does not reach below operators."""
-    group = q.shape[1] // k.shape[1]
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for i in range(len(cu_q) - 1):
-        rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
-        one_k, one_v = (x[keys].repeat_interleave(group, 1) for x in (k, v))
-        weights = weights_of(q[rows], one_k, scale, window_size_left, 0.0)
-        d_weights = torch.einsum("qnh,knh->nqk", grad[rows], one_v)
-        d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True)) * scale
-        dq[rows] = torch.einsum("nqk,knh->qnh", d_scores, one_k)
-        for whole, d in (
-            (dk, torch.einsum("nqk,qnh->knh", d_scores, q[rows])),
-            (dv, torch.einsum("nqk,qnh->knh", weights, grad[rows])),
-        ):
-            whole[keys] = d.unflatten(1, (-1, group)).sum(2)
-    return dq, dk, dv
-
-
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backends take the stand-ins' device and precision."""
@@ -185,9 +152,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def stand_in(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     """Loads a backend with a stand-in for its kernel."""
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_flash_attention_forward", varlen_forward, "CPU")
-        library.impl("_flash_attention_backward", varlen_backward, "CPU")
+    with varlen_kernels.on_cpu():
 
         def load(backend: str) -> Any:
             if backend in MODULES:

@@ -1,0 +1,129 @@
+"""Layers compiled one by one: the same numbers, few graphs, and none that is broken."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import varlen_kernels
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from transformers import LlamaConfig
+
+from packstore.config.training import TrainConfig
+from packstore.errors import BackendError
+from packstore.testing import random_examples
+from packstore.torch import PackedBatch, collate, compile_layers, use_packed_attention
+from packstore.torch.attention import _auto, _flash
+from packstore.torch.training import setup
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's
+
+SHAPES = (1, 2, 5, 3, 4, 2, 6, 1)
+"""Pairs of each batch."""
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`auto` chooses `torch_varlen`, whose kernels compute by definition."""
+    monkeypatch.setattr(_flash, "DEVICES", ("cpu",))
+    monkeypatch.setattr(_flash, "DTYPES", (torch.float64,))
+    monkeypatch.setattr(_flash, "runs_on", lambda _: True)
+    torch._dynamo.reset()
+    counters.clear()
+    with varlen_kernels.on_cpu():
+        yield
+    torch._dynamo.reset()
+
+
+def graphs() -> tuple[list[Any], Callable[..., Any]]:
+    """The graphs that are made from now on, and a backend that lists and runs them."""
+    made: list[Any] = []
+
+    def run(graph: Any, _: Any) -> Any:
+        made.append(graph)
+        return graph.forward
+
+    return made, run
+
+
+def gradients(model: nn.Module, batch: PackedBatch) -> list[Tensor]:
+    logits = model(**batch.model_inputs()).logits
+    upstream = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
+    return [logits, *torch.autograd.grad((logits * upstream).sum(), list(model.parameters()))]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "kinds"),
+    [
+        ("llama", {}, 1),
+        ("mistral", {"sliding_window": 20}, 2),  # windows beyond the longest sequence are none
+    ],
+)
+def test_one_graph_for_all_layers_and_shapes(
+    kit: SimpleNamespace, as_on_a_gpu: None, name: str, settings: dict[str, Any], kinds: int
+) -> None:
+    plain = use_packed_attention(kit.tiny_family(name, **settings))
+    model = use_packed_attention(kit.tiny_family(name, **settings))
+    found, backend = graphs()
+    compile_layers(model, backend=backend)
+    for layout, limit in (("concat", kinds), ("shared_prefix", 2 * kinds)):
+        shapes = set()
+        for seed, pairs in enumerate(SHAPES):
+            packs = kit.packed(random_examples(pairs, seed=seed), [pairs], layout)
+            batch = collate(packs, "preference")
+            shapes.add((batch.num_tokens, batch.num_segments))
+            for a, b in zip(gradients(model, batch), gradients(plain, batch), strict=True):
+                assert (a - b).abs().max() <= 1e-9 * b.abs().max()
+        assert len(shapes) == len(SHAPES)
+        assert len(found) <= limit
+    assert not counters["graph_break"]
+    assert _auto._LOADED.keys() >= {"torch_varlen"}
+
+
+def test_other_backends_run_outside(kit: SimpleNamespace) -> None:
+    torch._dynamo.reset()
+    model = use_packed_attention(kit.tiny_family("llama", num_hidden_layers=1))
+    plain = use_packed_attention(kit.tiny_family("llama", num_hidden_layers=1))
+    found, backend = graphs()
+    compile_layers(model, backend=backend)
+    for seed in range(3):
+        packs = kit.packed(random_examples(2 + seed, seed=seed), [2 + seed], "shared_prefix")
+        batch = collate(packs, "preference")
+        for a, b in zip(gradients(model, batch), gradients(plain, batch), strict=True):
+            assert (a - b).abs().max() <= 1e-9 * b.abs().max()
+    assert found
+    torch._dynamo.reset()
+
+
+def test_training_compiles_policy_and_reference(
+    kit: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+
+    def without_code(model: nn.Module) -> None:
+        compiled.append(compile_layers(model, backend="eager"))
+
+    monkeypatch.setattr(setup, "compile_layers", without_code)
+    config = TrainConfig.of(**kit.short_run(tmp_path), output=str(tmp_path / "run"), max_steps=2)
+    run = setup.prepare(dataclasses.replace(config, compile="layers"))
+    policy, reference = compiled
+    assert policy is run.policy.model
+    assert policy is not reference
+    assert reference is run.reference.policy.model
+    for model in compiled:
+        assert all(layer._compiled_call_impl is not None for layer in model.model.layers)
+        assert model.state_dict().keys() == kit.tiny_model().state_dict().keys()
+
+
+def test_a_model_without_named_layers_is_refused(kit: SimpleNamespace) -> None:
+    model = kit.tiny_family("llama")
+    model._no_split_modules = None
+    with pytest.raises(BackendError, match="must name the model's decoder layers"):
+        compile_layers(model)
+    assert isinstance(model.config, LlamaConfig)
