@@ -1,65 +1,179 @@
-"""The scripts for GPU machines, tried on CPU: every path of them, tiny."""
+"""``benchmarks/gpu_session.py`` on CPU, with the packages that its GPU machine lacks blocked."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+LACKING = ("numba", "llvmlite", "polars", "datasets", "isal", "torchdata", "duckdb", "jsonschema")
+
+BLOCKED = f"""
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+def find_spec(name, path=None, target=None):
+    return None if name.split(".")[0] in {LACKING} else find(name, path, target)
+PathFinder.find_spec = staticmethod(find_spec)
+"""
 
 
-def run(*arguments: str, script: str = "attention_gpu.py") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[SimpleNamespace]:
+    """The modules of the script."""
+    names = ("fast", "parts", "predictions", "prepare", "session", "sizes")
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield SimpleNamespace(**{n: importlib.import_module(f"gpu.{n}") for n in names})
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def data(gpu: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Datasets of ``--prepare``, tiny; packing needs numba, reading them does not."""
+    folder = tmp_path_factory.mktemp("gpu") / "data"
+    gpu.prepare.write_data(folder, gpu.sizes.DRY)
+    return folder
+
+
+def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "sitecustomize.py").write_text(BLOCKED, encoding="utf-8")
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(BENCHMARKS.parent)]),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
     }
+    command = [sys.executable, str(BENCHMARKS / "gpu_session.py"), *arguments]
     return subprocess.run(
         command, capture_output=True, encoding="utf-8", env=environment, check=False
     )
 
 
-def test_dry_run(tmp_path: Path) -> None:
-    out = tmp_path / "dry.json"
-    done = run("--cpu-dry-run", "--out", str(out))
-    assert done.returncode == 0, done.stderr
-    results = json.loads(out.read_text(encoding="utf-8"))
-    cases = results["correctness"]
-    assert len(cases) == 2 * 3 * 2  # backends, layouts, windows
-    assert all(case["right"] for case in cases if case["backend"] == "reference")
-    assert all(text.startswith("passed") for text in results["isolation"].values())
-    speed = results["speed"]
-    assert speed["spread_of_losses"] < 0.01
-    assert all(way["pairs_per_second"] > 0 for way in speed["ways"].values())
+def cases_of(out: Path, stage: int) -> dict[str, Any]:
+    cases: dict[str, Any] = json.loads((out / f"stage{stage}.json").read_text("utf-8"))["cases"]
+    assert cases
+    return cases
+
+
+def test_stage_1_without_what_the_machine_lacks(data: Path, tmp_path: Path) -> None:
+    only = "head/7|isolation/sdpa|packed|waits/Llama|graph|attention/sdpa"
+    arguments = ("--cpu-dry-run", "--data", str(data), "--out", str(tmp_path), "--only", only)
+    done = run(tmp_path, *arguments, "--stage", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases = cases_of(tmp_path, 1)
+    assert {case["verdict"] for case in cases.values()} == {"right"}
+    assert sum(name.startswith("attention") for name in cases) == 7 * 2  # layouts, windows
+    assert sum(name.startswith("packed = padded") for name in cases) == 3 * 2
+    assert done.stdout.splitlines()[-1] == f"right: {len(cases)}"
+
+
+def test_ways_to_train_give_one_loss(gpu: SimpleNamespace, tmp_path: Path) -> None:
+    only = r"^llama.*(/shared_prefix|/padding_free|/padded|/same loss)$"
+    session = gpu.session.Session(2, tmp_path, 100, gpu.sizes.DRY, only)
+    gpu.fast.stage(session)
+    cases = cases_of(tmp_path, 2)
+    assert cases["llama-1.2b/hh/256/same loss"]["right"]
+    rates = [case["pairs_per_second"] for case in cases.values() if "loss" in case]
+    assert len(rates) == 3
+    assert min(rates) > 0
+
+
+def test_parts(gpu: SimpleNamespace, tmp_path: Path) -> None:
+    only = r"head.*(packstore|logits)$|profile/llama.*concat|gather/hh|attention/sdpa"
+    session = gpu.session.Session(3, tmp_path, 100, gpu.sizes.DRY, only)
+    gpu.parts.stage(session)
+    cases = cases_of(tmp_path, 3)
+    assert {case["verdict"] for case in cases.values()} == {"measured"}
+    head = cases["head/100x32/packstore"]
+    assert head["error"] < 1e-5 < cases["head/100x32/logits"]["error"]
+    shares = cases["profile/llama-1.2b/concat"]["shares"]
+    assert sum(shares.values()) == pytest.approx(1)
 
 
 @pytest.mark.slow
-def test_dry_run_of_training(tmp_path: Path) -> None:
-    """One way, as each starts three processes: killed and resumed, its losses are the same."""
+def test_all_stages(data: Path, tmp_path: Path) -> None:
+    """Also a training run that is killed and resumed; peers of the head may be absent."""
     pytest.importorskip("accelerate", reason="training needs accelerate")
-    out = tmp_path / "dry.json"
-    arguments = ("--cpu-dry-run", "--ways", "full", "--out", str(out))
-    done = run(*arguments, script="train_gpu.py")
-    assert done.returncode == 0, done.stderr
-    results = json.loads(out.read_text(encoding="utf-8"))
-    way = results["ways"]["full"]
-    assert way["resumed_differs_by"] == 0
-    assert len(way["losses"]) == 4
-    assert way["pairs_per_second"] > 0
+    arguments = ("--cpu-dry-run", "--data", str(data), "--out", str(tmp_path))
+    done = run(tmp_path, *arguments, "--stage", "1", "2", "3", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases = {n: c for stage in (1, 2, 3, 4) for n, c in cases_of(tmp_path, stage).items()}
+    absent = {name for name, case in cases.items() if case["verdict"] == "absent"}
+    assert all(name.startswith("head/") and "packstore" not in name for name in absent)
+    assert cases["killed and resumed"]["right"]
+    assert {"train/full", "train/full_online", "train/autocast", "train/lora"} <= cases.keys()
 
 
-@pytest.mark.parametrize("script", ["attention_gpu.py", "train_gpu.py"])
-def test_without_a_gpu_it_says_so_in_one_line(script: str) -> None:
-    done = run(script=script)
+def test_an_exception_of_any_class_is_recorded(gpu: SimpleNamespace, tmp_path: Path) -> None:
+    class OwnError(BaseException):
+        pass
+
+    def fail() -> None:
+        raise OwnError("broken")
+
+    def absent() -> None:
+        import no_such_package  # noqa: F401
+
+    session = gpu.session.Session(1, tmp_path, 100, gpu.sizes.DRY)
+    assert not session.case("fails", fail)
+    assert not session.case("absent", absent)
+    assert not session.case("wrong", lambda: {"right": False})
+    assert session.case("next", lambda: {"right": True})
+    verdicts = {name: case["verdict"] for name, case in cases_of(tmp_path, 1).items()}
+    assert verdicts == {"fails": "FAILED", "absent": "absent", "wrong": "WRONG", "next": "right"}
+    assert "OwnError: broken" in session.cases["fails"]["why"]
+
+
+def test_no_case_begins_when_the_budget_is_short(gpu: SimpleNamespace, tmp_path: Path) -> None:
+    session = gpu.session.Session(1, tmp_path, 1.3, gpu.sizes.DRY)
+    assert session.case("endless", lambda: signal.pause(), seconds=1) is False
+    assert session.cases["endless"]["why"].startswith("OverBudgetError")
+    session.case("late", lambda: pytest.fail("begun"), seconds=1)
+    assert session.cases["late"]["verdict"] == "skipped"
+
+
+def test_a_process_that_dies_is_followed_by_one_that_goes_on(
+    gpu: SimpleNamespace, tmp_path: Path
+) -> None:
+    script = tmp_path / "stage.py"
+    script.write_text(
+        "import os, signal, sys; from pathlib import Path\n"
+        f"sys.path.insert(0, {str(BENCHMARKS)!r})\n"
+        "from gpu.session import Session; from gpu.sizes import DRY\n"
+        f"session = Session(1, Path({str(tmp_path)!r}), 100, DRY)\n"
+        "session.case('first', lambda: None)\n"
+        "session.case('crash', lambda: os.kill(os.getpid(), signal.SIGSEGV))\n"
+        "session.case('last', lambda: None)\n",
+        encoding="utf-8",
+    )
+    path = tmp_path / "stage1.json"
+    assert gpu.session.supervise([sys.executable, str(script)], path, 100) == 0
+    verdicts = {name: case["verdict"] for name, case in cases_of(tmp_path, 1).items()}
+    assert verdicts == {"first": "measured", "crash": "unfinished", "last": "measured"}
+
+
+def test_misses_of_predictions(gpu: SimpleNamespace) -> None:
+    case = "llama-1.2b/hh/8192/concat"
+    found = gpu.predictions.misses(case, {"pairs_per_second": 120.0, "peak_gib": 15.0})
+    assert found["misses"] == ["pairs_per_second: predicted 173, measured 120 (-31%)"]
+    assert found["predicted"] == {"pairs_per_second": 173, "peak_gib": 14.7}
+    assert gpu.predictions.misses("another case", {"pairs_per_second": 120.0}) == {}
+
+
+def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
+    done = run(tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr.splitlines() == [
-        f"{script} needs a CUDA GPU; --cpu-dry-run tries the script without one."
-    ]
+    told = "gpu_session.py needs a CUDA GPU; --cpu-dry-run tries the script without one."
+    assert done.stderr.splitlines() == [told]

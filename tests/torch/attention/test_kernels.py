@@ -4,7 +4,7 @@ Nothing here proves a kernel. The stand-ins have the signatures of flash-attn 2.
 flash-attention/hopper at 0f82fea, of flash-attn-4 4.0.0b36 and of torch 2.11, positional order
 included, and refuse what those refuse. For torch's own, the installed Python code runs, with a
 stand-in for the two operators under it. The kernels themselves run in
-``benchmarks/attention_gpu.py``.
+``benchmarks/gpu_session.py``.
 """
 
 from __future__ import annotations

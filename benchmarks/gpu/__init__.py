@@ -1,0 +1,1 @@
+"""The stages of ``benchmarks/gpu_session.py``."""

@@ -1,0 +1,275 @@
+"""Correctness of attention kernels and of the head, against float32 and float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.session import Figures, Session
+from gpu.sizes import Sizes, batch_of, cut, lengths
+
+LIMIT = 1e-2
+"""Largest norm of an error, as a share of the norm of the exact values."""
+
+FLOOR = 1e-4
+"""Errors below are right without a comparison with plain arithmetic."""
+
+
+def distance(found: Tensor, exact: Tensor) -> float:
+    """The norm of the error as a share of the norm of the exact values; both may be empty."""
+    found, exact = found.detach().double(), exact.detach().double()
+    if not bool(found.isfinite().all()):
+        return math.inf
+    scale = float(exact.norm())
+    return float((found - exact).norm()) / scale if scale else float(found.norm())
+
+
+def verdict(
+    found: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]
+) -> Figures:
+    """Errors by norm: at most `LIMIT`, and at most twice those of plain arithmetic."""
+    errors = {name: distance(found[name], exact[name]) for name in exact}
+    allowed = {name: max(2 * distance(plain[name], exact[name]), FLOOR) for name in exact}
+    right = all(e <= min(LIMIT, allowed[n]) for n, e in errors.items())
+    return {"right": right, "errors": errors, "over_plain": _ratios(errors, allowed)}
+
+
+def _ratios(errors: dict[str, float], allowed: dict[str, float]) -> dict[str, float]:
+    return {name: 2 * error / allowed[name] for name, error in errors.items()}
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, layout: Any, window: int | None, scale: float) -> Tensor:
+    """Attention as eager models compute it: matmuls in their dtype, softmax in float32."""
+    from packstore.torch.attention._causal import visible
+
+    group = q.shape[1] // k.shape[1]
+    outputs = []
+    for one_q, one_k, one_v in layout.split(q, layout.keys(k), layout.keys(v)):
+        one_k, one_v = (x.repeat_interleave(group, 1) for x in (one_k, one_v))
+        scores = torch.einsum("qnh,knh->nqk", one_q, one_k) * scale
+        hidden = ~visible(len(one_q), len(one_k), window, q.device)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32)
+        outputs.append(torch.einsum("nqk,knh->qnh", weights.to(q.dtype), one_v))
+    return torch.cat(outputs)
+
+
+def ragged(device: str, seed: int = 0) -> Any:
+    """Key runs longer than their queries, and taken from anywhere in the row."""
+    from packstore.torch.batch.layout import AttentionLayout
+
+    rng = np.random.default_rng(seed)
+    queries = rng.integers(1, 200, 9)
+    keys = queries + rng.integers(0, 150, 9)
+    ends = [torch.tensor([0, *np.cumsum(n)], dtype=torch.int32) for n in (queries, keys)]
+    index = torch.from_numpy(rng.integers(0, queries.sum(), keys.sum()))
+    return AttentionLayout(
+        cu_seqlens_q=ends[0].to(device),
+        cu_seqlens_k=ends[1].to(device),
+        max_seqlen_q=int(queries.max()),
+        max_seqlen_k=int(keys.max()),
+        num_queries=int(queries.sum()),
+        kv_index=index.to(device),
+    )
+
+
+def layouts(sizes: Sizes) -> dict[str, Any]:
+    """Layouts of rows: both of packstore, key runs of any length, empty segments, fixed shapes."""
+    from packstore.torch import pad_batch
+
+    rows = next(cut(lengths("hh", 100, sizes.row // 4), "concat", sizes.row))
+    found = {}
+    for name in ("concat", "shared_prefix"):
+        batch = batch_of(rows, name, 100)
+        found[name] = batch.to(sizes.device).layout
+        more = {"num_tokens": sizes.row + 100, "num_segments": batch.num_segments + 20}
+        found[f"{name} padded to a shape"] = pad_batch(batch, **more).to(sizes.device).layout
+        empty = pad_batch(batch, num_tokens=batch.num_tokens, num_segments=batch.num_segments + 6)
+        found[f"{name} with empty segments"] = empty.to(sizes.device).layout
+    return {**found, "ragged": ragged(sizes.device)}
+
+
+def run(attend: Callable[..., Tensor], tensors: list[Tensor], up: Tensor) -> dict[str, Tensor]:
+    """Output and the three gradients."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    output = attend(*leaves)
+    grads = torch.autograd.grad(output, leaves, up.to(output.dtype))
+    return dict(zip(("o", "dq", "dk", "dv"), (output.detach(), *grads), strict=True))
+
+
+def attention(session: Session) -> None:
+    """Every backend, layout, head size and window, forward and backward, against float32."""
+    from packstore.torch.attention import ATTENTION
+
+    sizes = session.sizes
+    made = layouts(sizes)
+    known: dict[Any, Any] = {}
+
+    def compare(backend: str, name: str, heads: tuple[int, int, int], window: int | None) -> Any:
+        layout, key = made[name], (name, heads, window)
+        scale = heads[2] ** -0.5
+        words = {"scale": scale, "sliding_window": window}
+        if key not in known:
+            known.clear()  # one backend after another would need them all
+            generator = torch.Generator(sizes.device).manual_seed(0)
+            shapes = [(layout.num_queries, n, heads[2]) for n in (*heads[:2], heads[1], heads[0])]
+            kind = {"generator": generator, "device": sizes.device}
+            *qkv, up = (torch.randn(shape, **kind).to(sizes.dtype) for shape in shapes)
+            exact = ATTENTION.load("reference")
+            known[key] = (
+                qkv,
+                up,
+                run(lambda *x: plain(*x, layout, window, scale), qkv, up),
+                run(lambda *x: exact(*x, layout, **words), [x.float() for x in qkv], up.float()),
+            )
+        qkv, up, coarse, exact = known[key]
+        attend = ATTENTION.load(backend)
+        return verdict(run(lambda *x: attend(*x, layout, **words), qkv, up), coarse, exact)
+
+    absent = _absent(session)
+    there = [backend for backend in sizes.backends if backend not in absent]
+    for flex in (False, True):  # it compiles for each head size: the first one only, and last
+        for heads in sizes.heads[: 1 if flex else None]:
+            for name in made:
+                for window in (None, sizes.window):
+                    for backend in (b for b in there if (b == "flex") == flex):
+                        told = f"attention/{backend}/{name}/{heads}/window {window}"
+                        session.case(
+                            told, lambda b=backend, n=name, h=heads, w=window: compare(b, n, h, w)
+                        )
+
+
+def _absent(session: Session) -> dict[str, str]:
+    """Backends whose packages are not installed, with the reason; recorded."""
+    from packstore.torch.attention import ATTENTION
+
+    absent = {}
+    for backend in session.sizes.backends:
+        try:
+            ATTENTION.load(backend)
+        except ImportError as error:
+            absent[backend] = str(error)[:100]
+    session.case("backends absent", lambda: absent)
+    return absent
+
+
+def deterministic(session: Session) -> None:
+    """The same bits twice, forward and backward, with deterministic algorithms."""
+    from packstore.torch.attention import ATTENTION
+
+    sizes = session.sizes
+    heads, kv_heads, size = sizes.heads[0]
+
+    def twice(backend: str) -> Figures:
+        layout = batch_of(
+            next(cut(lengths("hh", 100, sizes.row // 4), "concat", sizes.row)), "shared_prefix", 100
+        )
+        layout = layout.to(sizes.device).layout
+        attend = ATTENTION.load(backend)
+        shapes = [(layout.num_queries, n, size) for n in (heads, kv_heads, kv_heads, heads)]
+        *qkv, up = (torch.randn(s, device=sizes.device).to(sizes.dtype) for s in shapes)
+        torch.use_deterministic_algorithms(True)
+        try:
+            both = [run(lambda *x: attend(*x, layout, scale=size**-0.5), qkv, up) for _ in range(2)]
+        finally:
+            torch.use_deterministic_algorithms(False)
+        same = {name: bool(torch.equal(both[0][name], both[1][name])) for name in both[0]}
+        return {"right": all(same.values()), **same}
+
+    for backend in sizes.backends:
+        if backend != "flex":
+            session.case(f"deterministic/{backend}", lambda b=backend: twice(b))
+
+
+def native_groups(session: Session) -> None:
+    """Reports if torch's kernel takes grouped queries without a Python argument for them."""
+    from packstore.torch.attention import ATTENTION, torch_varlen
+
+    def ask() -> Figures:
+        layout = ragged("cuda")
+        shapes = [(layout.num_queries, n, 64) for n in (8, 2, 2, 8)]
+        *qkv, up = (torch.randn(s, device="cuda").to(torch.bfloat16) for s in shapes)
+        ends = (layout.cu_seqlens_q, layout.cu_seqlens_k, layout.max_seqlen_q, layout.max_seqlen_k)
+
+        def native(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            call = torch_varlen.varlen.varlen_attn
+            return call(q, layout.keys(k), layout.keys(v), *ends, scale=0.125, window_size=(-1, 0))
+
+        repeated = ATTENTION.load("torch_varlen")
+        wanted = run(lambda *x: repeated(*x, layout, scale=0.125), qkv, up)
+        found = run(native, qkv, up)
+        return {name: distance(found[name], wanted[name]) for name in found}
+
+    if session.sizes.cuda and not torch_varlen.GROUPS:
+        session.case("grouped queries without a flag (an error here says: not taken)", ask)
+
+
+def head(session: Session) -> None:
+    """Log-probs and gradients of the head, against float64."""
+    sizes = session.sizes
+    vocab, width = sizes.head_shapes[-2 if len(sizes.head_shapes) > 1 else 0]
+    ways = {
+        "plain": {},
+        "softcap": {"softcap": 30.0},
+        "bias": {"bias": True},
+        "frozen": {"frozen": True},
+        "autocast": {"autocast": True},
+        "float32": {"dtype": torch.float32},
+    }
+    for n in sizes.head_tokens:
+        for name, how in ways.items():
+            few = name != "plain" and n not in (7, sizes.head_tokens[-2])
+            if not few:
+                session.case(f"head/{n} tokens/{name}", lambda n=n, how=how: _head(session, n, how))
+    del vocab, width
+
+
+def _head(session: Session, n: int, how: dict[str, Any]) -> Figures:
+    from packstore.torch.logprobs.fused_head import HeadLogProbs, Projection, default_chunk
+
+    sizes = session.sizes
+    vocab, width = sizes.head_shapes[-2 if len(sizes.head_shapes) > 1 else 0]
+    dtype = torch.float32 if how.get("autocast") else how.get("dtype", sizes.dtype)
+    generator = torch.Generator(sizes.device).manual_seed(0)
+    kind = {"generator": generator, "device": sizes.device}
+    hidden = torch.randn(n, width, **kind).to(dtype)
+    weight = (torch.randn(vocab, width, **kind) * width**-0.5 * 4).to(dtype)
+    bias = torch.randn(vocab, **kind).to(dtype) if how.get("bias") else None
+    targets = torch.randint(vocab, (n,), **kind)
+    up = torch.rand(n, **kind)
+    softcap = how.get("softcap")
+    chunk = default_chunk(torch.device(sizes.device)) if sizes.cuda else 512
+
+    def ours(h: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        how = Projection(softcap=softcap, chunk_size=chunk)
+        return HeadLogProbs.apply(h, w, b, targets, how)
+
+    def logits(h: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        made = torch.nn.functional.linear(h, w, b)
+        made = made if made.dtype == torch.float64 else made.float()
+        made = made if softcap is None else softcap * torch.tanh(made / softcap)
+        return made.gather(-1, targets[:, None]).squeeze(-1) - made.logsumexp(-1)
+
+    def graded(way: Callable[..., Tensor], wide: bool) -> dict[str, Tensor]:
+        inputs = [x if x is None else x.double() if wide else x.clone() for x in (hidden, weight)]
+        inputs.append(bias if bias is None else bias.double() if wide else bias.clone())
+        for i, x in enumerate(inputs):
+            if x is not None:
+                x.requires_grad_(not (how.get("frozen") and i == 1))
+        lower = bool(how.get("autocast")) and not wide
+        with torch.autocast(sizes.device, torch.bfloat16, enabled=lower):
+            out = way(*inputs)
+        leaves = {
+            f"d_{name}": x
+            for name, x in zip(("hidden", "weight", "bias"), inputs, strict=True)
+            if x is not None and x.requires_grad
+        }
+        made = torch.autograd.grad(out, list(leaves.values()), up.to(out.dtype))
+        return {"logps": out.detach(), **dict(zip(leaves, made, strict=True))}
+
+    exact = graded(logits, wide=True)
+    return verdict(graded(ours, wide=False), graded(logits, wide=False), exact)

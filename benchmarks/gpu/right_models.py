@@ -1,0 +1,241 @@
+"""Correctness of whole models: packed equals padded, isolation, host waits, CUDA graphs, resume."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.end_to_end import killed, run_process, saved_model, settings_of
+from gpu.right_kernels import distance
+from gpu.session import Figures, Session
+from gpu.sizes import batch_of, cut, lengths, make_model
+
+FAMILIES = ("Llama", "Qwen3", "Gemma2")
+BETA = 0.1
+
+
+def _rows(session: Session, tokens: int | None = None) -> np.ndarray:
+    row = tokens or session.sizes.row
+    return next(cut(lengths("hh", 200, row // 4), "concat", row))
+
+
+def _config(session: Session, family: str) -> dict[str, Any]:
+    own = {"sliding_window": session.sizes.window} if family == "Gemma2" else {}
+    return {**session.sizes.small, **own}
+
+
+def packed_is_padded(session: Session) -> None:
+    """Logits, loss and gradients of packs and of padded rows, on random weights."""
+    for family in FAMILIES:
+        for layout in ("concat", "shared_prefix"):
+            session.case(
+                f"packed = padded/{family}/{layout}",
+                lambda f=family, lay=layout: _packed_is_padded(session, f, lay),
+                seconds=10,
+            )
+
+
+def _packed_is_padded(session: Session, family: str, layout: str) -> Figures:
+    """Against padded rows in float32; right up to twice the error of padded rows in 16 bits."""
+    from packstore.torch import PreferenceLoss, use_packed_attention
+    from packstore.torch.logprobs.head import PackedPolicy
+
+    sizes, config = session.sizes, _config(session, family)
+    rows, vocab = _rows(session), config["vocab_size"]
+    whole = batch_of(rows, "concat", vocab).to(sizes.device)
+    batch = batch_of(rows, layout, vocab).to(sizes.device)
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, dtype in (("exact", torch.float32), ("padded", sizes.dtype), ("ours", sizes.dtype)):
+        model = make_model(family, config, sizes, dtype)
+        if name == "ours":
+            logits = None
+            use_packed_attention(model)
+            logps = PackedPolicy(model)(batch)
+            with torch.no_grad():
+                logits = model(**batch.model_inputs()).logits[0]
+            logits = logits if batch.kv_index is None else logits[batch.kv_index]
+        else:
+            model.set_attn_implementation("eager")
+            made = model(**whole.model_inputs("padded")).logits
+            logits = whole.unpad(made)
+            logps = _sums(logits, whole)
+        loss = PreferenceLoss("dpo", beta=BETA)(logps, whole, torch.zeros_like(logps)).loss
+        loss.backward()
+        grads = torch.cat([p.grad.flatten().float() for p in model.parameters()])
+        found[name] = {
+            "logits": logits.detach().float(),
+            "logps": logps.detach().float(),
+            "loss": loss.detach().float()[None],
+            "gradient": grads,
+        }
+    errors = {n: distance(x, found["exact"][n]) for n, x in found["ours"].items()}
+    plain = {n: distance(x, found["exact"][n]) for n, x in found["padded"].items()}
+    floor = {"loss": 2e-3, "logps": 2e-3}
+    right = all(e <= max(2 * plain[n], floor.get(n, 1e-3)) for n, e in errors.items())
+    return {"right": right, "errors": errors, "errors_of_padded": plain}
+
+
+def _sums(logits: Tensor, batch: Any) -> Tensor:
+    """Log-probs of the segments from the logits of a whole row, `[S]`."""
+    logps = logits[batch.target_index - 1].float().log_softmax(-1)
+    chosen = logps.gather(-1, batch.labels[batch.target_index, None]).squeeze(-1)
+    sums = chosen.new_zeros(batch.num_segments)
+    return sums.index_add(0, batch.segment_ids[batch.target_index], chosen)
+
+
+def isolation(session: Session) -> None:
+    """The probe on each backend, with a small random model."""
+    from packstore.torch import check_isolation
+
+    def probe(backend: str) -> Figures:
+        model = make_model("Llama", _config(session, "Llama"), session.sizes)
+        return {"right": True, "largest_difference": float(check_isolation(model, backend))}
+
+    for backend in session.sizes.backends:
+        session.case(f"isolation/{backend}", lambda b=backend: probe(b))
+
+
+def waits(session: Session) -> None:
+    """Host waits in a planned step: forward, loss, backward, metrics; only CUDA reports them."""
+    for family in FAMILIES[:2]:
+        for layout in ("concat", "shared_prefix"):
+            session.case(
+                f"host waits/{family}/{layout}",
+                lambda f=family, lay=layout: _waits(session, f, lay),
+            )
+
+
+def _waits(session: Session, family: str, layout: str) -> Figures:
+    from packstore.torch import Metrics, PreferenceLoss, StepDivisor, use_packed_attention
+    from packstore.torch.logprobs.head import PackedPolicy
+
+    sizes, config = session.sizes, _config(session, family)
+    model = use_packed_attention(make_model(family, config, sizes))
+    policy, loss_fn, metrics = PackedPolicy(model), PreferenceLoss("dpo"), Metrics()
+    batch = batch_of(_rows(session), layout, config["vocab_size"])
+    batch = batch.pin_memory() if sizes.cuda else batch
+
+    def step() -> None:
+        here = batch.to(sizes.device, non_blocking=True)
+        with torch.no_grad():
+            reference = policy(here)
+        divisor = StepDivisor(float(here.num_examples))
+        out = loss_fn(policy(here), here, reference, divisor=divisor)
+        out.loss.backward()
+        metrics.add(out.metrics)
+
+    step()  # kernels are chosen, and the head is proved
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if sizes.cuda:
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            if sizes.cuda:
+                torch.cuda.set_sync_debug_mode("default")
+    told = [w for w in caught if "synchroniz" in str(w.message)]
+    places = [f"{Path(w.filename).name}:{w.lineno}" for w in told]
+    return {"right": not told, "waits": len(told), "places": sorted(set(places))}
+
+
+def cuda_graph(session: Session) -> None:
+    """A step on batches of a fixed shape as one CUDA graph: replayed on another batch, the same.
+
+    Without CUDA the step runs without a graph, so that the rest of the case is tried.
+    """
+    session.case("CUDA graph of a step", lambda: _cuda_graph(session), seconds=20)
+
+
+def _cuda_graph(session: Session) -> Figures:
+    from packstore.torch import PreferenceLoss, StepDivisor, pad_batch, use_packed_attention
+    from packstore.torch.logprobs.head import PackedPolicy
+
+    sizes, config = session.sizes, _config(session, "Llama")
+    model = use_packed_attention(make_model("Llama", config, sizes))
+    policy, loss_fn = PackedPolicy(model), PreferenceLoss("dpo", beta=BETA)
+    runs = list(cut(lengths("hh", 400, sizes.row // 4), "concat", sizes.row))[:2]
+    raw = [batch_of(rows, "concat", config["vocab_size"]) for rows in runs]
+    most = max(batch.num_segments for batch in raw) + 20
+    targets = max(len(batch.target_index) for batch in raw)
+    shape = {"num_tokens": sizes.row + 50, "num_segments": most, "num_targets": targets}
+    longest = max(batch.max_seqlen_k for batch in raw)
+    batches = [pad_batch(b, **shape, max_seqlen=longest).to(sizes.device) for b in raw]
+    pairs = most // 2
+
+    def forward_backward(batch: Any) -> Tensor:
+        logps = policy(batch)
+        divisor = StepDivisor(float(pairs))
+        out = loss_fn(logps, batch, torch.zeros_like(logps), divisor=divisor)
+        out.loss.backward()
+        return out.loss.detach()
+
+    def grads() -> Tensor:
+        return torch.cat([p.grad.flatten().float() for p in model.parameters()])
+
+    expected = []
+    for batch in batches:
+        model.zero_grad(set_to_none=True)
+        expected.append((forward_backward(batch).clone(), grads()))
+    if not sizes.cuda:
+        return {"right": bool(expected[0][0].isfinite()), "captured": False}
+    static = batches[0]
+    tensors = _tensors(static)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            forward_backward(static)
+    torch.cuda.current_stream().wait_stream(side)
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = forward_backward(static)
+    errors = {}
+    for i in (0, 1):
+        for name, x in _tensors(batches[i]).items():
+            if x is not tensors[name]:
+                tensors[name].copy_(x)
+        for parameter in model.parameters():
+            parameter.grad.zero_()
+        graph.replay()
+        wanted, gradient = expected[i]
+        errors[f"loss {i}"] = distance(loss[None], wanted[None])
+        errors[f"gradient {i}"] = distance(grads(), gradient)
+    return {"right": all(e <= 1e-2 for e in errors.values()), "captured": True, "errors": errors}
+
+
+def _tensors(batch: Any) -> dict[str, Tensor]:
+    """The tensors of a batch by name, those of columns left out."""
+    return {name: x for name, x in vars(batch).items() if isinstance(x, Tensor)}
+
+
+def resumed(session: Session, data: Path, scratch: Path) -> None:
+    """Five steps of ``train``, killed after three, resumed: the losses of an undisturbed run."""
+
+    def compare() -> Figures:
+        steps, cut_at = 5, 3
+        config = {**session.sizes.small, "hidden_size": 64, "vocab_size": _vocab(data)}
+        model = saved_model(session, "Llama", config, scratch / "small")
+        base = settings_of(session, model, data / "hh-shared_prefix", steps)
+        base |= {"save_every": 2, "examples_per_step": 4}
+        whole = run_process({**base, "output": str(scratch / "whole")}, exact=True)
+        again = {**base, "output": str(scratch / "killed")}
+        killed(again, cut_at, exact=True)
+        found = run_process(again, exact=True)
+        losses = [[record["loss"] for record in r["records"]] for r in (whole, found)]
+        return {"right": losses[0] == losses[1] and len(losses[0]) == steps, "losses": losses}
+
+    session.case("killed and resumed", compare, seconds=60 if session.sizes.cuda else 10)
+
+
+def _vocab(data: Path) -> int:
+    """Vocabulary of the ids of prepared data."""
+    return int(json.loads((data / "about.json").read_text(encoding="utf-8"))["vocab_size"])

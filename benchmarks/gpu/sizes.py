@@ -1,0 +1,212 @@
+"""Sizes of the stages on a GPU and in a dry run on a CPU, and batches of given lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+LLAMA = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+"""Llama-3.2-1B."""
+
+QWEN3 = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+"""Qwen3-0.6B."""
+
+SMALL = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "initializer_range": 0.1,
+}
+"""For comparisons with float32; large enough weights that attention matters."""
+
+TINY = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.1,
+}
+
+PROFILES = {
+    "hh": (94, 32, 32),
+    "ultrafeedback": (121, 288, 288),
+}
+"""Medians of the tokens of prompt, chosen and rejected; log-normal with sigma 0.9."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Devices and sizes.
+
+    Attributes:
+        backends: attention backends to try, the slowest to compile last.
+        heads: query heads, key heads and head size of the kernel cases.
+        row: tokens of the rows in cases of correctness.
+        models: model family and config by name.
+        small: config of the models in cases of correctness.
+        tokens: tokens of a micro-batch.
+        head_tokens, head_shapes: tokens; vocabulary and width of the head.
+        longest: longest sequence of a length profile.
+        rounds: timed rounds at most.
+        pairs_per_step: pairs of a training step.
+        steps: training steps.
+    """
+
+    device: str
+    dtype: torch.dtype = torch.bfloat16
+    backends: tuple[str, ...]
+    heads: tuple[tuple[int, int, int], ...]
+    row: int
+    models: dict[str, tuple[str, dict[str, Any]]]
+    small: dict[str, Any]
+    tokens: tuple[int, ...]
+    head_tokens: tuple[int, ...]
+    head_shapes: tuple[tuple[int, int], ...]
+    longest: int
+    rounds: int
+    pairs_per_step: int
+    steps: int
+    profiles: tuple[str, ...] = field(default=tuple(PROFILES))
+    pack_size: int = 8192
+    window: int = 64
+
+    @property
+    def cuda(self) -> bool:
+        """True on a GPU."""
+        return self.device == "cuda"
+
+
+GPU = Sizes(
+    device="cuda",
+    backends=("torch_varlen", "sdpa", "flash_attn", "flash_attn_3", "flash_attn_4", "flex"),
+    heads=((32, 8, 64), (8, 8, 128), (16, 1, 128), (8, 2, 256)),
+    row=2000,
+    models={"llama-1.2b": ("Llama", LLAMA), "qwen3-0.6b": ("Qwen3", QWEN3)},
+    small=SMALL,
+    tokens=(8192, 32768),
+    head_tokens=(1, 7, 4105, 8193),
+    head_shapes=((32768, 2048), (128256, 2048), (151936, 1024)),
+    longest=1024,
+    rounds=10,
+    pairs_per_step=64,
+    steps=30,
+)
+DRY = Sizes(
+    device="cpu",
+    backends=("sdpa", "reference"),
+    heads=((4, 2, 16),),
+    row=80,
+    models={"llama-1.2b": ("Llama", TINY), "qwen3-0.6b": ("Qwen3", TINY)},
+    small=TINY,
+    tokens=(256,),
+    head_tokens=(1, 7, 33),
+    head_shapes=((100, 32),),
+    longest=40,
+    rounds=1,
+    pairs_per_step=4,
+    steps=4,
+    pack_size=256,
+    window=8,
+)
+
+
+def lengths(profile: str, n: int, longest: int, seed: int = 0) -> np.ndarray:
+    """Tokens of prompt, chosen and rejected of `n` pairs, int `[n, 3]`."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.lognormal(np.log(PROFILES[profile]), 0.9, (n, 3))
+    return np.clip(np.rint(drawn), 2, longest).astype(np.int64)
+
+
+def batch_of(rows: np.ndarray, layout: str, vocab_size: int) -> Any:
+    """One pack of these pairs; the tokens follow from the lengths, the same in every layout."""
+    from packstore.format.arrays import Packs, signed, to_offsets
+    from packstore.torch import collate
+
+    ids, labels, whole = [], [], []
+    for prompt, *responses in rows.tolist():
+        rng = np.random.default_rng([prompt, *responses])
+        shared = rng.integers(0, vocab_size, prompt)
+        for i, response in enumerate(responses):
+            own = rng.integers(0, vocab_size, response)
+            start = prompt - 1 if i and layout == "shared_prefix" else 0
+            ids.append(np.concatenate([shared, own])[start:])
+            labels.append(np.concatenate([np.full(prompt, -100), own])[start:])
+            whole.append(prompt + response)
+    segments, pairs = len(ids), len(rows)
+    packs = Packs(
+        signed_ids=signed(np.concatenate(ids), np.concatenate(labels)).astype(np.int32),
+        reward=np.tile(np.array([1, 0], np.float32), pairs),
+        lengths=np.array(whole, np.int32),
+        seq_boundaries=to_offsets(np.array([len(x) for x in ids])).astype(np.int32),
+        example_ids=np.arange(pairs),
+        num_responses=np.full(pairs, 2, np.int32),
+        token_offsets=np.array([0, sum(map(len, ids))]),
+        sequence_offsets=np.array([0, segments]),
+        example_offsets=np.array([0, pairs]),
+    )
+    return collate(packs, "preference")
+
+
+def tokens_of(rows: np.ndarray, layout: str) -> int:
+    """Tokens that pairs fill in a layout; ``padded`` rows count their padding."""
+    p, c, r = rows.T
+    if layout == "padded":
+        return 2 * len(p) * int((p + np.maximum(c, r)).max())
+    return int((2 * p + c + r).sum() if layout == "concat" else (p + 1 + c + r).sum())
+
+
+def cut(rows: np.ndarray, layout: str, size: int) -> Iterator[np.ndarray]:
+    """Yields runs of pairs, as many in each as `size` tokens hold."""
+    start = 0
+    for stop in range(1, len(rows)):
+        if tokens_of(rows[start : stop + 1], layout) > size:
+            yield rows[start:stop]
+            start = stop
+
+
+def grouped_by_length(rows: np.ndarray, size: int, seed: int = 0) -> list[np.ndarray]:
+    """Padded batches of pairs of similar length, in random order."""
+    order = np.argsort(rows[:, 0] + rows[:, 1:].max(1), kind="stable")
+    batches = list(cut(rows[order], "padded", size))
+    np.random.default_rng(seed).shuffle(batches)
+    return batches
+
+
+def make_model(family: str, config: dict[str, Any], sizes: Sizes, dtype: Any = None) -> Any:
+    """A random model in training mode, the same for every dtype."""
+    import transformers
+
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{family}Config")(**config, use_cache=False)
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    with torch.device(sizes.device):
+        return kind(made).to(dtype or sizes.dtype).train()
