@@ -22,6 +22,8 @@ class TokenizeSettings(SizeSettings, total=False):
 
     kind: Literal["auto", "preference", "sft", "ranked"]
     fields: Mapping[str, str]
+    where: str | None
+    select: Mapping[str, str]
     carry: tuple[str, ...]
     implicit_prompt: Literal["hh", "common_prefix"]
     tokenizer_engine: Literal["auto", "tokenizers", "fastokens", "gigatoken", "sentencepiece"]

@@ -44,6 +44,16 @@ class TokenizeConfig(SizeConfig):
         "field names of the input, e.g. prompt=question (repeatable)",
         flag="field",
     )
+    where: str | None = setting(
+        None,
+        "SQL condition on the fields of a record, e.g. \"score_gap > 1 AND lang = 'en'\"; other "
+        "records are counted as filtered",
+    )
+    select: Mapping[str, str] = setting(
+        dict,
+        "new or replaced fields as SQL expressions, e.g. prompt=\"question || ' ' || context\" "
+        "(repeatable)",
+    )
     carry: tuple[str, ...] = setting(
         (), "additional scalar columns to keep, NAME or NAME:TYPE (string, int64, float64, bool)"
     )

@@ -109,6 +109,7 @@ def _start_worker(work: Callable[[Any], Any]) -> None:
     # One process per core already: threads inside each would only contend.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
+    os.environ["POLARS_MAX_THREADS"] = "1"
     _work = work
 
 

@@ -73,7 +73,7 @@ def identity(item: Item) -> str:
     """Hashes all that decides the shards, except the settings and the contents of files."""
     _, slices, repeated = item
     cut = [[s.input.ordinal, s.input.path, s.first, s.step, s.block_bytes] for s in slices]
-    made_by = [VERSION, version("pyarrow"), version("numpy")]
+    made_by = [VERSION, version("pyarrow"), version("numpy"), version("polars")]
     digest = hashlib.sha256(repr([cut, made_by]).encode(errors="surrogatepass"))
     digest.update(b"" if repeated is None else repeated.tobytes())
     return digest.hexdigest()

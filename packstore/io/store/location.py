@@ -117,6 +117,13 @@ class Location:
         found = self.request("list", path, partial(clients.ls, fs, full, self.url))
         return sorted(Entry(name, int(e["size"] or 0)) for name, e in found if e["type"] == "file")
 
+    def folders(self, path: str = "") -> list[str]:
+        """Lists the names of the folders directly in a folder; empty if the folder is missing."""
+        fs, full = self._at(path)
+
+        found = self.request("list", path, partial(clients.ls, fs, full, self.url))
+        return sorted(name for name, entry in found if entry["type"] == "directory")
+
     def glob(self) -> list[Location]:
         """Lists the files that match the URL as a pattern (``*``, ``**``, ``?``, ``[...]``)."""
         fs, full = self._open()
