@@ -69,6 +69,7 @@ else:
             *,
             config: PackConfig | None = None,
             storage_options: Mapping[str, Any] | None = None,
+            source_storage_options: Mapping[str, Any] | None = None,
             progress: Progress | None = None,
             **settings: Unpack[PackSettings],
         ) -> Dataset:
@@ -80,6 +81,7 @@ else:
                 tokenizer,
                 config=config,
                 storage_options=storage_options,
+                source_storage_options=source_storage_options,
                 progress=progress,
                 **settings,
             )

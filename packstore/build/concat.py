@@ -47,6 +47,7 @@ def append(
     tokenizer: Any = None,
     *,
     storage_options: Mapping[str, Any] | None = None,
+    source_storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
     **settings: Unpack[AppendSettings],
 ) -> Dataset:
@@ -60,6 +61,7 @@ def append(
         more: any source of :func:`packstore.pack`; a packed dataset is repacked.
         tokenizer: the tokenizer of the dataset; None: loaded from the path in its manifest.
         storage_options: passed to the fsspec filesystems of `dataset` and `more`.
+        source_storage_options: passed to those of `more` instead, if it lies elsewhere.
         progress: called as each stage advances; see :class:`Progress`.
         settings: fields of ``RunConfig``, `partitions` of the new records, `fields`, and
             `missing_field`. All others are those of the dataset.
@@ -76,6 +78,8 @@ def append(
     """
     base = dataset if isinstance(dataset, Dataset) else open_dataset(dataset, storage_options)
     options = base.location.storage_options
+    if source_storage_options is not None:
+        options = source_storage_options
     packed = isinstance(more, Dataset) or find_dataset(more, options) is not None
     config = _settings_of(base, settings, packed)
     lone = config.single_writer
@@ -89,7 +93,7 @@ def append(
         if tokenizer is None and not packed:
             tokenizer = _tokenizer_of(base)
         try:
-            pack_into(job, more, tokenizer, config, progress)
+            pack_into(job, more, options, tokenizer, config, progress)
         except AppendedBefore:
             log.info("%s: already there, same input and settings", base.url)
             return base

@@ -60,6 +60,7 @@ def pack(
     *,
     config: PackConfig | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    source_storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
     **settings: Unpack[PackSettings],
 ) -> Dataset:
@@ -78,7 +79,8 @@ def pack(
         tokenizer: ``tokenizer.json``, a Hugging Face folder, a SentencePiece ``.model``, or a
             ``tokenizers.Tokenizer``. Not for a packstore dataset.
         config: all settings as one object.
-        storage_options: passed to the fsspec filesystems of `source` and `out`.
+        storage_options: passed to the fsspec filesystems of `out` and `source`.
+        source_storage_options: passed to those of `source` instead, if it lies elsewhere.
         progress: called with stage, done, total and unit, often.
         settings: fields of :class:`packstore.PackConfig`; they override `config`.
 
@@ -97,12 +99,13 @@ def pack(
     STRATEGIES.check(config.strategy)
     ENGINES.check(config.engine)
     options = dict(storage_options or {})
+    of_source = options if source_storage_options is None else dict(source_storage_options)
     places: dict[str | None, Location] = {None: Location(out, options)}
     if len(parts := Selection(config, config.seed).parts) > 1:
         places = {part: places[None].join(part) for part in parts}
     there: dict[str | None, Dataset] = {}
     if not config.overwrite:
-        opening = partial(open_examples, source, tokenizer, config, options)
+        opening = partial(open_examples, source, tokenizer, config, of_source)
         there = finished_before(places, opening, config)
     if there and len(there) == len(places):
         log.info("%s: already there, same input and settings", Location(out, options).display)
@@ -113,7 +116,7 @@ def pack(
             stack.enter_context(opened(place, config.overwrite or part in there))
             for part, place in places.items()
         ]
-        work = partial(_pack, jobs, source, tokenizer, config, progress)
+        work = partial(_pack, jobs, source, of_source, tokenizer, config, progress)
         _falling_back(work, source, config)
     for job in jobs:
         _log_result(job.committed)
@@ -121,12 +124,17 @@ def pack(
 
 
 def pack_into(
-    job: WriteJob, source: Any, tokenizer: Any, config: PackConfig, progress: Progress | None = None
+    job: WriteJob,
+    source: Any,
+    source_options: Mapping[str, Any],
+    tokenizer: Any,
+    config: PackConfig,
+    progress: Progress | None = None,
 ) -> None:
     """Packs like :func:`pack`, into an open job; see :mod:`packstore.io.write.write_job`."""
     if config.validation_fraction:
         raise ConfigError("validation_fraction makes two datasets of its own: set it for pack().")
-    work = partial(_pack, [job], source, tokenizer, config, progress)
+    work = partial(_pack, [job], source, source_options, tokenizer, config, progress)
     _falling_back(work, source, config)
 
 
@@ -145,14 +153,14 @@ def _falling_back(work: Callable[[], None], source: Any, config: PackConfig) -> 
 def _pack(
     jobs: Sequence[WriteJob],
     source: Any,
+    source_options: Mapping[str, Any],
     tokenizer: Any,
     config: PackConfig,
     progress: Progress | None,
 ) -> None:
     """Packs and commits the dataset of each part (train, and validation if set)."""
     beside(partial(warm_up, config))
-    options = jobs[0].location.storage_options
-    reader = open_examples(source, tokenizer, config, dict(options))
+    reader = open_examples(source, tokenizer, config, dict(source_options))
     config = replace(config, partitions=reader.partitions)
     for job in jobs:
         job.check_fits(reader.kind, reader.carry, reader.provenance)
@@ -163,6 +171,7 @@ def _pack(
     ]
     counting = Counting(progress)
     inputs = [item.location for item in reader.inputs]
+    options = jobs[0].location.storage_options
     with RejectsFile(config.rejects, options, config.spill_dir, inputs) as rejects:
         totals = RecordTotals(parts, reader, config, rejects, counting)
         made = _partitions(reader, notes, config, totals, counting)

@@ -7,7 +7,12 @@ import argparse
 from packstore.cli import Command
 from packstore.cli._progress import progress_of
 from packstore.cli._results import add_json, dataset_result, print_result
-from packstore.cli.common import add_storage_options, number, storage_options
+from packstore.cli.common import (
+    add_storage_options,
+    number,
+    source_storage_options,
+    storage_options,
+)
 from packstore.cli.common import stdout_console as console
 from packstore.cli.settings import add_settings, key_values, read_settings
 from packstore.config import RunConfig
@@ -40,7 +45,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="of what is appended; default: one for each GiB of the input files",
     )
     add_json(parser)
-    add_storage_options(parser)
+    add_storage_options(parser, source=True)
     add_settings(parser, "running", RunConfig)
 
 
@@ -61,6 +66,7 @@ def _run(args: argparse.Namespace) -> int:
             source,
             args.tokenizer,
             storage_options=storage_options(args),
+            source_storage_options=source_storage_options(args),
             progress=progress,
             **settings,
         )

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from packstore.cli import Command
 from packstore.cli._results import add_json, print_result
 from packstore.cli.common import add_storage_options, stdout_console, storage_options
 from packstore.config import CHECK_RETRIES
+
+if TYPE_CHECKING:
+    from packstore.io.maintain.preflight import Finding
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +32,12 @@ def _run(args: argparse.Namespace) -> int:
         found = list(findings)
         print_result([finding._asdict() for finding in found])
         return int(any(finding.ok is False for finding in found))
-    console, failed = stdout_console(), 0
+    return print_findings(stdout_console(), findings)
+
+
+def print_findings(console: Console, findings: Iterable[Finding]) -> int:
+    """Prints each finding as soon as it is known; returns the exit code."""
+    failed = 0
     for finding in findings:
         mark, style = _MARKS[finding.ok]
         console.print(f"{mark:6} {finding.what:12} {finding.text}", style=style, markup=False)

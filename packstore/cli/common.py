@@ -51,8 +51,8 @@ def heading(text: str) -> Text:
     return Text(visible(text), no_wrap=True, overflow="ignore")
 
 
-def add_storage_options(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--storage-option KEY=VALUE``."""
+def add_storage_options(parser: argparse.ArgumentParser, source: bool = False) -> None:
+    """Adds ``--storage-option KEY=VALUE``; with `source` also ``--source-storage-option``."""
     parser.add_argument(
         "--storage-option",
         action="append",
@@ -60,6 +60,13 @@ def add_storage_options(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="passed to the fsspec filesystem, e.g. endpoint_url=… (repeatable)",
     )
+    if source:
+        parser.add_argument(
+            "--source-storage-option",
+            action="append",
+            metavar="KEY=VALUE",
+            help="passed to that of SOURCE instead, if it lies elsewhere (repeatable)",
+        )
 
 
 def add_single_writer(parser: argparse.ArgumentParser) -> None:
@@ -73,14 +80,24 @@ def add_single_writer(parser: argparse.ArgumentParser) -> None:
 
 def storage_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the storage options given; true, false, null, {…} and […] are parsed as JSON."""
-    given: dict[str, Any] = dict(key_values(args.storage_option, "--storage-option"))
+    return _options(args.storage_option, "--storage-option")
+
+
+def source_storage_options(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Returns those of the source, or None if none are given."""
+    given = args.source_storage_option
+    return None if given is None else _options(given, "--source-storage-option")
+
+
+def _options(items: list[str], flag: str) -> dict[str, Any]:
+    given: dict[str, Any] = dict(key_values(items, flag))
     for name, text in given.items():
         if text in ("true", "false", "null") or text[:1] in ("{", "["):
             try:
                 given[name] = json.loads(text)
             except ValueError:
                 raise ConfigError(
-                    f"--storage-option {name} must be JSON if it begins with a bracket."
+                    f"{flag} {name} must be JSON if it begins with a bracket."
                 ) from None
     return given
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +16,9 @@ from packstore.cli._results import add_json, print_result
 from packstore.cli.common import add_storage_options, number, stdout_console, storage_options
 from packstore.cli.settings import add_settings, read_settings
 from packstore.config import PackConfig, TokenizeConfig, WorkConfig
+
+if TYPE_CHECKING:
+    from packstore.build.reports.doctor import Diagnosis
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +34,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from packstore.build.reports.doctor import MEANING, doctor
+    from packstore.build.reports.doctor import doctor
 
     source = args.source[0] if len(args.source) == 1 else args.source
     with progress_of("doctor", args) as progress:
@@ -44,7 +49,14 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         print_result({"ok": diagnosis.ok, **dataclasses.asdict(diagnosis)})
         return code
-    console = stdout_console()
+    print_diagnosis(stdout_console(), diagnosis)
+    return code
+
+
+def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
+    """Prints the findings as a table."""
+    from packstore.build.reports.doctor import MEANING
+
     console.print(f"{number(diagnosis.records)} records of kind {diagnosis.kind}")
     table = Table()
     table.add_column("check", no_wrap=True)
@@ -65,7 +77,6 @@ def _run(args: argparse.Namespace) -> int:
         console.print(table)
     else:
         console.print("nothing to remark", style="green")
-    return code
 
 
 COMMAND = Command(

@@ -7,6 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from packstore.cli import Command, _html
@@ -104,7 +105,12 @@ def _run(args: argparse.Namespace) -> int:
         }
         print_result(figures)
         return 0
-    console = stdout_console()
+    print_estimate(stdout_console(), found)
+    return 0
+
+
+def print_estimate(console: Console, found: Estimate) -> None:
+    """Prints the choices as a table, with a recommendation if there are several."""
     console.print(_summary(found))
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in COLUMNS:
@@ -113,8 +119,8 @@ def _run(args: argparse.Namespace) -> int:
         table.add_row(*_row(choice), style="bold green" if choice is found.recommended else None)
     console.print(table)
     console.print(NOTE)
-    console.print(_advice(found))
-    return 0
+    if len(found.choices) > 1:
+        console.print(_advice(found))
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from rich.table import Table
@@ -16,13 +17,21 @@ from packstore.cli.common import (
     stdout_console,
     two_columns,
 )
+from packstore.config.job import job_of
+from packstore.config.yaml_file import to_yaml
 from packstore.errors import visible
 from packstore.io.manifest.manifest_hash import with_hash
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_dataset(parser, versions=True)
-    parser.add_argument("--json", action="store_true", help="print the manifest itself")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print the manifest itself")
+    shown.add_argument(
+        "--as-config",
+        action="store_true",
+        help="print the job that made it, for `packstore pack --config FILE`",
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -30,6 +39,9 @@ def _run(args: argparse.Namespace) -> int:
     m = dataset.manifest
     if args.json:
         print_json(with_hash(m.to_json()).decode())
+        return 0
+    if args.as_config:
+        sys.stdout.write(to_yaml(job_of(m.provenance, dataset.url)))
         return 0
     console = stdout_console()
     stats, totals = m.statistics, m.totals
@@ -102,7 +114,8 @@ COMMAND = Command(
     group="look",
     help="show the manifest and statistics of a dataset",
     examples="  packstore inspect prefs-8k\n"
-    "  packstore inspect s3://bucket/prefs-8k --json > manifest.json\n",
+    "  packstore inspect s3://bucket/prefs-8k --json > manifest.json\n"
+    "  packstore inspect prefs-8k --as-config > job.yaml\n",
     configure=_configure,
     run=_run,
 )

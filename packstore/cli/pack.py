@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from packstore.cli import Command
 from packstore.cli._progress import progress_of
 from packstore.cli._results import add_json, dataset_result, print_result
+from packstore.cli.check import print_findings
 from packstore.cli.common import (
     add_storage_options,
     number,
+    source_storage_options,
     stdout_console,
     storage_options,
     two_columns,
 )
+from packstore.cli.doctor import print_diagnosis
+from packstore.cli.estimate import print_estimate
 from packstore.cli.settings import add_settings, read_settings
 from packstore.config import (
     PackConfig,
@@ -23,24 +30,41 @@ from packstore.config import (
     TokenizeConfig,
     WriteConfig,
 )
+from packstore.config.job import read_job
+from packstore.errors import ConfigError, sentence
+
+if TYPE_CHECKING:
+    from packstore.build.reports.dry_run import DryRun
+    from packstore.io.dataset.dataset import Dataset
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source",
-        nargs="+",
-        metavar="SOURCE",
-        help="files, globs, folders or URLs (.jsonl .json .parquet .arrow .csv, also .gz .zst), "
-        "or one packed dataset",
+        "places",
+        nargs="*",
+        metavar="SOURCE … OUT",
+        help="SOURCE: files, globs, folders or URLs (.jsonl .json .parquet .arrow .csv, also .gz "
+        ".zst), one packed dataset, or - for JSON lines on standard input; OUT: folder or URL of "
+        "the new dataset",
     )
-    parser.add_argument("out", metavar="OUT", help="folder or URL of the new dataset")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file with source, out, tokenizer, storage_options and settings, named as here "
+        "with _ for -; what is given here overrides it",
+    )
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",
         help="tokenizer.json, a Hugging Face folder, or a SentencePiece .model",
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="write no dataset: lint and plan a sample of the records, and try OUT",
+    )
     add_json(parser)
-    add_storage_options(parser)
+    add_storage_options(parser, source=True)
     add_settings(parser, "packing", PlanConfig)
     add_settings(parser, "tokenization", TokenizeConfig)
     add_settings(parser, "selection", SelectConfig)
@@ -49,21 +73,85 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    job = _job(args)
+    if args.dry_run:
+        return _dry_run(args, job)
     from packstore.build.pipeline import pack
 
-    source = args.source[0] if len(args.source) == 1 else args.source
+    if job["source"] == "-":
+        job["source"] = _records(sys.stdin.buffer)
     with progress_of("pack", args) as progress:
-        dataset = pack(
-            source,
-            args.out,
-            args.tokenizer,
-            storage_options=storage_options(args),
-            progress=progress,
-            **read_settings(args, PackConfig),
-        )
+        dataset = pack(**job, progress=progress)
     if args.json:
         print_result(dataset_result(dataset))
-        return 0
+    else:
+        _print(dataset)
+    return 0
+
+
+def _job(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of ``packstore.pack``, from the job file and the command line."""
+    job: dict[str, Any] = {} if args.config is None else read_job(args.config)
+    if len(args.places) > 1:
+        source = args.places[:-1]
+        job |= {"source": source[0] if len(source) == 1 else source, "out": args.places[-1]}
+    elif args.places or not {"source", "out"} <= job.keys():
+        args.parser.error(
+            "SOURCE and OUT must be given, both here or both in a job file (--config)"
+        )
+    if args.tokenizer is not None:
+        job["tokenizer"] = args.tokenizer
+    if args.storage_option:
+        job["storage_options"] = storage_options(args)
+    if args.source_storage_option is not None:
+        job["source_storage_options"] = source_storage_options(args)
+    if isinstance(job["source"], tuple):
+        job["source"] = list(job["source"])
+    return {**job, **read_settings(args, PackConfig)}
+
+
+def _records(stream: BinaryIO) -> Iterator[object]:
+    """Yields the records of JSON lines."""
+    from packstore.io.inputs.files import BLOCK_BYTES
+    from packstore.io.inputs.formats import FORMATS
+    from packstore.io.inputs.pieces import ReadOptions
+
+    lines, name = FORMATS.load("jsonl"), "<standard input>"
+    for piece in lines.read(stream, name, ReadOptions(block_bytes=BLOCK_BYTES)):
+        yield from lines.parse(piece.payload, name, piece.first)[1]
+
+
+def _dry_run(args: argparse.Namespace, job: dict[str, Any]) -> int:
+    from packstore.build.reports.dry_run import dry_run
+
+    if job["source"] == "-":
+        must = "a dry run reads its input twice, so it must be files"
+        raise ConfigError(sentence("--dry-run", must, "standard input"))
+    with progress_of("dry run", args) as progress:
+        found = dry_run(**job, progress=progress)
+    if args.json:
+        print_result(
+            {
+                "ok": found.ok,
+                "diagnosis": found.diagnosis,
+                "estimate": found.estimate.choices[0],
+                "findings": [finding._asdict() for finding in found.findings],
+            }
+        )
+    else:
+        _print_dry_run(found)
+    return 0 if found.ok else 1
+
+
+def _print_dry_run(found: DryRun) -> None:
+    console = stdout_console()
+    if found.diagnosis is not None:
+        print_diagnosis(console, found.diagnosis)
+    print_estimate(console, found.estimate)
+    print_findings(console, found.findings)
+
+
+def _print(dataset: Dataset) -> None:
     m = dataset.manifest
     per_pack = m.statistics.examples_per_pack
     rows: dict[str, object] = {
@@ -79,7 +167,6 @@ def _run(args: argparse.Namespace) -> int:
         "shards": len(m.shards),
     }
     stdout_console().print(two_columns(f"{m.kind} dataset {dataset.url}", rows))
-    return 0
 
 
 COMMAND = Command(
@@ -88,7 +175,9 @@ COMMAND = Command(
     examples="  packstore pack prefs.jsonl prefs-8k --tokenizer tokenizer.json\n"
     "  packstore pack 'raw/*.jsonl.gz' s3://bucket/prefs-8k --tokenizer Qwen3/ --pack-size 8192\n"
     "  packstore pack qa.csv qa-4k --tokenizer t.json --field prompt=question --pack-size 4096\n"
-    "  packstore pack prefs-8k prefs-32k --pack-size 32768 --layout shared_prefix\n",
+    "  packstore pack prefs-8k prefs-32k --pack-size 32768 --layout shared_prefix\n"
+    "  packstore pack --config job.yaml --dry-run\n"
+    "  zcat raw.gz | packstore pack - prefs-8k --tokenizer tokenizer.json\n",
     configure=_configure,
     run=_run,
 )

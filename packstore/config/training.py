@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal, Self
 
 from packstore.config import setting, validate
+from packstore.config.yaml_file import read_yaml
 from packstore.errors import ConfigError, UnknownNameError, quote, sentence
-from packstore.registry import missing_extra
 
 
 def _required(help: str) -> Any:
@@ -227,34 +225,12 @@ def read_settings(path: str | PathLike[str]) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or holds no mapping.
         UnknownNameError: a setting does not exist; lists the choices.
-        MissingExtraError: PyYAML is not installed.
     """
-    try:
-        import yaml
-    except ImportError as error:
-        raise missing_extra("a config file", "train", error) from error
-
-    # YAML 1.1 reads 1e-6 as a string; users mean the number.
-    loader = type("Loader", (yaml.SafeLoader,), {})
-    number = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
-    loader.add_implicit_resolver(  # type: ignore[attr-defined]
-        "tag:yaml.org,2002:float", number, list("-+0123456789")
-    )
-    try:
-        settings = yaml.load(Path(path).read_text(encoding="utf-8"), loader)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(sentence(str(path), "it must be a readable file", reason)) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(sentence(str(path), "it must be YAML", str(error))) from error
-    if not isinstance(settings, Mapping):
-        raise ConfigError(
-            sentence(str(path), "it must hold settings, name: value", quote(settings))
-        )
+    settings = read_yaml(path)
     names = [f.name for f in dataclasses.fields(TrainConfig)]
     for name in settings:
         _check_known(name, names)
-    return {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
+    return settings
 
 
 def _check_known(name: Any, known: list[str]) -> None:

@@ -9,17 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_jobs import write_jsonl
+from small_jobs import write_jsonl, write_tokenizer
 
 import packstore
 from packstore.cli import COMMANDS, main
 from packstore.cli._parser import GROUPS
 
-TOKENIZER = {
-    "version": "1.0",
-    "model": {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "a"},
-    "pre_tokenizer": {"type": "Whitespace"},
-}
 RECORDS = [
     {"prompt": f"Question {i}? ", "chosen": f"Answer {i}.", "rejected": "No."} for i in range(20)
 ]
@@ -30,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("programs")
     write_jsonl(folder / "pairs.jsonl", [*RECORDS, {**RECORDS[0], "rejected": ""}])
     write_jsonl(folder / "new.jsonl", RECORDS[:3])
-    (folder / "t.json").write_text(json.dumps(TOKENIZER))
+    write_tokenizer(folder / "t.json")
     assert main(command(folder, "pack pairs.jsonl packed --tokenizer t.json")) == 0
     return folder
 

@@ -53,3 +53,14 @@ def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Makes everything that is there now so much older."""
     ahead = types.SimpleNamespace(time=lambda: time.time() + seconds)
     monkeypatch.setattr(operations, "time", ahead)
+
+
+def write_tokenizer(path: Path) -> Path:
+    """Writes a ``tokenizer.json`` to which every word but ``?`` is the same token."""
+    tokenizer = {
+        "version": "1.0",
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "a"},
+        "pre_tokenizer": {"type": "Whitespace"},
+    }
+    path.write_text(json.dumps(tokenizer))
+    return path

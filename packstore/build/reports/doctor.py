@@ -76,6 +76,7 @@ def doctor(
     source: Any,
     tokenizer: Any,
     *,
+    sample: int | None = None,
     config: PackConfig | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: Any = None,
@@ -86,6 +87,11 @@ def doctor(
     Policies set to ``error`` count here instead of stopping. Memory: 16 bytes (two hashes) for
     every record.
 
+    Args:
+        source, tokenizer, config, storage_options, settings: see :func:`packstore.pack`.
+        sample: most records to tokenize, from all over the input; None: all.
+        progress: called with the number of records read.
+
     Raises:
         PackstoreError: the input cannot be read, or the tokenizer does not load.
     """
@@ -93,6 +99,8 @@ def doctor(
     reader = open_examples(source, tokenizer, config, dict(storage_options or {}))
     if not isinstance(reader, RecordExampleReader) or reader.tokenizer is None:
         raise ConfigError("doctor needs records and a tokenizer; check a dataset with verify.")
+    if sample is not None:
+        reader.sample(sample, config.seed)
     tally, lint = Tally(), _Lint(reader.tokenizer)
     for examples, part in reader.each(TextLint(reader.tokenize(), reader.kind, config)):
         tally.add(part)

@@ -1,0 +1,162 @@
+"""Packing jobs: files of settings, dry runs, standard input, and stores of input and output."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import pytest
+import yaml
+from small_jobs import write_jsonl, write_tokenizer
+
+import packstore
+from packstore.cli import main
+
+RECORDS = [
+    {"question": f"Question {i}? ", "chosen": f"Answer {i}.", "rejected": "No."} for i in range(20)
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "pairs.jsonl", RECORDS)
+    write_tokenizer(tmp_path / "t.json")
+    return tmp_path
+
+
+def job(**changes: Any) -> str:
+    """Writes a job file; returns its name."""
+    settings = {
+        "source": ["pairs.jsonl"],
+        "out": "packed",
+        "tokenizer": "t.json",
+        "fields": {"prompt": "question"},
+        "pack_size": 64,
+        "max_drop_rate": 1e-1,
+    }
+    Path("job.yaml").write_text(yaml.safe_dump({**settings, **changes}))
+    return "job.yaml"
+
+
+def test_a_job_file_is_the_same_job_as_flags(folder: Path) -> None:
+    assert main(["pack", "--config", job()]) == 0
+    flags = ["--tokenizer", "t.json", "--field", "prompt=question", "--pack-size", "64"]
+    assert main(["pack", "pairs.jsonl", "other", *flags]) == 0
+    one, other = packstore.open("packed"), packstore.open("other")
+    assert one.manifest.fingerprint == other.manifest.fingerprint
+
+
+def test_flags_override_the_file(folder: Path) -> None:
+    assert main(["pack", "--config", job(), "pairs.jsonl", "mine", "--pack-size", "128"]) == 0
+    assert packstore.open("mine").manifest.pack_size == 128
+    assert not Path("packed").exists()
+
+
+def test_the_config_of_a_dataset_makes_it_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pack", "--config", job(), "--layout", "shared_prefix", "--seed", "7"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", "packed", "--as-config"]) == 0
+    settings = yaml.safe_load(capsys.readouterr().out)
+    Path("again.yaml").write_text(yaml.safe_dump({**settings, "out": "again"}))
+    assert main(["pack", "--config", "again.yaml"]) == 0
+    one, again = packstore.open("packed"), packstore.open("again")
+    assert one.manifest.fingerprint == again.manifest.fingerprint
+    assert [s.sha256 for s in one.manifest.shards] == [s.sha256 for s in again.manifest.shards]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"pack_sise": 64}, "unknown setting 'pack_sise'"),
+        ({"pack_size": "64"}, "setting pack_size must be a whole number; found '64'"),
+        ({"out": 3}, "job.yaml, out: it must be a path or URL; found 3"),
+        ({"source": [1]}, "job.yaml, source: it must be a path, glob or URL, or a list of them"),
+        ({"storage_options": "a"}, "job.yaml, storage_options: it must be name: value"),
+        ({"storage_options": {1: 2}}, "job.yaml, storage_options: it must be name: value"),
+    ],
+)
+def test_mistakes_in_a_job_file(
+    folder: Path, changes: dict[str, Any], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pack", "--config", job(**changes)]) == 1
+    assert expected in capsys.readouterr().err
+    assert not Path("packed").exists()
+
+
+@pytest.mark.parametrize("places", [[], ["x"]])
+def test_places_are_missing(places: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["pack", *places])
+    assert caught.value.code == 2
+    assert "SOURCE and OUT must be given" in capsys.readouterr().err
+
+
+def test_a_dry_run_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {p.name for p in folder.iterdir()} | {"job.yaml"}
+    assert main(["pack", "--config", job(), "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"]
+    assert found["diagnosis"]["records"] == 20
+    assert (found["estimate"]["pack_size"], found["estimate"]["examples"]) == (64, 20)
+    assert {p.name for p in folder.iterdir()} == before
+    main(["pack", "--config", job()])
+    assert found["estimate"]["packs"] == len(packstore.open("packed"))
+
+
+def test_a_dry_run_finds_what_would_stop_the_job(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(folder / "pairs.jsonl", RECORDS[:3] + 2 * [{**RECORDS[0], "rejected": ""}])
+    assert main(["pack", "--config", job(), "--dry-run"]) == 1
+    assert "40.0% are dropped; max_drop_rate allows 10%" in capsys.readouterr().out
+    assert main(["pack", "--config", job(max_drop_rate=0.5)]) == 0
+    capsys.readouterr()
+    assert main(["pack", "--config", job(max_drop_rate=0.5), "--dry-run"]) == 0
+    assert "version 1 is there; another job needs --overwrite" in capsys.readouterr().out
+
+
+def test_standard_input(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def feed(data: bytes) -> None:
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+
+    feed(Path("pairs.jsonl").read_bytes())
+    assert main(["pack", "-", "piped", "--config", job()]) == 0
+    main(["pack", "--config", job()])
+    piped, packed = packstore.open("piped"), packstore.open("packed")
+    assert piped.read_packs(0).input_ids.tolist() == packed.read_packs(0).input_ids.tolist()
+    feed(b'{"question": "a", "chosen": "b", "rejected": "c"}\n{"question": \n')
+    assert main(["pack", "-", "broken", "--config", job()]) == 1
+    assert "<standard input>, line 2" in capsys.readouterr().err
+    feed(b"")
+    assert main(["pack", "-", "none", "--config", job(), "--dry-run"]) == 1
+    assert "a dry run reads its input twice" in capsys.readouterr().err
+
+
+def test_source_and_destination_have_options_of_their_own(folder: Path) -> None:
+    """A chained file system cannot be opened without the options of its own store."""
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/jobs/pairs.jsonl", Path("pairs.jsonl").read_bytes())
+    settings: dict[str, Any] = {"fields": {"prompt": "question"}, "pack_size": 64}
+    source = {"fo": "/jobs", "target_protocol": "memory", "path": "/jobs"}
+    dataset = packstore.pack(
+        "dir://pairs.jsonl",
+        "packed",
+        "t.json",
+        source_storage_options=source,
+        storage_options={"auto_mkdir": True},
+        **settings,
+    )
+    assert dataset.manifest.records.packed == 20
+    write_jsonl(folder / "more.jsonl", RECORDS[:3])
+    memory.pipe("/jobs/more.jsonl", Path("more.jsonl").read_bytes())
+    grown = packstore.append("packed", "dir://more.jsonl", "t.json", source_storage_options=source)
+    assert grown.manifest.records.packed == 23
