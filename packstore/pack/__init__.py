@@ -1,7 +1,7 @@
 """Tokenizes records, packs them, and commits them as a dataset; also the package of the algorithms.
 
-    packstore.pack(source, out, tokenizer=None, *, config=None, storage_options=None, progress=None,
-                   **settings) -> Dataset
+    packstore.pack(source, out, tokenizer=None, *, config=None, storage_options=None,
+                   source_storage_options=None, progress=None, **settings) -> Dataset
 
     >>> import packstore
     >>> dataset = packstore.pack(
@@ -17,7 +17,8 @@ Args of the call:
     tokenizer: ``tokenizer.json``, a Hugging Face folder, a SentencePiece ``.model``, or a
         ``tokenizers.Tokenizer``. Not for a packstore dataset.
     config: all settings as one object, a :class:`packstore.PackConfig`.
-    storage_options: passed to the fsspec filesystems of `source` and `out`.
+    storage_options: passed to the fsspec filesystems of `out` and `source`.
+    source_storage_options: passed to those of `source` instead, if it lies elsewhere.
     progress: called with stage, done, total and unit, often.
     settings: fields of :class:`packstore.PackConfig`; they override `config`.
 
