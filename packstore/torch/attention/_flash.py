@@ -18,11 +18,16 @@ LARGEST_HEAD = 256
 
 
 @cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Returns the compute capability of a CUDA device; (0, 0) for others."""
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
 def runs_on(device: torch.device) -> bool:
     """Returns True for a CUDA device of compute capability 8 or newer."""
-    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return capability(device) >= (8, 0)
 
 
 def fits(q: Tensor, v: Tensor) -> bool:

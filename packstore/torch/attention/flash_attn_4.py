@@ -11,6 +11,9 @@ from torch import Tensor
 from packstore.torch.attention import _flash
 from packstore.torch.batch.layout import AttentionLayout
 
+LEAST = (9, 0)
+"""Compute capability that the backward pass needs."""
+
 
 def attend(
     q_TNH: Tensor,
@@ -30,6 +33,12 @@ def attend(
         BackendError: the kernel does not support the device, dtype or head size.
     """
     _flash.check("flash_attn_4", q_TNH, k_TKH, v_TKH)
+    found = _flash.capability(q_TNH.device)
+    if found < LEAST:
+        # On older devices its forward pass runs, and the backward pass ends in an assertion.
+        must = f"the device must have compute capability {LEAST[0]} or newer (Hopper, Blackwell)"
+        do = "Use backend='torch_varlen' or 'flash_attn'"
+        raise _flash.refusal("flash_attn_4", must, f"{found[0]}.{found[1]}", do)
     left = _flash.window_left(layout, sliding_window)
     output: Tensor
     output, _ = _flash.call(

@@ -9,13 +9,15 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from packstore.torch.attention import _flash
+from packstore.torch.attention import _flash, _varlen
 from packstore.torch.batch.layout import AttentionLayout
 
-# torch 2.11 has no such keyword; later versions require it for grouped queries.
+# Later versions require the keyword for grouped queries; torch 2.11 has neither it nor the check,
+# and the same kernel.
 GROUPS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 )
@@ -40,20 +42,14 @@ def attend(
     if softcap is not None:
         must, found = "attention scores must not be soft-capped", f"softcap {softcap}"
         raise _flash.refusal("torch_varlen", must, found, "Use backend='flex' or 'flash_attn'")
-    keys, values = layout.keys(k_TKH), layout.keys(v_TKH)
-    if not GROUPS:
-        group = q_TNH.shape[1] // k_TKH.shape[1]
-        keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
-    output: Any = varlen.varlen_attn(
-        q_TNH,
-        keys,
-        values,
-        layout.cu_seqlens_q,
-        layout.cu_seqlens_k,
-        layout.max_seqlen_q,
-        layout.max_seqlen_k,
-        scale=scale,
-        window_size=(_flash.window_left(layout, sliding_window), 0),
-        **GROUPS,
-    )
-    return output  # type: ignore[no-any-return]
+    left = _flash.window_left(layout, sliding_window)
+    cu_q, cu_k = layout.cu_seqlens_q, layout.cu_seqlens_k
+    longest = (layout.max_seqlen_q, layout.max_seqlen_k)
+    # torch 2.15 may choose cuDNN for its varlen_attn, which has no deterministic backward pass.
+    if layout.kv_index is not None or torch.are_deterministic_algorithms_enabled():
+        rows = layout.rows(k_TKH), layout.rows(v_TKH), layout.kv_index
+        output: Tensor = _varlen.varlen(q_TNH, *rows, cu_q, cu_k, *longest, scale, left)[0]
+        return output
+    window: dict[str, Any] = {"scale": scale, "window_size": (left, 0), **GROUPS}
+    whole: Any = varlen.varlen_attn(q_TNH, k_TKH, v_TKH, cu_q, cu_k, *longest, **window)
+    return whole  # type: ignore[no-any-return]

@@ -66,9 +66,14 @@ class AttentionLayout:
         shortest, longest = self.lengths.expand(2, -1).tolist()
         return shortest, longest
 
+    def rows(self, rows_TKH: Tensor) -> Tensor:
+        """Returns the rows of K or V that `kv_index` indexes, from those of the row's tokens."""
+        return rows_TKH
+
     def keys(self, rows_TKH: Tensor) -> Tensor:
         """Gathers K or V of the row's tokens, `[T, K, H]`, in the order of the key runs."""
-        return rows_TKH if self.kv_index is None else rows_TKH.index_select(0, self.kv_index)
+        rows = self.rows(rows_TKH)
+        return rows if self.kv_index is None else rows.index_select(0, self.kv_index)
 
     def split(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yields queries, keys and values of each segment; `k` and `v` come from :meth:`keys`.

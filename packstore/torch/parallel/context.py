@@ -130,9 +130,9 @@ class GatheredLayout(AttentionLayout):
 
     group: Any = None
 
-    def keys(self, rows_TKH: Tensor) -> Tensor:
-        """Gathers K or V over all ranks, and returns those of this rank's key runs."""
-        return super().keys(gather_rows(rows_TKH, self.group))
+    def rows(self, rows_TKH: Tensor) -> Tensor:
+        """Gathers K or V over all ranks."""
+        return gather_rows(rows_TKH, self.group)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -128,7 +128,6 @@ def varlen_attn_2_11(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
     window_size=(-1, -1),
 ):  # fmt: skip
-    assert query.shape[1] == key.shape[1] == value.shape[1], "torch 2.11 has no grouped queries"
     left, right = window_size
     assert right == 0
     return by_definition(query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), scale, left)
@@ -147,6 +146,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backends take the stand-ins' device and precision."""
     monkeypatch.setattr(_flash, "DEVICES", ("cpu",))
     monkeypatch.setattr(_flash, "DTYPES", (torch.float64,))
+    monkeypatch.setattr(_flash, "capability", lambda _: (9, 0))
 
 
 @pytest.fixture
@@ -216,15 +216,14 @@ def test_the_call_means_the_same_as_reference(
         compare(attend, heads, batch.layout, sliding_window=window, softcap=softcap)
 
 
-@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_torch_2_11_gets_every_head(
-    kit: SimpleNamespace, on_cpu: None, monkeypatch: pytest.MonkeyPatch, layout: str, heads: int
+def test_torch_2_11_gets_grouped_queries_without_a_keyword(
+    kit: SimpleNamespace, on_cpu: None, monkeypatch: pytest.MonkeyPatch, heads: int
 ) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn_2_11)
     module = importlib.import_module("packstore.torch.attention.torch_varlen")
     monkeypatch.setattr(module, "GROUPS", {})
-    batch = collate(kit.packed(EXAMPLES, [2, 3], layout), "preference")
+    batch = collate(kit.packed(EXAMPLES, [2, 3], "concat"), "preference")
     for window in (None, 3):
         compare(module.attend, heads, batch.layout, sliding_window=window)
 
@@ -298,6 +297,17 @@ def test_refused_inputs(
         attend(*half[:2], half[2][..., :6], layout, scale=0.3)
     with pytest.raises(BackendError, match="a multiple of 8 up to 256; found 7 for queries"):
         attend(*(x[..., :7] for x in half), layout, scale=0.3)
+
+
+def test_flash_attn_4_needs_hopper(
+    kit: SimpleNamespace, stand_in: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = stand_in("flash_attn_4")
+    layout = collate(kit.packed(EXAMPLES, [2, 3], "concat"), "preference").layout
+    attend(*inputs(layout.num_queries), layout, scale=0.3)
+    monkeypatch.setattr(_flash, "capability", lambda _: (8, 6))
+    with pytest.raises(BackendError, match=r"capability 9 or newer .*; found 8.6. Use backend="):
+        attend(*inputs(layout.num_queries), layout, scale=0.3)
 
 
 @pytest.mark.parametrize(
