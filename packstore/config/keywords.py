@@ -155,6 +155,7 @@ class TrainLossSettings(TypedDict, total=False):
     sft_average: Literal["token", "sequence_sum", "sequence_mean"]
     average_logps: bool
     pairs: Literal["best_vs_rest", "all", "adjacent"]
+    router_aux_loss_coef: float | None
 
 
 class TrainOptimizerSettings(TypedDict, total=False):

@@ -112,6 +112,9 @@ class TrainLossConfig:
     pairs: Literal["best_vs_rest", "all", "adjacent"] = setting(
         "best_vs_rest", "kind ranked: the pairs of responses to compare"
     )
+    router_aux_loss_coef: float | None = setting(
+        None, "weight of the load-balancing loss of experts; default: the model's own; 0: none"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +260,7 @@ _MINIMUM = {
     "num_workers": 0,
     "lora_rank": 1,
     "sft_weight": 0,
+    "router_aux_loss_coef": 0,
     "learning_rate": 0,
     "warmup": 0,
     "weight_decay": 0,

@@ -26,6 +26,7 @@ from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.losses.divisor import StepDivisor, own_divisor
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.metrics import Metrics
+from packstore.torch.models.routers import RouterSettings, carry, router_losses
 
 
 class PackedLabels:
@@ -128,6 +129,8 @@ class PackedLoss:
         metrics: training metrics; ``metrics.means()`` covers the time since the last call, over
             all ranks.
         held_out: the same for evaluation.
+        routers: settings of the load-balancing loss of the policy's experts, which
+            :class:`~packstore.torch.PackedTrainerMixin` sets; None: there is none.
 
     Raises:
         ConfigError: the loss divides by two different counts, and the Trainer counts one.
@@ -142,6 +145,7 @@ class PackedLoss:
             raise ConfigError(sentence("transformers' Trainer", must, "a mean over tokens", do))
         self.loss_fn, self.reference = loss_fn, reference
         self.metrics, self.held_out = Metrics(), Metrics()
+        self.routers: RouterSettings | None = None
 
     def __call__(
         self,
@@ -167,6 +171,9 @@ class PackedLoss:
                 of_reference = self.reference(**batch.model_inputs()).logits
             ref_logps = segment_logps(batch, logits=of_reference)
         logps = segment_logps(batch, logits=logits)
+        if self.routers is not None and torch.is_grad_enabled():
+            losses = router_losses(batch, outputs.get("router_logits"), self.routers)
+            logps = carry(logps, losses, self.routers.model)
         out = self.loss_fn(logps, batch, ref_logps, divisor=divisor)
         (self.metrics if torch.is_grad_enabled() else self.held_out).add(out.metrics)
         return out.loss

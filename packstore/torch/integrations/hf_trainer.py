@@ -18,10 +18,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from packstore.errors import ConfigError, sentence
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.integrations.hf_collator import PackedLoss
-from packstore.torch.models.routers import check_router_loss
+from packstore.torch.models.routers import router_settings
 
 
 class PackedTrainerMixin:
@@ -37,7 +39,8 @@ class PackedTrainerMixin:
 
     Raises:
         ConfigError: the dataset splits itself over the ranks, which the trainer does too.
-        CompatibilityError: the model's config enables the load-balancing loss of its experts.
+        CompatibilityError: the model's config asks for a load-balancing loss of its experts, which
+            its routers cannot give.
     """
 
     loss_is_scaled_for_ga = True
@@ -46,7 +49,10 @@ class PackedTrainerMixin:
         super().__init__(*args, **kwargs)
         self.packed_loss = self.compute_loss_func = packed_loss
         trainer: Any = self
-        check_router_loss(trainer.model)
+        packed_loss.routers = router_settings(trainer.model)
+        given = getattr(trainer.args, "router_aux_loss_coef", None)  # TRL's setting
+        if given is not None and packed_loss.loss_fn.router_aux_loss_coef is None:
+            packed_loss.loss_fn.router_aux_loss_coef = given
         for dataset in (trainer.train_dataset, trainer.eval_dataset):
             _check_whole(dataset)
         if isinstance(trainer.train_dataset, PackedDataset):
@@ -56,12 +62,14 @@ class PackedTrainerMixin:
         if loading.dispatch_batches is None:  # a packed batch cannot be sliced for other ranks
             loading.dispatch_batches = False
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Uses the Trainer's method, which calls `compute_loss_func`; TRL's averages per batch."""
         from transformers import Trainer
 
         own: Any = self
-        return Trainer.compute_loss(own, *args, **kwargs)
+        if torch.is_grad_enabled() and self.packed_loss.routers is not None:
+            inputs["output_router_logits"] = True
+        return Trainer.compute_loss(own, model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds the metrics since the last call, over all ranks; a collective call."""

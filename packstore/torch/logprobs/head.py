@@ -22,7 +22,13 @@ from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.models.bypassed import check_not_compiled, check_own_precision
 from packstore.torch.models.probe import ieee_products
-from packstore.torch.models.routers import check_router_loss
+from packstore.torch.models.routers import (
+    RouterSettings,
+    carry,
+    check_gradient,
+    router_losses,
+    router_settings,
+)
 from packstore.torch.models.unwrap import adapted, unwrapped
 
 USE_LOGITS = "Use logits: segment_logps(batch, logits=model(**batch.model_inputs()).logits)"
@@ -61,18 +67,40 @@ class Head:
         bias: Tensor | None = getattr(self.output, "bias", None)
         return bias
 
-    def logps(self, batch: PackedBatch, *, chunk_size: int | None = None) -> Tensor:
-        """Computes :func:`segment_logps` of the batch, `[S]`, without making the logits."""
-        hidden = self.backbone(**batch.model_inputs()).last_hidden_state
-        return segment_logps(
+    def logps(
+        self,
+        batch: PackedBatch,
+        *,
+        chunk_size: int | None = None,
+        routers: RouterSettings | None = None,
+    ) -> Tensor:
+        """Computes :func:`segment_logps` of the batch, `[S]`, without making the logits.
+
+        Args:
+            batch: the batch.
+            chunk_size: see :func:`segment_logps`.
+            routers: if given, the log-probs carry the load-balancing losses of the experts.
+
+        Raises:
+            CompatibilityError: the routers do not give what that loss needs.
+        """
+        asked = {} if routers is None else {"output_router_logits": True}
+        outputs = self.backbone(**batch.model_inputs(), **asked)
+        losses = None
+        if routers is not None:
+            # Before the head: in the backward pass its hooks then run first, as FSDP expects.
+            losses = router_losses(batch, getattr(outputs, "router_logits", None), routers)
+            check_gradient(self.backbone, outputs.last_hidden_state, losses, routers.model)
+        logps = segment_logps(
             batch,
-            hidden=hidden,
+            hidden=outputs.last_hidden_state,
             weight=self.weight,
             bias=self.bias,
             logit_scale=self.logit_scale,
             softcap=self.softcap,
             chunk_size=chunk_size,
         )
+        return logps if losses is None or routers is None else carry(logps, losses, routers.model)
 
 
 _PROVED: WeakKeyDictionary[nn.Module, Head] = WeakKeyDictionary()
@@ -109,6 +137,9 @@ def find_head(model: nn.Module) -> Head:
 def packed_logps(model: nn.Module, batch: PackedBatch, *, chunk_size: int | None = None) -> Tensor:
     """Computes the log-probs of a batch's segments, `[S]` in nats, without making the logits.
 
+    With gradients enabled, those of a model whose config asks for a load-balancing loss of its
+    experts carry that loss to :class:`~packstore.torch.PreferenceLoss`.
+
     Args:
         model: a Hugging Face causal LM prepared by :func:`use_packed_attention`.
         batch: the batch, on the model's device.
@@ -143,8 +174,9 @@ class PackedPolicy(nn.Module):
         chunk_size: see :func:`segment_logps`.
 
     Raises:
-        CompatibilityError: the head is not a plain one, see :func:`find_head`; or the model is
-            compiled: compile this module instead.
+        CompatibilityError: the head is not a plain one, see :func:`find_head`; the routers do not
+            give the load-balancing loss that the config asks for; or the model is compiled: compile
+            this module instead.
     """
 
     def __init__(self, model: nn.Module, *, chunk_size: int | None = None) -> None:
@@ -152,6 +184,7 @@ class PackedPolicy(nn.Module):
         check_not_compiled(model)
         self.model, self.chunk_size = model, chunk_size
         find_head(model)
+        router_settings(model)
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Computes the log-probs `[S]` in nats; the batch may be on any device."""
@@ -160,9 +193,8 @@ class PackedPolicy(nn.Module):
 
 
 def _logps(model: nn.Module, batch: PackedBatch, chunk_size: int | None) -> Tensor:
-    if torch.is_grad_enabled():
-        check_router_loss(model)
-    return find_head(model).logps(batch, chunk_size=chunk_size)
+    routers = router_settings(model) if torch.is_grad_enabled() else None
+    return find_head(model).logps(batch, chunk_size=chunk_size, routers=routers)
 
 
 def _synchronises(model: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 from packstore.errors import ConfigError, sentence
@@ -35,10 +35,12 @@ class StepDivisor:
     Attributes:
         count: divides `loss_sum`; for a step, the sum of `count` over its batches.
         sft_count: divides `sft_sum`, or None.
+        examples: divides `router_sum`; None: `count` does, if it counts examples.
     """
 
     count: float
     sft_count: float | None = None
+    examples: float | None = None
 
     def averaged(self, times: int) -> StepDivisor:
         """Returns the divisor for a trainer that averages over `times` parts instead of summing.
@@ -46,8 +48,9 @@ class StepDivisor:
         DDP and FSDP average gradients over the ranks; Accelerate also divides each loss by
         `gradient_accumulation_steps`.
         """
-        sft = None if self.sft_count is None else self.sft_count / times
-        return StepDivisor(self.count / times, sft)
+        others = (self.sft_count, self.examples)
+        shares = (None if each is None else each / times for each in others)
+        return StepDivisor(self.count / times, *shares)
 
 
 class CountedLoss(Protocol):
@@ -70,24 +73,26 @@ def planned_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor | N
     if step is None:
         return None
     counts = step.counts or {}
+    examples = float(max(step.examples, 1))
     by_token = loss_fn.sft_average == "token"
     sft_count = counts.get("best_tokens") if by_token else step.examples
     if loss_fn.only_sft:
-        return None if sft_count is None else StepDivisor(float(max(sft_count, 1)))
+        whole = None if sft_count is None else float(max(sft_count, 1))
+        return None if whole is None else StepDivisor(whole, examples=examples)
     count = step.examples if batch.kind == "preference" else counts.get(f"pairs_{loss_fn.pairs}")
     if loss_fn.reduction == "pack_mean":
         count = sft_count = step.packs if batch.kind == "preference" else None
     if count is None or (loss_fn.sft_weight and sft_count is None):
         return None
     sft = float(max(sft_count or 1, 1)) if loss_fn.sft_weight else None
-    return StepDivisor(float(max(count, 1)), sft)
+    return StepDivisor(float(max(count, 1)), sft, examples)
 
 
 def own_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor:
     """Returns the count of this batch alone; at least 1, as it may consist of fillers."""
     own = loss_fn.count(batch)
     sft = None if own.sft_count is None else max(own.sft_count, 1.0)
-    return StepDivisor(max(own.count, 1.0), sft)
+    return StepDivisor(max(own.count, 1.0), sft, max(own.examples or 0.0, 1.0))
 
 
 def default_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor | None:
@@ -140,9 +145,10 @@ def count_step(
     _check_whole(steps)
     counts = [loss_fn.count(batch) for batch in batches]
     device = batches[0].weights.device if batches else None
-    sums = [sum(c.count for c in counts), sum(c.sft_count or 0 for c in counts)]
-    count, sft_count = all_reduce_sums(sums, group, device)
-    return StepDivisor(max(count, 1), max(sft_count, 1) if loss_fn.sft_weight else None)
+    sums = [sum(x or 0 for x in each) for each in zip(*map(astuple, counts), strict=True)]
+    count, sft_count, examples = all_reduce_sums(sums or [0, 0, 0], group, device)
+    sft = max(sft_count, 1) if loss_fn.sft_weight else None
+    return StepDivisor(max(count, 1), sft, max(examples, 1))
 
 
 def check_accumulation(batch: PackedBatch, *, given: bool) -> None:

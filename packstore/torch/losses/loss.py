@@ -21,6 +21,7 @@ from packstore.torch.losses.pairs import (
     index_best,
     index_pairs,
 )
+from packstore.torch.losses.router_term import router_term, with_routers
 from packstore.torch.losses.variants.sft import sft
 from packstore.torch.metrics import SumAndCount, wide_dtype
 
@@ -51,6 +52,9 @@ class PreferenceLoss:
         reduction: ``sum``; or ``pack_mean``, the mean over the pairs of each pack, averaged over
             packs, which is biased: a pair weighs more, the fewer share its pack (0.5 to 3.3 on real
             data). It exists only to reproduce NeMo-Aligner.
+        router_aux_loss_coef: weight of the load-balancing loss of experts, which log-probs of
+            :func:`~packstore.torch.packed_logps` carry if the model's config asks for it; default:
+            the config's coefficient; 0: none.
         gradients: how gradients are reduced over ranks: ``mean``, as in DDP and FSDP, or ``sum``.
             On one rank both are the same.
         parameters: parameters of the loss, such as `beta`; in a mix, of every member that takes
@@ -70,6 +74,7 @@ class PreferenceLoss:
         average_logps: bool = False,
         pairs: PairChoice = "best_vs_rest",
         reduction: Reduction = "sum",
+        router_aux_loss_coef: float | None = None,
         gradients: Gradients = "mean",
         **parameters: float,
     ) -> None:
@@ -78,10 +83,14 @@ class PreferenceLoss:
         self.sft_average = _choice("sft_average", sft_average, get_args(SftAverage))
         self.pairs: PairChoice = _choice("pairs", pairs, get_args(PairChoice))
         self.reduction = _choice("reduction", reduction, get_args(Reduction))
+        self.router_aux_loss_coef = router_aux_loss_coef
         self.gradients = _choice("gradients", gradients, get_args(Gradients))
         self.only_sft = self.terms[0].name == "sft"
         if not (is_number(sft_weight) and sft_weight >= 0):
             raise ConfigError(f"sft_weight must be at least 0; found {quote(sft_weight)}.")
+        given = router_aux_loss_coef
+        if given is not None and not (is_number(given) and given >= 0):
+            raise ConfigError(f"router_aux_loss_coef must be at least 0; found {quote(given)}.")
         if not sft_weight + sum(m.weight for m in self.terms):
             raise ConfigError("the weights of a loss must not all be 0.")
         if self.only_sft and (sft_weight or reduction != "sum"):
@@ -120,19 +129,35 @@ class PreferenceLoss:
                 batch's own count.
 
         Raises:
-            ConfigError: a reference is required and missing, a tensor has another shape, the count
-                of the step is unknown, or Accelerate accumulates by other steps.
+            ConfigError: a reference or router losses are required and missing, a tensor has another
+                shape, the count of the step is unknown, or Accelerate accumulates by other steps.
             CompatibilityError: the batch holds single sequences and the loss compares two.
         """
         sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
         if logps.requires_grad:
             check_accumulation(batch, given=divisor is not None)
-        count, sft_count = self._divisors(batch, divisor)
+        count, sft_count, examples = self._divisors(batch, divisor)
+        out = self._output(sums, batch, count, sft_count)
+        routers = router_term(logps, batch, self.router_aux_loss_coef)
+        if routers is None:
+            return out
+        if count is not None and examples is None:
+            return with_routers(out, routers, count, self._examples(batch, count))
+        return with_routers(out, routers, count, examples)
+
+    def _output(
+        self,
+        sums: SequenceSums,
+        batch: PackedBatch,
+        count: Tensor | float | None,
+        sft_count: float | None,
+    ) -> LossOutput:
+        """The loss without router losses."""
         if self.only_sft:
             term, metrics = self._likelihood(sums, batch)
             loss = self.terms[0].weight * divide(term, count)
             return output(loss, term, None, {"loss": detached(term), **metrics})
-        index, weights = self._weights(batch, logps)
+        index, weights = self._weights(batch, sums.logps)
         pairs = sums.take(index.chosen, index.rejected)
         losses = [member(pairs) for member in self.terms]
         parts = zip(self.terms, losses, strict=True)
@@ -170,29 +195,41 @@ class PreferenceLoss:
         """Counts what a batch adds to the divisor of its optimizer step; needs no log-probs."""
         tokens = segment_token_counts(batch)[index_best(batch)]
         by_token = self.sft_average == "token"
-        sft_count = float((batch.weights * tokens if by_token else batch.weights).sum())
+        examples = float(batch.weights.sum())
+        sft_count = float((batch.weights * tokens).sum()) if by_token else examples
         if self.only_sft:
-            return StepDivisor(sft_count)
+            return StepDivisor(sft_count, examples=examples)
         index, weights = self._weights(batch, batch.weights)
         _, count = self._reduce(weights, weights, index.example, batch)
         if self.reduction == "pack_mean":
             sft_count = float(count)
-        return StepDivisor(float(count), sft_count if self.sft_weight else None)
+        return StepDivisor(float(count), sft_count if self.sft_weight else None, examples)
 
     def _divisors(
         self, batch: PackedBatch, divisor: StepDivisor | Tensor | float | None
-    ) -> tuple[Tensor | float | None, float | None]:
-        """Divisors of the pairs and of the SFT term; None: their own counts."""
+    ) -> tuple[Tensor | float | None, float | None, float | None]:
+        """Divisors of the pairs, of the SFT term and of router losses; None: their own counts."""
         divisor = default_divisor(batch, self) if divisor is None else divisor
         if isinstance(divisor, StepDivisor):
             if self.sft_weight and divisor.sft_count is None:
                 raise ConfigError("divisor: the SFT term needs its own sft_count; found None.")
-            return divisor.count, divisor.sft_count
+            return divisor.count, divisor.sft_count, divisor.examples
         if self.sft_weight and divisor is not None:
             must = "the SFT term has a count of its own"
             do = "Pass what count_step(batches, loss_fn) gives, or a StepDivisor"
             raise ConfigError(sentence("divisor", must, "one number", do))
-        return divisor, None
+        return divisor, None, None
+
+    def _examples(self, batch: PackedBatch, count: Tensor | float) -> Tensor | float:
+        """The divisor of router losses, where only that of the loss without them is given."""
+        by_example = batch.kind == "preference" and self.reduction == "sum"
+        if self.only_sft:
+            by_example = self.sft_average != "token"
+        if by_example:
+            return count
+        must = "router losses are divided by the number of examples"
+        do = "Pass what count_step(batches, loss_fn) gives, or a StepDivisor with examples"
+        raise ConfigError(sentence("divisor", must, "another count alone", do))
 
     def _reference(self, batch: PackedBatch, ref_logps: Tensor | None) -> Tensor | None:
         if not self.reference:

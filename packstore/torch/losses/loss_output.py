@@ -15,14 +15,17 @@ class LossOutput:
     """The part of an optimizer step's loss that a batch contributes; all tensors are scalars.
 
     Attributes:
-        loss: ``loss_sum`` plus the weighted SFT term, each divided by its count over the whole
-            optimizer step, or by the given divisor. Call ``backward()`` on it.
+        loss: ``loss_sum`` plus the weighted SFT term and router losses, each divided by its count
+            over the whole optimizer step, or by the given divisor. Call ``backward()`` on it.
         loss_sum: sum of the losses of all pairs.
         count: number of pairs.
         sft_sum: sum of the SFT term, or None.
         sft_count: count of the SFT term, or None.
         metrics: name -> (sum, count), without gradient; :class:`~packstore.torch.Metrics` adds
             them over batches and ranks.
+        router_sum: sum over examples of the load-balancing loss of experts, which of an example is
+            the mean over its sequences; or None.
+        router_count: number of examples, or None.
     """
 
     loss: Tensor
@@ -31,6 +34,8 @@ class LossOutput:
     sft_sum: Tensor | None
     sft_count: Tensor | None
     metrics: Mapping[str, SumAndCount]
+    router_sum: Tensor | None = None
+    router_count: Tensor | None = None
 
 
 def output(

@@ -1,52 +1,297 @@
-"""Reports that packed training does not compute the load-balancing loss of experts.
+"""The load-balancing loss of experts, for each sequence of a packed row.
 
-transformers computes it over all tokens of a call. Over a packed row it would depend on the
-sequences that share the row, and on padding. TRL adds it over its padded batches.
+transformers computes ``load_balancing_loss_func`` (Fedus et al., Switch Transformers, 2021,
+equations 4 to 6) over all tokens of a call, so its value depends on the sequences that share the
+call. Here it is that of each logical sequence in a call of its own::
+
+    L_s = E sum_e f_e P_e
+    f_e = times that a token of the sequence selects expert e, over tokens and layers
+    P_e = mean probability of expert e, over tokens and layers
+
+with E experts. Padding does not count; a shared prefix counts for each of its sequences. The
+formula is verified once on each model, against the model's own `aux_loss`. A policy's log-probs
+carry these values through the autograd graph to the loss, which adds their mean.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from packstore.errors import CompatibilityError, sentence
+from packstore.torch.batch.collate import PackedBatch, collate
+from packstore.torch.models.probe import one_pack
 from packstore.torch.models.unwrap import unwrapped
 
 logger = logging.getLogger("packstore")
 
-_TOLD: WeakSet[nn.Module] = WeakSet()
+WITHOUT = "Train without that loss: set router_aux_loss_coef to 0 in the model's config"
+
+SIZES = ("num_experts", "num_experts_per_tok")
+"""Attributes of a model, or of its config, that hold E and the experts that a token selects."""
+
+PROBE_TOKENS = 6
+
+_PROVED: WeakSet[nn.Module] = WeakSet()
+
+_NEAR = 64
+"""Nodes of the autograd graph between a policy's log-probs and a loss, at most."""
+
+_TOLD: set[str] = set()
+"""Model classes of which a warning was logged."""
 
 
-def check_router_loss(model: Any) -> None:
-    """Logs, once per model, that the load-balancing loss of its experts is not computed.
+@dataclass(frozen=True)
+class RouterSettings:
+    """What a model's load-balancing loss consists of.
+
+    Attributes:
+        model: name of the model's class.
+        coefficient: factor on the loss, above 0.
+        experts: E.
+        top_k: experts that a token selects.
+    """
+
+    model: str
+    coefficient: float
+    experts: int
+    top_k: int
+
+
+@dataclass(frozen=True, eq=False)
+class RouterLosses:
+    """The load-balancing loss of each sequence, beside the log-probs of a policy.
+
+    Attributes:
+        values: `[S]`, with gradient; 0 for an empty sequence.
+        coefficient: the model's own factor on their mean.
+        uses: one entry for each loss that took them.
+    """
+
+    values: Tensor
+    coefficient: float
+    uses: list[bool]
+
+
+def router_settings(model: Any) -> RouterSettings | None:
+    """Returns the settings of the load-balancing loss that the model's config asks for; or None.
+
+    The condition is that of TRL's ``DPOTrainer``: the config has `output_router_logits` and a
+    `router_aux_loss_coef` other than 0. JetMoE and DBRX name the coefficient otherwise; there
+    ``output_router_logits: true`` asks for it.
 
     Args:
-        model: a Hugging Face causal LM, optionally inside wrappers; one without trainable
-            weights is skipped.
+        model: a Hugging Face causal LM, optionally inside wrappers. One without trainable weights
+            has no such loss.
 
     Raises:
-        CompatibilityError: the model's config enables the loss (`output_router_logits`).
+        CompatibilityError: the model computes no such loss itself, or another one.
     """
     model = unwrapped(model)
-    if model in _TOLD or not any(p.requires_grad for p in model.parameters()):
-        return
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    where = f"experts of {type(model).__name__}"
-    if getattr(text, "output_router_logits", False):
-        must = "packed training computes no load-balancing loss of routers"
-        found = "output_router_logits=True in the model's config"
-        do = "Set it to False to train without that loss; or train unpacked, for example with TRL"
-        raise CompatibilityError(sentence(where, must, found, do))
+    if not hasattr(text, "output_router_logits"):
+        return None
+    coefficient = getattr(text, "router_aux_loss_coef", None)
+    if coefficient is None and text.output_router_logits:
+        names = ("router_aux_loss_coef", "aux_loss_coef")
+        coefficient = next((getattr(model, n) for n in names if hasattr(model, n)), None)
+    if not coefficient or not any(p.requires_grad for p in model.parameters()):
+        return None
+    name = type(model).__name__
+    sizes: Any = [getattr(model, n, getattr(text, n, None)) for n in SIZES]
+    settings = RouterSettings(name, float(coefficient), *sizes)
+    if model not in _PROVED:
+        _prove(model, settings)
+        _PROVED.add(model)
+        text_of = "experts of %s: log-probs carry their load-balancing loss, with coefficient %g"
+        logger.info(text_of, name, coefficient)
+    return settings
+
+
+@torch.no_grad()
+def _prove(model: Any, settings: RouterSettings) -> None:
+    """Compares the model's own load-balancing loss of a few tokens with ours."""
+    weight = next(model.parameters())
+    n = PROBE_TOKENS
+    ids, ends, one = np.arange(1, n + 1), np.array([0, n]), np.ones(1)
+    batch = collate([one_pack(ids, ends[1:], ends, one)], "sft").to(weight.device)
+    training = model.training
+    try:
+        model.eval()
+        with torch.autocast(weight.device.type, enabled=False):
+            outputs = model(**batch.model_inputs(), output_router_logits=True)
+    finally:
+        model.train(training)
+    own = getattr(outputs, "aux_loss", None)
+    if not isinstance(own, Tensor):
+        must = "its forward call must return the load-balancing loss as aux_loss"
+        raise _unfit(settings.model, must, "none")
+    if not all(isinstance(n, int) for n in (settings.experts, settings.top_k)):
+        must = f"the model must have {' and '.join(SIZES)}"
+        raise _unfit(settings.model, must, f"{settings.experts} and {settings.top_k}")
+    logits = _checked(batch, outputs.router_logits, settings)
+    # Rounded as transformers does it: a tie in 16 bits may select another expert.
+    sums = _sums_over_layers([each.softmax(-1) for each in logits], settings.top_k)
+    rows = (values.sum(0, keepdim=True) / (n * len(logits)) for values in sums)
+    found = float(_balance(*rows)[0])
+    if not abs(found - float(own)) <= 1e-2 * abs(found):
+        must = f"its load-balancing loss must be that of Switch Transformers, {found:.4g}"
+        raise _unfit(settings.model, must, f"{float(own):.4g}")
+
+
+def router_losses(
+    batch: PackedBatch, logits: Sequence[Tensor] | None, settings: RouterSettings
+) -> RouterLosses:
+    """Computes the load-balancing loss of each sequence of a batch.
+
+    Args:
+        batch: the batch.
+        logits: of each layer with experts, `[T, E]`; with gradient.
+        settings: the model's settings.
+
+    Raises:
+        CompatibilityError: there are no logits, or they have another shape.
+    """
+    logits = _checked(batch, logits, settings)
+    dtype = torch.promote_types(logits[0].dtype, torch.float32)
+    chances, choices = _sums_over_layers([x.to(dtype).softmax(-1) for x in logits], settings.top_k)
+    keys = batch.cu_seqlens_k.long()
+    size = batch.num_tokens if batch.kv_index is None else len(batch.kv_index)
+    sequences = torch.arange(batch.num_segments, device=keys.device)
+    sequence = sequences.repeat_interleave(keys.diff(), output_size=size)
+    place = torch.arange(size, device=keys.device) - keys[sequence]
+    # Padding is at the end of a sequence; it goes to one row more.
+    sequence = torch.where(place < batch.lengths[sequence], sequence, batch.num_segments)
+
+    def by_sequence(values_TE: Tensor) -> Tensor:
+        rows = values_TE if batch.kv_index is None else values_TE[batch.kv_index]
+        zeros = rows.new_zeros(batch.num_segments + 1, rows.shape[1])
+        return zeros.index_add(0, sequence, rows)[:-1]
+
+    tokens_S1 = len(logits) * batch.lengths.clamp(min=1)[:, None].to(chances)
+    values = _balance(by_sequence(chances) / tokens_S1, by_sequence(choices) / tokens_S1)
+    return RouterLosses(values, settings.coefficient, [])
+
+
+def check_gradient(backbone: Any, hidden: Tensor, losses: RouterLosses, model: str) -> None:
+    """Refuses losses without gradient, as reentrant gradient checkpointing gives them.
+
+    Args:
+        backbone: the model without its head.
+        hidden: its last hidden states.
+        losses: the losses of the same call.
+        model: name of the model's class.
+
+    Raises:
+        CompatibilityError: the hidden states have a gradient, the losses have none, and layers are
+            checkpointed.
+    """
+    if losses.values.requires_grad or not hidden.requires_grad:
+        return
+    if any(getattr(module, "gradient_checkpointing", False) for module in backbone.modules()):
+        must = "gradient checkpointing must keep the gradient of router_logits"
+        do = 'Enable it with {"use_reentrant": False}'
+        raise CompatibilityError(sentence(f"experts of {model}", must, "none", do))
+
+
+def _checked(
+    batch: PackedBatch, logits: Sequence[Tensor] | None, settings: RouterSettings
+) -> Sequence[Tensor]:
+    """Returns the logits, of the right shape and on one device."""
+    shape = (batch.num_tokens, settings.experts)
+    if not logits or any(each.shape != shape for each in logits):
+        must = f"the base model must return router_logits of shape {shape} for each layer"
+        found = f"shape {tuple(logits[0].shape)}" if logits else "none"
+        raise _unfit(settings.model, must, found)
+    return [each.to(logits[0].device) for each in logits]
+
+
+def _sums_over_layers(chances: Sequence[Tensor], top_k: int) -> tuple[Tensor, Tensor]:
+    """Probabilities and selections of each token, summed over the layers: `[T, E]` each."""
+    dtype = torch.promote_types(chances[0].dtype, torch.float32)
+    total = torch.zeros_like(chances[0], dtype=dtype)
+    choices = torch.zeros_like(total)
+    for each in chances:
+        chosen = each.detach().topk(top_k).indices
+        choices.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=dtype))
+        total = total + each.to(dtype)
+    return total, choices
+
+
+def _balance(chance_SE: Tensor, frequency_SE: Tensor) -> Tensor:
+    """The loss, `[S]`, of mean probabilities and selection frequencies."""
+    return chance_SE.shape[1] * (frequency_SE * chance_SE).sum(-1)
+
+
+class _Carry(torch.autograd.Function):
+    """Returns its first argument; the node in the autograd graph holds the second."""
+
+    @staticmethod
+    def forward(ctx: Any, logps: Tensor, losses: RouterLosses) -> Tensor:
+        ctx.router_losses = losses
+        return logps.view_as(logps)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def carry(logps: Tensor, losses: RouterLosses, model: str) -> Tensor:
+    """Returns log-probs `[S]` that carry the losses of their sequences, also through wrappers.
+
+    If the log-probs are released before a loss took these, a warning says so, once.
+
+    Args:
+        logps: `[S]`, with gradient.
+        losses: the losses.
+        model: name of the model's class, for the warning.
+    """
+    # Not decorated: that would load torch's compiler, which takes a second, with this module.
+    untraced: Any = torch.compiler.disable(_carry)  # type: ignore[no-untyped-call]
+    carrying: Tensor = untraced(logps, losses, model)
+    return carrying
+
+
+def _carry(logps: Tensor, losses: RouterLosses, model: str) -> Tensor:
+    weakref.finalize(losses, _tell_unused, losses.uses, model).atexit = False
+    carrying: Tensor = _Carry.apply(logps, losses)  # type: ignore[no-untyped-call]
+    return carrying
+
+
+def carried(logps: Tensor) -> RouterLosses | None:
+    """Returns the losses that log-probs carry, or None; marks them as taken."""
+    nodes, seen = [logps.grad_fn], 0
+    while nodes and seen < _NEAR:
+        node = nodes.pop(0)
+        seen += 1
+        losses: RouterLosses | None = getattr(node, "router_losses", None)
+        if losses is not None:
+            losses.uses.append(True)
+            return losses
+        nodes += [n for n, _ in getattr(node, "next_functions", ()) if n is not None]
+    return None
+
+
+def _tell_unused(uses: list[bool], model: str) -> None:
+    if uses or model in _TOLD:
+        return
     _TOLD.add(model)
-    weight = getattr(text, "router_aux_loss_coef", None)
-    if weight and hasattr(text, "output_router_logits"):
-        logger.warning(
-            "%s: the load-balancing loss of their router (router_aux_loss_coef %g in the config), "
-            "which TRL adds to DPO, is not part of the loss here",
-            where,
-            weight,
-        )
+    logger.warning(
+        "experts of %s: their load-balancing loss, which the config asks for, was added to no "
+        "loss; pass the log-probs to a PreferenceLoss, or set router_aux_loss_coef to 0 in the "
+        "config",
+        model,
+    )
+
+
+def _unfit(model: str, must: str, found: str) -> CompatibilityError:
+    return CompatibilityError(sentence(f"experts of {model}", must, found, WITHOUT))

@@ -18,6 +18,7 @@ logger = logging.getLogger("packstore")
 FIXED = (
     *("model", "reference_model", "dtype", "loss", "loss_parameters", "sft_weight"),
     *("sft_average", "average_logps", "pairs", "lora_rank", "lora_alpha", "lora_targets"),
+    "router_aux_loss_coef",
 )
 """Settings that a resumed run must share with its checkpoint."""
 

@@ -25,7 +25,8 @@ from packstore.torch.losses.grouped_metrics import FILE
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.models.compatibility import check_model, check_same_tokenizer, check_tokenizer
 from packstore.torch.models.compiled import compile_layers
-from packstore.torch.models.routers import check_router_loss
+from packstore.torch.models.routers import router_settings
+from packstore.torch.models.unwrap import unwrapped
 from packstore.torch.reference.arithmetic import choose_precision
 from packstore.torch.training.checkpoint import (
     RunState,
@@ -102,6 +103,7 @@ def make_loss(config: TrainConfig) -> PreferenceLoss:
         sft_average=config.sft_average,
         average_logps=config.average_logps,
         pairs=config.pairs,
+        router_aux_loss_coef=config.router_aux_loss_coef,
         **parameters,
     )
 
@@ -129,7 +131,7 @@ def prepare(config: TrainConfig) -> Run:
     model = make_model(config, checkpoint, loss_fn)
     for data in filter(None, (dataset, validation)):
         check_model(data, model)
-    check_router_loss(model)
+    _check_routers(config, model)
     probe(config, accelerator, model)
     if loss_fn.reference:
         sides = [(config.ref_logps, dataset), (config.validation_ref_logps, validation)]
@@ -174,6 +176,16 @@ def prepare(config: TrainConfig) -> Run:
     else:
         _restore(run, checkpoint, state)
     return run
+
+
+def _check_routers(config: TrainConfig, model: Any) -> None:
+    """Refuses a weight of router losses for a model that has none, before the first step."""
+    if router_settings(model) is None and config.router_aux_loss_coef:
+        must = "the model's config must have output_router_logits and router_aux_loss_coef above 0"
+        do = "Leave it out, or add them to the model's config.json"
+        raise ConfigError(
+            sentence("setting router_aux_loss_coef", must, type(unwrapped(model)).__name__, do)
+        )
 
 
 def _online(config: TrainConfig, accelerator: Any, policy: nn.Module) -> Reference:

@@ -41,9 +41,11 @@ def test_count_of_a_step_is_the_sum_of_its_counts(step: list[PackedBatch], avera
     divisor = count_step(step, loss_fn)
     assert divisor.count == sum(float(out.count) for out in outs) == sum(SIZES)
     assert divisor.sft_count == sum(float(out.sft_count) for out in outs)
-    assert divisor.averaged(4) == StepDivisor(divisor.count / 4, divisor.sft_count / 4)
-    assert count_step(step, loss_of()) == StepDivisor(sum(SIZES), None)
-    assert count_step([], loss_of()) == StepDivisor(1, None)
+    assert divisor.averaged(4) == StepDivisor(
+        divisor.count / 4, divisor.sft_count / 4, sum(SIZES) / 4
+    )
+    assert count_step(step, loss_of()) == StepDivisor(sum(SIZES), None, sum(SIZES))
+    assert count_step([], loss_of()) == StepDivisor(1, None, 1)
 
 
 def test_counts_of_other_kinds(kit: SimpleNamespace, step: list[PackedBatch]) -> None:
@@ -56,7 +58,7 @@ def test_counts_of_other_kinds(kit: SimpleNamespace, step: list[PackedBatch]) ->
     loss_fn = PreferenceLoss("sft")
     assert loss_fn.count(single).count == loss_fn(torch.zeros(4), single).count
     packs = loss_of(reduction="pack_mean", sft_weight=1.0, sft_average="sequence_sum")
-    assert count_step(step, packs) == StepDivisor(len(SIZES), len(SIZES))
+    assert count_step(step, packs) == StepDivisor(len(SIZES), len(SIZES), sum(SIZES))
 
 
 def planned(batches: list[PackedBatch], examples: int, index: int = 0) -> Iterator[PackedBatch]:
@@ -66,9 +68,9 @@ def planned(batches: list[PackedBatch], examples: int, index: int = 0) -> Iterat
 
 def test_a_planned_step_is_known_from_one_batch(step: list[PackedBatch]) -> None:
     step = list(planned(step, 77))
-    assert count_step(step[:1], loss_of()) == StepDivisor(77, None)
+    assert count_step(step[:1], loss_of()) == StepDivisor(77, None, 77)
     by_sequence = loss_of(sft_weight=0.3, sft_average="sequence_mean")
-    assert count_step(step[:1], by_sequence) == StepDivisor(77, 77)
+    assert count_step(step[:1], by_sequence) == StepDivisor(77, 77, 77)
     by_token = count_step(step, loss_of(sft_weight=0.3))
     assert by_token.count == sum(SIZES)  # counted
     assert count_step(step, loss_of(reduction="pack_mean")).count == len(SIZES)

@@ -1,58 +1,374 @@
-"""The load-balancing loss of experts: left out, and never without a word."""
+"""The load-balancing loss of experts: that of each sequence alone, in any pack and layout."""
 
 from __future__ import annotations
 
+import copy
+import logging
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gradients import take_gradients
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+from torch.nn.parallel import DistributedDataParallel
 
-from packstore.errors import CompatibilityError
+from packstore.errors import CompatibilityError, ConfigError
 from packstore.testing import random_examples
-from packstore.torch import PackedBatch, PackedPolicy, collate, packed_logps, use_packed_attention
+from packstore.torch import (
+    Metrics,
+    PackedBatch,
+    PackedDataLoader,
+    PackedDataset,
+    PackedPolicy,
+    PreferenceLoss,
+    StepDivisor,
+    collate,
+    count_step,
+    packed_logps,
+    use_packed_attention,
+)
+from packstore.torch.models import routers
+from packstore.torch.models.load import checkpoint_gradients
+from packstore.torch.models.routers import RouterLosses, carried, carry, router_settings
+from packstore.torch.parallel import pad_batch, pad_segments
 
-WARNING = "router_aux_loss_coef 0.02 in the config), which TRL adds to DPO, is not part of the loss"
+BETA, COEFFICIENT, PAIRS = 0.3, 0.5, 7
+
+PLAIN = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "ernie4_5_moe"),
+    *("minimax_m2", "flex_olmo", "granitemoeshared", "mellum", "laguna"),
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in PLAIN},
+    "jetmoe": {
+        "aux_loss_coef": COEFFICIENT,
+        "router_aux_loss_coef": ...,
+        "output_router_logits": True,
+    },
+}
+"""With softmax and sigmoid routers, experts in attention (jetmoe), and shared ones."""
 
 
-@pytest.fixture
-def batch(kit: SimpleNamespace) -> PackedBatch:
-    return collate(kit.packed(random_examples(2, seed=0), [2], "concat"), "preference")
+@pytest.fixture(autouse=True)
+def no_word_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routers, "_TOLD", set())
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_warning_once_a_model_that_is_trained(
-    kit: SimpleNamespace, batch: PackedBatch, caplog: pytest.LogCaptureFixture, wrapped: bool
-) -> None:
-    model = use_packed_attention(
-        kit.tiny_family("mixtral", torch.float32, router_aux_loss_coef=0.02)
+def moe(kit: SimpleNamespace, name: str = "mixtral", **settings: Any) -> Any:
+    settings = {"router_aux_loss_coef": COEFFICIENT, **settings}
+    return kit.tiny_family(name, **settings)
+
+
+def written_out(model: Any, logits: tuple[Tensor, ...]) -> Tensor:
+    """Equations 4 to 6 of Switch Transformers over all layers; transformers counts in float32."""
+    chances = torch.cat(logits).double().softmax(-1)
+    chosen = chances.topk(model.num_experts_per_tok).indices
+    frequency = torch.bincount(chosen.flatten(), minlength=model.num_experts).double() / float(
+        len(chances)
     )
-    policy = PackedPolicy(model)
-    with torch.no_grad():
-        packed_logps(model, batch)
-    model.requires_grad_(False)
-    packed_logps(model, batch)
-    assert WARNING not in caplog.text  # a reference, an evaluation
-    model.requires_grad_(True)
-    for _ in range(3):
-        policy(batch) if wrapped else packed_logps(model, batch)
-    assert caplog.text.count(WARNING) == 1
+    return model.num_experts * (frequency @ chances.mean(0))
 
 
-def test_no_word_about_models_without_that_loss(
-    kit: SimpleNamespace, batch: PackedBatch, caplog: pytest.LogCaptureFixture
+def alone(model: Any, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Log-probs and router losses `[S]` by transformers: a call for each sequence."""
+    ids = batch.input_ids if batch.kv_index is None else batch.input_ids[batch.kv_index]
+    labels = batch.labels if batch.kv_index is None else batch.labels[batch.kv_index]
+    logps, losses = [], []
+    sizes = batch.cu_seqlens_k.diff().tolist()
+    for row, on, length in zip(ids.split(sizes), labels.split(sizes), batch.lengths, strict=True):
+        row, on = row[:length], on[1:length] >= 0
+        outputs = model(row[None], output_router_logits=True)
+        logps.append(
+            outputs.logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0][on].sum()
+        )
+        losses.append(written_out(model, outputs.router_logits))
+        torch.testing.assert_close(losses[-1], outputs.aux_loss.double(), rtol=1e-6, atol=1e-6)
+    return torch.stack(logps), torch.stack(losses)
+
+
+def batches_of(
+    kit: SimpleNamespace, layout: str, *sizes: int, kind: str = "preference"
+) -> list[PackedBatch]:
+    """The pairs, so many in each batch."""
+    examples, ends = random_examples(sum(sizes), seed=5, kind=kind), np.cumsum(sizes)
+    parts = [(examples.take(np.arange(e - n, e)), n) for n, e in zip(sizes, ends, strict=True)]
+    return [collate(kit.packed(part, [n], layout), kind) for part, n in parts]
+
+
+def plain_step(model: Any, batches: list[PackedBatch], coefficient: float) -> tuple[float, Any]:
+    """DPO without a reference over the pairs of all batches, a sequence at a time."""
+    logps, losses = map(torch.cat, zip(*(alone(model, batch) for batch in batches), strict=True))
+    loss = -logsigmoid(BETA * (logps[::2] - logps[1::2])).mean() + coefficient * losses.mean()
+    model.zero_grad()
+    loss.backward()
+    return float(loss.detach()), take_gradients(model)
+
+
+def one_step(policy: Any, model: Any, batches: list[PackedBatch], loss_fn: PreferenceLoss) -> Any:
+    """Loss, router loss and gradient of one step of these batches, as a loop computes them."""
+    divisor, metrics = count_step(batches, loss_fn), Metrics()
+    for batch in batches:
+        out = loss_fn(policy(batch), batch, divisor=divisor)
+        out.loss.backward()
+        metrics.add(out.metrics)
+    return metrics.means(), take_gradients(model)
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() < limit * (1 + gradient.abs().max()), name
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("mixtral", "concat"), *((name, "shared_prefix") for name in FAMILIES)]
+)
+def test_values_and_gradients_are_those_of_single_sequences(
+    kit: SimpleNamespace, exact: None, name: str, layout: str
 ) -> None:
-    packed_logps(use_packed_attention(kit.tiny_family("llama", torch.float32)), batch)
-    off = kit.tiny_family("mixtral", torch.float32, router_aux_loss_coef=0.0)
-    packed_logps(use_packed_attention(off), batch)
-    assert "load-balancing" not in caplog.text
+    model = moe(kit, name, **FAMILIES[name]).train()
+    plain = copy.deepcopy(model)
+    use_packed_attention(model, "reference")
+    loss_fn = PreferenceLoss("cpo", beta=BETA)
+    whole = batches_of(kit, layout, PAIRS)
+    expected, gradients = plain_step(plain, whole, COEFFICIENT)
+    without, others = plain_step(plain, whole, 0.0)
+    assert abs(without - expected) > 0.1
+    routing = [n for n in gradients if (gradients[n] - others[n]).abs().max() > 1e-3]
+    assert any("gate" in n or "router" in n for n in routing)
+    limit = 1e-9
+    for sizes in ((PAIRS,), (1, 4, 2)):
+        batches = batches_of(kit, layout, *sizes)
+        metrics, found = one_step(PackedPolicy(model), model, batches, loss_fn)
+        assert metrics["loss"] == pytest.approx(expected, abs=limit)
+        assert metrics["aux_loss"] == pytest.approx((expected - without) / COEFFICIENT, abs=limit)
+        assert_equal(found, gradients, limit)
 
 
-def test_a_config_that_asks_for_it_is_refused(kit: SimpleNamespace, batch: PackedBatch) -> None:
-    model = kit.tiny_family("mixtral", torch.float32, output_router_logits=True)
-    use_packed_attention(model)
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+def test_padding_does_not_count(kit: SimpleNamespace, layout: str) -> None:
+    model = use_packed_attention(moe(kit, dtype=torch.float32), "reference")
+    (batch,) = batches_of(kit, layout, 3)
+    padded = pad_batch(pad_segments(batch, 8), num_tokens=2 * batch.num_tokens, num_segments=20)
+    assert len(padded.lengths) > padded.lengths.count_nonzero() > batch.num_segments
+    loss_fn = PreferenceLoss("cpo")
+    a, b = (loss_fn(packed_logps(model, x), x) for x in (batch, padded))
+    assert a.router_count == b.router_count == 3
+    torch.testing.assert_close(a.router_sum, b.router_sum, rtol=1e-5, atol=0)
+    torch.testing.assert_close(a.loss, b.loss, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss_fn"),
+    [
+        ("sft", PreferenceLoss("sft")),
+        ("ranked", PreferenceLoss("cpo", pairs="all", sft_weight=0.3)),
+        ("preference", PreferenceLoss("cpo", reduction="pack_mean")),
+    ],
+    ids=["sft", "ranked", "pack_mean"],
+)
+def test_each_example_weighs_the_same_whatever_the_loss_counts(
+    kit: SimpleNamespace, exact: None, kind: str, loss_fn: PreferenceLoss
+) -> None:
+    """Of an example it is the mean over its sequences; not over pairs, tokens or packs."""
+    model = use_packed_attention(moe(kit), "reference")
+    plain = copy.deepcopy(model)
+    plain.set_attn_implementation("eager")
+    batches = batches_of(kit, "concat", 1, 3, kind=kind)
     with torch.no_grad():
-        packed_logps(model, batch)  # an evaluation has no such loss
-    with pytest.raises(CompatibilityError, match=r"output_router_logits=True .*Set it to False"):
-        packed_logps(model, batch)
-    model.config.output_router_logits = False
-    packed_logps(model, batch)
+        values = [alone(plain, batch)[1].split(batch.num_responses.tolist()) for batch in batches]
+    expected = float(torch.stack([each.mean() for own in values for each in own]).mean())
+    losses = {}
+    for coefficient in (None, 0.0):
+        loss_fn.router_aux_loss_coef = coefficient
+        losses[coefficient], _ = one_step(PackedPolicy(model), model, batches, loss_fn)
+    assert losses[None]["aux_loss"] == pytest.approx(expected, abs=1e-9)
+    assert "aux_loss" not in losses[0.0]
+    added = losses[None]["loss"] - losses[0.0]["loss"]
+    assert added == pytest.approx(COEFFICIENT * expected, abs=1e-9)
+    if kind != "preference" or loss_fn.reduction == "pack_mean":
+        loss_fn.router_aux_loss_coef, loss_fn.sft_weight = None, 0.0
+        with pytest.raises(ConfigError, match="router losses are divided by the number of exam"):
+            loss_fn(packed_logps(model, batches[0]), batches[0], divisor=StepDivisor(3))
+
+
+def test_steps_of_a_loader_over_batches_and_ranks(
+    kit: SimpleNamespace, tmp_path: Path, exact: None
+) -> None:
+    """The divisor that batches carry; gradients are averaged over two ranks, run in turn."""
+    sizes = [1, 2, 1, 3, 2, 1, 1, 1]
+    examples = random_examples(sum(sizes), seed=5)
+    data = kit.write(
+        str(tmp_path), kit.packed(examples, sizes, "shared_prefix"), layout="shared_prefix"
+    )
+    model = moe(kit)
+    plain = copy.deepcopy(model)
+    policy = PackedPolicy(use_packed_attention(model, "reference"))
+    loss_fn = PreferenceLoss("cpo", beta=BETA)
+    found: dict[str, Tensor] = {}
+    seen: list[PackedBatch] = []
+    for rank in range(2):
+        packs = PackedDataset(data, rank=rank, world_size=2, shuffle=False)
+        for batch in PackedDataLoader(packs, accumulation=4, tail="drop"):
+            loss_fn(policy(batch), batch).loss.backward()
+            seen.append(batch)
+        for name, gradient in take_gradients(model).items():
+            found[name] = found.get(name, 0.0) + gradient / 2
+    assert {(b.step.batches, b.step.ranks) for b in seen if b.step} == {(4, 2)}
+    _, expected = plain_step(plain, seen, COEFFICIENT)
+    assert_equal(found, expected, 1e-9)
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's and torch's own
+def test_checkpointing_and_adapters_keep_its_gradient(kit: SimpleNamespace) -> None:
+    peft = pytest.importorskip("peft", reason="adapters")
+    batches, loss_fn = batches_of(kit, "shared_prefix", 2, 1), PreferenceLoss("cpo")
+    model = use_packed_attention(moe(kit, dtype=torch.float32), "reference").train()
+    expected, gradients = one_step(PackedPolicy(model), model, batches, loss_fn)
+    checkpoint_gradients(model)
+    metrics, found = one_step(PackedPolicy(model), model, batches, loss_fn)
+    assert metrics == pytest.approx(expected, abs=1e-5)
+    assert_equal(found, gradients, 1e-5)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    with pytest.raises(CompatibilityError, match=r'"use_reentrant": False'):
+        packed_logps(model, batches[0])
+    model.gradient_checkpointing_disable()
+    config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"])
+    adapted = peft.get_peft_model(model, config)
+    with_it, plain = (
+        one_step(PackedPolicy(adapted), adapted, batches, PreferenceLoss("cpo", **settings))
+        for settings in ({}, {"router_aux_loss_coef": 0.0})
+    )
+    assert with_it[0]["loss"] - plain[0]["loss"] == pytest.approx(
+        COEFFICIENT * with_it[0]["aux_loss"], abs=1e-5
+    )
+    for name, gradient in plain[1].items():
+        assert "lora" in name
+        assert (with_it[1][name] - gradient).abs().max() > 1e-6
+    with adapted.disable_adapter(), torch.no_grad():
+        assert carried(packed_logps(adapted, batches[0])) is None  # the reference has none
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own
+def test_wrappers_pass_it_on(kit: SimpleNamespace, tmp_path: Path) -> None:
+    model = moe(kit, dtype=torch.float32, num_hidden_layers=1)
+    use_packed_attention(model, "reference")
+    (batch,) = batches_of(kit, "shared_prefix", 2)
+    policy, loss_fn = PackedPolicy(model), PreferenceLoss("cpo")
+    expected = loss_fn(policy(batch), batch).loss
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        for settings in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+            wrapped = DistributedDataParallel(
+                policy, **settings
+            )  # its output may be another tensor
+            torch.testing.assert_close(loss_fn(wrapped(batch), batch).loss, expected)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, in dynamo
+def test_a_compiler_passes_it_on(kit: SimpleNamespace) -> None:
+    class Policy(nn.Module):
+        def forward(self, logps: Tensor, values: Tensor) -> Tensor:
+            return carry(2 * logps, RouterLosses(3 * values, COEFFICIENT, []), "Policy")
+
+    (batch,) = batches_of(kit, "concat", 2)
+    logps = torch.linspace(-9, -8, batch.num_segments).requires_grad_()
+    values = torch.ones(batch.num_segments, requires_grad=True)
+    compiled = torch.compile(Policy(), backend="aot_eager")
+    out = PreferenceLoss("cpo")(compiled(logps, values), batch)
+    out.loss.backward()
+    assert (out.router_sum, out.router_count) == (6, 2)
+    assert values.grad is not None
+    torch.testing.assert_close(values.grad, torch.full((4,), 3 * COEFFICIENT / 4))
+
+
+def test_when_it_is_added(kit: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    """As in TRL: by the config's coefficient, for a model that is trained."""
+    caplog.set_level(logging.INFO)
+    (batch,) = batches_of(kit, "concat", 2)
+    loss_fn = PreferenceLoss("cpo")
+
+    def metrics(model: Any, loss: PreferenceLoss = loss_fn) -> set[str]:
+        return set(loss(packed_logps(model, batch), batch).metrics)
+
+    model = use_packed_attention(moe(kit, dtype=torch.float32))
+    for _ in range(2):
+        assert "aux_loss" in metrics(model)
+    assert caplog.text.count("with coefficient 0.5") == 1
+    assert "aux_loss" not in metrics(model, PreferenceLoss("cpo", router_aux_loss_coef=0.0))
+    with torch.no_grad():
+        assert "aux_loss" not in metrics(model)
+    assert "aux_loss" not in metrics(model.requires_grad_(False))
+    model.requires_grad_(True)
+    model.config.router_aux_loss_coef = 0.0
+    model.config.output_router_logits = True
+    assert "aux_loss" not in metrics(model)
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef 0\.1: .* a model whose config"):
+        metrics(model, PreferenceLoss("cpo", router_aux_loss_coef=0.1))
+    with pytest.raises(ConfigError, match="router_aux_loss_coef must be at least 0; found -1"):
+        PreferenceLoss(router_aux_loss_coef=-1.0)
+    for name in (
+        "llama",
+        "deepseek_v3",
+        "jetmoe",
+    ):  # without experts, without that loss, without a word
+        assert "aux_loss" not in metrics(use_packed_attention(kit.tiny_family(name, torch.float32)))
+    assert not [r for r in caplog.records if r.levelno > logging.INFO]
+
+
+def test_log_probs_that_no_loss_took_are_told_once(
+    kit: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = use_packed_attention(moe(kit, dtype=torch.float32))
+    (batch,) = batches_of(kit, "concat", 2)
+    for _ in range(2):
+        packed_logps(model, batch).sum().backward()
+    assert caplog.text.count("was added to no loss; pass the log-probs to a PreferenceLoss") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: setattr(m, "num_experts_per_tok", 1), r"that of Switch Transformers, \d"),
+        (
+            lambda m: setattr(m, "num_experts", 8),
+            r"shape \(6, 8\) for each layer; found shape \(6,",
+        ),
+        (lambda m: setattr(m, "num_experts", None), "must have num_experts and num_exp"),
+    ],
+)
+def test_other_routers_are_refused(kit: SimpleNamespace, change: Any, message: str) -> None:
+    model = use_packed_attention(moe(kit, dtype=torch.float32))
+    forward = type(model).forward
+
+    def unchanged(*args: Any, **kwargs: Any) -> Any:
+        broken = {n: vars(model)[n] for n in ("num_experts", "num_experts_per_tok")}
+        vars(model).update(num_experts=4, num_experts_per_tok=2)
+        try:
+            return forward(model, *args, **kwargs)
+        finally:
+            vars(model).update(broken)
+
+    model.forward = unchanged
+    change(model)
+    with pytest.raises(CompatibilityError, match=message + r".*router_aux_loss_coef to 0"):
+        PackedPolicy(model)
+
+
+def test_a_coefficient_for_a_model_that_computes_no_such_loss_is_refused(
+    kit: SimpleNamespace,
+) -> None:
+    model = use_packed_attention(kit.tiny_family("deepseek_v3", torch.float32))
+    model.config.router_aux_loss_coef = 0.1
+    with pytest.raises(CompatibilityError, match="must return the load-balancing loss as aux_loss"):
+        packed_logps(model, batches_of(kit, "concat", 2)[0])
+    assert router_settings(model.requires_grad_(False)) is None

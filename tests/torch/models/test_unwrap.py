@@ -17,7 +17,7 @@ from packstore.errors import CompatibilityError
 from packstore.torch.logprobs.head import find_head
 from packstore.torch.models.bypassed import check_not_compiled
 from packstore.torch.models.model import use_packed_attention
-from packstore.torch.models.routers import check_router_loss
+from packstore.torch.models.routers import router_settings
 from packstore.torch.models.unwrap import adapted, layers, unwrapped
 from packstore.torch.reference.reference_fingerprint import weights_sha256
 
@@ -85,9 +85,9 @@ def test_every_caller_finds_the_model(kit: SimpleNamespace, order: str) -> None:
             check_not_compiled(wrapped)
     else:
         check_not_compiled(wrapped)
-    model.config.output_router_logits = True
+    model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.1
     with pytest.raises(CompatibilityError, match=f"experts of {type(model).__name__}: "):
-        check_router_loss(wrapped)
+        router_settings(wrapped)
 
 
 def test_fsdp(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,114 @@
+"""Router losses in ``packstore train`` and in the Trainer: those of single sequences, logged."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from packstore.errors import ConfigError
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.testing import random_examples
+from packstore.torch import (
+    PackCollator,
+    PackedDataset,
+    PackedLoss,
+    PackedTrainerMixin,
+    PreferenceLoss,
+    collate,
+    use_packed_attention,
+)
+from packstore.torch.training.train import train
+
+COEFFICIENT = 0.5
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def moe(kit: SimpleNamespace, **settings: Any) -> Any:
+    settings = {"router_aux_loss_coef": COEFFICIENT, **settings}
+    return kit.tiny_family("mixtral", torch.float32, **settings)
+
+
+@torch.no_grad()
+def aux_losses(model: Any, packs: Any) -> dict[int, float]:
+    """Of each example, the mean of transformers' loss over its two sequences."""
+    batch = collate(packs, "preference")
+    losses: list[Tensor] = []
+    for row in batch.input_ids.split(batch.lengths.tolist()):
+        losses.append(model(row[None], output_router_logits=True).aux_loss)
+    pairs = torch.stack(losses).view(-1, 2).mean(1).tolist()
+    return dict(zip(batch.example_ids.tolist(), pairs, strict=True))
+
+
+def test_train_logs_and_adds_them(kit: SimpleNamespace, tmp_path: Path) -> None:
+    settings = kit.short_run(tmp_path)
+    moe(kit).save_pretrained(tmp_path / "model")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    expected = aux_losses(plain, list(open_dataset(str(tmp_path / "data")).iter_packs()))
+    settings |= {"max_steps": 2, "log_every": 1, "log_examples": True, "learning_rate": 1e-9}
+    records = {}
+    for coefficient in (None, 0.0):
+        output = tmp_path / f"run-{coefficient}"
+        train(**settings, output=str(output), router_aux_loss_coef=coefficient)
+        records[coefficient] = [json.loads(x) for x in (output / "metrics.jsonl").open()]
+    ids = [json.loads(x)["example_ids"] for x in (output / "examples.jsonl").open()]
+    for own, found, without in zip(ids, records[None], records[0.0], strict=True):
+        mean = sum(expected[i] for i in own) / len(own)
+        assert found["aux_loss"] == pytest.approx(mean, abs=1e-5)
+        assert found["loss"] == pytest.approx(math.log(2) + COEFFICIENT * mean, abs=1e-5)
+        assert found["grad_norm"] > without["grad_norm"] + 0.01
+        assert "aux_loss" not in without
+        assert without["loss"] == pytest.approx(math.log(2), abs=1e-5)
+
+
+def test_train_refuses_a_weight_for_a_model_without_them(
+    kit: SimpleNamespace, tmp_path: Path
+) -> None:
+    settings = kit.short_run(tmp_path)
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef: .* found LlamaForCausalLM"):
+        train(**settings, output=str(tmp_path / "run"), router_aux_loss_coef=0.1)
+
+
+def test_the_trainer_logs_and_adds_them(kit: SimpleNamespace, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the Trainer needs it")
+
+    class PackedTrainer(PackedTrainerMixin, transformers.Trainer):
+        pass
+
+    packs = kit.packed(random_examples(8, seed=4), [1, 3, 2, 2], "concat")
+    data = kit.write(str(tmp_path / "data"), packs)
+    model = moe(kit)
+    expected = sum(aux_losses(model, [packs]).values()) / 8
+    use_packed_attention(model)
+    loss = PackedLoss(PreferenceLoss("dpo"), copy.deepcopy(model).requires_grad_(False))
+    trainer = PackedTrainer(
+        model,
+        transformers.TrainingArguments(
+            output_dir=str(tmp_path / "run"),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            gradient_checkpointing=True,
+            max_steps=1,
+            logging_steps=1,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+        ),
+        train_dataset=PackedDataset(data, rank=0, world_size=1, shuffle=False),
+        data_collator=PackCollator("preference"),
+        packed_loss=loss,
+    )
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    assert entry["aux_loss"] == pytest.approx(expected, abs=1e-5)
+    assert entry["loss"] == pytest.approx(math.log(2) + COEFFICIENT * expected, abs=1e-4)
