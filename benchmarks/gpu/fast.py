@@ -169,14 +169,15 @@ def _batches(rows: np.ndarray, way: str, tokens: int, session: Session) -> list[
 
 def _set(model: Any, way: Way, ours: str, cuda: bool) -> None:
     """Sets the attention of a way, and turns the compiled layers on or off."""
+    from packstore.torch import compile_layers
+
     wanted = "sdpa" if way.padded else ours
     if model.config._attn_implementation != wanted:
         model.set_attn_implementation(wanted)
     for layer in model.model.layers:
-        if way.compiled and layer._compiled_call_impl is None:
-            layer.compile(dynamic=True, backend="inductor" if cuda else "eager")
-        elif not way.compiled:
-            layer._compiled_call_impl = None
+        layer._compiled_call_impl = None
+    if way.compiled:  # its graphs are those of the class, and compiled once
+        compile_layers(model, **({} if cuda else {"backend": "eager"}))
 
 
 def _step(model: Any, way: Way, batch: Any, inputs: dict[str, Any]) -> Tensor:
