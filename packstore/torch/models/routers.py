@@ -238,7 +238,7 @@ class _Carry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logps: Tensor, losses: RouterLosses) -> Tensor:
         ctx.router_losses = losses
-        return logps.view_as(logps)
+        return logps.clone()  # FSDP warns of views
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from gradients import take_gradients
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import logsigmoid
 from torch.nn.parallel import DistributedDataParallel
 
@@ -261,6 +262,7 @@ def test_wrappers_pass_it_on(kit: SimpleNamespace, tmp_path: Path) -> None:
     (batch,) = batches_of(kit, "shared_prefix", 2)
     policy, loss_fn = PackedPolicy(model), PreferenceLoss("cpo")
     expected = loss_fn(policy(batch), batch).loss
+    assert not policy(batch)._is_view()  # of which FSDP2 warns
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )
@@ -270,6 +272,11 @@ def test_wrappers_pass_it_on(kit: SimpleNamespace, tmp_path: Path) -> None:
                 policy, **settings
             )  # its output may be another tensor
             torch.testing.assert_close(loss_fn(wrapped(batch), batch).loss, expected)
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        sharded: Any = fully_shard(policy, mesh=mesh)
+        torch.testing.assert_close(loss_fn(sharded(batch), batch).loss, expected)
     finally:
         torch.distributed.destroy_process_group()
 
