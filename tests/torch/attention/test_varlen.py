@@ -11,6 +11,7 @@ import torch
 import varlen_kernels
 from torch import Tensor
 from torch.nn.attention import varlen as torch_varlen
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from packstore.testing import random_examples
 from packstore.torch import collate
@@ -95,13 +96,33 @@ def test_copies_are_not_kept(kit: SimpleNamespace) -> None:
     assert copies > 1.5 * (rows - qkv[0].numel())
 
 
-def test_gradients_of_copies_are_summed_in_float32() -> None:
-    """256 + 1 + ... + 1: in bfloat16 each 1 would be lost."""
+class Sums(TorchDispatchMode):
+    """Lists the dtypes in which rows are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index_add_.default:
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("block", [2**16, 3])
+def test_gradients_of_copies_are_summed_in_float32(
+    monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """256 + 1 + ... + 1: with bfloat16 sums each 1 may be lost."""
+    monkeypatch.setattr(_varlen, "BLOCK", block)
     index = torch.tensor([1] * 9 + [0])
     grad = torch.tensor([256.0] + [1.0] * 8 + [5.0]).bfloat16()[:, None, None]
     rows = torch.zeros(3, 1, 1, dtype=torch.bfloat16)
-    assert _varlen._summed(grad, index, rows).flatten().tolist() == [5, 264, 0]
-    assert _varlen._summed(grad, index, rows).dtype == torch.bfloat16
+    with Sums() as sums:
+        found = _varlen._summed(grad, index, rows)
+    assert found.flatten().tolist() == [5, 264, 0]
+    assert found.dtype == torch.bfloat16
+    assert set(sums.dtypes) == {torch.float32}
 
 
 def test_deterministic_calls_never_reach_other_kernels(
