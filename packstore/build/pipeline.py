@@ -25,6 +25,7 @@ from packstore.build.dedup_and_split import Selection, duplicates
 from packstore.build.engines import ENGINES
 from packstore.build.finished import finished_before
 from packstore.build.partitions.resume import Partition, Written
+from packstore.build.partitions.scale import check_growth, warn_of_reads
 from packstore.build.partitions.slices import ReadKeys, split
 from packstore.build.partitions.work import InTask, PackPartitions
 from packstore.build.provenance import Counting, Progress, RecordTotals, commit, run_of, shape_of
@@ -176,7 +177,12 @@ def _pack(
         totals = RecordTotals(parts, reader, config, rejects, counting)
         made = _partitions(reader, notes, config, totals, counting)
         with contextlib.closing(made):
-            written = [partition.written for partition in made]
+            written: list[list[Written]] = []
+            places = [job.location for job in jobs]
+            for partition in made:
+                if not written:  # the job would fail at its end
+                    check_growth(partition, config.partitions or 1, places)
+                written.append(partition.written)
     for number, (part, job) in enumerate(parts.items()):
         own = [one[number] for one in written]
         known = totals.of_part(names[number]), _planning(own, config), totals.provenance(part)
@@ -213,6 +219,8 @@ def _partitions(
         return
     inputs = [replace(i, location=_absolute(i.location)) for i in reader.inputs]
     slices = split(list(zip(inputs, reader.sizes, strict=True)), number)
+    if on_cluster:
+        warn_of_reads(slices, len(inputs))
     repeated: list[Int64 | None] = [None] * number
     if config.dedup != "none" and number > 1:
         keys = ReadKeys(reader.tokenize(), config)

@@ -16,16 +16,20 @@ import numpy as np
 import pytest
 
 import packstore
+from packstore.build.partitions.scale import warn_of_reads
 from packstore.build.partitions.slices import split
 from packstore.config import PackConfig
 from packstore.errors import (
     ConfigError,
     DatasetNotFoundError,
     DropRateError,
+    FormatError,
     RecordError,
 )
 from packstore.io.inputs.files import Input
 from packstore.io.maintain.clean import clean
+from packstore.io.manifest import commit
+from packstore.io.manifest.manifest import manifest_bytes
 from packstore.io.store.location import Location
 from packstore.pack.merged import merged_statistics
 from packstore.pack.plan import plan
@@ -214,6 +218,34 @@ def test_a_failing_partition_leaves_shards_to_clean(
     assert {p.parent.name for p in out.rglob("*") if p.is_file()} <= {"data", "partitions"}
     with pytest.raises(DatasetNotFoundError):
         packstore.open(out)
+
+
+def test_a_manifest_that_would_be_too_large_is_told_after_the_first_partition(
+    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = packstore.pack(sources, tmp_path / "a", partitions=8, num_workers=0, **SETTINGS)
+    of_shards = manifest_bytes(made.manifest.shards)
+    monkeypatch.setattr(commit, "MAX_MANIFEST_BYTES", of_shards // 3)
+    with pytest.raises(FormatError, match=r"from 8 partitions\. Write larger row groups"):
+        packstore.pack(sources, tmp_path / "b", partitions=8, num_workers=0, **SETTINGS)
+    assert len([*(tmp_path / "b" / "data").glob("*-p00000-*")]) > 0
+    assert not [*(tmp_path / "b" / "data").glob("*-p00007-*")]
+    monkeypatch.setattr(commit, "MAX_MANIFEST_BYTES", of_shards * 3)
+    packstore.pack(sources, tmp_path / "b", partitions=8, num_workers=0, **SETTINGS)
+
+
+@pytest.mark.parametrize(("files", "told"), [(10, True), (400, False)])
+def test_files_that_would_be_read_many_times(
+    files: int, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    inputs = [
+        (Input(i, f"{i}.jsonl", Location(f"{i}.jsonl"), "jsonl", None), 1 << 32)
+        for i in range(files)
+    ]
+    slices = split(inputs, 100)
+    warn_of_reads(slices, files)
+    texts = ["is read 100 times", "With 400 files it would be read 4 times"]
+    assert [text in caplog.text for text in texts] == [told, told]
 
 
 @pytest.fixture(scope="module")

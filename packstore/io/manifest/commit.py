@@ -53,7 +53,7 @@ def read_committed(
         raise _not_found(location, version, list(sizes), name)
     path = manifest_path(number, name)
     if sizes[number] > MAX_MANIFEST_BYTES:
-        raise _too_large(location, path, sizes[number])
+        raise too_large(location.join(path), str(sizes[number]))
     where = location.join(path).display
     return without_hash(location.read_bytes(path), where), where, number
 
@@ -115,7 +115,7 @@ def commit(
     number = following if version is None else version
     path = manifest_path(number, name)
     if len(data) > MAX_MANIFEST_BYTES:
-        raise _too_large(location, path, len(data))
+        raise too_large(location.join(path), str(len(data)))
     with contextlib.suppress(DatasetExistsError):
         if number == following:
             location.create_bytes(path, data)
@@ -151,7 +151,8 @@ def too_late(location: Location) -> DatasetExistsError:
     return DatasetExistsError(sentence(location.display, must, found, do))
 
 
-def _too_large(location: Location, path: str, size: int) -> FormatError:
+def too_large(location: Location, found: str) -> FormatError:
+    """Returns the error for a manifest that is larger than readers accept."""
     must = f"a manifest must have at most {MAX_MANIFEST_BYTES} bytes"
     do = "Write larger row groups (row_group_tokens)"
-    return FormatError(sentence(location.join(path).display, must, str(size), do))
+    return FormatError(sentence(location.display, must, found, do))

@@ -242,6 +242,11 @@ def build_manifest(
     return manifest
 
 
+def manifest_bytes(shards: Sequence[ShardInfo]) -> int:
+    """Returns the bytes that `shards` take in a manifest."""
+    return sum(len(dump_json(_dump_shard(shard))) for shard in shards)
+
+
 def read_manifest(location: Location, version: int | None = None) -> tuple[Manifest, int]:
     """Returns the manifest of a dataset, by default the current one, and its version.
 
