@@ -6,7 +6,8 @@
     >>> packstore.open("prefs-8k").verify()
 
 There is one function for each command: ``append``, ``check``, ``clean``, ``concat``, ``doctor``,
-``estimate``, ``export``, ``import_`` and ``pack``; ``open`` reads, and ``plan`` plans from lengths.
+``estimate``, ``export``, ``import_`` and ``pack``; ``open`` and ``scan`` read, and ``plan`` plans
+from lengths.
 ``packstore.pack`` is a call and the sub-package of the packing algorithms at once. Importing
 packstore is cheap: numba, pyarrow and torch are loaded by the first call that needs them.
 """
@@ -37,6 +38,7 @@ __all__ = [
     "open",
     "pack",
     "plan",
+    "scan",
 ]
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from packstore.errors import PackstoreError
     from packstore.exchange import export, import_
     from packstore.io.dataset.dataset import Dataset, open
+    from packstore.io.dataset.scan import scan
     from packstore.io.maintain.clean import clean
     from packstore.io.maintain.preflight import check
     from packstore.pack.plan import Plan, plan
@@ -103,6 +106,7 @@ _LAZY = {
     "import_": "packstore.exchange",
     "open": "packstore.io.dataset.dataset",
     "plan": "packstore.pack.plan",
+    "scan": "packstore.io.dataset.scan",
 }
 
 

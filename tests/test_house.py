@@ -176,6 +176,7 @@ def test_public_names() -> None:
         "open",
         "pack",
         "plan",
+        "scan",
     ]
     for name in packstore.__all__:
         assert getattr(packstore, name) is not None

@@ -33,14 +33,14 @@ def read_columns(
         batch = reader.read_columns(group, names)
         with decoding(f"{reader.where}, row group {group}"):
             columns = {name: flat_column(batch, name, None) for name in names}
-            _check_counts(columns, int(shard.row_groups.rows[group]))
+            check_counts(columns, int(shard.row_groups.rows[group]))
         yield columns
 
 
-def _check_counts(columns: Mapping[str, tuple[Any, Int64]], rows: int) -> None:
+def check_counts(columns: Mapping[str, tuple[Any, Int64]], rows: int) -> None:
     """Refuses out-of-range offsets; see :func:`packstore.format.rules.check_structure`.
 
-    Callers compare the sums with the manifest.
+    `rows` is the number of packs. Callers compare the sums with the manifest.
     """
     for name, (values, offsets) in columns.items():
         if len(offsets) != rows + 1:

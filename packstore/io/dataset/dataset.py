@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -181,6 +181,18 @@ class Dataset:
         reader, index = self._reader(group)
         with self._whole():
             return reader.read_packs(index)
+
+    def read_columns(self, group: int, names: Sequence[str]) -> tuple[pa.RecordBatch, str, int]:
+        """Reads columns of a row group as stored, verified by checksum; raises like `read_packs`.
+
+        Returns:
+            The columns (of an Arrow shard: all), the place for error texts, and what is to be added
+            to example ids.
+        """
+        reader, index = self._reader(group)
+        with self._whole():
+            batch = reader.read_columns(index, names)
+        return batch, self.group_name(group), reader.shard.example_id_base
 
     def fetch(self, group: int) -> Fetched:
         """Returns the bytes of a row group, not verified yet; raises like :meth:`read_packs`."""

@@ -1,0 +1,250 @@
+"""A dataset as a Polars LazyFrame: a row for each example, read and verified as it is needed.
+
+Row groups are read one after another, of each only the columns that the query uses. Of a condition
+on `pack` and `shard` alone, row groups without a match are not read; if token ids are wanted, other
+conditions are evaluated on their own columns first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from packstore.errors import FormatError
+from packstore.format.arrays import IGNORE_INDEX, Int32, Int64, Packs, to_offsets
+from packstore.format.schema import KINDS, flat_column
+from packstore.io.dataset.columns import check_counts
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.manifest.stored_file import decoding
+
+if TYPE_CHECKING:
+    from polars import DataFrame, Expr, LazyFrame
+
+_PLACES = ("pack", "shard")
+_TOKENS = ("input_ids", "labels")
+_OWN = ("example_id", *_PLACES, "lengths", "rewards", *_TOKENS)
+_STORED = {"example_id": "example_ids", "lengths": "lengths", "rewards": "reward"}
+
+ROWS = 1 << 16
+"""Examples of a frame without token ids."""
+
+
+def scan(
+    url: str | os.PathLike[str] | Dataset,
+    *,
+    version: int | None = None,
+    tokens: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> LazyFrame:
+    """Returns the examples of a dataset as a ``polars.LazyFrame``, in file order, unread.
+
+        >>> frame = packstore.scan("prefs-8k")
+        >>> frame.filter(pl.col("lengths").list.max() > 4096).select("example_id").collect()
+
+    Columns: `example_id`; `pack`, its number in the dataset, and `shard`, its position in the
+    manifest, from 0; `lengths` and `rewards`, lists with a value for each response (preference:
+    chosen, then rejected); and the carried columns, named ``NAME_carried`` if one of these has its
+    name. What is read is verified by checksum.
+
+    Args:
+        url: folder or fsspec URL of the dataset, or the opened dataset.
+        version: number of an older version.
+        tokens: adds `input_ids` and `labels` (-100 where unsupervised) of each response, whole,
+            also in layout ``shared_prefix``.
+        storage_options: passed to the fsspec filesystem.
+
+    Raises:
+        PackstoreError: as :func:`packstore.open`; while the frame is collected, as
+            :meth:`packstore.Dataset.read_packs`.
+    """
+    from polars.io.plugins import register_io_source
+
+    options = dict(storage_options or {})
+    dataset = url if isinstance(url, Dataset) else open_dataset(os.fspath(url), options, version)
+    source = ExampleSource(dataset, tokens)
+    return register_io_source(source, schema=source.schema, is_pure=True, explain_name="packstore")
+
+
+class ExampleSource:
+    """Reads examples for Polars."""
+
+    def __init__(self, dataset: Dataset, tokens: bool) -> None:
+        self._dataset, self._tokens = dataset, tokens
+        self._carried = {
+            f"{name}_carried" if name in _OWN else name: name for name in dataset.manifest.carry
+        }
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """Type of each column."""
+        import polars as pl
+
+        carried = {
+            "string": pl.String,
+            "int64": pl.Int64,
+            "float64": pl.Float64,
+            "bool": pl.Boolean,
+        }
+        types = self._dataset.manifest.carry
+        lists = pl.List(pl.List(pl.Int32))
+        return {
+            **dict.fromkeys(("example_id", *_PLACES), pl.Int64),
+            "lengths": pl.List(pl.Int32),
+            "rewards": pl.List(pl.Float32),
+            **{name: carried[types[own]] for name, own in self._carried.items()},
+            **(dict.fromkeys(_TOKENS, lists) if self._tokens else {}),
+        }
+
+    def __call__(
+        self,
+        with_columns: list[str] | None,
+        predicate: Expr | None,
+        n_rows: int | None,
+        batch_size: int | None,
+    ) -> Iterator[DataFrame]:
+        """Yields the rows of `predicate` among the first `n_rows`, as Polars asks for them.
+
+        Args:
+            with_columns: the columns to return; None: all.
+            predicate: condition of the rows; None: all.
+            n_rows: number of rows to read; None: all.
+            batch_size: number of rows of a frame; a hint.
+        """
+        import polars as pl
+
+        names = list(self.schema) if with_columns is None else with_columns
+        needed = set() if predicate is None else set(predicate.meta.root_names())
+        tokens = set(_TOKENS)
+        together: list[DataFrame] = []
+        size = batch_size or ROWS
+        groups = self._dataset.row_groups
+        left = int(groups.examples.sum()) if n_rows is None else n_rows
+        for group in range(len(groups)):
+            if left <= 0:
+                break
+            count = min(left, int(groups.examples[group]))
+            left -= count
+            if predicate is not None and needed <= set(_PLACES):
+                if self._places(group).filter(predicate).is_empty():
+                    continue
+            elif predicate is not None and tokens.isdisjoint(needed) and tokens & set(names):
+                head = self._frame(group, sorted(needed)).head(count)
+                if head.filter(predicate).is_empty():
+                    continue
+            frame = self._frame(group, list(dict.fromkeys([*names, *sorted(needed)]))).head(count)
+            if predicate is not None:
+                frame = frame.filter(predicate)
+            together.append(frame.select(names))
+            if sum(map(len, together)) >= size or tokens & set(names):
+                yield pl.concat(together)
+                together = []
+        if together:
+            yield pl.concat(together)
+
+    def _places(self, group: int) -> DataFrame:
+        """Returns `pack` and `shard` of the packs of a row group."""
+        import polars as pl
+
+        first, end = self._dataset.group_offsets[group : group + 2].tolist()
+        shard = int(self._dataset.row_groups.shard[group])
+        places = {"pack": np.arange(first, end), "shard": np.full(end - first, shard)}
+        return pl.DataFrame({name: values.astype(np.int64) for name, values in places.items()})
+
+    def _frame(self, group: int, names: Sequence[str]) -> DataFrame:
+        """Returns columns of a row group; their lengths are checked against each other."""
+        import polars as pl
+
+        dataset = self._dataset
+        if not set(_TOKENS).isdisjoint(names):
+            arrays = _arrays_of_packs(dataset.read_packs(group), names, self._carried)
+        else:
+            arrays = self._arrays_of_columns(group, names)
+        counts = arrays.pop("counts")
+        first, end = dataset.group_offsets[group : group + 2].tolist()
+        arrays["pack"] = pa.array(np.repeat(np.arange(first, end, dtype=np.int64), counts))
+        shard = int(dataset.row_groups.shard[group])
+        arrays["shard"] = pa.array(np.full(int(counts.sum()), shard, np.int64))
+        found = pl.from_arrow(pa.table({name: arrays[name] for name in names}))
+        assert isinstance(found, pl.DataFrame)
+        return found
+
+    def _arrays_of_columns(self, group: int, names: Sequence[str]) -> dict[str, Any]:
+        manifest = self._dataset.manifest
+        per_response = {"lengths", "rewards"}.intersection(names)
+        stored = {_STORED[n] for n in names if n in _STORED} | {"example_ids"}
+        stored |= {self._carried[n] for n in names if n in self._carried}
+        if per_response and KINDS[manifest.kind] is None:
+            stored.add("num_responses")
+        batch, where, base = self._dataset.read_columns(group, sorted(stored))
+        arrays: dict[str, Any] = {}
+        with decoding(where):
+            flat = {n: flat_column(batch, n, None) for n in stored - set(self._carried.values())}
+            check_counts(flat, int(self._dataset.row_groups.rows[group]))
+            ids, examples = flat["example_ids"]
+            arrays["counts"] = np.diff(examples)
+            arrays["example_id"] = pa.array(ids + base)
+            if per_response:
+                offsets = self._responses(flat, len(ids))
+            for name in per_response:
+                arrays[name] = _lists(flat[_STORED[name]][0], offsets)
+            for name in self._carried.keys() & set(names):
+                column = batch.column(self._carried[name])
+                column.validate(full=True)
+                arrays[name] = column.flatten()
+                if len(arrays[name]) != len(ids):
+                    raise FormatError(f"column {name} must have {len(ids)} values [columns-agree].")
+        return arrays
+
+    def _responses(self, flat: Mapping[str, tuple[Any, Int64]], examples: int) -> Int64:
+        """Returns the offsets of the responses of each example."""
+        fixed = KINDS[self._dataset.manifest.kind]
+        counts = flat["num_responses"][0] if fixed is None else np.full(examples, fixed)
+        return to_offsets(counts)
+
+
+def _arrays_of_packs(
+    packs: Packs, names: Sequence[str], carried: Mapping[str, str]
+) -> dict[str, Any]:
+    offsets = to_offsets(packs.num_responses)
+    arrays = {
+        "counts": np.diff(packs.example_offsets),
+        "example_id": pa.array(packs.example_ids),
+        "lengths": _lists(packs.lengths, offsets),
+        "rewards": _lists(packs.reward, offsets),
+    }
+    for name in carried.keys() & set(names):
+        arrays[name] = pa.array(packs.columns[carried[name]], from_pandas=False)
+    signed = _whole_sequences(packs)
+    inner = to_offsets(packs.lengths)
+    ids = signed ^ (signed >> 31)
+    for name, values in (("input_ids", ids), ("labels", np.where(signed < 0, IGNORE_INDEX, ids))):
+        if name in names:
+            lists = _lists(values, inner)
+            arrays[name] = pa.LargeListArray.from_arrays(pa.array(offsets), lists)
+    return arrays
+
+
+def _whole_sequences(packs: Packs) -> Int32:
+    """Returns the signed ids of all sequences, each with the leading tokens that it shares."""
+    starts, lengths = to_offsets(packs.segment_lengths)[:-1], packs.lengths
+    examples = to_offsets(packs.num_responses)[:-1]
+    first = np.repeat(starts[examples], packs.num_responses)
+    omitted = packs.segment_offsets
+    place = np.arange(int(lengths.sum())) - np.repeat(to_offsets(lengths)[:-1], lengths)
+    shared = place < np.repeat(omitted, lengths)
+    at = place + np.where(shared, np.repeat(first, lengths), np.repeat(starts - omitted, lengths))
+    found: Int32 = packs.signed_ids[at]
+    return found
+
+
+def _lists(values: Any, offsets: Int64) -> Any:
+    """Returns an Arrow array of lists; `offsets` are those of the values."""
+    if len(values) != offsets[-1]:
+        must = f"it must have {offsets[-1]} values in a column of responses"
+        raise FormatError(f"{must}; found {len(values)} [columns-agree].")
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values, from_pandas=False))

@@ -1,0 +1,166 @@
+"""``packstore.scan``: every example as it is in the packs, and only what a query needs is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+import packstore
+from packstore.errors import DatasetNotFoundError, IntegrityError
+from packstore.io.dataset.dataset import Dataset
+from packstore.pack.fill import unpack
+
+KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "preference": lambda i: {"prompt": [5, 6, i], "chosen": [7] * (1 + i % 5), "rejected": [9, i]},
+    "sft": lambda i: {"input_ids": [1, 2, i, 4], "labels": [-100, 2, -100, 4]},
+    "ranked": lambda i: {
+        "prompt": [5, 6, i],
+        "responses": [[10 + k] * (1 + i % 3) for k in range(2 + i % 3)],
+        "scores": [float(k) for k in range(2 + i % 3)],
+    },
+}
+
+
+def packed(tmp_path: Path, kind: str = "preference", **settings: Any) -> Dataset:
+    records = [
+        {**KINDS[kind](i), "lang": ["en", "de", "ü"][i % 3], "pack": i, "x": i / 2, "b": i % 2 == 0}
+        for i in range(200)
+    ]
+    carry = ["lang", "pack:int64", "x:float64", "b:bool"]
+    how = {"pack_size": 64, "row_group_tokens": 256, "shard_tokens": 1024, **settings}
+    return packstore.pack(records, str(tmp_path / "out"), carry=carry, kind=kind, **how)
+
+
+def expected(dataset: Dataset) -> list[dict[str, Any]]:
+    """The rows by another way: each pack unpacked."""
+    rows = []
+    counts = [len(g) for g in (s.row_groups for s in dataset.manifest.shards)]
+    shard_of = np.repeat(np.arange(len(counts)), counts).tolist()
+    number = 0
+    for group, packs in enumerate(dataset.iter_packs()):
+        for p in range(len(packs)):
+            e = unpack(packs.row(p))
+            for k in range(e.num_examples):
+                own = range(*e.example_offsets[k : k + 2].tolist())
+                spans = [slice(*e.sequence_offsets[s : s + 2].tolist()) for s in own]
+                rows.append(
+                    {
+                        "example_id": int(e.example_ids[k]),
+                        "pack": number,
+                        "shard": shard_of[group],
+                        "lengths": [int(e.lengths[s]) for s in own],
+                        "rewards": [float(e.reward[s]) for s in own],
+                        "lang": e.columns["lang"][k],
+                        "pack_carried": int(e.columns["pack"][k]),
+                        "x": float(e.columns["x"][k]),
+                        "b": bool(e.columns["b"][k]),
+                        "input_ids": [e.input_ids[s].tolist() for s in spans],
+                        "labels": [
+                            np.where(e.supervised[s], e.input_ids[s], -100).tolist() for s in spans
+                        ],
+                    }
+                )
+            number += 1
+    return rows
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_example_is_there_as_it_is_in_the_packs(kind: str, form: str, tmp_path: Path) -> None:
+    layout = "concat" if kind == "sft" else "shared_prefix"
+    first = packed(tmp_path, kind, format=form, layout=layout, labels="spans")
+    more = [{**KINDS[kind](i), "lang": "it", "pack": 1, "x": 0.5, "b": True} for i in range(9)]
+    dataset = packstore.append(first, more)
+    rows = expected(dataset)
+    assert len(rows) == 209
+    assert len(dataset.manifest.shards) > 1
+    frame = packstore.scan(dataset.url, tokens=True)
+    assert frame.collect().to_dicts() == rows
+    assert frame.collect_schema() == frame.collect().schema
+    plain = packstore.scan(dataset.url)
+    assert plain.collect().to_dicts() == frame.drop("input_ids", "labels").collect().to_dicts()
+    assert packstore.scan(Path(dataset.url), version=1).collect().height == 200
+    some = plain.select("rewards", "b").tail(3).collect()
+    assert some.rows() == [(row["rewards"], row["b"]) for row in rows[-3:]]
+
+
+QUERIES: dict[str, Callable[[pl.LazyFrame], pl.LazyFrame]] = {
+    "pack": lambda f: f.filter(pl.col("pack").is_between(3, 5)),
+    "shard": lambda f: f.filter((pl.col("shard") == 1) | (pl.col("pack") == 0)).select("x"),
+    "carried": lambda f: f.filter(pl.col("lang") == "de", pl.col("x") > 50).select("input_ids"),
+    "lengths": lambda f: f.filter(pl.col("lengths").list.max() > 6).select("example_id"),
+    "tokens": lambda f: f.filter(pl.col("labels").list.len() > 1, pl.col("x") < 5).select("x"),
+    "head": lambda f: f.head(30).filter(pl.col("b")),
+    "filter, head": lambda f: f.filter(pl.col("b")).head(30),
+    "slice": lambda f: f.slice(50, 25).select("lang"),
+    "none": lambda f: f.filter(pl.col("x") > 1e9),
+    "aggregate": lambda f: f.filter(pl.col("pack") == pl.col("pack").max()).select("x"),
+    "group": lambda f: f.group_by("lang").agg(pl.col("x").sum()).sort("lang"),
+    "count": lambda f: f.select(pl.len()),
+}
+
+
+@pytest.mark.parametrize("engine", ["in-memory", "streaming"])
+@pytest.mark.parametrize("name", QUERIES)
+def test_queries_give_what_they_give_of_a_frame_in_memory(
+    name: str, engine: Any, tmp_path: Path
+) -> None:
+    dataset = packed(tmp_path)
+    lazy = packstore.scan(dataset, tokens=True)
+    found = QUERIES[name](lazy).collect(engine=engine)
+    wanted = QUERIES[name](pl.DataFrame(expected(dataset), schema=lazy.collect_schema()).lazy())
+    assert found.to_dicts() == wanted.collect().to_dicts()
+
+
+def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = packed(tmp_path)
+    groups = len(dataset.row_groups)
+    read: list[tuple[int, tuple[str, ...]]] = []
+    columns, packs = Dataset.read_columns, Dataset.read_packs
+
+    def noted(self: Dataset, group: int, names: Any) -> Any:
+        read.append((group, tuple(names)))
+        return columns(self, group, names)
+
+    def whole(self: Dataset, group: int) -> Any:
+        read.append((group, ()))
+        return packs(self, group)
+
+    monkeypatch.setattr(Dataset, "read_columns", noted)
+    monkeypatch.setattr(Dataset, "read_packs", whole)
+    frame = packstore.scan(dataset, tokens=True)
+    assert not read
+    frame.select("lang").collect()
+    assert read == [(g, ("example_ids", "lang")) for g in range(groups)]
+    read.clear()
+    frame.filter(pl.col("pack") == 0).collect()
+    assert read == [(0, ())]
+    read.clear()
+    found = frame.filter(pl.col("pack_carried") == 17).select("input_ids", "pack").collect()
+    (group,) = (g for g, names in read if not names)
+    first, end = dataset.group_offsets[group : group + 2].tolist()
+    assert first <= found["pack"][0] < end
+    assert len(read) == groups + 1
+    read.clear()
+    assert frame.head(5).collect().height == 5
+    assert read == [(0, ())]
+
+
+def test_errors(tmp_path: Path) -> None:
+    with pytest.raises(DatasetNotFoundError):
+        packstore.scan(tmp_path / "none")
+    dataset = packed(tmp_path)
+    shard = Path(dataset.shard_urls[0])
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    os.chmod(shard, 0o644)
+    shard.write_bytes(data)
+    for tokens in (False, True):
+        with pytest.raises(IntegrityError, match="The file was damaged or replaced"):
+            packstore.scan(dataset, tokens=tokens).collect()
