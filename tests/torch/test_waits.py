@@ -21,6 +21,8 @@ from packstore.torch import Metrics, PackedPolicy, PreferenceLoss, collate, use_
 from packstore.torch.attention import _flash
 from packstore.torch.logprobs import head
 from packstore.torch.losses.divisor import count_step
+from packstore.torch.losses.grouped_metrics import GroupedMetrics
+from packstore.torch.losses.pairs import index_pairs
 from packstore.torch.schedule.steps import StepInfo
 
 
@@ -63,6 +65,39 @@ def test_a_planned_step(
         metrics.add(out.metrics)
     torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
     optimizer.step()
+
+
+@pytest.mark.parametrize("pairs", ["best_vs_rest", "all", "adjacent"])
+def test_a_ranked_step_that_is_counted_before_it_is_copied(
+    kit: SimpleNamespace, policy: Any, pairs: Any
+) -> None:
+    trained, loss_fn = policy("llama"), PreferenceLoss("dpo", pairs=pairs, sft_weight=0.2)
+    packs = kit.packed(random_examples(4, kind="ranked"), [4], "concat")
+    on_cpu = collate(packs, "ranked")
+    divisor = count_step([on_cpu], loss_fn, device=torch.device("meta"))
+    assert divisor.count > 4
+    batch = on_cpu.to("meta")
+    with torch.no_grad():
+        ref_logps = trained(batch)
+    out = loss_fn(trained(batch), batch, ref_logps, divisor=divisor)
+    out.loss.backward()
+    index, exact = (index_pairs(b, pairs) for b in (batch, on_cpu))
+    assert index.chosen.shape == exact.chosen.shape
+    assert len(exact.chosen) == divisor.count
+
+
+@pytest.mark.parametrize("kind", ["preference", "ranked"])
+def test_an_evaluation(kit: SimpleNamespace, policy: Any, kind: str) -> None:
+    """Metrics of all examples and by input file, and rewards: read at the end only."""
+    trained, loss_fn = policy("llama"), PreferenceLoss("dpo", sft_weight=0.2)
+    dataset: Any = SimpleNamespace(manifest=SimpleNamespace(provenance={}))
+    grouped = GroupedMetrics(loss_fn, dataset, "file", rewards=True)
+    packs = kit.packed(random_examples(4, kind=kind), [4], "concat")
+    on_cpu = collate(packs, kind)
+    batch = on_cpu.to("meta")
+    with torch.no_grad():
+        logps = trained(batch)
+        grouped.add(logps, batch, logps, on_cpu)
 
 
 def test_values_of_this_device_cannot_be_read() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packstore.format.arrays import IGNORE_INDEX, Column, Int64, ids_of, labels_of
+from packstore.format.arrays import IGNORE_INDEX, Column, Float32, Int32, Int64, ids_of, labels_of
 from packstore.registry import Registry
 from packstore.torch.batch.layout import AttentionLayout, shared_lengths
 from packstore.torch.batch.targets import Targets
@@ -193,6 +193,7 @@ class PackedBatch:
         _pack_examples: ClassVar[Int64]
         _unweighted_packs: ClassVar[list[int]]
         _pack_sources: ClassVar[Int64 | None]
+        _ranks: ClassVar[tuple[Float32, Int32]]
     else:
 
         def __getattr__(self, name):
@@ -249,6 +250,17 @@ class PackedBatch:
         return len(self.example_ids)
 
     @property
+    def ranks(self) -> tuple[Float32, Int32]:
+        """`rewards` and `num_responses` on the CPU, by which ranked responses are compared.
+
+        Read once; a batch that was copied to a device has brought them along.
+        """
+        if "_ranks" not in vars(self):
+            both = self.rewards.cpu().numpy(), self.num_responses.cpu().numpy()
+            vars(self)["_ranks"] = both
+        return self._ranks
+
+    @property
     def targets(self) -> Targets:
         """The tokens to predict, and the rows that predict them."""
         ids = self.labels[self.target_index]
@@ -271,6 +283,13 @@ class PackedBatch:
             kv_index=self.kv_index,
             lengths=self.lengths if self.kv_index is None else shared_lengths(self),
         )
+
+    def with_weights(self, weights: Tensor) -> Self:
+        """Returns the batch with other weights of its examples, `[E]`."""
+        batch = replace(self, weights=weights)
+        if self.kind == "ranked":
+            vars(batch)["_ranks"] = self.ranks
+        return batch
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
         """Returns the batch with all tensors on `device`; itself if they are there."""
@@ -304,6 +323,8 @@ class PackedBatch:
         """Applies `change` to the tensors that exist; others are derived later."""
         # Derived first: the number of targets, derived on a GPU, would force a synchronisation.
         _ = self.target_index, self.weights, self.sources
+        if self.kind == "ranked":
+            _ = self.ranks
         own = {n: x for n, x in vars(self).items() if n != "layout"}
         every = (*own.values(), *self.columns.values())
         # By identity: a tensor under two names stays one.

@@ -22,9 +22,11 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
+import torch
+
 from packstore.errors import ConfigError, sentence
 from packstore.torch.batch.collate import PackedBatch
-from packstore.torch.metrics import all_reduce_sums
+from packstore.torch.metrics import all_reduce_sums, distributed
 from packstore.torch.schedule.steps import StepInfo
 
 
@@ -118,7 +120,11 @@ def default_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor | N
 
 
 def count_step(
-    batches: Sequence[PackedBatch], loss_fn: CountedLoss, *, group: Any = None
+    batches: Sequence[PackedBatch],
+    loss_fn: CountedLoss,
+    *,
+    group: Any = None,
+    device: torch.device | None = None,
 ) -> StepDivisor:
     """Counts an optimizer step, over its batches and all ranks; a collective call.
 
@@ -128,7 +134,8 @@ def count_step(
             with batches call this too.
         loss_fn: the loss.
         group: the data-parallel process group; default: all ranks, if torch.distributed runs.
-            With NCCL the batches must be on their GPU.
+        device: device that the group communicates from, which with NCCL is the rank's GPU;
+            default: that of the batches. Counting batches on the CPU waits for no device.
 
     Raises:
         ConfigError: the batches belong to different steps, or some of an uncounted step are
@@ -144,7 +151,10 @@ def count_step(
         return known
     _check_whole(steps)
     counts = [loss_fn.count(batch) for batch in batches]
-    device = batches[0].weights.device if batches else None
+    if not distributed():
+        device = None  # the counts are numbers already
+    elif device is None and batches:
+        device = batches[0].weights.device
     sums = [sum(x or 0 for x in each) for each in zip(*map(astuple, counts), strict=True)]
     count, sft_count, examples = all_reduce_sums(sums or [0, 0, 0], group, device)
     sft = max(sft_count, 1) if loss_fn.sft_weight else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any, NotRequired, TypedDict, TypeVar
 
@@ -18,7 +17,8 @@ from packstore.errors import ConfigError, quote
 from packstore.format.arrays import SOURCE_SHIFT
 from packstore.io.dataset.dataset import Dataset
 from packstore.torch.batch.collate import PackedBatch
-from packstore.torch.losses.divisor import own_divisor
+from packstore.torch.batch.transfer import sent
+from packstore.torch.losses.divisor import StepDivisor
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.metrics import add_sums, all_reduce_sums, distributed, wide_dtype
 
@@ -26,6 +26,9 @@ T = TypeVar("T")
 
 FILE = "file"
 """Groups by input file, unless a column has this name."""
+
+UNDIVIDED = StepDivisor(1.0, 1.0)
+"""Metrics are sums and counts, which no divisor changes; counting a batch would wait for it."""
 
 Key = tuple[str | None, str]
 """Group (None: all examples) and metric."""
@@ -64,27 +67,33 @@ class GroupedMetrics:
         rewards: bool = False,
     ) -> None:
         self.loss_fn, self.by = loss_fn, by
-        self._rewards: list[Tensor] | None = [] if rewards else None
+        self._rewards: list[tuple[Tensor, Tensor]] | None = [] if rewards else None
         self._files = _names(dataset.manifest.provenance.get("sources") or [])
         self._sums: dict[Key, Tensor] = {}
 
-    def add(self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None) -> None:
-        """Adds a batch of this rank.
+    def add(
+        self,
+        logps: Tensor,
+        batch: PackedBatch,
+        ref_logps: Tensor | None,
+        on_cpu: PackedBatch | None = None,
+    ) -> None:
+        """Adds a batch of this rank; reads no value of the device.
 
         Args:
             logps: `[S]`, log-probs of the policy in nats.
             batch: the batch, on the same device.
             ref_logps: `[S]`, log-probs of the reference; None: the batch's, or none are needed.
+            on_cpu: the same batch on the CPU, for the names of groups; default: `batch`.
 
         Raises:
             ConfigError: `by` is no column of the batch.
         """
         if self._rewards is not None:
-            both = torch.stack(self.loss_fn.pair_rewards(logps, batch, ref_logps), 1)
-            self._rewards.append(both.double().cpu())
-        for group, part in self._groups(batch):
-            own = own_divisor(part, self.loss_fn)
-            metrics = self.loss_fn(logps, part, ref_logps, divisor=own).metrics
+            rewards, weights = self.loss_fn.weighted_rewards(logps, batch, ref_logps)
+            self._rewards.append((rewards, weights))
+        for group, part in self._groups(batch, on_cpu or batch):
+            metrics = self.loss_fn(logps, part, ref_logps, divisor=UNDIVIDED).metrics
             examples = part.weights.sum()
             every = {**metrics, "examples": (examples, torch.zeros_like(examples))}
             add_sums(self._sums, {(group, name): both for name, both in every.items()})
@@ -113,18 +122,21 @@ class GroupedMetrics:
             if self.loss_fn.only_sft and self.loss_fn.sft_average == "token":
                 place["perplexity"] = math.exp(min(place["loss"], 700.0))
         if self._rewards is not None:
-            figures["rewards"] = _of_all_ranks([r for both in self._rewards for r in both.tolist()])
+            own_rewards = [r for both, on in self._rewards for r in both[on > 0].double().tolist()]
+            figures["rewards"] = _of_all_ranks(own_rewards)
         return figures
 
-    def _groups(self, batch: PackedBatch) -> Iterator[tuple[str | None, PackedBatch]]:
+    def _groups(
+        self, batch: PackedBatch, on_cpu: PackedBatch
+    ) -> Iterator[tuple[str | None, PackedBatch]]:
         """Yields the batch, then for each group the batch with all other examples at weight 0."""
         yield None, batch
         if self.by is None:
             return
-        names = np.array(self._values(batch, self.by), object)
+        names = np.array(self._values(on_cpu, self.by), object)
         for name in sorted(set(names)):
-            own = torch.from_numpy(names == name).to(batch.weights)
-            yield name, replace(batch, weights=batch.weights * own)
+            own = sent(torch.from_numpy(names == name), batch.weights.device)
+            yield name, batch.with_weights(batch.weights * own)
 
     def _values(self, batch: PackedBatch, by: str) -> list[str]:
         """The group of each example."""

@@ -185,11 +185,18 @@ class PreferenceLoss:
         Sums over tokens, also for a loss that compares means. Arguments and errors are those of a
         call; not for the loss ``sft``, which has no pairs.
         """
+        rewards, weights = self.weighted_rewards(logps, batch, ref_logps)
+        chosen, rejected = rewards[weights > 0].unbind(1)
+        return chosen, rejected
+
+    def weighted_rewards(
+        self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns rewards of all pairs, `[n, 2]` chosen and rejected, and their weights, `[n]`."""
         sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
         index, weights = self._weights(batch, logps)
-        pairs, beta = sums.take(index.chosen, index.rejected), self._beta
-        some = weights > 0
-        return (beta * pairs.u)[some], (beta * pairs.v)[some]
+        pairs = sums.take(index.chosen, index.rejected)
+        return self._beta * torch.stack([pairs.u, pairs.v], 1), weights
 
     def count(self, batch: PackedBatch) -> StepDivisor:
         """Counts what a batch adds to the divisor of its optimizer step; needs no log-probs."""

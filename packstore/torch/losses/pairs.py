@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid
 from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import Int64, range_indices, to_offsets
 from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.batch.transfer import sent
 from packstore.torch.logprobs.logprobs import segment_token_counts
 
 PairChoice = Literal["best_vs_rest", "all", "adjacent"]
@@ -184,8 +185,8 @@ def index_pairs(batch: PackedBatch, choice: PairChoice) -> PairIndex:
     if batch.kind == "preference":
         example = torch.arange(batch.num_examples, device=batch.lengths.device)
         return PairIndex(2 * example, 2 * example + 1, example)
-    arrays = _ranked(batch.rewards.cpu().numpy(), batch.num_responses.cpu().numpy(), choice)
-    return PairIndex(*(torch.from_numpy(a).to(batch.lengths.device) for a in arrays))
+    arrays = _ranked(*batch.ranks, choice)
+    return PairIndex(*(sent(torch.from_numpy(a), batch.lengths.device) for a in arrays))
 
 
 def index_best(batch: PackedBatch) -> Tensor:
@@ -194,9 +195,9 @@ def index_best(batch: PackedBatch) -> Tensor:
     if batch.kind != "ranked":
         step = batch.num_segments // batch.num_examples
         return torch.arange(0, batch.num_segments, step, device=device)
-    responses = batch.num_responses.cpu().numpy()
-    order = _by_rank(batch.rewards.cpu().numpy(), responses)
-    return torch.from_numpy(order[np.cumsum(responses) - responses]).to(device)
+    rewards, responses = batch.ranks
+    order = _by_rank(rewards, responses)
+    return sent(torch.from_numpy(order[np.cumsum(responses) - responses]), device)
 
 
 def _by_rank(rewards: np.ndarray, responses: np.ndarray) -> Int64:

@@ -36,6 +36,7 @@ from packstore.io.manifest.side_manifest import REF_LOGPS, SIDE
 from packstore.io.side.side import Side, SideWriter, open_side
 from packstore.io.store.location import Location
 from packstore.torch.batch.collate import PackedBatch, collate
+from packstore.torch.batch.transfer import Fetched, inference_batching, one_late, to_device
 from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.metrics import distributed
 from packstore.torch.models.compatibility import check_model
@@ -83,7 +84,8 @@ def write_ref_logps(
         single_writer: no other job writes there meanwhile; required if two jobs could both commit.
         storage_options: options of the fsspec filesystem of `url`.
         progress: called as packs finish on this rank.
-        batching: `packs_per_batch` (default 1) or `tokens_per_batch`.
+        batching: `packs_per_batch` or `tokens_per_batch`; default: 1 pack, on a CUDA device the
+            tokens of 4.
 
     Returns:
         The side dataset; join it with ``PackedDataset(…, side=[…])``.
@@ -98,7 +100,9 @@ def write_ref_logps(
     weight = next(model.parameters())
     precision = choose_precision(mixed_precision, weight.device, weight.dtype)
     lower = partial(autocast, weight.device, precision)
-    config = BatchConfig.of(mode="eval", **batching)
+    size = dataset.manifest.pack_size
+    chosen: Any = inference_batching({**batching}, weight.device, size)  # type: ignore[dict-item]
+    config = BatchConfig.of(mode="eval", **chosen)
     location = Location(url, storage_options or {})
 
     def begin() -> tuple[Provenance, list[int]]:
@@ -151,13 +155,18 @@ def _computed(
 ) -> Iterator[tuple[int, Values]]:
     """Yields the values of each part in `mine`; the model runs in the context made by `lower`."""
     policy, device = PackedPolicy(model), next(iter(model.parameters())).device
+
+    def started() -> Iterator[tuple[int, int, PackedBatch, Fetched]]:
+        for number, place, batch in _batches(dataset, config, mine):
+            with lower():
+                logps = policy(to_device(batch, device))
+            yield number, place, batch, Fetched(logps.float())
+
     with evaluating(model):
-        for number, batches in groupby(_batches(dataset, config, mine), itemgetter(0)):
+        for number, batches in groupby(one_late(started()), itemgetter(0)):
             values = []
-            for _, place, batch in batches:
-                with lower():
-                    logps = policy(batch.to(device))
-                values.append(_values(batch, logps))
+            for _, place, batch, logps in batches:
+                values.append(_values(batch, logps()))
                 if progress is not None:
                     progress("reference", place, len(dataset), "packs")
             ids, counts, wide = (np.concatenate(x) for x in zip(*values, strict=True))
@@ -197,10 +206,10 @@ def _parts(dataset: Dataset, cutter: StepCutter) -> Iterator[tuple[int, Step]]:
 
 
 def _values(batch: PackedBatch, logps: Tensor) -> Values:
-    """The values to store for a batch, without its fillers."""
+    """The values to store for a batch, without its fillers; both on the CPU."""
     counts, ids = batch.num_responses.numpy(), batch.example_ids.numpy()
     real = batch.weights.numpy() > 0
-    wide: Float32 = logps.float().cpu().numpy()
+    wide: Float32 = logps.numpy()
     if not np.isfinite(wide).all():
         must = "the model must give finite log-probs"
         example = np.repeat(ids, counts)[~np.isfinite(wide)][0]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from os import PathLike
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.side_manifest import REF_LOGPS
 from packstore.io.side.side import Side, open_side
 from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.batch.transfer import inference_batching, to_device
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.logprobs.head import PackedPolicy
@@ -71,7 +72,8 @@ def evaluate(
         mixed_precision: for both models: ``bf16`` runs under bfloat16 autocast, ``none`` keeps the
             autocast that is active around this call, if any; ``auto``: see
             :func:`~packstore.torch.reference.arithmetic.choose_precision`.
-        batching: `packs_per_batch` (default 1) or `tokens_per_batch`.
+        batching: `packs_per_batch` or `tokens_per_batch`; default: 1 pack, on a CUDA device the
+            tokens of 4.
 
     Raises:
         ConfigError: the loss needs a reference and there is none, or `by` is no column.
@@ -84,9 +86,10 @@ def evaluate(
         check_model(dataset, one)
     sides = [s if isinstance(s, Side) else open_side(os.fspath(s)) for s in side]
     data = PackedDataset(dataset, shuffle=False, side=sides)
-    loader = PackedDataLoader(data, mode="eval", **batching)
     weight = next(iter(model.parameters()))
-    device = weight.device
+    device, size = weight.device, dataset.manifest.pack_size
+    chosen: Any = inference_batching({**batching}, device, size)  # type: ignore[dict-item]
+    loader = PackedDataLoader(data, mode="eval", pin_memory=device.type == "cuda", **chosen)
     lower = partial(autocast, device, choose_precision(mixed_precision, device, weight.dtype))
     policy = PackedPolicy(model)
     online: Reference = of_the_batch if len(models) < 2 else SecondModel(models[1], lower)
@@ -120,8 +123,8 @@ def evaluate_batches(
     """
     with evaluating(policy):
         for batch in batches:
-            here = batch.to(device)
+            here = to_device(batch, device)
             with autocast():
                 logps = policy(here)
-            grouped.add(logps, here, reference(here))
+            grouped.add(logps, here, reference(here), batch)
     return grouped.figures(device)

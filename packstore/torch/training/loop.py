@@ -61,8 +61,10 @@ class Loop:
     def _train(self, batches: list[PackedBatch]) -> None:
         """Runs one optimizer step over its batches."""
         run, accelerator = self.run, self.run.accelerator
-        batches = [batch.to(accelerator.device, non_blocking=True) for batch in batches]
-        divisor = count_step(batches, run.loss_fn).averaged(accelerator.num_processes)
+        device = accelerator.device
+        divisor = count_step(batches, run.loss_fn, device=device)
+        divisor = divisor.averaged(accelerator.num_processes)
+        on_cpu, batches = batches, [batch.to(device, non_blocking=True) for batch in batches]
         for number, batch in enumerate(batches, start=1):
             last = number == len(batches)
             with nullcontext() if last else accelerator.no_sync(run.policy):
@@ -87,7 +89,7 @@ class Loop:
         self.examples += info.examples
         self._window.examples += info.examples
         if run.config.log_examples:
-            self._log_examples(batches)
+            self._log_examples(on_cpu)
 
     def _after_step(self, epoch: int, *, last: bool) -> None:
         run, config = self.run, self.run.config

@@ -179,6 +179,29 @@ def test_another_model_takes_over_nothing(
     assert values(out) == values(str(tmp_path / "whole"))
 
 
+def test_a_result_is_read_when_the_next_batch_runs(
+    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    class Policy(module.PackedPolicy):
+        def forward(self, batch: Any) -> Any:
+            seen.append("run")
+            return super().forward(batch)
+
+    class Fetched(module.Fetched):
+        def __call__(self) -> Any:
+            seen.append("read")
+            return super().__call__()
+
+    monkeypatch.setattr(module, "PackedPolicy", Policy)
+    monkeypatch.setattr(module, "Fetched", Fetched)
+    write_ref_logps(model_of(kit), pairs, str(tmp_path / "ref"), packs_per_batch=2)
+    assert seen.count("run") == seen.count("read") > 3
+    assert seen[:5] == ["run", "run", "read", "run", "read"]
+    assert seen[-2:] == ["read", "read"]
+
+
 def on_rank(task: dict[str, Any]) -> int:
     """One of the ranks."""
     from transformers import AutoModelForCausalLM

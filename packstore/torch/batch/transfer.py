@@ -1,0 +1,77 @@
+"""Copies between CPU and device that no side waits for: inference without gaps on the device.
+
+The host starts a batch, and only then reads the result of the one before, while the device works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from packstore.torch.batch.batch import PackedBatch
+
+T = TypeVar("T")
+
+INFERENCE_PACKS = 4
+"""Packs of a default batch on a CUDA device: one pack of a small model is launched more slowly than
+it is computed."""
+
+
+def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    """Returns the batch on `device`; copied from page-locked memory, for which nobody waits."""
+    if device.type == "cuda" and not batch.cu_seqlens.is_cuda:
+        batch = batch if batch.cu_seqlens.is_pinned() else batch.pin_memory()
+    return batch.to(device, non_blocking=True)
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor of the CPU on `device`, likewise."""
+    if device.type == "cuda" and not values.is_cuda:
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
+class Fetched:
+    """A tensor on its way to the CPU; the call waits for it and returns it."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values.to("cpu", non_blocking=True)  # into page-locked memory
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def __call__(self) -> Tensor:
+        """Returns the tensor, which holds its values from now on."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values
+
+
+def one_late(started: Iterable[T]) -> Iterator[T]:
+    """Yields each item after the next one was taken from `started`."""
+    waiting: list[T] = []
+    for item in started:
+        waiting.append(item)
+        if len(waiting) > 1:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+def inference_batching(
+    batching: dict[str, int | None], device: torch.device, pack_size: int
+) -> dict[str, int | None]:
+    """Returns the settings of batches for inference, with the default for `device` filled in.
+
+    Args:
+        batching: `packs_per_batch` and `tokens_per_batch`, None or left out by default.
+        device: device of the model.
+        pack_size: tokens of a pack.
+    """
+    given = any(batching.get(name) is not None for name in ("packs_per_batch", "tokens_per_batch"))
+    if given or device.type != "cuda":
+        return batching
+    return {"tokens_per_batch": INFERENCE_PACKS * pack_size}
