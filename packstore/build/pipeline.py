@@ -31,19 +31,17 @@ from packstore.build.partitions.work import InTask, PackPartitions
 from packstore.build.provenance import Counting, Progress, RecordTotals, commit, run_of, shape_of
 from packstore.build.rejects import RejectsFile
 from packstore.build.sources import ExampleReader, RecordExampleReader, open_examples
+from packstore.build.warm_up import warm_up
 from packstore.config import PackConfig
 from packstore.config.keywords import PackSettings
 from packstore.errors import ConfigError, WrongEngineError
-from packstore.format.arrays import Examples, Int64
+from packstore.format.arrays import Int64
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.partition_notes import PartitionNotes
 from packstore.io.store.location import Location
 from packstore.io.write.write_job import WriteJob, writing
 from packstore.pack.algorithms import STRATEGIES
-from packstore.pack.fill import fill, gather
-from packstore.pack.layout import sizes
 from packstore.pack.merged import merged_statistics
-from packstore.pack.plan import plan
 from packstore.tokenizer import misread
 
 __all__ = ["Progress", "pack", "pack_into"]
@@ -253,26 +251,6 @@ def _absolute(location: Location) -> Location:
     """Returns the location with an absolute path, for processes in other folders."""
     path = location.local_path
     return location if path is None else Location(path)
-
-
-def warm_up(config: PackConfig) -> None:
-    """Loads the compiled loops of planning and filling, so that no later step waits for them."""
-    ones = np.ones(2, np.int32)
-    packing = plan(ones, config=config)
-    packing.statistics()
-    sample = Examples(
-        input_ids=ones,
-        supervised=ones.astype(np.bool_),
-        sequence_offsets=np.arange(3),
-        example_offsets=np.arange(3),
-        reward=ones.astype(np.float32),
-        example_ids=np.arange(2),
-    )
-    sizes(sample, config.layout)
-    for array in (sample.input_ids, sample.supervised, sample.sequence_offsets):
-        array.flags.writeable = False  # like those of a spill
-    gather(sample, packing.order)
-    fill(sample, packing.offsets, config.layout, packing.order)
 
 
 def _log_result(dataset: Dataset) -> None:

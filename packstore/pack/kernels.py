@@ -21,6 +21,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 Bits = npt.NDArray[np.uint64]
 
 
+_LOOPS: list[Any] = []
+
+
 def jit(function: F) -> F:
     """Compiles `function`: serial, without the GIL, cached on disk if a folder is writable."""
     return _compiled(function)
@@ -37,9 +40,16 @@ def inlined(function: F) -> F:
 
 def _compiled(function: F, **options: bool) -> F:
     try:
-        return cast(F, njit(cache=True, nogil=True, **options)(function))
+        made = njit(cache=True, nogil=True, **options)(function)
     except RuntimeError:  # neither __pycache__ nor the user's cache folder is writable
-        return cast(F, njit(nogil=True, **options)(function))
+        made = njit(nogil=True, **options)(function)
+    _LOOPS.append(made)
+    return cast(F, made)
+
+
+def compiles() -> bool:
+    """Returns True if this process had to compile a loop, or is doing so: the cache lacks it."""
+    return any(loop.stats.cache_misses or not loop.stats.cache_path for loop in _LOOPS)
 
 
 def _lowest_bit(context: Any, word: Any) -> Any:
