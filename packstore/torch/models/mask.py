@@ -16,7 +16,11 @@ PREFIX = "packstore_"
 """Begins the names of our attention functions in transformers."""
 
 
-class _TouchedMaskError(BackendError, AttributeError):
+class UnservedError(BackendError):
+    """The model needs something that packed attention does not compute."""
+
+
+class _TouchedMaskError(UnservedError, AttributeError):
     """Also an AttributeError, so that ``hasattr`` returns False."""
 
 
@@ -42,7 +46,7 @@ class RequestedMask:
         raise _TouchedMaskError(_touched(f"a model that reads its {name}"))
 
     def __getitem__(self, key: Any) -> NoReturn:
-        raise BackendError(_touched("a model that cuts it"))
+        raise UnservedError(_touched("a model that cuts it"))
 
     def __reduce__(self) -> tuple[type[RequestedMask], tuple[int | None]]:
         return type(self), (self.window,)
@@ -90,5 +94,5 @@ def window_of(mask: RequestedMask | None, keyword: int | None) -> int | None:
 
 def _touched(found: str) -> str:
     must = "layers must hand the mask to attention as it is"
-    do = "Train it unpacked, with batch.model_inputs(style='padded')"
+    do = "Use backend='per_sequence'"
     return sentence("packed attention", must, found, do)

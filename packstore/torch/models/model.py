@@ -1,9 +1,10 @@
 """Hugging Face causal LMs on packed rows: one attention function, registered with transformers.
 
-The function gets the layout of the row as a keyword of the model's forward call, which the model
-passes through to every layer, also when gradient checkpointing recomputes a layer. Anything that
-would let segments see each other, or that the function does not support, raises: a missing layout,
-a mask, a cache, several rows, attention sinks, dropout, non-causal attention.
+The function gets the layout of the row as a keyword of the model's forward call, which most models
+pass through to every layer (``entry.py`` reaches the layers of others). Layers that mix tokens
+otherwise run once per sequence (``mixers.py``), and so do whole models whose attention is not in
+the registry (``entry.py``). Anything else that would let segments see each other raises: a missing
+layout, a mask, a cache, several rows, dropout, non-causal attention.
 """
 
 from __future__ import annotations
@@ -19,14 +20,29 @@ from packstore.registry import missing_extra
 from packstore.torch.attention import ATTENTION, Attend
 from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.models import dropout
-from packstore.torch.models.mask import PREFIX, RequestedMask, skip_row_search, window_of
-from packstore.torch.models.rope import use_own_tables
+from packstore.torch.models.mask import (
+    PREFIX,
+    RequestedMask,
+    UnservedError,
+    skip_row_search,
+    window_of,
+)
+from packstore.torch.models.rope import has_unknown_tables, use_own_tables
+from packstore.torch.models.row import LAYOUT
 from packstore.torch.models.unwrap import unwrapped
 
 Model = TypeVar("Model", bound=nn.Module)
 
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
-"""Layer types, as in model configs, that mix tokens by causal attention only."""
+LAYER_TYPES = frozenset(
+    {
+        *("attention", "full_attention", "sliding_attention"),
+        *("conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "mlp", "moe"),
+    }
+)
+"""Layer types, as in model configs, of registered attention, of mixers, and of none of both."""
+
+PER_SEQUENCE = "per_sequence"
+"""Name of the backend that runs the whole model once per sequence."""
 
 NOT_SUPPORTED = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
 """Keywords of models that need more than a softmax over the visible keys."""
@@ -45,8 +61,10 @@ def use_packed_attention(
 
     Args:
         model: a Hugging Face causal LM, optionally inside PEFT, DDP, FSDP or ``torch.compile``.
-        backend: a name of :data:`~packstore.torch.attention.ATTENTION`; or ``auto``, which chooses
-            by device, dtype and the model's needs and logs the choice (``attention/_auto.py``).
+        backend: a name of :data:`~packstore.torch.attention.ATTENTION`; ``auto``, which chooses
+            by device, dtype and the model's needs and logs the choice (``attention/_auto.py``); or
+            ``per_sequence``, which runs the whole model once per sequence with its own attention.
+            Models that packed attention cannot serve run so under any name, which is logged.
         disable_dropout: sets the model's dropout to 0 and logs it, as TRL does; adapters keep
             theirs. False keeps dropout outside attention; in attention it raises.
 
@@ -55,9 +73,7 @@ def use_packed_attention(
 
     Raises:
         UnknownNameError: `backend` is unknown.
-        BackendError: the model mixes tokens other than by attention (recurrent layers,
-            convolutions), is not decoder-only, does not take its attention from transformers'
-            registry, has an unknown length-dependent RoPE, or does not count positions from 0.
+        BackendError: the model is no Hugging Face model, or not a decoder alone.
         MissingExtraError: transformers, or the package of the backend, is not installed.
     """
     inner = unwrapped(model)
@@ -67,28 +83,41 @@ def use_packed_attention(
     if getattr(config, "is_encoder_decoder", False):
         raise _unfit(model, "it must be a decoder alone", "an encoder and a decoder")
     text = config.get_text_config()
-    kinds = {*(getattr(text, "layer_types", None) or ())}
-    kinds |= {*(getattr(text, "layers_block_type", None) or ())}
-    # The flag belongs to the class: a hybrid configured with attention layers only has it too.
-    stateful = getattr(inner, "_is_stateful", False) and not kinds
-    if stateful or not kinds <= LAYER_TYPES:
-        found = ", ".join(sorted(kinds - LAYER_TYPES)) or "recurrent layers"
-        raise _unfit(inner, "tokens must meet in causal attention only", found)
-    if any(
-        "position" in path and getattr(module, "padding_idx", None) is not None
-        for path, module in inner.named_modules()
-    ):
-        must = "positions must count from 0"
-        raise _unfit(inner, must, "a table of positions that begins behind padding")
-    name = _register(backend)
-    inner.set_attn_implementation(name)
-    if text._attn_implementation != name:
-        must = "its attention must come from transformers' attention registry"
-        raise _unfit(inner, must, "an attention of its own")
-    use_own_tables(inner, text)
+    # Imported late, as they load torch's compiler, which takes a second.
+    from packstore.torch.models.entry import enter
+    from packstore.torch.models.mixers import run_per_sequence
+
+    serving = enter(inner, config._attn_implementation)
+    reason = "you asked for it" if backend == PER_SEQUENCE else _unserved(inner, text)
+    if not reason:
+        name = _register(backend)
+        inner.set_attn_implementation(name)
+        if text._attn_implementation != name:
+            reason = "its attention does not come from transformers' attention registry"
+    if reason:
+        serving.run_whole(reason)
+    else:
+        run_per_sequence(inner, text)
+        use_own_tables(inner)
     if disable_dropout:
         dropout.disable_dropout(inner)
     return model
+
+
+def _unserved(model: Any, text: Any) -> str:
+    """The reason why packed attention cannot serve a model, or nothing."""
+    kinds = {*(getattr(text, "layer_types", None) or ())}
+    kinds |= {*(getattr(text, "layers_block_type", None) or ())}
+    if not kinds <= LAYER_TYPES:
+        return f"it has layers of type {', '.join(sorted(kinds - LAYER_TYPES))}"
+    if any(
+        "position" in path and getattr(module, "padding_idx", None) is not None
+        for path, module in model.named_modules()
+    ):
+        return "its table of positions begins behind padding"
+    if has_unknown_tables(model, text):
+        return "a module of its own makes RoPE tables that depend on the longest sequence"
+    return ""
 
 
 @cache
@@ -113,7 +142,8 @@ def _register(backend: str) -> str:
         softcap: float | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        layout = _checked(query_1NTH, key_1KTH, packed_layout)
+        layout = LAYOUT.get() if packed_layout is None else packed_layout
+        layout = _checked(query_1NTH, key_1KTH, layout)
         mask = attention_mask if isinstance(attention_mask, RequestedMask) else None
         if mask is None:
             _refuse_mask(attention_mask)
@@ -168,7 +198,7 @@ def _requested_mask(
     _refuse_mask(attention_mask)
     if use_vmap:
         must = "masks must be causal, within a window at most"
-        raise _refusal(must, "a model with a mask function of its own", UNPACKED)
+        raise _unserved_call(must, "a model with a mask function of its own")
     return RequestedMask(local_size)
 
 
@@ -194,15 +224,14 @@ def _checked(query: Tensor, key: Tensor, layout: AttentionLayout | None) -> Atte
 def _refuse_mask(mask: Any) -> None:
     if mask is not None:
         found = f"attention_mask of shape {tuple(mask.shape)}"
-        do = f"{CALL}, and nothing else; if you did, it makes masks of its own: train it unpacked"
-        raise _refusal("the layout alone says which tokens see which", found, do)
+        raise _unserved_call("the layout alone says which tokens see which", found)
 
 
 def _refuse_extras(module: nn.Module, extras: dict[str, Any]) -> None:
     for name in NOT_SUPPORTED:
         if extras.get(name) is not None:
             must = "attention must be a softmax over the visible keys"
-            raise _refusal(must, f"a model with {name}", UNPACKED)
+            raise _unserved_call(must, f"a model with {name}")
     if extras.get("dropout"):
         must, found = "attention must be without dropout", f"dropout {extras['dropout']}"
         do = "Prepare the model anew: disable_dropout=False leaves it on"
@@ -213,6 +242,11 @@ def _refuse_extras(module: nn.Module, extras: dict[str, Any]) -> None:
 
 def _refusal(must: str, found: str, do: str = f"{CALL}, and nothing else") -> BackendError:
     return BackendError(sentence("packed attention", must, found, do))
+
+
+def _unserved_call(must: str, found: str) -> UnservedError:
+    """The error on which the model runs once per sequence instead (``entry.py``)."""
+    return UnservedError(sentence("packed attention", must, found, f"Use backend={PER_SEQUENCE!r}"))
 
 
 def _unfit(model: nn.Module, must: str, found: str) -> BackendError:

@@ -21,7 +21,7 @@ LAYOUT = "_packed_layout"
 """Attribute of a rotary module that holds the row's layout while its parent module runs."""
 
 
-def use_own_tables(model: nn.Module, config: Any) -> None:
+def use_own_tables(model: nn.Module) -> None:
     """Adds hooks to the rotary modules whose tables depend on the longest position, if any.
 
     The hooks do nothing without the layout of a packed row in the call, or with another attention
@@ -29,10 +29,6 @@ def use_own_tables(model: nn.Module, config: Any) -> None:
 
     Args:
         model: the Hugging Face model, changed in place.
-        config: config of its text model.
-
-    Raises:
-        BackendError: the config needs such tables, and no module of transformers makes them.
     """
     for parent in model.modules():
         rotary = [child for child in parent.children() if _depends(child)]
@@ -42,14 +38,14 @@ def use_own_tables(model: nn.Module, config: Any) -> None:
         if rotary and _note_layout not in parent._forward_pre_hooks.values():
             parent.register_forward_pre_hook(_note_layout, with_kwargs=True)
             parent.register_forward_hook(_forget_layout, always_call=True)
+
+
+def has_unknown_tables(model: nn.Module, config: Any) -> bool:
+    """Returns True if the config needs such tables, and no module of transformers makes them."""
     kinds = [str(part.get("rope_type", part.get("type"))) for part in rope_parts(config)]
-    kinds = [kind for kind in kinds if by_length(kind)]
     # HunYuan's config calls its fixed tables dynamic; its module does not.
-    if kinds and not any(hasattr(module, "rope_type") for module in model.modules()):
-        must = f"RoPE of type {kinds[0]!r} must come from a rotary module of transformers"
-        do = "Train it unpacked, a sequence a call: the tables depend on the longest one"
-        where = f"use_packed_attention({type(model).__name__})"
-        raise BackendError(sentence(where, must, "a module of its own", do))
+    known = any(hasattr(module, "rope_type") for module in model.modules())
+    return any(map(by_length, kinds)) and not known
 
 
 def rope_parts(config: Any) -> list[Mapping[str, Any]]:

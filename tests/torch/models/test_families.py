@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from packstore.errors import BackendError
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, check_isolation, collate, use_packed_attention
 
@@ -89,48 +88,3 @@ def test_isolation(kit: SimpleNamespace, name: str) -> None:
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation(None)
     check_isolation(model, "reference" if name in CAPPED else "sdpa")
-
-
-REFUSED = {
-    "mamba": "found linear_attention",
-    "mamba2": "found linear_attention",
-    "falcon_mamba": "found linear_attention",
-    "jamba": "found linear_attention, mamba",
-    "bamba": "found linear_attention",
-    "falcon_h1": "found hybrid",
-    "granitemoehybrid": "found linear_attention",
-    "zamba2": "found hybrid, linear_attention",
-    "recurrent_gemma": "found linear_attention",
-    "qwen3_next": "found linear_attention",
-    "olmo_hybrid": "found linear_attention",
-    "kimi_linear": "found linear_attention",
-    "minimax": "found linear_attention",
-    "nemotron_h": "found linear_attention, mlp, moe",
-    "rwkv": "found recurrent layers",
-    "xlstm": "found recurrent layers",
-    "llama4_text": "found chunked_attention",
-    "deepseek_v32": "found indexed_attention",
-    "bloom": "found an attention of its own",
-    "mpt": "found an attention of its own",
-    "falcon": "found an attention of its own",
-    "gptj": "found an attention of its own",
-    "codegen": "found an attention of its own",
-    "xglm": "found an attention of its own",
-    "roberta": "found a table of positions that begins behind padding",
-    "camembert": "found a table of positions that begins behind padding",
-    "xmod": "found a table of positions that begins behind padding",
-}
-
-
-@pytest.mark.parametrize("name", list(REFUSED))
-def test_families_that_mix_tokens_otherwise_are_refused(kit: SimpleNamespace, name: str) -> None:
-    with torch.device("meta"):
-        model = kit.tiny_family(name, torch.float32)
-    with pytest.raises(BackendError, match=f"({REFUSED[name]}).*Train it unpacked"):
-        use_packed_attention(model)
-
-
-def test_convolutions_are_refused(kit: SimpleNamespace) -> None:
-    model = kit.tiny_family("lfm2", layer_types=["conv", "full_attention"])
-    with pytest.raises(BackendError, match="attention only; found conv"):
-        use_packed_attention(model)

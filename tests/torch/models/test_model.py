@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,20 +15,20 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertLMHeadModel,
-    BloomConfig,
-    BloomForCausalLM,
     DynamicCache,
-    GptOssConfig,
-    GptOssForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from packstore.errors import BackendError, CompatibilityError, UnknownNameError
 from packstore.testing import random_examples
-from packstore.torch import check_isolation, check_model, collate, use_packed_attention
+from packstore.torch import (
+    check_isolation,
+    check_model,
+    collate,
+    packed_logps,
+    use_packed_attention,
+)
 from packstore.torch.attention import ATTENTION, _auto
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2}
@@ -114,13 +116,6 @@ def test_dropout_that_was_asked_for_stays(kit: SimpleNamespace) -> None:
 
 
 def test_refusals_say_what_to_do(kit: SimpleNamespace) -> None:
-    inputs = collate(kit.packed(random_examples(2), [2], "concat"), "preference").model_inputs()
-    sinks = use_packed_attention(kit.tiny_family("gpt_oss", torch.float32))
-    with pytest.raises(BackendError, match=r"a model with s_aux. Train it unpacked"):
-        sinks(**inputs)
-    masks = use_packed_attention(kit.tiny_family("biogpt", torch.float32))
-    with pytest.raises(BackendError, match=r"it makes masks of its own: train it unpacked"):
-        masks(**inputs)
     plain = use_packed_attention(kit.tiny_model(dtype=torch.float32))
     with pytest.raises(BackendError, match=r"to generate, .*set_attn_implementation\('sdpa'\)"):
         plain.generate(torch.arange(4)[None], max_new_tokens=2)
@@ -147,31 +142,17 @@ def test_dropout_is_refused_in_training_only(kit: SimpleNamespace) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: MambaForCausalLM(MambaConfig(**SMALL, **IDS)), "attention only; found linear_att"),
-        (
-            lambda: BloomForCausalLM(
-                BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=4)
-            ),
-            "transformers' attention registry; found an attention of its own",
-        ),
         (lambda: nn.Linear(2, 2), "must be a Hugging Face model"),
         (
             lambda: T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=32, d_ff=32)),
             "must be a decoder alone; found an encoder and a decoder",
         ),
     ],
-    ids=["recurrent", "own attention", "no model", "encoder and decoder"],
+    ids=["no model", "encoder and decoder"],
 )
 def test_refused_models(model: Any, message: str) -> None:
     with pytest.raises(BackendError, match=f"{message}.*Train it unpacked"):
         use_packed_attention(model())
-
-
-def test_attention_sinks_are_refused(kit: SimpleNamespace) -> None:
-    config = GptOssConfig(**SMALL, **HEADS, **IDS, intermediate_size=16, num_local_experts=2)
-    model = use_packed_attention(GptOssForCausalLM(config))
-    with pytest.raises(BackendError, match="found a model with s_aux"):
-        model(**collate(kit.packed(random_examples(2), [2], "concat"), "preference").model_inputs())
 
 
 def test_unknown_backend(kit: SimpleNamespace) -> None:
@@ -186,13 +167,34 @@ def test_models_that_look_ahead_are_refused(kit: SimpleNamespace) -> None:
         model(**collate(kit.packed(random_examples(2), [2], "concat"), "preference").model_inputs())
 
 
-@pytest.mark.parametrize("name", ["stablelm", "nemotron"])
-def test_models_that_keep_keywords_from_attention_are_refused(
-    kit: SimpleNamespace, name: str
+@pytest.mark.parametrize(("name", "found"), [("bloom", "registry"), ("biogpt", "attention_mask")])
+def test_models_that_run_whole_say_so(
+    kit: SimpleNamespace, caplog: pytest.LogCaptureFixture, name: str, found: str
 ) -> None:
-    model = use_packed_attention(kit.tiny_family(name))
-    with pytest.raises(BackendError, match=r"found no layout.*its layers keep keywords"):
-        model(**collate(kit.packed(random_examples(2), [2], "concat"), "preference").model_inputs())
+    """At once, or at the first call."""
+    model = use_packed_attention(kit.tiny_family(name, torch.float32))
+    check_isolation(model)
+    assert re.search(f"runs whole once per sequence, so packing.*{found}", caplog.text)
+
+
+def test_the_backend_per_sequence_takes_any_model(
+    kit: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = use_packed_attention(kit.tiny_family("llama", torch.float32), "per_sequence")
+    check_isolation(model)
+    assert "you asked for it" in caplog.text
+    batch = collate(kit.packed(random_examples(2), [2], "shared_prefix"), "preference")
+    expected = packed_logps(model, batch)
+    use_packed_attention(model, "sdpa")
+    assert model.config._attn_implementation.startswith("packstore")
+    assert torch.allclose(packed_logps(model, batch), expected, atol=1e-4)
+    assert next(iter(inspect.signature(model.forward).parameters)) == "input_ids"
+
+
+def test_models_that_look_ahead_are_refused_by_sequence_too(kit: SimpleNamespace) -> None:
+    model = use_packed_attention(kit.tiny_family("roberta", torch.float32, is_decoder=False))
+    with pytest.raises(BackendError, match="must not see those after it; found a model that looks"):
+        check_isolation(model)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flash_attention_2", "flex_attention"])

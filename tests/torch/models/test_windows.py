@@ -56,15 +56,18 @@ def test_a_mask_function_of_its_own_is_refused(kit: SimpleNamespace) -> None:
 
     model = use_packed_attention(kit.tiny_family("llama", torch.float32))
     rows = model.get_input_embeddings()(torch.arange(4)[None])
-    with pytest.raises(BackendError, match=r"a mask function of its own.*Train it unpacked"):
+    with pytest.raises(BackendError, match=r"a mask function of its own.*'per_sequence'"):
         create_causal_mask(model.config, rows, None, None, or_mask_function=lambda *_: True)
 
 
-def test_models_that_change_the_mask_are_refused(kit: SimpleNamespace) -> None:
+def test_models_that_change_the_mask_run_once_per_sequence(
+    kit: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
     model = use_packed_attention(kit.tiny_family("doge", torch.float32))
     batch = collate(kit.packed(random_examples(2, seed=0), [2], "concat"), "preference")
-    with pytest.raises(BackendError, match=r"hand the mask to attention as it is.*unpacked"):
-        model(**batch.model_inputs())
+    model(**batch.model_inputs())
+    assert "runs whole once per sequence" in caplog.text
+    assert "must hand the mask to attention as it is; found a model that reads" in caplog.text
     with pytest.raises(BackendError, match="a model that cuts it"):
         RequestedMask(4)[:, :, :, :3]
 

@@ -1,0 +1,178 @@
+"""Recurrent layers, linear attention and short convolutions: each sequence starts at zero."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sized_pairs import pairs
+from torch import Tensor
+
+from packstore.errors import BackendError
+from packstore.torch import (
+    PackedBatch,
+    check_isolation,
+    collate,
+    packed_logps,
+    use_packed_attention,
+)
+from packstore.torch.models.mixers import mixers
+from packstore.torch.models.row import computing
+
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "mamba": {},
+    "minimax": {},
+}
+PAIRS = ((4, 6, 9), (10, 3, 2), (2, 1, 1))
+
+
+def unpacked(model: Any, batch: PackedBatch) -> Tensor:
+    """Logits of the row's tokens, from one call per sequence."""
+    ids = batch.input_ids if batch.kv_index is None else batch.input_ids[batch.kv_index]
+    rows = [model(input_ids=x[None]).logits[0] for x in ids.split(batch.lengths.tolist())]
+    places = zip(batch.segment_ids, batch.position_ids, strict=True)
+    return torch.stack([rows[segment][position] for segment, position in places])
+
+
+def gradients(model: Any, logits: Tensor) -> list[Tensor]:
+    """Of a fixed random function of the logits, in every trained parameter."""
+    generator = torch.Generator().manual_seed(0)
+    upstream = torch.randn(logits.shape, generator=generator, dtype=torch.float32)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return list(torch.autograd.grad((logits * upstream.to(logits.dtype)).sum(), parameters))
+
+
+def check_same(model: Any, batch: PackedBatch, tolerance: float) -> None:
+    """Logits and gradients of `model`, packed, are those of its copy unpacked."""
+    own = copy.deepcopy(model)
+    expected = unpacked(own, batch)
+    use_packed_attention(model, "reference")
+    found = model(**batch.model_inputs()).logits[0]
+    assert (found - expected).abs().max() < tolerance * expected.abs().max()
+    pairs_ = [*zip(gradients(model, found), gradients(own, expected), strict=True)]
+    scale = max(float(b.abs().max()) for _, b in pairs_)
+    assert max(float((a - b).abs().max()) for a, b in pairs_) < tolerance * scale
+
+
+def batch_of(kit: SimpleNamespace, layout: str = "shared_prefix") -> PackedBatch:
+    return collate(kit.packed(pairs(*PAIRS), [len(PAIRS)], layout), "preference")
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize("name", list(HYBRIDS))
+def test_logits_and_gradients_in_float64(
+    kit: SimpleNamespace, exact: None, name: str, layout: str
+) -> None:
+    model = kit.tiny_family(name, **HYBRIDS[name]).train()
+    assert mixers(model)
+    check_same(model, batch_of(kit, layout), 1e-11)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["mamba", "qwen3_next"])  # without and with the layout in calls
+def test_recomputed_layers_know_their_own_row(
+    kit: SimpleNamespace, name: str, reentrant: bool
+) -> None:
+    """Two rows of one length before the first backward pass."""
+    model = use_packed_attention(kit.tiny_family(name, torch.float32, **HYBRIDS[name])).train()
+    batches = [
+        collate(kit.packed(pairs((4, a, b)), [1], "concat"), "preference")
+        for a, b in ((6, 9), (9, 6))
+    ]
+    expected = [gradients(model, model(**batch.model_inputs()).logits[0]) for batch in batches]
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    logits = [model(**batch.model_inputs()).logits[0] for batch in batches]
+    for found, before in zip(logits, expected, strict=True):
+        generator = torch.Generator().manual_seed(0)
+        model.zero_grad()
+        (found * torch.randn(found.shape, generator=generator)).sum().backward()
+        for parameter, gradient in zip(model.parameters(), before, strict=True):
+            assert parameter.grad is not None
+            assert (parameter.grad - gradient).abs().max() < 1e-3 * gradient.abs().max() + 1e-6
+
+
+def test_an_unknown_recomputation_is_refused(kit: SimpleNamespace) -> None:
+    model = use_packed_attention(kit.tiny_family("mamba", torch.float32))
+    inputs = batch_of(kit).model_inputs()
+    del inputs["packed_layout"]
+    with pytest.raises(BackendError, match="must know the segments; found no layout"):
+        model(**inputs)
+    with pytest.raises(BackendError, match="must take and return"), computing(batch_of(kit).layout):
+        model(input_ids=torch.zeros(2, 5, dtype=torch.long))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_under_autocast_and_peft(kit: SimpleNamespace) -> None:
+    peft = pytest.importorskip("peft")
+    model = kit.tiny_family("qwen3_next", torch.float32, **HYBRIDS["qwen3_next"])
+    config = peft.LoraConfig(r=2, target_modules=["in_proj_qkvz", "q_proj"], lora_dropout=0.0)
+    adapted = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(0))
+    batch = batch_of(kit)
+    with torch.autocast("cpu", torch.bfloat16):
+        check_same(copy.deepcopy(adapted), batch, 3e-2)
+    check_same(adapted, batch, 1e-4)
+    assert packed_logps(adapted, batch).shape == (batch.num_segments,)
+
+
+def test_nothing_is_left_in_a_saved_model(kit: SimpleNamespace, tmp_path: Path) -> None:
+    own = kit.tiny_family("mamba", torch.float32)
+    model = use_packed_attention(copy.deepcopy(own))
+    for folder, each in ((tmp_path / "own", own), (tmp_path / "packed", model)):
+        each.save_pretrained(folder)
+    for file in (tmp_path / "own").iterdir():
+        assert file.read_bytes() == (tmp_path / "packed" / file.name).read_bytes()
+
+
+COPIES: list[Callable[[Any], Any]] = [
+    copy.deepcopy,
+    lambda model: pickle.loads(pickle.dumps(model)),
+]
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_copies_run_their_own_weights(kit: SimpleNamespace, copied: Callable[[Any], Any]) -> None:
+    model = use_packed_attention(kit.tiny_family("mamba", torch.float32))
+    inputs = batch_of(kit).model_inputs()
+    first = model(**inputs).logits
+    made = copied(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(made(**inputs).logits, first)
+    assert not model(**inputs).logits.any()
+
+
+def test_the_model_generates_with_its_own_attention(kit: SimpleNamespace) -> None:
+    own = kit.tiny_family("qwen3_next", torch.float32, **HYBRIDS["qwen3_next"]).eval()
+    prompt = torch.arange(5, 11)[None]
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = own.generate(prompt, **settings)
+    model = use_packed_attention(own)
+    model(**batch_of(kit).model_inputs())
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model.generate(prompt, **settings), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba"])
+def test_the_probe_sees_a_state_that_is_carried_over(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model = use_packed_attention(kit.tiny_family(name, torch.float32, **HYBRIDS[name]))
+    assert check_isolation(model) < 1e-3
+    for module in mixers(model).values():
+        monkeypatch.delattr(module, "forward")
+    with pytest.raises(BackendError, match=r"must not move .*outside of attention \(a convolution"):
+        check_isolation(model)
