@@ -86,6 +86,19 @@ def test_one_graph_for_all_layers_and_shapes(
     assert _auto._LOADED.keys() >= {"torch_varlen"}
 
 
+def test_auto_is_traced_with_any_sizes(kit: SimpleNamespace, as_on_a_gpu: None) -> None:
+    """With FSDP2 the compiler has symbols for head sizes as well."""
+    packs = kit.packed(random_examples(3, seed=1), [3], "shared_prefix")
+    layout = collate(packs, "preference").layout
+    found, backend = graphs()
+    attend = torch.compile(_auto.attend, backend=backend, dynamic=True, fullgraph=True)
+    for size in (8, 16):
+        q, k, v = (torch.randn(layout.num_queries, n, size).double() for n in (4, 2, 2))
+        expected = _auto.attend(q, k, v, layout, scale=0.3)
+        assert torch.equal(attend(q, k, v, layout, scale=0.3), expected)
+    assert len(found) == 1
+
+
 def test_other_backends_run_outside(kit: SimpleNamespace) -> None:
     torch._dynamo.reset()
     model = use_packed_attention(kit.tiny_family("llama", num_hidden_layers=1))
