@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test check docs package floors clean
+.PHONY: demo test check docs package floors kernels clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -46,6 +46,11 @@ floors:
 	.venv-floors/bin/python -m pip install --quiet --index-url $(CPU_TORCH) torch==2.11
 	.venv-floors/bin/python -m pip install --quiet -e '.[dev]' $$($(PYTHON) tests/try_release.py --floors torch train)
 	.venv-floors/bin/python -m pytest -m 'not slow'
+
+# GPU kernels without a GPU: interpreted, and compiled for three generations.
+kernels: $(VENV)/installed
+	$(PIP) --group kernels
+	$(BIN)/python -m pytest tests/torch/logprobs/test_triton_tiles.py
 
 clean:
 	rm -rf $(VENV) .venv-floors demo build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,7 +8,8 @@ them supervised) over a vocabulary of 32768 from 512 features, in float32 and bf
 runs in a fresh process with one thread, the routes in turn, several rounds; the least time and the
 largest memory count. Every route gets the same upstream gradient for each token, except Liger's,
 which has the DPO loss inside. `error` is the largest difference of a log-prob from float64,
-`error_dW` that of the head's gradient as a share of its largest entry. With bfloat16 inputs, plain
+`error_dW` that of the head's gradient as a share of its largest entry; routes with a frozen head
+have none, and compute the gradient of the features alone. With bfloat16 inputs, plain
 routes round the logits to it; the one "in float32" does not, as ours. A peer that is absent is
 reported as such.
 """
@@ -53,6 +54,10 @@ def log_softmax(hidden: Any, weight: Any, labels: Any) -> Any:
     return rows.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
 
 
+def frozen_log_softmax(hidden: Any, weight: Any, labels: Any) -> Any:
+    return log_softmax(hidden, weight.detach(), labels)
+
+
 def in_float32(hidden: Any, weight: Any, labels: Any) -> Any:
     return log_softmax(hidden.float(), weight.float(), labels)
 
@@ -75,12 +80,14 @@ def checkpointed(hidden: Any, weight: Any, labels: Any) -> Any:
     return torch.cat(parts)
 
 
-def packstore(chunk_size: int) -> Callable[..., Any]:
+def packstore(chunk_size: int, frozen: bool = False, **settings: Any) -> Callable[..., Any]:
     def route(hidden: Any, weight: Any, labels: Any) -> Any:
-        from packstore.torch.logprobs.fused_head import HeadLogProbs, Projection
+        from packstore.torch.logprobs.fused_head import HeadLogProbs
+        from packstore.torch.logprobs.tiles import Projection
 
-        how = Projection(chunk_size=chunk_size)
-        return HeadLogProbs.apply(hidden, weight, None, labels, how)
+        head = weight.detach() if frozen else weight
+        how = Projection(chunk_size=chunk_size, **settings)
+        return HeadLogProbs.apply(hidden, head, None, labels, how)
 
     return route
 
@@ -118,6 +125,9 @@ ROUTES: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether it sees su
     "packstore 2^19": (packstore(2**19), True),
     "packstore 2^20": (packstore(2**20), True),
     OURS: (packstore(2**21), True),
+    "packstore, logits kept": (packstore(2**21, keep_logits=True), True),
+    "log_softmax, frozen head": (frozen_log_softmax, True),
+    "packstore, frozen head": (packstore(2**21, frozen=True), True),
     "packstore 2^22": (packstore(2**22), True),
     "packstore 2^24": (packstore(2**24), True),
     "TRL ChunkedLogProbFunction": (trl, True),
@@ -188,8 +198,11 @@ def errors(given: tuple[Any, ...], out: Any, d_weight: Any, rows: Any) -> dict[s
         delta = -(logits[:, :some] - total[:, None]).exp()
         hit = labels[rows, None] == torch.arange(some)
         d_exact = ((delta + hit) * upstream[rows, None].double()).T @ x
-        gap = (d_weight[:some].double() - d_exact).abs().max() / d_exact.abs().max()
-        return {"error": float((out - exact).abs().max()), "error_dW": float(gap)}
+        found = {"error": float((out - exact).abs().max())}
+        if d_weight is not None:
+            gap = (d_weight[:some].double() - d_exact).abs().max() / d_exact.abs().max()
+            found["error_dW"] = float(gap)
+        return found
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -227,7 +240,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             print(f"{name}did not run: {row['absent'][:80]}")
             continue
         parts = f"{row['extra_mib']:7.0f}{row.get('memory_of_base', 0):9.3f}{row['seconds']:8.2f}"
-        off = f"{row['error']:.1e}, {row['error_dW']:.1e}" if "error" in row else "-"
+        off = ", ".join(f"{row[k]:.1e}" for k in ("error", "error_dW") if k in row) or "-"
         print(f"{name}{parts}{row.get('time_of_base', 0):9.2f}  {off}")
 
 

@@ -246,6 +246,8 @@ class Exact(TorchFunctionMode):
                 return args[0]
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
+            if func is Tensor.matmul:  # by positions, which were int64 (transformers < 5.20)
+                args = (args[0], args[1].double(), *args[2:])
         return func(*args, **kwargs)
 
 

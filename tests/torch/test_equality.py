@@ -31,6 +31,7 @@ from packstore.torch import (
 )
 from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.losses.divisor import count_step
+from packstore.torch.models.load import checkpoint_gradients
 
 BETA = 0.1
 EXAMPLES = random_examples(6, seed=3)
@@ -201,7 +202,7 @@ def test_gradient_checkpointing_and_a_config_that_caches(kit: SimpleNamespace, l
     model = use_packed_attention(kit.tiny_model(use_cache=True)).train()
     plain = train_step(kit, model, [[6]], layout)
     expected = gradients(model)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_gradients(model)
     assert torch.equal(train_step(kit, model, [[6]], layout), plain)
     for parameter, gradient in gradients(model).items():
         assert torch.equal(gradient, expected[parameter]), parameter

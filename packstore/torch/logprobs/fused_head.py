@@ -2,53 +2,28 @@
 
 A tile is some tokens times some columns of the vocabulary, so memory is bounded for any vocabulary
 size. The forward pass keeps one number per token, the log-sum-exp of its logits; the backward pass
-recomputes the tiles. The vocabulary is the outer loop: the gradient of a column is summed over all
-tokens in float32 and rounded once to the dtype of the head, so that no float32 copy of the head or
-of its gradient exists.
+recomputes the tiles, or takes those that were kept. The vocabulary is the outer loop: the gradient
+of a column is summed over all tokens in float32 and rounded once to the dtype of the head, so that
+no float32 copy of the head or of its gradient exists.
+
+A frozen head (LoRA) needs no second pass: the forward pass sums the rows of the head, weighted by
+the softmax so far, as flash attention sums values, and the backward pass is a scaling.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CPU_CHUNK = 2**21
-"""Logits per tile on a CPU, 8 MiB: larger tiles leave its caches, and are no faster
-(``benchmarks/logprobs.py``)."""
-
-GPU_CHUNK = 2**26
-"""Logits per tile on other devices, 256 MiB: few large products."""
-
-ALIGNED = 8
-"""Elements of 2 bytes in 16 bytes."""
-
-ALIGNED_COLUMNS = 128
-"""Columns of a tile of matrix products on a GPU."""
+from packstore.torch.logprobs.eager_tiles import fold_logits, softmax_gap
+from packstore.torch.logprobs.tiles import HEAD_BACKENDS, Passes, Projection, tiles
 
 HALF = (torch.bfloat16, torch.float16)
-
-
-class Projection(NamedTuple):
-    """Parameters that turn the product of hidden states and head into logits.
-
-    Attributes:
-        scale: factor on the product (and its bias).
-        softcap: ``c`` of a final ``c * tanh(logits / c)``, or None.
-        chunk_size: number of logits held at once.
-        group: process group that shards the vocabulary in rank order, or None.
-    """
-
-    scale: float = 1.0
-    softcap: float | None = None
-    chunk_size: int = CPU_CHUNK
-    group: Any = None
 
 
 class HeadLogProbs(torch.autograd.Function):
@@ -69,45 +44,72 @@ class HeadLogProbs(torch.autograd.Function):
         how: Projection,
     ) -> Tensor:
         """The log-probs, at least in float32."""
-        ctx.how, ctx.operand = how, _operand_dtype(hidden, weight)
+        exact, operand = exact_dtype(hidden, weight), _operand_dtype(hidden, weight)
+        needs_hidden, *needs_head, _, _ = ctx.needs_input_grad
+        ctx.frozen_head = needs_hidden and not any(needs_head)
+        keep = how.keep_logits and any(needs_head)
+        passes = _passes(how, exact)
         targets = targets - first_column(len(weight), how.group)
-        exact = exact_dtype(hidden, weight)
         # Rows: highest logit so far, sum of exponentials relative to it, logit of the target.
         state = torch.zeros((3, len(hidden)), dtype=exact, device=hidden.device)
         state[0] = -math.inf
-        inputs = hidden.to(ctx.operand)
+        inputs = hidden.to(operand)
+        rest = torch.zeros_like(hidden, dtype=exact) if ctx.frozen_head else None
+        kept: list[Tensor] = []
         with torch.autocast(hidden.device.type, enabled=False):
-            for columns, rows in _tiles(len(hidden), len(weight), how.chunk_size):
-                head = weight[columns].to(ctx.operand)
+            for columns, rows in tiles(len(hidden), len(weight), how.chunk_size):
+                head = weight[columns].to(operand)
                 for part in rows:
-                    logits, _ = _project(inputs[part], head, _part(bias, columns), how)
-                    _fold(state[:, part], logits, targets[part] - columns.start)
+                    product = _product(inputs[part], head.T)
+                    if keep:
+                        kept.append(product)
+                    tile = (state[:, part], product, _part(bias, columns))
+                    places = targets[part] - columns.start
+                    if rest is None:
+                        passes.fold(*tile, places, how)
+                    else:
+                        weights, factor = passes.fold_rest(*tile, places, how, operand)
+                        _add_product(rest[part].mul_(factor[:, None]), weights, head)
+        highest = state[0].clone()
         log_total = merge(state, how.group)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_total)
-        return state[2] - log_total
+        logps = state[2] - log_total
+        ctx.how, ctx.operand, ctx.passes, ctx.dtype = how, operand, passes, hidden.dtype
+        if rest is not None:
+            rest.mul_((highest - log_total).exp_()[:, None])
+            target_rows = _target_rows(weight, targets, operand, exact)
+            ctx.save_for_backward(_d_logps(rest, target_rows, logps, state[2], how))
+        else:
+            ctx.save_for_backward(hidden, weight, bias, targets, log_total, *kept)
+        return logps
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the inputs that need one; nothing is computed for a frozen head or trunk."""
-        hidden, weight, bias, targets, log_total = ctx.saved_tensors
         how, operand = ctx.how, ctx.operand
+        if ctx.frozen_head:
+            (d_logps,) = ctx.saved_tensors
+            d_hidden = d_logps * grad[:, None]
+            reduce(d_hidden, how.group)
+            return d_hidden.to(ctx.dtype), None, None, None, None
+        hidden, weight, bias, targets, log_total, *kept = ctx.saved_tensors
         exact = log_total.dtype
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         d_hidden = torch.zeros_like(hidden, dtype=exact) if needs_hidden else None
         d_weight = torch.empty_like(weight) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=exact) if needs_bias else None
         inputs, grad = hidden.to(operand), grad * how.scale
+        rounded = exact if needs_bias else operand  # the bias sums what is not rounded
+        products = iter(kept)
         with torch.autocast(hidden.device.type, enabled=False):
-            for columns, rows in _tiles(len(hidden), len(weight), how.chunk_size):
+            for columns, rows in tiles(len(hidden), len(weight), how.chunk_size):
                 head = weight[columns].to(operand)
                 d_head = None if d_weight is None else _accumulator(d_weight[columns], exact)
                 for part in rows:
-                    logits, slope = _project(inputs[part], head, _part(bias, columns), how)
-                    delta = _softmax_gap(logits, log_total[part], targets[part] - columns.start)
-                    delta.mul_(grad[part, None])
-                    if slope is not None:
-                        delta.mul_(slope)
+                    product = next(products) if kept else _product(inputs[part], head.T)
+                    places = targets[part] - columns.start
+                    token = (log_total[part], places, grad[part])
+                    delta = ctx.passes.gap(product, _part(bias, columns), *token, how, rounded)
                     if d_bias is not None:
                         d_bias[columns] += delta.sum(0)
                     delta = delta.to(operand)
@@ -133,7 +135,7 @@ class ShardedLogProbs(torch.autograd.Function):
         values = logits.to(exact_dtype(logits), copy=True)
         state = torch.zeros((3, len(logits)), dtype=values.dtype, device=values.device)
         state[0] = -math.inf
-        _fold(state, values, targets)
+        fold_logits(state, values, targets)
         log_total = merge(state, group)
         ctx.save_for_backward(logits, targets, log_total)
         return state[2] - log_total
@@ -143,7 +145,7 @@ class ShardedLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of this rank's logits."""
         logits, targets, log_total = ctx.saved_tensors
-        delta = _softmax_gap(logits.to(log_total.dtype, copy=True), log_total, targets)
+        delta = softmax_gap(logits.to(log_total.dtype, copy=True), log_total, targets)
         return delta.mul_(grad[:, None]).to(logits.dtype), None, None
 
 
@@ -153,11 +155,6 @@ def exact_dtype(*values: Tensor) -> torch.dtype:
     for value in values:
         widest = torch.promote_types(widest, value.dtype)
     return widest
-
-
-def default_chunk(device: torch.device) -> int:
-    """Returns the logits per tile on `device`."""
-    return CPU_CHUNK if device.type == "cpu" else GPU_CHUNK
 
 
 def first_column(width: int, group: Any) -> int:
@@ -199,61 +196,44 @@ def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return exact_dtype(hidden, weight)
 
 
-def _tiles(n: int, vocab: int, chunk_size: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Column slices, each with its row slices: roughly square tiles of `chunk_size` logits.
+def _passes(how: Projection, exact: torch.dtype) -> Passes:
+    """The backend's passes; those of Triton compute in float32, so float64 has the eager ones."""
+    name = HEAD_BACKENDS.check(how.backend)
+    return HEAD_BACKENDS.load("eager" if exact == torch.float64 else name)
 
-    A GPU multiplies at full speed only where rows start at multiples of 16 bytes. So widths are
-    multiples of 128 columns, up to 7 last columns of the vocabulary are a tile of their own, and
-    rows are split evenly, in multiples of 8.
+
+def _target_rows(
+    weight: Tensor, targets: Tensor, operand: torch.dtype, exact: torch.dtype
+) -> Tensor:
+    """Rows of the head of each token's target, `[n, H]`; 0 where another rank has it."""
+    inside = (targets >= 0) & (targets < len(weight))
+    rows = weight[targets.clamp(0, len(weight) - 1)].to(operand).to(exact)
+    return rows.mul_(inside[:, None])
+
+
+def _d_logps(
+    rest: Tensor, target_rows: Tensor, logps: Tensor, target_logits: Tensor, how: Projection
+) -> Tensor:
+    """The derivative of the log-probs by the hidden states, `[n, H]`, of a head without gradient.
+
+    ``scale * ((1 - softmax_t) * slope_t * W_t - rest)``: of two terms that nearly cancel where the
+    model is sure of the target t, only the difference is rounded. Overwrites its inputs.
+
+    Args:
+        rest: ``sum of softmax_j * slope_j * W_j`` over all columns but the target, `[n, H]`.
+        target_rows: ``W_t``.
+        logps: log-probs, `[n]`.
+        target_logits: logits of the targets, `[n]`.
+        how: scale and cap.
     """
-    height = max(1, min(n, math.isqrt(chunk_size)))
-    width = max(1, chunk_size // height)
-    if width > ALIGNED_COLUMNS:
-        width -= width % ALIGNED_COLUMNS
-    even = math.ceil(n / math.ceil(n / height)) if n else 1
-    height = min(height, even + -even % ALIGNED)
-    rows = [slice(i, min(i + height, n)) for i in range(0, n, height)]
-    aligned = vocab - vocab % ALIGNED
-    cuts = [*range(0, aligned, width), *([aligned] if aligned < vocab else []), vocab]
-    return ((slice(a, b), rows) for a, b in itertools.pairwise(cuts))
+    share = torch.expm1(logps).neg_()
+    if how.softcap is not None:
+        share *= 1 - (target_logits / how.softcap).square_()
+    return target_rows.mul_(share[:, None]).sub_(rest).mul_(how.scale)
 
 
 def _part(bias: Tensor | None, columns: slice) -> Tensor | None:
     return None if bias is None else bias[columns]
-
-
-def _project(
-    hidden: Tensor, head: Tensor, bias: Tensor | None, how: Projection
-) -> tuple[Tensor, Tensor | None]:
-    """Logits of a tile, and the derivative of the softcap at each, if there is one."""
-    logits = _product(hidden, head.T)
-    if bias is not None:
-        logits.add_(bias)
-    if how.scale != 1:
-        logits.mul_(how.scale)
-    if how.softcap is None:
-        return logits, None
-    capped = logits.div_(how.softcap).tanh_()
-    return capped * how.softcap, 1 - capped * capped
-
-
-def _fold(state: Tensor, logits: Tensor, targets: Tensor) -> None:
-    """Folds a tile into `state`, overwriting `logits`; `targets` may lie outside the tile."""
-    inside = (targets >= 0) & (targets < logits.shape[-1])
-    place = targets.clamp(0, logits.shape[-1] - 1)
-    state[2] += logits.gather(-1, place[:, None]).squeeze(-1).where(inside, 0)
-    highest = torch.maximum(state[0], logits.amax(-1))
-    state[1] *= (state[0] - highest).exp_()
-    state[1] += logits.sub_(highest[:, None]).exp_().sum(-1)
-    state[0] = highest
-
-
-def _softmax_gap(logits: Tensor, log_total: Tensor, targets: Tensor) -> Tensor:
-    """``[j is the target] - softmax_j`` of a tile, in place."""
-    inside = (targets >= 0) & (targets < logits.shape[-1])
-    place = targets.clamp(0, logits.shape[-1] - 1)
-    gap = logits.sub_(log_total[:, None]).exp_().neg_()
-    return gap.scatter_add_(-1, place[:, None], inside[:, None].to(gap.dtype))
 
 
 def _accumulator(gradient: Tensor, exact: torch.dtype) -> Tensor:

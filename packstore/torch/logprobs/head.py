@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +20,7 @@ from packstore.errors import CompatibilityError, sentence
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.logprobs.logprobs import segment_logps
+from packstore.torch.logprobs.tiles import HEAD_BACKENDS
 from packstore.torch.models.bypassed import check_not_compiled, check_own_precision
 from packstore.torch.models.probe import ieee_products
 from packstore.torch.models.routers import (
@@ -36,6 +37,17 @@ USE_LOGITS = "Use logits: segment_logps(batch, logits=model(**batch.model_inputs
 PROBE_TOKENS = 6
 PROBE_LOGIT = 20.0
 """The probe's largest logit: hidden states are scaled up to it, so that a softcap takes effect."""
+
+PROBE_BLOCK = 2**24
+"""Weights of the head that the probe has in float64 at once, 128 MiB."""
+
+
+class HeadSettings(TypedDict):
+    """How :func:`segment_logps` computes; it describes each."""
+
+    chunk_size: int | None
+    keep_logits: bool
+    backend: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,15 +83,15 @@ class Head:
         self,
         batch: PackedBatch,
         *,
-        chunk_size: int | None = None,
         routers: RouterSettings | None = None,
+        **settings: Unpack[HeadSettings],
     ) -> Tensor:
         """Computes :func:`segment_logps` of the batch, `[S]`, without making the logits.
 
         Args:
             batch: the batch.
-            chunk_size: see :func:`segment_logps`.
             routers: if given, the log-probs carry the load-balancing losses of the experts.
+            settings: see :func:`segment_logps`.
 
         Raises:
             CompatibilityError: the routers do not give what that loss needs.
@@ -98,7 +110,7 @@ class Head:
             bias=self.bias,
             logit_scale=self.logit_scale,
             softcap=self.softcap,
-            chunk_size=chunk_size,
+            **settings,
         )
         return logps if losses is None or routers is None else carry(logps, losses, routers.model)
 
@@ -134,7 +146,14 @@ def find_head(model: nn.Module) -> Head:
     return proved
 
 
-def packed_logps(model: nn.Module, batch: PackedBatch, *, chunk_size: int | None = None) -> Tensor:
+def packed_logps(
+    model: nn.Module,
+    batch: PackedBatch,
+    *,
+    chunk_size: int | None = None,
+    keep_logits: bool = False,
+    backend: str = "eager",
+) -> Tensor:
     """Computes the log-probs of a batch's segments, `[S]` in nats, without making the logits.
 
     With gradients enabled, those of a model whose config asks for a load-balancing loss of its
@@ -144,6 +163,8 @@ def packed_logps(model: nn.Module, batch: PackedBatch, *, chunk_size: int | None
         model: a Hugging Face causal LM prepared by :func:`use_packed_attention`.
         batch: the batch, on the model's device.
         chunk_size: see :func:`segment_logps`.
+        keep_logits: the same.
+        backend: the same.
 
     Raises:
         CompatibilityError: the head is not a plain one, see :func:`find_head`; the model is
@@ -160,7 +181,7 @@ def packed_logps(model: nn.Module, batch: PackedBatch, *, chunk_size: int | None
                 "Wrap the other way round: DDP(PackedPolicy(model)), and call that with the batch",
             )
         )
-    return _logps(model, batch, chunk_size)
+    return _logps(model, batch, chunk_size=chunk_size, keep_logits=keep_logits, backend=backend)
 
 
 class PackedPolicy(nn.Module):
@@ -172,29 +193,43 @@ class PackedPolicy(nn.Module):
     Args:
         model: a Hugging Face causal LM prepared by :func:`use_packed_attention`.
         chunk_size: see :func:`segment_logps`.
+        keep_logits: the same.
+        backend: the same.
 
     Raises:
         CompatibilityError: the head is not a plain one, see :func:`find_head`; the routers do not
             give the load-balancing loss that the config asks for; or the model is compiled: compile
             this module instead.
+        UnknownNameError: `backend` is unknown.
     """
 
-    def __init__(self, model: nn.Module, *, chunk_size: int | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        chunk_size: int | None = None,
+        keep_logits: bool = False,
+        backend: str = "eager",
+    ) -> None:
         super().__init__()
         check_not_compiled(model)
-        self.model, self.chunk_size = model, chunk_size
+        HEAD_BACKENDS.check(backend)
+        self.model = model
+        self.settings = HeadSettings(
+            chunk_size=chunk_size, keep_logits=keep_logits, backend=backend
+        )
         find_head(model)
         router_settings(model)
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Computes the log-probs `[S]` in nats; the batch may be on any device."""
         batch = batch.to(next(self.model.parameters()).device)
-        return _logps(self.model, batch, self.chunk_size)
+        return _logps(self.model, batch, **self.settings)
 
 
-def _logps(model: nn.Module, batch: PackedBatch, chunk_size: int | None) -> Tensor:
+def _logps(model: nn.Module, batch: PackedBatch, **settings: Unpack[HeadSettings]) -> Tensor:
     routers = router_settings(model) if torch.is_grad_enabled() else None
-    return find_head(model).logps(batch, chunk_size=chunk_size, routers=routers)
+    return find_head(model).logps(batch, routers=routers, **settings)
 
 
 def _synchronises(model: nn.Module) -> bool:
@@ -283,11 +318,18 @@ def _gap(model: Any, head: Head) -> float | None:
         model.train(training)
     if not seen:
         return None
-    bias = None if head.bias is None else head.bias.double()
-    logits = head.logit_scale * linear(seen[0].double(), head.weight.double(), bias)
+    logits = head.logit_scale * _exact_linear(seen[0], head.weight, head.bias)
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
     return float((found - logits).abs().max()) if found.shape == logits.shape else float("inf")
+
+
+def _exact_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``linear`` in float64, some rows of the weight at a time: a copy of all of them is large."""
+    size = max(1, PROBE_BLOCK // weight.shape[1])
+    parts = [linear(hidden.double(), rows.double()) for rows in torch.split(weight, size)]
+    logits = torch.cat(parts, -1)
+    return logits if bias is None else logits + bias
 
 
 def probe_inputs(weight: Tensor) -> dict[str, Any]:

@@ -4,7 +4,8 @@ The logits of 8192 tokens over a vocabulary of 128k are 4 GiB in float32, and au
 three times that. :func:`segment_logps` with `hidden` projects only the tokens that predict a
 supervised one, a tile at a time, and recomputes each tile in the backward pass: four head products
 instead of three, and memory bounded by the tile. Recomputation is needed because a token's gradient
-is known only after both sides of its pair are.
+is known only after both sides of its pair are. A frozen head (LoRA) takes two products, as its
+gradient by the hidden states is a token's own up to a factor.
 """
 
 from __future__ import annotations
@@ -16,13 +17,8 @@ from torch import Tensor
 
 from packstore.errors import ConfigError, sentence
 from packstore.torch.batch.targets import Targets, TokenRow
-from packstore.torch.logprobs.fused_head import (
-    HeadLogProbs,
-    Projection,
-    ShardedLogProbs,
-    default_chunk,
-    exact_dtype,
-)
+from packstore.torch.logprobs.fused_head import HeadLogProbs, ShardedLogProbs, exact_dtype
+from packstore.torch.logprobs.tiles import Projection, default_chunk
 from packstore.torch.metrics import wide_dtype
 
 
@@ -36,6 +32,8 @@ def segment_logps(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     chunk_size: int | None = None,
+    keep_logits: bool = False,
+    backend: str = "eager",
     group: Any = None,
 ) -> Tensor:
     """Sums the log-probs of the supervised tokens of each segment, in nats.
@@ -53,6 +51,11 @@ def segment_logps(
             None.
         chunk_size: with `hidden`, number of logits held at once; default: 2^21 (8 MiB) on a CPU,
             2^26 (256 MiB) elsewhere.
+        keep_logits: with `hidden`, keep the float32 logits of the supervised tokens for the
+            backward pass: three head products instead of four, and 4 bytes for each logit. Without
+            effect where the head is frozen, which takes two.
+        backend: with `hidden`, what computes the elementwise passes: `eager` (torch), or `triton`,
+            a kernel for each pass. Triton is for CUDA devices; float64 inputs always take `eager`.
         group: process group that shards the vocabulary evenly, in rank order; `logits`, or
             `weight` and `bias`, are then this rank's columns. The gradient of `hidden` is summed
             over the group.
@@ -64,19 +67,26 @@ def segment_logps(
     Raises:
         ConfigError: not exactly one of `logits` and `hidden` with `weight` is given, or shapes do
             not fit.
+        UnknownNameError: `backend` is none of these.
+        MissingExtraError: `backend` is `triton`, which is not installed.
+        BackendError: `backend` is `triton`, and the tensors are not on a CUDA device.
     """
     if (logits is None) == (hidden is None) or (hidden is None) != (weight is None):
         raise ConfigError("segment_logps takes either logits, or hidden and weight.")
     targets = batch.targets
     if hidden is not None:
         size = default_chunk(hidden.device) if chunk_size is None else max(1, chunk_size)
-        how = Projection(logit_scale, softcap, size, group)
+        keep = keep_logits and torch.is_grad_enabled()
+        how = Projection(logit_scale, softcap, size, group, backend, keep)
         rows = _rows(batch, targets, hidden, "hidden")
         _check_head(rows, weight, bias)
         logps: Tensor = HeadLogProbs.apply(rows, weight, bias, targets.ids, how)  # type: ignore[no-untyped-call]
         return _sum_by_segment(logps, targets, batch.num_segments)
-    if bias is not None or softcap is not None or logit_scale != 1:
-        raise ConfigError("segment_logps: bias, logit_scale and softcap go with hidden only.")
+    of_head = (bias, logit_scale, softcap, keep_logits, backend)
+    if of_head != (None, 1.0, None, False, "eager"):
+        raise ConfigError(
+            "segment_logps: bias, logit_scale, softcap, keep_logits, backend go with hidden only."
+        )
     rows = _rows(batch, targets, logits, "logits")
     if group is not None:
         logps = ShardedLogProbs.apply(rows, targets.ids, group)  # type: ignore[no-untyped-call]

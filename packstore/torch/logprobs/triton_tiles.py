@@ -1,0 +1,194 @@
+"""Backend ``triton``: each pass over a tile is one kernel, which reads the product once.
+
+For CUDA devices, in float32: a pass of ``eager`` reads and writes a tile several times, `fold` here
+reads 4 bytes of each logit, and `gap` reads 4 and writes the 2 or 4 of the operand of the next
+product. Tested under Triton's interpreter and compiled for compute capability 8.0, 9.0 and 10.0;
+not measured on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from packstore.errors import BackendError, MissingExtraError, sentence
+from packstore.torch.logprobs.tiles import Passes, Projection
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise MissingExtraError(
+        "head backend 'triton' needs the package 'triton', which is not installed; CUDA builds of "
+        "torch for Linux bring it. Run: pip install triton"
+    ) from error
+
+BLOCK = 4096
+"""Columns that a program has in registers at once: 16 for each thread."""
+
+WARPS = 8
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""True under TRITON_INTERPRET=1, as it was when the kernels were made: they then run on a CPU."""
+
+
+@triton.jit
+def tanh(x):  # type: ignore[no-untyped-def]
+    """``tanh`` to a few units in the last place: its series up to x^9 for small x."""
+    square = x * x
+    series = x * (
+        1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+    )
+    size = 1 - 2 / (tl.exp(2 * tl.abs(x)) + 1)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -size, size))
+
+
+@triton.jit
+def logits_and_slopes(  # type: ignore[no-untyped-def]
+    product, bias, at, inside, scale, softcap, BIAS: tl.constexpr, CAP: tl.constexpr
+):
+    """Logits of columns `at`, and the derivative of the cap there."""
+    logits = tl.load(product + at, mask=inside, other=0.0)
+    if BIAS:
+        logits += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    logits *= scale
+    slopes = tl.full(logits.shape, 1.0, tl.float32)
+    if CAP:
+        capped = tanh(logits / softcap)
+        logits = softcap * capped
+        slopes = 1 - capped * capped
+    return logits, slopes
+
+
+@triton.jit(do_not_specialize=["state_stride"])
+def fold_kernel(  # type: ignore[no-untyped-def]
+    product, stride, columns, bias, targets, state, state_stride, scale, softcap,
+    BIAS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program for each token: highest logit, sum of exponentials, logit of the target."""
+    row = tl.program_id(0).to(tl.int64)
+    product += row * stride
+    state += row
+    highest = tl.load(state)
+    total = tl.load(state + state_stride)
+    target = tl.load(targets + row)
+    chosen = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < columns
+        logits, _ = logits_and_slopes(product, bias, at, inside, scale, softcap, BIAS, CAP)
+        chosen = tl.where(inside & (at == target), logits, chosen)
+        logits = tl.where(inside, logits, float("-inf"))
+        higher = tl.maximum(highest, tl.max(logits, 0))
+        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(logits - higher), 0)
+        highest = higher
+    tl.store(state, highest)
+    tl.store(state + state_stride, total)
+    chosen_before = tl.load(state + 2 * state_stride)
+    tl.store(state + 2 * state_stride, chosen_before + tl.sum(chosen, 0))
+
+
+@triton.jit
+def softmax_kernel(  # type: ignore[no-untyped-def]
+    product, stride, columns, bias, shifts, targets, upstream, out, out_stride, scale, softcap,
+    BIAS: tl.constexpr, CAP: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program for each token and block of columns, from ``softmax_j = exp(logit_j - shift)``.
+
+    With REST, ``softmax_j * slope_j``, 0 for the target; otherwise
+    ``upstream * ([j is the target] - softmax_j) * slope_j``.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    logits, slopes = logits_and_slopes(
+        product + row * stride, bias, at, inside, scale, softcap, BIAS, CAP
+    )
+    softmax = tl.exp(logits - tl.load(shifts + row))
+    hit = at == tl.load(targets + row)
+    if REST:
+        values = tl.where(hit, 0.0, softmax) * slopes
+    else:
+        values = (tl.where(hit, 1.0, 0.0) - softmax) * tl.load(upstream + row) * slopes
+    tl.store(out + row * out_stride + at, values.to(out.dtype.element_ty), mask=inside)
+
+
+def fold(
+    state: Tensor, product: Tensor, bias: Tensor | None, targets: Tensor, how: Projection
+) -> None:
+    """See :class:`Passes`."""
+    _check(product)
+    rows, columns = product.shape
+    size = min(BLOCK, triton.next_power_of_2(columns))
+    values = (product, product.stride(0), columns, bias, targets, state, state.stride(0))
+    with torch.cuda.device_of(product):  # type: ignore[no-untyped-call]
+        fold_kernel[(rows,)](*values, *_numbers(how), *_flags(bias, how), size, num_warps=WARPS)
+
+
+def gap(
+    product: Tensor,
+    bias: Tensor | None,
+    log_total: Tensor,
+    targets: Tensor,
+    upstream: Tensor,
+    how: Projection,
+    dtype: torch.dtype,
+) -> Tensor:
+    """See :class:`Passes`."""
+    return _softmax(product, bias, log_total, targets, upstream, how, dtype)
+
+
+def fold_rest(
+    state: Tensor,
+    product: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    how: Projection,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """See :class:`Passes`."""
+    before = state[0].clone()
+    fold(state, product, bias, targets, how)
+    rest = _softmax(product, bias, state[0], targets, None, how, dtype)
+    return rest, before.sub_(state[0]).exp_()
+
+
+def _softmax(
+    product: Tensor,
+    bias: Tensor | None,
+    shifts: Tensor,
+    targets: Tensor,
+    upstream: Tensor | None,
+    how: Projection,
+    dtype: torch.dtype,
+) -> Tensor:
+    in_place = dtype == product.dtype and not how.keep_logits
+    out = product if in_place else torch.empty_like(product, dtype=dtype)
+    rows, columns = product.shape
+    size = min(BLOCK, triton.next_power_of_2(columns))
+    values = (product, product.stride(0), columns, bias, shifts, targets, upstream)
+    with torch.cuda.device_of(product):  # type: ignore[no-untyped-call]
+        softmax_kernel[(rows, triton.cdiv(columns, size))](
+            *values, out, out.stride(0), *_numbers(how), *_flags(bias, how), upstream is None, size,
+            num_warps=WARPS,
+        )  # fmt: skip
+    return out
+
+
+def _numbers(how: Projection) -> tuple[float, float]:
+    return float(how.scale), float(how.softcap or 1)
+
+
+def _flags(bias: Tensor | None, how: Projection) -> tuple[bool, bool]:
+    return bias is not None, how.softcap is not None
+
+
+def _check(product: Tensor) -> None:
+    if product.device.type != "cuda" and not INTERPRETED:
+        must = "tensors must be on a CUDA device"
+        do = "Use backend='eager', which computes the same"
+        where = "head backend 'triton'"
+        raise BackendError(sentence(where, must, product.device.type, do))
+
+
+PASSES = Passes(fold, gap, fold_rest)

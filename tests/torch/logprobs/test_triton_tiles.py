@@ -1,0 +1,261 @@
+"""The Triton kernels: equal to the eager passes under the interpreter, and compiled for GPUs.
+
+Needs no GPU, and proves no speed. Triton is not among the packages of a CPU build of torch;
+``make kernels`` installs it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import launch
+from torch import Tensor
+
+from packstore.errors import BackendError, MissingExtraError, UnknownNameError
+from packstore.testing import random_examples
+from packstore.torch import PackedBatch, collate, segment_logps, use_packed_attention
+from packstore.torch.logprobs import fused_head
+from packstore.torch.logprobs.fused_head import HeadLogProbs
+from packstore.torch.logprobs.head import PackedPolicy, packed_logps
+from packstore.torch.logprobs.tiles import Projection
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed: make kernels"
+)
+TOLERANCE = 1e-6
+WIDTH = 16
+
+
+class Case(NamedTuple):
+    """A head; `trained`: which of hidden states, weight and bias need a gradient."""
+
+    tokens: int
+    vocab: int
+    scale: float = 1.0
+    softcap: float | None = None
+    biased: bool = False
+    trained: str = "hwb"
+    keep_logits: bool = False
+    half: bool = False
+
+
+CASES = [
+    *(
+        Case(n, vocab, scale, softcap, biased)
+        for (n, vocab), (scale, softcap, biased) in itertools.product(
+            ((1, 5), (1, 301), (7, 1), (7, 301)),
+            ((1.0, None, False), (0.3, None, True), (2.0, 1.5, False), (0.5, 30.0, True)),
+        )
+    ),
+    Case(130, 177, 0.3, None, True),
+    Case(130, 177, 0.5, 1.5, False, "h"),
+    *(
+        Case(7, 301, 0.5, softcap, biased, "h")
+        for softcap, biased in itertools.product((None, 1.5), (False, True))
+    ),
+    Case(7, 301, 0.5, 1.5, True, "w"),
+    Case(7, 301, 0.5, 1.5, True, "hw", keep_logits=True),
+    Case(7, 301, 0.5, 1.5, True, "hwb", keep_logits=True),
+    Case(7, 301, 0.5, 1.5, False, "hw", half=True),
+    Case(7, 301, 0.5, 1.5, False, "h", half=True),
+]
+SHARDED = [
+    Case(7, 302, 0.5, softcap, biased, trained)
+    for softcap, biased in itertools.product((None, 1.5), (False, True))
+    for trained in ("hwb", "h")
+]
+
+
+@pytest.fixture(scope="module")
+def batch(kit: SimpleNamespace) -> PackedBatch:
+    return collate(kit.packed(random_examples(1, seed=4), [1], "concat"), "preference")
+
+
+def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """hidden, weight, bias, targets, upstream gradient."""
+    made = torch.Generator().manual_seed(case.tokens + case.vocab)
+    hidden = torch.randn(case.tokens, WIDTH, generator=made)
+    weight = torch.randn(case.vocab, WIDTH, generator=made)
+    bias = torch.randn(case.vocab, generator=made)
+    targets = torch.randint(case.vocab, (case.tokens,), generator=made)
+    return hidden, weight, bias, targets, torch.randn(case.tokens, generator=made)
+
+
+def step(case: Case, backend: str, group: Any = None) -> list[Tensor]:
+    """Log-probs and all gradients that the case asks for."""
+    hidden, weight, bias, targets, upstream = inputs(case)
+    if group is not None:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        weight, bias = weight.chunk(size)[rank].clone(), bias.chunk(size)[rank].clone()
+    named = {"h": hidden, "w": weight, **({"b": bias} if case.biased else {})}
+    leaves = [x.requires_grad_() for name, x in named.items() if name in case.trained]
+    size = max(64, case.tokens * case.vocab // 3)
+    how = Projection(case.scale, case.softcap, size, group, backend, case.keep_logits)
+    logps = HeadLogProbs.apply(hidden, weight, bias if case.biased else None, targets, how)
+    return [logps.detach(), *torch.autograd.grad(logps, leaves, upstream)]
+
+
+def error(case: Case, group: Any = None) -> float:
+    """The largest difference of the two backends, as a share of the largest value, at least 1."""
+    pairs = zip(step(case, "triton", group), step(case, "eager", group), strict=True)
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs)
+
+
+def on_rank(_: Any) -> dict[str, float]:
+    """Half of the cases on each rank, and those with a vocabulary in two shards on both."""
+    from packstore.torch.logprobs import triton_tiles
+
+    assert triton_tiles.INTERPRETED
+    triton_tiles.BLOCK = 128  # several blocks in a tile
+    errors = {}
+    for case in CASES[dist.get_rank() :: dist.get_world_size()]:
+        with pytest.MonkeyPatch.context() as patch:
+            if case.half:  # as on a GPU
+                patch.setattr(fused_head, "_operand_dtype", lambda *_: torch.bfloat16)
+                patch.setattr(fused_head, "_product", lambda a, b: a.float() @ b.float())
+                patch.setattr(
+                    fused_head, "_add_product", lambda t, a, b: t.addmm_(a.float(), b.float())
+                )
+            errors[str(case)] = error(case)
+    return errors | {str(case): error(case, dist.group.WORLD) for case in SHARDED}
+
+
+@needs_triton
+def test_equal_to_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    results = launch(__file__, None, 2, tmp_path)
+    errors: dict[str, float] = results[0] | results[1]
+    assert len(errors) == len({*CASES, *SHARDED})
+    # A number of 16 bits may be rounded the other way.
+    wrong = {c: e for c, e in errors.items() if not e <= (2**-8 if "half=True" in c else TOLERANCE)}
+    assert not wrong
+
+
+POINTERS = {
+    "product": "*fp32",
+    "bias": "*bf16",
+    "targets": "*i64",
+    "state": "*fp32",
+    "shifts": "*fp32",
+    "upstream": "*fp32",
+    "out": "*bf16",
+}
+INTEGERS = ("stride", "columns", "state_stride", "out_stride")
+ALIGNED = {*POINTERS, "stride", "columns", "out_stride"}
+COLUMNS_OF_A_THREAD = 16
+
+
+def compile_for(capability: int) -> dict[str, dict[str, int]]:
+    """Loads and stores in the machine code of each kernel, made without a GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from packstore.torch.logprobs import triton_tiles
+
+    found = {}
+    for kernel, biased, rest in (
+        (triton_tiles.fold_kernel, True, None),
+        (triton_tiles.softmax_kernel, True, False),
+        (triton_tiles.softmax_kernel, False, True),
+    ):
+        fixed = {"BIAS": biased, "CAP": True, "BLOCK": triton_tiles.BLOCK}
+        if rest is not None:
+            fixed["REST"] = rest
+        fixed |= {} if biased else {"bias": None}
+        fixed |= {"upstream": None} if rest else {}
+        types = {
+            name: "constexpr"
+            if name in fixed
+            else POINTERS.get(name, "i32" if name in INTEGERS else "fp32")
+            for name in kernel.arg_names
+        }
+        aligned = {
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(types)
+            if name in ALIGNED and name not in fixed
+        }
+        source = ASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
+        target = GPUTarget("cuda", capability, 32)
+        made = triton.compile(source, target=target, options={"num_warps": triton_tiles.WARPS})
+        lines = made.asm["ptx"].splitlines()
+        loads = [line for line in lines if "ld.global" in line]
+        stores = [line for line in lines if "st.global" in line]
+        found[f"{kernel.__name__}, rest {rest}"] = {
+            "bytes": len(made.asm["cubin"]),
+            "loads": len(loads),
+            "loads of 16 bytes": sum(".v4.b32" in line for line in loads),
+            "stores": len(stores),
+            "stores of 16 bytes": sum(".v4.b32" in line for line in stores),
+        }
+    return found
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiled_code_loads_and_stores_16_bytes(capability: int, tmp_path: Path) -> None:
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, __file__, str(capability)],
+        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    product = COLUMNS_OF_A_THREAD * 4 // 16
+    half = COLUMNS_OF_A_THREAD * 2 // 16
+    for name, seen in json.loads(done.stdout).items():
+        first = name.startswith("fold")
+        biased = not name.endswith("rest True")
+        scalars = 4 if first else 2 + biased
+        assert seen["loads of 16 bytes"] == product + half * biased, name
+        assert seen["loads"] == seen["loads of 16 bytes"] + scalars, name
+        assert seen["stores of 16 bytes"] == (0 if first else half), name
+        assert seen["stores"] == (3 if first else half), name
+
+
+def test_float64_takes_the_eager_passes(kit: SimpleNamespace, batch: PackedBatch) -> None:
+    hidden, weight = torch.zeros(batch.num_tokens, 8), torch.zeros(kit.VOCAB, 8)
+    logps = segment_logps(batch, hidden=hidden.double(), weight=weight.double(), backend="triton")
+    expected = -math.log(kit.VOCAB) * len(batch.targets.ids)
+    assert float(logps.sum()) == pytest.approx(expected, rel=1e-12)
+
+
+@needs_triton
+def test_other_devices_are_refused(kit: SimpleNamespace, batch: PackedBatch) -> None:
+    hidden, weight = torch.zeros(batch.num_tokens, 8), torch.zeros(kit.VOCAB, 8)
+    with pytest.raises(BackendError, match=r"on a CUDA device; found cpu\. Use backend='eager'"):
+        segment_logps(batch, hidden=hidden, weight=weight, backend="triton")
+
+
+def test_refused_names_and_absent_packages(
+    kit: SimpleNamespace, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = use_packed_attention(kit.tiny_model(dtype=torch.float32))
+    for call in (
+        lambda b: packed_logps(model, batch, backend=b),
+        lambda b: PackedPolicy(model, backend=b),
+    ):
+        with pytest.raises(UnknownNameError, match=r"head backend 'tritn'.* Did you mean 'triton'"):
+            call("tritn")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "packstore.torch.logprobs.triton_tiles", raising=False)
+    with pytest.raises(MissingExtraError, match=r"'triton', which is not .*: pip install triton"):
+        PackedPolicy(model, backend="triton")(batch)
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_for(int(sys.argv[1]))))
