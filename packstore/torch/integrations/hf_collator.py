@@ -4,7 +4,7 @@ The model is unchanged, so that the Trainer saves it as usual;
 :mod:`packstore.torch.integrations.hf_trainer` puts both into a trainer.
 `per_device_train_batch_size` then counts packs; for records of token ids it counts examples, which
 the collator lays end to end. The Trainer's item count becomes the divisor of the loss, over
-accumulation and ranks. Logits are made, as the Trainer calls the model.
+accumulation and ranks. The mixin asks the model for the logits of supervised tokens only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -22,11 +23,15 @@ from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import Packs
 from packstore.format.schema import require_kind
 from packstore.torch.batch.collate import PackedBatch, collate
+from packstore.torch.batch.targets import Targets
 from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.losses.divisor import StepDivisor, own_divisor
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.metrics import Metrics
 from packstore.torch.models.routers import RouterSettings, carry, router_losses
+
+LOGITS_TO_KEEP = "logits_to_keep"
+"""Argument of most models of transformers: the rows whose logits are computed."""
 
 
 class PackedLabels:
@@ -37,8 +42,12 @@ class PackedLabels:
         loss_fn: the loss whose items are counted; None: examples are counted.
     """
 
-    def __init__(self, batch: PackedBatch, loss_fn: PreferenceLoss | None = None) -> None:
-        self.batch, self.loss_fn = batch, loss_fn
+    def __init__(
+        self, batch: PackedBatch, loss_fn: PreferenceLoss | None = None, count: int | None = None
+    ) -> None:
+        self.batch, self.loss_fn, self._count = batch, loss_fn, count
+        if loss_fn is not None and count is None:  # here, where the batch is on the CPU
+            self._count = int(loss_fn.count(batch).count)
 
     def __getitem__(self, key: Any) -> Self:
         """Returns itself: the Trainer's slice drops a first token, which the items here lack."""
@@ -47,10 +56,9 @@ class PackedLabels:
     def ne(self, ignored: int) -> Tensor:
         """Returns True for each item that the loss counts; by default each example of weight 1."""
         weights = self.batch.weights
-        if self.loss_fn is None:
+        if self._count is None:
             return weights > 0
-        count = int(self.loss_fn.count(self.batch).count)
-        return torch.ones(count, dtype=torch.bool, device=weights.device)
+        return torch.ones(self._count, dtype=torch.bool, device=weights.device)
 
     def detach(self) -> Self:
         """Returns itself."""
@@ -58,7 +66,30 @@ class PackedLabels:
 
     def to(self, device: Any, **_: Any) -> PackedLabels:
         """Returns the labels with the batch on `device`."""
-        return PackedLabels(self.batch.to(device), self.loss_fn)
+        return PackedLabels(self.batch.to(device), self.loss_fn, self._count)
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """The rows of a batch whose logits were kept, as a row of tokens; see ``logits_to_keep``."""
+
+    batch: PackedBatch
+
+    @property
+    def num_tokens(self) -> int:
+        """n, the targets of the batch."""
+        return len(self.batch.target_index)
+
+    @property
+    def num_segments(self) -> int:
+        """S."""
+        return self.batch.num_segments
+
+    @property
+    def targets(self) -> Targets:
+        """The targets of the batch, each predicted by a row of its own."""
+        own = self.batch.targets
+        return replace(own, rows=torch.arange(len(own.ids), device=own.ids.device))
 
 
 class PackedInputs(dict[str, Any]):
@@ -161,16 +192,20 @@ class PackedLoss:
         self._check(labels)
         logits = outputs["logits"]
         batch = labels.batch.to(logits.device)
-        divisor = own_divisor(batch, self.loss_fn)
-        if num_items_in_batch is not None:
-            count = float(num_items_in_batch)
+        if num_items_in_batch is None:
+            divisor = own_divisor(batch, self.loss_fn)
+        else:
+            count: Any = num_items_in_batch  # a tensor stays one: nobody waits for its value
             divisor = StepDivisor(count, count if self.loss_fn.sft_weight else None)
+        kept = logits.shape[-2] != batch.num_tokens
+        row = KeptRows(batch) if kept else batch
         ref_logps = None
         if self.reference is not None and self.loss_fn.reference:
             with torch.no_grad(), _policy_precision(logits.device):
-                of_reference = self.reference(**batch.model_inputs()).logits
-            ref_logps = segment_logps(batch, logits=of_reference)
-        logps = segment_logps(batch, logits=logits)
+                few = {LOGITS_TO_KEEP: batch.targets.rows} if kept else {}
+                of_reference = self.reference(**batch.model_inputs(), **few).logits
+            ref_logps = segment_logps(row, logits=of_reference)
+        logps = segment_logps(row, logits=logits)
         if self.routers is not None and torch.is_grad_enabled():
             losses = router_losses(batch, outputs.get("router_logits"), self.routers)
             logps = carry(logps, losses, self.routers.model)

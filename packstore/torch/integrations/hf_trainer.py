@@ -16,14 +16,16 @@ Saving, resuming, evaluation, accumulation and mixed precision remain the traine
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 
 from packstore.errors import ConfigError, sentence
 from packstore.torch.data.dataset import PackedDataset
-from packstore.torch.integrations.hf_collator import PackedLoss
+from packstore.torch.integrations.hf_collator import LOGITS_TO_KEEP, PackedLoss
 from packstore.torch.models.routers import router_settings
+from packstore.torch.models.unwrap import unwrapped
 
 
 class PackedTrainerMixin:
@@ -50,6 +52,9 @@ class PackedTrainerMixin:
         self.packed_loss = self.compute_loss_func = packed_loss
         trainer: Any = self
         packed_loss.routers = router_settings(trainer.model)
+        models = [trainer.model, packed_loss.reference]
+        # Metrics of the user's own get the logits of all tokens.
+        self._keeps_few = trainer.compute_metrics is None and all(map(_keeps_few, models))
         given = getattr(trainer.args, "router_aux_loss_coef", None)  # TRL's setting
         if given is not None and packed_loss.loss_fn.router_aux_loss_coef is None:
             packed_loss.loss_fn.router_aux_loss_coef = given
@@ -67,6 +72,8 @@ class PackedTrainerMixin:
         from transformers import Trainer
 
         own: Any = self
+        if self._keeps_few:
+            inputs[LOGITS_TO_KEEP] = inputs["labels"].batch.targets.rows
         if torch.is_grad_enabled() and self.packed_loss.routers is not None:
             inputs["output_router_logits"] = True
         return Trainer.compute_loss(own, model, inputs, *args, **kwargs)
@@ -83,6 +90,12 @@ class PackedTrainerMixin:
             means = self.packed_loss.held_out.means()
             logs |= {f"{prefix}{name}": value for name, value in means.items()}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+def _keeps_few(model: Any) -> bool:
+    """Returns True if the model can leave out logits, or if there is none."""
+    names = inspect.signature(unwrapped(model).forward).parameters if model is not None else ()
+    return model is None or LOGITS_TO_KEEP in names
 
 
 def _check_whole(dataset: Any) -> None:

@@ -122,6 +122,25 @@ def test_its_defaults(
             assert held_out[-1][f"eval_{name}"] == pytest.approx(value, abs=1e-4), name
 
 
+def test_logits_of_supervised_tokens_only(
+    transformers: Any, kit: SimpleNamespace, tmp_path: Path
+) -> None:
+    """The same losses as from all logits, which metrics of the user's own still get."""
+    data, losses, heights = stored(kit, tmp_path), [], []
+    for keeps_few in (True, False):
+        model = use_packed_attention(kit.tiny_model())
+        model.lm_head.register_forward_hook(lambda _, args, __: heights.append(args[0].shape[1]))
+        loss = PackedLoss(PreferenceLoss("dpo"), copy.deepcopy(model).requires_grad_(False))
+        trainer = trainer_of(transformers, model, data, loss, tmp_path / "run")
+        assert trainer._keeps_few
+        trainer._keeps_few = keeps_few
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+    few, every = heights[: len(heights) // 2], heights[len(heights) // 2 :]
+    assert sum(few) < 0.8 * sum(every)
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [("sft", {}), ("sft", {"sft_average": "sequence_mean"}), ("ranked", {"pairs": "all"})],
