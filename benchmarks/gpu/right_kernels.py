@@ -52,7 +52,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, layout: Any, window: int | None, scal
     for one_q, one_k, one_v in layout.split(q, layout.keys(k), layout.keys(v)):
         one_k, one_v = (x.repeat_interleave(group, 1) for x in (one_k, one_v))
         scores = torch.einsum("qnh,knh->nqk", one_q, one_k) * scale
-        hidden = ~visible(len(one_q), len(one_k), window, q.device)
+        hidden = ~visible(len(one_q), len(one_k), window, None, q.device)
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32)
         outputs.append(torch.einsum("nqk,knh->qnh", weights.to(q.dtype), one_v))
     return torch.cat(outputs)

@@ -1,10 +1,13 @@
 """Attention backends: one file each, with one function of one signature.
 
-``attend(q_TNH, k_TKH, v_TKH, layout, *, scale, sliding_window=None, softcap=None) -> o_TNH``
+``attend(q_TNH, k_TKH, v_TKH, layout, *, scale, sliding_window=None, softcap=None, chunk=None,
+sinks=None) -> o_TNH``
 
 Legend: T tokens of the flat row, N query heads, K key/value heads (N is a multiple of K: grouped
 queries), H head size; values and output may have another head size, except with flash kernels. With
-a window of w a query sees itself and the w - 1 tokens before it. A backend raises
+a window of w a query sees itself and the w - 1 tokens before it; with chunks of c, the tokens
+before it from the last multiple of c in its sequence. A sink `[N]` is one more score in each
+softmax, of a key whose value is zero: ``o * sigmoid(log_sum_exp - sink)``. A backend raises
 :class:`~packstore.errors.BackendError` for anything it cannot compute exactly. Capabilities and
 tested versions are in ``docs/attention.md``.
 """
@@ -32,6 +35,8 @@ class Attend(Protocol):
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        chunk: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Computes the output of attention, `[T, N, H]`."""
 

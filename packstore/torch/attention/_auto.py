@@ -1,7 +1,8 @@
 """Backend ``auto``: chooses at each call, as a model may change device after it was prepared.
 
 On a CUDA device (compute capability 8 or newer) in half precision: `torch_varlen`, which needs
-torch only, or `flex` if scores are soft-capped or flash kernels do not support the head size.
+torch only, or `flex` if scores are soft-capped, with chunks or sinks, or if flash kernels do not
+support the head size.
 Elsewhere `sdpa`, or `reference` if scores are soft-capped. The flash-attn packages are used only if
 selected by name.
 
@@ -40,9 +41,12 @@ def attend(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes attention with the chosen backend."""
     kind, heads = (q_TNH.device, q_TNH.dtype), _flash.fits(q_TNH, v_TKH)
+    heads = heads and chunk is None and sinks is None
     return _LOADED[_chosen(*kind, heads, softcap is not None)](
         q_TNH,
         k_TKH,
@@ -51,6 +55,8 @@ def attend(
         scale=scale,
         sliding_window=sliding_window,
         softcap=softcap,
+        chunk=chunk,
+        sinks=sinks,
     )
 
 

@@ -6,9 +6,15 @@ import torch
 from torch import Tensor
 
 
-def visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Returns a bool mask `[queries, keys]`: causal, aligned at the end, within the window."""
+def visible(
+    queries: int, keys: int, window: int | None, chunk: int | None, device: torch.device
+) -> Tensor:
+    """Returns a bool mask `[queries, keys]`, causal and aligned at the end; see `Attend`."""
     query = torch.arange(keys - queries, keys, device=device)[:, None]
     key = torch.arange(keys, device=device)
     mask = key <= query
-    return mask if window is None else mask & (query - key < window)
+    if window is not None:
+        mask &= query - key < window
+    if chunk is not None:
+        mask &= key >= query // chunk * chunk
+    return mask

@@ -39,12 +39,18 @@ def fits(q: Tensor, v: Tensor) -> bool:
     return False
 
 
-def check(backend: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+def check(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, *, chunk: int | None, sinks: Tensor | None
+) -> None:
     """Refuses inputs that the kernels do not support or would cast.
 
     Raises:
-        BackendError: the device, dtype or head size is not supported.
+        BackendError: the device, dtype or head size, chunks or sinks are not supported.
     """
+    for found, given in (("chunks", chunk), ("sinks, whose gradient it ignores", sinks)):
+        if given is not None:
+            must = "attention must be a softmax over all tokens before, or over a window of them"
+            raise refusal(backend, must, found, "Use backend='flex' or 'sdpa'")
     kinds = {x.dtype for x in (q, k, v)}
     if q.device.type not in DEVICES or len(kinds) != 1 or not kinds <= set(DTYPES):
         names = " and ".join(sorted(str(kind) for kind in kinds))

@@ -31,13 +31,15 @@ def attend(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes all segments in one call.
 
     Raises:
         BackendError: the kernel does not support the device, dtype or head size.
     """
-    _flash.check("flash_attn", q_TNH, k_TKH, v_TKH)
+    _flash.check("flash_attn", q_TNH, k_TKH, v_TKH, chunk=chunk, sinks=sinks)
     left = _flash.window_left(layout, sliding_window)
     output: Tensor = _flash.call(
         flash_attn_varlen_func,

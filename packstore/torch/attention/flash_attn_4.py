@@ -24,6 +24,8 @@ def attend(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes all segments in one call.
 
@@ -32,7 +34,7 @@ def attend(
     Raises:
         BackendError: the kernel does not support the device, dtype or head size.
     """
-    _flash.check("flash_attn_4", q_TNH, k_TKH, v_TKH)
+    _flash.check("flash_attn_4", q_TNH, k_TKH, v_TKH, chunk=chunk, sinks=sinks)
     found = _flash.capability(q_TNH.device)
     if found < LEAST:
         # On older devices its forward pass runs, and the backward pass ends in an assertion.

@@ -1,9 +1,9 @@
-"""torch's FlexAttention with the layout as its mask: supports softcaps and any head size.
+"""torch's FlexAttention with the layout as its mask: supports softcaps, sinks and any head size.
 
-Every query of a layout sees one contiguous run of keys, windows included. So the mask is two
-numbers per query, and the blocks that the kernel may skip follow from their minimum and maximum in
-each block, without evaluating queries times keys. Both are made once per layout and window, and
-reused by all layers and by gradient checkpointing.
+Every query of a layout sees one contiguous run of keys, windows and chunks included. So the mask is
+two numbers per query, and the blocks that the kernel may skip follow from their minimum and maximum
+in each block, without evaluating queries times keys. Both are made once per layout, window and
+chunk, and reused by all layers and by gradient checkpointing.
 
 On a GPU the kernel is compiled. Lengths are rounded up to a quarter of the power of two below them,
 so that most runs compile once; a second length triggers one more compilation, for any length. On
@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
 from packstore.torch.attention import _flash
@@ -28,7 +28,8 @@ from packstore.torch.batch.layout import AttentionLayout
 BLOCK = 128
 """Block size of the mask: the kernel skips or computes this many queries and keys together."""
 
-_masks: WeakKeyDictionary[AttentionLayout, dict[int | None, BlockMask]] = WeakKeyDictionary()
+_Span = tuple[int | None, int | None]  # window and chunk
+_masks: WeakKeyDictionary[AttentionLayout, dict[_Span, BlockMask]] = WeakKeyDictionary()
 
 
 @opaque
@@ -41,6 +42,8 @@ def attend(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes all segments in one call.
 
@@ -52,14 +55,20 @@ def attend(
     if training and q_TNH.device.type == "cpu":
         must, found = "on CPU it has a forward pass only", "tensors that need gradients"
         raise _flash.refusal("flex", must, found, "Use backend='sdpa' or 'reference' on CPU")
-    mask = block_mask(layout, sliding_window)
+    mask = block_mask(layout, sliding_window, chunk)
+    aux = None if sinks is None else AuxRequest(lse=True)
     output = _kernel(q_TNH.device.type)(
         *(_heads_first(x, rounded(len(x))) for x in rows),
         score_mod=None if softcap is None else _capped(softcap),
         block_mask=mask,
         scale=scale,
         enable_gqa=q_TNH.shape[1] != k_TKH.shape[1],
+        return_aux=aux,
     )
+    if sinks is not None:
+        output, found = output
+        share = torch.sigmoid(found.lse - sinks.to(found.lse.dtype)[:, None])
+        output = (output * share[..., None]).to(q_TNH.dtype)
     return output[0].transpose(0, 1)[: len(q_TNH)]  # type: ignore[no-any-return]
 
 
@@ -69,16 +78,18 @@ def rounded(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def block_mask(layout: AttentionLayout, sliding_window: int | None) -> BlockMask:
+def block_mask(
+    layout: AttentionLayout, sliding_window: int | None, chunk: int | None = None
+) -> BlockMask:
     """Returns the mask of a layout, made on first use."""
-    masks = _masks.setdefault(layout, {})
-    if sliding_window not in masks:
-        masks[sliding_window] = _block_mask(layout, sliding_window)
-    return masks[sliding_window]
+    masks, span = _masks.setdefault(layout, {}), (sliding_window, chunk)
+    if span not in masks:
+        masks[span] = _block_mask(layout, *span)
+    return masks[span]
 
 
-def _block_mask(layout: AttentionLayout, window: int | None) -> BlockMask:
-    first, last, keys = _runs(layout, window)
+def _block_mask(layout: AttentionLayout, window: int | None, chunk: int | None) -> BlockMask:
+    first, last, keys = _runs(layout, window, chunk)
 
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= first[query]) & (key <= last[query])
@@ -93,7 +104,9 @@ def _block_mask(layout: AttentionLayout, window: int | None) -> BlockMask:
     )
 
 
-def _runs(layout: AttentionLayout, window: int | None) -> tuple[Tensor, Tensor, int]:
+def _runs(
+    layout: AttentionLayout, window: int | None, chunk: int | None
+) -> tuple[Tensor, Tensor, int]:
     """First and last key of each query, `[rounded T]`, and the rounded number of keys."""
     starts_q, starts_k = layout.cu_seqlens_q.long(), layout.cu_seqlens_k.long()
     tokens = layout.num_queries
@@ -103,6 +116,8 @@ def _runs(layout: AttentionLayout, window: int | None) -> tuple[Tensor, Tensor, 
     query = torch.arange(tokens, device=starts_q.device)
     last = starts_k[segment + 1] - (starts_q[segment + 1] - query)
     first = starts_k[segment]
+    if chunk is not None:
+        first = first + (last - first) // chunk * chunk
     if window is not None:
         first = torch.maximum(first, last - window + 1)
     # Padding queries see the last key, as the softmax over no keys is undefined.

@@ -32,13 +32,15 @@ def attend(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes all segments in one call.
 
     Raises:
         BackendError: the kernel does not support the device, dtype, head size or a softcap.
     """
-    _flash.check("torch_varlen", q_TNH, k_TKH, v_TKH)
+    _flash.check("torch_varlen", q_TNH, k_TKH, v_TKH, chunk=chunk, sinks=sinks)
     if softcap is not None:
         must, found = "attention scores must not be soft-capped", f"softcap {softcap}"
         raise _flash.refusal("torch_varlen", must, found, "Use backend='flex' or 'flash_attn'")

@@ -25,22 +25,23 @@ class _TouchedMaskError(UnservedError, AttributeError):
 
 
 class RequestedMask:
-    """Replaces transformers' mask: causal, and within a window if there is one.
+    """Replaces transformers' mask: causal, and within a window or chunk if there is one.
 
     Layers must pass it to attention unchanged. Any use of it as a tensor raises, as packed
     attention would not see the result.
 
     Attributes:
         window: tokens that a query sees, itself included; None: all before it.
+        chunk: a query sees the tokens since the last multiple of it; None: all before it.
     """
 
-    __slots__ = ("window",)
+    __slots__ = ("chunk", "window")
 
-    def __init__(self, window: int | None) -> None:
-        self.window = window
+    def __init__(self, window: int | None, chunk: int | None = None) -> None:
+        self.window, self.chunk = window, chunk
 
     def __repr__(self) -> str:
-        return f"RequestedMask(window={self.window})"
+        return f"RequestedMask(window={self.window}, chunk={self.chunk})"
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _TouchedMaskError(_touched(f"a model that reads its {name}"))
@@ -48,8 +49,8 @@ class RequestedMask:
     def __getitem__(self, key: Any) -> NoReturn:
         raise UnservedError(_touched("a model that cuts it"))
 
-    def __reduce__(self) -> tuple[type[RequestedMask], tuple[int | None]]:
-        return type(self), (self.window,)
+    def __reduce__(self) -> tuple[type[RequestedMask], tuple[int | None, int | None]]:
+        return type(self), (self.window, self.chunk)
 
 
 @cache

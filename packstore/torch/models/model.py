@@ -35,7 +35,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 LAYER_TYPES = frozenset(
     {
-        *("attention", "full_attention", "sliding_attention"),
+        *("attention", "chunked_attention", "full_attention", "sliding_attention"),
         *("conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "mlp", "moe"),
     }
 )
@@ -44,7 +44,7 @@ LAYER_TYPES = frozenset(
 PER_SEQUENCE = "per_sequence"
 """Name of the backend that runs the whole model once per sequence."""
 
-NOT_SUPPORTED = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
+NOT_SUPPORTED = ("sinks", "position_bias", "indices", "block_indices")
 """Keywords of models that need more than a softmax over the visible keys."""
 
 CALL = "Call the model with **batch.model_inputs()"
@@ -140,6 +140,7 @@ def _register(backend: str) -> str:
         scaling: float | None = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         layout = LAYOUT.get() if packed_layout is None else packed_layout
@@ -157,6 +158,8 @@ def _register(backend: str) -> str:
             scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
             sliding_window=window_of(mask, sliding_window),
             softcap=softcap,
+            chunk=None if mask is None else mask.chunk,
+            sinks=s_aux,
         )
         return output.unsqueeze(0), None
 
@@ -192,6 +195,7 @@ def _requested_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
+    config: Any = None,
     **__: Any,
 ) -> RequestedMask:
     """Replaces the mask that transformers would build, once per kind of layer."""
@@ -199,6 +203,11 @@ def _requested_mask(
     if use_vmap:
         must = "masks must be causal, within a window at most"
         raise _unserved_call(must, "a model with a mask function of its own")
+    if local_size is not None and getattr(config, "attention_chunk_size", None) == local_size:
+        if getattr(config, "sliding_window", None) == local_size:
+            must = "a window and a chunk of a layer must differ"
+            raise _unserved_call(must, f"{local_size} for both in its config")
+        return RequestedMask(None, local_size)
     return RequestedMask(local_size)
 
 

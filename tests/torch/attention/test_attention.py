@@ -13,7 +13,7 @@ from torch import Tensor
 from packstore.errors import BackendError
 from packstore.testing import random_examples
 from packstore.torch import collate
-from packstore.torch.attention import ATTENTION, flex
+from packstore.torch.attention import ATTENTION, _auto, _flash, flex
 from packstore.torch.batch.layout import AttentionLayout
 
 EXAMPLES = random_examples(5, seed=5)
@@ -28,7 +28,14 @@ def fresh_compiler() -> None:
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, window: int | None, cap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: AttentionLayout,
+    window: int | None,
+    cap: float | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax over a [T, keys] mask that is built one entry at a time."""
     if layout.kv_index is not None:
@@ -39,12 +46,16 @@ def dense(
         for i in range(queries[s], queries[s + 1]):
             last = keys[s + 1] - (queries[s + 1] - i)
             first = keys[s] if window is None else max(keys[s], last - window + 1)
+            if chunk is not None:
+                first = max(first, keys[s] + (last - keys[s]) // chunk * chunk)
             mask[i, first : last + 1] = True
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("tnh,snh->nts", q, k) * 0.3
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    powers = scores.masked_fill(~mask, float("-inf")).exp()
+    extra = 0 if sinks is None else sinks.exp()[:, None, None]
+    weights = powers / (powers.sum(-1, keepdim=True) + extra)
     return torch.einsum("nts,snh->tnh", weights, v)
 
 
@@ -92,6 +103,44 @@ def test_value_and_gradients(
         strict=True,
     ):
         assert (a - b).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (4, None), (None, 4), (None, 1000)])
+@pytest.mark.parametrize("with_sinks", [True, False])
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_sinks_and_chunks(
+    kit: SimpleNamespace,
+    backend: str,
+    layout: str,
+    with_sinks: bool,
+    window: int | None,
+    chunk: int | None,
+) -> None:
+    batch = collate(kit.packed(EXAMPLES, [2, 3], layout), "preference")
+    gradients = backend in WITH_GRADIENTS
+    qkv = [x.detach().requires_grad_(gradients) for x in inputs(batch.num_tokens)]
+    values = torch.tensor([-3.0, 0.0, 1.0, 5.0], dtype=torch.float64)
+    sinks = values.requires_grad_(gradients) if with_sinks else None
+    found = ATTENTION.load(backend)(
+        *qkv, batch.layout, scale=0.3, sliding_window=window, chunk=chunk, sinks=sinks
+    )
+    expected = dense(*qkv, batch.layout, window, chunk=chunk, sinks=sinks)
+    assert (found - expected).abs().max() < 1e-12
+    if gradients:
+        upstream = torch.randn_like(expected)
+        inputs_ = [*qkv] if sinks is None else [*qkv, sinks]
+        pairs = [torch.autograd.grad((x * upstream).sum(), inputs_) for x in (found, expected)]
+        for a, b in zip(*pairs, strict=True):
+            assert (a - b).abs().max() < 1e-12 * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize(("name", "value"), [("chunk", 4), ("sinks", torch.zeros(4))])
+def test_flash_kernels_refuse_sinks_and_chunks(name: str, value: object) -> None:
+    settings: dict[str, object] = {"chunk": None, "sinks": None, name: value}
+    with pytest.raises(BackendError, match=f"{name}.*Use backend='flex' or 'sdpa'"):
+        _flash.check("flash_attn", *inputs(3), **settings)
+    assert _auto.choose(True, torch.bfloat16, False, False) == "flex"
 
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
