@@ -10,13 +10,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from packstore.cli import Command, _html
+from packstore.cli import Command
 from packstore.cli._progress import progress_of
 from packstore.cli._results import add_json, print_result
 from packstore.cli.common import add_storage_options, number, stdout_console, storage_options
 from packstore.cli.settings import add_settings, read_settings
 from packstore.config import PackConfig, TokenizeConfig, WorkConfig
 from packstore.errors import ConfigError
+from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
     from packstore.build.reports.estimate import Choice, Estimate
@@ -93,7 +94,7 @@ def _run(args: argparse.Namespace) -> int:
             **read_settings(args, PackConfig),
         )
     if args.html:
-        _html.write(args.html, _page(found, ", ".join(args.source)))
+        frame.write(args.html, _page(found, ", ".join(args.source)))
     if args.json:
         best = found.recommended and dataclasses.asdict(found.recommended)
         figures = {
@@ -226,25 +227,25 @@ def _page(found: Estimate, source: str) -> str:
             if choice.layout == layout:
                 series.setdefault(choice.strategy, []).append(choice.fill_rate)
         names = [number(n) for n in sizes]
-        fills.append(_html.lines(f"Fill, layout {layout}", "by pack size", names, series))
+        fills.append(charts.lines(f"Fill, layout {layout}", "by pack size", names, series))
     best = None if found.recommended is None else found.choices.index(found.recommended)
     lengths = [
-        _html.histogram(f"Tokens of an example, layout {layout}", values, "tokens")
+        charts.histogram(f"Tokens of an example, layout {layout}", values, "tokens")
         for layout, values in found.example_tokens.items()
     ]
-    lengths.append(_html.histogram("Tokens of a sequence", found.sequence_tokens, "tokens"))
-    return _html.page(
+    lengths.append(charts.histogram("Tokens of a sequence", found.sequence_tokens, "tokens"))
+    return frame.page(
         "Packing estimate",
         f"{source}: {_summary(found)}",
         [
-            _html.section("Recommendation", _html.paragraph(_advice(found))),
-            _html.section("Fill", _html.charts(*fills)),
-            _html.section(
+            frame.section("Recommendation", frame.paragraph(_advice(found))),
+            frame.section("Fill", charts.side_by_side(*fills)),
+            frame.section(
                 "Choices",
-                _html.table(COLUMNS, map(_row, found.choices), best),
-                _html.paragraph(NOTE),
+                frame.table(COLUMNS, map(_row, found.choices), best),
+                frame.paragraph(NOTE),
             ),
-            _html.section("Lengths", _html.charts(*lengths)),
+            frame.section("Lengths", charts.side_by_side(*lengths)),
         ],
     )
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.table import Table
 
-from packstore.cli import Command, _html
+from packstore.cli import Command
 from packstore.cli._model import add_model, loaded, ranks, say
 from packstore.cli._results import add_json, print_result
 from packstore.cli.common import add_dataset, heading, open_dataset, stdout_console
 from packstore.cli.settings import key_values
 from packstore.errors import CompatibilityError, ConfigError, sentence
+from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
@@ -59,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
         known = ", ".join(["file", *carried])
         raise ConfigError(f"--by must be a carried column, of {known}; found {args.by!r}.")
     if args.html:
-        _html.check_writable(args.html)
+        frame.check_writable(args.html)
     name = args.loss or ("sft" if kind == "sft" else "dpo")
     with ranks(args.device) as device:
         from packstore.torch.losses.loss import PreferenceLoss
@@ -91,7 +92,7 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     rewards = figures.pop("rewards", [])
     if args.html:
-        _html.write(args.html, _page(args, dataset, loss, figures, rewards))
+        frame.write(args.html, _page(args, dataset, loss, figures, rewards))
     if args.json:
         print_result(figures)
         return 0
@@ -110,7 +111,7 @@ def _page(
     metrics, by = figures["metrics"], figures["by"]
     facts = {name: metrics[name] for name in _FACTS if name in metrics}
     sections = [
-        _html.section("Figures", _html.table(tuple(facts), [[_text(*f) for f in facts.items()]]))
+        frame.section("Figures", frame.table(tuple(facts), [[_text(*f) for f in facts.items()]]))
     ]
     if rewards:
         values = np.array(rewards)
@@ -119,19 +120,21 @@ def _page(
             "rewards/chosen": values[:, 0],
             "rewards/rejected": values[:, 1],
         }
-        charts = (_html.histogram(n, v, "") for n, v in drawn.items() if v.min() < v.max())
+        pictures = (charts.histogram(n, v, "") for n, v in drawn.items() if v.min() < v.max())
         wrong = int((drawn["rewards/margins"] <= 0).sum())
         note = f"{wrong:,} of {len(values):,} pairs have a margin of 0 or less."
-        sections.append(_html.section("Pairs", _html.paragraph(note), _html.charts(*charts)))
+        sections.append(
+            frame.section("Pairs", frame.paragraph(note), charts.side_by_side(*pictures))
+        )
     if by:
         rows = [(group, *(_text(n, own[n]) for n in facts)) for group, own in by.items()]
         title = f"By {args.by or 'file'}"
-        sections.append(_html.section(title, _html.table(("", *facts), rows)))
+        sections.append(frame.section(title, frame.table(("", *facts), rows)))
     every = [(name, _text(name, value)) for name, value in metrics.items()]
-    sections.append(_html.section("All metrics", _html.table(("metric", "all"), every)))
+    sections.append(frame.section("All metrics", frame.table(("metric", "all"), every)))
     reference = args.ref_model or args.ref_logps
     against = f" against {reference}" if reference and loss.reference else ""
-    return _html.page(
+    return frame.page(
         f"Evaluation of {args.model}",
         f"{dataset.url}, fingerprint {dataset.manifest.fingerprint[:12]}: {loss}{against}",
         sections,

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.table import Table
 
-from packstore.cli import Command, _html
+from packstore.cli import Command
 from packstore.cli._places import FEW, place_rows, sentences
 from packstore.cli._progress import progress_of
 from packstore.cli._results import add_json, print_result
 from packstore.cli.common import add_dataset, heading, number, open_dataset, stdout_console
 from packstore.format.arrays import Int64, Packs
 from packstore.io.dataset.places import Places, knows_places, places_of
+from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
     from packstore.build.pipeline import Progress
@@ -38,7 +39,7 @@ def _run(args: argparse.Namespace) -> int:
         figures, places = _collect(dataset, progress)
     summary = {name: _summary(values) for name, values in figures.items() if len(values)}
     if args.html:
-        _html.write(args.html, _page(dataset, figures, summary, places))
+        frame.write(args.html, _page(dataset, figures, summary, places))
     if args.json:
         told = {**summary, "places": places and dataclasses.asdict(places)}
         print_result(told)
@@ -137,20 +138,20 @@ def _page(
         "packs over the bound": number(m.statistics.planning.get("gap")),
     }
     randomness = _randomness(dataset, places)
-    drawn = [_html.histogram(n, v, "") for n, v in figures.items() if len(v) and v.min() < v.max()]
-    return _html.page(
+    drawn = [charts.histogram(n, v, "") for n, v in figures.items() if len(v) and v.min() < v.max()]
+    return frame.page(
         "Packed dataset",
         f"{dataset.url}: kind {m.kind}, fingerprint {m.fingerprint[:12]}",
         [
-            _html.section("Figures", _html.table(tuple(facts), [tuple(facts.values())])),
-            _html.section(
+            frame.section("Figures", frame.table(tuple(facts), [tuple(facts.values())])),
+            frame.section(
                 "Randomness",
-                _html.table(("", "found", "of random packs"), randomness)
+                frame.table(("", "found", "of random packs"), randomness)
                 if randomness
-                else _html.paragraph("Not recorded: these packs were not planned here."),
+                else frame.paragraph("Not recorded: these packs were not planned here."),
             ),
-            _html.section("Distributions", _html.charts(*drawn)),
-            _html.section("Percentiles", _html.table(columns, rows)),
+            frame.section("Distributions", charts.side_by_side(*drawn)),
+            frame.section("Percentiles", frame.table(columns, rows)),
         ],
     )
 

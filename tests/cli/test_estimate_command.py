@@ -14,8 +14,9 @@ from small_jobs import write_jsonl
 
 import packstore
 from packstore.build.reports.estimate import estimate
-from packstore.cli import _html, main
+from packstore.cli import main
 from packstore.errors import ConfigError, InputError
+from packstore.pages import charts
 
 RNG = random.Random(0)
 RECORDS = [
@@ -167,7 +168,7 @@ def test_the_page_of_a_dataset(
 def test_a_histogram_is_marked_with_values_that_it_has(
     values: np.ndarray, marks: list[str], note: str
 ) -> None:
-    drawn = _html.histogram("some", values, "")
+    drawn = charts.histogram("some", values, "")
     assert note in drawn
     shown = re.findall(r'text-anchor="middle">([^<]*)<', drawn)
     assert shown == marks

@@ -1,0 +1,1 @@
+"""Pages to look at in a browser; see ``README.md``."""
