@@ -50,6 +50,7 @@ COMMANDS: Registry[Command] = Registry(
         "clean": "packstore.cli.clean:COMMAND",
         "inspect": "packstore.cli.inspect:COMMAND",
         "show": "packstore.cli.show:COMMAND",
+        "view": "packstore.cli.view:COMMAND",
         "verify": "packstore.cli.verify:COMMAND",
         "check": "packstore.cli.check:COMMAND",
         "stats": "packstore.cli.stats:COMMAND",

@@ -110,9 +110,8 @@ def _page(
 ) -> str:
     metrics, by = figures["metrics"], figures["by"]
     facts = {name: metrics[name] for name in _FACTS if name in metrics}
-    sections = [
-        frame.section("Figures", frame.table(tuple(facts), [[_text(*f) for f in facts.items()]]))
-    ]
+    shown = {name: _text(name, value) for name, value in facts.items()}
+    sections = [frame.section("Figures", frame.facts(shown))]
     if rewards:
         values = np.array(rewards)
         drawn = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -13,14 +14,18 @@ from rich.text import Text
 from packstore.cli import Command
 from packstore.cli.common import add_dataset, decoder_of, open_dataset, stdout_console
 from packstore.errors import ConfigError, visible
-from packstore.format.arrays import SOURCE_SHIFT, Bool, Int32, Packs
-from packstore.io.inputs.formats import place_of
+from packstore.format.arrays import Bool, Int32, Packs
+from packstore.pages import frame
+from packstore.pages.pack_page import MOST_BYTES, MOST_PACKS, pack_page
+from packstore.pages.packs import PackReader, record_place, side_of
 
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
 
 _STYLES = {"chosen": "green", "rejected": "red", "response": "cyan"}
 _PROMPT, _UNSUPERVISED = "dim", "yellow"
+
+log = logging.getLogger("packstore")
 
 Decode = Callable[[list[int]], str] | None
 """From ids to text; None: show the ids."""
@@ -32,6 +37,10 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=int, default=1, metavar="N", help="packs to show")
     parser.add_argument("--tokenizer", metavar="PATH", help="default: the dataset's")
     parser.add_argument("--ids", action="store_true", help="show token ids instead of text")
+    bound = f"at most {MOST_PACKS} packs or {MOST_BYTES // 1_000_000} MB"
+    parser.add_argument(
+        "--html", metavar="FILE", help=f"write a page with the packs instead, {bound}"
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -40,8 +49,19 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--pack must lie in 0..{len(dataset) - 1} for this dataset; found {args.pack}."
         )
+    if args.count < 1:
+        raise ConfigError(f"--count must be at least 1; found {args.count}.")
+    if args.html:
+        frame.check_writable(args.html)
     console = stdout_console()
     decode = None if args.ids else decoder_of(dataset, args.tokenizer)
+    if args.html:
+        numbers = range(args.pack, min(args.pack + args.count, len(dataset)))
+        page, left_out = pack_page(PackReader(dataset, decode), numbers)
+        frame.write(args.html, page)
+        if left_out:
+            log.warning("%s", left_out)
+        return 0
     console.print(_legend(console.is_terminal))
     for number, pack in _rows(dataset, args.pack, args.count):
         _show_pack(console, dataset, number, pack, decode)
@@ -83,29 +103,17 @@ def _show_pack(
     example_ids = np.repeat(pack.example_ids, k)
     response_of = np.arange(len(example_ids)) - np.repeat(np.cumsum(k) - k, k)
     for i, (example_id, response) in enumerate(zip(example_ids, response_of, strict=True)):
-        name = _name(dataset.manifest.kind, int(response))
+        name = side_of(dataset.manifest.kind, int(response))
         start, stop = int(bounds[i]), int(bounds[i + 1])
         omitted = int(pack.lengths[i]) - (stop - start)
         title = (
-            f"{_place(dataset, int(example_id))} · {name} · "
+            f"{record_place(dataset.manifest.provenance, int(example_id))} · {name} · "
             f"reward {pack.reward[i]:g} · tokens {start}–{stop}"
         )
         title += f" · first {omitted} shared with the first segment" if omitted else ""
         console.print(title, style="blue", markup=False)
         painted = _paint(ids[start:stop], on[start:stop], name, decode, console.is_terminal)
         console.print(painted)
-
-
-def _place(dataset: Dataset, example_id: int) -> str:
-    """The input file and place of an example's record, as far as the manifest records it."""
-    source, ordinal = divmod(example_id, 1 << SOURCE_SHIFT)
-    sources = dataset.manifest.provenance.get("sources", ())
-    known = source < len(sources) and sources[source].get("path")
-    return place_of(known or f"source {source}", ordinal)
-
-
-def _name(kind: str, response: int) -> str:
-    return ("chosen", "rejected")[response] if kind == "preference" else f"response {response}"
 
 
 def _paint(ids: Int32, on: Bool, name: str, decode: Decode, colour: bool) -> Text:
@@ -126,7 +134,8 @@ COMMAND = Command(
     group="look",
     help="decode packs, coloured by prompt, chosen, rejected and supervision",
     examples="  packstore show prefs-8k\n"
-    "  packstore show s3://bucket/prefs-8k --pack 17 --count 2 --tokenizer tokenizer.json\n",
+    "  packstore show s3://bucket/prefs-8k --pack 17 --count 2 --tokenizer tokenizer.json\n"
+    "  packstore show prefs-8k --pack 100 --count 50 --html packs.html\n",
     configure=_configure,
     run=_run,
 )

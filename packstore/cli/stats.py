@@ -143,7 +143,7 @@ def _page(
         "Packed dataset",
         f"{dataset.url}: kind {m.kind}, fingerprint {m.fingerprint[:12]}",
         [
-            frame.section("Figures", frame.table(tuple(facts), [tuple(facts.values())])),
+            frame.section("Figures", frame.facts(facts)),
             frame.section(
                 "Randomness",
                 frame.table(("", "found", "of random packs"), randomness)

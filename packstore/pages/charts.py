@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 
 import numpy as np
 import numpy.typing as npt
+
+from packstore.pages.texts import as_html
 
 WIDTH, HEIGHT = 680, 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 30, 12, 40
@@ -47,8 +48,8 @@ def histogram(title: str, values: npt.NDArray[np.generic], unit: str) -> str:
         name = f"{_short(start)} to {_short(end)} {unit}: {count:,}"
         shapes.append(
             f'<rect class="bar" x="{LEFT + i * width:.1f}" y="{HEIGHT - BOTTOM - height:.1f}" '
-            f'width="{max(width - 1, 0.5):.1f}" height="{height:.1f}"><title>{escape(name)}</title>'
-            "</rect>"
+            f'width="{max(width - 1, 0.5):.1f}" height="{height:.1f}">'
+            f"<title>{as_html(name)}</title></rect>"
         )
     at = np.linspace(0, bars, 5)
     if whole:  # ticks at the start of bars, or at the middle of bars with a single value
@@ -70,18 +71,17 @@ def lines(title: str, note: str, xs: Sequence[str], series: Mapping[str, Sequenc
     places = [i / max(len(xs) - 1, 1) for i in range(len(xs))]
     shapes, keys = [], []
     for i, (name, ys) in enumerate(series.items()):
-        colour = f"var(--c{i % 6})"
         points = [_point(x, (y - low) / (1 - low)) for x, y in zip(places, ys, strict=True)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        shapes.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        shapes.append(f'<polyline class="curve s{i % 6}" points="{path}"/>')
         shapes += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}">'
-            f"<title>{escape(f'{name}, {at}: {value:.2%}')}</title></circle>"
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" class="point s{i % 6}">'
+            f"<title>{as_html(f'{name}, {at}: {value:.2%}')}</title></circle>"
             for (x, y), at, value in zip(points, xs, ys, strict=True)
         ]
-        keys.append(f'<span class="key" style="background:{colour}"></span>{escape(name)}')
+        keys.append(f'<span class="key s{i % 6}">{as_html(name)}</span>')
     heights = [(s, f"{low + s * (1 - low):.1%}") for s in np.linspace(0, 1, 5).tolist()]
-    legend = f'<p class="soft">{"".join(keys)}</p>'
+    legend = f'<p class="soft keys">{"".join(keys)}</p>'
     return _figure(title, note, list(zip(places, xs, strict=True)), heights, shapes, legend)
 
 
@@ -98,15 +98,15 @@ def _figure(
     for share, text in up:
         _, y = _point(0, share)
         frame.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
-        frame.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{escape(text)}</text>')
+        frame.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{as_html(text)}</text>')
     for share, text in across:
         x, y = _point(share, 0)
-        frame.append(f'<text x="{x}" y="{y + 20}" text-anchor="middle">{escape(text)}</text>')
+        frame.append(f'<text x="{x}" y="{y + 20}" text-anchor="middle">{as_html(text)}</text>')
     return (
-        f"<figure><figcaption>{escape(title)}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f"<figure><figcaption>{as_html(title)}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{as_html(title)}">'
         f"{''.join(frame)}{''.join(shapes)}</svg>"
-        f'{legend}<p class="soft">{escape(note)}</p></figure>'
+        f'{legend}<p class="soft">{as_html(note)}</p></figure>'
     )
 
 

@@ -2,65 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from html import escape
+import hashlib
+import json
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 
 from packstore.errors import StorageError
+from packstore.pages.texts import as_html
 from packstore.version import VERSION
 
-_STYLE = """
-:root{--ink:#1c2330;--soft:#667085;--line:#d5d9e0;--paper:#fff;--bar:#3b6fb6;
---c0:#3b6fb6;--c1:#c2571a;--c2:#2f8f5b;--c3:#8a4fb0;--c4:#b08a00;--c5:#a83253}
-@media(prefers-color-scheme:dark){:root{--ink:#e6e9ef;--soft:#9aa4b5;--line:#3a4352;--paper:#161a21;
---bar:#6d9fe0;--c0:#6d9fe0;--c1:#ea8a50;--c2:#5cc08b;--c3:#b98adb;--c4:#d8b43a;--c5:#e0708f}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);
-max-width:1080px;margin:2rem auto;padding:0 1.2rem}
-h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:2.2rem 0 .6rem}
-p{margin:.3rem 0}.soft,footer{color:var(--soft)}footer{margin:3rem 0 1rem;font-size:.85rem}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));gap:1.2rem}
-figure{margin:0;min-width:0}
-figcaption{font-weight:600;margin-bottom:.2rem}svg{width:100%;height:auto}
-.scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.92rem}
-th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
-th:first-child,td:first-child{text-align:left}th{color:var(--soft);font-weight:600}
-tr.best td{font-weight:700}text{fill:var(--soft);font:12px system-ui,sans-serif}
-.axis{stroke:var(--line)}.bar{fill:var(--bar)}.key{display:inline-block;width:.8em;height:.8em;
-border-radius:2px;margin:0 .35em 0 1em}
-"""
+_ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 
 
-def page(title: str, subtitle: str, sections: Iterable[str]) -> str:
-    """Returns a whole page."""
+def page(
+    title: str,
+    subtitle: str,
+    sections: Iterable[str],
+    *,
+    style: str = "",
+    script: str = "",
+    data: object = None,
+    connect: bool = False,
+) -> str:
+    """Returns a whole page, whose policy (CSP) permits its own style and script only.
+
+    Args:
+        title: heading, plain text.
+        subtitle: line below it, plain text.
+        sections: HTML.
+        style: CSS besides that of all pages.
+        script: JavaScript, which may not contain ``</script``.
+        data: a JSON value for the script, the text of the element ``#data``.
+        connect: True: the script may ask the server that the page came from.
+    """
+    css = asset("style.css") + style
+    scripts = f"<script>{script}</script>\n" if script else ""
+    if data is not None:
+        scripts = f'<script type="application/json" id="data">{embedded(data)}</script>\n' + scripts
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy(css, script, connect)}">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>\n"
-        f'<h1>{escape(title)}</h1>\n<p class="soft">{escape(subtitle)}</p>\n'
+        f"<title>{as_html(title)}</title>\n<style>{css}</style></head><body>\n"
+        f'<h1 dir="auto">{as_html(title)}</h1>\n'
+        f'<p class="soft" dir="auto">{as_html(subtitle)}</p>\n'
         + "\n".join(sections)
-        + f"\n<footer>packstore {VERSION}</footer>\n</body></html>\n"
+        + f"\n<footer>packstore {VERSION}</footer>\n{scripts}</body></html>\n"
     )
+
+
+def policy(style: str, script: str, connect: bool) -> str:
+    """Returns the Content-Security-Policy of a page with this style and script."""
+    allowed = f"default-src 'none'; style-src '{_digest(style)}'; base-uri 'none'"
+    allowed += f"; script-src '{_digest(script)}'" if script else ""
+    return f"{allowed}; form-action 'none'" + ("; connect-src 'self'" if connect else "")
+
+
+def embedded(value: object) -> str:
+    """Returns `value` as JSON in ASCII that cannot end its script element, or open another."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).translate(_ESCAPED)
+
+
+@cache
+def asset(name: str) -> str:
+    """Returns the text of a style sheet or script of this folder."""
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def section(title: str, *content: str) -> str:
     """Returns a heading with its content."""
-    return f"<section><h2>{escape(title)}</h2>\n" + "\n".join(content) + "</section>"
+    return f"<section><h2>{as_html(title)}</h2>\n" + "\n".join(content) + "</section>"
 
 
 def paragraph(text: str) -> str:
     """Returns a paragraph of plain text."""
-    return f"<p>{escape(text)}</p>"
+    return f"<p>{as_html(text)}</p>"
+
+
+def facts(values: Mapping[str, str]) -> str:
+    """Returns names with their values, side by side."""
+    pairs = (f"<div><dt>{as_html(n)}</dt><dd>{as_html(v)}</dd></div>" for n, v in values.items())
+    return f'<dl class="facts">{"".join(pairs)}</dl>'
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], best: int | None = None) -> str:
     """Returns a table; row number `best` is highlighted."""
-    head = "".join(f"<th>{escape(c)}</th>" for c in columns)
+    head = "".join(f'<th scope="col">{as_html(c)}</th>' for c in columns)
     lines = []
     for i, row in enumerate(rows):
         mark = ' class="best"' if i == best else ""
-        lines.append(f"<tr{mark}>{''.join(f'<td>{escape(c)}</td>' for c in row)}</tr>")
+        lines.append(f"<tr{mark}>{''.join(f'<td>{as_html(c)}</td>' for c in row)}</tr>")
     return (
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
 
@@ -84,6 +120,10 @@ def write(path: str, text: str) -> None:
         StorageError: the file cannot be written.
     """
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}.") from error
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + b64encode(hashlib.sha256(text.encode()).digest()).decode()
