@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 from packstore.cli import Command
@@ -21,11 +22,16 @@ from packstore.config.training import (
 )
 from packstore.config.training import read_settings as read_file
 from packstore.errors import ConfigError
+from packstore.pages import frame
+from packstore.pages.train_page import read_metrics, train_page
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", nargs="?", metavar="CONFIG", help="YAML file of settings; flags override it"
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", help="also write a page with the curves of the run, at its end"
     )
     add_json(parser)
     add_settings(parser, "data", TrainDataConfig)
@@ -47,8 +53,15 @@ def _run(args: argparse.Namespace) -> int:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-    result = train(config)
-    if os.environ.get("RANK", "0") != "0":
+    first = os.environ.get("RANK", "0") == "0"
+    if args.html and first:
+        frame.check_writable(args.html)
+    try:
+        result = train(config)
+    finally:  # the curves of a run that failed are the first to look at
+        if args.html and first:
+            _write_page(args.html, config)
+    if not first:
         return 0
     if args.json:
         print_result(result)
@@ -59,6 +72,16 @@ def _run(args: argparse.Namespace) -> int:
     rows["model"] = str(result.model)
     stdout_console().print(two_columns(f"trained {config.output}", rows))
     return 0
+
+
+def _write_page(path: str, config: TrainConfig) -> None:
+    """Writes the page of a run that has logged metrics."""
+    metrics = Path(config.output) / "metrics.jsonl"
+    if metrics.exists():
+        loss = config.loss if isinstance(config.loss, str) else " + ".join(config.loss)
+        subtitle = f"model {config.model}, dataset {config.dataset}, loss {loss}"
+        page = train_page(f"Training of {config.output}", subtitle, read_metrics(metrics))
+        frame.write(path, page)
 
 
 def _numbers(texts: dict[str, str]) -> dict[str, float]:
@@ -74,6 +97,7 @@ COMMAND = Command(
     help="train a causal LM on a packed dataset: DPO and similar losses, or SFT",
     examples="  packstore train examples/dpo.yaml\n"
     "  packstore train examples/dpo.yaml --learning-rate 5e-7 --loss ipo --output run-2\n"
+    "  packstore train examples/dpo.yaml --html run.html\n"
     "  packstore train --model Qwen3-0.6B --dataset chats-8k --loss sft --output sft-run\n"
     "  accelerate launch -m packstore train dpo.yaml        # several GPUs or nodes\n",
     configure=_configure,

@@ -85,6 +85,58 @@ def lines(title: str, note: str, xs: Sequence[str], series: Mapping[str, Sequenc
     return _figure(title, note, list(zip(places, xs, strict=True)), heights, shapes, legend)
 
 
+Points = Sequence[tuple[float, float]]
+"""Places and values; NaN: no value."""
+
+POINTS = 400
+"""Points of a curve; of more, each is the mean of neighbours."""
+
+
+def curves(title: str, unit: str, series: Mapping[str, Points]) -> str:
+    """Returns a chart with a curve for each series over numbers; empty if none has a value.
+
+    Args:
+        title: caption.
+        unit: unit of the places, e.g. ``step``.
+        series: name -> its points, by place.
+    """
+    drawn = {name: kept for name, points in series.items() if (kept := _thinned(points))}
+    if not drawn:
+        return ""
+    xs, ys = (np.array([p[axis] for kept in drawn.values() for p in kept]) for axis in (0, 1))
+    left, right, low, high = xs.min(), xs.max(), ys.min(), ys.max()
+    if high - low <= 1e-9 * max(abs(high), 1e-300):  # a constant lies in the middle
+        low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (-1.0, 1.0)
+    shapes, keys = [], []
+    for i, (name, kept) in enumerate(drawn.items()):
+        places = [
+            _point((x - left) / max(right - left, 1e-12), (y - low) / (high - low)) for x, y in kept
+        ]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        shapes.append(f'<polyline class="curve s{i % 6}" points="{path}"/>')
+        radius = 3 if len(kept) <= 60 else 1.5
+        shapes += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="point s{i % 6}">'
+            f"<title>{as_html(f'{name}, {unit} {at:,.0f}: {value:.6g}')}</title></circle>"
+            for (x, y), (at, value) in zip(places, kept, strict=True)
+        ]
+        keys.append(f'<span class="key s{i % 6}">{as_html(name)}</span>')
+    heights = [(s, _short(low + s * (high - low))) for s in np.linspace(0, 1, 5).tolist()]
+    marks = [(s, _short(round(left + s * (right - left)))) for s in np.linspace(0, 1, 5).tolist()]
+    last = ", ".join(f"{name} {kept[-1][1]:.4g}" for name, kept in drawn.items())
+    legend = f'<p class="soft keys">{"".join(keys)}</p>' if len(drawn) > 1 else ""
+    return _figure(title, f"at the end: {last}", dict(marks).items(), heights, shapes, legend)
+
+
+def _thinned(points: Points) -> list[tuple[float, float]]:
+    """Returns the finite points, or means of neighbours if they are many."""
+    finite = [(x, y) for x, y in points if np.isfinite(y)]
+    if len(finite) <= POINTS:
+        return finite
+    parts = np.array_split(np.array(finite), POINTS)
+    return [(float(part[-1, 0]), float(part[:, 1].mean())) for part in parts]
+
+
 def _figure(
     title: str,
     note: str,

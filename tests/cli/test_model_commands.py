@@ -104,6 +104,22 @@ def test_an_adapter(
     assert over != figures(capsys, *command, made.policy)
 
 
+def test_the_page_of_a_run(made: SimpleNamespace, tmp_path: Path) -> None:
+    """Also of a run that diverged: its curves are the first to look at."""
+    page, out = tmp_path / "run.html", str(tmp_path / "run")
+    job = ["train", "--cpu", "--model", made.policy, "--dataset", made.pairs, "--validation"]
+    job += [made.pairs, "--validation-by", "source", "--html", str(page), "--output", out]
+    job += ["--max-steps", "4", "--log-every", "1", "--examples-per-step", "6"]
+    assert main(job) == 0
+    text = page.read_text(encoding="utf-8")
+    assert f'<h1 dir="auto">Training of {out}</h1>' in text
+    for caption in ("Loss", "Rewards", "Learning rate", "Accuracy by source"):
+        assert f"<figcaption>{caption}</figcaption>" in text
+    page.unlink()
+    assert main([*job, "--resume", "never", "--learning-rate", "1e30"]) == 1
+    assert "<h2>All metrics</h2>" in page.read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_two_ranks(made: SimpleNamespace, tmp_path: Path) -> None:
     """As torchrun starts them; the first alone prints."""
