@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--no-wheels", action="store_true", help="with --prepare: only the data")
     parser.add_argument("--cpu-dry-run", action="store_true", help="every path, tiny, on CPU")
     parser.add_argument("--only", help="regular expression: run the cases whose names contain it")
+    parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
 
@@ -82,6 +83,9 @@ def supervised(args: argparse.Namespace, sizes: object) -> int:
             path.unlink(missing_ok=True)
             command = [sys.executable, __file__, "--child", "--stage", str(stage)]
             command += ["--budget", str(args.budget), "--out", str(args.out), "--data", str(data)]
+            kept = Path(scratch, f"stage{stage}")  # for a process that goes on with the stage
+            kept.mkdir()
+            command += ["--scratch", str(kept)]
             command += ["--cpu-dry-run"] if args.cpu_dry_run else []
             command += ["--only", args.only] if args.only else []
             worst = max(worst, supervise(command, path, args.budget))
@@ -101,9 +105,8 @@ def run(stage: int, args: argparse.Namespace, sizes: object) -> None:
     names = {1: "right", 2: "fast", 3: "parts", 4: "end_to_end"}
     module = importlib.import_module(f"gpu.{names[stage]}")
     session = Session(stage, args.out, args.budget, sizes, args.only)
-    with tempfile.TemporaryDirectory() as scratch:
-        given = (session, args.data, Path(scratch))
-        module.stage(*given[: len(inspect.signature(module.stage).parameters)])
+    given = (session, args.data, args.scratch)
+    module.stage(*given[: len(inspect.signature(module.stage).parameters)])
     session.table()
     bad = [c for c in session.cases.values() if c["verdict"] in ("WRONG", "FAILED", "unfinished")]
     sys.exit(1 if bad else 0)

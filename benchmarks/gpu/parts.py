@@ -82,17 +82,16 @@ def profile(session: Session, model_name: str, layout: str) -> Figures:
 
 def _routes(session: Session) -> dict[str, Callable[..., Tensor]]:
     """Ways from hidden `[n, H]`, weight `[V, H]` and targets `[n]` to log-probs `[n]`."""
-    from packstore.torch.logprobs.fused_head import HeadLogProbs, Projection
+    from packstore.torch.logprobs.fused_head import HeadLogProbs
+    from packstore.torch.logprobs.tiles import Projection, default_chunk
 
     cuda = session.sizes.cuda
 
-    def ours(chunk: int) -> Callable[..., Tensor]:
-        how = Projection(chunk_size=chunk)
+    def ours(chunk: int, backend: str = "eager") -> Callable[..., Tensor]:
+        how = Projection(chunk_size=chunk, backend=backend)
         return lambda h, w, t: HeadLogProbs.apply(h, w, None, t, how)
 
     def default(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
-        from packstore.torch.logprobs.fused_head import default_chunk
-
         return ours(default_chunk(h.device))(h, w, t)
 
     def logits(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
@@ -129,6 +128,7 @@ def _routes(session: Session) -> dict[str, Callable[..., Tensor]]:
         "logits": logits,
         "liger_cross_entropy_sum": liger,
         "cut_cross_entropy": apple,
+        **({"packstore triton": ours(2**26, "triton")} if cuda else {}),
         **{f"packstore 2^{k}": ours(2**k) for k in ((23, 25, 26, 27) if cuda else (8,))},
     }
 

@@ -23,9 +23,11 @@ PREDICTED: dict[str, dict[str, float]] = {
     "qwen3-0.6b/hh/8192/shared_prefix": {"pairs_per_second": 306},
     "qwen3-0.6b/hh/32768/concat": {"pairs_per_second": 220},
     "qwen3-0.6b/hh/32768/shared_prefix": {"pairs_per_second": 322, "peak_gib": 64},
-    "head/128256x2048/packstore": {"ms": 14.2},
+    "head/128256x2048/packstore": {"ms": 20.0},
+    "head/128256x2048/packstore triton": {"ms": 14.2},
     "head/128256x2048/trl": {"ms": 13.2},
-    "head/151936x1024/packstore": {"ms": 10.0},
+    "head/151936x1024/packstore": {"ms": 16.3},
+    "head/151936x1024/packstore triton": {"ms": 10.0},
     "head/151936x1024/trl": {"ms": 8.8},
     "train/full": {"data_wait": 0.0},
 }

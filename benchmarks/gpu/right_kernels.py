@@ -213,7 +213,6 @@ def native_groups(session: Session) -> None:
 def head(session: Session) -> None:
     """Log-probs and gradients of the head, against float64."""
     sizes = session.sizes
-    vocab, width = sizes.head_shapes[-2 if len(sizes.head_shapes) > 1 else 0]
     ways = {
         "plain": {},
         "softcap": {"softcap": 30.0},
@@ -222,16 +221,18 @@ def head(session: Session) -> None:
         "autocast": {"autocast": True},
         "float32": {"dtype": torch.float32},
     }
+    if sizes.cuda:
+        ways |= {f"triton {n}": {**w, "backend": "triton"} for n, w in ways.items()}
     for n in sizes.head_tokens:
         for name, how in ways.items():
-            few = name != "plain" and n not in (7, sizes.head_tokens[-2])
+            few = name not in ("plain", "triton plain") and n not in (7, sizes.head_tokens[-2])
             if not few:
                 session.case(f"head/{n} tokens/{name}", lambda n=n, how=how: _head(session, n, how))
-    del vocab, width
 
 
 def _head(session: Session, n: int, how: dict[str, Any]) -> Figures:
-    from packstore.torch.logprobs.fused_head import HeadLogProbs, Projection, default_chunk
+    from packstore.torch.logprobs.fused_head import HeadLogProbs
+    from packstore.torch.logprobs.tiles import Projection, default_chunk
 
     sizes = session.sizes
     vocab, width = sizes.head_shapes[-2 if len(sizes.head_shapes) > 1 else 0]
@@ -247,8 +248,8 @@ def _head(session: Session, n: int, how: dict[str, Any]) -> Figures:
     chunk = default_chunk(torch.device(sizes.device)) if sizes.cuda else 512
 
     def ours(h: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        how = Projection(softcap=softcap, chunk_size=chunk)
-        return HeadLogProbs.apply(h, w, b, targets, how)
+        made = Projection(softcap=softcap, chunk_size=chunk, backend=how.get("backend", "eager"))
+        return HeadLogProbs.apply(h, w, b, targets, made)
 
     def logits(h: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         made = torch.nn.functional.linear(h, w, b)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -17,6 +18,7 @@ import torch
 
 from gpu.predictions import misses
 from gpu.sizes import Sizes
+from packstore.errors import MissingExtraError
 
 Figures = dict[str, Any]
 
@@ -95,10 +97,10 @@ class Session:
             figures["verdict"] = {None: "measured", True: "right"}.get(right, "WRONG")
         except KeyboardInterrupt:
             raise
-        except ImportError as error:
-            figures = {"verdict": "absent", "why": str(error)[:200]}
         except BaseException as error:
-            figures = {"verdict": "FAILED", "why": f"{type(error).__name__}: {error}"[:1000]}
+            absent = isinstance(error, ModuleNotFoundError | MissingExtraError)
+            figures = {"verdict": "absent" if absent else "FAILED"}
+            figures["why"] = f"{type(error).__name__}: {error}"[:1000]
         figures["seconds"] = round(time.perf_counter() - started, 2)
         self._close(name, figures)
         self._clean_up()
@@ -182,13 +184,7 @@ def supervise(command: list[str], path: Path, budget: float) -> int:
     """
     began, environment = time.time(), dict(os.environ)
     while True:
-        process = subprocess.Popen(command, env=environment)
-        while process.poll() is None:
-            time.sleep(0.2)
-            last = max(path.stat().st_mtime if path.exists() else 0, began)
-            if time.time() - last > SILENCE or time.time() - began > budget + 15:
-                process.kill()
-        code = process.wait()
+        code = _watched(command, environment, path, began + budget + 15)
         if code not in (LOST, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS):
             return code
         over = time.time() - began > budget
@@ -196,6 +192,22 @@ def supervise(command: list[str], path: Path, budget: float) -> int:
         if over:
             return 1
         environment[GOES_ON] = "1"
+
+
+def _watched(command: list[str], environment: dict[str, str], path: Path, end: float) -> int:
+    """Runs a process and its children, which are killed after `SILENCE` or at the time `end`."""
+    started = time.time()
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        while process.poll() is None:
+            time.sleep(0.2)
+            last = max(path.stat().st_mtime if path.exists() else 0, started)
+            if time.time() > min(last + SILENCE, end):
+                os.killpg(process.pid, signal.SIGKILL)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # also a training run that is left behind
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
 
 
 def _short(figures: Figures) -> str:
@@ -229,13 +241,12 @@ def about(sizes: Sizes) -> Figures:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
+    commit = None
+    with contextlib.suppress(OSError):  # no git there
+        command = ["git", "rev-parse", "HEAD"]
+        folder = Path(__file__).parent
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        commit = done.stdout.strip()
     device: Figures = {"device": platform.processor() or "cpu"}
     if sizes.cuda:
         found = torch.cuda.get_device_properties(0)

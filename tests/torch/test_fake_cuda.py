@@ -92,7 +92,7 @@ BROKEN = """
 import ctypes; ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 import packstore.torch.logprobs.fused_head as fused_head
 import packstore.torch.metrics as metrics
-add, tiles, kept = metrics.add_sums, fused_head._tiles, []
+add, kept = metrics.add_sums, []
 def waiting_sums(sums, terms):
     float(next(iter(terms.values()))[0])
     kept.append(fused_head.torch.empty(2**28, dtype=fused_head.torch.uint8, device="cuda"))
@@ -100,7 +100,7 @@ def waiting_sums(sums, terms):
 def odd_tiles(n, vocab, chunk_size):
     cuts = [(a, min(a + 12345, vocab)) for a in range(0, vocab, 12345)]
     return ((slice(a, b), [slice(0, n)]) for a, b in cuts)
-metrics.add_sums, fused_head._tiles = waiting_sums, odd_tiles
+metrics.add_sums, fused_head.tiles = waiting_sums, odd_tiles
 """
 
 
