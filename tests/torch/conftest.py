@@ -116,6 +116,14 @@ MLA = {
     "kv_lora_rank": 8,
     "num_key_value_heads": 4,
 }
+INDEXED = {**MLA, "index_head_dim": 8, "index_n_heads": 2, "index_topk": 8}
+SEQ2SEQ = {
+    "d_model": 32,
+    "decoder_ffn_dim": 48,
+    "decoder_layers": 2,
+    "encoder_layers": 1,
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+}
 GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"],
     "num_kv_shared_layers": 0,
@@ -126,6 +134,8 @@ GEMMA4 = {
 DECODER = {"is_decoder": True, "pad_token_id": 0}
 SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": MLA,
+    "bailing_hybrid": MLA,
+    **dict.fromkeys(("axk2", "dots3_note_text", "hy_v4"), INDEXED),
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
     "bart": {"decoder_layers": 2, "encoder_layers": 1},
     "camembert": DECODER,
@@ -141,7 +151,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": MLA,
     "deepseek_v3": MLA,
     "deepseek_v32": MLA,
-    "dots3_note_text": {"num_key_value_heads": 4},
+    **dict.fromkeys(("blenderbot", "plbart"), SEQ2SEQ),
     "falcon": {"head_dim": ...},
     "gemma3n_text": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -163,16 +173,34 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "kimi_linear": MLA,
     "lfm2_moe": {"layer_types": ["full_attention"] * 2},
     "longcat_flash": MLA,
-    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8},
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
     "minicpm3": MLA,
     "modernbert-decoder": {
         **dict.fromkeys(("pad_token_id", "cls_token_id", "bos_token_id"), 0),
         **dict.fromkeys(("eos_token_id", "sep_token_id"), 1),
     },
+    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "prophetnet": {"num_hidden_layers": ..., "num_encoder_layers": 1, "num_decoder_layers": 2},
+    "prophetnet": {
+        "num_hidden_layers": ...,
+        "num_encoder_layers": 1,
+        "num_decoder_layers": 2,
+        "pad_token_id": 0,
+    },
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds": False,
+        "pad_token_id": 0,
+        "attn_layers": ["local", "local"],
+        "num_hidden_layers": ...,
+    },
+    "roc_bert": {**DECODER, "pronunciation_vocab_size": VOCAB, "shape_vocab_size": VOCAB},
     "roberta": DECODER,
     "roberta-prelayernorm": DECODER,
     "whisper": {
@@ -184,10 +212,26 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "xlm-roberta": DECODER,
     "xlm-roberta-xl": DECODER,
+    "xlm": {
+        "causal": True,
+        "emb_dim": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "pad_token_id": 0,
+        **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), ...),
+    },
+    "xlnet": {
+        "d_model": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "d_inner": 48,
+        "max_position_embeddings": ...,
+        **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), ...),
+    },
     "xmod": {**DECODER, "default_language": "en_XX"},
     "youtu": MLA,
     "zaya": {"num_experts_per_tok": 1},
-    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "zamba2": {"layer_types": ["linear_attention", "hybrid"], "num_mem_blocks": 1},
     "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
 }
 """What a family of transformers needs beyond the settings of all; ``...``: leave it alone."""
@@ -201,6 +245,9 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_attention_heads", "n_head", "sliding_window"), 4),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("linear_num_heads", "linear_num_value_heads"), 4),
+    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
+    "linear_num_key_heads": 2,
     "num_experts_per_tok": 2,
     "head_dim": 8,
     "initializer_range": 0.3,

@@ -34,6 +34,9 @@ from packstore.torch.models.unwrap import adapted, unwrapped
 
 USE_LOGITS = "Use logits: segment_logps(batch, logits=model(**batch.model_inputs()).logits)"
 
+OTHER_CAP = "output_logit_soft_cap"
+"""The name of a final softcap in xLSTM's config."""
+
 PROBE_TOKENS = 6
 PROBE_LOGIT = 20.0
 """The probe's largest logit: hidden states are scaled up to it, so that a softcap takes effect."""
@@ -263,7 +266,8 @@ def _read_heads(model: Any) -> list[Head]:
         scale = float(model.logit_scale)
     elif getattr(config, "logits_scaling", None) is not None:
         scale = 1 / float(config.logits_scaling)
-    softcap = getattr(config, "final_logit_softcapping", None)
+    caps = (getattr(config, name, None) for name in ("final_logit_softcapping", OTHER_CAP))
+    softcap = next((cap for cap in caps if cap is not None), None)
     backbones = {backbone: None, getattr(backbone, "decoder", backbone): None}
     return [Head(each, output, scale, softcap) for each in backbones]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from packstore.errors import BackendError, sentence
 from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.models.dropout import evaluating
-from packstore.torch.models.mask import UnservedError
+from packstore.torch.models.mask import PREFIX, UnservedError
 from packstore.torch.models.row import LAYOUT, Replaced, computing, run_each
 
 logger = logging.getLogger("packstore")
@@ -38,18 +38,24 @@ class Serving:
     Attributes:
         model: the Hugging Face model.
         attention: the attention implementation that it had before.
-        whole: the whole model runs once per sequence, with that attention.
+        reason: why the whole model runs once per sequence, with that attention; empty: it does not.
         causal: it was seen that no token changes the output of those before it.
     """
 
     model: Any
     attention: str
-    whole: bool = False
+    reason: str = ""
     causal: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """True while the model has packed attention, not one of its own again."""
+        name = self.model.config.get_text_config()._attn_implementation
+        return str(name).startswith(PREFIX)
 
     def run_whole(self, reason: str) -> None:
         """Runs the whole model once per sequence from now on, and logs why."""
-        self.whole = True
+        self.reason = reason
         self.model.set_attn_implementation(self.attention)
         text = "%s runs whole once per sequence, so packing saves padding only: %s"
         logger.warning(text, type(self.model).__name__, reason)
@@ -64,7 +70,7 @@ def enter(model: Any, attention: str) -> Serving:
     """
     current = vars(model).get("forward")
     if isinstance(current, _Entry):
-        current.serving.whole = False
+        current.serving.reason = ""
         return current.serving
     serving = Serving(model, attention)
     for module in _entrances(model):
@@ -89,9 +95,10 @@ class _Entry(Replaced):
         layout = kwargs.get("packed_layout")
         if layout is None:
             return self.own(*args, **kwargs)
-        if self.serving.whole:
+        if self.serving.reason:
             return self._each(layout, args, kwargs)
-        if torch.compiler.is_compiling():  # a variable of the thread would break the graph
+        # In a graph, a variable of the thread would break it.
+        if torch.compiler.is_compiling() or not self.serving.packed:
             return self.own(*args, **kwargs)
         if self.module.training and LAYOUT.get() is None:
             _carry(self.module)

@@ -104,6 +104,13 @@ class _Probe:
     def _others(self, batch: PackedBatch, where: Tensor) -> Tensor:
         return torch.where(where, (batch.input_ids + 1) % self.vocab_size, batch.input_ids)
 
+    def _by_sequence(self) -> str:
+        # Imported late, as it loads torch's compiler, which takes a second.
+        from packstore.torch.models.mixers import mixers
+
+        names = sorted({type(module).__name__ for module in mixers(unwrapped(self.model)).values()})
+        return f" besides {', '.join(names)}, which run by sequence" if names else ""
+
     def _failure(self, must: str, found: float, rounding: float) -> BackendError:
         layout = "shared_prefix" if self.shared else "concat"
         where = f"check_isolation({type(self.model).__name__}), layout {layout}"
@@ -118,7 +125,8 @@ class _Probe:
         elif must == MIXES:
             do = (
                 "If backend='reference' fails as well, the model mixes tokens outside of attention "
-                "(a convolution, a recurrent layer): train it unpacked. If not, the backend leaks"
+                f"(a convolution, a recurrent layer){self._by_sequence()}: use "
+                "backend='per_sequence'. If not, the backend leaks"
             )
         else:
             do = (

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from packstore.errors import BackendError, sentence
 from packstore.torch.batch.layout import AttentionLayout
+from packstore.torch.models import row
 
 LAYOUT = "_packed_layout"
 """Attribute of a rotary module that holds the row's layout while its parent module runs."""
@@ -83,9 +84,10 @@ def _per_sequence(module: Any, args: Any, kwargs: Mapping[str, Any], output: Any
     given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False), **kwargs)
     layer_type = given.get("layer_type")
     kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
-    if not ours or not by_length(kind):
+    # A module in a list has no parent that is called, and may have a config of its own.
+    layout: AttentionLayout | None = getattr(module, LAYOUT, None) or row.LAYOUT.get()
+    if not (ours or row.LAYOUT.get() is not None) or not by_length(kind):
         return None
-    layout: AttentionLayout | None = getattr(module, LAYOUT, None)
     if layout is None:
         must = f"RoPE of type {kind!r} must know the segments"
         do = (

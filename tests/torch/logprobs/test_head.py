@@ -23,6 +23,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {"final_logit_softcapping": 3.0, "attn_logit_softcapping": None},
     "gemma3_text": {"final_logit_softcapping": 3.0},
+    "xlstm": {},
     "phi": {},
     "phi3": {},
     "cohere": {"logit_scale": 0.25},

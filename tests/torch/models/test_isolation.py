@@ -292,3 +292,29 @@ def test_long_sequences_are_compared_with_sdpa_and_longer_ones_named(
 @pytest.mark.parametrize("name", ["deepseek_v3", "dots1", "glm4_moe", "minimax_m2"])
 def test_routers_that_compute_in_float32_pass_in_float64(kit: SimpleNamespace, name: str) -> None:
     assert check_isolation(kit.tiny_family(name), "reference") < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "dropped"),
+    [
+        ("gpt_oss", {}, "sinks"),
+        ("llama4_text", {"attention_chunk_size": 8}, "chunk"),
+        ("mistral", {"sliding_window": 8}, "sliding_window"),
+    ],
+)
+def test_it_fails_where_attention_forgets_something(
+    kit: SimpleNamespace,
+    new_backend: Callable[[Any], str],
+    name: str,
+    settings: dict[str, Any],
+    dropped: str,
+) -> None:
+    def forgetful(q: Tensor, k: Tensor, v: Tensor, layout: Any, **others: Any) -> Tensor:
+        assert others[dropped] is not None
+        return ATTENTION.load("reference")(q, k, v, layout, **{**others, dropped: None})
+
+    model = kit.tiny_family(name, torch.float32, **settings)
+    check_isolation(model, "reference")
+    check_isolation(model, "sdpa")
+    with pytest.raises(BackendError, match="that the model's own attention gives it"):
+        check_isolation(model, new_backend(forgetful))
