@@ -6,6 +6,8 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from rich.table import Table
 
 from packstore.cli import Command
@@ -50,6 +52,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", metavar="FILE", help="also write a page with charts; by file without --by"
     )
+    parser.add_argument(
+        "--examples",
+        metavar="FILE",
+        help="also write a Parquet file with a row for each example: log-probs, loss, margins, "
+        "carried columns",
+    )
     add_json(parser)
 
 
@@ -59,8 +67,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.by not in (None, "file", *carried):
         known = ", ".join(["file", *carried])
         raise ConfigError(f"--by must be a carried column, of {known}; found {args.by!r}.")
-    if args.html:
-        frame.check_writable(args.html)
+    for path in filter(None, (args.html, args.examples)):
+        frame.check_writable(path)
     name = args.loss or ("sft" if kind == "sft" else "dpo")
     with ranks(args.device) as device:
         from packstore.torch.losses.loss import PreferenceLoss
@@ -83,16 +91,18 @@ def _run(args: argparse.Namespace) -> int:
             reference=loaded(args, args.ref_model, None, device) if wanted else None,
             side=[args.ref_logps] if args.ref_logps else (),
             by=args.by or ("file" if args.html else None),
-            rewards=bool(args.html),
+            rows=bool(args.html or args.examples),
             mixed_precision=args.mixed_precision,
             packs_per_batch=args.packs_per_batch,
             tokens_per_batch=args.tokens_per_batch,
         )
     if not say():
         return 0
-    rewards = figures.pop("rewards", [])
+    rows = figures.pop("rows", None)
+    if args.examples and rows is not None:
+        pq.write_table(rows, args.examples)
     if args.html:
-        frame.write(args.html, _page(args, dataset, loss, figures, rewards))
+        frame.write(args.html, _page(args, dataset, loss, figures, rows))
     if args.json:
         print_result(figures)
         return 0
@@ -106,29 +116,29 @@ def _page(
     dataset: Dataset,
     loss: PreferenceLoss,
     figures: Figures,
-    rewards: list[list[float]],
+    rows: pa.Table | None,
 ) -> str:
     metrics, by = figures["metrics"], figures["by"]
     facts = {name: metrics[name] for name in _FACTS if name in metrics}
     shown = {name: _text(name, value) for name, value in facts.items()}
     sections = [frame.section("Figures", frame.facts(shown))]
-    if rewards:
-        values = np.array(rewards)
-        drawn = {
-            "rewards/margins": values[:, 0] - values[:, 1],
-            "rewards/chosen": values[:, 0],
-            "rewards/rejected": values[:, 1],
-        }
-        pictures = (charts.histogram(n, v, "") for n, v in drawn.items() if v.min() < v.max())
-        wrong = int((drawn["rewards/margins"] <= 0).sum())
-        note = f"{wrong:,} of {len(values):,} pairs have a margin of 0 or less."
+    if rows is not None and "rewards/margins" in rows.column_names:
+        names = ("rewards/margins", "rewards/chosen", "rewards/rejected")
+        drawn = {name: rows[name].to_numpy() for name in names}
+        drawn = {name: values[~np.isnan(values)] for name, values in drawn.items()}  # with pairs
+        margins = drawn["rewards/margins"]
+        pictures = (
+            charts.histogram(n, v, "") for n, v in drawn.items() if len(v) and v.min() < v.max()
+        )
+        wrong = int((margins <= 0).sum())
+        note = f"{wrong:,} of {len(margins):,} examples have a margin of 0 or less."
         sections.append(
-            frame.section("Pairs", frame.paragraph(note), charts.side_by_side(*pictures))
+            frame.section("Margins", frame.paragraph(note), charts.side_by_side(*pictures))
         )
     if by:
-        rows = [(group, *(_text(n, own[n]) for n in facts)) for group, own in by.items()]
+        groups = [(group, *(_text(n, own[n]) for n in facts)) for group, own in by.items()]
         title = f"By {args.by or 'file'}"
-        sections.append(frame.section(title, frame.table(("", *facts), rows)))
+        sections.append(frame.section(title, frame.table(("", *facts), groups)))
     every = [(name, _text(name, value)) for name, value in metrics.items()]
     sections.append(frame.section("All metrics", frame.table(("metric", "all"), every)))
     reference = args.ref_model or args.ref_logps

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import polars
 import pytest
 from small_jobs import write_jsonl
 
@@ -80,7 +81,14 @@ def test_from_end_to_end(
     assert "rewards/accuracies" in out
     assert "all" in out
     page = tmp_path / "page.html"
-    assert main(["evaluate", made.pairs, *policy, "--ref-logps", side, "--html", str(page)]) == 0
+    table = tmp_path / "rows.parquet"
+    files = ["--html", str(page), "--examples", str(table)]
+    assert main(["evaluate", made.pairs, *policy, "--ref-logps", side, *files]) == 0
+    rows = polars.read_parquet(table)
+    assert rows["example_id"].to_list() == list(range(20))
+    assert rows["source"].to_list() == ["a", "b"] * 10
+    joined = packstore.scan(made.pairs).collect().join(rows, on="example_id")
+    assert len(joined) == 20
     text = page.read_text(encoding="utf-8")
     accuracy = online["metrics"]["rewards/accuracies"]
     assert f"{round(20 * (1 - accuracy))} of 20 pairs have a margin of 0 or less" in text

@@ -88,16 +88,17 @@ def test_a_ranked_step_that_is_counted_before_it_is_copied(
 
 @pytest.mark.parametrize("kind", ["preference", "ranked"])
 def test_an_evaluation(kit: SimpleNamespace, policy: Any, kind: str) -> None:
-    """Metrics of all examples and by input file, and rewards: read at the end only."""
+    """Metrics of all examples by input file, and of each example: read at the end only."""
     trained, loss_fn = policy("llama"), PreferenceLoss("dpo", sft_weight=0.2)
     dataset: Any = SimpleNamespace(manifest=SimpleNamespace(provenance={}))
-    grouped = GroupedMetrics(loss_fn, dataset, "file", rewards=True)
+    grouped = GroupedMetrics(loss_fn, dataset, "file")
     packs = kit.packed(random_examples(4, kind=kind), [4], "concat")
     on_cpu = collate(packs, kind)
     batch = on_cpu.to("meta")
     with torch.no_grad():
         logps = trained(batch)
         grouped.add(logps, batch, logps, on_cpu)
+        loss_fn.per_example(logps, batch, logps)
 
 
 def test_values_of_this_device_cannot_be_read() -> None:

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any, NotRequired, TypedDict, TypeVar
 
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -41,12 +42,12 @@ class Figures(TypedDict):
         metrics: the mean of each metric of the loss over all pairs (or tokens); ``examples``; for
             the loss ``sft`` also ``perplexity``, the exponential of the mean over tokens.
         by: the same for each value of the grouping column; empty without one.
-        rewards: if requested, ``[chosen, rejected]`` of each pair, in no order.
+        rows: if requested, a row for each example; see :mod:`.example_rows`.
     """
 
     metrics: dict[str, float]
     by: dict[str, dict[str, float]]
-    rewards: NotRequired[list[list[float]]]
+    rows: NotRequired[pa.Table]
 
 
 class GroupedMetrics:
@@ -56,7 +57,6 @@ class GroupedMetrics:
         loss_fn: the loss whose metrics are summed.
         dataset: the dataset of the batches.
         by: a carried or joined column of texts, integers or booleans, or ``file``; None: no groups.
-        rewards: also keep the rewards of each pair.
     """
 
     def __init__(
@@ -64,10 +64,8 @@ class GroupedMetrics:
         loss_fn: PreferenceLoss,
         dataset: Dataset,
         by: str | None = None,
-        rewards: bool = False,
     ) -> None:
         self.loss_fn, self.by = loss_fn, by
-        self._rewards: list[tuple[Tensor, Tensor]] | None = [] if rewards else None
         self._files = _names(dataset.manifest.provenance.get("sources") or [])
         self._sums: dict[Key, Tensor] = {}
 
@@ -89,9 +87,6 @@ class GroupedMetrics:
         Raises:
             ConfigError: `by` is no column of the batch.
         """
-        if self._rewards is not None:
-            rewards, weights = self.loss_fn.weighted_rewards(logps, batch, ref_logps)
-            self._rewards.append((rewards, weights))
         for group, part in self._groups(batch, on_cpu or batch):
             metrics = self.loss_fn(logps, part, ref_logps, divisor=UNDIVIDED).metrics
             examples = part.weights.sum()
@@ -121,9 +116,6 @@ class GroupedMetrics:
                 )
             if self.loss_fn.only_sft and self.loss_fn.sft_average == "token":
                 place["perplexity"] = math.exp(min(place["loss"], 700.0))
-        if self._rewards is not None:
-            own_rewards = [r for both, on in self._rewards for r in both[on > 0].double().tolist()]
-            figures["rewards"] = _of_all_ranks(own_rewards)
         return figures
 
     def _groups(
@@ -166,7 +158,7 @@ def _names(sources: list[Mapping[str, Any]]) -> list[str]:
     return [n if often[n] == 1 else p for n, p in zip(last, paths, strict=True)]
 
 
-def _of_all_ranks(own: list[T]) -> list[T]:
+def of_all_ranks(own: list[T]) -> list[T]:
     """Gathers the lists of all ranks, in rank order."""
     if not distributed():
         return own
@@ -177,7 +169,7 @@ def _of_all_ranks(own: list[T]) -> list[T]:
 
 def _all_keys(sums: dict[Key, Tensor]) -> list[Key]:
     """The keys of all ranks, in the same order on each."""
-    keys = list(dict.fromkeys(_of_all_ranks(list(sums))))
+    keys = list(dict.fromkeys(of_all_ranks(list(sums))))
     groups = sorted({group for group, _ in keys if group is not None})
     order: dict[str | None, int] = {None: -1, **{g: i for i, g in enumerate(groups)}}
     return sorted(keys, key=lambda key: order[key[0]])

@@ -185,18 +185,39 @@ class PreferenceLoss:
         Sums over tokens, also for a loss that compares means. Arguments and errors are those of a
         call; not for the loss ``sft``, which has no pairs.
         """
-        rewards, weights = self.weighted_rewards(logps, batch, ref_logps)
-        chosen, rejected = rewards[weights > 0].unbind(1)
-        return chosen, rejected
-
-    def weighted_rewards(
-        self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns rewards of all pairs, `[n, 2]` chosen and rejected, and their weights, `[n]`."""
         sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
         index, weights = self._weights(batch, logps)
         pairs = sums.take(index.chosen, index.rejected)
-        return self._beta * torch.stack([pairs.u, pairs.v], 1), weights
+        return self._beta * pairs.u[weights > 0], self._beta * pairs.v[weights > 0]
+
+    def per_example(
+        self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns loss and implicit rewards of each example, without router losses.
+
+        Both are means over the pairs of an example, NaN without any. The likelihood of a response
+        is its mean over tokens, unless `sft_average` is ``sequence_sum``. Arguments and errors are
+        those of a call; weights do not count.
+
+        Returns:
+            Losses `[E]`, and rewards `[E, 2]` of chosen and rejected; None for the loss ``sft``.
+        """
+        sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
+        best = index_best(batch)
+        own = sums.take(best, best)
+        likelihood = (
+            sft(own) if self.sft_average == "sequence_sum" else sft(own) / own.chosen_tokens
+        )
+        if self.only_sft:
+            return self.terms[0].weight * likelihood, None
+        index, _ = self._weights(batch, logps)
+        pairs = sums.take(index.chosen, index.rejected)
+        losses = torch.stack([member.weight * member(pairs) for member in self.terms]).sum(0)
+        found = torch.stack([losses, self._beta * pairs.u, self._beta * pairs.v], 1)
+        total = found.new_zeros(len(best), 3).index_add(0, index.example, found)
+        count = found.new_zeros(len(best)).index_add(0, index.example, torch.ones_like(losses))
+        mean = total / count[:, None]
+        return mean[:, 0] + self.sft_weight * likelihood, mean[:, 1:]
 
     def count(self, batch: PackedBatch) -> StepDivisor:
         """Counts what a batch adds to the divisor of its optimizer step; needs no log-probs."""

@@ -29,6 +29,7 @@ from packstore.torch.batch.transfer import inference_batching, to_device
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.logprobs.head import PackedPolicy
+from packstore.torch.losses.example_rows import ExampleRows
 from packstore.torch.losses.grouped_metrics import Figures, GroupedMetrics
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.models.compatibility import check_model
@@ -52,7 +53,7 @@ def evaluate(
     reference: nn.Module | None = None,
     side: Sequence[Side | str | PathLike[str]] = (),
     by: str | None = None,
-    rewards: bool = False,
+    rows: bool = False,
     mixed_precision: Precision = "auto",
     **batching: Unpack[EvalSettings],
 ) -> Figures:
@@ -68,7 +69,8 @@ def evaluate(
         side: side datasets to join, such as precomputed ``ref_logps``.
         by: a carried or joined column of texts, integers or booleans; or ``file``, by the input
             file that each example came from.
-        rewards: also return the rewards of each pair; not for the loss ``sft``.
+        rows: also return a pyarrow table with a row for each example: log-probs, loss, margins,
+            carried columns; see :class:`~packstore.torch.losses.example_rows.ExampleRows`.
         mixed_precision: for both models: ``bf16`` runs under bfloat16 autocast, ``none`` keeps the
             autocast that is active around this call, if any; ``auto``: see
             :func:`~packstore.torch.reference.arithmetic.choose_precision`.
@@ -97,9 +99,13 @@ def evaluate(
         if REF_LOGPS in joined.manifest.columns and len(models) < 2:
             with lower():
                 check_arithmetic(joined, model)
-    grouped = GroupedMetrics(loss_fn, dataset, by, rewards and not loss_fn.only_sft)
+    grouped = GroupedMetrics(loss_fn, dataset, by)
+    examples = ExampleRows(loss_fn, dataset.manifest.carry) if rows else None
     with evaluating(*models):
-        return evaluate_batches(policy, loader, grouped, online, device, lower)
+        figures = evaluate_batches(policy, loader, grouped, online, device, lower, examples)
+    if examples is not None:
+        figures["rows"] = examples.table()
+    return figures
 
 
 @torch.no_grad()
@@ -110,6 +116,7 @@ def evaluate_batches(
     reference: Reference,
     device: torch.device,
     autocast: Autocast = nullcontext,
+    rows: ExampleRows | None = None,
 ) -> Figures:
     """Computes metrics over all batches on all ranks, in evaluation mode; a collective call.
 
@@ -120,11 +127,15 @@ def evaluate_batches(
         reference: returns log-probs of the reference model.
         device: device of the policy.
         autocast: makes the context that the policy runs in.
+        rows: also collects a row for each example.
     """
     with evaluating(policy):
         for batch in batches:
             here = to_device(batch, device)
             with autocast():
                 logps = policy(here)
-            grouped.add(logps, here, reference(here), batch)
+            ref_logps = reference(here)
+            grouped.add(logps, here, ref_logps, batch)
+            if rows is not None:
+                rows.add(logps, here, ref_logps, batch)
     return grouped.figures(device)

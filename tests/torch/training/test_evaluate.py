@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import polars
 import pytest
 import torch
 from ranks import launch
@@ -133,6 +134,67 @@ def test_it_equals_a_plain_loop(
     assert policy.training
 
 
+@pytest.mark.parametrize("packs", [1, 4])
+def test_a_row_for_each_example(kit: SimpleNamespace, pairs: Dataset, packs: int) -> None:
+    policy, reference = models(kit)
+    rows = [record(i) for i in range(N)]
+    expected = [plain_figures(policy, reference, [row])[None] for row in rows]
+    logps = [
+        [plain_logp(model, row["prompt"], row[side]) for side in ("chosen", "rejected")]
+        for model in (policy, reference)
+        for row in rows
+    ]
+    for model in (policy, reference):
+        use_packed_attention(model)
+    loss = PreferenceLoss("dpo", beta=BETA)
+    given: dict[str, Any] = {"loss": loss, "reference": reference, "packs_per_batch": packs}
+    found = evaluate(policy, pairs, rows=True, **given)
+    frame = polars.from_arrow(found["rows"])
+    # The examples were shuffled before they were packed: ids are places in the input.
+    assert frame["example_id"].to_list() == list(range(N))
+    assert frame["source"].to_list() == [row["source"] for row in rows]
+    for name in ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins"):
+        values = [own[name] for own in expected]
+        assert frame[name].to_list() == pytest.approx(values, abs=1e-9), name
+        assert frame[name].mean() == pytest.approx(found["metrics"][name], abs=1e-9)
+    for name, own in (("logps", logps[:N]), ("ref_logps", logps[N:])):
+        assert torch.tensor(frame[name].to_list()).sub(torch.tensor(own)).abs().max() < 1e-5
+    assert "rows" not in evaluate(policy, pairs, **given)
+
+
+def test_rows_of_other_losses(kit: SimpleNamespace, pairs: Dataset, tmp_path: Path) -> None:
+    policy, reference = (use_packed_attention(m) for m in models(kit))
+    single = evaluate(policy, pairs, loss="sft", rows=True)["rows"]
+    single = polars.from_arrow(single)
+    assert single.columns == ["example_id", "logps", "loss", "source"]
+    nll = [-row[0] / len(record(i)["chosen"]) for i, row in enumerate(single["logps"].to_list())]
+    assert single["loss"].to_list() == pytest.approx(nll, abs=1e-9)
+    both = PreferenceLoss({"dpo": 0.5, "ipo": 2.0}, sft_weight=0.3)
+    alone = [PreferenceLoss(name) for name in ("dpo", "ipo")]
+    mixed, dpo, ipo = (
+        polars.from_arrow(
+            evaluate(policy, pairs, loss=loss, reference=reference, rows=True)["rows"]
+        )["loss"]
+        for loss in (both, *alone)
+    )
+    expected = 0.5 * dpo + 2.0 * ipo + 0.3 * single["loss"]
+    assert mixed.to_list() == pytest.approx(expected.to_list(), abs=1e-9)
+    answers = [{"responses": [[5], [6, 7], [8]], "scores": [2, s, 0]} for s in (1, 2)]
+    tied = {"responses": [[5], [6]], "scores": [1, 1]}
+    ranked = [{"prompt": [1, i], **row} for i, row in enumerate([*answers, tied])]
+    dataset = packstore.pack(ranked, str(tmp_path / "ranked"), pack_size=60)
+    frame = polars.from_arrow(evaluate(policy, dataset, reference=reference, rows=True)["rows"])
+    assert [len(row) for row in frame["logps"]] == [3, 3, 2]
+    means = []
+    for u, v in zip(
+        frame["logps"].to_list()[0][1:], frame["ref_logps"].to_list()[0][1:], strict=True
+    ):
+        first = frame["logps"][0][0] - frame["ref_logps"][0][0]
+        means.append(0.1 * (first - (u - v)))
+    assert frame["rewards/margins"][0] == pytest.approx(sum(means) / 2, abs=1e-9)
+    assert math.isnan(frame["loss"][2])
+
+
 def test_by_input_file(kit: SimpleNamespace, tmp_path: Path) -> None:
     """Told apart by the example ids; also during training, where few metrics are recorded."""
     rows = [record(i) for i in range(N)]
@@ -190,7 +252,9 @@ def on_rank(task: dict[str, Any]) -> Any:
         use_packed_attention(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64))
         for path in task["models"]
     )
-    return evaluate(policy, open_dataset(task["data"]), reference=reference, by="source")
+    data = open_dataset(task["data"])
+    found: Any = evaluate(policy, data, reference=reference, by="source", rows=True)
+    return {**found, "rows": found["rows"].to_pylist()}
 
 
 @pytest.mark.slow
@@ -204,6 +268,11 @@ def test_two_ranks_equal_one(kit: SimpleNamespace, pairs: Dataset, tmp_path: Pat
     assert first == second
     assert one["by"].keys() == {*SOURCES}
     assert_equal(first, {None: one["metrics"], **one["by"]})
+    assert [row["example_id"] for row in first["rows"]] == list(range(N))
+    for own, other in zip(one["rows"], first["rows"], strict=True):
+        assert own["source"] == other["source"]
+        for name in ("logps", "ref_logps", "loss", "rewards/margins"):
+            assert own[name] == pytest.approx(other[name], abs=1e-9)
 
 
 def test_what_does_not_fit_is_refused(kit: SimpleNamespace, pairs: Dataset, tmp_path: Path) -> None:
