@@ -72,8 +72,12 @@ def run_each(
     None.
 
     Raises:
-        BackendError: the output is not by token.
+        BackendError: the output is not by token; or the row is split over context-parallel ranks.
     """
+    if type(layout) is not AttentionLayout:
+        must = "modules that run per sequence must have its tokens on one rank"
+        do = "Train it with data parallelism alone"
+        raise BackendError(sentence("packed row", must, "a row split over ranks", do))
     # Empty segments pad the number of segments.
     parts = [
         (forward(*args_, **kwargs_), n, m)

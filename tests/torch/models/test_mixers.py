@@ -24,6 +24,7 @@ from packstore.torch import (
 )
 from packstore.torch.models.mixers import mixers
 from packstore.torch.models.row import computing
+from packstore.torch.parallel.context import GatheredLayout
 
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
@@ -108,6 +109,14 @@ def test_an_unknown_recomputation_is_refused(kit: SimpleNamespace) -> None:
         model(**inputs)
     with pytest.raises(BackendError, match="must take and return"), computing(batch_of(kit).layout):
         model(input_ids=torch.zeros(2, 5, dtype=torch.long))
+
+
+def test_rows_that_are_split_over_ranks_are_refused(kit: SimpleNamespace) -> None:
+    model = use_packed_attention(kit.tiny_family("mamba", torch.float32))
+    batch = batch_of(kit)
+    layout = GatheredLayout(**vars(batch.layout))
+    with pytest.raises(BackendError, match="on one rank; found a row split over ranks"):
+        model(**{**batch.model_inputs(), "packed_layout": layout})
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
