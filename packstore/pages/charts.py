@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from packstore.pages.texts import as_html
 
-WIDTH, HEIGHT = 680, 260
-LEFT, RIGHT, TOP, BOTTOM = 64, 30, 12, 40
+WIDTH, HEIGHT = 440, 210
+LEFT, RIGHT, TOP, BOTTOM = 56, 22, 12, 30
 BARS = 48
 
 FAR = 1.5
@@ -104,9 +104,9 @@ def curves(title: str, unit: str, series: Mapping[str, Points]) -> str:
     if not drawn:
         return ""
     xs, ys = (np.array([p[axis] for kept in drawn.values() for p in kept]) for axis in (0, 1))
-    left, right, low, high = xs.min(), xs.max(), ys.min(), ys.max()
-    if high - low <= 1e-9 * max(abs(high), 1e-300):  # a constant lies in the middle
-        low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (-1.0, 1.0)
+    left, right = float(xs.min()), float(xs.max())
+    levels = _ticks(float(ys.min()), float(ys.max()))
+    low, high = levels[0], levels[-1]
     shapes, keys = [], []
     for i, (name, kept) in enumerate(drawn.items()):
         places = [
@@ -121,11 +121,22 @@ def curves(title: str, unit: str, series: Mapping[str, Points]) -> str:
             for (x, y), (at, value) in zip(places, kept, strict=True)
         ]
         keys.append(f'<span class="key s{i % 6}">{as_html(name)}</span>')
-    heights = [(s, _short(low + s * (high - low))) for s in np.linspace(0, 1, 5).tolist()]
-    marks = [(s, _short(round(left + s * (right - left)))) for s in np.linspace(0, 1, 5).tolist()]
+    heights = [((y - low) / (high - low), _short(y)) for y in levels]
+    steps = [x for x in _ticks(left, right) if left <= x <= right and x == int(x)] or [left]
+    marks = [((x - left) / max(right - left, 1e-12), _short(x)) for x in steps]
     last = ", ".join(f"{name} {kept[-1][1]:.4g}" for name, kept in drawn.items())
     legend = f'<p class="soft keys">{"".join(keys)}</p>' if len(drawn) > 1 else ""
-    return _figure(title, f"at the end: {last}", dict(marks).items(), heights, shapes, legend)
+    return _figure(title, f"at the end: {last}", marks, heights, shapes, legend)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Returns three to seven round numbers at equal distances that span `low` to `high`."""
+    if high - low <= 1e-4 * max(abs(high), abs(low)):  # as good as constant: in the middle
+        low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (-1.0, 1.0)
+    power = 10.0 ** np.floor(np.log10((high - low) / 5))
+    step = power * next(m for m in (1, 2, 5, 10) if 5 * power * m >= (high - low) * (1 - 1e-9))
+    first, last = np.floor(low / step + 1e-9), np.ceil(high / step - 1e-9)
+    return [float(f"{step * i:.6g}") for i in np.arange(first, last + 1)]
 
 
 def _thinned(points: Points) -> list[tuple[float, float]]:

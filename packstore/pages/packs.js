@@ -274,12 +274,13 @@ function fill(box, pack, own, folded) {
   }
 }
 
+// Marks the tokens of the text that was found, and goes there; false: there is none.
 function mark(box, pack, own) {
   const words = state.find.toLowerCase();
-  if (!words) return;
+  if (!words) return false;
   const texts = pack.texts.slice(own.start, own.stop).map((text) => text || "");
   const from = texts.join("").toLowerCase().indexOf(words);
-  if (from < 0) return;
+  if (from < 0) return false;
   fill(box, pack, own, false);
   let end = 0;
   const found = texts.flatMap((text, i) => {
@@ -290,8 +291,15 @@ function mark(box, pack, own) {
   for (const span of box.querySelectorAll("span")) {
     if (found.includes(Number(span.dataset.t))) span.classList.add("found");
   }
-  const first = box.querySelector(".found");
-  if (first) first.scrollIntoView({ block: "center" });
+  settle(box.querySelector(".found"), "center");
+  return true;
+}
+
+// Scrolls to an element; sequences above it get their true heights while they come into view.
+function settle(element, block, frames = 4) {
+  if (!element) return;
+  element.scrollIntoView({ block });
+  if (frames) requestAnimationFrame(() => settle(element, block, frames - 1));
 }
 
 function select(i, scroll) {
@@ -308,9 +316,8 @@ function select(i, scroll) {
   at("token").textContent = block.title;
   if (scroll) {
     const box = article.querySelector(".tokens");
-    article.scrollIntoView({ block: "start" });
     box.focus({ preventScroll: true });
-    mark(box, pack, pack.sequences[i]);
+    if (!mark(box, pack, pack.sequences[i])) settle(article, "start");
   }
   history.replaceState(null, "", `#${pack.number}.${i}`);
 }

@@ -43,14 +43,19 @@ def test_every_metric_is_drawn_and_in_the_table(tmp_path: Path) -> None:
 
 
 def test_a_curve_goes_through_its_points() -> None:
-    chart = charts.curves("some", "step", {"a": [(0, 1), (50, 2), (100, 5)], "b": [(0, math.nan)]})
+    chart = charts.curves("some", "step", {"a": [(0, 1), (50, 2), (100, 6)], "b": [(0, math.nan)]})
     (path,) = re.findall(r'points="([^"]*)"', chart)
     places = np.array([pair.split(",") for pair in path.split()], float)
     width, height = places[2] - places[0]
     assert width == charts.WIDTH - charts.LEFT - charts.RIGHT
     assert -height == charts.HEIGHT - charts.TOP - charts.BOTTOM
-    assert np.allclose((places[1] - places[0]) / (width, height), (0.5, 0.25), atol=1e-3)
+    assert np.allclose((places[1] - places[0]) / (width, height), (0.5, 0.2), atol=1e-3)
     assert charts.curves("some", "step", {"a": [(0, math.nan)]}) == ""
+    for low, high in ((1.0, 1.0000001), (0.0, 0.0), (-3e-9, -3e-9), (-0.57, 0.42), (0.0, 1e9)):
+        levels = np.array(charts._ticks(low, high))
+        assert 3 <= len(levels) <= 7
+        assert levels[0] <= low <= high <= levels[-1]
+        assert np.diff(levels).min() > 0
     assert "at the end: a 3" in charts.curves("some", "step", {"a": [(4, 3)]})
 
 
