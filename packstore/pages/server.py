@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import sys
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qsl
 
-from packstore.errors import ConfigError, PackstoreError, StorageError, told
+from packstore.errors import ConfigError, PackstoreError, StorageError, quote, told
 from packstore.pages.pack_page import pack_page
 from packstore.pages.packs import PackReader
 from packstore.pages.search import Query, search
@@ -54,6 +56,17 @@ class PackServer(ThreadingHTTPServer):
         self.page = pack_page(reader, None)[0].encode()
         self.root = f"/{secrets.token_urlsafe(16)}/"
         self.url = f"http://{ADDRESS}:{self.server_port}{self.root}"
+
+    def server_bind(self) -> None:
+        """Binds the address, without the name service that the base class asks for its name."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = ADDRESS, self.server_address[1]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Logs one line, and nothing for a browser that has closed its connection."""
+        error = sys.exception()
+        if not isinstance(error, ConnectionError | TimeoutError):
+            logger.error("internal error: %s", quote(f"{type(error).__name__}: {error}", 300))
 
 
 class _Handler(BaseHTTPRequestHandler):

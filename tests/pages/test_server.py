@@ -6,6 +6,7 @@ import http.client
 import json
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -136,6 +137,19 @@ def test_a_taken_port_is_an_error(
     for port in (server.server_port, 70000):
         assert main(["view", hostile.url, "--no-browser", "--port", str(port)]) == 1
         assert f"port {port} of 127.0.0.1" in capsys.readouterr().err
+
+
+def test_a_browser_that_leaves_is_no_error(
+    server: PackServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Most of an answer is unread when the connection is reset."""
+    for _ in range(3):
+        connection = socket.create_connection(server.server_address[:2], timeout=20)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.sendall(f"GET {server.root}packs/0 HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
+        connection.close()
+    assert ask(server, server.root)[0] == 200
+    assert capfd.readouterr().err == ""
 
 
 QUERIES: list[dict[str, str]] = [
