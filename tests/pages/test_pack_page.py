@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from base64 import b64encode
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -208,4 +209,11 @@ def test_a_browser_makes_no_element_of_a_record(hostile: Dataset, tmp_path: Path
     assert tags.count("script") == 2
     assert f"<title>{hostile.url}</title>" in done.stdout
     assert tags.count("article") == len(hostile.read_packs(0).row(0).lengths)
-    assert "&lt;/script&gt;" in done.stdout
+    drawn = re.search(r'<div class="tokens".*?</div>', done.stdout, re.DOTALL)
+    assert drawn is not None
+    (pack,) = json.loads(Elements(done.stdout).texts["data"])["embedded"][:1]
+    own = pack["sequences"][0]
+    on = [i for i in range(own["start"], own["stop"]) if pack["ids"][i] >= 0]
+    text = "".join(pack["texts"][i] or "" for i in on)
+    assert "</script><img src=x" in text
+    assert text in unescape(re.sub(r"<[^>]*>", "", drawn[0]))
