@@ -274,6 +274,16 @@ class _Head(msgspec.Struct):
 class _Source(msgspec.Struct):
     path: str
     records: Count
+    bytes: Count = 0
+    sha256: Sha256 = ""
+
+
+class _Origin(msgspec.Struct):
+    path: str
+    fingerprint: Sha256
+    lineage: Sha256
+    sources: Count
+    shards: Count
 
 
 class _Provenance(msgspec.Struct):
@@ -282,6 +292,7 @@ class _Provenance(msgspec.Struct):
     package_version: str
     tokenizer: dict[str, Any] | None = None
     lineage: Sha256 = ""
+    combined_from: list[_Origin] = []
 
 
 class _About(msgspec.Struct):

@@ -152,6 +152,12 @@ def test_every_field_is_needed_and_typed(good):
         (lambda m: m.update(carry={"a": "complex"}), "its type must be one of: string"),
         (lambda m: m["provenance"].update(tokenizer=3), "field provenance.tokenizer: must be"),
         (
+            lambda m: m["provenance"]["sources"][0].update(sha256=[]),
+            r"sources\[0\].sha256: must be",
+        ),
+        (lambda m: m["provenance"]["sources"][0].update(bytes=-1), r"sources\[0\].bytes: must be"),
+        (lambda m: m["provenance"].update(combined_from=[3]), r"combined_from\[0\]: must be"),
+        (
             lambda m: m["provenance"]["sources"].append({}),
             r"provenance.sources\[1\]: must have a field 'path'",
         ),
