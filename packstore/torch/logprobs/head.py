@@ -30,7 +30,7 @@ from packstore.torch.models.routers import (
     router_losses,
     router_settings,
 )
-from packstore.torch.models.unwrap import adapted, unwrapped
+from packstore.torch.models.unwrap import adapted, backbone_of, unwrapped
 
 USE_LOGITS = "Use logits: segment_logps(batch, logits=model(**batch.model_inputs()).logits)"
 
@@ -247,7 +247,7 @@ def _read_heads(model: Any) -> list[Head]:
     """Candidate heads: after the base model, and after its decoder, which some families call."""
     find = getattr(model, "get_output_embeddings", None)
     output = find() if find is not None else None
-    backbone = getattr(model, "base_model", model)
+    backbone = backbone_of(model)
     if output is None or backbone is model or not hasattr(model, "config"):
         must = "it must be a causal LM with get_output_embeddings() and a base model"
         raise _unfit(model, must, "none")
@@ -303,13 +303,16 @@ def _prove(model: Any, heads: list[Head]) -> Head:
 def _gap(model: Any, head: Head) -> float | None:
     """The largest difference of the logits; None: the backbone's output does not fit the head."""
     seen: list[Tensor] = []
+    factors: list[Tensor] = []
 
     def enlarge(_: nn.Module, __: Any, output: Any) -> Any:
         hidden = getattr(output, "last_hidden_state", None)
         if hidden is None or hidden.shape[-1] != head.weight.shape[1]:
             return output
-        plain = linear(hidden, head.weight, head.bias).abs().max() * abs(head.logit_scale)
-        output.last_hidden_state = hidden * (PROBE_LOGIT / plain.clamp(min=1e-9))
+        if not seen:  # one factor for every call: models that run whole have probes of their own
+            plain = linear(hidden, head.weight, head.bias).abs().max() * abs(head.logit_scale)
+            factors.append(PROBE_LOGIT / plain.clamp(min=1e-9))
+        output.last_hidden_state = hidden * factors[0]
         seen.append(output.last_hidden_state)
         return output
 
@@ -322,7 +325,7 @@ def _gap(model: Any, head: Head) -> float | None:
         model.train(training)
     if not seen:
         return None
-    logits = head.logit_scale * _exact_linear(seen[0], head.weight, head.bias)
+    logits = head.logit_scale * _exact_linear(seen[-1], head.weight, head.bias)
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
     return float((found - logits).abs().max()) if found.shape == logits.shape else float("inf")

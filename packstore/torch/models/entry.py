@@ -20,6 +20,7 @@ from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.models.dropout import evaluating
 from packstore.torch.models.mask import PREFIX, UnservedError
 from packstore.torch.models.row import LAYOUT, Replaced, computing, run_each
+from packstore.torch.models.unwrap import backbone_of
 
 logger = logging.getLogger("packstore")
 
@@ -80,7 +81,7 @@ def enter(model: Any, attention: str) -> Serving:
 
 def _entrances(model: Any) -> Iterator[Any]:
     """The modules that are called with a batch: the model, and what `find_head` calls."""
-    backbone = getattr(model, "base_model", model)
+    backbone = backbone_of(model)
     yield from {model: None, backbone: None, getattr(backbone, "decoder", backbone): None}
 
 

@@ -129,12 +129,24 @@ def _prove(model: Any, settings: RouterSettings) -> None:
         model.eval()
         with torch.autocast(weight.device.type, enabled=False):
             outputs = model(**batch.model_inputs(), output_router_logits=True)
+    except IndexError as error:  # of transformers' function, without a layer that has experts
+        must = "the model must have a layer with experts"
+        raise _unfit(
+            settings.model, must, f"router_aux_loss_coef {settings.coefficient:g} without one"
+        ) from error
     finally:
         model.train(training)
     own = getattr(outputs, "aux_loss", None)
     if not isinstance(own, Tensor):
-        must = "its forward call must return the load-balancing loss as aux_loss"
-        raise _unfit(settings.model, must, "none")
+        must = (
+            "its forward call must return the load-balancing loss as aux_loss, as its config has "
+            f"router_aux_loss_coef {settings.coefficient:g}"
+        )
+        do = (
+            "Set router_aux_loss_coef to 0 in the model's config: transformers, too, trains it "
+            "without that loss"
+        )
+        raise _unfit(settings.model, must, "a model that computes none", do)
     if not all(isinstance(n, int) for n in (settings.experts, settings.top_k)):
         must = f"the model must have {' and '.join(SIZES)}"
         raise _unfit(settings.model, must, f"{settings.experts} and {settings.top_k}")
@@ -293,5 +305,5 @@ def _tell_unused(uses: list[bool], model: str) -> None:
     )
 
 
-def _unfit(model: str, must: str, found: str) -> CompatibilityError:
-    return CompatibilityError(sentence(f"experts of {model}", must, found, WITHOUT))
+def _unfit(model: str, must: str, found: str, do: str = WITHOUT) -> CompatibilityError:
+    return CompatibilityError(sentence(f"experts of {model}", must, found, do))

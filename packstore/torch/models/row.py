@@ -68,8 +68,8 @@ def run_each(
 
     Arguments by token, `[1, T, ...]` or `[T]`, also inside tuples and mappings, are cut; others are
     passed as they are. With shared prefixes each sequence gets its whole prompt; of its output,
-    the tokens of its own segment are kept. Outputs that are not by token, such as a state, become
-    None.
+    the tokens of its own segment are kept. Outputs by token are `[1, T, ...]`, or `[T, E]` as those
+    of routers. Others, such as a state, become None; a number is kept if there is one sequence.
 
     Raises:
         BackendError: the output is not by token; or the row is split over context-parallel ranks.
@@ -118,9 +118,15 @@ def _joined(parts: list[Any], sizes: list[tuple[int, int]]) -> Any:
     """The row's value of each sequence's; None for what is not by token."""
     first = parts[0]
     if isinstance(first, Tensor):
-        if [part.shape[:2] for part in parts] != [(1, m) for _, m in sizes]:
-            return None
-        return torch.cat([part[:, m - n :] for part, (n, m) in zip(parts, sizes, strict=True)], 1)
+        if all(part.shape[:2] == (1, m) for part, (_, m) in zip(parts, sizes, strict=True)):
+            own = [part[:, m - n :] for part, (n, m) in zip(parts, sizes, strict=True)]
+            return torch.cat(own, 1)
+        # Routers return theirs without the dimension of rows.
+        if all(
+            part.shape == (m, *part.shape[1:2]) for part, (_, m) in zip(parts, sizes, strict=True)
+        ):
+            return torch.cat([part[m - n :] for part, (n, m) in zip(parts, sizes, strict=True)])
+        return first if len(parts) == 1 and first.ndim == 0 else None
     if isinstance(first, Mapping):  # also the outputs of transformers' models
         return type(first)(**{k: _joined([p[k] for p in parts], sizes) for k in first})
     if isinstance(first, tuple):

@@ -40,3 +40,10 @@ def _inside(model: Any) -> Any | None:
 
 def _is_peft(model: Any) -> bool:
     return hasattr(type(model), "get_base_model")
+
+
+def backbone_of(model: Any) -> Any:
+    """Returns a causal LM without its head; the model itself if it has no such part."""
+    backbone = getattr(model, "base_model", model)
+    # The name that Llama 4 gives for it is that of a larger model.
+    return getattr(model, "model", model) if backbone is model else backbone

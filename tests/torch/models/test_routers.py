@@ -41,7 +41,7 @@ BETA, COEFFICIENT, PAIRS = 0.3, 0.5, 7
 
 PLAIN = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "ernie4_5_moe"),
-    *("minimax_m2", "flex_olmo", "granitemoeshared", "mellum", "laguna"),
+    *("minimax_m2", "flex_olmo", "granitemoeshared", "mellum", "laguna", "gpt_oss"),
 )
 FAMILIES: dict[str, dict[str, Any]] = {
     **{name: {} for name in PLAIN},
@@ -126,14 +126,19 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], limit: f
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [("mixtral", "concat"), *((name, "shared_prefix") for name in FAMILIES)]
+    ("name", "layout", "backend"),
+    [
+        ("mixtral", "concat", "reference"),
+        *(("mixtral", layout, "per_sequence") for layout in ("concat", "shared_prefix")),
+        *((name, "shared_prefix", "reference") for name in FAMILIES),
+    ],
 )
 def test_values_and_gradients_are_those_of_single_sequences(
-    kit: SimpleNamespace, exact: None, name: str, layout: str
+    kit: SimpleNamespace, exact: None, name: str, layout: str, backend: str
 ) -> None:
     model = moe(kit, name, **FAMILIES[name]).train()
     plain = copy.deepcopy(model)
-    use_packed_attention(model, "reference")
+    use_packed_attention(model, backend)
     loss_fn = PreferenceLoss("cpo", beta=BETA)
     whole = batches_of(kit, layout, PAIRS)
     expected, gradients = plain_step(plain, whole, COEFFICIENT)
@@ -371,11 +376,32 @@ def test_other_routers_are_refused(kit: SimpleNamespace, change: Any, message: s
         PackedPolicy(model)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama4_text"])
 def test_a_coefficient_for_a_model_that_computes_no_such_loss_is_refused(
-    kit: SimpleNamespace,
+    kit: SimpleNamespace, name: str
 ) -> None:
-    model = use_packed_attention(kit.tiny_family("deepseek_v3", torch.float32))
-    model.config.router_aux_loss_coef = 0.1
-    with pytest.raises(CompatibilityError, match="must return the load-balancing loss as aux_loss"):
-        packed_logps(model, batches_of(kit, "concat", 2)[0])
+    """Also a default one, as that of Llama 4."""
+    model = use_packed_attention(kit.tiny_family(name, torch.float32))
+    if name == "deepseek_v3":
+        model.config.router_aux_loss_coef = 0.001
+    message = (
+        "must return the load-balancing loss as aux_loss, as its config has router_aux_loss_coef "
+        r"0\.001; found a model that computes none\. Set router_aux_loss_coef to 0 in the model's"
+    )
+    with pytest.raises(CompatibilityError, match=message):
+        PackedPolicy(model)
+    (batch,) = batches_of(kit, "concat", 2)
+    with pytest.raises(CompatibilityError, match=message):
+        packed_logps(model, batch)
+    model.config.router_aux_loss_coef = 0.0
+    assert carried(packed_logps(model, batch)) is None
+    model.config.router_aux_loss_coef = 0.001
     assert router_settings(model.requires_grad_(False)) is None
+
+
+def test_a_coefficient_for_a_model_without_experts_is_refused(kit: SimpleNamespace) -> None:
+    model = use_packed_attention(kit.tiny_family("flint", torch.float32))
+    with pytest.raises(
+        CompatibilityError, match="must have a layer with experts; found router_aux"
+    ):
+        PackedPolicy(model)
