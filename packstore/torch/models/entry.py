@@ -28,6 +28,9 @@ CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Attributes that hold the checkpoint function: of transformers' layers, of torch's wrapper."""
 
 
+OTHER_INPUTS = ("pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs")
+"""Arguments of models that take images, videos or sound beside text."""
+
 PROBED = 8
 """Tokens of the call that finds out whether a model looks ahead."""
 
@@ -96,6 +99,7 @@ class _Entry(Replaced):
         layout = kwargs.get("packed_layout")
         if layout is None:
             return self.own(*args, **kwargs)
+        _refuse_images(kwargs)
         if self.serving.reason:
             return self._each(layout, args, kwargs)
         # In a graph, a variable of the thread would break it.
@@ -121,6 +125,13 @@ class _Entry(Replaced):
             _check_causal(self.own, self.serving.model, kwargs["input_ids"])
             self.serving.causal = True
         return run_each(self.own, layout, args, kwargs)
+
+
+def _refuse_images(kwargs: dict[str, Any]) -> None:
+    for name in OTHER_INPUTS:
+        if kwargs.get(name) is not None:
+            do = "Call the model with **batch.model_inputs(), and nothing else"
+            raise BackendError(sentence("packed row", "inputs must be text", name, do))
 
 
 @torch.no_grad()
