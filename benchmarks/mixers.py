@@ -21,7 +21,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -31,16 +30,13 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from gpu.sizes import batch_of, lengths, make_model, tokens_of
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [p for p in (str(ROOT), str(ROOT / "benchmarks")) if p not in sys.path]
-
-from gpu.sizes import batch_of, lengths, make_model, tokens_of
-
 from packstore.torch import segment_logps, use_packed_attention
 
+ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "mixers.json"
 PAIRS, LONGEST, ROUNDS = 16, 512, 2
 
@@ -51,6 +47,7 @@ SHARED = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
+    "initializer_range": 0.1,
     "tie_word_embeddings": True,
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
