@@ -166,7 +166,7 @@ def test_flags_reach_the_settings() -> None:
         ["pack", "a", "b", "c", "--pack-size", "512", "--field", "prompt=q", "--carry", "x",
          "--carry", "y:int64", "--no-append-eos", "--max-drop-rate", "0.1"]
     )  # fmt: skip
-    assert (args.source, args.out) == (["a", "b"], "c")
+    assert args.places == ["a", "b", "c"]
     assert read_settings(args, PackConfig) == {
         "pack_size": 512,
         "fields": {"prompt": "q"},

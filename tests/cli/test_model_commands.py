@@ -91,7 +91,7 @@ def test_from_end_to_end(
     assert len(joined) == 20
     text = page.read_text(encoding="utf-8")
     accuracy = online["metrics"]["rewards/accuracies"]
-    assert f"{round(20 * (1 - accuracy))} of 20 pairs have a margin of 0 or less" in text
+    assert f"{round(20 * (1 - accuracy))} of 20 examples have a margin of 0 or less" in text
     assert f"<td>{accuracy:.2%}</td>" in text
     assert "<h2>By source</h2>" in text
     assert "<script" not in text
