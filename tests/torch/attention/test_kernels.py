@@ -2,14 +2,15 @@
 
 Nothing here proves a kernel. The stand-ins have the signatures of flash-attn 2.8.3, of
 flash-attention/hopper at 0f82fea, of flash-attn-4 4.0.0b36 and of torch 2.11, positional order
-included, and refuse what those refuse. For torch's own, the installed Python code runs, with a
-stand-in for the two operators under it. The kernels themselves run in
-``benchmarks/gpu_session.py``.
+included, and refuse what those refuse; packages that are installed are compared with them. For
+torch's own, the installed Python code runs, with a stand-in for the two operators under it, whose
+schemas are compared. The kernels themselves run in ``benchmarks/gpu_session.py``.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -140,6 +141,26 @@ STAND_INS = {
     "flash_attn_4": flash_attn_4,
 }
 
+RUNS = (
+    "Tensor{0} cum_seq_q, Tensor{0} cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, "
+    "bool is_causal, "
+)
+WINDOW = "*, float? scale=None, SymInt? window_size_left=None, SymInt? window_size_right=None"
+OPERATORS = {
+    "_flash_attention_forward": (
+        f"(Tensor query, Tensor key, Tensor value, {RUNS.format('?')}bool return_debug_mask, "
+        + WINDOW,
+        " -> (Tensor output, Tensor softmax_logsumexp, Tensor rng_state, Tensor unused, "
+        "Tensor debug_attn_mask)",
+    ),
+    "_flash_attention_backward": (
+        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+        f"{RUNS.format('')}Tensor rng_state, Tensor unused, {WINDOW}",
+        " -> (Tensor, Tensor, Tensor)",
+    ),
+}
+"""Begin and end of the schema in torch 2.11; later ones have more keywords, with defaults."""
+
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +168,38 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_flash, "DEVICES", ("cpu",))
     monkeypatch.setattr(_flash, "DTYPES", (torch.float64,))
     monkeypatch.setattr(_flash, "capability", lambda _: (9, 0))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_recorded_signatures_are_those_of_the_installed_package(backend: str) -> None:
+    if backend == "torch_varlen":
+        installed, recorded = varlen.varlen_attn, varlen_attn_2_11
+    else:
+        try:
+            package: Any = importlib.import_module(MODULES[backend])
+        except ImportError as error:
+            pytest.skip(f"{MODULES[backend]} cannot be imported here: {error}")
+        if package.__file__ is None:
+            pytest.skip(f"{MODULES[backend]} is only the folder of flash_attn.cute here")
+        installed, recorded = package.flash_attn_varlen_func, STAND_INS[backend]
+    compare_signatures(inspect.signature(installed), inspect.signature(recorded))
+
+
+def compare_signatures(installed: inspect.Signature, recorded: inspect.Signature) -> None:
+    """Same names, order, kinds and defaults; the installed one may end with more that has any."""
+    found = [x.replace(annotation=x.empty) for x in installed.parameters.values()]
+    expected = list(recorded.parameters.values())
+    assert found[: len(expected)] == expected
+    assert all(x.default is not x.empty for x in found[len(expected) :])
+
+
+@pytest.mark.parametrize("name", list(OPERATORS))
+def test_recorded_schemas_are_those_of_the_installed_torch(name: str) -> None:
+    schema = getattr(torch.ops.aten, name).default._schema
+    begin, end = OPERATORS[name]
+    assert str(schema).startswith(f"aten::{name}{begin}")
+    assert str(schema).endswith(end)
+    assert all(x.has_default_value() for x in schema.arguments if x.kwarg_only)
 
 
 @pytest.fixture
