@@ -48,6 +48,7 @@ NOT_SUPPORTED = ("sinks", "position_bias", "indices", "block_indices")
 """Keywords of models that need more than a softmax over the visible keys."""
 
 CALL = "Call the model with **batch.model_inputs()"
+GENERATE = "; to generate, give it back its own attention: model.set_attn_implementation('sdpa')"
 UNPACKED = "Train it unpacked, with batch.model_inputs(style='padded')"
 
 
@@ -215,8 +216,7 @@ def _checked(query: Tensor, key: Tensor, layout: AttentionLayout | None) -> Atte
     """Returns the layout, checked against the tokens."""
     if layout is None:
         do = (
-            f"{CALL}; to generate, give it back its own attention: "
-            "model.set_attn_implementation('sdpa'). If you did call it so, its layers keep "
+            f"{CALL}{GENERATE}. If you did call it so, its layers keep "
             "keywords from attention: train it unpacked"
         )
         raise _refusal("the call must name the segments", "no layout", do)
@@ -233,7 +233,8 @@ def _checked(query: Tensor, key: Tensor, layout: AttentionLayout | None) -> Atte
 def _refuse_mask(mask: Any) -> None:
     if mask is not None:
         found = f"attention_mask of shape {tuple(mask.shape)}"
-        raise _unserved_call("the layout alone says which tokens see which", found)
+        # transformers 5.17 makes a mask to generate, later releases leave it out.
+        raise _unserved_call("the layout alone says which tokens see which", found, GENERATE)
 
 
 def _refuse_extras(module: nn.Module, extras: dict[str, Any]) -> None:
@@ -253,9 +254,10 @@ def _refusal(must: str, found: str, do: str = f"{CALL}, and nothing else") -> Ba
     return BackendError(sentence("packed attention", must, found, do))
 
 
-def _unserved_call(must: str, found: str) -> UnservedError:
+def _unserved_call(must: str, found: str, also: str = "") -> UnservedError:
     """The error on which the model runs once per sequence instead (``entry.py``)."""
-    return UnservedError(sentence("packed attention", must, found, f"Use backend={PER_SEQUENCE!r}"))
+    do = f"Use backend={PER_SEQUENCE!r}{also}"
+    return UnservedError(sentence("packed attention", must, found, do))
 
 
 def _unfit(model: nn.Module, must: str, found: str) -> BackendError:
