@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from sized_pairs import pairs
 from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
@@ -56,6 +57,13 @@ NOT_MADE = {
     **dict.fromkeys(("blt", "dbrx", "zamba", "zamba2"), "has no tiny config"),
     **dict.fromkeys(("dots3_note_text", "reformer"), "has no tiny config that runs by itself"),
 }
+WRITTEN = (5, 23)
+"""The transformers of the page: in older ones a family may run another way."""
+
+OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < WRITTEN
+if OLD:
+    NOT_MADE["longcat_flash"] = "its tiny config makes 1e9 weights in old transformers"
+    NOT_MADE["moshi"] = "in old transformers it looks ahead by itself without a mask"
 
 
 def variants(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -226,5 +234,7 @@ def test_as_with_its_own_attention_or_refused(kit: SimpleNamespace, name: str) -
         lines = [x for x in page.splitlines() if not x.startswith(f"| {name} |")]
         first = lines.index("|---|---|---|") + 1
         PAGE.write_text("\n".join([*lines[:first], *sorted([*lines[first:], row])]) + "\n")
+    elif OLD and row not in page.splitlines():
+        pytest.skip(f"exact; in transformers {transformers.__version__} it runs as: {found}")
     else:
         assert row in page.splitlines(), "run it with PACKSTORE_WRITE_MODELS=1"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from sized_pairs import pairs
 from torch import Tensor
 
@@ -79,6 +80,15 @@ def alone(model: Any, batch: PackedBatch) -> Tensor:
     return torch.stack([logits[segment][position] for segment, position in places])
 
 
+def skip_broken_tables(model: Any) -> None:
+    """Skips where the model fails by itself, as transformers 5.17 does at the second long row."""
+    try:
+        for _ in range(2):
+            model(torch.arange(1, 2 * LIMIT)[None] % 9, use_cache=False)
+    except UnboundLocalError as error:
+        pytest.skip(f"transformers {transformers.__version__}, the model by itself: {error}")
+
+
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 @pytest.mark.parametrize(("name", "rope"), CASES, ids=NAMES)
 @torch.no_grad()
@@ -86,6 +96,8 @@ def test_each_sequence_has_the_logits_that_it_has_alone(
     kit: SimpleNamespace, name: str, rope: dict[str, Any], layout: str
 ) -> None:
     model = model_of(kit, name, rope)
+    if "longrope" in str(rope) and "rope_type" not in rope:
+        skip_broken_tables(copy.deepcopy(model))
     sizes = ACROSS if layout == "concat" or "dynamic" not in str(rope) else ACROSS_ALIKE
     batch = collate(kit.packed(pairs(*sizes), [len(sizes)], layout), "preference")
     expected = alone(model, batch)
