@@ -97,3 +97,23 @@ def weights(strategy: str) -> str:
     """The least and the largest weight of a pair, over the files."""
     found = [r["pack_mean_weight"][strategy] for r in MEASURED]
     return f"{min(w[0] for w in found):.1f} to {max(w[-1] for w in found):.1f}"
+
+
+def test_models_that_run_per_sequence() -> None:
+    ways: dict[str, list[Any]] = {}
+    for row in result("mixers")["rows"]:
+        ways.setdefault(row["way"], []).append(row)
+
+    def over(way: str, figure: str) -> str:
+        pairs = zip(ways["padded"], ways[way], strict=True)
+        found = [padded[figure] / row[figure] for padded, row in pairs]
+        low, high = f"{min(found):.1f}", f"{max(found):.1f}"
+        return low if low == high else f"{low} to {high}"
+
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    told = page.partition("On a CPU, ")[2].partition("\n\n")[0].replace("\n", " ")
+    for way in ("packed, concat", "packed, shared_prefix"):
+        time, memory = over(way, "cpu_seconds"), over(way, "peak_mib")
+        assert f"{time} times the seconds and {memory} times the memory" in told, way
+    whole = over("whole", "cpu_seconds"), over("whole", "peak_mib")
+    assert f"{whole[0]} and {whole[1]} times" in told
