@@ -129,11 +129,8 @@ def _prove(model: Any, settings: RouterSettings) -> None:
         model.eval()
         with torch.autocast(weight.device.type, enabled=False):
             outputs = model(**batch.model_inputs(), output_router_logits=True)
-    except IndexError as error:  # of transformers' function, without a layer that has experts
-        must = "the model must have a layer with experts"
-        raise _unfit(
-            settings.model, must, f"router_aux_loss_coef {settings.coefficient:g} without one"
-        ) from error
+    except IndexError as error:  # of transformers' function, which takes the first layer's
+        raise _unfit(settings.model, "a layer must return router_logits", "none") from error
     finally:
         model.train(training)
     own = getattr(outputs, "aux_loss", None)

@@ -401,7 +401,5 @@ def test_a_coefficient_for_a_model_that_computes_no_such_loss_is_refused(
 
 def test_a_coefficient_for_a_model_without_experts_is_refused(kit: SimpleNamespace) -> None:
     model = use_packed_attention(kit.tiny_family("flint", torch.float32))
-    with pytest.raises(
-        CompatibilityError, match="must have a layer with experts; found router_aux"
-    ):
+    with pytest.raises(CompatibilityError, match="a layer must return router_logits; found none"):
         PackedPolicy(model)
