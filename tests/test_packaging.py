@@ -43,11 +43,13 @@ def test_the_oldest_python_is_the_one_of_the_classifiers() -> None:
 def test_make_floors_takes_the_oldest_torch_and_transformers() -> None:
     """torch first, from an index of CPU builds: PyPI's are CUDA builds of gigabytes."""
     recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nfloors:\n")[2]
-    first, second = [line for line in recipe.splitlines() if "pip install" in line]
+    first, second = [line for line in recipe.splitlines() if "uv pip install" in line]
     oldest = SCRIPT["floors"]("torch") + SCRIPT["floors"]("train")
     torch = next(name for name in oldest if name.startswith("torch=="))
-    assert first.endswith(f"--index-url $(CPU_TORCH) {torch}")
-    assert "try_release.py --floors torch train" in second
+    assert "--index-url" in first
+    assert first.endswith(f" {torch}.0")
+    assert "-r .venv-floors/floors.txt" in second
+    assert "try_release.py --floors torch train" in recipe
     command = [sys.executable, ROOT / "tests" / "try_release.py", "--floors", "torch", "train"]
     printed = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
     assert {torch, "transformers==5.17", "numpy==2.2"} <= set(printed.split())

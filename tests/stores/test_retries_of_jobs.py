@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,11 @@ def step(folder: Path, store: Store) -> subprocess.Popen[str]:
     return subprocess.Popen(
         ["bash", str(STEP), "job.yaml", "--num-workers", "1"],
         cwd=folder,
-        env={**os.environ, "PACKSTORE_OPTIONS": " ".join(words)},
+        env={
+            **os.environ,
+            "PACKSTORE_OPTIONS": " ".join(words),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         encoding="utf-8",

@@ -34,8 +34,8 @@ from packstore.torch.models.unwrap import adapted, backbone_of, unwrapped
 
 USE_LOGITS = "Use logits: segment_logps(batch, logits=model(**batch.model_inputs()).logits)"
 
-OTHER_CAP = "output_logit_soft_cap"
-"""The name of a final softcap in xLSTM's config."""
+CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
+"""Names of a final softcap in configs: of Gemma, xLSTM and RecurrentGemma."""
 
 PROBE_TOKENS = 6
 PROBE_LOGIT = 20.0
@@ -266,7 +266,7 @@ def _read_heads(model: Any) -> list[Head]:
         scale = float(model.logit_scale)
     elif getattr(config, "logits_scaling", None) is not None:
         scale = 1 / float(config.logits_scaling)
-    caps = (getattr(config, name, None) for name in ("final_logit_softcapping", OTHER_CAP))
+    caps = (getattr(config, name, None) for name in CAPS)
     softcap = next((cap for cap in caps if cap is not None), None)
     backbones = {backbone: None, getattr(backbone, "decoder", backbone): None}
     return [Head(each, output, scale, softcap) for each in backbones]

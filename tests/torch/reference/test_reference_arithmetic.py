@@ -216,13 +216,13 @@ def test_a_run_that_goes_on_in_other_arithmetic_says_so(
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A machine with a GPU of compute capability 9, as far as the choice of precision asks."""
-    for memory in (_flash.runs_on, arithmetic._log_choice):
+    for memory in (_flash.capability, arithmetic._log_choice):
         memory.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     yield monkeypatch
-    for memory in (_flash.runs_on, arithmetic._log_choice):
+    for memory in (_flash.capability, arithmetic._log_choice):
         memory.cache_clear()
 
 
@@ -247,7 +247,7 @@ def test_auto_is_bf16_where_kernels_want_it(
     assert choose_precision("none", cuda, torch.float32) == "none"
     assert [r.levelname for r in caplog.records] == ["INFO", "WARNING"]
     assert "1,300 kernel launches a layer" in caplog.text
-    _flash.runs_on.cache_clear()
+    _flash.capability.cache_clear()
     gpu.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     for asked in ("auto", "none"):
         assert choose_precision(asked, cuda, torch.float32) == "none"  # type: ignore[arg-type]
