@@ -1,4 +1,4 @@
-"""What each stage of packing costs, beside the least that its work could cost.
+"""Measures each stage of packing, beside the least that its work could cost.
 
     python benchmarks/floors.py --shared FOLDER [--pairs 50000]
 

@@ -1,4 +1,4 @@
-"""What commands print on stderr: log lines and errors, as text or as JSON objects."""
+"""Log lines and errors of commands on stderr, as text or as JSON objects."""
 
 from __future__ import annotations
 

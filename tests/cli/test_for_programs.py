@@ -1,4 +1,4 @@
-"""What programs read of commands: JSON results, JSON log lines, quiet runs, errors of one line."""
+"""Output for programs: JSON results, JSON log lines, quiet runs, errors of one line."""
 
 from __future__ import annotations
 

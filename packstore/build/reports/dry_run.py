@@ -18,7 +18,7 @@ from packstore.io.store.location import Location
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a job would meet.
+    """Result of :func:`dry_run`.
 
     Attributes:
         diagnosis: findings in a sample of the records; None for a packed dataset.

@@ -1,4 +1,4 @@
-"""What a model makes of each example: a row with log-probs, loss, margins and carried columns."""
+"""A row for each example: log-probs, loss, margins and carried columns."""
 
 from __future__ import annotations
 
