@@ -21,6 +21,9 @@ from packstore.torch.models import row
 LAYOUT = "_packed_layout"
 """Attribute of a rotary module that holds the row's layout while its parent module runs."""
 
+CONFIG = "_packed_config"
+"""Attribute of a rotary module with the config of the prepared model, which names its attention."""
+
 
 def use_own_tables(model: nn.Module) -> None:
     """Adds hooks to the rotary modules whose tables depend on the longest position, if any.
@@ -31,9 +34,12 @@ def use_own_tables(model: nn.Module) -> None:
     Args:
         model: the Hugging Face model, changed in place.
     """
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for parent in model.modules():
         rotary = [child for child in parent.children() if _depends(child)]
         for child in rotary:
+            setattr(child, CONFIG, config)
             if _per_sequence not in child._forward_hooks.values():
                 child.register_forward_hook(_per_sequence, with_kwargs=True)
         if rotary and _note_layout not in parent._forward_pre_hooks.values():
@@ -80,11 +86,13 @@ def _forget_layout(module: nn.Module, _: Any, __: Any) -> None:
 
 def _per_sequence(module: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
     """Replaces the tables `[…, T, D]` of a packed row by those of its single sequences."""
-    ours = str(getattr(module.config, "_attn_implementation", "")).startswith("packstore_")
+    config = getattr(module, CONFIG, None) or module.config
+    ours = str(getattr(config, "_attn_implementation", "")).startswith("packstore_")
     given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False), **kwargs)
     layer_type = given.get("layer_type")
     kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
-    # A module in a list has no parent that is called, and may have a config of its own.
+    # A module in a list has no parent that is called, so the layout is that of the thread, which a
+    # graph of torch.compile cannot read.
     layout: AttentionLayout | None = getattr(module, LAYOUT, None) or row.LAYOUT.get()
     if not (ours or row.LAYOUT.get() is not None) or not by_length(kind):
         return None
@@ -92,7 +100,8 @@ def _per_sequence(module: Any, args: Any, kwargs: Mapping[str, Any], output: Any
         must = f"RoPE of type {kind!r} must know the segments"
         do = (
             "Call the model with **batch.model_inputs(); to generate, give it back its own "
-            "attention: model.set_attn_implementation('sdpa')"
+            "attention: model.set_attn_implementation('sdpa'); if it is compiled, run it without "
+            "torch.compile"
         )
         raise BackendError(sentence("packed attention", must, "no layout", do))
     tables = _Tables(module, kind, given)

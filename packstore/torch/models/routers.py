@@ -51,7 +51,7 @@ _TOLD: set[str] = set()
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """What a model's load-balancing loss consists of.
+    """Settings of a model's load-balancing loss.
 
     Attributes:
         model: name of the model's class.

@@ -201,3 +201,17 @@ def test_copies_of_a_prepared_model_have_hooks_of_their_own(kit: SimpleNamespace
     twin = copy.deepcopy(model)
     del model
     assert torch.equal(packed_logps(twin, batch), expected)
+
+
+@torch.no_grad()
+def test_modules_in_a_list_are_refused_under_the_compiler(kit: SimpleNamespace) -> None:
+    """No parent of theirs is called, and a graph cannot read the layout of the thread."""
+    packs = kit.packed(pairs(*ACROSS_ALIKE), [len(ACROSS_ALIKE)], "concat")
+    batch = collate(packs, "preference")
+    model = kit.tiny_family("granite_swa", torch.float32, rope_parameters=copy.deepcopy(LONGROPE))
+    model = use_packed_attention(model.eval(), "reference")
+    model(**batch.model_inputs())
+    torch._dynamo.reset()
+    with pytest.raises(BackendError, match="run it without torch"):
+        torch.compile(model, backend="eager")(**batch.model_inputs())
+    torch._dynamo.reset()
