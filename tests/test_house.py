@@ -72,6 +72,21 @@ def test_importing_packstore_is_cheap() -> None:
     assert python(f"import sys, packstore; print({heavy} & set(sys.modules))") == "set()"
 
 
+@pytest.mark.parametrize(
+    ("command", "found"), [([], set()), (["pack", "--help"], {"packstore.cli.pack", "rich"})]
+)
+def test_the_command_line_loads_the_command_alone(command: list[str], found: set[str]) -> None:
+    code = (
+        "import contextlib, io, sys, packstore.cli as cli\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        f"    cli.main({command})\n"
+        "heavy = {'torch', 'numba', 'pyarrow', 'polars', 'numpy', 'tokenizers', 'fsspec', 'rich'}\n"
+        "commands = {cli.COMMANDS._entries[name].partition(':')[0] for name in cli.COMMANDS}\n"
+        "print(sorted((heavy | commands) & set(sys.modules)))"
+    )
+    assert python(code) == str(sorted(found))
+
+
 @pytest.mark.parametrize("module", ["packstore.torch", "packstore.io.dataset.dataset"])
 def test_training_begins_without_what_it_does_not_need(module: str) -> None:
     heavy = "{'numba', 'pandas', 'polars', 'tokenizers', 'torch._dynamo', 'transformers'}"

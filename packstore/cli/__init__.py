@@ -1,4 +1,4 @@
-"""The command line: one file and one line per command.
+"""The command line: one file per command, loaded when it is the one that runs.
 
 Exit codes: 0 success, 1 a named error or a failed check, 2 wrong usage, 130 interrupted.
 """
@@ -12,11 +12,12 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from packstore.cli._front_page import SUMMARIES, front_page
 from packstore.cli._logs import add_log_options, fail, set_up
-from packstore.cli._parser import Parser, front_page, parse
+from packstore.cli._parser import Parser, parse
 from packstore.errors import PackstoreError, quote, sentence, told
 from packstore.registry import Registry
 from packstore.version import VERSION
@@ -26,16 +27,14 @@ from packstore.version import VERSION
 class Command:
     """One sub-command: its arguments, and the function that returns the exit code.
 
+    What it does and its first example are in :data:`packstore.cli._front_page.FRONT_PAGE`.
+
     Attributes:
-        group: its group on the front page, one of :data:`packstore.cli._parser.GROUPS`.
-        help: one line.
-        examples: command lines; the first is on the front page.
+        examples: command lines besides.
         configure: adds the arguments to its parser.
         run: runs it; returns the exit code.
     """
 
-    group: str
-    help: str
     examples: str
     configure: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
@@ -70,18 +69,19 @@ RENAMED = {"plan": "estimate"}
 """Former name of a command -> its name."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """Makes the parser of the whole command line."""
+def parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Makes the parser of the command line, with the commands `names` only."""
     top = Parser(prog="packstore", description=ABOUT)
     top.add_argument("--version", action="version", version=f"packstore {VERSION}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name in COMMANDS:
+    for name in names:
         command = COMMANDS.load(name)
+        text, example = SUMMARIES[name]
         sub = commands.add_parser(
             name,
-            help=command.help,
-            description=command.help[0].upper() + command.help[1:] + ".",
-            epilog="examples:\n" + command.examples,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=f"examples:\n  packstore {example}\n{command.examples}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.configure(sub)
@@ -120,9 +120,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"packstore: error: {error}", file=sys.stderr)
         return 2
     if given in ([], ["--help"], ["-h"]):
-        print(front_page(ABOUT, {name: COMMANDS.load(name) for name in COMMANDS}), end="")
+        print(front_page(ABOUT), end="")
         return 0
-    args = parse(parser(), given)
+    # Other commands are not imported; only an unknown name is compared with all of them.
+    args = parse(parser(given[:1] if given[0] in COMMANDS else COMMANDS), given)
     with contextlib.suppress(ValueError):  # only the main thread can set signal handlers
         signal.signal(signal.SIGTERM, _terminate)
     set_up(args)

@@ -83,10 +83,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    group="prepare",
-    help="pack more records into a dataset, as its next version",
-    examples="  packstore append prefs-8k more.jsonl\n"
-    "  packstore append s3://bucket/prefs-8k 'new/*.jsonl.gz' --tokenizer Qwen3/\n",
+    examples="  packstore append s3://bucket/prefs-8k 'new/*.jsonl.gz' --tokenizer Qwen3/\n",
     configure=_configure,
     run=_run,
 )

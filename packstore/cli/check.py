@@ -48,12 +48,8 @@ def print_findings(console: Console, findings: Iterable[Finding]) -> int:
 _MARKS = {True: ("ok", None), False: ("FAILED", "red"), None: ("–", "dim")}
 
 COMMAND = Command(
-    group="keep",
-    help="try a place: list, read, write, commit, speed; each line is ok or a remedy",
-    examples=(
-        "  packstore check s3://bucket/prefs-8k\n"
-        "  packstore check s3://bucket/new --storage-option endpoint_url=https://s3.example:9000\n"
-    ),
+    examples="  packstore check s3://bucket/new --storage-option "
+    "endpoint_url=https://s3.example:9000\n",
     configure=_configure,
     run=_run,
 )

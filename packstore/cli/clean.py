@@ -91,10 +91,7 @@ def _seconds(text: str) -> float:
 
 
 COMMAND = Command(
-    group="keep",
-    help="list or remove what killed jobs left, and old versions",
-    examples="  packstore clean prefs-8k\n"
-    "  packstore clean s3://bucket/prefs-8k --delete\n"
+    examples="  packstore clean s3://bucket/prefs-8k --delete\n"
     "  packstore clean prefs-8k --keep-versions 2 --delete\n"
     "  packstore clean prefs-8k --older-than 0 --no-writers --delete\n",
     configure=_configure,

@@ -49,10 +49,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    group="prepare",
-    help="make one dataset of the shards of several, without rewriting them",
-    examples="  packstore concat prefs-a prefs-b prefs-all\n"
-    "  packstore concat s3://bucket/jan s3://bucket/feb s3://bucket/year\n",
+    examples="  packstore concat s3://bucket/jan s3://bucket/feb s3://bucket/year\n",
     configure=_configure,
     run=_run,
 )

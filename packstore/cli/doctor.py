@@ -80,10 +80,7 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
 
 
 COMMAND = Command(
-    group="prepare",
-    help="lint records against tokenizer and template, before packing",
-    examples="  packstore doctor prefs.jsonl --tokenizer tokenizer.json\n"
-    "  packstore doctor chats.jsonl --tokenizer Qwen3/ --pack-size 4096 --strict\n",
+    examples="  packstore doctor chats.jsonl --tokenizer Qwen3/ --pack-size 4096 --strict\n",
     configure=_configure,
     run=_run,
 )

@@ -251,10 +251,8 @@ def _page(found: Estimate, source: str) -> str:
 
 
 COMMAND = Command(
-    group="prepare",
-    help="estimate fill, packs and steps for several pack sizes, from a sample; writes no dataset",
-    examples="  packstore estimate prefs.jsonl --tokenizer tokenizer.json\n"
-    "  packstore estimate prefs.jsonl --tokenizer Qwen3/ --world-size 8 --html estimate.html\n",
+    examples="  packstore estimate prefs.jsonl --tokenizer Qwen3/ --world-size 8 "
+    "--html estimate.html\n",
     configure=_configure,
     run=_run,
 )

@@ -183,10 +183,8 @@ def _table(title: str, metrics: dict[str, float], by: dict[str, dict[str, float]
 
 
 COMMAND = Command(
-    group="train",
-    help="compute accuracy, margins, rewards and loss of a model on a packed dataset",
-    examples="  packstore evaluate held-out-8k --model run/model --ref-model my-sft-model\n"
-    "  packstore evaluate held-out-8k --model run/model --ref-logps held-out-ref --by source\n"
+    examples="  packstore evaluate held-out-8k --model run/model --ref-logps "
+    "held-out-ref --by source\n"
     "  packstore evaluate held-out-8k --model run/model --ref-model my-sft-model --by file\n"
     "  packstore evaluate held-out-8k --model run/model --ref-logps ref --html evaluation.html\n"
     "  packstore evaluate chats-8k --model my-sft-model --json\n"

@@ -65,10 +65,7 @@ def _shown(value: object) -> object:
 
 
 COMMAND = Command(
-    group="exchange",
-    help="write a dataset in the format of another trainer",
-    examples="  packstore export nemo prefs-8k packed_8192_seed0.npy\n"
-    "  packstore export megatron chats-8k bridge-8k --context-parallel 2\n"
+    examples="  packstore export megatron chats-8k bridge-8k --context-parallel 2\n"
     "  packstore export jsonl prefs-8k prefs.jsonl.zst\n"
     "  packstore export megatron --help\n",
     configure=_configure,

@@ -60,10 +60,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    group="exchange",
-    help="make a dataset from a file of another trainer",
-    examples="  packstore import nemo packed_8192_seed0.npy prefs-8k\n"
-    "  packstore import nemo packed_8192_seed0.npy prefs-8k --tokenizer tokenizer.json\n"
+    examples="  packstore import nemo packed_8192_seed0.npy prefs-8k --tokenizer tokenizer.json\n"
     "  packstore import nemo --help\n",
     configure=_configure,
     run=_run,

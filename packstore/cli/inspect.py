@@ -111,10 +111,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, object]:
 
 
 COMMAND = Command(
-    group="look",
-    help="show the manifest and statistics of a dataset",
-    examples="  packstore inspect prefs-8k\n"
-    "  packstore inspect s3://bucket/prefs-8k --json > manifest.json\n"
+    examples="  packstore inspect s3://bucket/prefs-8k --json > manifest.json\n"
     "  packstore inspect prefs-8k --as-config > job.yaml\n",
     configure=_configure,
     run=_run,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from packstore.cli import Command
 from packstore.cli._progress import progress_of
 from packstore.cli._results import add_json, dataset_result, print_result
-from packstore.cli.check import print_findings
 from packstore.cli.common import (
     add_storage_options,
     number,
@@ -19,8 +18,6 @@ from packstore.cli.common import (
     storage_options,
     two_columns,
 )
-from packstore.cli.doctor import print_diagnosis
-from packstore.cli.estimate import print_estimate
 from packstore.cli.settings import add_settings, read_settings
 from packstore.config import (
     PackConfig,
@@ -30,7 +27,6 @@ from packstore.config import (
     TokenizeConfig,
     WriteConfig,
 )
-from packstore.config.job import read_job
 from packstore.errors import ConfigError, sentence
 
 if TYPE_CHECKING:
@@ -91,7 +87,11 @@ def _run(args: argparse.Namespace) -> int:
 
 def _job(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the arguments of ``packstore.pack``, from the job file and the command line."""
-    job: dict[str, Any] = {} if args.config is None else read_job(args.config)
+    job: dict[str, Any] = {}
+    if args.config is not None:
+        from packstore.config.job import read_job
+
+        job = read_job(args.config)
     if len(args.places) > 1:
         source = args.places[:-1]
         job |= {"source": source[0] if len(source) == 1 else source, "out": args.places[-1]}
@@ -144,6 +144,10 @@ def _dry_run(args: argparse.Namespace, job: dict[str, Any]) -> int:
 
 
 def _print_dry_run(found: DryRun) -> None:
+    from packstore.cli.check import print_findings
+    from packstore.cli.doctor import print_diagnosis
+    from packstore.cli.estimate import print_estimate
+
     console = stdout_console()
     if found.diagnosis is not None:
         print_diagnosis(console, found.diagnosis)
@@ -170,10 +174,8 @@ def _print(dataset: Dataset) -> None:
 
 
 COMMAND = Command(
-    group="prepare",
-    help="tokenize and pack records into a dataset, or repack a dataset",
-    examples="  packstore pack prefs.jsonl prefs-8k --tokenizer tokenizer.json\n"
-    "  packstore pack 'raw/*.jsonl.gz' s3://bucket/prefs-8k --tokenizer Qwen3/ --pack-size 8192\n"
+    examples="  packstore pack 'raw/*.jsonl.gz' s3://bucket/prefs-8k --tokenizer "
+    "Qwen3/ --pack-size 8192\n"
     "  packstore pack qa.csv qa-4k --tokenizer t.json --field prompt=question --pack-size 4096\n"
     "  packstore pack prefs-8k prefs-32k --pack-size 32768 --layout shared_prefix\n"
     "  packstore pack --config job.yaml --dry-run\n"

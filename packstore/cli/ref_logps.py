@@ -55,10 +55,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    group="train",
-    help="compute the log-probs of a reference model once, as a side dataset",
-    examples="  packstore ref-logps prefs-8k prefs-8k-ref --model my-sft-model --dtype bfloat16\n"
-    "  torchrun --nproc-per-node 8 -m packstore ref-logps prefs-8k ref-8k --model my-sft-model\n"
+    examples="  torchrun --nproc-per-node 8 -m packstore ref-logps prefs-8k ref-8k "
+    "--model my-sft-model\n"
     "The same command again continues a run that was killed.\n",
     configure=_configure,
     run=_run,

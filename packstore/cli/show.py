@@ -131,10 +131,8 @@ def _paint(ids: Int32, on: Bool, name: str, decode: Decode, colour: bool) -> Tex
 
 
 COMMAND = Command(
-    group="look",
-    help="decode packs, coloured by prompt, chosen, rejected and supervision",
-    examples="  packstore show prefs-8k\n"
-    "  packstore show s3://bucket/prefs-8k --pack 17 --count 2 --tokenizer tokenizer.json\n"
+    examples="  packstore show s3://bucket/prefs-8k --pack 17 --count 2 --tokenizer "
+    "tokenizer.json\n"
     "  packstore show prefs-8k --pack 100 --count 50 --html packs.html\n",
     configure=_configure,
     run=_run,

@@ -195,10 +195,7 @@ def _histogram(name: str, values: Any) -> Table:
 
 
 COMMAND = Command(
-    group="look",
-    help="show distributions of lengths, supervision, examples per pack and rewards",
-    examples="  packstore stats prefs-8k\n  packstore stats prefs-8k --json\n"
-    "  packstore stats prefs-8k --html stats.html\n",
+    examples="  packstore stats prefs-8k --json\n  packstore stats prefs-8k --html stats.html\n",
     configure=_configure,
     run=_run,
 )

@@ -93,10 +93,7 @@ def _numbers(texts: dict[str, str]) -> dict[str, float]:
 
 
 COMMAND = Command(
-    group="train",
-    help="train a causal LM on a packed dataset: DPO and similar losses, or SFT",
-    examples="  packstore train examples/dpo.yaml\n"
-    "  packstore train examples/dpo.yaml --learning-rate 5e-7 --loss ipo --output run-2\n"
+    examples="  packstore train examples/dpo.yaml --learning-rate 5e-7 --loss ipo --output run-2\n"
     "  packstore train examples/dpo.yaml --html run.html\n"
     "  packstore train --model Qwen3-0.6B --dataset chats-8k --loss sft --output sft-run\n"
     "  accelerate launch -m packstore train dpo.yaml        # several GPUs or nodes\n",

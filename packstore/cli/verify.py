@@ -50,9 +50,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    group="keep",
-    help="check every hash, every rule and every count of a dataset",
-    examples="  packstore verify prefs-8k\n  packstore verify s3://bucket/prefs-8k && train\n",
+    examples="  packstore verify s3://bucket/prefs-8k && train\n",
     configure=_configure,
     run=_run,
 )

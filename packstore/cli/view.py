@@ -38,10 +38,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    group="look",
-    help="look at packs in a browser: search, filters, attention; read-only, on this machine only",
-    examples="  packstore view prefs-8k\n"
-    "  packstore view s3://bucket/prefs-8k --port 8765 --no-browser\n",
+    examples="  packstore view s3://bucket/prefs-8k --port 8765 --no-browser\n",
     configure=_configure,
     run=_run,
 )
