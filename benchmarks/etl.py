@@ -1,11 +1,26 @@
-"""Packs JSON lines into a stored dataset, beside common pipelines, on the same real texts.
+"""Packs JSON lines into a stored dataset: each stage beside its floor, and beside other ways.
 
-    python benchmarks/etl.py                      # 6k, 50k and 200k pairs of about 4 kB
+    python benchmarks/etl.py                      # about 25 minutes on two idle cores
     python benchmarks/etl.py --memory             # 50k, 500k and 5M short pairs, under a limit
 
-Each run is a process of its own; imports are not timed, loading the tokenizer is. Contenders take
-turns, and the least of their times counts. Wall time depends on what else the machine does (its
-load stands beside); CPU seconds of all threads and child processes do so less.
+Pairs of real texts, about 4 kB each, as text and as chats of the same texts, with three tokenizers:
+`qwen3` (byte-level BPE, its own chat template), `mistral_v1` (SentencePiece BPE, BOS) and
+`t5_unigram` (Unigram, which only the reference engine takes: the smallest size alone takes
+minutes, so only that). For each case:
+
+- `packstore.pack` as users call it: wall and CPU seconds, share of the cores that is busy (CPU
+  seconds over wall seconds and cores), peak memory, seconds until the first record is read;
+- each stage alone, in CPU seconds for a million tokens, beside its floor: what the work costs in
+  the library that does it (`peers_etl/floors.py` says which);
+- with qwen3, other ways to the same: `datasets` with TRL's packer (in one process and in two at
+  the smallest size, the faster of them at the others and for chats), and, at the smallest size, the
+  steps of NeMo-Aligner and packstore with the tokenizer library that both use. What their outputs
+  lack is said in `peers_etl/trls.py` and `peers_etl/nemo.py`.
+
+Each run is a process of its own; imports are timed apart, loading the tokenizer is included.
+`packstore` runs twice at the smallest size, and each figure is the least; all else runs once.
+Nothing is extrapolated. The load of the machine before each run stands beside it: with more than a
+few tenths, compare CPU seconds only.
 """
 
 from __future__ import annotations
@@ -17,6 +32,9 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,27 +47,66 @@ from packstore.version import VERSION
 
 RESULTS = Path(__file__).parent / "results" / "etl.json"
 OURS, REFERENCE, STAGES = "packstore", "packstore-reference", "packstore-stages"
-HF, NEMO = "datasets+trl", "nemo-steps"
+TRL, TRL_2, NEMO = "datasets+trl", "datasets+trl-2", "nemo-steps"
+TOKENIZERS = {"qwen3": None, "mistral_v1": "plain", "t5_unigram": "plain"}
+"""Name -> chat template where it has none."""
+
+COMPARED, SLOW = "qwen3", ("t5_unigram",)
+"""With this tokenizer the peers run; those are measured at the smallest size only."""
+
+FORMS = ("text", "chat")
+SIZES = (50_000, 200_000)
 PACK_SIZE = 8192
 SERIES = (50_000, 500_000, 5_000_000)
-ROOM = 1.3
+MARGIN = 1.3
 """Peaks of memory may lie so far apart; the limit of the larger runs is so much over the first."""
+
+COLUMNS = ("contender", "wall s", "CPU s", "busy", "M tokens", "packs", "peak MB", "stages")
 
 Row = dict[str, Any]
 
 
-def run(
-    contender: str, args: argparse.Namespace, source: Path, scratch: Path, limit: int = 0
-) -> Row:
+@dataclass(frozen=True)
+class Case:
+    """What is packed, with which tokenizer."""
+
+    tokenizer: str
+    form: str
+    pairs: int
+
+    @property
+    def name(self) -> str:
+        """Key in the results."""
+        return f"{self.tokenizer} {self.form} {self.pairs}"
+
+    def contenders(self, known: Row, first: int) -> Iterator[str]:
+        """Names of the contenders, in order.
+
+        Args:
+            known: results so far.
+            first: the smallest size.
+        """
+        yield OURS
+        yield STAGES
+        if self.tokenizer != COMPARED:
+            return
+        if self.pairs == first and self.form == "text":
+            yield from (REFERENCE, TRL, TRL_2, NEMO)
+        elif self.form == "text" or self.pairs == first:
+            texts = known.get(f"{COMPARED} text {first}", {}).get("rows", {})
+            yield min((TRL, TRL_2), key=lambda n: texts.get(n, {}).get("seconds", 9e9))
+
+
+def run(contender: str, args: argparse.Namespace, source: Path, case: Case, limit: int = 0) -> Row:
     """Runs one contender in its own process; measures its output, then removes it."""
     with (
-        tempfile.TemporaryDirectory(dir=scratch) as out,
-        tempfile.TemporaryDirectory(dir=scratch) as temporary,
+        tempfile.TemporaryDirectory(dir=source.parent) as out,
+        tempfile.TemporaryDirectory(dir=source.parent) as temporary,
     ):
         task = {
             "contender": contender, "source": str(source), "out": out,
-            "tokenizer": str(args.shared / "tokenizers" / "qwen3"), "pack_size": PACK_SIZE,
-            "limit": limit or None,
+            "tokenizer": str(args.shared / "tokenizers" / case.tokenizer),
+            "template": TOKENIZERS[case.tokenizer], "pack_size": PACK_SIZE, "limit": limit or None,
         }  # fmt: skip
         # Arrow's own allocator reserves address space, which a limit would count.
         environment = {
@@ -62,153 +119,151 @@ def run(
             cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:
-            raise SystemExit(f"{contender} failed:\n{done.stderr[-3000:]}")
+            raise SystemExit(f"{case.name}: {contender} failed:\n{done.stderr[-3000:]}")
         row: Row = json.loads(done.stdout.splitlines()[-1])
         spill = [p.name for p in Path(temporary).glob("packstore-*")]
-        return row | {"contender": contender, "load_before": before, "left_behind": spill}
+        return row | {"load_before": before, "left_behind": spill}
 
 
-def compare(args: argparse.Namespace, scratch: Path, console: Console, known: list[Row]) -> None:
-    """All contenders at all sizes; adds to `known`, and leaves out what is there."""
-    for number in args.pairs:
-        contenders = [OURS, STAGES]
-        contenders += [name for name, most in args.slow.items() if number <= most]
-        contenders = [name for name in contenders if name in args.only]
-        done = {r["contender"] for r in known if r["pairs"] == number}
-        if done.issuperset(contenders):
-            continue
-        source = scratch / f"long-{number}.jsonl"
-        write_pairs(args.shared / "pairs", source, number, "long")
-        about = {"pairs": number, "input_bytes": source.stat().st_size}
-        best: dict[str, Row] = {}
-        for turn in range(args.turns):
-            for name in contenders:
-                if name in done or (turn and name in args.slow):
+def compare(args: argparse.Namespace, scratch: Path, console: Console, results: Row) -> None:
+    """Measures all cases, and leaves out what `results` has."""
+    cases = results.setdefault("cases", {})
+    for pairs in args.pairs:
+        for form in args.forms:
+            source = scratch / "pairs.jsonl"
+            write_pairs(args.shared / "pairs", source, pairs, "long", form)
+            for tokenizer in args.tokenizers:
+                if tokenizer in SLOW and pairs > args.pairs[0]:
                     continue
-                row = run(name, args, source, scratch) | about
-                console.print(
-                    f"{number:,} {name}: {row['seconds']:.1f} s, CPU {row['cpu_seconds']:.1f} s"
-                )
-                old = best.get(name, row)
-                if name in best:
-                    known.remove(old)
-                # Each figure at its least: they are disturbed apart.
-                merged = row if row["seconds"] <= old["seconds"] else old
-                least = min(row["cpu_seconds"], old["cpu_seconds"])
-                best[name] = merged | {"cpu_seconds": least}
-                known.append(best[name])
-                save(args, "speed", known)
-        source.unlink()
+                case = Case(tokenizer, form, pairs)
+                about = cases.setdefault(case.name, {"rows": {}})
+                about["input_bytes"] = source.stat().st_size
+                names = [n for n in case.contenders(cases, args.pairs[0]) if n in args.only]
+                turns = args.turns if pairs == args.pairs[0] and tokenizer not in SLOW else 1
+                measure(args, source, case, names, turns, about["rows"])
+                save(args, results)
+                show_case(case.name, about, console)
 
 
-def save(args: argparse.Namespace, part: str, rows: list[Row]) -> Row:
+def measure(
+    args: argparse.Namespace, source: Path, case: Case, names: list[str], turns: int, rows: Row
+) -> None:
+    """Adds the rows of one case; ours of several turns."""
+    known = set(rows)
+    for name in (*names, *(OURS for _ in range(turns - 1))):
+        if name not in known:
+            row = run(name, args, source, case)
+            rows[name] = least(row, rows.get(name, row))
+
+
+def least(a: Row, b: Row) -> Row:
+    """The quicker of two runs, with the least of their CPU seconds: they are disturbed apart."""
+    row = a if a["seconds"] <= b["seconds"] else b
+    return row | {"cpu_seconds": min(a["cpu_seconds"], b["cpu_seconds"])}
+
+
+def save(args: argparse.Namespace, results: Row) -> None:
     """Writes what is known by now, so that an interrupted run can go on with ``--resume``."""
-    results: Row = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
-    if part == "memory":
-        peaks = [row["peak_rss"] for row in rows]
-        more: Row = {"ratio": max(peaks) / min(peaks), "wanted": ROOM}
-    else:
-        rows = rows + extrapolated(rows, args.pairs)
-        more = {"goals": goals(rows)}
-    results[part] = {"environment": environment(), "rows": rows, **more}
+    results["environment"] = environment()
+    results["goals"] = list(goals(results.get("cases", {})))
     args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=1) + "\n")
-    return dict(results[part])
+    args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def extrapolated(rows: list[Row], sizes: list[int]) -> list[Row]:
-    """Contenders at sizes that take too long: first-fit by the square of n, loading the tokenizer
-    as it is, all else in proportion.
-    """
-    found: list[Row] = []
-    for name in (REFERENCE, HF, f"{HF}-2", NEMO):
-        for number in sizes:
-            own = [r for r in rows if r["contender"] == name]
-            if not own or any(r["pairs"] == number for r in own):
-                continue
-            last = max(own, key=lambda r: r["pairs"])
-            times = number / last["pairs"]
-            once = last["stages"]["load tokenizer"]
-            quadratic = last["stages"].get("pack", 0.0) if name == NEMO else 0.0
-            more = (last["seconds"] - once) * times + once + quadratic * (times**2 - times)
-            found.append(
-                {
-                    "contender": name,
-                    "pairs": number,
-                    "extrapolated_from": last["pairs"],
-                    "input_bytes": int(last["input_bytes"] * times),
-                    "seconds": more,
-                    "cpu_seconds": last["cpu_seconds"] * more / last["seconds"],
-                }
-            )
-    return found
-
-
-def memory(args: argparse.Namespace, scratch: Path, console: Console, known: list[Row]) -> None:
+def memory(args: argparse.Namespace, scratch: Path, console: Console, results: Row) -> None:
     """Short pairs by the million: the later runs under a limit that comes from the first."""
+    rows = results.setdefault("memory", {}).setdefault("rows", [])
     for number in args.series:
-        if any(row["pairs"] == number for row in known):
+        if any(row["pairs"] == number for row in rows):
             continue
         source = scratch / f"short-{number}.jsonl"
         write_pairs(args.shared / "pairs", source, number, "short")
-        limit = int(known[0]["peak_data"] * ROOM) if known else 0
-        row = run(OURS, args, source, scratch, limit)
-        row |= {"pairs": number, "input_bytes": source.stat().st_size, "limit": limit or None}
-        known.append(row)
+        limit = int(rows[0]["peak_data"] * MARGIN) if rows else 0
+        row = run(OURS, args, source, Case(COMPARED, "text", number), limit)
+        rows.append(
+            row | {"pairs": number, "input_bytes": source.stat().st_size, "limit": limit or None}
+        )
+        source.unlink()
         console.print(
             f"{number:,} pairs: peak RSS {row['peak_rss'] >> 20} MB, anonymous "
             f"{row['peak_anonymous'] >> 20} MB, data {row['peak_data'] >> 20} MB of {limit >> 20}, "
             f"{row['seconds']:.0f} s, left behind: {row['left_behind'] or 'nothing'}"
         )
-        save(args, "memory", known)
-        source.unlink()
+        for name in ("rss", "anonymous"):
+            peaks = [row[f"peak_{name}"] for row in rows]
+            results["memory"][f"{name}, largest over smallest"] = max(peaks) / min(peaks)
+        results["memory"]["wanted"] = MARGIN
+        save(args, results)
 
 
-def goals(rows: list[Row]) -> list[Row]:
-    """Compares the goals with the results."""
-    found: list[Row] = []
-    for number in sorted({r["pairs"] for r in rows}):
-        by = {r["contender"]: r for r in rows if r["pairs"] == number}
-        if number < 50_000:
+def floor_table(case: Row) -> Iterator[tuple[str, float | None, float | None]]:
+    """Name, CPU seconds and floor of each stage, then of the whole, all for a million tokens."""
+    rows, each = case["rows"], case["rows"][STAGES]["tokens"] / 1e6
+    stages = rows[STAGES]["floors"]
+    for name, (own, floor) in stages.items():
+        yield name, own / each, None if floor is None else floor / each
+    own = rows[OURS]["cpu_seconds"] / each if OURS in rows else None
+    yield "whole", own, sum(floor or 0 for _, floor in stages.values()) / each
+
+
+def busy(row: Row) -> float:
+    """Share of the cores that works."""
+    return float(row["cpu_seconds"] / row["seconds"] / (os.cpu_count() or 1))
+
+
+def goals(cases: Row) -> Iterator[Row]:
+    """Compares the results with the goals."""
+
+    def goal(what: str, found: float, wanted: float, most: bool) -> Row:
+        met = found <= wanted if most else found >= wanted
+        return {"goal": what, "wanted": wanted, "found": found, "met": met}
+
+    for name, case in cases.items():
+        rows = case["rows"]
+        if OURS not in rows:
             continue
-        for mine, peer, wanted in (
-            (OURS, HF, 20), (OURS, NEMO, 50 if number >= 200_000 else 30), (REFERENCE, HF, 2),
-        ):  # fmt: skip
-            if mine in by and peer in by:
-                for figure in ("seconds", "cpu_seconds"):
-                    value = by[peer][figure] / by[mine][figure]
-                    what = f"{mine}: times {peer}, {figure}, {number:,} pairs"
-                    found.append(
-                        {"goal": what, "wanted": wanted, "found": value, "met": value >= wanted}
-                    )
-        if OURS in by and STAGES in by:
-            slowest = max(by[STAGES]["stages"], key=by[STAGES]["stages"].get)
-            value = by[OURS]["seconds"] / by[STAGES]["stages"][slowest]
-            what = f"whole over its slowest stage ({slowest}), {number:,} pairs"
-            found.append({"goal": what, "wanted": 1.6, "found": value, "met": value <= 1.6})
-    return found
+        mine = rows[OURS]
+        yield goal(f"{name}: busy share of the cores", busy(mine), 0.9, False)
+        start = mine["import_seconds"] + mine["stages"]["load tokenizer"]
+        yield goal(f"{name}: seconds to the first record", start, 1.2, True)
+        if "floors" in rows.get(STAGES, {}):
+            *_, (_, own, floor) = floor_table(case)
+            yield goal(f"{name}: whole over the sum of floors, CPU", own / floor, 1.5, True)
+        for us, peer, wanted in ((OURS, TRL, 20), (OURS, NEMO, 30), (REFERENCE, TRL, 2)):
+            # Of the two ways to run the peer, the better one.
+            peers = [rows[n] for n in (peer, f"{peer}-2") if n in rows]
+            for figure in ("seconds", "cpu_seconds") if us in rows and peers else ():
+                times = min(row[figure] for row in peers) / rows[us][figure]
+                yield goal(f"{name}: {us}, times {peer}, {figure}", times, wanted, False)
+        texts = cases.get(name.replace(" chat ", " text "), {}).get("rows", {})
+        if OURS in texts and texts[OURS] is not mine:
+            each = [row["cpu_seconds"] / row["tokens"] for row in (mine, texts[OURS])]
+            yield goal(f"{name}: over text, CPU a token", each[0] / each[1], 1.5, True)
 
 
-def show(rows: list[Row], found: list[Row], console: Console) -> None:
-    """Tables for the terminal."""
-    table = Table(title="JSON lines to a stored dataset")
-    for column in ("pairs", "contender", "pairs/s", "MB/s", "pairs per CPU-s", "peak MB", "stages"):
+def show_case(name: str, case: Row, console: Console) -> None:
+    """Prints the tables of a case."""
+    table = Table(title=f"{name} pairs, {case['input_bytes'] / 1e6:,.0f} MB")
+    for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("contender", "stages") else "right")
-    for row in sorted(rows, key=lambda r: (r["pairs"], r["seconds"])):
-        stages = ", ".join(f"{name} {s:.1f}" for name, s in row.get("stages", {}).items())
+    for contender, row in sorted(case["rows"].items(), key=lambda item: item[1]["seconds"]):
+        if contender == STAGES:
+            continue
         table.add_row(
-            f"{row['pairs']:,}",
-            row["contender"] + (" (extrapolated)" if "extrapolated_from" in row else ""),
-            f"{row['pairs'] / row['seconds']:,.0f}",
-            f"{row['input_bytes'] / row['seconds'] / 1e6:,.1f}",
-            f"{row['pairs'] / row['cpu_seconds']:,.0f}",
-            f"{row['peak_rss'] >> 20:,}" if "peak_rss" in row else "-",
-            stages,
-        )
+            contender, f"{row['seconds']:.1f}", f"{row['cpu_seconds']:.1f}", f"{busy(row):.0%}",
+            f"{row['tokens'] / 1e6:.1f}", f"{row['packs']:,}", f"{row['peak_rss'] >> 20:,}",
+            ", ".join(f"{stage} {s:.1f}" for stage, s in row["stages"].items()),
+        )  # fmt: skip
     console.print(table)
-    for goal in found:
-        sign = "met" if goal["met"] else "MISSED"
-        console.print(f"{sign}: {goal['goal']}: {goal['found']:.2f} (wanted {goal['wanted']})")
+    if "floors" not in case["rows"].get(STAGES, {}):
+        return
+    table = Table(title=f"{name}: CPU seconds for a million tokens")
+    for column in ("stage", "packstore", "floor", "times"):
+        table.add_column(column, justify="left" if column == "stage" else "right")
+    for stage, own, floor in floor_table(case):
+        cells = ["" if value is None else f"{value:.4f}" for value in (own, floor)]
+        table.add_row(stage, *cells, f"{own / floor:.2f}" if own and floor else "")
+    console.print(table)
 
 
 def environment() -> Row:
@@ -226,37 +281,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pairs", type=int, nargs="+", default=[6000, 50_000, 200_000])
+    parser.add_argument("--pairs", type=int, nargs="+", default=list(SIZES), help="ascending")
+    parser.add_argument("--tokenizers", nargs="+", choices=TOKENIZERS, default=list(TOKENIZERS))
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    names = (OURS, STAGES, REFERENCE, TRL, TRL_2, NEMO)
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--series", type=int, nargs="+", default=list(SERIES))
     parser.add_argument("--memory", action="store_true", help="the memory series instead")
     parser.add_argument("--resume", action="store_true", help="leave out what is measured already")
-    parser.add_argument("--turns", type=int, default=3)
-    names = (OURS, STAGES, REFERENCE, HF, NEMO)
-    parser.add_argument("--only", nargs="+", choices=names, default=names)
-    for name in ("reference", "hf", "nemo"):
-        parser.add_argument(
-            f"--{name}-up-to", type=int, default=50_000, help="more pairs are extrapolated"
-        )
+    parser.add_argument("--turns", type=int, default=2, help="of packstore at the smallest size")
     parser.add_argument("--shared", type=Path, default=Path("../shared/data"))
     parser.add_argument("--scratch", type=Path, help="folder for temporary files")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.shared = args.shared.resolve()
-    args.slow = {REFERENCE: args.reference_up_to, HF: args.hf_up_to, f"{HF}-2": 0}
-    args.slow[NEMO] = args.nemo_up_to
-    console = Console(width=150)
-    name = "memory" if args.memory else "speed"
-    known: list[Row] = []
-    if args.resume and args.out.exists():
-        rows = json.loads(args.out.read_text(encoding="utf-8")).get(name, {}).get("rows", [])
-        known = [row for row in rows if "extrapolated_from" not in row]
+    console, begun = Console(width=150), time.monotonic()
+    part = "memory" if args.memory else "cases"
+    results: Row = {}
+    if args.out.exists():
+        results = json.loads(args.out.read_text(encoding="utf-8"))
+        if not args.resume:
+            results.pop(part, None)
     with tempfile.TemporaryDirectory(prefix="packstore-bench-", dir=args.scratch) as scratch:
-        (memory if args.memory else compare)(args, Path(scratch), console, known)
-    found = save(args, name, known)
-    if args.memory:
-        console.print(f"largest peak over smallest: {found['ratio']:.2f} (wanted {ROOM})")
-    else:
-        show(found["rows"], found["goals"], console)
+        (memory if args.memory else compare)(args, Path(scratch), console, results)
+    save(args, results)
+    for goal in results["goals"]:
+        sign = "met" if goal["met"] else "MISSED"
+        console.print(f"{sign}: {goal['goal']}: {goal['found']:.2f} (wanted {goal['wanted']})")
+    console.print(f"took {(time.monotonic() - begun) / 60:.1f} minutes")
 
 
 if __name__ == "__main__":

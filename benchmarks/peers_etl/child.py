@@ -16,7 +16,7 @@ from typing import Any
 CONTENDERS = {
     "packstore": "peers_etl.ours:pack",
     "packstore-reference": "peers_etl.ours:pack_by_reference",
-    "packstore-stages": "peers_etl.ours:stages",
+    "packstore-stages": "peers_etl.floors:stages",
     "datasets+trl": "peers_etl.trls:pack",
     "datasets+trl-2": "peers_etl.trls:pack_in_two",
     "nemo-steps": "peers_etl.nemo:pack",
@@ -33,6 +33,7 @@ class Task:
         out: a folder for the result.
         tokenizer: a folder with ``tokenizer.json``.
         pack_size: tokens of a pack.
+        template: chat template, if the tokenizer has none of its own.
         limit: bytes of RLIMIT_DATA, or None.
     """
 
@@ -41,14 +42,26 @@ class Task:
     out: str
     tokenizer: str
     pack_size: int
+    template: str | None = None
     limit: int | None = None
 
 
 @dataclass
 class Watch:
-    """Seconds by stage, and peaks of memory that a thread looks at."""
+    """Measurements of a run.
+
+    Attributes:
+        stages: seconds by stage.
+        counts: tokens and packs of the output.
+        floors: CPU seconds of each stage and of its floor, where measured.
+        engine: tokenizer engine, where there is a choice.
+        peaks: of memory, in bytes, which a thread reads.
+    """
 
     stages: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    floors: dict[str, list[float | None]] = field(default_factory=dict)
+    engine: str | None = None
     peaks: dict[str, int] = field(default_factory=lambda: {"anonymous": 0, "data": 0})
     _begun: float = field(default_factory=time.perf_counter)
 
@@ -87,14 +100,19 @@ def run(task: Task) -> dict[str, Any]:
     watch = Watch()
     threading.Thread(target=watch.look, daemon=True).start()
     begun, cpu = time.perf_counter(), cpu_seconds()
-    watch = contender(task, watch) or watch
+    contender(task, watch)
     found = {
         "seconds": time.perf_counter() - begun,
         "cpu_seconds": cpu_seconds() - cpu,
         "import_seconds": imports,
         "stages": watch.stages,
+        **watch.counts,
         "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
     }
+    if watch.floors:
+        found["floors"] = watch.floors
+    if watch.engine:
+        found["engine"] = watch.engine
     return found | {f"peak_{name}": size for name, size in watch.peaks.items()}
 
 

@@ -34,6 +34,7 @@ def pack(task: Task, watch: Watch) -> None:
     watch.stage("fill")
     np.save(Path(task.out, "packed.npy"), rows, allow_pickle=True)
     watch.stage("write")
+    watch.counts.update(tokens=sum(lengths), packs=len(packs))
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, record: dict[str, str]) -> dict[str, Any]:
