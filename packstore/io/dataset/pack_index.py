@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from packstore.errors import IntegrityError, quote, sentence
 from packstore.format.arrays import Int64, PackSizes, to_offsets
 from packstore.format.loss_counts import COUNTS
-from packstore.format.schema import as_numpy
+from packstore.format.schema import as_arrow, as_numpy
 from packstore.io.dataset.columns import read_columns
 from packstore.io.manifest.commit import FOLDER
 from packstore.io.manifest.manifest import Manifest
@@ -89,10 +89,10 @@ def put_index(location: Location, sizes: Iterable[PackSizes], version: int) -> S
 
 
 def _table(sizes: PackSizes) -> pa.Table:
-    columns: list[Any] = [sizes.tokens, sizes.examples, sizes.squares]
-    unknown = [[None] * len(sizes)] * len(COUNTS)
-    columns += unknown if sizes.counts is None else list(sizes.counts.T)
-    arrays = [pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)]
+    columns = [sizes.tokens, sizes.examples, sizes.squares]
+    columns += [] if sizes.counts is None else list(sizes.counts.T)
+    arrays = [as_arrow(c, f.type) for c, f in zip(columns, SCHEMA, strict=False)]
+    arrays += [pa.nulls(len(sizes), f.type) for f in list(SCHEMA)[len(arrays) :]]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
 

@@ -46,7 +46,7 @@ class ShardFile:
         Raises:
             StorageError: no space, or no permission.
         """
-        table = pa.Table.from_batches([pa.concat_batches(batches)])
+        table = pa.Table.from_batches(batches).combine_chunks()  # copies only if there are several
         with as_storage_errors("write", self.path, {}):
             self._writer.write_table(table, max(table.num_rows, 1))
 

@@ -17,9 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from packstore.config import WriteConfig
-from packstore.format.arrays import Int64, Packs
+from packstore.format.arrays import Int32, Int64, Packs
 from packstore.format.rules import check_packs
-from packstore.format.schema import as_numpy, pack_schema, to_arrow
+from packstore.format.schema import pack_schema, to_arrow
 from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.commit import DATA, FOLDER
 from packstore.io.manifest.partition_notes import Finished
@@ -71,7 +71,7 @@ class ShardWriter:
         self._encoder: ThreadPoolExecutor | None = None
         self._encoding: deque[Future[None]] = deque()
         self._shard: ShardFile | None = None
-        self._pending: list[tuple[pa.RecordBatch, Int64]] = []
+        self._pending: list[tuple[pa.RecordBatch, Int64, Int32]] = []
         self._pending_tokens = self._rows = 0
         self._parts: list[Finished] = []
 
@@ -112,11 +112,11 @@ class ShardWriter:
         for row, tokens in enumerate(np.diff(packs.token_offsets).tolist()):
             full = self._pending_tokens + tokens > self._config.row_group_tokens
             if self._pending_tokens and full:
-                self._hold(batch, figures, start, row)
+                self._hold(batch, figures, packs, start, row)
                 self._flush()
                 start = row
             self._pending_tokens += tokens
-        self._hold(batch, figures, start, len(packs))
+        self._hold(batch, figures, packs, start, len(packs))
 
     def finish(self) -> list[Finished]:
         """Finishes the last shard; returns all shards in order.
@@ -155,21 +155,24 @@ class ShardWriter:
             self._shard = None
         self._staging.remove()
 
-    def _hold(self, batch: pa.RecordBatch, figures: Int64, start: int, stop: int) -> None:
+    def _hold(
+        self, batch: pa.RecordBatch, figures: Int64, packs: Packs, start: int, stop: int
+    ) -> None:
         if stop > start:
-            self._pending.append((batch.slice(start, stop - start), figures[start:stop]))
+            first, last = packs.sequence_offsets[[start, stop]]
+            rows = batch.slice(start, stop - start)
+            self._pending.append((rows, figures[start:stop], packs.lengths[first:last]))
 
     def _flush(self) -> None:
         """Queues the pending rows as one row group; closes the shard if it is full."""
-        batches = [batch for batch, _ in self._pending]
+        batches, some_figures, some_lengths = zip(*self._pending, strict=True)
         if self._shard is None:
             self._shard = ShardFile(self._staging.path(), self._schema, self._config)
         if self._encoder is None:
             self._encoder = ThreadPoolExecutor(1, "packstore-write")
-        figures = np.concatenate([f for _, f in self._pending])
-        lengths = np.concatenate([as_numpy(b.column("lengths").flatten()) for b in batches])
+        figures = np.concatenate(some_figures)
         self._shard.figures.append(figures)
-        self._shard.counter.add(figures, lengths)
+        self._shard.counter.add(figures, np.concatenate(some_lengths))
         self._pending, self._pending_tokens = [], 0
         self._encoding.append(self._encoder.submit(self._shard.append, batches))
         self._wait(AHEAD)
