@@ -3,6 +3,10 @@
 JSON lines; three encodings of each pair; lists of ids and labels; first-fit over shuffled lengths;
 an object array in an ``.npy``. Two steps are kinder than there: sums of packs are kept rather than
 added up anew, and a pack is found by its number rather than by removing examples from lists.
+
+The same work as packstore's but for: no EOS, as is the default there; labels by the length of the
+prompt's ids, where that script stops unless these begin the whole; nothing is refused or counted,
+and a pair that is longer than a pack gets one of its own; no compression, no checksums.
 """
 
 from __future__ import annotations
