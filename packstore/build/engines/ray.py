@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -28,7 +28,7 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
     """Yields ``work(item)`` for every item, in order.
 
     Args:
-        work: picklable; stored once, and read by each worker.
+        work: picklable; stored once, and loaded once by each worker.
         items: picklable; at most two per worker are held at a time.
         num_workers: tasks at a time; None: as many as the cluster has cores.
 
@@ -47,7 +47,7 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
 
 
 def _in_tasks(work: Callable[[T], R], stream: Iterator[T], num_workers: int) -> Iterator[R]:
-    shared = ray.put(work)
+    shared = [ray.put(work)]  # in a list, else Ray would load it for every task
     submit: Any = ray.remote(_work_on).options(max_retries=MAX_RETRIES, num_cpus=1)
     pending: deque[Any] = deque()
     try:
@@ -74,11 +74,21 @@ def _result(task: Any) -> Any:
         ) from error
 
 
-def _work_on(work: Callable[[T], R], item: T) -> R:
+_loaded: tuple[str, Any] = "", None
+"""Id of the work that this process has loaded, and the work: a tokenizer loads as long as 30 MB of
+text are tokenized."""
+
+
+def _work_on(shared: Sequence[Any], item: Any) -> Any:
+    global _loaded
     # Tasks fill the cores: threads inside each would only contend.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
-    return work(item)
+    (reference,) = shared
+    if _loaded[0] != reference.hex():
+        _loaded = "", None  # frees the memory of an earlier call first
+        _loaded = reference.hex(), ray.get(reference)
+    return _loaded[1](item)
 
 
 def _cores() -> int:

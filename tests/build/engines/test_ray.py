@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import runpy
 import signal
 import sys
 import time
@@ -12,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from small_jobs import write_tokenizer
 
 import packstore
-from packstore.errors import DatasetNotFoundError, MissingExtraError, PackstoreError
+from packstore.errors import DatasetNotFoundError, MissingExtraError, PackstoreError, StorageError
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
 
@@ -32,16 +35,18 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "ray_on_object_storage.py"
+
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    tests = str(Path(__file__).parents[2])
+    tests = Path(__file__).parents[2]
     ray.init(
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,
         configure_logging=False,
-        runtime_env={"env_vars": {"PYTHONPATH": tests}},
+        runtime_env={"env_vars": {"PYTHONPATH": f"{tests}:{tests / 'support'}"}},
     )
     yield
     ray.shutdown()
@@ -244,6 +249,68 @@ def test_on_an_object_store(s3: Store, tmp_path: Path, monkeypatch: pytest.Monke
         assert made.manifest.records.dropped["duplicate_pair"] > 100
         assert len(made.manifest.shards) > 2
         assert made.verify().ok
+
+
+def test_the_example_may_be_run_again(
+    s3: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that ends before its commit, the one that goes on, and one more."""
+    place = Location(s3.url, s3.options)
+    record = {"prompt": "Question? ", "chosen": "Answer.", "rejected": "No."}
+    for i in range(3):
+        place.create_bytes(f"in/{i}.jsonl", 300 * (json.dumps(record) + "\n").encode())
+    tokenizer = str(write_tokenizer(tmp_path / "t.json"))
+    words = [f"{s3.url}/in/*.jsonl", f"{s3.url}/out", tokenizer, "--partitions", "3"]
+    monkeypatch.setattr(sys, "argv", ["example", *words, "--pack-size", "64"])
+    monkeypatch.setenv("STORAGE_OPTIONS", json.dumps(s3.options))
+    fs, root = place._open()
+
+    def stored() -> dict[str, str]:
+        """Path and ETag of each object."""
+        fs.invalidate_cache()
+        return {path: entry["ETag"] for path, entry in fs.find(f"{root}/out", detail=True).items()}
+
+    def fail(*_: object) -> None:
+        raise StorageError("the store is down")
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="store is down"):  # noqa: PT012
+        patch.setattr("packstore.build.pipeline.commit", fail)
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    before = stored()
+    assert sum("/partitions/" in path for path in before) == 3
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    after = stored()
+    assert {p: tag for p, tag in before.items() if "/data/" in p}.items() <= after.items()
+    monkeypatch.setitem(sys.modules, "packstore.build.engines.ray", None)  # no tasks any more
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert stored() == after
+    assert capsys.readouterr().out == "1\n1\n"
+    made = packstore.open(f"{s3.url}/out", storage_options=s3.options)
+    assert made.manifest.records.packed == 900
+    assert made.manifest.provenance["settings"]["partitions"] == 3
+
+
+class Unpickled:
+    """Returns in how many processes and how often it was loaded."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state
+        with open(self.log, "a", encoding="utf-8") as file:
+            file.write(f"{os.getpid()}\n")
+
+    def __call__(self, x: int) -> int:
+        return os.getpid()
+
+
+def test_a_worker_loads_the_work_once(tmp_path: Path) -> None:
+    """For each call, as a later one may have the same tokenizer with other settings."""
+    for call in ("first", "second"):
+        used = set(run(Unpickled(tmp_path / call), range(20), 2))
+        loads = [int(line) for line in (tmp_path / call).read_text().splitlines()]
+        assert sorted(loads) == sorted(used)
 
 
 def test_without_ray_the_install_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
