@@ -10,6 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from packstore.cli import Command
+from packstore.cli._groups import Groups, check_by, group_rows, group_table, grouped
 from packstore.cli._places import FEW, place_rows, sentences
 from packstore.cli._progress import progress_of
 from packstore.cli._results import add_json, print_result
@@ -30,18 +31,26 @@ TITLES = {"p0": "min", "p50": "median", "p100": "max"}
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_dataset(parser, versions=True)
     add_json(parser)
+    parser.add_argument(
+        "--by", metavar="COLUMN", help="also group by a carried column, or by input file: file"
+    )
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts")
 
 
 def _run(args: argparse.Namespace) -> int:
     dataset = open_dataset(args)
+    check_by(dataset, args.by)
+    if args.html:
+        frame.check_writable(args.html)
     with progress_of("stats", args) as progress:
         figures, places = _collect(dataset, progress)
     summary = {name: _summary(values) for name, values in figures.items() if len(values)}
+    by = grouped(dataset, args.by) if args.by else {}
     if args.html:
-        frame.write(args.html, _page(dataset, figures, summary, places))
+        groups = [_group_section(args.by, by)] if args.by else []
+        frame.write(args.html, _page(dataset, figures, summary, places, groups))
     if args.json:
-        told = {**summary, "places": places and dataclasses.asdict(places)}
+        told = {**summary, "places": places and dataclasses.asdict(places), "by": by}
         print_result(told)
         return 0
     console = stdout_console()
@@ -49,6 +58,9 @@ def _run(args: argparse.Namespace) -> int:
     console.print(f"fill: {_fill(dataset)}")
     for sentence in sentences(_randomness(dataset, places), places):
         console.print(sentence)
+    if args.by:
+        for part in group_table(args.by, by):
+            console.print(part)
     for name in ("examples per pack", "sequence length"):
         console.print(_histogram(name, figures[name]))
     return 0
@@ -123,6 +135,7 @@ def _page(
     figures: dict[str, Any],
     summary: dict[str, dict[str, float]],
     places: Places | None,
+    groups: list[str],
 ) -> str:
     m = dataset.manifest
     rows = [(name, *(_short(v) for v in values.values())) for name, values in summary.items()]
@@ -150,10 +163,16 @@ def _page(
                 if randomness
                 else frame.paragraph("Not recorded: these packs were not planned here."),
             ),
+            *groups,
             frame.section("Distributions", charts.side_by_side(*drawn)),
             frame.section("Percentiles", frame.table(columns, rows)),
         ],
     )
+
+
+def _group_section(by: str, groups: Groups) -> str:
+    titles, rows, note = group_rows(groups)
+    return frame.section(f"By {by}", frame.table(titles, rows), frame.paragraph(note))
 
 
 def _randomness(dataset: Dataset, places: Places | None) -> list[tuple[str, str, str]]:
@@ -195,7 +214,8 @@ def _histogram(name: str, values: Any) -> Table:
 
 
 COMMAND = Command(
-    examples="  packstore stats prefs-8k --json\n  packstore stats prefs-8k --html stats.html\n",
+    examples="  packstore stats prefs-8k --json\n"
+    "  packstore stats prefs-8k --by lang --html stats.html\n",
     configure=_configure,
     run=_run,
 )

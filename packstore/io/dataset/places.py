@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 import numpy as np
 import numpy.typing as npt
@@ -129,3 +131,11 @@ def _drawn(counts: Int64, size: Int64) -> float:
     other = 1 - counts / counts.sum()
     packs = np.bincount(size)
     return float(sum(packs[m] * (1 - other**m).sum() for m in np.flatnonzero(packs).tolist()))
+
+
+def source_names(manifest: Manifest) -> list[str]:
+    """Returns the names of the input files, or their whole paths where names repeat."""
+    paths = [str(source.get("path")) for source in manifest.provenance.get("sources") or ()]
+    last = [PurePosixPath(path).name for path in paths]
+    often = Counter(last)
+    return [n if often[n] == 1 else p for n, p in zip(last, paths, strict=True)]

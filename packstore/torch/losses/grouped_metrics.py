@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from pathlib import PurePosixPath
-from typing import Any, NotRequired, TypedDict, TypeVar
+from collections.abc import Iterator
+from typing import NotRequired, TypedDict, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +15,7 @@ from torch import Tensor
 from packstore.errors import ConfigError, quote
 from packstore.format.arrays import SOURCE_SHIFT
 from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.places import source_names
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.batch.transfer import sent
 from packstore.torch.losses.divisor import StepDivisor
@@ -66,7 +65,7 @@ class GroupedMetrics:
         by: str | None = None,
     ) -> None:
         self.loss_fn, self.by = loss_fn, by
-        self._files = _names(dataset.manifest.provenance.get("sources") or [])
+        self._files = source_names(dataset.manifest)
         self._sums: dict[Key, Tensor] = {}
 
     def add(
@@ -148,14 +147,6 @@ class GroupedMetrics:
 
     def _file(self, number: int) -> str:
         return self._files[number] if number < len(self._files) else f"source {number}"
-
-
-def _names(sources: list[Mapping[str, Any]]) -> list[str]:
-    """File names, or whole paths where names repeat."""
-    paths = [str(source.get("path")) for source in sources]
-    last = [PurePosixPath(path).name for path in paths]
-    often = Counter(last)
-    return [n if often[n] == 1 else p for n, p in zip(last, paths, strict=True)]
 
 
 def of_all_ranks(own: list[T]) -> list[T]:
