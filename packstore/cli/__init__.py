@@ -10,8 +10,10 @@ import codecs
 import contextlib
 import io
 import os
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -74,13 +76,14 @@ def parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
     top = Parser(prog="packstore", description=ABOUT)
     top.add_argument("--version", action="version", version=f"packstore {VERSION}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    width = shutil.get_terminal_size().columns - 2
     for name in names:
         command = COMMANDS.load(name)
         text, example = SUMMARIES[name]
         sub = commands.add_parser(
             name,
             help=text,
-            description=text[0].upper() + text[1:] + ".",
+            description=textwrap.fill(text[0].upper() + text[1:] + ".", width),
             epilog=f"examples:\n  packstore {example}\n{command.examples}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -119,6 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         error = sentence(f"command {given[0]}", must, "a former name", do)
         print(f"packstore: error: {error}", file=sys.stderr)
         return 2
+    if given[:1] == ["help"]:
+        given = [*given[1:], "--help"]
     if given in ([], ["--help"], ["-h"]):
         print(front_page(ABOUT), end="")
         return 0

@@ -73,11 +73,11 @@ FRONT_PAGE: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "ref-logps": (
             "compute the log-probs of a reference model once, as a side dataset",
-            "ref-logps prefs-8k prefs-8k-ref --model my-sft-model --dtype bfloat16",
+            "ref-logps prefs-8k prefs-8k-ref --model my-sft-model",
         ),
         "evaluate": (
             "compute accuracy, margins, rewards and loss of a model on a packed dataset",
-            "evaluate held-out-8k --model run/model --ref-model my-sft-model",
+            "evaluate prefs-8k --model run/model --reference-model sft",
         ),
     },
     "exchange": {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,12 +27,13 @@ def add_log_options(parser: argparse.ArgumentParser, default: bool = True) -> No
     hidden: dict[str, Any] = (
         {} if default else {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     )
+    group = parser.add_argument_group("messages")
     for flag, text in (
         ("--debug", "show the traceback of an error"),
         ("--quiet", "print warnings and errors only, besides the result"),
     ):
-        parser.add_argument(flag, action="store_true", **{"help": text, **hidden})
-    parser.add_argument(
+        group.add_argument(flag, action="store_true", **{"help": text, **hidden})
+    group.add_argument(
         "--log-format",
         choices=("text", "json"),
         **{
@@ -50,17 +53,27 @@ def set_up(args: argparse.Namespace) -> None:
     logging.getLogger("packstore").setLevel(logging.WARNING if args.quiet else logging.INFO)
     for other in QUIET:
         logging.getLogger(other).setLevel(logging.WARNING)
+    if args.log_format == "json":
+        logging.captureWarnings(True)  # Python would print them as text
 
 
 def fail(args: argparse.Namespace, text: str, error: BaseException | None = None) -> None:
     """Prints why a command failed, in one line."""
-    if args.log_format == "text":
-        print(f"packstore: {text}", file=sys.stderr)
-        return
-    told: dict[str, object] = {"level": "error", "message": text.removeprefix("error: ")}
-    if error is not None:
-        told["error"] = type(error).__name__
-    print(_line(told), file=sys.stderr)
+    name = None if error is None else type(error).__name__
+    print(error_line(text, args.log_format == "json", error=name), file=sys.stderr)
+
+
+def error_line(text: str, as_json: bool, prog: str = "packstore", error: str | None = None) -> str:
+    """Returns the line of an error: text, or a JSON object with the class of the error."""
+    if not as_json:
+        return f"{prog}: {text}"
+    told = {"level": "error", "message": text.removeprefix("error: ")}
+    return _line({**told, "error": error} if error else {**told})
+
+
+def wants_json(given: Sequence[str]) -> bool:
+    """Returns True if a command line asks for log lines as JSON, also if it cannot be parsed."""
+    return "--log-format=json" in given or ("--log-format", "json") in itertools.pairwise(given)
 
 
 class _Json(logging.Formatter):

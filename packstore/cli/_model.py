@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from packstore.errors import ConfigError, quote, sentence
@@ -14,7 +14,7 @@ from packstore.registry import missing_extra
 if TYPE_CHECKING:
     import torch
 
-DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "float32": "float32", "float64": "float64"}
+DTYPES = ("float32", "bfloat16", "float64")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -54,11 +54,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def loaded(args: argparse.Namespace, path: str, adapter: str | None, device: torch.device) -> Any:
     """Loads the model at `path` with the dtype and attention of the arguments, on `device`."""
+    join_logs()
     from packstore.torch.models.isolation import probe_model
     from packstore.torch.models.load import add_adapter, is_adapter, load_model
     from packstore.torch.reference.arithmetic import autocast, choose_precision
 
-    model = load_model(path, dtype=DTYPES[args.dtype], attention=args.attention)  # type: ignore[arg-type]
+    model = load_model(path, dtype=args.dtype, attention=args.attention)
     if adapter is not None:
         if not is_adapter(adapter):
             must = "the folder must hold an adapter_config.json"
@@ -70,6 +71,16 @@ def loaded(args: argparse.Namespace, path: str, adapter: str | None, device: tor
         with autocast(device, choose_precision(args.mixed_precision, device, weights)):
             probe_model(model)
     return model
+
+
+def join_logs() -> None:
+    """Makes transformers log as packstore does, without bars, which would break up our lines."""
+    with suppress(ImportError):
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        logging.disable_default_handler()
+        logging.enable_propagation()
 
 
 @contextmanager

@@ -18,7 +18,9 @@ _SHOWN = 40
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_dataset(parser)
-    parser.add_argument("--delete", action="store_true", help="remove it; default: only list it")
+    parser.add_argument(
+        "--delete", action="store_true", help="remove the files; default: only list them"
+    )
     parser.add_argument(
         "--keep-versions",
         type=int,

@@ -25,6 +25,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", nargs="+", metavar="SOURCE", help="as for packstore pack")
     parser.add_argument("--tokenizer", metavar="PATH", required=True, help="as for packstore pack")
     parser.add_argument(
+        "--sample",
+        type=int,
+        metavar="N",
+        help="records to look at, at most, from all over the input; default: all",
+    )
+    parser.add_argument(
         "--strict", action="store_true", help="count remarks as problems in the exit code"
     )
     add_json(parser)
@@ -41,6 +47,7 @@ def _run(args: argparse.Namespace) -> int:
         diagnosis = doctor(
             source,
             args.tokenizer,
+            sample=args.sample,
             storage_options=storage_options(args),
             progress=progress,
             **read_settings(args, PackConfig),
@@ -55,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     """Prints the findings as a table."""
-    from packstore.build.reports.doctor import MEANING
+    from packstore.build.reports.doctor import meaning
 
     console.print(f"{number(diagnosis.records)} records of kind {diagnosis.kind}")
     table = Table()
@@ -65,7 +72,7 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     table.add_column("for example", overflow="fold")
     for finding in diagnosis.findings:
         share = f"{finding.records / max(diagnosis.records, 1):.1%}"
-        texts = (MEANING.get(finding.check, ""), *finding.examples)
+        texts = (meaning(finding.check), *finding.examples)
         style = "red" if finding.level == "problem" else "yellow"
         table.add_row(
             Text(f"{finding.level}: {finding.check}", style),

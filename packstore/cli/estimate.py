@@ -84,6 +84,8 @@ def _run(args: argparse.Namespace) -> int:
     from packstore.build.reports.estimate import estimate
 
     source = args.source[0] if len(args.source) == 1 else args.source
+    if args.html:
+        frame.check_writable(args.html)
     with progress_of("estimate", args) as progress:
         found = estimate(
             source,

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from rich.table import Table
 
 from packstore.cli import Command
+from packstore.cli._groups import check_by
 from packstore.cli._model import add_model, loaded, ranks, say
 from packstore.cli._results import add_json, print_result
 from packstore.cli.common import add_dataset, heading, open_dataset, stdout_console
@@ -33,7 +34,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_dataset(parser, versions=True)
     add_model(parser)
     reference = parser.add_mutually_exclusive_group()
-    reference.add_argument("--ref-model", metavar="PATH", help="reference model, or an adapter")
+    reference.add_argument(
+        "--reference-model", metavar="PATH", help="reference model, or a LoRA adapter"
+    )
     reference.add_argument(
         "--ref-logps", metavar="SIDE", help="side dataset from `packstore ref-logps`"
     )
@@ -63,10 +66,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     dataset = open_dataset(args)
-    kind, carried = dataset.manifest.kind, dataset.manifest.carry
-    if args.by not in (None, "file", *carried):
-        known = ", ".join(["file", *carried])
-        raise ConfigError(f"--by must be a carried column, of {known}; found {args.by!r}.")
+    kind = dataset.manifest.kind
+    check_by(dataset, args.by)
     for path in filter(None, (args.html, args.examples)):
         frame.check_writable(path)
     name = args.loss or ("sft" if kind == "sft" else "dpo")
@@ -79,16 +80,16 @@ def _run(args: argparse.Namespace) -> int:
             must = "an example must have responses to compare"
             found, do = "a dataset of kind 'sft'", "Use --loss sft"
             raise CompatibilityError(sentence(f"--loss {name}", must, found, do))
-        if loss.reference and not (args.ref_model or args.ref_logps):
+        if loss.reference and not (args.reference_model or args.ref_logps):
             raise ConfigError(
-                f"loss {name!r} compares with a reference: give --ref-model or --ref-logps."
+                f"loss {name!r} compares with a reference: give --reference-model or --ref-logps."
             )
-        wanted = loss.reference and args.ref_model
+        wanted = loss.reference and args.reference_model
         figures = evaluate(
             loaded(args, args.model, args.adapter, device),
             dataset,
             loss=loss,
-            reference=loaded(args, args.ref_model, None, device) if wanted else None,
+            reference=loaded(args, args.reference_model, None, device) if wanted else None,
             side=[args.ref_logps] if args.ref_logps else (),
             by=args.by or ("file" if args.html else None),
             rows=bool(args.html or args.examples),
@@ -141,7 +142,7 @@ def _page(
         sections.append(frame.section(title, frame.table(("", *facts), groups)))
     every = [(name, _text(name, value)) for name, value in metrics.items()]
     sections.append(frame.section("All metrics", frame.table(("metric", "all"), every)))
-    reference = args.ref_model or args.ref_logps
+    reference = args.reference_model or args.ref_logps
     against = f" against {reference}" if reference and loss.reference else ""
     return frame.page(
         f"Evaluation of {args.model}",
@@ -183,13 +184,12 @@ def _table(title: str, metrics: dict[str, float], by: dict[str, dict[str, float]
 
 
 COMMAND = Command(
-    examples="  packstore evaluate held-out-8k --model run/model --ref-logps "
-    "held-out-ref --by source\n"
-    "  packstore evaluate held-out-8k --model run/model --ref-model my-sft-model --by file\n"
+    examples="  packstore evaluate held-out-8k --model run/model --ref-logps held-out-ref "
+    "--by source\n"
+    "  packstore evaluate held-out-8k --model run/model --reference-model sft --by file\n"
     "  packstore evaluate held-out-8k --model run/model --ref-logps ref --html evaluation.html\n"
     "  packstore evaluate chats-8k --model my-sft-model --json\n"
-    "  torchrun --nproc-per-node 8 -m packstore evaluate held-out-8k --model run/model "
-    "--ref-logps held-out-ref\n",
+    "  torchrun --nproc-per-node 8 -m packstore evaluate prefs-8k --model run --ref-logps ref\n",
     configure=_configure,
     run=_run,
 )

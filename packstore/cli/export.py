@@ -36,7 +36,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         add_dataset(sub)
         sub.add_argument("out", metavar=exporter.out[0], help=exporter.out[1])
         add_json(sub)
-        add_settings(sub, "options", exporter.options)
+        add_settings(sub, "format", exporter.options)
 
 
 def _run(args: argparse.Namespace) -> int:

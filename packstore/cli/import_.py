@@ -29,7 +29,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("out", metavar="OUT", help="folder or URL of the new dataset")
         add_json(sub)
         add_storage_options(sub)
-        add_settings(sub, "options", importer.options)
+        add_settings(sub, "format", importer.options)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -12,6 +12,23 @@ from typing import Any, Literal
 from packstore.config.checks import RENAMED
 from packstore.errors import ConfigError, spelled
 
+METAVARS = {
+    **dict.fromkeys(("dataset", "validation", "tokenizer", "model", "reference_model"), "PATH"),
+    **dict.fromkeys(("ref_logps", "validation_ref_logps"), "SIDE"),
+    "fields": "FIELD=NAME",
+    "where": "SQL",
+    "select": "FIELD=SQL",
+    "carry": "NAME[:TYPE]",
+    "chat_template": "TEMPLATE",
+    "spill_dir": "DIR",
+    "output": "DIR",
+    "rejects": "FILE",
+    "validation_by": "COLUMN",
+    "loss_parameters": "NAME=NUMBER",
+    "wandb": "PROJECT",
+}
+"""Setting -> the name of its value in the help, where NAME, KEY=VALUE, N or X would say less."""
+
 
 def add_settings(parser: argparse.ArgumentParser, title: str, config: type) -> None:
     """Adds one flag per field of the dataclass `config`, in a separate group.
@@ -100,16 +117,17 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     if field.default not in (None, dataclasses.MISSING, ()):
         text += f" (default: {field.default})"
     common = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
+    named = METAVARS.get(field.name)
     options = [a for a in typing.get_args(hint) if a is not type(None)]
     origin = typing.get_origin(hint)
     if origin is Literal:
         return {**common, "choices": typing.get_args(hint)}
     if origin is tuple:
-        return {**common, "action": "append", "metavar": "NAME"}
+        return {**common, "action": "append", "metavar": named or "NAME"}
     if isinstance(origin, type) and issubclass(origin, Mapping):
         action = _KeyJson if field.metadata.get("json") else _KeyValue
-        return {**common, "action": action, "metavar": "KEY=VALUE"}
+        return {**common, "action": action, "metavar": named or "KEY=VALUE"}
     base = options[0] if options else hint
     if base is bool:
         return {**common, "action": argparse.BooleanOptionalAction}
-    return {**common, "type": base, "metavar": {int: "N", float: "X"}.get(base, "NAME")}
+    return {**common, "type": base, "metavar": named or {int: "N", float: "X"}.get(base, "NAME")}

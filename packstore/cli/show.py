@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from packstore.cli import Command
-from packstore.cli.common import add_dataset, decoder_of, open_dataset, stdout_console
+from packstore.cli._results import add_json
+from packstore.cli.common import (
+    add_dataset,
+    decoder_of,
+    open_dataset,
+    print_json,
+    stdout_console,
+)
 from packstore.errors import ConfigError, visible
-from packstore.format.arrays import Bool, Int32, Packs
+from packstore.format.arrays import IGNORE_INDEX, Bool, Int32, Packs, ids_of
 from packstore.pages import frame
 from packstore.pages.pack_page import MOST_BYTES, MOST_PACKS, pack_page
-from packstore.pages.packs import PackReader, record_place, side_of
+from packstore.pages.packs import PackReader, columns_of, record_place, side_of
 
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
@@ -37,6 +45,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=int, default=1, metavar="N", help="packs to show")
     parser.add_argument("--tokenizer", metavar="PATH", help="default: the dataset's")
     parser.add_argument("--ids", action="store_true", help="show token ids instead of text")
+    add_json(parser)
     bound = f"at most {MOST_PACKS} packs or {MOST_BYTES // 1_000_000} MB"
     parser.add_argument(
         "--html", metavar="FILE", help=f"write a page with the packs instead, {bound}"
@@ -53,15 +62,21 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--count must be at least 1; found {args.count}.")
     if args.html:
         frame.check_writable(args.html)
-    console = stdout_console()
     decode = None if args.ids else decoder_of(dataset, args.tokenizer)
+    numbers = range(args.pack, min(args.pack + args.count, len(dataset)))
     if args.html:
-        numbers = range(args.pack, min(args.pack + args.count, len(dataset)))
         page, left_out = pack_page(PackReader(dataset, decode), numbers)
         frame.write(args.html, page)
         if left_out:
             log.warning("%s", left_out)
+    if args.json:
+        reader, m = PackReader(dataset, decode), dataset.manifest
+        about = {"url": dataset.url, "kind": m.kind, "layout": m.layout, "pack_size": m.pack_size}
+        packs = [_plain(reader, number) for number in numbers]
+        print_json(json.dumps({**about, "packs": packs}) + "\n")
+    if args.html or args.json:
         return 0
+    console = stdout_console()
     console.print(_legend(console.is_terminal))
     for number, pack in _rows(dataset, args.pack, args.count):
         _show_pack(console, dataset, number, pack, decode)
@@ -92,6 +107,19 @@ def _rows(dataset: Dataset, first: int, count: int) -> Iterator[tuple[int, Packs
         start += int(rows)
         if start >= first + count:
             return
+
+
+def _plain(reader: PackReader, number: int) -> dict[str, Any]:
+    """Returns a pack with the ids, labels and text of each stored segment, as a JSON value."""
+    pack = reader.read(number)
+    sequences = []
+    for i in range(len(pack.lengths)):
+        own = reader.sequence(pack, i)
+        signed = pack.signed_ids[own["start"] : own["stop"]]
+        ids = ids_of(signed).tolist()
+        own |= {"input_ids": ids, "labels": np.where(signed < 0, IGNORE_INDEX, signed).tolist()}
+        sequences.append(own if reader.decode is None else {**own, "text": reader.decode(ids)})
+    return {"number": number, "sequences": sequences, "columns": columns_of(pack)}
 
 
 def _show_pack(
@@ -133,7 +161,8 @@ def _paint(ids: Int32, on: Bool, name: str, decode: Decode, colour: bool) -> Tex
 COMMAND = Command(
     examples="  packstore show s3://bucket/prefs-8k --pack 17 --count 2 --tokenizer "
     "tokenizer.json\n"
-    "  packstore show prefs-8k --pack 100 --count 50 --html packs.html\n",
+    "  packstore show prefs-8k --pack 100 --count 50 --html packs.html\n"
+    "  packstore show prefs-8k --json | jq '.packs[0].sequences'\n",
     configure=_configure,
     run=_run,
 )

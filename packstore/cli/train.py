@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 from pathlib import Path
 from typing import Any
 
 from packstore.cli import Command
+from packstore.cli._model import join_logs
 from packstore.cli._results import add_json, print_result
 from packstore.cli.common import stdout_console, two_columns
 from packstore.cli.settings import add_settings, read_settings
@@ -30,6 +30,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", nargs="?", metavar="CONFIG", help="YAML file of settings; flags override it"
     )
+    parser.add_argument("--config", dest="config_file", metavar="FILE", help="the same")
     parser.add_argument(
         "--html", metavar="FILE", help="also write a page with the curves of the run, at its end"
     )
@@ -42,17 +43,17 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    settings: dict[str, Any] = {} if args.config is None else read_file(args.config)
+    if args.config and args.config_file:
+        args.parser.error("CONFIG and --config are the same: give one")
+    path = args.config or args.config_file
+    settings: dict[str, Any] = {} if path is None else read_file(path)
     flags = read_settings(args, TrainConfig)
     if "loss_parameters" in flags:
         flags["loss_parameters"] = _numbers(flags["loss_parameters"])
     config = TrainConfig.of(**{**settings, **flags})
     from packstore.torch.training.train import train
 
-    with contextlib.suppress(ImportError):  # its progress bars would break up ours
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()
+    join_logs()
     first = os.environ.get("RANK", "0") == "0"
     if args.html and first:
         frame.check_writable(args.html)

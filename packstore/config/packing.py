@@ -55,7 +55,9 @@ class TokenizeConfig(SizeConfig):
         "(repeatable)",
     )
     carry: tuple[str, ...] = setting(
-        (), "additional scalar columns to keep, NAME or NAME:TYPE (string, int64, float64, bool)"
+        (),
+        "a scalar field to keep as a column of the examples, with a type of string, int64, "
+        "float64, bool (repeatable)",
     )
     implicit_prompt: Literal["hh", "common_prefix"] = setting(
         "hh",
@@ -66,7 +68,8 @@ class TokenizeConfig(SizeConfig):
         setting("auto", "library that encodes text; auto: the fastest installed one with equal ids")
     )
     chat_template: str | None = setting(
-        None, "for chat messages: a Jinja file or text, or chatml, plain; default: the tokenizer's"
+        None,
+        "for chat messages: a Jinja file or text, or chatml, plain; default: the tokenizer's",
     )
     template_variables: Mapping[str, Any] = setting(
         dict,
@@ -185,7 +188,11 @@ class PlanConfig(SizeConfig):
         "plan the examples in random order, so that a pack holds examples from all of the input; "
         "otherwise packs hold neighbours",
     )
-    strategy: str = setting("pool", "packing strategy", registry="strategy")
+    strategy: str = setting(
+        "pool",
+        "packing strategy: pool, auto, best_fit_decreasing, exact_fill, column_generation, "
+        "first_fit_decreasing, first_fit_shuffle, sequential, none",
+    )
     pack_order: Literal["shuffled", "stratified", "plain"] = setting(
         "shuffled", "order of the packs in the dataset"
     )
@@ -227,7 +234,7 @@ class WriteConfig:
 class WorkConfig:
     """Settings of reading and tokenizing; none of them changes a byte of the result."""
 
-    engine: str = setting("local", "engine that runs the workers", registry="engine")
+    engine: str = setting("local", "engine that runs the workers: local, ray")
     num_workers: int | None = setting(
         None, "worker processes; 0 or 1: no extra process; default: by the size of the input"
     )

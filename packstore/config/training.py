@@ -99,7 +99,9 @@ class TrainLossConfig:
     """Settings of the loss."""
 
     loss: str | Mapping[str, float | Mapping[str, float]] = setting(
-        "dpo", "name of the loss; in a file also a mix {name: weight, …}"
+        "dpo",
+        "name of the loss, such as dpo, ipo or sft (a wrong name lists all); in a file also a mix "
+        "{name: weight, …}",
     )
     loss_parameters: Mapping[str, float] = setting(
         dict, "parameters of the loss, e.g. beta=0.1 (repeatable)", flag="loss-parameter"

@@ -89,7 +89,7 @@ class PackReader:
             "ids": pack.signed_ids.tolist(),
             "texts": texts,
             "sequences": [self.sequence(pack, i) for i in range(len(pack.lengths))],
-            "columns": _columns(pack),
+            "columns": columns_of(pack),
         }
 
     def sequence(self, pack: Packs, i: int) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def place_in_pack(pack: Packs, sequence: int) -> tuple[int, int]:
     return example, sequence - int(ends[example] - pack.num_responses[example])
 
 
-def _columns(pack: Packs) -> list[dict[str, str]]:
+def columns_of(pack: Packs) -> list[dict[str, str]]:
     """Returns the carried values of each example as text."""
     names = list(pack.columns)
     return [

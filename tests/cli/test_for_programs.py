@@ -12,8 +12,10 @@ import pytest
 from small_jobs import write_jsonl, write_tokenizer
 
 import packstore
+from packstore.build.engines import ENGINES
 from packstore.cli import COMMANDS, main
 from packstore.cli._front_page import SUMMARIES
+from packstore.pack.algorithms import STRATEGIES
 
 RECORDS = [
     {"prompt": f"Question {i}? ", "chosen": f"Answer {i}.", "rejected": "No."} for i in range(20)
@@ -52,6 +54,7 @@ def command(folder: Path, text: str) -> list[str]:
         ("stats packed", {}),
         ("estimate pairs.jsonl --tokenizer t.json", {"kind": "preference"}),
         ("inspect packed", {"kind": "preference"}),
+        ("show packed --tokenizer t.json", {"layout": "concat"}),
     ],
     ids=lambda value: value.split()[0] if isinstance(value, str) else "",
 )
@@ -88,6 +91,24 @@ def test_log_lines_are_json(folder: Path) -> None:
     failed = run(folder, "pack none out --tokenizer t.json --log-format json")
     (line,) = map(json.loads, failed.stderr.splitlines())
     assert (line["level"], line["error"], failed.returncode) == ("error", "InputError", 1)
+    assert failed.stdout == ""
+    wrong = run(folder, "pack packed --log-format=json --json")
+    (line,) = map(json.loads, wrong.stderr.splitlines())
+    assert (line["level"], wrong.stdout, wrong.returncode) == ("error", "", 2)
+    assert "SOURCE and OUT" in line["message"]
+
+
+def test_packs_as_json_have_what_a_loader_reads(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["show", *command(folder, "packed --tokenizer t.json --json --count 2")])
+    (shown, *_) = json.loads(capsys.readouterr().out)["packs"]
+    pack = packstore.open(str(folder / "packed")).read_packs(0).row(0)
+    ids = [i for own in shown["sequences"] for i in own["input_ids"]]
+    labels = [i for own in shown["sequences"] for i in own["labels"]]
+    assert ids == pack.input_ids.tolist()
+    assert labels == [i if on else -100 for i, on in zip(ids, pack.supervised, strict=True)]
+    assert "?" in shown["sequences"][0]["text"]
 
 
 def test_quiet_leaves_the_result_and_warnings(folder: Path) -> None:
@@ -107,6 +128,10 @@ def test_quiet_leaves_the_result_and_warnings(folder: Path) -> None:
         ("pack a b --layout shared", "Did you mean shared_prefix? See `packstore pack --help`."),
         ("export nem a b", "Did you mean nemo? See `packstore export --help`."),
         ("stats a --jsn", "unrecognized arguments: --jsn. Did you mean --json? See "),
+        ("verify a --jobs 2x", "error: --jobs must be a whole number; found '2x'. See "),
+        ("pack a b --select foo", "found 'foo'. See "),
+        ("evaluate a --model m --ref-model m", "Did you mean --reference-model? See "),
+        ("train a.yaml --config b.yaml", "give one. See `packstore train --help`."),
     ],
 )
 def test_usage_errors_are_one_line(
@@ -128,3 +153,25 @@ def test_the_front_page_has_an_example_of_every_command(
         assert f"\n  {name} " in page
         assert f"$ packstore {name} " in page
     assert sorted(SUMMARIES) == sorted(COMMANDS)
+
+
+def test_help_of_a_command_begins_with_a_short_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, usage in (
+        ("pack", "usage: packstore pack [options] SOURCE … OUT"),
+        ("doctor", "usage: packstore doctor --tokenizer PATH [options] SOURCE …"),
+        ("export megatron", "usage: packstore export megatron [options] DATASET FOLDER"),
+        ("train", "usage: packstore train [options] [CONFIG]"),
+    ):
+        for line in (["help", *words.split()], [*words.split(), "--help"]):
+            with pytest.raises(SystemExit) as caught:
+                main(line)
+            assert caught.value.code == 0
+            assert capsys.readouterr().out.splitlines()[0] == usage
+
+
+def test_the_help_names_every_strategy_and_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["pack", "--help"])
+    page = " ".join(capsys.readouterr().out.split())
+    assert f"packing strategy: {', '.join(STRATEGIES)} (default" in page
+    assert f"engine that runs the workers: {', '.join(ENGINES)} (default" in page

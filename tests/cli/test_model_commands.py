@@ -69,7 +69,7 @@ def test_from_end_to_end(
     assert "model_sha256" in capsys.readouterr().out
     assert len(open_side(side)) == 20
     policy = ["--model", made.policy, "--beta", "0.2", "--by", "source"]
-    online = figures(capsys, made.pairs, *policy, "--ref-model", made.reference)
+    online = figures(capsys, made.pairs, *policy, "--reference-model", made.reference)
     stored = figures(capsys, made.pairs, *policy, "--ref-logps", side)
     assert stored == online  # float32 both, one pack a batch
     assert online["metrics"]["examples"] == 20
@@ -165,7 +165,7 @@ def test_two_ranks(made: SimpleNamespace, tmp_path: Path) -> None:
         (("ref-logps", "{pairs}", "{out}", "--model", "{policy}", "--device", "tpu9"), "--device"),
         (("ref-logps", "{pairs}", "{out}", "--model", "{policy}", "--packs-per-batch=0"), "packs"),
         (("ref-logps", "{pairs}", "{out}", "--model", "{policy}", "--adapter", "x"), "adapter x"),
-        (("evaluate", "{pairs}", "--model", "{policy}"), "--ref-model or --ref-logps"),
+        (("evaluate", "{pairs}", "--model", "{policy}"), "--reference-model or --ref-logps"),
         (("evaluate", "{pairs}", "--model", "{policy}", "--loss", "dpoo"), "unknown loss"),
         (("evaluate", "{pairs}", "--model", "{policy}", "--by", "color"), "--by"),
         (("evaluate", "{pairs}", "--model", "{policy}", "--ref-logps", "./no"), "a side dataset"),

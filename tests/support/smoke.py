@@ -156,7 +156,7 @@ def train() -> str:
     where = ("--model", "model", "--dataset", "for-train", "--output", "run")
     command("train", *where, "--examples-per-step", "8", "--epochs", "1")
     assert "accurac" in command(
-        "evaluate", "for-train", "--model", "run/model", "--ref-model", "model"
+        "evaluate", "for-train", "--model", "run/model", "--reference-model", "model"
     )
     return "a tiny model trained and evaluated from the command line"
 

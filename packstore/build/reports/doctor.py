@@ -23,6 +23,7 @@ from packstore.errors import ConfigError
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Sample, Tally
 from packstore.io.inputs.formats import place_of
 from packstore.tokenizer import Tokenizer
+from packstore.tokenizer.refusals import REASONS
 
 MEANING: dict[str, str] = {
     "double_bos": "a sequence begins with BOS twice",
@@ -44,6 +45,15 @@ MEANING: dict[str, str] = {
     "reward_default": "no rewards, while other records have some: 1 and 0 are taken",
 }
 """Checks of texts and tokenized sequences, and notes of packing that need an explanation."""
+
+
+def meaning(check: str) -> str:
+    """Returns what a check finds, with the setting that decides what then happens, if any."""
+    if check in MEANING:
+        return MEANING[check]
+    rule, setting = REASONS.get(check, ("", None))
+    return f"{rule} (setting {setting})" if setting else rule
+
 
 PROBLEMS = ("double_bos", "no_bos", "no_eos", "marker_no_token", "reward_reversed")
 

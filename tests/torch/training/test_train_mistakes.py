@@ -123,14 +123,28 @@ def test_a_page_that_cannot_be_written_is_told_before_the_work(
         raise AssertionError("it computes")
 
     monkeypatch.setattr("packstore.torch.training.evaluate.evaluate", never)
-    command = ["evaluate", made["dataset"], "--model", made["model"], "--ref-model", made["model"]]
+    command = [
+        "evaluate",
+        made["dataset"],
+        "--model",
+        made["model"],
+        "--reference-model",
+        made["model"],
+    ]
     for page in (tmp_path / "none" / "x.html", tmp_path):
         assert main([*command, "--device", "cpu", "--html", str(page)]) == 1
         assert "cannot be written" in capsys.readouterr().err
 
 
 def test_beta_is_given_once(made: dict[str, Any], capsys: Any) -> None:
-    command = ["evaluate", made["dataset"], "--model", made["model"], "--ref-model", made["model"]]
+    command = [
+        "evaluate",
+        made["dataset"],
+        "--model",
+        made["model"],
+        "--reference-model",
+        made["model"],
+    ]
     assert main([*command, "--beta", "0.2", "--loss-parameter", "beta=0.1"]) == 1
     assert "give --beta or --loss-parameter beta, not both" in capsys.readouterr().err
 
