@@ -10,7 +10,7 @@
     │   └── RecordError                     one record breaks a rule whose policy is "error"
     ├── DropRateError (ValueError)          more records were dropped than `max_drop_rate` allows
     ├── TokenizerError (ValueError)         a tokenizer or chat template does not load or misbehaves
-    │   └── WrongEngineError                a faster tokenizer engine gives other ids
+    │   └── WrongEngineError                a faster way to tokenize gives other ids
     ├── StorageError (OSError)              a store refuses to read, write or list
     │   ├── DatasetBusyError (BlockingIOError)     a job writes where none may
     │   ├── DatasetExistsError (FileExistsError)
@@ -179,7 +179,7 @@ class TokenizerError(PackstoreError, ValueError):
 
 
 class WrongEngineError(TokenizerError):
-    """A faster tokenizer engine returns other ids than the reference.
+    """A faster way to tokenize returns other ids than the reference.
 
     Attributes:
         tokenizer: sha256 of the tokenizer file.

@@ -42,7 +42,7 @@ from packstore.io.store.location import Location
 from packstore.io.write.write_job import WriteJob, writing
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.merged import merged_statistics
-from packstore.tokenizer import misread
+from packstore.tokenizer import FASTER, misread
 
 __all__ = ["Progress", "pack", "pack_into"]
 
@@ -138,11 +138,12 @@ def pack_into(
 
 
 def _falling_back(work: Callable[[], None], source: Any, config: PackConfig) -> None:
-    """Runs `work`; if the engine chosen by `auto` is wrong, again with the reference engine."""
+    """Runs `work`; if a faster way to encode gives wrong ids, again with the reference."""
     try:
         work()
     except WrongEngineError as error:
-        if config.tokenizer_engine != "auto" or isinstance(source, Iterator):  # read only once
+        chosen = config.tokenizer_engine in FASTER
+        if chosen or isinstance(source, Iterator):  # read only once
             raise
         log.warning("%s All records are tokenized again, with the reference.", error)
         misread(error.tokenizer)

@@ -218,7 +218,7 @@ class RecordExampleReader:
         threads = name is None or name in FASTER or (name == "tokenizers" and few)
         stage = RecordTokenizer(self.tokenizer, self._config, self.kind)
         watch = None
-        if self.tokenizer is not None and name in FASTER:
+        if self.tokenizer is not None and EngineWatch.suits(self.tokenizer):
             seed, sources = self._config.seed, len(self.inputs)
             watch = EngineWatch(self.tokenizer, self._config, self.kind, seed, sources)
         return Tokenize(stage, threads, watch)

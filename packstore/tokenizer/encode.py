@@ -1,41 +1,51 @@
 """Encodes texts to token ids and supervision masks: all sequences of a block at once.
 
-Distinct texts are encoded once, in one batch. The rest is numpy over flat ids and offsets; only
-sequences with events are handled one by one.
+Distinct texts are encoded once, in one batch. They are cut before their boundaries where that is
+proven to change no id (:mod:`packstore.tokenizer.cuts`), so a prompt is encoded once. The rest is
+numpy over flat ids and offsets; only sequences with events are handled one by one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from packstore.config import TokenizeConfig
 from packstore.format.arrays import Bool, Int32, Int64, concat_offsets, range_indices, to_offsets
 from packstore.tokenizer.control import encode_around_controls
+from packstore.tokenizer.cuts import Cuts
 from packstore.tokenizer.records.sequences import NO_IDS, Draft, Mode, Sequences
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.tokenizer import Tokenizer
 
 
-def assemble(tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig) -> Sequences:
+def assemble(
+    tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig, *, whole: bool = False
+) -> Sequences:
     """Encodes drafts, adds BOS and EOS by the settings, and maps boundaries to ids.
 
     A character boundary maps to the length of the common prefix of the ids of the text before it
     and the ids of the whole text, so a token that merges both sides lies after the boundary.
+
+    Args:
+        tokenizer: the tokenizer.
+        drafts: the sequences as text.
+        config: the settings.
+        whole: encode whole texts, also where :mod:`packstore.tokenizer.cuts` allows to cut them.
     """
     places = _Places(drafts)
-    ids, offsets, before, before_offsets = _encode(tokenizer, drafts, places)
+    encoded = _encode(tokenizer, drafts, places, whole)
+    ids, offsets, cuts = encoded.ids, encoded.offsets, encoded.cuts
     lengths = np.diff(offsets)
     events: defaultdict[int, list[str]] = defaultdict(list)
     refused: dict[int, Refused] = {}
-    owner = np.array(places.draft, np.int64)
-    cuts = _common_prefixes(before, before_offsets, ids, offsets[:-1][owner], lengths[owner])
-    merged = (cuts < np.diff(before_offsets)) & np.array(places.of_span, np.bool_)
-    for i in dict.fromkeys(owner[merged].tolist()):
-        events[i].append("boundary_merged")
+    for b in np.flatnonzero(encoded.merged & np.array(places.of_span, np.bool_)).tolist():
+        i = places.draft[b]
+        if "boundary_merged" not in events[i]:
+            events[i].append("boundary_merged")
         if config.boundary != "longest_common_prefix":
             refused[i] = Refused("boundary_merged", "a token joins prompt and response")
     _check_literal(tokenizer, drafts, ids, offsets, refused)
@@ -119,38 +129,122 @@ class _Cuts:
         return self._table[np.array(places, np.int64)]
 
 
+class _Parts:
+    """The texts to encode, each once, and the sequences as lists of them.
+
+    Attributes:
+        texts: for each mode, the number of each text.
+        parts: numbers of the texts of all sequences.
+        counts: number of parts of each sequence.
+        part: for each boundary, the index in `parts` of the part in which it lies.
+        before: for each boundary, the text from the start of its part up to it; -1: it lies at the
+            start.
+    """
+
+    def __init__(self) -> None:
+        self.texts: dict[Mode, dict[str, int]] = {}
+        self.parts: list[int] = []
+        self.counts: list[int] = []
+        self.part: list[int] = []
+        self.before: list[int] = []
+        self._number = 0
+
+    def add(self, draft: Draft, boundaries: Sequence[int], cuts: Cuts | None) -> None:
+        """Adds a sequence, cut shortly before each of its boundaries at a place of `cuts`."""
+        text, guard, number = draft.text, draft.guard, len(self.parts)
+        texts = self.texts.setdefault(draft.mode, {})
+        start = last = 0
+        for at in boundaries:
+            place = cuts.before(text, at) if cuts else 0
+            if cuts and place > start and place >= last:
+                self.parts.append(self._of(texts, cuts.part(text, start, place)))
+                start = place
+            last = at
+            self.part.append(len(self.parts))
+            if at == start:
+                self.before.append(-1)
+                continue
+            # The same text with another guard is another text.
+            before = cuts.part(text, start, at) if cuts else guard + text[:at]
+            self.before.append(self._of(texts, before))
+        rest = cuts.part(text, start, len(text)) if cuts else guard + text
+        self.parts.append(self._of(texts, rest))
+        self.counts.append(len(self.parts) - number)
+
+    def _of(self, texts: dict[str, int], text: str) -> int:
+        found = texts.setdefault(text, self._number)
+        self._number += found == self._number
+        return found
+
+    def encoded(self, tokenizer: Tokenizer) -> _Encoded:
+        """Encodes the texts."""
+        made = [_encode_texts(tokenizer, list(t), mode) for mode, t in self.texts.items()]
+        if not made:
+            return _Encoded.empty()
+        parts, before = np.array(self.parts, np.int64), np.array(self.before, np.int64)
+        ids, offsets = made[0]
+        if len(made) > 1:
+            ids = np.concatenate([i for i, _ in made])
+            offsets = concat_offsets([o for _, o in made])
+            row = np.empty(self._number, np.int64)
+            row[[n for t in self.texts.values() for n in t.values()]] = np.arange(self._number)
+            parts, before = row[parts], np.where(before < 0, -1, row[before])
+        lengths = np.diff(offsets)
+        starts = to_offsets(lengths[parts])
+        firsts = to_offsets(np.array(self.counts, np.int64))
+        part, whole = np.array(self.part, np.int64), _joined(ids, offsets, parts)
+        sequence = np.searchsorted(firsts, part, "right") - 1
+        cuts = starts[part] - starts[firsts[sequence]]
+        merged = np.zeros(len(part), np.bool_)
+        inside = np.flatnonzero(before >= 0)
+        if len(inside):
+            before, part = before[inside], part[inside]
+            common = _common_prefixes(
+                _joined(ids, offsets, before),
+                lengths[before],
+                whole,
+                starts[part],
+                starts[part + 1],
+            )
+            cuts[inside] += common
+            merged[inside] = common < lengths[before]
+        return _Encoded(whole, starts[firsts], cuts, merged)
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """Encoded sequences.
+
+    Attributes:
+        ids: int32 `[N]`.
+        offsets: int64 `[S + 1]`, offsets of the sequences.
+        cuts: int64 `[B]`, token position of each boundary in its sequence.
+        merged: bool `[B]`, True if a token joins the text before the boundary and that after it.
+    """
+
+    ids: Int32
+    offsets: Int64
+    cuts: Int64
+    merged: Bool
+
+    @classmethod
+    def empty(cls) -> _Encoded:
+        """No sequences."""
+        none = np.empty(0, np.int64)
+        return cls(NO_IDS, np.zeros(1, np.int64), none, none.astype(np.bool_))
+
+
 def _encode(
-    tokenizer: Tokenizer, drafts: Sequence[Draft], places: _Places
-) -> tuple[Int32, Int64, Int32, Int64]:
-    """Ids and offsets of all texts, and of the prefixes that end at a boundary."""
-    whole = np.empty(len(drafts), np.int64)
-    before = np.empty(len(places.at), np.int64)
-    parts: list[tuple[Int32, Int64]] = []
-    first = 0
-    modes = dict.fromkeys([draft.mode for draft in drafts])
-    for mode in modes:
-        own: Sequence[int] = range(len(drafts))
-        cut: Sequence[int] = range(len(places.draft))
-        if len(modes) > 1:
-            own = [i for i in own if drafts[i].mode == mode]
-            cut = [b for b in cut if drafts[places.draft[b]].mode == mode]
-        known: dict[str, int] = {}
-        # The same text with another guard is another text.
-        for b in cut:
-            draft = drafts[places.draft[b]]
-            text = draft.guard + draft.text[: places.at[b]]
-            before[b] = first + known.setdefault(text, len(known))
-        for i in own:
-            draft = drafts[i]
-            text = draft.guard + draft.text if draft.guard else draft.text
-            whole[i] = first + known.setdefault(text, len(known))
-        parts.append(_encode_texts(tokenizer, list(known), mode))
-        first += len(known)
-    if not parts:
-        return NO_IDS, np.zeros(1, np.int64), NO_IDS, np.zeros(1, np.int64)
-    ids = np.concatenate([p for p, _ in parts]) if len(parts) > 1 else parts[0][0]
-    offsets = concat_offsets([o for _, o in parts]) if len(parts) > 1 else parts[0][1]
-    return *_rows(ids, offsets, whole), *_rows(ids, offsets, before)
+    tokenizer: Tokenizer, drafts: Sequence[Draft], places: _Places, whole: bool
+) -> _Encoded:
+    parts, b, number = _Parts(), 0, len(places.at)
+    cuts = None if whole else tokenizer.cuts
+    for i, draft in enumerate(drafts):
+        first = b
+        while b < number and places.draft[b] == i:
+            b += 1
+        parts.add(draft, places.at[first:b], None if draft.guard else cuts)
+    return parts.encoded(tokenizer)
 
 
 def _encode_texts(tokenizer: Tokenizer, texts: list[str], mode: Mode) -> tuple[Int32, Int64]:
@@ -165,27 +259,22 @@ def _encode_texts(tokenizer: Tokenizer, texts: list[str], mode: Mode) -> tuple[I
     return np.concatenate(rows), to_offsets(np.array([len(row) for row in rows], np.int64))
 
 
-def _rows(ids: Int32, offsets: Int64, rows: Int64) -> tuple[Int32, Int64]:
-    """Selects rows of a ragged array, without a copy if they are consecutive."""
-    if not len(rows):
-        return NO_IDS, np.zeros(1, np.int64)
-    first = int(rows[0])
-    if rows[-1] - first == len(rows) - 1 and bool(np.all(np.diff(rows) == 1)):
-        cut = offsets[first : first + len(rows) + 1]
-        return ids[cut[0] : cut[-1]], cut - cut[0]
-    lengths = np.diff(offsets)[rows]
-    return ids[range_indices(offsets[rows], lengths)], to_offsets(lengths)
+def _joined(ids: Int32, offsets: Int64, rows: Int64) -> Int32:
+    """Joins rows of a ragged array, without a copy if they are consecutive."""
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first == len(rows) - 1 and bool(np.all(np.diff(rows) == 1)):
+        return ids[offsets[first] : offsets[last + 1]]
+    starts, ends = offsets[rows].tolist(), offsets[rows + 1].tolist()
+    return np.concatenate([ids[a:b] for a, b in zip(starts, ends, strict=True)])
 
 
-def _common_prefixes(
-    a: Int32, a_offsets: Int64, b: Int32, b_starts: Int64, b_lengths: Int64
-) -> Int64:
+def _common_prefixes(a: Int32, a_lengths: Int64, b: Int32, b_starts: Int64, b_ends: Int64) -> Int64:
     """Length of the common prefix of row i of `a` and row i of `b`: int64 `[n]`."""
-    lengths = np.minimum(np.diff(a_offsets), b_lengths)
+    lengths = np.minimum(a_lengths, b_ends - b_starts)
     at = to_offsets(lengths)
-    left = a if at[-1] == len(a) else a[range_indices(a_offsets[:-1], lengths)]
+    left = a if at[-1] == len(a) else a[range_indices(to_offsets(a_lengths)[:-1], lengths)]
     differ = np.flatnonzero(left != b[range_indices(b_starts, lengths)])
-    found = lengths.copy()
+    found: Int64 = lengths.copy()
     rows, first = np.unique(np.searchsorted(at, differ, "right") - 1, return_index=True)
     found[rows] = differ[first] - at[rows]
     return found

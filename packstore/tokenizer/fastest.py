@@ -42,12 +42,17 @@ PROBES = (
 
 
 _misread: set[str] = set()
-"""sha256 of tokenizers for which a faster engine gave wrong ids, in this process."""
+"""sha256 of tokenizers for which a faster way gave wrong ids, in this process."""
 
 
 def misread(sha256: str) -> None:
-    """Makes :func:`fastest` use the reference for the tokenizer file with this hash."""
+    """Makes the tokenizer file with this hash be read by the reference, in whole texts."""
     _misread.add(sha256)
+
+
+def was_misread(sha256: str) -> bool:
+    """Returns True after :func:`misread`."""
+    return sha256 in _misread
 
 
 def fastest(tokenizer: Tokenizer) -> Tokenizer:
@@ -55,7 +60,7 @@ def fastest(tokenizer: Tokenizer) -> Tokenizer:
 
     Loading a library takes a second on one core, so the reference's ids are computed in parallel.
     """
-    if tokenizer.sha256 in _misread:
+    if was_misread(tokenizer.sha256):
         return tokenizer
     with ThreadPoolExecutor(1, "packstore-tokenizer") as pool:
         expected = pool.submit(_of_reference, tokenizer)

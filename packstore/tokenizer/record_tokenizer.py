@@ -14,7 +14,7 @@ from packstore.config import REWARD_FIELDS, RunConfig, SelectConfig, TokenizeCon
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.encode import assemble
-from packstore.tokenizer.fastest import FASTER
+from packstore.tokenizer.fastest import FASTER, was_misread
 from packstore.tokenizer.records.carry import carried_values, parse_carry, to_columns
 from packstore.tokenizer.records.fields import check_feedback, feedback_field, names_of, unused
 from packstore.tokenizer.records.ids import id_sequences
@@ -85,14 +85,18 @@ class RecordTokenizer:
         tokenizer: the tokenizer; None only if all records are token ids.
         config: the settings.
         kind: ``preference``, ``sft`` or ``ranked``.
+        whole: encode every text as a whole; else a text may be cut where no id depends on it.
 
     Raises:
         TokenizerError: the settings require BOS or EOS, and the tokenizer has none.
         ConfigError: a carried column is not possible.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, config: TokenizeConfig, kind: str) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, config: TokenizeConfig, kind: str, *, whole: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
+        self._whole = whole or (tokenizer is not None and was_misread(tokenizer.sha256))
         self.config = config
         self.kind = kind
         self.carry = parse_carry(config)
@@ -214,7 +218,7 @@ class RecordTokenizer:
         """Encodes the sequences of all records, in order."""
         found = Sequences.of([])
         if self.tokenizer is not None and block.drafts:
-            found = assemble(self.tokenizer, block.drafts, self.config)
+            found = assemble(self.tokenizer, block.drafts, self.config, whole=self._whole)
         return found.with_rows(block.ids, insert=True)
 
     def _judge(self, block: _Block, sequences: Sequences, firsts: Int64) -> Sequences:

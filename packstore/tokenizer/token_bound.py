@@ -57,8 +57,8 @@ class TokenBound:
         remove text.
         """
         model = tokenizer.model
-        normal = list(_steps(tokenizer.normalizer, "normalizers"))
-        cuts = list(_steps(tokenizer.pre_tokenizer, "pretokenizers"))
+        normal = list(steps(tokenizer.normalizer, "normalizers"))
+        cuts = list(steps(tokenizer.pre_tokenizer, "pretokenizers"))
         added = tokenizer.get_added_tokens_decoder().values()
         composes = [step["type"] for step in normal] == ["NFC"]
         if (
@@ -78,7 +78,7 @@ class TokenBound:
         return cls(np.full(256, max(len(name.encode()) for name in names)), composes)
 
 
-def _steps(part: Any, children: str) -> Iterator[dict[str, Any]]:
+def steps(part: Any, children: str) -> Iterator[dict[str, Any]]:
     """Yields the settings of each step of a normalizer or pre-tokenizer."""
     todo = [json.loads(part.__getstate__())] if part is not None else []
     while todo:

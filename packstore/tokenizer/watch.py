@@ -1,4 +1,8 @@
-"""Compares a faster engine with the reference on a sample of a job's records."""
+"""Compares faster ways to encode with the reference, on a sample of a job's records.
+
+The reference is the engine ``tokenizers`` on whole texts. Other engines are faster, and so is to
+cut texts (:mod:`packstore.tokenizer.cuts`).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from packstore.config import TokenizeConfig
 from packstore.errors import WrongEngineError, quote, sentence
 from packstore.format import seeds
 from packstore.format.arrays import Examples, Int64, Rows, example_id
+from packstore.tokenizer.fastest import FASTER
 from packstore.tokenizer.record_tokenizer import RecordTokenizer
 from packstore.tokenizer.tokenizer import Tokenizer
 
@@ -32,7 +37,7 @@ class EngineWatch:
     or blocks. Picklable.
 
     Args:
-        tokenizer: tokenizer with a faster engine.
+        tokenizer: the tokenizer of the job.
         config: the settings.
         kind: ``preference``, ``sft`` or ``ranked``.
         seed: seed of the sample.
@@ -44,6 +49,11 @@ class EngineWatch:
     ) -> None:
         self._tokenizer, self._config, self._kind, self._seed = tokenizer, config, kind, seed
         self._first = -(-FEWEST // max(sources, 1))
+
+    @staticmethod
+    def suits(tokenizer: Tokenizer) -> bool:
+        """Returns True if `tokenizer` encodes in a faster way than the reference."""
+        return tokenizer.engine_name in FASTER or tokenizer.cuts is not None
 
     def __call__(self, rows: Rows, examples: Examples) -> None:
         """Compares the examples of `rows` with those of the reference.
@@ -69,7 +79,8 @@ class EngineWatch:
 
     @cached_property
     def _reference(self) -> RecordTokenizer:
-        return RecordTokenizer(self._tokenizer.with_engine("tokenizers"), self._config, self._kind)
+        reference = self._tokenizer.with_engine("tokenizers")
+        return RecordTokenizer(reference, self._config, self._kind, whole=True)
 
     def _error(self, rows: Rows, found: Examples, expected: Examples) -> WrongEngineError:
         where, engine = rows.path, self._tokenizer.engine_name
@@ -83,6 +94,8 @@ class EngineWatch:
                 break
         must = f"tokenizer engine {engine} must give the ids of the reference"
         do = "Set tokenizer_engine to tokenizers (--tokenizer-engine tokenizers)"
+        if engine not in FASTER:
+            must, do = "the parts of a text must have the ids of the whole", "Report the text"
         error = WrongEngineError(sentence(where, must, what, do))
         error.tokenizer = self._tokenizer.sha256
         return error

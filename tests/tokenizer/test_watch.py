@@ -167,8 +167,15 @@ def test_which_records_does_not_depend_on_blocks(model: str, source: Path) -> No
     )
 
 
-def test_the_reference_is_not_watched(model: str, source: Path) -> None:
-    for engine, watched in (("tokenizers", False), ("fastokens", True)):
+def test_only_the_reference_is_not_watched(source: Path, model: str, tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer.from_file(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Whitespace(), made.pre_tokenizer]
+    )
+    made.save(str(tmp_path / "whole.json"))
+    cases = [(str(tmp_path / "whole.json"), "tokenizers", False)]  # its texts are not cut
+    cases += [(model, "tokenizers", True), (model, "fastokens", True)]
+    for path, engine, watched in cases:
         config = PackConfig(tokenizer_engine=engine)  # type: ignore[arg-type]
-        tokenize = open_examples(str(source), model, config, {}).tokenize()  # type: ignore[attr-defined]
+        tokenize = open_examples(str(source), path, config, {}).tokenize()  # type: ignore[attr-defined]
         assert (tokenize._watch is not None) == watched

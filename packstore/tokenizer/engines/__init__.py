@@ -12,6 +12,7 @@ import numpy as np
 from packstore.errors import PackstoreError, TokenizerError, sentence
 from packstore.format.arrays import Int32, Int64, to_offsets
 from packstore.registry import Registry
+from packstore.tokenizer.cuts import Cuts
 from packstore.tokenizer.token_bound import TokenBound
 
 
@@ -22,6 +23,7 @@ class Engine(Protocol):
         version: the library's version.
         specials: control strings and their ids.
         token_bound: lower bound of the tokens of a text; None if there is none.
+        cuts: places where texts may be cut; None if there is no proof that ids stay the same.
     """
 
     version: str
@@ -30,6 +32,10 @@ class Engine(Protocol):
     @property
     def token_bound(self) -> TokenBound | None:
         """Lower bound of the tokens of a text; None if there is none."""
+
+    @property
+    def cuts(self) -> Cuts | None:
+        """Places where texts may be cut; None if there is no proof that ids stay the same."""
 
     def register(self, tokens: Sequence[str]) -> None:
         """Makes those of `tokens` that are in the vocabulary control tokens."""

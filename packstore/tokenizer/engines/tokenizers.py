@@ -13,6 +13,7 @@ import tokenizers
 
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Int32, Int64
+from packstore.tokenizer.cuts import Cuts
 from packstore.tokenizer.engines import flatten, inside
 from packstore.tokenizer.token_bound import TokenBound
 
@@ -87,6 +88,11 @@ class TokenizersEngine:
         """Lower bound of the tokens of a text; made for the first long text."""
         return TokenBound.of(self._tokenizer)
 
+    @cached_property
+    def cuts(self) -> Cuts | None:
+        """Places where texts may be cut; None if there is no proof that ids stay the same."""
+        return Cuts.of(self._tokenizer)
+
     def register(self, tokens: Sequence[str]) -> None:
         """Makes those of `tokens` that are in the vocabulary control tokens."""
         known = [t for t in tokens if self._tokenizer.token_to_id(t) is not None]
@@ -94,6 +100,7 @@ class TokenizersEngine:
             self._tokenizer.add_special_tokens(new)
             self._size = None
             self.__dict__.pop("token_bound", None)
+            self.__dict__.pop("cuts", None)
             self._find_specials()
             self._load()
 
