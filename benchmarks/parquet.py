@@ -8,6 +8,10 @@ million tokens per CPU second written and read (one thread, the best of several 
 page checksums verified as the reader does). Columns: `input_ids`; `labels`, which the plain profile
 stores; `label_spans`, which the compact profile stores instead. Without --data, on the project's
 own sample, which only shows that the script runs.
+
+`pairs`: both token columns stored in several ways, in whole row groups, the cases in turns. Written
+as packs become Arrow and then Parquet, read as Parquet becomes packs again, with all checks of ids
+and labels; CPU ns a token. ``--only pairs`` measures these alone, and keeps the rest of the result.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ from rich.console import Console
 from rich.table import Table
 
 import packstore
-from packstore.format.schema import pack_schema, to_arrow
+from packstore.format.arrays import Packs
+from packstore.format.schema import from_arrow, pack_schema, to_arrow
 
 RESULTS = Path(__file__).parent / "results" / "parquet.json"
 ROOT = Path(__file__).parents[1]
@@ -48,6 +53,9 @@ CODECS: dict[str, dict[str, Any]] = {
     "snappy": {"compression": "snappy"},
     **{f"zstd {n}": {"compression": "zstd", "compression_level": n} for n in (1, 3, 9)},
 }
+SETTINGS: dict[str, Any] = {
+    "write_statistics": False, "write_page_checksum": True, "data_page_size": 1 << 20
+}  # fmt: skip
 GROUP_TOKENS = (4096, 32_768, 131_072, 524_288, 2_097_152)
 """Tokens of a row group; 131,072 is the default."""
 PROFILES: dict[str, dict[str, Any]] = {
@@ -62,6 +70,16 @@ PROFILES: dict[str, dict[str, Any]] = {
     "arrow": {"format": "arrow"},
     "arrow, spans": {"format": "arrow", "labels": "spans"},
 }
+SPLIT = "BYTE_STREAM_SPLIT"
+PAIRS: dict[str, tuple[tuple[str, int], tuple[str, int]] | None] = {
+    "ids and labels plain, zstd 3 (the default)": (("PLAIN", 3), ("PLAIN", 3)),
+    "labels zstd 1": (("PLAIN", 3), ("PLAIN", 1)),
+    "labels byte stream split, zstd 1": (("PLAIN", 3), (SPLIT, 1)),
+    "both zstd 1": (("PLAIN", 1), ("PLAIN", 1)),
+    "both byte stream split, zstd 1": ((SPLIT, 1), (SPLIT, 1)),
+    "label spans, zstd 3": None,
+}
+"""Encoding and level of zstd of ids and labels; None: spans."""
 
 
 def best(runs: int, work: Callable[[], Any]) -> tuple[float, Any]:
@@ -77,8 +95,7 @@ def best(runs: int, work: Callable[[], Any]) -> tuple[float, Any]:
 def written(table: pa.Table, group_rows: int, options: dict[str, Any]) -> pa.Buffer:
     """A Parquet file in memory."""
     out = pa.BufferOutputStream()
-    settings = {"write_statistics": False, "write_page_checksum": True, "data_page_size": 1 << 20}
-    with pq.ParquetWriter(out, table.schema, **settings, **options) as writer:
+    with pq.ParquetWriter(out, table.schema, **SETTINGS, **options) as writer:
         writer.write_table(table, group_rows)
     return out.getvalue()
 
@@ -114,6 +131,56 @@ def column(table: pa.Table, tokens: int, runs: int) -> Iterator[dict[str, Any]]:
             "write_mtok_s": round(tokens / write_seconds / 1e6, 1),
             "read_mtok_s": round(tokens / read_seconds / 1e6, 1),
         }
+
+
+def pairs(packs: list[Packs], kind: str, runs: int) -> list[dict[str, Any]]:
+    """Ids and labels, stored as :data:`PAIRS` say; one row group for each of `packs`."""
+    tokens = sum(len(p.signed_ids) for p in packs)
+    least: dict[tuple[str, str], float] = {}
+    stored: dict[str, int] = {}
+    for _ in range(runs):
+        for name, case in PAIRS.items():
+            schema = pack_schema(kind, "concat", label_spans=case is None)
+            levels = dict.fromkeys((f"{column}.list.element" for column in schema.names), 3)
+            options: dict[str, Any] = {"compression": "zstd", "use_dictionary": False}
+            if case is not None:
+                paths = "input_ids.list.element", "labels.list.element"
+                levels |= {path: level for path, (_, level) in zip(paths, case, strict=True)}
+                split = {
+                    path: SPLIT for path, (e, _) in zip(paths, case, strict=True) if e == SPLIT
+                }
+                options["column_encoding"] = split or None
+            options["compression_level"] = levels
+
+            def write(schema: pa.Schema = schema, options: Any = options) -> pa.Buffer:
+                out = pa.BufferOutputStream()
+                with pq.ParquetWriter(out, schema, **SETTINGS, **options) as writer:
+                    for one in packs:
+                        writer.write_batch(to_arrow(one, schema), len(one))
+                return out.getvalue()
+
+            def decode(buffer: pa.Buffer) -> int:
+                file = pq.ParquetFile(pa.BufferReader(buffer))
+                return sum(
+                    len(from_arrow(table.combine_chunks().to_batches()[0], kind))
+                    for g in range(file.num_row_groups)
+                    for table in (file.read_row_group(g, use_threads=False),)
+                )
+
+            write_seconds, buffer = best(1, write)
+            read_seconds, _ = best(1, lambda b=buffer: decode(b))
+            stored[name] = len(buffer)
+            for what, seconds in (("write", write_seconds), ("read", read_seconds)):
+                least[name, what] = min(seconds, least.get((name, what), seconds))
+    return [
+        {
+            "stored": name,
+            "bits_per_token": round(8 * stored[name] / tokens, 2),
+            "write_ns": round(least[name, "write"] / tokens * 1e9, 1),
+            "read_ns": round(least[name, "read"] / tokens * 1e9, 1),
+        }
+        for name in PAIRS
+    ]
 
 
 def profile(
@@ -158,17 +225,23 @@ def environment() -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", nargs="+", default=[str(ROOT / "examples/sample/pairs.jsonl")])
-    parser.add_argument("--tokenizer", required=True)
-    parser.add_argument("--tokens", type=int, default=8_000_000, help="tokens at most")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    console = Console(width=150)
+def stored_pairs(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """:func:`pairs` of each input by itself."""
+    before, rows = environment(), []
+    for path in args.data:
+        with tempfile.TemporaryDirectory() as folder:
+            source = packstore.pack(
+                path, f"{folder}/source", args.tokenizer, pack_size=PACK_SIZE, format="arrow",
+                max_drop_rate=0.9,
+            )  # fmt: skip
+            found = pairs(list(source.iter_packs()), source.manifest.kind, args.runs)
+        show(found, f"{Path(path).name}, {source.manifest.totals.tokens:,} tokens", console)
+        rows += [{"data": Path(path).name, **row} for row in found]
+    return {"environment": before, "runs": args.runs, "rows": rows}
+
+
+def columns_and_profiles(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """All inputs together: each column alone, and whole datasets by setting."""
     before = environment()
     with tempfile.TemporaryDirectory() as folder:
         source = packstore.pack(
@@ -201,10 +274,28 @@ def main() -> None:
     settings["data"] = [Path(path).name for path in args.data]
     settings["tokenizer"] = Path(args.tokenizer).name
     result = {"environment": before, "settings": settings, "tokens": tokens, "ids": len(ids)}
-    args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(
-        json.dumps({**result, "columns": columns, "profiles": profiles}, indent=1) + "\n"
+    return {**result, "columns": columns, "profiles": profiles}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--data", nargs="+", default=[str(ROOT / "examples/sample/pairs.jsonl")])
+    parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--tokens", type=int, default=8_000_000, help="tokens at most")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--only", choices=["pairs"], help="measure these; keep the other results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    console = Console(width=150)
+    if args.only:
+        result = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
+    else:
+        result = columns_and_profiles(args, console)
+    result["pairs"] = stored_pairs(args, console)
+    args.out.parent.mkdir(exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     console.print(f"written: {args.out}")
 
 
