@@ -177,13 +177,15 @@ def test_the_command(tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixtu
         packstore.pack(tmp_path / "out", tmp_path / "again", where=WHERE)
 
 
-def test_packing_imports_no_library_of_tables(tokenizer: str, tmp_path: Path) -> None:
+def test_libraries_of_tables_are_imported_only_where_used(tokenizer: str, tmp_path: Path) -> None:
     """Polars serves `where`; pandas comes with `pa.array`, and pyarrow.compute with `flatten`."""
     source = write_jsonl(tmp_path / "a.jsonl", RECORDS[:20])
     code = (
         "import sys, packstore; "
+        "heavy = {'pandas', 'pyarrow.compute'}; "
         f"packstore.pack({source!r}, {str(tmp_path / 'out')!r}, {tokenizer!r}, num_workers=0); "
-        "print({'pandas', 'polars', 'pyarrow.compute'} & set(sys.modules))"
+        "print((heavy | {'polars'}) & set(sys.modules)); "
+        f"packstore.scan({str(tmp_path / 'out')!r}).collect(); print(heavy & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8")
-    assert done.stdout.strip() == "set()", done.stderr
+    assert done.stdout.split() == ["set()", "set()"], done.stderr

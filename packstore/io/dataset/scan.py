@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from packstore.errors import FormatError
 from packstore.format.arrays import IGNORE_INDEX, Int32, Int64, Packs, to_offsets
-from packstore.format.schema import KINDS, flat_column
+from packstore.format.schema import KINDS, as_arrow, flat_column
 from packstore.io.dataset.columns import check_counts
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
@@ -166,9 +166,9 @@ class ExampleSource:
             arrays = self._arrays_of_columns(group, names)
         counts = arrays.pop("counts")
         first, end = dataset.group_offsets[group : group + 2].tolist()
-        arrays["pack"] = pa.array(np.repeat(np.arange(first, end, dtype=np.int64), counts))
+        arrays["pack"] = as_arrow(np.repeat(np.arange(first, end), counts), pa.int64())
         shard = int(dataset.row_groups.shard[group])
-        arrays["shard"] = pa.array(np.full(int(counts.sum()), shard, np.int64))
+        arrays["shard"] = as_arrow(np.full(int(counts.sum()), shard), pa.int64())
         found = pl.from_arrow(pa.table({name: arrays[name] for name in names}))
         assert isinstance(found, pl.DataFrame)
         return found
@@ -187,7 +187,7 @@ class ExampleSource:
             check_counts(flat, int(self._dataset.row_groups.rows[group]))
             ids, examples = flat["example_ids"]
             arrays["counts"] = np.diff(examples)
-            arrays["example_id"] = pa.array(ids + base)
+            arrays["example_id"] = as_arrow(ids + base, pa.int64())
             if per_response:
                 offsets = self._responses(flat, len(ids))
             for name in per_response:
@@ -213,7 +213,7 @@ def _arrays_of_packs(
     offsets = to_offsets(packs.num_responses)
     arrays = {
         "counts": np.diff(packs.example_offsets),
-        "example_id": pa.array(packs.example_ids),
+        "example_id": as_arrow(packs.example_ids, pa.int64()),
         "lengths": _lists(packs.lengths, offsets),
         "rewards": _lists(packs.reward, offsets),
     }
@@ -225,7 +225,7 @@ def _arrays_of_packs(
     for name, values in (("input_ids", ids), ("labels", np.where(signed < 0, IGNORE_INDEX, ids))):
         if name in names:
             lists = _lists(values, inner)
-            arrays[name] = pa.LargeListArray.from_arrays(pa.array(offsets), lists)
+            arrays[name] = pa.LargeListArray.from_arrays(as_arrow(offsets, pa.int64()), lists)
     return arrays
 
 
@@ -247,4 +247,5 @@ def _lists(values: Any, offsets: Int64) -> Any:
     if len(values) != offsets[-1]:
         must = f"it must have {offsets[-1]} values in a column of responses"
         raise FormatError(f"{must}; found {len(values)} [columns-agree].")
-    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values, from_pandas=False))
+    numbers = as_arrow(values, pa.from_numpy_dtype(values.dtype))
+    return pa.LargeListArray.from_arrays(as_arrow(offsets, pa.int64()), numbers)
