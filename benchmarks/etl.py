@@ -268,12 +268,17 @@ def show_case(name: str, case: Row, console: Console) -> None:
 
 
 def environment() -> Row:
+    command = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
     names = (
         "numpy", "numba", "pyarrow", "tokenizers", "fastokens", "datasets", "trl", "transformers",
     )  # fmt: skip
     return {
         "machine": platform.machine(), "system": platform.system(), "cores": os.cpu_count(),
         "load_average": os.getloadavg(), "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
         "versions": {"packstore": VERSION} | {name: version(name) for name in names},
     }  # fmt: skip
 
