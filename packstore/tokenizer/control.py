@@ -21,6 +21,11 @@ def control_pattern(specials: frozenset[str]) -> re.Pattern[str]:
     return re.compile("(" + "|".join(map(re.escape, names)) + ")" if names else "([^\\s\\S])")
 
 
+def holds(text: str, hint: str) -> bool:
+    """Returns ``hint in text``; fast if the first character of `hint` is rare."""
+    return hint[:1] in text and hint in text
+
+
 def encode_around_controls(
     texts: Sequence[str], specials: Mapping[str, int], encode: Encode, guards: Sequence[str] = ()
 ) -> list[Int32]:

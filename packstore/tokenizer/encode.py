@@ -15,7 +15,7 @@ import numpy as np
 
 from packstore.config import TokenizeConfig
 from packstore.format.arrays import Bool, Int32, Int64, concat_offsets, range_indices, to_offsets
-from packstore.tokenizer.control import encode_around_controls
+from packstore.tokenizer.control import encode_around_controls, holds
 from packstore.tokenizer.cuts import Cuts
 from packstore.tokenizer.records.sequences import NO_IDS, Draft, Mode, Sequences
 from packstore.tokenizer.refusals import Refused
@@ -130,10 +130,13 @@ class _Cuts:
 
 
 class _Parts:
-    """The texts to encode, each once, and the sequences as lists of them.
+    """The texts to encode, and the sequences as lists of them.
+
+    Texts that sequences share are encoded once; only the last part of each is its own.
 
     Attributes:
-        texts: for each mode, the number of each text.
+        texts: the texts.
+        modes: the mode of each text.
         parts: numbers of the texts of all sequences.
         counts: number of parts of each sequence.
         part: for each boundary, the index in `parts` of the part in which it lies.
@@ -142,22 +145,22 @@ class _Parts:
     """
 
     def __init__(self) -> None:
-        self.texts: dict[Mode, dict[str, int]] = {}
+        self.texts: list[str] = []
+        self.modes: list[Mode] = []
         self.parts: list[int] = []
         self.counts: list[int] = []
         self.part: list[int] = []
         self.before: list[int] = []
-        self._number = 0
+        self._shared: defaultdict[Mode, dict[str, int]] = defaultdict(dict)
 
     def add(self, draft: Draft, boundaries: Sequence[int], cuts: Cuts | None) -> None:
         """Adds a sequence, cut shortly before each of its boundaries at a place of `cuts`."""
-        text, guard, number = draft.text, draft.guard, len(self.parts)
-        texts = self.texts.setdefault(draft.mode, {})
+        text, mode, guard, first = draft.text, draft.mode, draft.guard, len(self.parts)
         start = last = 0
         for at in boundaries:
             place = cuts.before(text, at) if cuts else 0
             if cuts and place > start and place >= last:
-                self.parts.append(self._of(texts, cuts.part(text, start, place)))
+                self.parts.append(self._share(cuts.part(text, start, place), mode))
                 start = place
             last = at
             self.part.append(len(self.parts))
@@ -166,28 +169,37 @@ class _Parts:
                 continue
             # The same text with another guard is another text.
             before = cuts.part(text, start, at) if cuts else guard + text[:at]
-            self.before.append(self._of(texts, before))
-        rest = cuts.part(text, start, len(text)) if cuts else guard + text
-        self.parts.append(self._of(texts, rest))
-        self.counts.append(len(self.parts) - number)
+            self.before.append(self._share(before, mode))
+        self.parts.append(len(self.texts))
+        self.texts.append(cuts.part(text, start, len(text)) if cuts else guard + text)
+        self.modes.append(mode)
+        self.counts.append(len(self.parts) - first)
 
-    def _of(self, texts: dict[str, int], text: str) -> int:
-        found = texts.setdefault(text, self._number)
-        self._number += found == self._number
+    def _share(self, text: str, mode: Mode) -> int:
+        number = len(self.texts)
+        found = self._shared[mode].setdefault(text, number)
+        if found == number:
+            self.texts.append(text)
+            self.modes.append(mode)
         return found
 
     def encoded(self, tokenizer: Tokenizer) -> _Encoded:
         """Encodes the texts."""
-        made = [_encode_texts(tokenizer, list(t), mode) for mode, t in self.texts.items()]
-        if not made:
+        if not self.texts:
             return _Encoded.empty()
         parts, before = np.array(self.parts, np.int64), np.array(self.before, np.int64)
-        ids, offsets = made[0]
-        if len(made) > 1:
+        modes = dict.fromkeys(self.modes)
+        if len(modes) == 1:
+            ids, offsets = _encode_texts(tokenizer, self.texts, self.modes[0])
+        else:
+            of_mode = [[i for i, own in enumerate(self.modes) if own == mode] for mode in modes]
+            made = [
+                _encode_texts(tokenizer, [self.texts[i] for i in own], mode)
+                for own, mode in zip(of_mode, modes, strict=True)
+            ]
             ids = np.concatenate([i for i, _ in made])
             offsets = concat_offsets([o for _, o in made])
-            row = np.empty(self._number, np.int64)
-            row[[n for t in self.texts.values() for n in t.values()]] = np.arange(self._number)
+            row = np.argsort(np.concatenate(of_mode))
             parts, before = row[parts], np.where(before < 0, -1, row[before])
         lengths = np.diff(offsets)
         starts = to_offsets(lengths[parts])
@@ -300,7 +312,7 @@ def _check_literal(
     """Refuses plain text that was encoded to control ids (Unigram vocabularies do that)."""
     hint = tokenizer.control_hint
     for i, draft in enumerate(drafts):
-        if draft.mode == "control" or hint not in draft.text or i in refused:
+        if draft.mode == "control" or i in refused or not holds(draft.text, hint):
             continue
         bare = draft.text.replace(draft.guard, "") if draft.guard else draft.text
         if not tokenizer.controls.search(bare):

@@ -18,7 +18,7 @@ from packstore.tokenizer.chat.messages import (
 )
 from packstore.tokenizer.chat.sandbox import as_json
 from packstore.tokenizer.chats import draft_messages
-from packstore.tokenizer.control import free_characters
+from packstore.tokenizer.control import free_characters, holds
 from packstore.tokenizer.records.sequences import Draft, Mode
 from packstore.tokenizer.records.shapes import Parsed
 from packstore.tokenizer.refusals import Refused
@@ -55,7 +55,7 @@ def draft_plain(record: object, hint: str, mode: Mode, unicode: bool) -> tuple[D
     if not prompt or not chosen or not rejected or chosen == rejected:
         return None
     first, second = prompt + chosen, prompt + rejected
-    if chosen.isspace() or rejected.isspace() or hint in first or hint in second:
+    if chosen.isspace() or rejected.isspace() or holds(first, hint) or holds(second, hint):
         return None
     if unicode and not _is_unicode(first + second):
         return None
@@ -132,7 +132,7 @@ def _handle_specials(
     try:
         if isinstance(parsed.prompt, str):
             written = "\n".join([parsed.prompt, *value[1]])
-            if tokenizer.control_hint not in written:
+            if not holds(written, tokenizer.control_hint):
                 return parsed, "", []
         elif _harmless(parsed, tokenizer.control_hint):
             return parsed, "", []
