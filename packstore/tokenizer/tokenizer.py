@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from packstore.format.tokenizer_identity import PROBES, probe_sha256, vocabulary_sha256
+from packstore.format.tokenizer_identity import PROBES, probe_sha256
 from packstore.tokenizer.chat.template import TEMPLATE_DATE, ChatTemplate, Tools
 from packstore.tokenizer.control import control_pattern
 from packstore.tokenizer.cuts import Cuts
@@ -76,8 +76,6 @@ class Tokenizer:
         """
         other = replace(self, engine_name=name)
         other.__dict__["engine"] = engine or ENGINES.load(name).beside(self.engine)  # type: ignore[attr-defined]
-        if "vocab_sha256" in self.__dict__:
-            other.__dict__["vocab_sha256"] = self.vocab_sha256
         return other
 
     @cached_property
@@ -93,7 +91,7 @@ class Tokenizer:
     @cached_property
     def vocab_sha256(self) -> str:
         """Hash of the token of each id; see :mod:`packstore.format.tokenizer_identity`."""
-        return vocabulary_sha256(map(self.id_to_token, range(self.vocab_size)))
+        return self.engine.vocab_sha256()
 
     @property
     def bos_id(self) -> int | None:

@@ -57,6 +57,9 @@ class Engine(Protocol):
     def vocab_size(self) -> int:
         """Returns the highest id + 1."""
 
+    def vocab_sha256(self) -> str:
+        """Returns the hash of the token of each id."""
+
     def id_to_token(self, token_id: int) -> str | None:
         """Returns the vocabulary entry with this id."""
 

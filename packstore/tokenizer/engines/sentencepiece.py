@@ -10,6 +10,7 @@ import sentencepiece
 
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Int32, Int64, to_offsets
+from packstore.format.tokenizer_identity import vocabulary_sha256
 from packstore.tokenizer.control import encode_around_controls
 from packstore.tokenizer.engines import flatten
 
@@ -63,6 +64,10 @@ class SentencePieceEngine:
     def vocab_size(self) -> int:
         """Returns the highest id + 1."""
         return self._size
+
+    def vocab_sha256(self) -> str:
+        """Returns the hash of the token of each id."""
+        return vocabulary_sha256(map(self.id_to_token, range(self._size)))
 
     def id_to_token(self, token_id: int) -> str | None:
         """Returns the vocabulary entry with this id."""

@@ -13,6 +13,7 @@ import tokenizers
 
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Int32, Int64
+from packstore.format.tokenizer_identity import vocabulary_sha256
 from packstore.tokenizer.cuts import Cuts
 from packstore.tokenizer.engines import flatten, inside
 from packstore.tokenizer.token_bound import TokenBound
@@ -59,7 +60,6 @@ class TokenizersEngine:
 
     def __init__(self, payload: bytes, where: str) -> None:
         self._where = where
-        self._size: int | None = None
         self._modes = _Modes()
         with inside(where, "it must be a tokenizer.json that the tokenizers library reads"):
             self._tokenizer = tokenizers.Tokenizer.from_str(payload.decode())
@@ -77,7 +77,8 @@ class TokenizersEngine:
         """Makes an engine of this class from the loaded file of `other`."""
         engine = cls.__new__(cls)
         engine._where, engine._tokenizer = other._where, other._tokenizer
-        engine._size, engine._modes = other._size, other._modes
+        engine._modes = other._modes
+        engine.__dict__["_vocabulary"] = other._vocabulary
         engine.dropout = other.dropout
         engine.specials = dict(other.specials)
         engine._load()
@@ -98,7 +99,7 @@ class TokenizersEngine:
         known = [t for t in tokens if self._tokenizer.token_to_id(t) is not None]
         if new := [t for t in known if t not in self.specials]:
             self._tokenizer.add_special_tokens(new)
-            self._size = None
+            self.__dict__.pop("_vocabulary", None)
             self.__dict__.pop("token_bound", None)
             self.__dict__.pop("cuts", None)
             self._find_specials()
@@ -118,19 +119,24 @@ class TokenizersEngine:
 
     def vocab_size(self) -> int:
         """Returns the highest id + 1."""
-        if self._size is None:
-            self._size = self._count()
-        return self._size
+        return self._vocabulary[0]
 
-    def _count(self) -> int:
+    def vocab_sha256(self) -> str:
+        """Returns the hash of the token of each id."""
+        return self._vocabulary[1]
+
+    @cached_property
+    def _vocabulary(self) -> tuple[int, str]:
+        """Size and hash, by one pass over all ids: a call of the library for each."""
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        if None not in map(self._tokenizer.id_to_token, range(size)):
-            return size  # no gaps, so the vocabulary is not copied
-        size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        if size > MAX_IDS:
-            must = f"its ids must be below {MAX_IDS}"
-            raise TokenizerError(sentence(self._where, must, str(size - 1)))
-        return size
+        tokens = list(map(self._tokenizer.id_to_token, range(size)))
+        if None in tokens:  # ids with gaps: the library has no other way to tell the highest
+            size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+            if size > MAX_IDS:
+                must = f"its ids must be below {MAX_IDS}"
+                raise TokenizerError(sentence(self._where, must, str(size - 1)))
+            tokens = list(map(self._tokenizer.id_to_token, range(size)))
+        return size, vocabulary_sha256(tokens)
 
     def id_to_token(self, token_id: int) -> str | None:
         """Returns the vocabulary entry with this id."""
