@@ -46,6 +46,7 @@ from packstore.errors import PackstoreError
 from packstore.format.arrays import IGNORE_INDEX, Rows, example_id
 from packstore.tokenizer import FASTER, RecordTokenizer, Tokenizer, load_tokenizer
 from packstore.tokenizer.chat.messages import normalize_messages, normalize_tools
+from packstore.tokenizer.fastest import fastest
 from packstore.tokenizer.records.shapes import parse_record
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.rendered import check_responses, draft_record
@@ -94,7 +95,8 @@ def load(data: Path, name: str, engine: str) -> Tokenizer:
         PackstoreError: the engine refuses it.
     """
     path, template, *_ = TOKENIZERS[name]
-    return load_tokenizer(data / path, engine=engine, chat_template=template)
+    found = load_tokenizer(data / path, engine=engine, chat_template=template)
+    return fastest(found) if engine == "auto" else found
 
 
 class Library:

@@ -34,6 +34,7 @@ from packstore.tokenizer import (
     parse_carry,
     typed_carry,
 )
+from packstore.tokenizer.fastest import fastest, pays
 from packstore.version import VERSION
 
 Part = tuple[Examples, Tally]
@@ -154,9 +155,10 @@ class RecordExampleReader:
         self.kind: str = config.kind
         if self.kind == "auto":
             self.kind = detect_kind(rows.values[0], config, rows.where(0))
-        if self.tokenizer is not None and config.tokenizer_engine == "auto":
+        reference = self.tokenizer if config.tokenizer_engine == "auto" else None
+        if reference is not None and _faster_pays(reference, first, blocks):
             bare = replace(config, where=None, select={})  # applied to these rows already
-            self.tokenizer = agreeing(self.tokenizer, rows, bare, self.kind)
+            self.tokenizer = agreeing(fastest(reference), rows, bare, self.kind)
         self.vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
 
     def __iter__(self) -> Iterator[Part]:
@@ -273,6 +275,26 @@ def _selected(query: Query, first: list[Block], blocks: Iterator[Block]) -> Rows
             raise error
         log.warning("%s The rest of the input may have it.", error)
     return first[0].parse() if found is None else found
+
+
+def _faster_pays(tokenizer: Tokenizer, first: list[Block], blocks: Iterator[Block]) -> bool:
+    """Returns True if the input is large enough for a faster engine to pay.
+
+    Args:
+        tokenizer: the tokenizer.
+        first: the blocks read so far; the others that are read are added.
+        blocks: the other blocks of the input.
+    """
+    number = size = 0
+    while not pays(tokenizer, size):
+        if number == len(first):
+            if (block := next(blocks, None)) is None:
+                return False
+            first.append(block)
+        payload = first[number].payload
+        size += len(payload) if isinstance(payload, bytes) else len(str(payload))
+        number += 1
+    return True
 
 
 class Tokenize:

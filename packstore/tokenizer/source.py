@@ -15,7 +15,7 @@ from typing import Any
 from packstore.errors import TokenizerError, display, quote, sentence, spelled
 from packstore.tokenizer.chat.builtin_templates import BUILTIN
 from packstore.tokenizer.engines import ENGINES, Engine
-from packstore.tokenizer.fastest import FASTER, fastest
+from packstore.tokenizer.fastest import FASTER
 from packstore.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("packstore")
@@ -87,7 +87,8 @@ def load_tokenizer(
         source: path of a ``tokenizer.json``, of a SentencePiece ``.model`` or of a Hugging Face
             folder, or a ``tokenizers.Tokenizer``. ``tokenizer_config.json`` and similar files next
             to it, which name EOS, BOS and the template, are read too.
-        engine: a name in :data:`packstore.tokenizer.engines.ENGINES`; ``auto``: by the file.
+        engine: a name in :data:`packstore.tokenizer.engines.ENGINES`; ``auto``: the reference for
+            the file. A faster one is for :func:`packstore.tokenizer.fastest.fastest` to choose.
         chat_template: ``chatml`` or ``plain``, a Jinja file, Jinja text, or the name of one of the
             tokenizer's templates; None: the tokenizer's default, and for records with tools its
             ``tool_use``, if any.
@@ -131,10 +132,8 @@ def load_tokenizer(
         tokenizer.template,
         tokenizer.tool_use_template,
     )  # raises for a syntax error here, not in a worker
-    if found.engine != "tokenizers" or engine == "tokenizers":
+    if engine in ("auto", found.engine):
         return tokenizer
-    if engine == "auto":
-        return fastest(tokenizer)
     return tokenizer.with_engine(engine)  # likewise for an unsupported kind of tokenizer
 
 

@@ -17,6 +17,7 @@ import transformers
 from packstore.config import TokenizeConfig
 from packstore.format.arrays import Examples, Rows
 from packstore.tokenizer import RecordTokenizer, Tokenizer, load_tokenizer
+from packstore.tokenizer.fastest import fastest
 
 FILES = {
     "qwen3": ("qwen3", None),
@@ -29,13 +30,14 @@ FILES = {
 
 @pytest.fixture(scope="session")
 def tokenizer(shared_data: Path) -> Callable[..., Tokenizer]:
-    """A tokenizer by its short name; further arguments as for `load_tokenizer`."""
+    """A tokenizer by its short name, with the engine that `auto` chooses for a large input."""
 
     @functools.cache
     def load(name: str, chat_template: str | None = None, engine: str = "auto") -> Tokenizer:
         path, template = FILES[name]
         source = shared_data / "tokenizers" / path
-        return load_tokenizer(source, engine=engine, chat_template=chat_template or template)
+        made = load_tokenizer(source, engine=engine, chat_template=chat_template or template)
+        return fastest(made) if engine == "auto" else made
 
     return load
 
@@ -95,7 +97,7 @@ def make_byte_level(
         made.post_processor = tokenizers.processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))]
         )
-    return load_tokenizer(made, chat_template=template)
+    return fastest(load_tokenizer(made, chat_template=template))
 
 
 @pytest.fixture(scope="session")
