@@ -63,6 +63,7 @@ function searchHere(query, first) {
     pack.sequences.forEach((own, i) => {
       const [, path, place] = /^(.*), \w+ (\d+)$/s.exec(own.place) || [0, own.place, ""];
       if ((file && !path.includes(file)) || (line && place !== line)) return;
+      if (query.limit && !pack.atLimit[own.example]) return;
       if ((query.id && own.id !== query.id) || (query.side && own.side !== query.side)) return;
       if (own.length < bound(query.shortest, 0) || own.length > bound(query.longest, Infinity)) return;
       if (own.reward < bound(query.lowest, -Infinity) || own.reward > bound(query.highest, Infinity)) return;
@@ -242,7 +243,7 @@ function drawSequences(pack) {
     for (let t = own.start; t < own.stop; t++) on += pack.ids[t] >= 0;
     const facts = [`reward ${own.reward}`, `${count(own.length)} tokens`, `${count(on)} supervised`, `places ${count(own.start)}–${count(own.stop - 1)}`];
     if (omitted) facts.push(`first ${count(omitted)} stored in the first segment`);
-    if (own.length >= about.limit) facts.push(`at the limit of ${count(about.limit)}`);
+    if (pack.atLimit[own.example]) facts.push("at the limit");
     const head = make("h4", {}, make("b", { class: roleOf(own) }, own.side), ...facts.map((f) => make("span", {}, f)));
     const tokens = make("div", { class: "tokens", tabindex: 0, role: "group", dir: "auto",
       "aria-label": `Tokens of ${own.side}, ${count(size)}; arrow keys move`, "data-i": i });
@@ -392,6 +393,7 @@ at("number").addEventListener("keydown", (event) => {
 });
 
 document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") return stop();
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea")) return;
   if (event.key === "n" || event.key === "ArrowRight") step(1);
   else if (event.key === "p" || event.key === "ArrowLeft") step(-1);
@@ -407,14 +409,15 @@ const HINTS = {
   record: "prefs.jsonl:17, or 17, or a file",
   id: "example id",
 };
-const FILTERS = ["side", "shortest", "longest", "lowest", "highest"];
+const BOUNDS = ["side", "shortest", "longest", "lowest", "highest"];
 
 at("by").addEventListener("change", () => at("q").setAttribute("placeholder", HINTS[at("by").value]));
 
 function read() {
   const query = { text: "", record: "", id: "" };
   query[at("by").value] = at("q").value.trim();
-  for (const name of FILTERS) query[name] = at(name).value.trim();
+  for (const name of BOUNDS) query[name] = at(name).value.trim();
+  query.limit = at("limit").checked ? "1" : "";
   return query;
 }
 
@@ -425,9 +428,13 @@ async function run(first) {
   let found = at("hits").childElementCount;
   at("more").hidden = true;
   at("results").hidden = false;
+  at("progress").max = about.packs;
+  searching(true);
   try {
     do {
-      at("found").textContent = `Searching from pack ${count(from)} …`;
+      at("found").textContent = `Searching: pack ${count(from)} of ${count(about.packs)}`;
+      at("progress").value = from;
+      state.from = from;
       const answer = await (numbers ? searchHere(query, from) : searchThere(query, from));
       if (mine !== state.search) return;
       for (const hit of answer.hits) at("hits").append(line(hit));
@@ -436,16 +443,37 @@ async function run(first) {
       if (answer.hits.length) break;
     } while (from !== null);
     fail(null);
-    const done = from === null;
-    at("found").textContent = `${found ? count(found) : "No"} ${found === 1 ? "sequence" : "sequences"} found` +
-      (done ? (state.first ? ` from pack ${count(state.first)} to the end.` : ".") : ` up to pack ${count(from - 1)}.`);
-    at("more").textContent = done ? "Search from pack 0" : `Continue at pack ${count(from)}`;
-    at("more").hidden = done && !state.first;
-    state.from = from;
+    ended(found, from);
   } catch (error) {
-    if (mine === state.search) fail(error);
+    if (mine !== state.search) return;
+    fail(error);
     at("found").textContent = "";
   }
+  searching(false);
+}
+
+function searching(on) {
+  at("stop").hidden = at("progress").hidden = !on;
+}
+
+// Says what a search has found, and where it can go on; null: it has reached the end.
+function ended(found, from) {
+  const done = from === null;
+  at("found").textContent = `${found ? count(found) : "No"} ${found === 1 ? "sequence" : "sequences"} found` +
+    (done ? (state.first ? ` from pack ${count(state.first)} to the end.` : ".")
+      : from > state.first ? ` in packs ${count(state.first)} to ${count(from - 1)}.` : ".");
+  at("more").textContent = done ? "Search from pack 0" : `Continue at pack ${count(from)}`;
+  at("more").hidden = done && !state.first;
+  state.from = from;
+}
+
+function stop() {
+  if (at("stop").hidden) return;
+  const held = at("stop") === document.activeElement;
+  state.search++;
+  searching(false);
+  ended(at("hits").childElementCount, state.from);
+  if (held) at("more").focus();
 }
 
 function begin(first) {
@@ -476,19 +504,17 @@ function line(hit) {
 at("search").addEventListener("submit", (event) => {
   event.preventDefault();
   // A place is looked up everywhere, a text from the current pack on.
-  begin(at("by").value === "text" && state.pack && !numbers ? state.pack.number : 0);
+  begin(read().text && state.pack && !numbers ? state.pack.number : 0);
 });
 at("search").addEventListener("reset", () => {
   state.search++;
   state.find = "";
+  searching(false);
   at("results").hidden = true;
   fail(null);
 });
+at("stop").addEventListener("click", stop);
 at("more").addEventListener("click", () => (state.from === null ? begin(0) : run(state.from)));
-at("at-limit").addEventListener("click", () => {
-  at("shortest").value = about.limit;
-  begin(0);
-});
 
 // The page.
 
@@ -503,9 +529,11 @@ if (about.layout === "shared_prefix") {
 }
 for (const side of about.sides) at("side").append(make("option", { value: side }, side));
 at("side").parentElement.hidden = !about.sides.length;
-at("of").textContent = `of ${count(about.packs)}`;
-at("at-limit").textContent = `At the limit (${count(about.limit)} tokens)`;
-at("at-limit").title = "Sequences as long as max_length or the pack size permits: those that were truncated have this length";
+at("of").textContent = `of 0 to ${count(about.packs - 1)}`;
+const truncated = about.truncated === null ? "repacked, so those truncated filled earlier packs"
+  : about.truncated ? `the ${count(about.truncated)} truncated ${about.truncated === 1 ? "record is" : "records are"} among these`
+    : "no record was truncated";
+at("limit-note").textContent = `examples as long as max_length or a pack permits; ${truncated}`;
 at("note").textContent = [about.note, about.texts ? "" : "Token ids are shown in place of text."].join(" ").trim();
 at("note").hidden = !at("note").textContent;
 

@@ -9,21 +9,30 @@ from typing import Any
 
 import numpy as np
 
-from packstore.format.arrays import SOURCE_SHIFT, Int32, Int64, Packs
+from packstore.format.arrays import SOURCE_SHIFT, Bool, Int32, Int64, Packs
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.inputs.formats import place_of
+from packstore.pack.layout import round_up
 from packstore.pages.texts import Decode, TokenTexts, shown
 
 KEPT_GROUPS = 4
 """Row groups kept in memory, for steps between neighbouring packs."""
+
+TRUNCATED = ("truncated_prompt", "truncated_response")
+"""Events that packing counts for records that it has truncated."""
+
+SLACK = 2
+"""Tokens that the end of a turn, which a truncated response keeps, may be short of the limit."""
 
 _LONGEST_VALUE = 300
 """Characters of a carried value that are shown."""
 
 
 def side_of(kind: str, response: int) -> str:
-    """Returns the name of sequence `response` of an example."""
-    return ("chosen", "rejected")[response] if kind == "preference" else f"response {response}"
+    """Returns the name of sequence `response`, from 0, of an example."""
+    if kind == "preference":
+        return ("chosen", "rejected")[response]
+    return "response" if kind == "sft" else f"response {response + 1}"
 
 
 def record_place(provenance: Mapping[str, Any], example_id: int) -> str:
@@ -57,6 +66,32 @@ class PackReader:
         own = (m.provenance.get("settings") or {}).get("max_length")
         return min(own, m.pack_size) if isinstance(own, int) and own > 0 else m.pack_size
 
+    @property
+    def truncated(self) -> int | None:
+        """Records that packing truncated; None: repacked, so that an earlier dataset counts them.
+
+        Which ones they are is not recorded.
+        """
+        if "repacked_from" in self.dataset.manifest.provenance:
+            return None
+        noted = self.dataset.manifest.records.noted
+        return sum(noted.get(event, 0) for event in TRUNCATED)
+
+    def at_limit(self, pack: Packs) -> Bool:
+        """Returns the examples that are as long as permitted, bool `[E]`: all truncated ones, too.
+
+        One has a sequence of :attr:`limit` tokens, or fills a whole pack, but for the rounding:
+        truncation ends as soon as both bounds hold, so each sequence of a truncated example is at
+        most `SLACK` tokens and a multiple of padding shorter than it might be.
+        """
+        m, counts = self.dataset.manifest, pack.num_responses
+        multiple = int(m.statistics.planning.get("pad_to_multiple", 1))
+        first = np.cumsum(counts) - counts
+        stored = np.add.reduceat(round_up(np.diff(pack.seq_boundaries), multiple), first)
+        longest = np.maximum.reduceat(pack.lengths, first)
+        full: Bool = stored > m.pack_size - counts * (multiple + SLACK)
+        return full | (longest >= self.limit - SLACK)
+
     def about(self) -> dict[str, Any]:
         """Returns the facts of the dataset that the page needs."""
         m = self.dataset.manifest
@@ -67,7 +102,7 @@ class PackReader:
             "layout": m.layout,
             "kind": m.kind,
             "sides": sides,
-            "limit": self.limit,
+            "truncated": self.truncated,
             "texts": self.decode is not None,
         }
 
@@ -89,6 +124,7 @@ class PackReader:
             "ids": pack.signed_ids.tolist(),
             "texts": texts,
             "sequences": [self.sequence(pack, i) for i in range(len(pack.lengths))],
+            "atLimit": self.at_limit(pack).tolist(),
             "columns": columns_of(pack),
         }
 

@@ -40,6 +40,7 @@ class Query:
         side: ``chosen`` or ``rejected``.
         shortest, longest: bounds of its length, in tokens.
         lowest, highest: bounds of its reward.
+        limit: not empty: its example is at the limit (:meth:`.PackReader.at_limit`).
     """
 
     text: str = ""
@@ -50,6 +51,7 @@ class Query:
     longest: str = ""
     lowest: str = ""
     highest: str = ""
+    limit: str = ""
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> Query:
@@ -93,9 +95,13 @@ class Query:
                 found &= np.isin(example_ids >> SOURCE_SHIFT, known)
         return found
 
-    def sequences(self, pack: Packs, dataset: Dataset) -> list[int]:
+    def sequences(self, pack: Packs, reader: PackReader) -> list[int]:
         """Returns the sequences of a pack that meet all conditions but `text`."""
-        found = np.repeat(self.examples(pack.example_ids, dataset), pack.num_responses)
+        dataset = reader.dataset
+        examples = self.examples(pack.example_ids, dataset)
+        if self.limit:
+            examples &= reader.at_limit(pack)
+        found = np.repeat(examples, pack.num_responses)
         for values, low, high in (
             (pack.lengths, self.number("shortest"), self.number("longest")),
             (pack.reward, self.number("lowest"), self.number("highest")),
@@ -138,7 +144,7 @@ def search(reader: PackReader, query: Query, first: int = 0) -> dict[str, Any]:
             moved = True
             pack = reader.read(number)
             cost += len(pack.signed_ids)
-            for i in query.sequences(pack, dataset):
+            for i in query.sequences(pack, reader):
                 ids = pack.signed_ids[slice(*pack.seq_boundaries[i : i + 2])]
                 match = _match(reader, ids_of(ids).tolist(), query.text)
                 cost += DECODING * len(ids) if query.text else 0
