@@ -5,6 +5,7 @@ const about = JSON.parse(document.getElementById("data").textContent);
 const at = (id) => document.getElementById(id);
 const count = (n) => n.toLocaleString("en");
 const FOLD = 60; // prompt tokens left at each end of a folded prompt
+const LONG = 2000; // the same of other runs, which a browser would draw for minutes; tokens that a button opens
 const state = { pack: null, sequence: -1, find: "", search: 0, query: null };
 
 function make(name, attributes, ...children) {
@@ -247,23 +248,28 @@ function drawSequences(pack) {
     const head = make("h4", {}, make("b", { class: roleOf(own) }, own.side), ...facts.map((f) => make("span", {}, f)));
     const tokens = make("div", { class: "tokens", tabindex: 0, role: "group", dir: "auto",
       "aria-label": `Tokens of ${own.side}, ${count(size)}; arrow keys move`, "data-i": i });
-    fill(tokens, pack, own, size > 4 * FOLD);
+    fill(tokens, pack, own, []);
     record.append(make("article", { class: "sequence", id: `sequence-${i}` }, head, tokens));
   });
 }
 
-// Fills a sequence with its tokens; a long prompt is folded until it is asked for.
-function fill(box, pack, own, folded) {
+// Fills a sequence with its tokens; long runs are folded but for the ranges in `opened`.
+function fill(box, pack, own, opened) {
   box.replaceChildren();
   for (const [role, start, stop] of runsOf(pack, own)) {
-    const hide = folded && role === "prompt" && stop - start > 3 * FOLD;
+    const ends = role === "prompt" && own.stop - own.start > 4 * FOLD ? FOLD : LONG;
+    const visible = (i) => stop - start <= 3 * ends || i < start + ends || i >= stop - ends ||
+      opened.some(([from, to]) => i >= from && i < to);
     for (let i = start; i < stop; i++) {
-      if (hide && i === start + FOLD) {
-        const left = stop - FOLD - i;
-        const open = make("button", { type: "button" }, `… ${count(left)} prompt tokens …`);
-        open.addEventListener("click", () => { fill(box, pack, own, false); box.focus(); });
+      if (!visible(i)) {
+        const from = i;
+        while (!visible(i)) i++;
+        const open = make("button", { type: "button" }, `… ${count(i - from)} ${role === "prompt" ? "prompt tokens" : "tokens"} …`);
+        open.addEventListener("click", () => {
+          fill(box, pack, own, [...opened, [from, from + LONG]]);
+          box.focus();
+        });
         box.append(open);
-        i = stop - FOLD;
       }
       if (pack.texts[i] === null && box.lastChild && box.lastChild.nodeName === "SPAN") continue;
       const text = pack.texts[i] || "·";
@@ -282,13 +288,13 @@ function mark(box, pack, own) {
   const texts = pack.texts.slice(own.start, own.stop).map((text) => text || "");
   const from = texts.join("").toLowerCase().indexOf(words);
   if (from < 0) return false;
-  fill(box, pack, own, false);
   let end = 0;
   const found = texts.flatMap((text, i) => {
     const start = end;
     end += text.length;
     return start < from + words.length && end > from ? [i + own.start] : [];
   });
+  fill(box, pack, own, [[found[0] - FOLD, found[found.length - 1] + FOLD]]);
   for (const span of box.querySelectorAll("span")) {
     if (found.includes(Number(span.dataset.t))) span.classList.add("found");
   }
