@@ -130,6 +130,15 @@ def test_pictures_are_those_of_the_script() -> None:
         assert stored == draw(), f"run docs/pictures.py: {name}.svg is not current"
 
 
+def test_pictures_of_pages_are_small_and_shown() -> None:
+    taken = runpy.run_path(str(DOCS / "images.py"))["SIZES"]
+    page = (DOCS / "looking.md").read_text(encoding="utf-8")
+    assert {f"{name}.png" for name in taken} == {p.name for p in (DOCS / "images").iterdir()}
+    for name in taken:
+        assert (DOCS / "images" / f"{name}.png").stat().st_size < 150_000
+        assert f"](images/{name}.png)" in page
+
+
 def test_fill_rates_are_those_of_the_benchmark() -> None:
     stored = json.loads(
         (ROOT / "benchmarks" / "results" / "packing.json").read_text(encoding="utf-8")

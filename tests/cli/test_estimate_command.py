@@ -10,11 +10,13 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from page_tables import assert_closed, assert_shows, tables_of
 from small_jobs import write_jsonl
 
 import packstore
 from packstore.build.reports.estimate import estimate
 from packstore.cli import main
+from packstore.cli.estimate import COLUMNS
 from packstore.errors import ConfigError, InputError
 from packstore.pages import charts
 
@@ -102,11 +104,20 @@ def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "shared_prefix" in out
     text = page.read_text(encoding="utf-8")
     assert "Tokens of a sequence" in text
-    assert not re.search(r"(src|href)=|https?:|<script", text)
+    assert "<script" not in text
+    assert_closed(text)
     for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ElementTree.fromstring(drawing)
     assert main([*arguments, "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["choices"]) == 8
+    choices = json.loads(capsys.readouterr().out)["choices"]
+    titles, *rows = tables_of(text)["Choices"].values()
+    names = ("fill_rate", "aligned_fill_rate", "gap", "tokens_saved", "packs", "examples_per_pack")
+    names += ("overlong", "steps", "examples_per_step")
+    assert titles[2:] == [*COLUMNS[3:]]
+    for choice, row in zip(choices, rows, strict=True):
+        assert row[:2] == [choice["layout"], choice["strategy"]]
+        for name, shown in zip(names, row[2:], strict=True):
+            assert_shows(shown, choice[name])
 
 
 def test_the_former_name_of_the_command_names_this_one(
@@ -144,8 +155,17 @@ def test_the_page_of_a_dataset(
 ) -> None:
     packstore.pack(source, tmp_path / "packed", pack_size=400)
     page = tmp_path / "stats.html"
-    assert main(["stats", str(tmp_path / "packed"), "--html", str(page)]) == 0
+    command = ["stats", str(tmp_path / "packed"), "--by", "file", "--json", "--html", str(page)]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
     text = page.read_text(encoding="utf-8")
+    assert_closed(text)
+    tables = tables_of(text)
+    assert len(tables["Percentiles"]) == 13
+    for table, own in (("Percentiles", found), ("By file", found["by"])):
+        for name, row in tables[table].items():
+            for shown, value in zip(row, own[name].values() if name else (), strict=bool(name)):
+                assert_shows(shown, value)
     assert "examples per pack" in text
     assert "correlation of lengths in a pack" in text
     for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
