@@ -31,6 +31,8 @@ MAX_SOURCE = 1 << 18
 MAX_MADE = 1 << 27
 """Maximum characters that a rendering may create, intermediate ones included. Counted, not
 measured, so that all machines refuse the same records."""
+MAX_RENDERED = 1 << 26
+"""Maximum characters of a rendered dialogue."""
 MAX_SECONDS = 20.0
 """Maximum seconds of a rendering, which mostly takes milliseconds; beyond it the job fails."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 from jinja2 import Template, TemplateError, nodes
@@ -15,16 +15,21 @@ from jinja2.parser import Parser
 
 from packstore.errors import TokenizerError, sentence
 from packstore.tokenizer.chat.generation_prompt import mark_outputs, written_last
-from packstore.tokenizer.chat.sandbox import HERE, MAX_SOURCE, Budget, Sandbox, as_json
+from packstore.tokenizer.chat.sandbox import (
+    HERE,
+    MAX_RENDERED,
+    MAX_SOURCE,
+    Budget,
+    Sandbox,
+    as_json,
+)
+from packstore.tokenizer.chat.trace import Traces, TracingSandbox
 from packstore.tokenizer.control import free_characters
 from packstore.tokenizer.refusals import Refused
 
 TEMPLATE_DATE = "2024-07-26"
 """The current date for templates that use it: constant, so that the same input always gives the
 same bytes. It is the fallback of Llama's own templates."""
-
-MAX_RENDERED = 1 << 26
-"""Most characters of a rendered dialogue; limits of intermediate values are in :mod:`.sandbox`."""
 
 Message = dict[str, Any]
 Tools = list[Any] | None
@@ -54,6 +59,7 @@ class ChatTemplate:
         source: Jinja text.
         tokens: name -> string of a token, None if the tokenizer has none.
         variables: JSON values that the template uses by name, such as ``enable_thinking``.
+        traced: render most dialogues by :mod:`.trace`, to the same text.
 
     Raises:
         TokenizerError: on construction, if the template has a syntax error or is too long; on
@@ -63,6 +69,7 @@ class ChatTemplate:
     source: str
     tokens: Mapping[str, str | None]
     variables: Mapping[str, Any] = field(default_factory=dict)
+    traced: bool = False
 
     def __post_init__(self) -> None:
         _ = self._compiled
@@ -131,8 +138,8 @@ class ChatTemplate:
     def with_variables(self, variables: Mapping[str, Any]) -> Self:
         """Returns the template with these variables, without compiling it again."""
         other = object.__new__(type(self))
-        own = {"source": self.source, "tokens": self.tokens, "_compiled": self._compiled}
-        other.__dict__.update(own, variables=dict(variables))
+        other.__dict__.update(self.__getstate__(), variables=dict(variables))
+        other.__dict__.update(_compiled=self._compiled)
         return other
 
     def render(
@@ -143,6 +150,9 @@ class ChatTemplate:
         Raises:
             Refused: ``template_refused``, with the template's message.
         """
+        if self.traced and tools is None:
+            by_jinja = partial(self._render, messages, None, add_generation_prompt=prompt)
+            return self._traces.render(messages, prompt, by_jinja)
         return self._render(messages, tools, add_generation_prompt=prompt)
 
     def render_spans(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
@@ -194,11 +204,18 @@ class ChatTemplate:
         return {**tokens, **self.variables, "documents": None}
 
     @cached_property
+    def _traces(self) -> Traces:
+        return Traces(self._compile(TracingSandbox), self._context)
+
+    @cached_property
     def _compiled(self) -> Template:
+        return self._compile(Sandbox)
+
+    def _compile(self, kind: type[Sandbox]) -> Template:
         if len(self.source) > MAX_SOURCE:
             must = f"it must have at most {MAX_SOURCE} characters"
             raise TokenizerError(sentence("chat template", must, str(len(self.source))))
-        environment = Sandbox(
+        environment = kind(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
@@ -210,7 +227,8 @@ class ChatTemplate:
             raise TokenizerError(sentence(where, "it must be valid Jinja", str(error))) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"source": self.source, "tokens": self.tokens, "variables": self.variables}
+        names = ("source", "tokens", "variables", "traced")
+        return {name: self.__dict__[name] for name in names}
 
 
 def _raise_exception(message: str) -> None:
