@@ -11,6 +11,9 @@ import numpy as np
 
 from packstore.format.arrays import Int32, Int64
 
+FIRST_FREE = "\U00100000"
+"""The first character of the last private-use area, whose characters serve as marks."""
+
 Encode = Callable[[Sequence[str]], tuple[Int32, Int64]]
 
 
@@ -59,8 +62,8 @@ def encode_around_controls(
 
 def free_characters(text: str, count: int) -> list[str]:
     """Returns `count` private-use characters that do not occur in `text`."""
-    taken = set(text)
-    free = (c for c in map(chr, range(0x100000, 0x10FFFE)) if c not in taken)
+    taken = frozenset() if text.isascii() else frozenset(text)
+    free = (c for c in map(chr, range(ord(FIRST_FREE), 0x10FFFE)) if c not in taken)
     return list(itertools.islice(free, count))
 
 

@@ -50,14 +50,16 @@ def render_turns(
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
         raise Refused("unsupervised", "no turn of the assistant")
-    if template.marks_generation:
+    if tools is None and (found := template.render_turns(messages, first)):
+        text, spans = found
+    elif template.marks_generation:
         text, spans = template.render_spans(messages, tools)
-        finder = _Finder(template, messages, tools, text, prompts)
+        finder = Finder(template, messages, tools, text, prompts)
         begin = finder.start(first, 0) if first else 0
         spans = [(max(a, begin), b) for a, b in spans if b > begin]
     else:
         text = template.render(messages, tools)
-        finder = _Finder(template, messages, tools, text, prompts)
+        finder = Finder(template, messages, tools, text, prompts)
         spans = finder.spans(turns)
     if not spans:
         raise Refused("unsupervised", "the template marks no words of the assistant")
@@ -76,7 +78,7 @@ def after_empty_thinking(text: str, span: Span) -> Span:
     return span
 
 
-class _Finder:
+class Finder:
     """Finds turns in the text of a dialogue by rendering parts of it."""
 
     def __init__(
@@ -175,10 +177,12 @@ class _Finder:
             for message, marks in zip(self._messages, self._marks, strict=True)
         ]
         text = self._template.render(marked, self._tools)
-        found = list(re.finditer("[" + "".join(itertools.chain(*self._marks)) + "]", text))
-        places = {match[0]: match.start() - n for n, match in enumerate(found)}
-        bare = text.translate(dict.fromkeys(map(ord, places)))
-        if bare != self._text or len(places) != len(found):
+        bare, *found = re.split("([" + "".join(itertools.chain(*self._marks)) + "])", text)
+        places = {}
+        for mark, after in zip(found[::2], found[1::2], strict=True):
+            places[mark] = len(bare)
+            bare += after
+        if bare != self._text or 2 * len(places) != len(found):
             raise Refused("template_refused", "the text of a turn depends on its content")
         contents: dict[int, tuple[int | None, int]] = {}
         for i, (opens, closes) in enumerate(self._marks):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Self
 
 from jinja2 import Template, TemplateError, nodes
@@ -23,7 +23,8 @@ from packstore.tokenizer.chat.sandbox import (
     Sandbox,
     as_json,
 )
-from packstore.tokenizer.chat.trace import Traces, TracingSandbox
+from packstore.tokenizer.chat.trace import Message, Traces, TracingSandbox
+from packstore.tokenizer.chat.traced_turns import Span, TurnPlans
 from packstore.tokenizer.control import free_characters
 from packstore.tokenizer.refusals import Refused
 
@@ -31,9 +32,7 @@ TEMPLATE_DATE = "2024-07-26"
 """The current date for templates that use it: constant, so that the same input always gives the
 same bytes. It is the fallback of Llama's own templates."""
 
-Message = dict[str, Any]
 Tools = list[Any] | None
-Span = tuple[int, int]
 
 
 class _Generation(Extension):
@@ -151,9 +150,26 @@ class ChatTemplate:
             Refused: ``template_refused``, with the template's message.
         """
         if self.traced and tools is None:
-            by_jinja = partial(self._render, messages, None, add_generation_prompt=prompt)
-            return self._traces.render(messages, prompt, by_jinja)
+            return self._traces.render(messages, prompt)
+        return self._by_jinja(messages, prompt, tools)
+
+    def _by_jinja(self, messages: Sequence[Message], prompt: bool, tools: Tools = None) -> str:
         return self._render(messages, tools, add_generation_prompt=prompt)
+
+    def render_turns(
+        self, messages: Sequence[Message], first: int
+    ) -> tuple[str, list[Span]] | None:
+        """Renders a dialogue without tools, and finds the assistant's turns after `first` messages.
+
+        Returns None if :class:`.assistant_spans.Finder` must look for them in the text.
+        """
+        if not self.traced or self.marks_generation:
+            return None
+        return self._plans.find(messages, first)
+
+    @cached_property
+    def _plans(self) -> TurnPlans:
+        return TurnPlans(self._traces, self.written_prompt)
 
     def render_spans(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
         """Renders a dialogue; returns the text and (start, end) of its generation blocks."""
@@ -205,7 +221,7 @@ class ChatTemplate:
 
     @cached_property
     def _traces(self) -> Traces:
-        return Traces(self._compile(TracingSandbox), self._context)
+        return Traces(self._compile(TracingSandbox), self._context, self._by_jinja)
 
     @cached_property
     def _compiled(self) -> Template:

@@ -11,8 +11,8 @@ constant parts of that path around its own contents.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from jinja2 import Template, pass_context, pass_environment
 from jinja2.environment import Environment
@@ -30,6 +30,9 @@ MAX_SHAPES = 1 << 10
 MAX_PATHS = 8
 """Maximum traces of a sequence of roles."""
 
+Message = dict[str, Any]
+T = TypeVar("T", bound="_OnPaths")
+
 _FIELDS = ("role", "content")
 _WITH_THOUGHTS = (*_FIELDS, "reasoning_content", "thinking")
 _OF_TYPES = {"boolean", "callable", "defined", "escaped", "false", "float", "integer", "iterable"}
@@ -40,6 +43,8 @@ Step = tuple[Callable[..., str], tuple[Any, ...]]
 Hole = tuple[int, tuple[Step, ...]]
 """Index of a content, and functions applied to it in turn, each with its further arguments. No
 function makes a content longer."""
+Test = tuple[Callable[..., Any], Hole, str | Hole]
+"""A function of a content, and of a constant or another content."""
 
 
 class Untraceable(BaseException):
@@ -204,23 +209,28 @@ class _Budget(Budget):
 class Path:
     """The tests of contents in a rendering, with their outcomes.
 
+    Attributes:
+        budget: the budget of the rendering.
+        tests: the tests.
+
     Args:
         contents: the contents.
     """
 
     def __init__(self, contents: Sequence[str]) -> None:
         self.budget = _Budget()
-        self.tests: dict[tuple[Callable[..., Any], Hole, str | Hole], Any] = {}
+        self.tests: dict[Test, Any] = {}
         self._contents = contents
 
     def test(self, function: Callable[..., Any], hole: Hole, other: str | Hole) -> Any:
         """Returns the outcome for a content and a constant or another content; records it."""
-        found = function(_filled(hole, self._contents), _filled(other, self._contents))
+        found = function(filled(hole, self._contents), filled(other, self._contents))
         self.tests[function, hole, other] = found
         return found
 
 
-def _filled(part: str | Hole, contents: Sequence[str]) -> str:
+def filled(part: str | Hole, contents: Sequence[str]) -> str:
+    """Returns a constant as it is, and a content after its functions."""
     if isinstance(part, str):
         return part
     text = contents[part[0]]
@@ -229,108 +239,183 @@ def _filled(part: str | Hole, contents: Sequence[str]) -> str:
     return text
 
 
+def is_taken(tests: Mapping[Test, Any], contents: Sequence[str]) -> bool:
+    """Returns True if all tests have these outcomes for `contents`."""
+    for (function, hole, other), outcome in tests.items():
+        text = filled(hole, contents) if hole[1] else contents[hole[0]]
+        if function(text, other if type(other) is str else filled(other, contents)) != outcome:
+            return False
+    return True
+
+
 class Trace:
     """A path through a template.
 
-    Args:
-        path: its tests.
+    Attributes:
+        tests: tests with their outcomes; the path is taken where all are the same.
         parts: the rendered text; None if only Jinja can render it.
+        format: its constant parts, with ``%s`` for the contents.
     """
 
-    def __init__(self, path: Path, parts: Sequence[str | Hole] | None) -> None:
-        self._tests = [(*test, outcome) for test, outcome in path.tests.items()]
-        self._parts = parts
+    def __init__(self, tests: dict[Test, Any], parts: Sequence[str | Hole] | None) -> None:
+        self.tests, self.parts = tests, parts
+        holes = [part for part in parts or () if not isinstance(part, str)]
+        self._changed = list(dict.fromkeys(hole for hole in holes if hole[1]))
+        self._order = [
+            self._changed.index(hole) - len(self._changed) if hole[1] else hole[0] for hole in holes
+        ]
+        self._pick = operator.itemgetter(*self._order) if len(holes) > 1 else None
+        self.format = "".join(
+            part.replace("%", "%%") if isinstance(part, str) else "%s" for part in parts or ()
+        )
 
-    def is_taken(self, contents: Sequence[str]) -> bool:
-        """Returns True if the template takes this path for `contents`."""
-        for function, hole, other, outcome in self._tests:
-            if function(_filled(hole, contents), _filled(other, contents)) != outcome:
-                return False
-        return True
+    def values(self, contents: list[str]) -> tuple[str, ...]:
+        """Returns the contents as rendered."""
+        if self._changed:
+            contents = contents + [filled(hole, contents) for hole in self._changed]
+        return self._pick(contents) if self._pick else tuple(contents[i] for i in self._order)
 
-    def render(self, contents: Sequence[str]) -> str | None:
-        """Returns the rendered text; None if only Jinja can render it."""
-        if self._parts is None:
+    def render(self, contents: list[str]) -> str:
+        """Returns the rendered text."""
+        return self.format % self.values(contents)
+
+
+class Dialogue:
+    """A dialogue of messages with a role and text only, reasoning included.
+
+    Attributes:
+        roles: the roles; None before a message with reasoning.
+        contents: the texts, in order; reasoning precedes the content of its message.
+    """
+
+    __slots__ = ("contents", "roles")
+
+    def __init__(self, roles: tuple[str | None, ...], contents: list[str]) -> None:
+        self.roles, self.contents = roles, contents
+
+    @classmethod
+    def of(cls, messages: Sequence[Message]) -> Dialogue | None:
+        """Returns None if the messages have anything else, or are too many or too long."""
+        roles: list[str | None] = []
+        contents: list[str] = []
+        for message in messages:
+            fields = tuple(message)
+            if fields == _WITH_THOUGHTS and message["thinking"] == message["reasoning_content"]:
+                contents.append(message["thinking"])
+                roles.append(None)
+            elif fields != _FIELDS:
+                return None
+            contents.append(message["content"])
+            roles.append(message["role"])
+        for content in contents:
+            if type(content) is not str or len(content) > LONGEST:
+                return None
+        return cls(tuple(roles), contents) if len(messages) <= MAX_MESSAGES else None
+
+    def stand_ins(self, path: Path) -> list[Message]:
+        """Returns the messages with texts in place of their contents."""
+        messages: list[Message] = []
+        thoughts = None
+        for n, role in enumerate(self.roles):
+            text = Text(path, (n, ()))
+            if role is None:
+                thoughts = text
+                continue
+            messages.append({"role": role, "content": text})
+            if thoughts is not None:
+                messages[-1] |= {"reasoning_content": thoughts, "thinking": thoughts}
+                thoughts = None
+        return messages
+
+
+class _OnPaths(Protocol):
+    tests: dict[Test, Any]
+
+
+class Paths(Generic[T]):
+    """What is known about dialogues by their shape, such as their roles, and by their path.
+
+    It is found out when a shape occurs the second time.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[object, list[T]] = {}
+
+    def find(self, shape: object, contents: Sequence[str], make: Callable[[], T]) -> T | None:
+        """Returns what is known, or else makes it; None if the shape or its path is too rare."""
+        known = self._known.get(shape)
+        if known is None:
+            if len(self._known) >= MAX_SHAPES:
+                self._known.clear()
+            self._known[shape] = []
             return None
-        return "".join([_filled(part, contents) for part in self._parts])
+        for one in known:
+            if is_taken(one.tests, contents):
+                return one
+        if len(known) >= MAX_PATHS:
+            return None
+        made = make()
+        known.append(made)
+        return made
 
 
 class Traces:
-    """The traces of a template. A sequence of roles is traced when it occurs a second time.
+    """The traces of a template.
 
     Args:
         template: the template, compiled in a :class:`TracingSandbox`.
         variables: variables of every rendering.
+        by_jinja: renders messages, with or without the generation prompt.
     """
 
-    def __init__(self, template: Template, variables: Mapping[str, Any]) -> None:
-        self._template, self._variables = template, variables
-        self._known: dict[tuple[object, ...], list[Trace]] = {}
+    def __init__(
+        self,
+        template: Template,
+        variables: Mapping[str, Any],
+        by_jinja: Callable[[Sequence[Message], bool], str],
+    ) -> None:
+        self._template, self._variables, self._by_jinja = template, variables, by_jinja
+        self._known: Paths[Trace] = Paths()
 
-    def render(
-        self, messages: Sequence[dict[str, Any]], prompt: bool, by_jinja: Callable[[], str]
-    ) -> str:
-        """Renders a dialogue without tools; see :meth:`ChatTemplate.render`."""
-        contents: list[str] = []
-        shape: list[object] = [prompt]
-        for message in messages:
-            fields = tuple(message)
-            shape.append(message.get("role"))
-            contents.append(message.get("content"))
-            if fields != _FIELDS:
-                thoughts = message.get("thinking")
-                if fields != _WITH_THOUGHTS or message["reasoning_content"] != thoughts:
-                    return by_jinja()
-                shape.append(len(contents))
-                contents.append(thoughts)
-        for content in contents:
-            if type(content) is not str or len(content) > LONGEST:
-                return by_jinja()
-        traces = self._known.get(key := tuple(shape))
-        if traces is None:
-            if len(messages) <= MAX_MESSAGES:
-                if len(self._known) >= MAX_SHAPES:
-                    self._known.clear()
-                self._known[key] = []
-            return by_jinja()
-        for trace in traces:
-            if trace.is_taken(contents):
-                text = trace.render(contents)
-                return by_jinja() if text is None else text
-        text = by_jinja()
-        if len(traces) < MAX_PATHS:
-            traces.append(self._trace(messages, contents, prompt, text))
-        return text
+    def render(self, messages: Sequence[Message], prompt: bool) -> str:
+        """Renders a dialogue without tools."""
+        dialogue = Dialogue.of(messages)
+        if dialogue is not None:
+            trace = self._known.find(
+                (prompt, dialogue.roles),
+                dialogue.contents,
+                lambda: self._trace(dialogue, messages, prompt),
+            )
+            if trace is not None and trace.parts is not None:
+                return trace.render(dialogue.contents)
+        return self._by_jinja(messages, prompt)
 
-    def _trace(
-        self, messages: Sequence[dict[str, Any]], contents: Sequence[str], prompt: bool, text: str
-    ) -> Trace:
-        """Traces a dialogue, whose rendering is `text`."""
-        path = Path(contents)
+    def trace(self, messages: Sequence[Message], prompt: bool) -> Trace:
+        """Returns the trace of a dialogue for which :meth:`Dialogue.of` returns one.
+
+        Raises:
+            Refused: the template refuses the dialogue.
+        """
+        dialogue = Dialogue.of(messages)
+        assert dialogue is not None
+        return self._trace(dialogue, messages, prompt)
+
+    def _trace(self, dialogue: Dialogue, messages: Sequence[Message], prompt: bool) -> Trace:
+        text = self._by_jinja(messages, prompt)
+        path = Path(dialogue.contents)
         variables = {**self._variables, "tools": None, "add_generation_prompt": prompt}
-        variables["messages"] = list(_stand_ins(messages, path))
+        variables["messages"] = dialogue.stand_ins(path)
         HERE.budget = path.budget
         try:
             whole = joined(self._template.generate(variables))
         except (Untraceable, Exception):
-            return Trace(path, None)
+            return Trace(path.tests, None)
         parts = whole._parts if type(whole) is Text else (whole,)
         most = sum(len(part) if type(part) is str else LONGEST for part in parts)
-        trace = Trace(path, parts)
-        if most > MAX_RENDERED or trace.render(contents) != text:
-            return Trace(path, None)
+        trace = Trace(path.tests, parts)
+        if most > MAX_RENDERED or trace.render(dialogue.contents) != text:
+            return Trace(path.tests, None)
         return trace
-
-
-def _stand_ins(messages: Sequence[dict[str, Any]], path: Path) -> Iterator[dict[str, Any]]:
-    n = 0
-    for message in messages:
-        own = {"role": message["role"], "content": Text(path, (n, ()))}
-        n += 1
-        if len(message) > len(own):
-            own["reasoning_content"] = own["thinking"] = Text(path, (n, ()))
-            n += 1
-        yield own
 
 
 class TracingSandbox(Sandbox):
