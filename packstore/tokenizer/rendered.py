@@ -168,6 +168,11 @@ def _harmless(parsed: Parsed, hint: str) -> bool:
     if parsed.tools or parsed.variables or not hint.startswith("<"):
         return False
     for message in itertools.chain(parsed.prompt, *parsed.responses):
+        content = message["content"]
+        if type(content) is str and len(message) == 2:  # roles are those of ROLES
+            if hint in content:
+                return False
+            continue
         for value in message.values():
             if not isinstance(value, str) or hint in value:
                 return False

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from packstore.tokenizer.chat.sandbox import as_json
 from packstore.tokenizer.chat.template import ChatTemplate, Message, Span, Tools
+from packstore.tokenizer.chat.traced_turns import Turns
 from packstore.tokenizer.control import free_characters, shared_characters
 from packstore.tokenizer.refusals import Refused
 
@@ -27,7 +28,7 @@ def render_turns(
     *,
     last_only: bool,
     prompts: dict[int, str] | None = None,
-) -> tuple[str, list[Span]]:
+) -> Turns:
     """Renders a dialogue, and finds its supervised spans.
 
     Args:
@@ -40,7 +41,7 @@ def render_turns(
             prompt.
 
     Returns:
-        The text, and (start, end) character spans in order. A turn starts after the generation
+        The text and the turns. A turn starts after the generation
         prompt, as at inference, and includes the template's end-of-turn text, but not a generation
         prompt that the template writes after the last turn.
 
@@ -50,8 +51,9 @@ def render_turns(
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
         raise Refused("unsupervised", "no turn of the assistant")
+    complete = False
     if tools is None and (found := template.render_turns(messages, first)):
-        text, spans = found
+        text, spans, complete = found
     elif template.marks_generation:
         text, spans = template.render_spans(messages, tools)
         finder = Finder(template, messages, tools, text, prompts)
@@ -63,7 +65,7 @@ def render_turns(
         spans = finder.spans(turns)
     if not spans:
         raise Refused("unsupervised", "the template marks no words of the assistant")
-    return text, spans[-1:] if last_only else spans
+    return Turns(text, spans[-1:] if last_only else spans, complete)
 
 
 def after_empty_thinking(text: str, span: Span) -> Span:

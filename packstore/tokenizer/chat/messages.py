@@ -198,7 +198,12 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 def _normalize(raw: object) -> tuple[str, Message]:
     if not isinstance(raw, dict):
         raise Refused("wrong_type", f"a message must be an object, found {quote(raw)}")
-    written = raw.get("role") or raw.get("from")
+    written = raw.get("role")
+    if len(raw) == 2 and type(written) is str and type(content := raw.get("content")) is str:
+        role = ROLES.get(written)
+        if role is not None:  # the most common form
+            return role, {"role": role, "content": content}
+    written = written or raw.get("from")
     role = ROLES.get(written) if isinstance(written, str) else None
     if role is None:
         raise Refused("bad_role", f"unknown role {quote(written)}")

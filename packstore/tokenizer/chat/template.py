@@ -23,8 +23,8 @@ from packstore.tokenizer.chat.sandbox import (
     Sandbox,
     as_json,
 )
-from packstore.tokenizer.chat.trace import Message, Traces, TracingSandbox
-from packstore.tokenizer.chat.traced_turns import Span, TurnPlans
+from packstore.tokenizer.chat.trace import Traces, TracingSandbox
+from packstore.tokenizer.chat.traced_turns import TurnPlans, Turns
 from packstore.tokenizer.control import free_characters
 from packstore.tokenizer.refusals import Refused
 
@@ -32,7 +32,9 @@ TEMPLATE_DATE = "2024-07-26"
 """The current date for templates that use it: constant, so that the same input always gives the
 same bytes. It is the fallback of Llama's own templates."""
 
+Message = dict[str, Any]
 Tools = list[Any] | None
+Span = tuple[int, int]
 
 
 class _Generation(Extension):
@@ -156,9 +158,7 @@ class ChatTemplate:
     def _by_jinja(self, messages: Sequence[Message], prompt: bool, tools: Tools = None) -> str:
         return self._render(messages, tools, add_generation_prompt=prompt)
 
-    def render_turns(
-        self, messages: Sequence[Message], first: int
-    ) -> tuple[str, list[Span]] | None:
+    def render_turns(self, messages: Sequence[Message], first: int) -> Turns | None:
         """Renders a dialogue without tools, and finds the assistant's turns after `first` messages.
 
         Returns None if :class:`.assistant_spans.Finder` must look for them in the text.

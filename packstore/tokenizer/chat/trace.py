@@ -30,7 +30,7 @@ MAX_SHAPES = 1 << 10
 MAX_PATHS = 8
 """Maximum traces of a sequence of roles."""
 
-Message = dict[str, Any]
+Messages = Sequence[dict[str, Any]]
 T = TypeVar("T", bound="_OnPaths")
 
 _FIELDS = ("role", "content")
@@ -70,7 +70,7 @@ class Text:
     def __init__(self, path: Path, *parts: str | Hole) -> None:
         self._path, self._parts = path, parts
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:  # for isinstance
         return str
 
@@ -126,7 +126,7 @@ class Text:
         raise Untraceable
 
     # What every object has, and what Jinja uses where it suppresses a TypeError.
-    __format__ = __hash__ = __repr__ = __str__ = _unknown  # type: ignore[assignment]
+    __format__ = __hash__ = __repr__ = __str__ = _unknown
     __float__ = __getitem__ = __index__ = __int__ = __iter__ = _unknown
 
     def _hole(self) -> Hole:
@@ -294,7 +294,7 @@ class Dialogue:
         self.roles, self.contents = roles, contents
 
     @classmethod
-    def of(cls, messages: Sequence[Message]) -> Dialogue | None:
+    def of(cls, messages: Messages) -> Dialogue | None:
         """Returns None if the messages have anything else, or are too many or too long."""
         roles: list[str | None] = []
         contents: list[str] = []
@@ -307,14 +307,13 @@ class Dialogue:
                 return None
             contents.append(message["content"])
             roles.append(message["role"])
-        for content in contents:
-            if type(content) is not str or len(content) > LONGEST:
-                return None
-        return cls(tuple(roles), contents) if len(messages) <= MAX_MESSAGES else None
+        if not 0 < len(contents) <= MAX_MESSAGES or set(map(type, contents)) != {str}:
+            return None
+        return None if max(map(len, contents)) > LONGEST else cls(tuple(roles), contents)
 
-    def stand_ins(self, path: Path) -> list[Message]:
+    def stand_ins(self, path: Path) -> list[dict[str, Any]]:
         """Returns the messages with texts in place of their contents."""
-        messages: list[Message] = []
+        messages: list[dict[str, Any]] = []
         thoughts = None
         for n, role in enumerate(self.roles):
             text = Text(path, (n, ()))
@@ -372,12 +371,12 @@ class Traces:
         self,
         template: Template,
         variables: Mapping[str, Any],
-        by_jinja: Callable[[Sequence[Message], bool], str],
+        by_jinja: Callable[[Messages, bool], str],
     ) -> None:
         self._template, self._variables, self._by_jinja = template, variables, by_jinja
         self._known: Paths[Trace] = Paths()
 
-    def render(self, messages: Sequence[Message], prompt: bool) -> str:
+    def render(self, messages: Messages, prompt: bool) -> str:
         """Renders a dialogue without tools."""
         dialogue = Dialogue.of(messages)
         if dialogue is not None:
@@ -390,7 +389,7 @@ class Traces:
                 return trace.render(dialogue.contents)
         return self._by_jinja(messages, prompt)
 
-    def trace(self, messages: Sequence[Message], prompt: bool) -> Trace:
+    def trace(self, messages: Messages, prompt: bool) -> Trace:
         """Returns the trace of a dialogue for which :meth:`Dialogue.of` returns one.
 
         Raises:
@@ -400,7 +399,7 @@ class Traces:
         assert dialogue is not None
         return self._trace(dialogue, messages, prompt)
 
-    def _trace(self, dialogue: Dialogue, messages: Sequence[Message], prompt: bool) -> Trace:
+    def _trace(self, dialogue: Dialogue, messages: Messages, prompt: bool) -> Trace:
         text = self._by_jinja(messages, prompt)
         path = Path(dialogue.contents)
         variables = {**self._variables, "tools": None, "add_generation_prompt": prompt}
@@ -462,7 +461,7 @@ def _text_filter(usual: Callable[..., Any], name: str) -> Callable[..., Any]:
     return apply
 
 
-def _type_test(usual: Callable[..., bool]) -> Callable[..., bool]:
+def _type_test(usual: Any) -> Callable[..., Any]:
     return lambda value, *args: usual("" if type(value) is Text else value, *args)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 from packstore.tokenizer.chat.trace import (
     Dialogue,
     Hole,
-    Message,
+    Messages,
     Paths,
     Test,
     Trace,
@@ -26,7 +26,19 @@ from packstore.tokenizer.chat.trace import (
 from packstore.tokenizer.control import FIRST_FREE, shared_characters
 from packstore.tokenizer.refusals import Refused
 
-Span = tuple[int, int]
+
+class Turns(NamedTuple):
+    """A rendered dialogue.
+
+    Attributes:
+        text: the text.
+        spans: start and end of turns of the assistant, in order.
+        complete: True if every message certainly is in the text; see :func:`.shown.is_plain`.
+    """
+
+    text: str
+    spans: list[tuple[int, int]]
+    complete: bool = False
 
 
 class Place(NamedTuple):
@@ -185,7 +197,7 @@ class TurnPlan:
         except (_UnplannedError, Refused):
             self._turns = None
 
-    def find(self, contents: list[str]) -> tuple[str, list[Span]] | None:
+    def find(self, contents: list[str]) -> Turns | None:
         """Returns the text and its turns; None if only the finder can find them."""
         if self._turns is None:
             return None
@@ -198,7 +210,7 @@ class TurnPlan:
         for place, other in self._unless:
             if text.startswith(other, place.chars + before[place.holes]):
                 return None
-        spans: list[Span] = []
+        spans: list[tuple[int, int]] = []
         for turn in self._turns:
             if turn.start is not None:
                 start = turn.start.chars + before[turn.start.holes]
@@ -215,7 +227,7 @@ class TurnPlan:
                 tail = (alone[len(alone.rstrip()) :] + turn.tail[1]).removesuffix(self._written)
                 end += shared_characters(tail, text[end : end + len(tail)])
             spans.append((start, max(start, end)))
-        return text, spans
+        return Turns(text, spans, not self._reasons and values == tuple(contents))
 
     def _traced(self, n: int, prompt: bool) -> Trace:
         trace = self._trace(n, prompt)
@@ -229,6 +241,7 @@ class TurnPlan:
         if i == 0:
             raise _UnplannedError
         at, header, tail, hole = self._at[i], "", _NO_TAIL, 0
+        end: Place | None
         prompt = _Form.of(self._traced(i, True))
         start = self._form.follow(prompt, self._unless)
         if start is None:
@@ -325,7 +338,7 @@ class TurnPlans:
         self._traces, self._written = traces, written
         self._known: Paths[TurnPlan] = Paths()
 
-    def find(self, messages: Sequence[Message], first: int) -> tuple[str, list[Span]] | None:
+    def find(self, messages: Messages, first: int) -> Turns | None:
         """Returns the text and its turns; None if only the finder can find them."""
         dialogue = Dialogue.of(messages)
         if dialogue is None:
@@ -339,4 +352,4 @@ class TurnPlans:
             dialogue.contents,
             lambda: TurnPlan(dialogue, first, self._written, trace),
         )
-        return plan and plan.find(dialogue.contents)
+        return None if plan is None else plan.find(dialogue.contents)

@@ -93,7 +93,9 @@ class Fields:
             Refused: ``wrong_type``.
         """
         for place, spelling in enumerate(self.spellings(name)):
-            value = unwrapped(self._record.get(spelling))
+            if (value := self._record.get(spelling)) is None:
+                continue
+            value = unwrapped(value)
             if value is not None and (not place or _is_number(value)):
                 self.used.add(spelling)
                 return number(value, spelling)
