@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from jinja2 import Template, pass_context, pass_environment
 from jinja2.environment import Environment
@@ -40,9 +40,9 @@ _OF_TYPES |= {"mapping", "none", "number", "sequence", "string", "true", "undefi
 _METHODS = {"endswith", "lstrip", "rstrip", "split", "startswith", "strip"}
 
 Step = tuple[Callable[..., str], tuple[Any, ...]]
-Hole = tuple[int, tuple[Step, ...]]
-"""Index of a content, and functions applied to it in turn, each with its further arguments. No
-function makes a content longer."""
+Hole = tuple[int | tuple[Any, ...], tuple[Step, ...]]
+"""Index of a content, or a tuple of constants and holes that are joined; and functions applied to
+it in turn, each with its further arguments. No function makes a text longer."""
 Test = tuple[Callable[..., Any], Hole, str | Hole]
 """A function of a content, and of a constant or another content."""
 
@@ -120,7 +120,7 @@ class Text:
     def __len__(self) -> int:
         if not self._path.budget.measuring:
             raise Untraceable
-        return sum(len(part) if type(part) is str else LONGEST for part in self._parts)
+        return sum(map(_most, self._parts))
 
     def __getattr__(self, name: str) -> NoReturn:
         raise Untraceable
@@ -130,10 +130,9 @@ class Text:
     __float__ = __getitem__ = __index__ = __int__ = __iter__ = _unknown
 
     def _hole(self) -> Hole:
-        [part] = self._parts if len(self._parts) == 1 else [""]
-        if isinstance(part, str):
-            raise Untraceable
-        return part
+        if len(self._parts) == 1 and not isinstance(self._parts[0], str):
+            return self._parts[0]
+        return self._parts, ()
 
     def _changed(self, function: Callable[..., str], *arguments: object) -> Text:
         at, steps = self._hole()
@@ -145,6 +144,41 @@ class Text:
         if type(constant) is not str:
             raise Untraceable
         return self._path.test(function, self._hole(), constant)
+
+
+def _most(part: str | Hole) -> int:
+    """Returns the maximum length of a part."""
+    if isinstance(part, str):
+        return len(part)
+    return LONGEST if isinstance(part[0], int) else sum(map(_most, part[0]))
+
+
+class _Length:
+    """The length of a text, for tests whether it is empty."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # for isinstance
+        return int
+
+    def __bool__(self) -> bool:
+        return bool(self._text)
+
+    def __gt__(self, other: object) -> bool:
+        return bool(self) if type(other) is int and other == 0 else _unknown()
+
+    def __eq__(self, other: object) -> bool:
+        return not self if type(other) is int and other == 0 else _unknown()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise Untraceable
+
+    __format__ = __hash__ = __repr__ = __str__ = _unknown
+    __float__ = __index__ = __int__ = __lt__ = __le__ = __ge__ = _unknown
 
 
 def _piece(text: str, separator: str, i: int) -> str:
@@ -233,7 +267,8 @@ def filled(part: str | Hole, contents: Sequence[str]) -> str:
     """Returns a constant as it is, and a content after its functions."""
     if isinstance(part, str):
         return part
-    text = contents[part[0]]
+    at = part[0]
+    text = contents[at] if isinstance(at, int) else "".join([filled(p, contents) for p in at])
     for function, arguments in part[1]:
         text = function(text, *arguments)
     return text
@@ -242,8 +277,7 @@ def filled(part: str | Hole, contents: Sequence[str]) -> str:
 def is_taken(tests: Mapping[Test, Any], contents: Sequence[str]) -> bool:
     """Returns True if all tests have these outcomes for `contents`."""
     for (function, hole, other), outcome in tests.items():
-        text = filled(hole, contents) if hole[1] else contents[hole[0]]
-        if function(text, other if type(other) is str else filled(other, contents)) != outcome:
+        if function(filled(hole, contents), filled(other, contents)) != outcome:
             return False
     return True
 
@@ -261,9 +295,9 @@ class Trace:
         self.tests, self.parts = tests, parts
         holes = [part for part in parts or () if not isinstance(part, str)]
         self._changed = list(dict.fromkeys(hole for hole in holes if hole[1]))
-        self._order = [
-            self._changed.index(hole) - len(self._changed) if hole[1] else hole[0] for hole in holes
-        ]
+        last = {hole: i - len(self._changed) for i, hole in enumerate(self._changed)}
+        # Texts of several parts are changed; otherwise their parts are among these.
+        self._order = [last[hole] if hole in last else cast(int, hole[0]) for hole in holes]
         self._pick = operator.itemgetter(*self._order) if len(holes) > 1 else None
         self.format = "".join(
             part.replace("%", "%%") if isinstance(part, str) else "%s" for part in parts or ()
@@ -410,7 +444,7 @@ class Traces:
         except (Untraceable, Exception):
             return Trace(path.tests, None)
         parts = whole._parts if type(whole) is Text else (whole,)
-        most = sum(len(part) if type(part) is str else LONGEST for part in parts)
+        most = sum(map(_most, parts))
         trace = Trace(path.tests, parts)
         if most > MAX_RENDERED or trace.render(dialogue.contents) != text:
             return Trace(path.tests, None)
@@ -427,6 +461,7 @@ class TracingSandbox(Sandbox):
         self.finalize = pass_context(lambda _, value: _output(HERE.budget.count(value)))
         for name in ("string", "trim"):
             self.filters[name] = _text_filter(self.filters[name], name)
+        self.filters["length"] = self.filters["count"] = _length_filter(self.filters["length"])
         self.filters["join"] = self.filters["packstore join"] = _join
         for name in _OF_TYPES:
             self.tests[name] = _type_test(self.tests[name])
@@ -459,6 +494,10 @@ def _text_filter(usual: Callable[..., Any], name: str) -> Callable[..., Any]:
         return value.strip(*args, **kwargs) if name == "trim" else value
 
     return apply
+
+
+def _length_filter(usual: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda value: _Length(value) if type(value) is Text else usual(value)
 
 
 def _type_test(usual: Any) -> Callable[..., Any]:

@@ -92,6 +92,17 @@ class _Form:
         return sum(map(len, self.constants[: hole + 1]))
 
     @property
+    def contents(self) -> tuple[Hole, ...]:
+        """The contents.
+
+        Raises:
+            _UnplannedError: several of them are changed together.
+        """
+        if not all(isinstance(at, int) for at, _ in self.holes):
+            raise _UnplannedError
+        return self.holes
+
+    @property
     def end(self) -> Place:
         """The end of the text."""
         return Place(self.chars(len(self.holes)), len(self.holes))
@@ -258,7 +269,7 @@ class TurnPlan:
             end = self._form.follow(form.without(self._written), self._unless)
             if end is None:
                 hole = self._content(at)
-                own = [content for content in form.holes if content[0] == at]
+                own = [content for content in form.contents if content[0] == at]
                 if own != [form.holes[-1]] or not _keeps_marks(alone.tests, own, {at}):
                     raise _UnplannedError
                 tail = own[0], form.constants[-1]
@@ -271,7 +282,7 @@ class TurnPlan:
             _UnplannedError: marks around the assistant's contents may change the rendering.
         """
         if not self._said:
-            own = [hole for hole in self._form.holes if hole[0] in self._answers]
+            own = [hole for hole in self._form.contents if hole[0] in self._answers]
             once = sorted(hole[0] for hole in own) == self._answers
             clear = all(map(_is_clear, self._form.constants))
             if not (once and clear and _keeps_marks(self._whole.tests, own, self._answers)):
@@ -293,8 +304,11 @@ def _keeps_marks(tests: Mapping[Test, Any], holes: Sequence[Hole], marked: Colle
     if not all(map(_only_strips, holes)):
         return False
     for (function, hole, other), outcome in tests.items():
-        against = other if isinstance(other, tuple) else None
-        if not {hole[0], *(against or ())[:1]} & {*marked}:
+        for one in (hole, other):
+            if isinstance(one, tuple) and not isinstance(one[0], int):
+                return False
+        against = None if isinstance(other, str) else other[0]
+        if hole[0] not in marked and against not in marked:
             continue
         if not _only_strips(hole):
             return False
