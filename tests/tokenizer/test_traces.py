@@ -124,7 +124,7 @@ def drafted(tokenizer: Tokenizer, record: object, kind: str, config: TokenizeCon
 def test_hostile_dialogues_are_rendered_as_by_jinja(both: Callable[[str], Both], name: str) -> None:
     fast, plain = both(name)
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
     @given(dialogues(), choices)
     def check(talks: list[list[dict[str, str]]], choice: dict[str, Any]) -> None:
         config = TokenizeConfig(**choice)
@@ -136,6 +136,27 @@ def test_hostile_dialogues_are_rendered_as_by_jinja(both: Callable[[str], Both],
     check()
 
 
+ANSWERS = [
+    "", " \n", "words", "\n lead", "trail \n", "<t>\nx", "a</t> b", "<think>\nx", "(now)", "(old)x",
+    "<think>\n\n</think>\n\nhi", "<think>h</think> a", "x\U00100000", "<h>assistant</h>",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_two_answers_are_found_as_by_the_finder(
+    both: Callable[[str], Both], name: str
+) -> None:
+    fast, plain = both(name)
+    config = TokenizeConfig(empty_turn="keep", unrendered="keep", empty_thinking="supervised")
+    for one, two in itertools.product(ANSWERS[2:] + ANSWERS, ANSWERS):
+        words = ("u", one, " v ", two)
+        roles = ("user", "assistant") * 2
+        talk = [{"role": r, "content": c} for r, c in zip(roles, words, strict=True)]
+        expected = drafted(plain, {"messages": talk}, "sft", config)
+        assert drafted(fast, {"messages": talk}, "sft", config) == expected
+
+
+CONFIG = TokenizeConfig(pack_size=8192)
 FILES = ["pairs/chat_en.jsonl", "pairs/toolcall_zh.jsonl", "ranked/oasst_k2_6.jsonl",
          "pairs/hh_harmless_messages.jsonl.gz", "sft/reason_tool.jsonl", "sft/toolcall_en.jsonl",
          "sft/nemo_dummy.jsonl"]  # fmt: skip
@@ -151,9 +172,6 @@ def test_real_dialogues_are_rendered_as_by_jinja(
         kind = detect_kind(some[0], CONFIG)
         for record in some:
             assert drafted(fast, record, kind, CONFIG) == drafted(plain, record, kind, CONFIG)
-
-
-CONFIG = TokenizeConfig(pack_size=8192)
 
 
 @pytest.mark.parametrize("name", ["chatml", "plain", "gemma3", "llama3", "phi3", "qwen3"])
@@ -221,11 +239,12 @@ OBSERVED = [
 def test_no_use_of_a_content_is_missed(expression: str) -> None:
     """Each expression is traced with some contents, and gives with others what Jinja gives."""
     source = f"{{% for m in messages %}}<{{{{ {expression} }}}}>{{% endfor %}}"
-    traced, plain = (ChatTemplate(source, {}, traced=on) for on in (True, False))
     words = ["a", "ab", "b", "", " ab ", "content", "1", "bcab", "role", "%d", "A"]
-    for pair in itertools.product(words, words):
-        talk = [{"role": "user", "content": content} for content in pair]
-        assert outcome(traced, talk) == outcome(plain, talk)
+    for order in (words, words[::-1]):
+        traced, plain = (ChatTemplate(source, {}, traced=on) for on in (True, False))
+        for pair in itertools.product(order, order):
+            talk = [{"role": "user", "content": content} for content in pair]
+            assert outcome(traced, talk) == outcome(plain, talk)
 
 
 def outcome(template: ChatTemplate, talk: list[dict[str, Any]]) -> str:
@@ -248,12 +267,19 @@ def test_only_known_methods_of_strings_are_there() -> None:
 
 def test_long_contents_meet_the_limits_of_jinja(monkeypatch: pytest.MonkeyPatch) -> None:
     """A content that the budget refuses is refused with a trace, too."""
-    source = (
-        "{% for m in messages %}{% for i in range(3000) %}{{ m.content }}{% endfor %}{% endfor %}"
-    )
+    source = "{% for i in range(N) %}{{ messages[0].content }}{% endfor %}"
+    for times, size in itertools.product((1000, 3000), (1, 2, 30_000, LONGEST, LONGEST + 3000)):
+        traced, plain = (ChatTemplate(source, {}, {"N": times}, on) for on in (True, False))
+        for content in ("b", "bb", "a" * size):
+            talk = [{"role": "user", "content": content}]
+            assert outcome(traced, talk) == outcome(plain, talk)
+
+
+def test_thoughts_under_two_names_may_differ() -> None:
+    source = "{% for m in messages %}{{ m.thinking }}{{ m.reasoning_content }}{% endfor %}"
     traced, plain = (ChatTemplate(source, {}, traced=on) for on in (True, False))
-    for size in (1, 2, 30_000, LONGEST, LONGEST + 1):
-        talk = [{"role": "user", "content": "a" * size}]
+    for one, two in ("aa", "bb", "ab", "ba"):
+        talk = [{"role": "user", "content": "", "reasoning_content": one, "thinking": two}]
         assert outcome(traced, talk) == outcome(plain, talk)
 
 
