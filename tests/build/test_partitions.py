@@ -174,6 +174,17 @@ def test_a_partition_takes_blocks_from_all_over(files: int) -> None:
     assert reads == {1: 8, 3: 24, 40: 160, 400: 800}[files]
 
 
+@pytest.mark.parametrize(("files", "reads"), [(1000, 7.364), (4000, 7.364), (256_000, 1)])
+def test_large_files_are_read_few_times_and_partitions_are_alike(files: int, reads: float) -> None:
+    """4 TB in 3,682 partitions, a GiB each."""
+    size, number, place = (4000 << 30) // files, 3682, Location("/x")
+    inputs = [(Input(i, "x", place, "jsonl", None), size) for i in range(files)]
+    found = split(inputs, number)
+    assert sum(map(len, found)) / files == reads
+    sizes = [sum(size / one.step for one in part) for part in found]
+    assert max(sizes) < 1.06 * sum(sizes) / number
+
+
 def test_small_files_and_more_partitions_than_blocks(tmp_path: Path) -> None:
     few = [write(tmp_path / f"{i}.jsonl", i, 3) for i in range(2)]
     made = packstore.pack(few, tmp_path / "out", partitions=7, num_workers=0, **SETTINGS)
@@ -244,7 +255,7 @@ def test_files_that_would_be_read_many_times(
     ]
     slices = split(inputs, 100)
     warn_of_reads(slices, files)
-    texts = ["is read 100 times", "With 400 files it would be read 4 times"]
+    texts = ["is read 10 times", "With 400 files it would be read 4 times"]
     assert [text in caplog.text for text in texts] == [told, told]
 
 

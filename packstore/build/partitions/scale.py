@@ -12,8 +12,8 @@ from packstore.io.manifest.manifest import manifest_bytes
 from packstore.io.store.location import Location
 
 MANY_READS = 8
-"""Reads of each file, by tasks of a cluster, above which reading takes a third of the time or more
-(``benchmarks/scale.py``)."""
+"""Reads of each file, by tasks of a cluster, above which two fifths of their time and more are
+reading (``benchmarks/scale.py``)."""
 
 log = logging.getLogger("packstore")
 
