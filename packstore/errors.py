@@ -35,7 +35,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def sentence(where: str, must: str, found: str = "", do: str = "") -> str:
@@ -70,11 +70,16 @@ def quote(value: object, limit: int = 60) -> str:
 
 
 def visible(text: str) -> str:
-    """Escapes control characters of `text`, except tab and newline, as ``\\x1b`` and so on.
+    """Escapes control characters of `text`, except tab and newline, as ``\\x1b``, ``\\u202e``.
 
-    A terminal would execute them: clear the screen, set the clipboard, or hide text.
+    A terminal would execute them: clear the screen, set the clipboard, hide text, or show the rest
+    of the line in another order.
     """
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROL.sub(lambda found: _escaped(ord(found[0])), text)
+
+
+def _escaped(code: int) -> str:
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def spelled(path: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from packstore.cli.common import number
-from packstore.errors import ConfigError, quote
+from packstore.errors import ConfigError, quote, visible
 from packstore.format.arrays import SOURCE_SHIFT
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.places import source_names
@@ -112,7 +112,7 @@ def group_table(by: str, groups: Groups) -> tuple[Table, str]:
     for i, title in enumerate(titles):
         table.add_column(title, justify="right" if i else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(visible, row))  # rich would leave out control characters
     return table, note
 
 

@@ -38,10 +38,10 @@ def histogram(title: str, values: npt.NDArray[np.generic], unit: str) -> str:
     place = np.minimum(((numbers - low) // step).astype(np.int64), bars - 1)
     counts = np.bincount(place, minlength=bars)
     width = (WIDTH - LEFT - RIGHT) / bars
-    largest = int(counts.max())
+    levels = [level for level in _ticks(0, int(counts.max())) if level == int(level)]
     shapes = []
     for i, count in enumerate(counts.tolist()):
-        height = (HEIGHT - TOP - BOTTOM) * count / largest
+        height = (HEIGHT - TOP - BOTTOM) * count / levels[-1]
         start, end = low + i * step, low + (i + 1) * step
         if i == bars - 1:
             end = max(end, top)
@@ -57,7 +57,7 @@ def histogram(title: str, values: npt.NDArray[np.generic], unit: str) -> str:
         at = first + 0.5 if step == 1 else first
     names = low + (np.floor(at) if whole else at) * step
     marks = [(float(a) / bars, _short(float(name))) for a, name in zip(at, names, strict=True)]
-    heights = [(float(s), _short(round(float(s) * largest))) for s in np.linspace(0, 1, 5)]
+    heights = [(level / levels[-1], _short(level)) for level in levels]
     note = f"median {_short(float(np.median(numbers)))}, largest {_short(top)} {unit}".rstrip()
     if top > high:
         note += f"; the last bar holds all from {_short(low + (bars - 1) * step)} on"

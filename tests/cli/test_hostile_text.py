@@ -95,3 +95,4 @@ def test_a_screen_of_doctor_holds_no_control_characters(
 
 def test_visible() -> None:
     assert visible("a\n\tb\x1b\x9b\r\x00\x7f é") == "a\n\tb\\x1b\\x9b\\x0d\\x00\\x7f é"
+    assert visible("a\u202eb\u2069 مر") == "a\\u202eb\\u2069 مر"
