@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.table import Table
 
 from packstore.cli.common import number
@@ -10,6 +12,9 @@ from packstore.format.arrays import SOURCE_SHIFT
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.places import source_names
 from packstore.io.dataset.scan import scan
+
+if TYPE_CHECKING:
+    from polars import DataType, Expr
 
 FILE = "file"
 """Groups by input file, unless a column has this name."""
@@ -56,42 +61,86 @@ def grouped(dataset: Dataset, by: str) -> Groups:
     """
     import polars as pl
 
-    frame = scan(dataset)
-    types = frame.collect_schema()
-    column = f"{by}_carried" if f"{by}_carried" in types else by
-    files = by == FILE and FILE not in dataset.manifest.carry
-    if not files and types[column].is_float():
-        raise ConfigError(f"--by must be a column of texts, integers or booleans; {by} is not.")
-    rewards, tokens = pl.col("rewards"), pl.col("lengths").list.sum()
-    gap = [rewards.list.get(0) - rewards.list.get(1)] if _pairs(dataset) else []
-    found = (
-        frame.select(
-            (pl.col("example_id") // (1 << SOURCE_SHIFT) if files else pl.col(column)).alias("by"),
+    tokens, rewards = pl.col("lengths").list.sum(), pl.col("rewards")
+    counts = (
+        scan(dataset)
+        .select(
+            _key(dataset, by).alias("by"),
             tokens.cast(pl.Int64).alias("tokens"),
-            *(g.cast(pl.Float64).alias("gap") for g in gap),
+            (rewards.list.first() - rewards.list.last()).cast(pl.Float64).alias("gap"),
         )
+        # One row for each length, so that quantiles need no row for each example.
+        .group_by("by", "tokens")
+        .agg(pl.len().cast(pl.Int64).alias("n"), pl.col("gap").sum())
+        .collect(engine="streaming")
+    )
+    n, tokens = pl.col("n"), pl.col("tokens")
+    found = (
+        counts.with_columns(_name(dataset, by, counts.schema["by"]))
+        .group_by("by", "tokens")
+        .agg(n.sum(), pl.col("gap").sum())
+        .sort("by", "tokens")
+        .with_columns(n.cum_sum().over("by").alias("end"), n.sum().over("by").alias("all"))
         .group_by("by")
         .agg(
-            pl.len().alias("examples"),
-            pl.col("tokens").sum(),
-            pl.col("tokens").mean().alias("mean"),
-            *(pl.col("tokens").quantile(p / 100, "linear").alias(f"p{p}") for p in (50, 99)),
-            pl.col("tokens").max().alias("max"),
-            *(pl.col("gap").mean().alias("reward_gap") for _ in gap),
+            n.sum().alias("examples"),
+            (tokens * n).sum().alias("tokens"),
+            ((tokens * n).sum() / n.sum()).alias("mean"),
+            *(_quantile(p / 100).alias(f"p{p}") for p in (50, 99)),
+            tokens.max().alias("max"),
+            (pl.col("gap").sum() / n.sum()).alias("reward_gap"),
         )
         .with_columns(
             (pl.col(name) / pl.col(name).sum()).alias(f"{name}_share")
             for name in ("examples", "tokens")
         )
         .sort(["examples", "by"], descending=[True, False])
-        .collect(engine="streaming")
     )
-    named = dict(enumerate(source_names(dataset.manifest))) if files else {}
-    names = [name for name in TITLES if name in found.columns]
-    return {
-        str(named.get(row["by"], row["by"])): {name: row[name] for name in names}
-        for row in found.iter_rows(named=True)
-    }
+    pairs = dataset.manifest.kind == "preference"
+    names = [name for name in TITLES if pairs or name != "reward_gap"]
+    return {row["by"]: {name: row[name] for name in names} for row in found.iter_rows(named=True)}
+
+
+def _key(dataset: Dataset, by: str) -> Expr:
+    """Returns the group of each example of a scan: a carried value, or the number of a file."""
+    import polars as pl
+
+    if _by_file(dataset, by):
+        return pl.col("example_id") // (1 << SOURCE_SHIFT)
+    types = scan(dataset).collect_schema()
+    name = f"{by}_carried" if f"{by}_carried" in types else by
+    if types[name].is_float():
+        raise ConfigError(f"--by must be a column of texts, integers or booleans; {by} is not.")
+    return pl.col(name)
+
+
+def _name(dataset: Dataset, by: str, type_: DataType) -> Expr:
+    """Returns the text of each group; files of one name are one group."""
+    import polars as pl
+
+    key = pl.col("by")
+    if not _by_file(dataset, by):
+        text = key.cast(pl.String)
+        return text.str.to_titlecase() if type_ == pl.Boolean else text
+    names = source_names(dataset.manifest)
+    unknown = pl.concat_str(pl.lit("source "), key)
+    numbers = list(range(len(names)))
+    return key.replace_strict(numbers, names, default=unknown, return_dtype=pl.String)
+
+
+def _by_file(dataset: Dataset, by: str) -> bool:
+    return by == FILE and FILE not in dataset.manifest.carry
+
+
+def _quantile(share: float) -> Expr:
+    """Returns the quantile of `tokens` that occur `n` times each, interpolated as numpy does."""
+    import polars as pl
+
+    place = (pl.col("all") - 1) * share
+    low, high = (
+        pl.col("tokens").filter(pl.col("end") > at).min() for at in (place.floor(), place.ceil())
+    )
+    return low + (high - low) * (place - place.floor()).first()
 
 
 def group_rows(groups: Groups) -> tuple[list[str], list[tuple[str, ...]], str]:
@@ -114,10 +163,6 @@ def group_table(by: str, groups: Groups) -> tuple[Table, str]:
     for row in rows:
         table.add_row(*map(visible, row))  # rich would leave out control characters
     return table, note
-
-
-def _pairs(dataset: Dataset) -> bool:
-    return dataset.manifest.kind == "preference"
 
 
 def _text(name: str, value: float) -> str:

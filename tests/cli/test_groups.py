@@ -13,6 +13,7 @@ from small_jobs import write_jsonl, write_tokenizer
 
 import packstore
 from packstore.cli import main
+from packstore.cli._groups import grouped
 
 LANGS = ("en", "de", "zh")
 
@@ -79,6 +80,20 @@ def test_groups_equal_a_loop_over_the_packs(
             "reward_gap": np.mean(gaps[group]),
         }
         assert found[group] == pytest.approx(expected, rel=1e-6)
+
+
+def test_files_of_one_name_are_one_group(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [1], "chosen": [2] * (i + 1), "rejected": [3], "ok": i % 2 == 0}
+        for i in range(6)
+    ]
+    source = write_jsonl(tmp_path / "rows.jsonl", rows)
+    made = packstore.pack(source, tmp_path / "made", pack_size=32, carry=("ok:bool",))
+    assert grouped(made, "ok")["True"]["tokens"] == 3 * 3 + 1 + 3 + 5
+    assert grouped(made, "ok")["False"]["tokens"] == 3 * 3 + 2 + 4 + 6
+    twice = packstore.concat([made, made], tmp_path / "twice")
+    (own,) = grouped(twice, "file").values()
+    assert (own["examples"], own["tokens"], own["max"]) == (12, 2 * 39, 9)
 
 
 def test_what_cannot_group_is_refused(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
