@@ -90,6 +90,23 @@ def test_packing_gives_times_and_peaks() -> None:
         assert told in page
 
 
+def test_the_cost_of_partitions_and_of_ray() -> None:
+    measured = result("partitions")
+    start, cases, over = (measured[k] for k in ("start_cpu_seconds", "cpu_seconds", "over"))
+    base, four, sixteen, ray = start
+    most = {w: max(100 * (c[w] / c[base] - 1) for c in cases.values()) for w in (four, sixteen)}
+    one, low, high = cases["1 file"], *sorted(o[ray] for o in over.values())
+    for page, told in (
+        ("packing", f"4 partitions take up to {most[four]:.0f} % more CPU than one"),
+        ("packing", f"and 16 up to {most[sixteen]:.0f} %"),
+        ("ray", f"take {one[ray]:.1f} s instead of {one[base]:.1f} s"),
+        ("ray", f"of which {start[ray] - start[base]:.1f} s are that start"),
+        ("ray", f"{low:.2f} to {high:.2f} times the CPU of one partition"),
+    ):
+        text = " ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split())
+        assert told in text
+
+
 def test_concepts_give_every_set() -> None:
     told = rows("docs/concepts.md")
     for name, way in WAYS.items():
