@@ -274,13 +274,16 @@ def _checked(lengths: npt.ArrayLike, capacity: int) -> Int32:
     return np.require(array, np.int32, ["C", "W"])
 
 
+# Unsigned indices, as in histogram.py: the loops take two thirds of the time.
+
+
 @jit
 def _sum_of_squares(lengths: Int32, order: Int32, offsets: Int64) -> Int64:
     """Sum of the squared lengths of each pack, its attention cost: int64 `[P]`."""
     squares = np.zeros(len(offsets) - 1, np.int64)
     for pack in range(len(squares)):
-        for i in range(offsets[pack], offsets[pack + 1]):
-            squares[pack] += np.int64(lengths[order[i]]) ** 2
+        for i in range(np.uint64(offsets[pack]), np.uint64(offsets[pack + 1])):
+            squares[pack] += np.int64(lengths[np.uint32(order[i])]) ** 2
     return squares
 
 
@@ -288,11 +291,11 @@ def _sum_of_squares(lengths: Int32, order: Int32, offsets: Int64) -> Int64:
 def _reordered(order: Int32, offsets: Int64, delivery: Int64) -> tuple[Int32, Int64]:
     """Returns order and offsets with the packs in the order of `delivery`."""
     new_order, new_offsets = np.empty(len(order), np.int32), np.empty_like(offsets)
-    to = 0
-    for pack in range(len(delivery)):
-        new_offsets[pack] = to
-        for i in range(offsets[delivery[pack]], offsets[delivery[pack] + 1]):
+    to = np.uint64(0)
+    for place, pack in enumerate(delivery):
+        new_offsets[place] = to
+        for i in range(np.uint64(offsets[pack]), np.uint64(offsets[pack + 1])):
             new_order[to] = order[i]
-            to += 1
+            to += np.uint64(1)
     new_offsets[len(delivery)] = to
     return new_order, new_offsets
