@@ -69,12 +69,12 @@ class TokenizersEngine:
             self.dropout = _without_dropout(self._tokenizer)
             self._find_specials()
             self._check_growth()
-            self.vocab_size()  # refuses huge ids, for which a faster library would make a table
         self._load()
 
     @classmethod
     def beside(cls, other: TokenizersEngine) -> Self:
         """Makes an engine of this class from the loaded file of `other`."""
+        other.vocab_size()  # refuses huge ids, for which a faster library would make a table
         engine = cls.__new__(cls)
         engine._where, engine._tokenizer = other._where, other._tokenizer
         engine._modes = other._modes
