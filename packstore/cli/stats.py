@@ -75,15 +75,16 @@ def _collect(dataset: Dataset, progress: Progress) -> tuple[dict[str, Any], Plac
         progress("read", done, len(dataset.row_groups), "row groups")
     every = np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in drawn)])
     every.sort()
-    names = parts[0] if parts else ()
-    figures = {name: np.concatenate([part[name] for part in parts]) for name in names}
+    names = [*parts[0]] if parts else []
+    # A part is dropped as soon as it is joined, so that memory holds the figures once.
+    figures = {name: np.concatenate([part.pop(name) for part in parts]) for name in names}
     return figures, places_of(drawn, every) if knows_places(dataset.manifest) else None
 
 
 def _figures(packs: Packs, kind: str, pack_size: int) -> dict[str, Any]:
     tokens = np.diff(packs.token_offsets)
     starts = np.cumsum(packs.segment_lengths) - packs.segment_lengths
-    supervised = np.add.reduceat(packs.supervised, starts, dtype=np.int64)
+    supervised = np.add.reduceat(packs.supervised, starts, dtype=np.int32)
     figures = {
         "sequence length": packs.lengths,
         "supervised tokens": supervised,
