@@ -29,6 +29,7 @@ import trl
 from packstore.config import PackConfig
 from packstore.format.arrays import Rows
 from packstore.tokenizer import RecordTokenizer, Tokenizer, load_tokenizer
+from packstore.tokenizer.fastest import fastest
 from packstore.tokenizer.records.shapes import parse_record
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.rendered import check_responses, draft_record
@@ -85,7 +86,7 @@ def chats(data: Path) -> list[dict[str, Any]]:
     folder = Path(trl.__file__).parent / "chat_templates"
     for name in TEMPLATES:
         template = name if name == "chatml" else str(folder / f"{name}.jinja")
-        tokenizer = load_tokenizer(data / "tokenizers/qwen3", chat_template=template)
+        tokenizer = fastest(load_tokenizer(data / "tokenizers/qwen3", chat_template=template))
         by_jinja = replace(tokenizer)
         by_jinja.__dict__["engine"] = tokenizer.engine
         by_jinja.__dict__["template"] = replace(tokenizer.template, traced=False)  # type: ignore[type-var]

@@ -89,7 +89,10 @@ def _as_taken(
     template: ChatTemplate, messages: list[Message], config: TokenizeConfig
 ) -> list[Message]:
     """Applies the settings of tool calls, and replaces null content if the template needs text."""
-    if not any("tool_calls" in message for message in messages):
+    for message in messages:
+        if "tool_calls" in message:
+            break
+    else:
         return messages
     if config.tool_arguments == "object":
         messages = with_parsed_arguments(messages)

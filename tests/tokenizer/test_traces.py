@@ -18,7 +18,7 @@ from packstore.errors import WrongEngineError
 from packstore.tokenizer import EngineWatch, RecordTokenizer, Tokenizer, detect_kind
 from packstore.tokenizer.chat.builtin_templates import BUILTIN
 from packstore.tokenizer.chat.template import ChatTemplate
-from packstore.tokenizer.chat.trace import LONGEST, Text, Trace, Untraceable
+from packstore.tokenizer.chat.trace import LONGEST, MAX_SIZE, Text, Trace, Untraceable
 from packstore.tokenizer.chat.trace import Path as TracedPath
 from packstore.tokenizer.records.shapes import parse_record
 from packstore.tokenizer.refusals import Refused
@@ -41,6 +41,15 @@ WRITTEN = {
         "{% for m in messages %}[{{ m.role }}]{% if '</t>' in m.content and not loop.last %}"
         "{{ m.content.split('</t>')[-1].lstrip() }}{% else %}{{ m.content }}{% endif %}"
         "<|end|>{% endfor %}{% if add_generation_prompt %}[assistant]<t>\n{% endif %}"
+    ),
+    "a mark in the last user turn": (
+        "{% for m in messages %}{% if m.role == 'user' %}[I]{{ 'S' if loop.revindex < 3 }}"
+        "{{ m.content }}[/I]"
+        "{% else %}[A]{{ m.content }};{% endif %}{% endfor %}{{ '[A]' if add_generation_prompt }}"
+    ),
+    "a generation prompt at the end": (
+        "{% for m in messages %}<h>{{ m.role }}</h>{{ m.content }}<|end|>{% endfor %}"
+        "<h>assistant</h>"
     ),
     "a generation prompt always": (
         "{% for m in messages %}<h>{{ m.role }}</h>{{ '(old)' if not loop.last }}{{ m.content }}"
@@ -268,11 +277,30 @@ def test_only_known_methods_of_strings_are_there() -> None:
 def test_long_contents_meet_the_limits_of_jinja(monkeypatch: pytest.MonkeyPatch) -> None:
     """A content that the budget refuses is refused with a trace, too."""
     source = "{% for i in range(N) %}{{ messages[0].content }}{% endfor %}"
-    for times, size in itertools.product((1000, 3000), (1, 2, 30_000, LONGEST, LONGEST + 3000)):
+    for times, size in itertools.product((1000, 1500, 3000), (1, 30_000, LONGEST, LONGEST + 3000)):
         traced, plain = (ChatTemplate(source, {}, {"N": times}, on) for on in (True, False))
         for content in ("b", "bb", "a" * size):
             talk = [{"role": "user", "content": content}]
             assert outcome(traced, talk) == outcome(plain, talk)
+
+
+@pytest.mark.parametrize(
+    ("source", "roles"),
+    [
+        ("{% for i in range(5000) %}{{ 'x' if i ~ '' in messages[0].content }}{% endfor %}", 1),
+        ("{{ 'constant' * 999999 }}{{ messages[0].content }}", 1),
+        ("{{ messages[0].role * 9999 }}{{ messages[0].content }}", 600),
+    ],
+)
+def test_traces_take_little_memory(source: str, roles: int) -> None:
+    template = ChatTemplate(source, {}, traced=True)
+    known = template._traces._known
+    for role, content in itertools.product(range(roles), "aab"):
+        template.render([{"role": str(role), "content": content}])
+        assert known._size <= 1.2 * MAX_SIZE
+        sizes = [len(trace.tests) + len(trace.format) for paths in known._known.values()
+                 for trace in paths]  # fmt: skip
+        assert sum(sizes) <= known._size
 
 
 def test_thoughts_under_two_names_may_differ() -> None:

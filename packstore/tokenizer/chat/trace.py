@@ -29,6 +29,10 @@ MAX_SHAPES = 1 << 10
 """Maximum sequences of roles with traces, per template."""
 MAX_PATHS = 8
 """Maximum traces of a sequence of roles."""
+MAX_TESTS = 1 << 10
+"""Maximum tests of contents in a trace."""
+MAX_SIZE = 1 << 24
+"""Maximum characters of all traces of a template, approximately; beyond it, they are dropped."""
 
 Messages = Sequence[dict[str, Any]]
 T = TypeVar("T", bound="_OnPaths")
@@ -259,6 +263,8 @@ class Path:
     def test(self, function: Callable[..., Any], hole: Hole, other: str | Hole) -> Any:
         """Returns the outcome for a content and a constant or another content; records it."""
         found = function(filled(hole, self._contents), filled(other, self._contents))
+        if len(self.tests) >= MAX_TESTS:
+            raise Untraceable
         self.tests[function, hole, other] = found
         return found
 
@@ -289,6 +295,7 @@ class Trace:
         tests: tests with their outcomes; the path is taken where all are the same.
         parts: the rendered text; None if only Jinja can render it.
         format: its constant parts, with ``%s`` for the contents.
+        size: memory in characters, approximately.
     """
 
     def __init__(self, tests: dict[Test, Any], parts: Sequence[str | Hole] | None) -> None:
@@ -302,6 +309,7 @@ class Trace:
         self.format = "".join(
             part.replace("%", "%%") if isinstance(part, str) else "%s" for part in parts or ()
         )
+        self.size = 2 * len(self.format) + 64 * (len(parts or ()) + 4 * len(tests))
 
     def values(self, contents: list[str]) -> tuple[str, ...]:
         """Returns the contents as rendered."""
@@ -363,6 +371,7 @@ class Dialogue:
 
 class _OnPaths(Protocol):
     tests: dict[Test, Any]
+    size: int
 
 
 class Paths(Generic[T]):
@@ -373,13 +382,17 @@ class Paths(Generic[T]):
 
     def __init__(self) -> None:
         self._known: dict[object, list[T]] = {}
+        self._size = 0
 
-    def find(self, shape: object, contents: Sequence[str], make: Callable[[], T]) -> T | None:
+    def find(
+        self, shape: object, contents: Sequence[str], make: Callable[..., T], *arguments: object
+    ) -> T | None:
         """Returns what is known, or else makes it; None if the shape or its path is too rare."""
         known = self._known.get(shape)
         if known is None:
-            if len(self._known) >= MAX_SHAPES:
+            if len(self._known) >= MAX_SHAPES or self._size > MAX_SIZE:
                 self._known.clear()
+                self._size = 0
             self._known[shape] = []
             return None
         for one in known:
@@ -387,8 +400,9 @@ class Paths(Generic[T]):
                 return one
         if len(known) >= MAX_PATHS:
             return None
-        made = make()
+        made = make(*arguments)
         known.append(made)
+        self._size += made.size
         return made
 
 
@@ -414,13 +428,10 @@ class Traces:
         """Renders a dialogue without tools."""
         dialogue = Dialogue.of(messages)
         if dialogue is not None:
-            trace = self._known.find(
-                (prompt, dialogue.roles),
-                dialogue.contents,
-                lambda: self._trace(dialogue, messages, prompt),
-            )
+            shape, contents = (prompt, dialogue.roles), dialogue.contents
+            trace = self._known.find(shape, contents, self._trace, dialogue, messages, prompt)
             if trace is not None and trace.parts is not None:
-                return trace.render(dialogue.contents)
+                return trace.render(contents)
         return self._by_jinja(messages, prompt)
 
     def trace(self, messages: Messages, prompt: bool) -> Trace:
@@ -444,11 +455,11 @@ class Traces:
         except (Untraceable, Exception):
             return Trace(path.tests, None)
         parts = whole._parts if type(whole) is Text else (whole,)
-        most = sum(map(_most, parts))
         trace = Trace(path.tests, parts)
-        if most > MAX_RENDERED or trace.render(dialogue.contents) != text:
-            return Trace(path.tests, None)
-        return trace
+        limits = sum(map(_most, parts)) <= MAX_RENDERED and trace.size <= MAX_SIZE // MAX_PATHS
+        if limits and trace.render(dialogue.contents) == text:
+            return trace
+        return Trace(path.tests, None)
 
 
 class TracingSandbox(Sandbox):

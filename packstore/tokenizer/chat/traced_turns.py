@@ -180,6 +180,7 @@ class TurnPlan:
 
     Attributes:
         tests: the tests on these paths, with their outcomes.
+        size: memory in characters, approximately.
 
     Args:
         dialogue: one of the dialogues.
@@ -207,6 +208,8 @@ class TurnPlan:
             self._turns = [self._plan(i) for i in answers if i >= first]
         except (_UnplannedError, Refused):
             self._turns = None
+        self.size = 256 * (len(self.tests) + len(self._turns or ()))
+        self.size += 0 if self._turns is None else self._whole.size
 
     def find(self, contents: list[str]) -> Turns | None:
         """Returns the text and its turns; None if only the finder can find them."""
@@ -357,13 +360,12 @@ class TurnPlans:
         dialogue = Dialogue.of(messages)
         if dialogue is None:
             return None
+        shape, contents = (first, dialogue.roles), dialogue.contents
+        plan = self._known.find(shape, contents, self._plan, dialogue, messages, first)
+        return None if plan is None else plan.find(contents)
 
+    def _plan(self, dialogue: Dialogue, messages: Messages, first: int) -> TurnPlan:
         def trace(n: int, prompt: bool) -> Trace:
             return self._traces.trace(messages[:n], prompt)
 
-        plan = self._known.find(
-            (first, dialogue.roles),
-            dialogue.contents,
-            lambda: TurnPlan(dialogue, first, self._written, trace),
-        )
-        return None if plan is None else plan.find(dialogue.contents)
+        return TurnPlan(dialogue, first, self._written, trace)
