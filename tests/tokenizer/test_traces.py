@@ -18,7 +18,15 @@ from packstore.errors import WrongEngineError
 from packstore.tokenizer import EngineWatch, RecordTokenizer, Tokenizer, detect_kind
 from packstore.tokenizer.chat.builtin_templates import BUILTIN
 from packstore.tokenizer.chat.template import ChatTemplate
-from packstore.tokenizer.chat.trace import LONGEST, MAX_SIZE, Text, Trace, Untraceable
+from packstore.tokenizer.chat.trace import (
+    LONGEST,
+    MAX_PATHS,
+    MAX_SIZE,
+    MAX_TESTS,
+    Text,
+    Trace,
+    Untraceable,
+)
 from packstore.tokenizer.chat.trace import Path as TracedPath
 from packstore.tokenizer.records.shapes import parse_record
 from packstore.tokenizer.refusals import Refused
@@ -298,9 +306,9 @@ def test_traces_take_little_memory(source: str, roles: int) -> None:
     for role, content in itertools.product(range(roles), "aab"):
         template.render([{"role": str(role), "content": content}])
         assert known._size <= 1.2 * MAX_SIZE
-        sizes = [len(trace.tests) + len(trace.format) for paths in known._known.values()
-                 for trace in paths]  # fmt: skip
-        assert sum(sizes) <= known._size
+        for trace in itertools.chain(*known._known.values()):
+            assert len(trace.tests) <= MAX_TESTS
+            assert len(trace.format) <= trace.size <= MAX_SIZE // MAX_PATHS
 
 
 def test_thoughts_under_two_names_may_differ() -> None:
