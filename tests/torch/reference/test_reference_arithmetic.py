@@ -112,7 +112,7 @@ def test_what_it_says_of_its_arithmetic(made: dict[str, Any], tmp_path: Path) ->
         "device": "cpu",
     }
     assert {name: told.manifest.provenance[name] for name in wanted} == wanted
-    told = open_side(precompute(made, tmp_path / "b", "--dtype", "bf16"))
+    told = open_side(precompute(made, tmp_path / "b", "--dtype", "bfloat16"))
     assert told.manifest.provenance["weight_dtype"] == "bfloat16"
     assert told.manifest.provenance["autocast_dtype"] is None
 
@@ -196,7 +196,7 @@ def test_evaluation_computes_as_the_reference_did_or_says_so(
     other = json.loads(capsys.readouterr().out)["metrics"]
     assert other["rewards/chosen"] != 0.0
     assert "was made with autocast_dtype bfloat16" in caplog.text
-    online = [*command[:4], "--ref-model", made["model"], *command[6:]]
+    online = [*command[:4], "--reference-model", made["model"], *command[6:]]
     assert main([*online, "--mixed-precision", "bf16"]) == 0
     assert json.loads(capsys.readouterr().out)["metrics"] == same
 
