@@ -1,4 +1,4 @@
-"""Compares stored token ids with those of the libraries alone, and the cost of chats with text.
+"""Compares stored token ids with those of the libraries alone.
 
     python benchmarks/tokenizing.py --data ../shared/data
 
@@ -10,10 +10,6 @@ must equal those of the reference engine, `tokenizers`, in labels, too, and in w
 Only the shapes of records (names of fields, roles, tool calls) are taken from packstore. An engine
 that refuses a tokenizer is named as such. A SentencePiece ``.model`` is compared with the
 ``tokenizer.json`` of the same vocabulary.
-
-`chats`: pairs that are lists of messages beside the same pairs as the text that their template
-writes, with the engine that `auto` takes: CPU nanoseconds per token of one thread, least of several
-interleaved runs.
 """
 
 from __future__ import annotations
@@ -25,7 +21,6 @@ import json
 import os
 import platform
 import tempfile
-import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -41,15 +36,11 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerFast
 
 import packstore
-from packstore.config import PackConfig
 from packstore.errors import PackstoreError
 from packstore.format.arrays import IGNORE_INDEX, Rows, example_id
-from packstore.tokenizer import FASTER, RecordTokenizer, Tokenizer, load_tokenizer
+from packstore.tokenizer import FASTER, Tokenizer, load_tokenizer
 from packstore.tokenizer.chat.messages import normalize_messages, normalize_tools
 from packstore.tokenizer.fastest import fastest
-from packstore.tokenizer.records.shapes import parse_record
-from packstore.tokenizer.refusals import Refused
-from packstore.tokenizer.rendered import check_responses, draft_record
 from packstore.version import VERSION
 
 RESULTS = Path(__file__).parent / "results" / "tokenizing.json"
@@ -72,8 +63,6 @@ KINDS = {
 }
 """Kind -> folders of files of this kind."""
 
-CHATS = ("pairs/chat_en.jsonl", "pairs/chat_zh.jsonl", "pairs/hh_harmless_messages.jsonl.gz")
-RUNS = 5
 PACK_SIZE = 65536
 """No record is longer."""
 
@@ -242,70 +231,18 @@ def show(entries: list[dict[str, Any]]) -> None:
     Console(width=150).print(table)
 
 
-def as_text(rows: Rows, tokenizer: Tokenizer) -> Rows:
-    """The pairs as prompt and responses in the words that the template writes."""
-    config, values = PackConfig(pack_size=8192), []
-    for value in rows.values:
-        try:
-            parsed = check_responses(parse_record(value, "preference", config), config)
-            chosen, rejected = draft_record(parsed, tokenizer, config)[0]
-        except Refused:
-            continue
-        at = chosen.spans[0][0]
-        texts = (chosen.text[:at], chosen.text[at:], rejected.text[at:])
-        values.append(dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)))
-    return Rows(0, rows.path, rows.unit, list(range(len(values))), values)
-
-
-def chats(data: Path) -> list[dict[str, Any]]:
-    """One entry for each file of chats."""
-    found = []
-    for name in ("qwen3", "mistral_v1"):
-        tokenizer = load(data, name, "auto")
-        tokenize = RecordTokenizer(
-            tokenizer, PackConfig(pack_size=8192, special_tokens="control"), "preference"
-        )
-        for file in CHATS:
-            rows = read(data / file)
-            forms = {"messages": rows, "text": as_text(rows, tokenizer)}
-            best: dict[str, tuple[float, int]] = {}
-            for _ in range(RUNS):
-                for form, some in forms.items():
-                    start = time.process_time()
-                    examples = tokenize(some)[0]
-                    took = (time.process_time() - start) / examples.num_tokens
-                    best[form] = min(best.get(form, (9e9, 0)), (took, examples.num_tokens))
-            pairs = tokenize(rows)[0].num_examples
-            entry: dict[str, Any] = {
-                "tokenizer": name, "engine": tokenizer.engine_name, "file": file, "pairs": pairs,
-            }  # fmt: skip
-            for form, (took, tokens) in best.items():
-                entry[form] = {
-                    "ns_per_token": round(1e9 * took, 1),
-                    "pairs_per_s": round(pairs / took / tokens),
-                }
-            entry["ratio"] = round(best["messages"][0] / best["text"][0], 2)
-            found.append(entry)
-            print(json.dumps(entry), flush=True)
-    return found
-
-
 def main() -> None:
     """Writes the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--only", choices=("exactness", "chats"))
     arguments = parser.parse_args()
     libraries = ("tokenizers", "fastokens", "gigatoken", "sentencepiece", "jinja2")
-    result: dict[str, Any] = {}
-    if arguments.out.exists():
-        result = json.loads(arguments.out.read_text(encoding="utf-8"))
-    for name, measure in {"exactness": exactness, "chats": chats}.items():
-        if arguments.only in (None, name):
-            result[name] = measure(arguments.data)
-    result["machine"] = {"cpu": platform.machine(), "python": platform.python_version()}
-    result["versions"] = {"packstore": VERSION, **{name: version(name) for name in libraries}}
+    result = {
+        "exactness": exactness(arguments.data),
+        "machine": {"cpu": platform.machine(), "python": platform.python_version()},
+        "versions": {"packstore": VERSION, **{name: version(name) for name in libraries}},
+    }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {arguments.out}")
 
