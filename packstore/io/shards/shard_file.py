@@ -46,7 +46,8 @@ class ShardFile:
         Raises:
             StorageError: no space, or no permission.
         """
-        table = pa.Table.from_batches(batches).combine_chunks()  # copies only if there are several
+        # One batch is copied, too: the bytes of a slice depend on where it was taken from.
+        table = pa.Table.from_batches([pa.concat_batches(batches)])
         with as_storage_errors("write", self.path, {}):
             self._writer.write_table(table, max(table.num_rows, 1))
 

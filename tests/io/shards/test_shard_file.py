@@ -49,6 +49,16 @@ def test_a_shard_is_what_pyarrow_writes(kit, tmp_path, compression, labels):
     assert ds.verify().ok
 
 
+@pytest.mark.parametrize("format_", ["parquet", "arrow"])
+def test_bytes_do_not_depend_on_the_parts_in_which_packs_come(kit, tmp_path, format_):
+    packs, found = kit.some_packs(300), []
+    for parts in ([packs], [packs.row(i) for i in range(300)]):
+        made = kit.Written(str(tmp_path / str(len(parts))))
+        ds = made.dataset(parts, format=format_, shard_tokens=4000)
+        found.append([shard.sha256 for shard in ds.manifest.shards])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("compression", ["zstd", "none"])
 @pytest.mark.parametrize("format_", ["parquet", "arrow"])
 def test_a_shard_ends_behind_the_row_group_that_fills_it(kit, tmp_path, compression, format_):
