@@ -18,16 +18,9 @@ from packstore.errors import WrongEngineError
 from packstore.tokenizer import EngineWatch, RecordTokenizer, Tokenizer, detect_kind
 from packstore.tokenizer.chat.builtin_templates import BUILTIN
 from packstore.tokenizer.chat.template import ChatTemplate
-from packstore.tokenizer.chat.trace import (
-    LONGEST,
-    MAX_PATHS,
-    MAX_SIZE,
-    MAX_TESTS,
-    Text,
-    Trace,
-    Untraceable,
-)
-from packstore.tokenizer.chat.trace import Path as TracedPath
+from packstore.tokenizer.chat.trace import MAX_PATHS, MAX_SIZE, Trace
+from packstore.tokenizer.chat.traced_text import LONGEST, MAX_TESTS, Text, Untraceable
+from packstore.tokenizer.chat.traced_text import Path as TracedPath
 from packstore.tokenizer.records.shapes import parse_record
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.rendered import check_responses, draft_record

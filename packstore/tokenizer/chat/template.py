@@ -23,8 +23,9 @@ from packstore.tokenizer.chat.sandbox import (
     Sandbox,
     as_json,
 )
-from packstore.tokenizer.chat.trace import Traces, TracingSandbox
+from packstore.tokenizer.chat.trace import Traces
 from packstore.tokenizer.chat.traced_turns import TurnPlans, Turns
+from packstore.tokenizer.chat.tracing_sandbox import TracingSandbox
 from packstore.tokenizer.control import free_characters
 from packstore.tokenizer.refusals import Refused
 

@@ -13,16 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-from packstore.tokenizer.chat.trace import (
-    Dialogue,
-    Hole,
-    Messages,
-    Paths,
-    Test,
-    Trace,
-    Traces,
-    filled,
-)
+from packstore.tokenizer.chat.trace import Dialogue, Messages, Paths, Trace, Traces
+from packstore.tokenizer.chat.traced_text import Hole, Test, filled
 from packstore.tokenizer.control import FIRST_FREE, shared_characters
 from packstore.tokenizer.refusals import Refused
 
