@@ -197,27 +197,41 @@ class Azurite(Server):
     version: ClassVar[str] = "3.37.0"
 
     def program(self) -> list[str]:
-        if shutil.which("npm") is None:
-            raise Unavailable("npm is not installed, and Azurite comes from it")
-        folder = Path(sys.prefix) / "azurite"
-        program = folder / "node_modules" / ".bin" / "azurite-blob"
+        program = self.folder / "node_modules" / ".bin" / "azurite-blob"
         if not program.exists():
-            self.install(folder)
+            raise Unavailable(
+                "Azurite is not installed: `make test` does it, or this file as a script"
+            )
         return [str(program)]
 
-    def install(self, folder: Path) -> None:
-        """Takes a minute and 360 MB; `make test` does it beforehand."""
-        folder.mkdir(parents=True, exist_ok=True)
+    @property
+    def folder(self) -> Path:
+        """Where it is installed."""
+        return Path(sys.prefix) / "azurite"
+
+    def install(self) -> None:
+        """Takes a minute and 360 MB.
+
+        Raises:
+            Unavailable: npm is missing, or cannot reach its registry.
+        """
+        if shutil.which("npm") is None:
+            raise Unavailable("npm is not installed, and Azurite comes from it")
+        self.folder.mkdir(parents=True, exist_ok=True)
         command = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error"]
-        done = subprocess.run(
-            [*command, "--prefix", str(folder), f"azurite@{self.version}"],
-            capture_output=True,
-            encoding="utf-8",
-            timeout=600,
-            check=False,
-        )
+        command += ["--fetch-retries=1", "--fetch-timeout=60000"]
+        try:
+            done = subprocess.run(
+                [*command, "--prefix", str(self.folder), f"azurite@{self.version}"],
+                capture_output=True,
+                encoding="utf-8",
+                timeout=300,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise Unavailable("npm takes more than 5 minutes to install Azurite") from error
         if done.returncode:
-            raise Unavailable(f"npm cannot install azurite: {done.stderr.strip()[-300:]}")
+            raise Unavailable(f"npm cannot install Azurite: {done.stderr.strip()[-300:]}")
 
     def arguments(self, folder: Path, ports: list[int]) -> list[str]:
         flags = ["--silent", "--skipApiVersionCheck", "--disableTelemetry"]
@@ -311,7 +325,11 @@ def _scripts() -> str:
 
 
 if __name__ == "__main__":  # `make test` installs beforehand what pip does not bring
+    azurite = Azurite()
     try:
-        print(KINDS["azure"].program()[0])
-    except Unavailable as reason:
-        print(f"tests on Azure will be skipped: {reason}")
+        azurite.program()
+    except Unavailable:
+        try:
+            azurite.install()
+        except Unavailable as reason:
+            print(f"tests on Azure will be skipped: {reason}")
