@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from packstore.cli._front_page import SUMMARIES, front_page
 from packstore.cli._logs import add_log_options, fail, set_up
-from packstore.cli._parser import Parser, parse
+from packstore.cli._parser import Formatter, Parser, parse
 from packstore.errors import PackstoreError, quote, sentence, told
 from packstore.registry import Registry
 from packstore.version import VERSION
@@ -85,7 +85,7 @@ def parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
             help=text,
             description=textwrap.fill(text[0].upper() + text[1:] + ".", width),
             epilog=f"examples:\n  packstore {example}\n{command.examples}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=Formatter,
         )
         command.configure(sub)
         add_log_options(sub)

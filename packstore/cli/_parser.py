@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import shutil
 import sys
 from typing import Any, ClassVar, NoReturn
 
@@ -12,6 +13,18 @@ from packstore.cli._logs import error_line, wants_json
 
 NUMBERS = {"int": "a whole number", "float": "a number"}
 """Type of an argument -> what it must be, in an error."""
+
+
+NARROW = 60
+"""Columns below which a terminal is narrow."""
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Formats help; in a narrow terminal, names of values have room beside the flags."""
+
+    def __init__(self, prog: str, **settings: Any) -> None:
+        narrow = shutil.get_terminal_size().columns < NARROW
+        super().__init__(prog, **{"max_help_position": 14 if narrow else 24, **settings})
 
 
 class Parser(argparse.ArgumentParser):

@@ -7,6 +7,7 @@ from typing import Any
 
 from packstore.cli import Command
 from packstore.cli._logs import add_log_options
+from packstore.cli._parser import Formatter
 from packstore.cli._progress import progress_of
 from packstore.cli._results import add_json, print_result
 from packstore.cli.common import add_dataset, number, stdout_console, storage_options, two_columns
@@ -22,7 +23,7 @@ def add_format(formats: Any, name: str, help: str, examples: str) -> argparse.Ar
         help=help,
         description=help[0].upper() + help[1:] + ".",
         epilog="examples:\n" + examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Formatter,
     )
     add_log_options(parser, default=False)
     return parser
