@@ -131,12 +131,12 @@ def test_pictures_are_those_of_the_script() -> None:
 
 
 def test_pictures_of_pages_are_small_and_shown() -> None:
-    taken = runpy.run_path(str(DOCS / "images.py"))["SIZES"]
+    taken = runpy.run_path(str(DOCS / "screenshots.py"))["SIZES"]
     page = (DOCS / "looking.md").read_text(encoding="utf-8")
-    assert {f"{name}.png" for name in taken} == {p.name for p in (DOCS / "images").iterdir()}
+    assert {f"{name}.png" for name in taken} == {p.name for p in (DOCS / "screenshots").iterdir()}
     for name in taken:
-        assert (DOCS / "images" / f"{name}.png").stat().st_size < 150_000
-        assert f"](images/{name}.png)" in page
+        assert (DOCS / "screenshots" / f"{name}.png").stat().st_size < 150_000
+        assert f"](screenshots/{name}.png)" in page
 
 
 def test_fill_rates_are_those_of_the_benchmark() -> None:

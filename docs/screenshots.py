@@ -1,6 +1,6 @@
-"""Takes the pictures of pages in ``docs/images``, with Chromium, of the project's own sample.
+"""Takes the pictures of pages in ``docs/screenshots``, with Chromium, of the project's own sample.
 
-python docs/images.py [FOLDER]        # two minutes; needs chromium and the extra train
+python docs/screenshots.py [FOLDER]        # two minutes; needs chromium and the extra train
 """
 
 from __future__ import annotations
@@ -64,4 +64,4 @@ def write_all(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_all(Path(sys.argv[1] if sys.argv[1:] else HERE / "images").absolute())
+    write_all(Path(sys.argv[1] if sys.argv[1:] else HERE / "screenshots").absolute())
