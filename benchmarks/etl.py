@@ -68,7 +68,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """What is packed, with which tokenizer."""
+    """Form and number of the pairs, and the tokenizer."""
 
     tokenizer: str
     form: str

@@ -133,9 +133,9 @@ class _OnPaths(Protocol):
 
 
 class Paths(Generic[T]):
-    """What is known about dialogues by their shape, such as their roles, and by their path.
+    """Traces or plans of dialogues, by their shape, such as their roles, and by their path.
 
-    It is found out when a shape occurs the second time.
+    One is made when a shape occurs the second time.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class Paths(Generic[T]):
     def find(
         self, shape: object, contents: Sequence[str], make: Callable[..., T], *arguments: object
     ) -> T | None:
-        """Returns what is known, or else makes it; None if the shape or its path is too rare."""
+        """Returns the one that fits, or makes it; None if the shape or its path is too rare."""
         known = self._known.get(shape)
         if known is None:
             if len(self._known) >= MAX_SHAPES or self._size > MAX_SIZE:
