@@ -116,6 +116,11 @@ def test_lines_that_are_no_records_end_the_kept_ones(tmp_path: Path) -> None:
         assert file.read_text() == '{"step": 1}\n'
 
 
+def evaluation(made: dict[str, Any]) -> list[str]:
+    model = made["model"]
+    return ["evaluate", made["dataset"], "--model", model, "--reference-model", model]
+
+
 def test_a_page_that_cannot_be_written_is_told_before_the_work(
     made: dict[str, Any], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,29 +128,13 @@ def test_a_page_that_cannot_be_written_is_told_before_the_work(
         raise AssertionError("it computes")
 
     monkeypatch.setattr("packstore.torch.training.evaluate.evaluate", never)
-    command = [
-        "evaluate",
-        made["dataset"],
-        "--model",
-        made["model"],
-        "--reference-model",
-        made["model"],
-    ]
     for page in (tmp_path / "none" / "x.html", tmp_path):
-        assert main([*command, "--device", "cpu", "--html", str(page)]) == 1
+        assert main([*evaluation(made), "--device", "cpu", "--html", str(page)]) == 1
         assert "cannot be written" in capsys.readouterr().err
 
 
 def test_beta_is_given_once(made: dict[str, Any], capsys: Any) -> None:
-    command = [
-        "evaluate",
-        made["dataset"],
-        "--model",
-        made["model"],
-        "--reference-model",
-        made["model"],
-    ]
-    assert main([*command, "--beta", "0.2", "--loss-parameter", "beta=0.1"]) == 1
+    assert main([*evaluation(made), "--beta", "0.2", "--loss-parameter", "beta=0.1"]) == 1
     assert "give --beta or --loss-parameter beta, not both" in capsys.readouterr().err
 
 
