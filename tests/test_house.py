@@ -154,7 +154,7 @@ def test_mypy_sees_the_signature_of_the_call(tmp_path: Path) -> None:
         "packstore.estimate('a', 'b', layouts=['wide'], samples=3)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", str(script)],
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(script)],
         capture_output=True,
         encoding="utf-8",
         check=False,
