@@ -48,7 +48,7 @@ def check_by(dataset: Dataset, by: str | None) -> None:
     """
     known = [FILE, *dataset.manifest.carry]
     if by not in (None, *known):
-        must = f"--by must be a carried column, of {', '.join(known)}"
+        must = f"--by must be one of: {', '.join(known)}"
         raise ConfigError(f"{must}; found {quote(by)}.")
 
 
