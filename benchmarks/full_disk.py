@@ -31,8 +31,8 @@ from typing import Any
 from kill_points import in_child
 
 import packstore
-from packstore.build.pipeline import pack
 from packstore.errors import PackstoreError
+from packstore.etl.pipeline import pack
 from packstore.io.maintain.clean import clean
 from packstore.io.store import local
 

@@ -39,7 +39,7 @@ from typing import Any
 from kill_points import be_child, in_child, relay, result_of, watch_disk
 
 import packstore
-from packstore.build.pipeline import pack
+from packstore.etl.pipeline import pack
 from packstore.io.maintain.clean import clean
 from packstore.io.store.location import Location
 

@@ -45,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 CHILD = """
 import json, os, resource, sys, time
-import packstore, packstore.build.pipeline
+import packstore, packstore.etl.pipeline
 source, out, tokenizer, settings = json.loads(sys.argv[1])
 before, start = sum(os.times()[:4]), time.perf_counter()
 packstore.pack(source, out, tokenizer, **settings)

@@ -38,7 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
 CHILD = """
 import json, os, sys, time
 from pathlib import Path
-import packstore, packstore.build.pipeline
+import packstore, packstore.etl.pipeline
 source, out, tokenizer, settings = json.loads(sys.argv[1])
 
 def cpu():
@@ -58,7 +58,7 @@ def cpu():
 
 if settings.get("engine") == "ray":
     import ray
-    import packstore.build.engines.ray
+    import packstore.etl.engines.ray
     ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
     time.sleep(5)
 before = cpu()

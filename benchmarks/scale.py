@@ -38,9 +38,9 @@ from rich.console import Console
 from rich.table import Table
 
 import packstore
-from packstore.build.engines.ray import MAX_RETRIES
-from packstore.build.partitions.slices import split
 from packstore.config import PARTITION_BYTES, PackConfig
+from packstore.etl.engines.ray import MAX_RETRIES
+from packstore.etl.partitions.slices import split
 from packstore.io.inputs.files import Input, InputReader
 from packstore.io.manifest.commit import MAX_MANIFEST_BYTES
 from packstore.io.manifest.manifest import Manifest

@@ -35,8 +35,8 @@ PARTS = {
     "python": "pass",
     "import packstore": "import packstore",
     "numpy, pyarrow, numba": "import numpy, pyarrow.parquet, numba",
-    "compiled loops": "import packstore.build.pipeline\n#\n"
-    "from packstore.build.warm_up import warm_up\nfrom packstore.config import PackConfig\n"
+    "compiled loops": "import packstore.etl.pipeline\n#\n"
+    "from packstore.etl.warm_up import warm_up\nfrom packstore.config import PackConfig\n"
     "warm_up(PackConfig())",
     "reference loads": "import sys, tokenizers\n#\ntokenizers.Tokenizer.from_file(sys.argv[1])",
     "fastokens loads": "import sys, fastokens\ntext = open(sys.argv[1]).read()\n#\n"

@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Unpack
 
-    from packstore.build.concat import append, concat
-    from packstore.build.pipeline import pack
-    from packstore.build.provenance import Progress
-    from packstore.build.reports.doctor import doctor
-    from packstore.build.reports.estimate import estimate
     from packstore.config import PackConfig
     from packstore.config.keywords import PackSettings
     from packstore.errors import PackstoreError
+    from packstore.etl.concat import append, concat
+    from packstore.etl.pipeline import pack
+    from packstore.etl.provenance import Progress
+    from packstore.etl.reports.doctor import doctor
+    from packstore.etl.reports.estimate import estimate
     from packstore.exchange import export, import_
     from packstore.io.dataset.dataset import Dataset, open
     from packstore.io.dataset.scan import scan
@@ -76,7 +76,7 @@ else:
             progress: Progress | None = None,
             **settings: Unpack[PackSettings],
         ) -> Dataset:
-            from packstore.build.pipeline import pack
+            from packstore.etl.pipeline import pack
 
             return pack(
                 source,
@@ -96,12 +96,12 @@ _LAZY = {
     "PackConfig": "packstore.config",
     "PackstoreError": "packstore.errors",
     "Plan": "packstore.pack.plan",
-    "append": "packstore.build.concat",
+    "append": "packstore.etl.concat",
     "check": "packstore.io.maintain.preflight",
     "clean": "packstore.io.maintain.clean",
-    "concat": "packstore.build.concat",
-    "doctor": "packstore.build.reports.doctor",
-    "estimate": "packstore.build.reports.estimate",
+    "concat": "packstore.etl.concat",
+    "doctor": "packstore.etl.reports.doctor",
+    "estimate": "packstore.etl.reports.estimate",
     "export": "packstore.exchange",
     "import_": "packstore.exchange",
     "open": "packstore.io.dataset.dataset",

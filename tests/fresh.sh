@@ -25,7 +25,7 @@ declare -A ABOUT=(
   [user]="a user who is not root"
 )
 ALL=(default short long narrow ascii zone user)
-QUICK=(tests/cli tests/io tests/tokenizer tests/stores tests/exchange tests/schemas tests/build tests/config tests/test_*.py
+QUICK=(tests/cli tests/io tests/tokenizer tests/stores tests/exchange tests/schemas tests/etl tests/config tests/test_*.py
   tests/torch/training/test_train_config.py -m "not slow")
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

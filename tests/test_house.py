@@ -103,7 +103,7 @@ CALL = "print(callable(packstore.pack), packstore.pack.plan.plan([3], pack_size=
         "import packstore.pack.plan; import packstore",
         "from packstore.pack.plan import plan; import packstore",
         "from packstore import pack; import packstore.pack.plan",
-        "import packstore.build.pipeline, packstore.pack.plan",
+        "import packstore.etl.pipeline, packstore.pack.plan",
     ],
 )
 def test_pack_is_a_call_and_a_package(imports: str) -> None:
@@ -120,7 +120,7 @@ def test_the_call_after_import_of_the_package() -> None:
 
 
 def test_help_and_the_signature_of_the_call() -> None:
-    from packstore.build.pipeline import pack
+    from packstore.etl.pipeline import pack
 
     assert inspect.signature(packstore.pack) == inspect.signature(pack)
     text = pydoc.plain(pydoc.render_doc(packstore.pack))

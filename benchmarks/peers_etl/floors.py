@@ -24,11 +24,11 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
-from packstore.build.engines import ENGINES
-from packstore.build.sources import RecordExampleReader
-from packstore.build.spill import Spill, filled
-from packstore.build.warm_up import warm_up
 from packstore.config import PackConfig
+from packstore.etl.engines import ENGINES
+from packstore.etl.sources import RecordExampleReader
+from packstore.etl.spill import Spill, filled
+from packstore.etl.warm_up import warm_up
 from packstore.io.inputs.files import InputReader
 from packstore.io.shards.shard import PackShape
 from packstore.io.store.location import Location

@@ -50,7 +50,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from packstore.build.concat import append
+    from packstore.etl.concat import append
 
     settings = read_settings(args, RunConfig)
     if args.field:

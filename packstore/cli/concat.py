@@ -27,7 +27,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from packstore.build.concat import concat
+    from packstore.etl.concat import concat
 
     dataset = concat(
         args.datasets,

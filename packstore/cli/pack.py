@@ -30,7 +30,7 @@ from packstore.config import (
 from packstore.errors import ConfigError, sentence
 
 if TYPE_CHECKING:
-    from packstore.build.reports.dry_run import DryRun
+    from packstore.etl.reports.dry_run import DryRun
     from packstore.io.dataset.dataset import Dataset
 
 
@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
     job = _job(args)
     if args.dry_run:
         return _dry_run(args, job)
-    from packstore.build.pipeline import pack
+    from packstore.etl.pipeline import pack
 
     if job["source"] == "-":
         job["source"] = _records(sys.stdin.buffer)
@@ -122,7 +122,7 @@ def _records(stream: BinaryIO) -> Iterator[object]:
 
 
 def _dry_run(args: argparse.Namespace, job: dict[str, Any]) -> int:
-    from packstore.build.reports.dry_run import dry_run
+    from packstore.etl.reports.dry_run import dry_run
 
     if job["source"] == "-":
         must = "a dry run reads its input twice, so it must be files"

@@ -20,7 +20,7 @@ from packstore.io.dataset.places import Places, knows_places, places_of
 from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
-    from packstore.build.pipeline import Progress
+    from packstore.etl.pipeline import Progress
     from packstore.io.dataset.dataset import Dataset
 
 PERCENTILES = (0, 1, 10, 50, 90, 99, 100)

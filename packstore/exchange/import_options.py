@@ -10,7 +10,7 @@ from packstore.config import setting, validate
 from packstore.io.store.location import Location
 
 if TYPE_CHECKING:
-    from packstore.build.pipeline import Progress
+    from packstore.etl.pipeline import Progress
     from packstore.io.dataset.dataset import Dataset
 
 

@@ -31,7 +31,7 @@ from packstore.tokenizer import Tokenizer, load_tokenizer
 from packstore.version import VERSION
 
 if TYPE_CHECKING:
-    from packstore.build.pipeline import Progress
+    from packstore.etl.pipeline import Progress
 
 KEYS = frozenset(("input_ids", "labels", "reward", "lengths", "seq_boundaries"))
 """The keys of every row."""

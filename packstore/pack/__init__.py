@@ -22,6 +22,6 @@ Args of the call:
     progress: called with stage, done, total and unit, often.
     settings: fields of :class:`packstore.PackConfig`; they override `config`.
 
-The call is :func:`packstore.build.pipeline.pack`, which says more. The modules of this package plan
+The call is :func:`packstore.etl.pipeline.pack`, which says more. The modules of this package plan
 packs from lengths and copy tokens into them; they use numpy and numba, and no files.
 """

@@ -14,10 +14,10 @@ from page_tables import assert_closed, assert_shows, tables_of
 from small_jobs import write_jsonl
 
 import packstore
-from packstore.build.reports.estimate import estimate
 from packstore.cli import main
 from packstore.cli.estimate import COLUMNS
 from packstore.errors import ConfigError, InputError
+from packstore.etl.reports.estimate import estimate
 from packstore.pages import charts
 
 RNG = random.Random(0)

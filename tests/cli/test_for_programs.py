@@ -12,9 +12,9 @@ import pytest
 from small_jobs import write_jsonl, write_tokenizer
 
 import packstore
-from packstore.build.engines import ENGINES
 from packstore.cli import COMMANDS, main
 from packstore.cli._front_page import SUMMARIES
+from packstore.etl.engines import ENGINES
 from packstore.pack.algorithms import STRATEGIES
 
 RECORDS = [

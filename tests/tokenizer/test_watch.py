@@ -13,9 +13,9 @@ import pytest
 import tokenizers
 
 import packstore
-from packstore.build.sources import open_examples
 from packstore.config import PackConfig
 from packstore.errors import WrongEngineError
+from packstore.etl.sources import open_examples
 from packstore.format import seeds
 from packstore.format.arrays import example_id
 from packstore.tokenizer import fastest, load_tokenizer

@@ -12,7 +12,7 @@ from packstore.io.store.location import Location
 from packstore.registry import Registry
 
 if TYPE_CHECKING:
-    from packstore.build.pipeline import Progress
+    from packstore.etl.pipeline import Progress
     from packstore.io.dataset.dataset import Dataset
 
 

@@ -33,7 +33,7 @@ from packstore.io.inputs.formats import COMPRESSIONS
 from packstore.io.store.location import Location
 
 if TYPE_CHECKING:
-    from packstore.build.pipeline import Progress
+    from packstore.etl.pipeline import Progress
     from packstore.io.dataset.dataset import Dataset
     from packstore.tokenizer import Tokenizer
 

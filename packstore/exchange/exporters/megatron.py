@@ -15,7 +15,7 @@ from packstore.exchange.output import OutputFolder
 from packstore.io.store.location import Location
 
 if TYPE_CHECKING:
-    from packstore.build.pipeline import Progress
+    from packstore.etl.pipeline import Progress
     from packstore.exchange.megatron_rows import Figures
     from packstore.io.dataset.dataset import Dataset
 

@@ -19,7 +19,7 @@ from packstore.format.arrays import Packs
 from packstore.io.store.location import Location
 
 if TYPE_CHECKING:
-    from packstore.build.pipeline import Progress
+    from packstore.etl.pipeline import Progress
     from packstore.io.dataset.dataset import Dataset
 
 PROTOCOL = 3

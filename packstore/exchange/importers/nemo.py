@@ -8,7 +8,7 @@ from packstore.exchange.import_options import Importer, ImportOptions
 from packstore.io.store.location import Location
 
 if TYPE_CHECKING:
-    from packstore.build.pipeline import Progress
+    from packstore.etl.pipeline import Progress
     from packstore.io.dataset.dataset import Dataset
 
 

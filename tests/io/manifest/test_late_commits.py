@@ -11,8 +11,8 @@ import pytest
 from small_jobs import DAY, SETTINGS, later, pairs
 
 import packstore
-from packstore.build.concat import append, concat
 from packstore.errors import DatasetExistsError, MissingFilesError, StorageError
+from packstore.etl.concat import append, concat
 from packstore.io.maintain import leftovers
 from packstore.io.maintain.clean import clean
 from packstore.io.manifest.commit import manifest_path
@@ -127,7 +127,7 @@ def test_what_is_appended_while_concat_begins_is_not_lost(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`concat` has read the version that it extends, and has not begun to write."""
-    from packstore.build import concat as build_concat
+    from packstore.etl import concat as build_concat
 
     packstore.pack(pairs(20), place, **SETTINGS)
     packstore.pack(pairs(10, 500), f"{place}-other", **SETTINGS)

@@ -13,9 +13,9 @@ import pytest
 from small_jobs import SETTINGS, pairs
 
 import packstore
-from packstore.build.concat import append, concat
 from packstore.cli import main
 from packstore.errors import ConfigError, DatasetExistsError
+from packstore.etl.concat import append, concat
 from packstore.exchange import export, import_
 from packstore.io.maintain.clean import clean
 from packstore.io.side.side import SideWriter, open_side

@@ -1,0 +1,284 @@
+"""Appends records to a dataset, and concatenates datasets.
+
+Existing shards are not rewritten; a new manifest names them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any, Unpack
+
+from packstore.config import PackConfig, RunConfig, fingerprint
+from packstore.config.keywords import AppendSettings
+from packstore.errors import ConfigError, IntegrityError, TokenizerError, sentence
+from packstore.etl.pipeline import Progress, pack_into
+from packstore.etl.provenance import without_paths
+from packstore.io.dataset.dataset import Dataset, find_dataset
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.dataset.missing_files import require_files
+from packstore.io.dataset.pack_index import put_index
+from packstore.io.manifest.commit import DATA, FOLDER, too_late
+from packstore.io.manifest.concat import Part, check_parts, merge, origins
+from packstore.io.manifest.manifest import Manifest
+from packstore.io.shards.shard import ShardInfo
+from packstore.io.store.location import Location
+from packstore.io.store.operations import copy_file, run_parallel
+from packstore.io.store.staging import Staging
+from packstore.io.store.storage_errors import as_storage_errors
+from packstore.io.write.write_job import AppendedBefore, WriteJob, writing
+
+log = logging.getLogger("packstore")
+
+_ADJUSTABLE = AppendSettings.__optional_keys__
+_CHUNK = 1 << 20
+
+COPIES_AT_ONCE = 4
+"""Shards copied concurrently; each may take space on the local disk meanwhile."""
+
+
+def append(
+    dataset: str | Dataset,
+    more: Any,
+    tokenizer: Any = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    source_storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    **settings: Unpack[AppendSettings],
+) -> Dataset:
+    """Packs more records with the settings of a dataset, and commits its next version.
+
+    Existing packs do not change, and readers of older versions continue. New examples get ids
+    above all existing ones.
+
+    Args:
+        dataset: the dataset, or its path or URL.
+        more: any source of :func:`packstore.pack`; a packed dataset is repacked.
+        tokenizer: the tokenizer of the dataset; None: loaded from the path in its manifest.
+        storage_options: passed to the fsspec filesystems of `dataset` and `more`.
+        source_storage_options: passed to those of `more` instead, if it lies elsewhere.
+        progress: called as each stage advances; see :class:`Progress`.
+        settings: fields of ``RunConfig``, `partitions` of the new records, `fields`, and
+            `missing_field`. All others are those of the dataset.
+
+    Returns:
+        The new version.
+
+    Raises:
+        CompatibilityError: another tokenizer, template or kind.
+        ConfigError: a setting that the dataset decides; a dataset that is not the newest version.
+        DatasetExistsError: the dataset already has these records. If they were appended last, the
+            dataset is returned as it is, so that a finished call may be repeated.
+        PackstoreError: as :func:`packstore.pack`; the dataset keeps its versions.
+    """
+    base = dataset if isinstance(dataset, Dataset) else open_dataset(dataset, storage_options)
+    options = base.location.storage_options
+    if source_storage_options is not None:
+        options = source_storage_options
+    packed = isinstance(more, Dataset) or find_dataset(more, options) is not None
+    config = _settings_of(base, settings, packed)
+    lone = config.single_writer
+    with writing(base.location, True, "append", single_writer=lone) as job:
+        if job.version != base.version + 1:
+            must = f"only its newest version, {job.version - 1}, can be extended"
+            found = f"version {base.version}"
+            raise ConfigError(sentence(base.url, must, found, "Open it again"))
+        require_files(base.location, base.manifest, base.version)
+        job.extends = base
+        if tokenizer is None and not packed:
+            tokenizer = _tokenizer_of(base)
+        try:
+            pack_into(job, more, options, tokenizer, config, progress)
+        except AppendedBefore:
+            log.info("%s: already there, same input and settings", base.url)
+            return base
+    grown = job.committed
+    added = grown.manifest.records.packed - base.manifest.records.packed
+    log.info("appended %s records: version %d of %s", f"{added:,}", grown.version, grown.url)
+    return grown
+
+
+def concat(
+    datasets: Sequence[str | Dataset],
+    out: str,
+    *,
+    overwrite: bool = False,
+    single_writer: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Dataset:
+    """Concatenates datasets; their shards are copied as they are, in order.
+
+    A manifest only names files of its own folder, so shards of other places are copied: by hard
+    link on the same disk, inside the same object store, else through this machine, where their
+    hashes are checked. Nothing is decoded.
+
+    Args:
+        datasets: the datasets, or their paths or URLs; one may be `out` itself.
+        out: folder or fsspec URL of the new dataset.
+        overwrite: replace an existing dataset.
+        single_writer: assert that no other job writes there meanwhile; needed on stores that
+            cannot create a file only if it is absent.
+        storage_options: passed to the fsspec filesystems of `out`, and of `datasets` given as
+            text.
+
+    Raises:
+        CompatibilityError: the datasets were packed differently; names the differences.
+        DatasetExistsError: a dataset is there, and `overwrite` is False.
+        PackstoreError: as :func:`packstore.pack`; `out` keeps its versions.
+    """
+    if isinstance(datasets, str | Dataset):
+        raise ConfigError("concat takes a list of datasets; found one.")
+    parts = [d if isinstance(d, Dataset) else open_dataset(d, storage_options) for d in datasets]
+    told = [Part(d.url, d.manifest) for d in parts]
+    check_parts(told)
+    location = Location(out, storage_options or {})
+    there = None if overwrite else _concatenated_before(location, told)
+    if there is not None:
+        require_files(there.location, there.manifest, there.version)
+        log.info("%s: already there, of the same datasets", there.url)
+        return there
+    for part in parts:
+        require_files(part.location, part.manifest, part.version)
+    run = fingerprint([d.manifest.fingerprint for d in parts])[:12]
+    with writing(location, overwrite, "concat", single_writer=single_writer) as job:
+        for given, part in zip(datasets, parts, strict=True):
+            newest = isinstance(given, Dataset) or part.version == job.version - 1
+            if not newest and _same_place(part.location, location):
+                raise too_late(location)  # its newest version is meant, and another was committed
+        manifest = _copied(job, parts, run)
+        job.confirm(manifest.shards)
+        job.commit(manifest)
+    return job.committed
+
+
+def _concatenated_before(location: Location, parts: Sequence[Part]) -> Dataset | None:
+    """Returns the dataset at `location` if it was concatenated from `parts`, in order."""
+    there = find_dataset(location.url, location.storage_options)
+    if there is None:
+        return None
+    now = [origin for part in parts for origin in origins(part)]
+    before = there.manifest.provenance.get("combined_from")
+    return there if without_paths(before) == without_paths(now) else None
+
+
+def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> PackConfig:
+    """Returns the settings of a dataset, with `settings` for this run.
+
+    Settings of tokenizing are left out if the new source is `packed`.
+    """
+    for name in settings:
+        if name not in _ADJUSTABLE and name in {f.name for f in fields(PackConfig)}:
+            must = f"append packs with the settings of the dataset, so {name} must be left out"
+            raise ConfigError(sentence(base.url, must))
+    manifest = base.manifest
+    known = {f.name for f in fields(PackConfig)} - {f.name for f in fields(RunConfig)}
+    known -= {"partitions"}  # from the bytes of the new records
+    recorded = manifest.provenance["settings"]
+    values = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in recorded.items()
+        if name in known
+    }
+    told = manifest.provenance.get("tokenizer") or {}
+    if values.get("chat_template") not in (None, "chatml", "plain"):
+        values["chat_template"] = told.get("chat_template")
+    values |= {
+        "kind": manifest.kind,
+        "layout": manifest.layout,
+        "pack_size": manifest.pack_size,
+        "strategy": manifest.strategy,
+        "pack_order": manifest.pack_order,
+        "seed": manifest.seed,
+        "format": manifest.file_format,
+        "labels": "spans" if "label_spans" in manifest.features else "plain",
+        "carry": tuple(f"{name}:{type_}" for name, type_ in manifest.carry.items()),
+    }
+    if packed:
+        for name in PackConfig.of(**values).needing_records:
+            del values[name]
+    return PackConfig.of(**{**values, **settings})
+
+
+def _tokenizer_of(base: Dataset) -> Any:
+    """Returns the path of the tokenizer in the manifest; None if packed without one."""
+    told = base.manifest.provenance.get("tokenizer")
+    if told is None:
+        return None
+    if not told.get("path") or not os.path.exists(told["path"]):
+        must = "its tokenizer must be named: its manifest has no path that exists here"
+        raise TokenizerError(sentence(base.url, must, "", "Give the tokenizer (--tokenizer PATH)"))
+    return told["path"]
+
+
+def _copied(job: WriteJob, parts: Sequence[Dataset], run: str) -> Manifest:
+    """Copies the shards of all parts, puts the pack index, and returns the manifest."""
+    staging = Staging(job.location, (FOLDER, DATA), None)
+    number, renamed = 0, list[Part]()
+    try:
+        copies = list[Callable[[], None]]()
+        for part in parts:
+            shards = []
+            for shard in part.manifest.shards:
+                if _same_place(part.location, job.location):
+                    shards.append(shard)
+                else:
+                    suffix = part.manifest.file_format
+                    path = f"{DATA}/{run}-{number:05d}-{shard.sha256[:16]}.{suffix}"
+                    copies.append(partial(_copy, part.location, shard, job.location, path, staging))
+                    shards.append(replace(shard, path=path))
+                number += 1
+            renamed.append(Part(part.url, replace(part.manifest, shards=tuple(shards))))
+        run_parallel(copies, COPIES_AT_ONCE)
+        merged = merge(renamed)
+        if not merged.shards:
+            return merged
+        return replace(merged, pack_index=put_index(job.location, _sizes(parts), job.version))
+    finally:
+        staging.remove()
+
+
+def _sizes(parts: Sequence[Dataset]) -> Iterator[Any]:
+    for part in parts:
+        for number in range(len(part.manifest.shards)):
+            yield part.shard_sizes(number)
+
+
+def _same_place(a: Location, b: Location) -> bool:
+    if a.local_path is not None and b.local_path is not None:
+        return os.path.realpath(a.local_path) == os.path.realpath(b.local_path)
+    return a == b
+
+
+def _copy(
+    source: Location, shard: ShardInfo, target: Location, path: str, staging: Staging
+) -> None:
+    """Copies a shard to `path`, inside the store if possible."""
+    if copy_file(source, shard.path, target, path):
+        if target.size(path) == shard.bytes:
+            return
+        raise _changed(source, shard)
+    local, digest = staging.path(), hashlib.sha256()
+    with (
+        as_storage_errors("write", local, {}),
+        source.open_read(shard.path) as reader,
+        open(local, "xb") as file,
+    ):
+        while chunk := reader.read(_CHUNK):
+            digest.update(chunk)
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    if digest.hexdigest() != shard.sha256:
+        raise _changed(source, shard)
+    staging.store(local, path)
+
+
+def _changed(source: Location, shard: ShardInfo) -> IntegrityError:
+    must = "its bytes must be those that were written"
+    where = source.join(shard.path).display
+    return IntegrityError(sentence(where, must, "others", "Copy it again from a good one"))

@@ -1,0 +1,24 @@
+"""Engines that run the workers: one file and one line per engine.
+
+An engine is a function ``run(work, items, num_workers) -> Iterator`` that applies the picklable
+`work` to every item and yields the results in the order of the items, holding only a bounded number
+of items in flight. The result of a job never depends on the engine or its number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from packstore.registry import Registry
+
+Engine = Callable[[Callable[[Any], Any], Iterable[Any], int | None], Iterator[Any]]
+
+ENGINES: Registry[Engine] = Registry(
+    "engine",
+    {
+        "local": "packstore.etl.engines.local:run",
+        "ray": "packstore.etl.engines.ray:run",
+    },
+    extras={"ray": "ray"},
+)

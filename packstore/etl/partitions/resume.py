@@ -1,0 +1,121 @@
+"""Finished partitions, and the notes by which a rerun takes them over.
+
+A partition is taken over if its blocks, duplicates and libraries are the same, and its inputs and
+shards are unchanged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from packstore.etl.partitions.slices import Item
+from packstore.etl.provenance import Contents
+from packstore.format.arrays import Int64
+from packstore.io.inputs.files import Input
+from packstore.io.manifest.partition_notes import Finished, PartitionNotes
+from packstore.version import VERSION
+
+Versions = dict[int, str]
+"""Ordinal of an input -> its version in the store; empty if the store has none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """The packs of a partition in one dataset.
+
+    Attributes:
+        shards: the shards, in order.
+        planning: statistics of the plan; None if there are no packs.
+        counts: int64 `[pack_size + 1]`, examples of each padded length; empty if no packs.
+    """
+
+    shards: list[Finished]
+    planning: dict[str, Any] | None = None
+    counts: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """A finished partition: `written` has its packs in each dataset, `resumed` if taken over."""
+
+    contents: Contents
+    written: list[Written]
+    resumed: bool = False
+
+    @property
+    def packs(self) -> int:
+        """Number of packs, over all datasets."""
+        return sum(part.shard.rows for one in self.written for part in one.shards)
+
+    def note(self, notes: Sequence[PartitionNotes], item: Item, versions: Versions) -> None:
+        """Puts its note into each dataset, with the versions of its inputs before the read."""
+        for one, own in zip(notes, self.written, strict=True):
+            one.put(item[0], Note(identity(item), versions, self.contents, own))
+
+
+class Note(msgspec.Struct):
+    """The note of a partition in one dataset."""
+
+    identity: str
+    versions: Versions
+    contents: Contents
+    written: Written
+
+
+def identity(item: Item) -> str:
+    """Hashes all that decides the shards, except the settings and the contents of files."""
+    _, slices, repeated = item
+    cut = [[s.input.ordinal, s.input.path, s.first, s.step, s.block_bytes] for s in slices]
+    made_by = [VERSION, version("pyarrow"), version("numpy"), version("polars")]
+    digest = hashlib.sha256(repr([cut, made_by]).encode(errors="surrogatepass"))
+    digest.update(b"" if repeated is None else repeated.tobytes())
+    return digest.hexdigest()
+
+
+def taken_over(
+    notes: Sequence[PartitionNotes], item: Item, hashes: dict[int, str]
+) -> Partition | None:
+    """Returns the partition of an earlier run; None if it has no note, or anything has changed.
+
+    Its notes are put again, so that `clean` treats all files of the run as recent.
+
+    Args:
+        notes: notes of each dataset.
+        item: the partition.
+        hashes: ordinal of an input -> its sha256; new ones are added.
+    """
+    number, slices, _ = item
+    noted = [found for one in notes if (found := one.read(number, Note)) is not None]
+    same = identity(item)
+    if len(noted) < len(notes) or any(note.identity != same for note in noted):
+        return None
+    contents, versions = noted[0].contents, noted[0].versions
+    for one in slices:
+        ordinal = one.input.ordinal
+        if not _is_same(one.input, contents.sources[ordinal], versions[ordinal], hashes):
+            return None
+    made = Partition(contents, [note.written for note in noted], resumed=True)
+    if not all(n.are_whole(w.shards) for n, w in zip(notes, made.written, strict=True)):
+        return None
+    made.note(notes, item, versions)
+    return made
+
+
+def _is_same(item: Input, source: Mapping[str, Any], version: str, hashes: dict[int, str]) -> bool:
+    """Returns True if a file is unchanged, by its version in the store, else by its hash."""
+    if version and item.location.object_version() == version:
+        return True
+    if item.location.size() != source["bytes"]:
+        return False
+    if item.ordinal not in hashes:
+        with item.location.open_read() as file:
+            digest = hashlib.file_digest(file, "sha256")
+        hashes[item.ordinal] = digest.hexdigest()
+    return bool(hashes[item.ordinal] == source["sha256"])

@@ -1,0 +1,319 @@
+"""Opens sources of examples: records to tokenize, or a packed dataset to repack."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property
+from os import PathLike
+from typing import Any, Protocol
+
+from packstore.config import PARTITION_BYTES, PackConfig
+from packstore.errors import ConfigError, spelled
+from packstore.etl.dataset_source import DatasetExampleReader, only_one
+from packstore.etl.engines import ENGINES
+from packstore.format.arrays import Examples, Rows, Tally
+from packstore.io.dataset.dataset import Dataset, find_dataset
+from packstore.io.inputs.files import BLOCK_BYTES, Block, Input, InputReader
+from packstore.io.inputs.sampling import Sampling, head_blocks, sample_blocks
+from packstore.tokenizer import (
+    FASTER,
+    EngineWatch,
+    Query,
+    RecordTokenizer,
+    Tokenizer,
+    agreeing,
+    detect_kind,
+    load_tokenizer,
+    names_of,
+    parse_carry,
+    typed_carry,
+)
+from packstore.tokenizer.fastest import fastest, pays
+from packstore.version import VERSION
+
+Part = tuple[Examples, Tally]
+
+FEW_CORES = 4
+"""Cores that the reference library can use from one process; more only wait for each other."""
+
+SIZES_AT_ONCE = 16
+"""Files whose sizes are requested concurrently."""
+
+FIRST_BLOCKS = 16
+"""Blocks in which the fields of expressions are looked for before any work begins."""
+
+log = logging.getLogger("packstore")
+
+
+class ExampleReader(Protocol):
+    """A source of examples.
+
+    Attributes:
+        kind: ``preference``, ``sft`` or ``ranked``.
+        carry: carried columns, name -> type.
+        vocab_size: token ids are below it, if known.
+        inputs: the files to read; empty if the examples do not come from files.
+        paths: ordinal of each input -> its path, as the manifest names it.
+        partitions: number of partitions of the input.
+    """
+
+    kind: str
+    carry: dict[str, str]
+    vocab_size: int | None
+
+    @property
+    def inputs(self) -> tuple[Input, ...]: ...  # noqa: D102
+
+    @property
+    def paths(self) -> dict[int, str]: ...  # noqa: D102
+
+    @property
+    def partitions(self) -> int: ...  # noqa: D102
+
+    def __iter__(self) -> Iterator[Part]:
+        """Yields examples and the tally of their records, part by part, in input order."""
+
+    def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        """Returns sources, tokenizer and settings, for the manifest.
+
+        Args:
+            sources: entries of the inputs; None: those read here, complete after the last part.
+        """
+
+    def sample(
+        self, records: int, seed: int, report: Callable[[int], None] | None = None
+    ) -> Sampling:
+        """Reduces the source to a sample, from all over the input; every iteration then yields it.
+
+        The sample of an iterable of unknown length is its first records.
+
+        Args:
+            records: maximum size of the sample.
+            seed: seed of the sample.
+            report: called with the number of records read so far.
+        """
+
+
+def open_examples(
+    source: Any,
+    tokenizer: Any,
+    config: PackConfig,
+    storage_options: dict[str, Any],
+    block_bytes: int = BLOCK_BYTES,
+) -> ExampleReader:
+    """Opens `source` for packing, its records in blocks of about `block_bytes`.
+
+    Raises:
+        ConfigError: a packed dataset together with a tokenizer.
+        PackstoreError: the source or the tokenizer cannot be read.
+    """
+    dataset = source if isinstance(source, Dataset) else find_dataset(source, storage_options)
+    if dataset is None:
+        return RecordExampleReader(source, tokenizer, config, storage_options, block_bytes)
+    if tokenizer is not None:
+        raise ConfigError(
+            f"{dataset.url} is a packed dataset, which is repacked without tokenizing: "
+            "leave tokenizer out."
+        )
+    return DatasetExampleReader(dataset, config)
+
+
+class RecordExampleReader:
+    """Reads records and tokenizes them in workers."""
+
+    def __init__(
+        self,
+        source: Any,
+        tokenizer: Any,
+        config: PackConfig,
+        storage_options: dict[str, Any],
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        query = Query.of(config)
+        self.tokenizer: Tokenizer | None = None
+        if tokenizer is not None:  # records of token ids need none
+            self.tokenizer = load_tokenizer(
+                tokenizer, engine=config.tokenizer_engine, chat_template=config.chat_template
+            )
+        named = isinstance(tokenizer, str | PathLike)
+        self._tokenizer_path = spelled(str(tokenizer)) if named else None
+        parse_carry(config)
+        self._reader = InputReader(source, storage_options, config, block_bytes)
+        blocks = iter(self._reader)
+        first = [next(blocks)]  # a block is never without records
+        rows = first[0].parse() if query is None else _selected(query, first, blocks)
+        self._blocks: Iterable[Block] = itertools.chain(first, blocks)
+        if config.carry:
+            config = replace(config, carry=typed_carry(config, rows.values))
+        self._config, self.carry = config, parse_carry(config)
+        self.kind: str = config.kind
+        if self.kind == "auto":
+            self.kind = detect_kind(rows.values[0], config, rows.where(0))
+        reference = self.tokenizer if config.tokenizer_engine == "auto" else None
+        if reference is not None and _faster_pays(reference, first, blocks):
+            bare = replace(config, where=None, select={})  # applied to these rows already
+            self.tokenizer = agreeing(fastest(reference), rows, bare, self.kind)
+        self.vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
+
+    def __iter__(self) -> Iterator[Part]:
+        return self.each(self.tokenize())
+
+    def each(self, work: Callable[[Block], Part]) -> Iterator[Part]:
+        """Yields the result of `work` on every block, computed in workers, in input order."""
+        run = ENGINES.load(self._config.engine)
+        return run(work, self._blocks, self._config.num_workers)
+
+    def sample(
+        self, records: int, seed: int, report: Callable[[int], None] | None = None
+    ) -> Sampling:
+        """See :meth:`ExampleReader.sample`."""
+        if self._reader.ends:
+            self._blocks, sample = sample_blocks(self._blocks, records, seed, report)
+        else:
+            self._blocks, sample = head_blocks(self._blocks, records, seed)
+        return sample
+
+    def sized(self, pack_size: int, layout: Any) -> RecordExampleReader:
+        """Returns the sample, for packs of another size and layout."""
+        other = copy.copy(self)
+        other._config = replace(self._config, pack_size=pack_size, layout=layout)
+        return other
+
+    def read_through(self) -> None:
+        """Reads the rest of the input, to hash it; nothing is tokenized."""
+        for _ in self._blocks:
+            pass
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """The files to read; empty if the records are in memory."""
+        return self._reader.inputs
+
+    @property
+    def paths(self) -> dict[int, str]:
+        """Ordinal of each input -> its path, as the manifest names it."""
+        return self._reader.paths
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each file."""
+        with ThreadPoolExecutor(SIZES_AT_ONCE) as pool:
+            return list(pool.map(lambda item: item.location.size(), self.inputs))
+
+    @cached_property
+    def partitions(self) -> int:
+        """Number of partitions: as set, else one per :data:`PARTITION_BYTES` of the files."""
+        if self.inputs:
+            return self._config.partitions or max(1, -(-sum(self.sizes) // PARTITION_BYTES))
+        return only_one(self._config)
+
+    def tokenize(self) -> Tokenize:
+        """Returns the picklable function that turns a block into a part."""
+        name = self.tokenizer and self.tokenizer.engine_name
+        few = (os.cpu_count() or 1) <= FEW_CORES
+        threads = name is None or name in FASTER or (name == "tokenizers" and few)
+        stage = RecordTokenizer(self.tokenizer, self._config, self.kind)
+        watch = None
+        if self.tokenizer is not None and EngineWatch.suits(self.tokenizer):
+            seed, sources = self._config.seed, len(self.inputs)
+            watch = EngineWatch(self.tokenizer, self._config, self.kind, seed, sources)
+        return Tokenize(stage, threads, watch)
+
+    def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        """Returns sources (as passed, else those read here), tokenizer, settings and version."""
+        path = {} if self._tokenizer_path is None else {"path": self._tokenizer_path}
+        return {
+            "sources": list(self._reader.sources() if sources is None else sources),
+            "tokenizer": self.tokenizer and {**path, **self.tokenizer.provenance()},
+            "settings": replace(self._config, partitions=self.partitions).recorded(),
+            "package_version": VERSION,
+        }
+
+
+def _selected(query: Query, first: list[Block], blocks: Iterator[Block]) -> Rows:
+    """Reads blocks until a record meets the condition; returns those of its block that do.
+
+    If none of :data:`FIRST_BLOCKS` has one, returns the records of the first block.
+
+    Args:
+        query: the settings `where` and `select`.
+        first: the first block; the others that are read are added.
+        blocks: the other blocks of the input.
+
+    Raises:
+        ConfigError: no record has a field of an expression, or no record of the first block has
+            fields of its types.
+    """
+    missing, known, found = list(query.names), dict[str, None](), None
+    for number in range(FIRST_BLOCKS):
+        if number == len(first):
+            if (block := next(blocks, None)) is None:
+                break
+            first.append(block)
+        rows = first[number].parse()
+        made, refused = query(rows.values)
+        if number == 0:
+            query.check(refused, rows.values)
+        kept = [i for i in range(len(made)) if i not in refused]
+        if kept and found is None:
+            ordinals, values = [rows.ordinals[i] for i in kept], [made[i] for i in kept]
+            found = replace(rows, ordinals=ordinals, values=values)
+        absent = query.absent(rows.values)
+        missing = [name for name in missing if name in absent]
+        if found is not None and not missing:
+            return found
+        known.update(dict.fromkeys(sorted(names_of(rows.values))))
+    if missing:
+        error = query.unknown(missing[0], list(known))
+        if len(first) < FIRST_BLOCKS:
+            raise error
+        log.warning("%s The rest of the input may have it.", error)
+    return first[0].parse() if found is None else found
+
+
+def _faster_pays(tokenizer: Tokenizer, first: list[Block], blocks: Iterator[Block]) -> bool:
+    """Returns True if the input is large enough for a faster engine to pay.
+
+    Args:
+        tokenizer: the tokenizer.
+        first: the blocks read so far; the others that are read are added.
+        blocks: the other blocks of the input.
+    """
+    number = size = 0
+    while not pays(tokenizer, size):
+        if number == len(first):
+            if (block := next(blocks, None)) is None:
+                return False
+            first.append(block)
+        payload = first[number].payload
+        size += len(payload) if isinstance(payload, bytes) else len(str(payload))
+        number += 1
+    return True
+
+
+class Tokenize:
+    """Parses and tokenizes a block, in a worker or here."""
+
+    def __init__(
+        self, tokenizer: RecordTokenizer, suits_threads: bool, watch: EngineWatch | None = None
+    ) -> None:
+        self._tokenizer, self._watch = tokenizer, watch
+        self.tokenizer = tokenizer.tokenizer
+        self.suits_threads = suits_threads
+
+    def __call__(self, block: Block) -> Part:
+        """Returns the examples of a block, and the tally of its records."""
+        return self.of(block.parse())
+
+    def of(self, rows: Rows) -> Part:
+        """Returns the same for parsed records."""
+        examples, tally = self._tokenizer(rows)
+        if self._watch is not None:
+            self._watch(rows, examples)
+        return examples, tally

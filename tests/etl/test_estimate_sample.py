@@ -1,0 +1,279 @@
+"""An estimate takes its sample from all over the input, and gives the error of its counts."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import packstore
+from packstore.cli import main
+from packstore.errors import ConfigError
+from packstore.etl.reports.estimate import Estimate, estimate
+
+RNG = random.Random(1)
+LENGTHS = sorted(int(RNG.lognormvariate(4, 0.8)) + 2 for _ in range(6000))
+LONG = 400
+"""Tokens of a pack: some pairs are longer."""
+
+
+def record(length: int) -> dict[str, list[int]]:
+    """A pair of 3 x `length` tokens: the prompt is stored twice."""
+    return {"prompt": [7] * length, "chosen": [8] * (length // 2), "rejected": [9] * (length // 2)}
+
+
+def write(path: Path, lengths: list[int]) -> Path:
+    path.write_text("".join(json.dumps(record(n)) + "\n" for n in lengths))
+    return path
+
+
+@pytest.fixture(scope="module")
+def ordered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Short records first."""
+    return write(tmp_path_factory.mktemp("sample") / "ordered.jsonl", LENGTHS)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The input is small: it has as many places as a large one, if they are small too."""
+    monkeypatch.setattr("packstore.etl.reports.estimate.SAMPLE_BLOCK_BYTES", 1 << 13)
+
+
+OPTIONS = {"layouts": ("concat",), "strategies": ("pool",)}
+
+
+def sampled(source: Any, records: int = 900, **settings: Any) -> Estimate:
+    return estimate(source, pack_sizes=(LONG,), sample=records, **OPTIONS, **settings)
+
+
+@pytest.fixture(scope="module")
+def truth(ordered: Path) -> Estimate:
+    """All records."""
+    found = sampled(ordered, len(LENGTHS))
+    assert found.sample.whole
+    return found
+
+
+def test_a_small_input_is_read_in_full_and_is_exact(
+    truth: Estimate, ordered: Path, tmp_path: Path
+) -> None:
+    (choice,) = truth.choices
+    packed = packstore.pack(ordered, tmp_path / "out", pack_size=LONG, max_drop_rate=0.9)
+    assert (choice.packs, choice.overlong) == (
+        len(packed),
+        packed.manifest.records.dropped["overlong"],
+    )
+    assert (choice.packs_error, choice.overlong_error) == (0, 0)
+
+
+def test_input_in_order_of_length_is_estimated_within_the_stated_error(
+    truth: Estimate, ordered: Path
+) -> None:
+    (true,) = truth.choices
+    packs, overlong = 0, 0
+    for seed in range(20):
+        found = sampled(ordered, seed=seed)
+        (choice,) = found.choices
+        assert 300 < found.tally.read <= 900
+        assert found.sample.total == len(LENGTHS)
+        packs += abs(choice.packs - true.packs) <= choice.packs_error < 0.2 * true.packs
+        overlong += abs(choice.overlong - true.overlong) <= choice.overlong_error
+    assert packs >= 18
+    assert overlong >= 18
+
+
+def test_every_file_has_its_share(ordered: Path, tmp_path: Path, truth: Estimate) -> None:
+    """Short ones in the first file: what lies in the second counts as much as it is large."""
+    half = len(LENGTHS) // 2
+    files = [
+        write(tmp_path / "short.jsonl", LENGTHS[:half]),
+        write(tmp_path / "long.jsonl", LENGTHS[half:]),
+    ]
+    (true,) = truth.choices
+    (choice,) = sampled([str(f) for f in files]).choices
+    assert abs(choice.packs - true.packs) <= choice.packs_error
+    assert choice.packs_error < 0.2 * true.packs
+
+
+def test_the_sample_is_decided_by_the_seed(ordered: Path) -> None:
+    def lengths(seed: int) -> list[int]:
+        return sampled(ordered, seed=seed).example_tokens["concat"].tolist()
+
+    assert lengths(3) == lengths(3)
+    assert lengths(3) != lengths(4)
+
+
+def test_lists_and_tables_are_sampled_and_generators_are_not(truth: Estimate) -> None:
+    records = [record(n) for n in LENGTHS]
+    (true,) = truth.choices
+    found = sampled(records)
+    assert found.sample.total == len(records)
+    assert abs(found.choices[0].packs - true.packs) <= found.choices[0].packs_error
+
+    def endless() -> Iterator[dict[str, list[int]]]:
+        while True:
+            yield from records
+
+    found = sampled(endless())
+    assert found.sample.total is None
+    assert found.scale == 1
+    assert found.choices[0].packs_error is None
+
+
+def test_a_dataset_is_sampled(ordered: Path, tmp_path: Path) -> None:
+    packed = packstore.pack(
+        ordered, tmp_path / "out", pack_size=4200, row_group_tokens=4200, strategy="none",
+        pack_order="plain",
+    )  # fmt: skip
+    true, found = sampled(packed, len(LENGTHS)), sampled(packed)
+    assert found.sample.total == len(LENGTHS) > 2 * found.tally.read
+    (a,), (b,) = true.choices, found.choices
+    assert abs(a.packs - b.packs) <= b.packs_error < 0.2 * a.packs
+
+
+def test_too_long_is_the_same_whatever_else_is_asked(ordered: Path) -> None:
+    def overlong(*pack_sizes: int, **settings: Any) -> dict[tuple[int, str], int]:
+        found = estimate(ordered, pack_sizes=pack_sizes, strategies=("pool",), **settings)
+        assert "overlong" not in found.tally.dropped
+        return {(c.pack_size, c.layout): c.overlong for c in found.choices}
+
+    alone, among = overlong(LONG), overlong(LONG, 8 * LONG)
+    assert alone[LONG, "concat"] > alone[LONG, "shared_prefix"] > 0
+    assert among.items() >= alone.items()
+    assert among[8 * LONG, "concat"] == 0
+    short = overlong(LONG, 8 * LONG, max_length=100)
+    assert short[LONG, "concat"] >= short[8 * LONG, "concat"] > 0
+
+
+def test_what_is_cut_is_not_too_long(ordered: Path, tmp_path: Path) -> None:
+    sizes = (LONG, 4 * LONG)
+    found = estimate(ordered, pack_sizes=sizes, overlong="truncate_prompt", **OPTIONS)
+    for choice in found.choices:
+        packed = packstore.pack(
+            ordered, tmp_path / str(choice.pack_size), pack_size=choice.pack_size,
+            overlong="truncate_prompt",
+        )  # fmt: skip
+        assert (choice.packs, choice.overlong) == (
+            len(packed),
+            packed.manifest.records.dropped.get("overlong", 0),
+        )
+
+
+def test_pack_size_layout_and_strategy_are_respected(
+    ordered: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--pack-size", "1024", "--layout", "concat", "--strategy", "pool", "--json"]
+    assert main(["estimate", str(ordered), *asked]) == 0
+    (choice,) = json.loads(capsys.readouterr().out)["choices"]
+    assert (choice["pack_size"], choice["layout"], choice["strategy"]) == (1024, "concat", "pool")
+    settings = {"pack_size": 1024, "layout": "concat", "strategy": "pool"}
+    (alike,) = estimate(ordered, None, **settings).choices
+    assert alike.packs == choice["packs"]
+    with pytest.raises(ConfigError, match="pack_size"):
+        estimate(ordered, pack_sizes=(512,), pack_size=1024)
+    with pytest.raises(ConfigError, match="dedup"):
+        estimate(ordered, None, dedup="pair")
+
+
+def test_the_recommendation_is_true(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten packs and a bit: none of the fills is 99 %, and no sentence may say so."""
+    few = write(tmp_path / "few.jsonl", [20] * 64 + [33])
+    found = estimate(few, pack_sizes=(600, 640), **OPTIONS)
+    assert max(c.fill_rate for c in found.choices) < 0.99
+    assert main(["estimate", str(few), "--pack-sizes", "600,640", "--layouts", "concat"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    best = found.recommended
+    if best is not None:
+        assert best.fill_but_emptiest >= 0.99
+        assert "all packs but the emptiest" in out
+    else:
+        assert "no pack size that was tried fills to 99 %" in out
+
+
+def test_the_command_says_how_it_sampled(ordered: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", str(ordered), "--sample", "900", "--pack-size", str(LONG)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "sampled " in out
+    assert f" of {len(LENGTHS):,} records of kind preference from " in out
+    assert "seed 0" in out
+    assert "two standard errors" in out
+    arguments = ["estimate", str(ordered), "--sample", "900", "--seed", "5", "--json"]
+    assert main(arguments) == 0
+    sample = json.loads(capsys.readouterr().out)["sample"]
+    assert sample["seed"] == 5
+    assert sample["total"] == len(LENGTHS)
+    assert 300 < sample["records"] <= 900
+    assert sample["places"] > 3
+
+
+def test_the_error_is_that_of_neighbouring_places() -> None:
+    from packstore.etl.reports.sampled import standard_error
+
+    rng = np.random.default_rng(0)
+    values = rng.normal(100, 10, 400)
+    ones = np.ones(400)
+    error = standard_error(values, ones, ones, 0.0)
+    assert error == pytest.approx(10 * np.sqrt(400), rel=0.2)
+    assert standard_error(np.sort(values), ones, ones, 0.0) < error / 5
+    assert standard_error(values, ones, ones, 0.75) == pytest.approx(error / 2)
+    assert standard_error(values, ones, 3 * ones, 0.0) == pytest.approx(3 * error)
+    assert standard_error(values, ones, ones, 1.0) == 0
+
+
+@pytest.mark.parametrize("order", ["rising", "falling", "sawtooth", "shuffled"])
+@pytest.mark.parametrize("wanted", [1000, 6000])
+def test_stated_errors_hold_on_any_order(order: str, wanted: int) -> None:
+    """Two standard errors hold for nine samples of ten, also where a fixed interval would not."""
+    from packstore.etl.reports.sampled import standard_error
+    from packstore.io.inputs.sampling import sample_groups
+
+    # Blocks of equal bytes: where records are short there are many of them.
+    records = np.sort(np.random.default_rng(0).lognormal(3, 0.6, 611).astype(np.int64) + 1)[::-1]
+    if order == "falling":
+        records = records[::-1]
+    elif order == "sawtooth":
+        records = np.concatenate([records[i::7] for i in range(7)])
+    elif order == "shuffled":
+        records = np.random.default_rng(1).permutation(records)
+    tokens = np.full(611, 10_000.0)
+    true, hits, runs = tokens.sum() / records.sum(), 0, 100
+    for seed in range(runs):
+        chosen, sample = sample_groups(records, wanted, seed)
+        own, held = tokens[chosen], records[chosen]
+        assert sample.records == held.sum() <= wanted
+        assert sample.total == records.sum()
+        weights = np.full(len(chosen), float(sample.run))
+        weights[-1] = sample.last_run
+        mean = (weights @ own) / (weights @ held)
+        known = sample.records / records.sum()
+        error = standard_error(own, held, weights, known) / (weights @ own)
+        hits += abs(mean - true) <= 2 * error * mean
+    assert hits >= 88
+
+
+def test_blocks_larger_than_the_sample_leave_one() -> None:
+    from packstore.io.inputs.sampling import sample_groups
+
+    for blocks in range(1, 9):
+        chosen, sample = sample_groups(np.full(blocks, 100), 50, 0)
+        assert (len(chosen), sample.last_run, sample.total) == (1, blocks, 100 * blocks)
+
+
+def test_every_block_of_a_run_has_the_same_chance() -> None:
+    from collections import Counter
+
+    from packstore.io.inputs.sampling import sample_groups
+
+    drawn: Counter[int] = Counter()
+    for seed in range(400):
+        chosen, sample = sample_groups(np.full(11, 10), 40, seed)
+        assert (sample.run, sample.last_run, len(chosen)) == (4, 3, 3)
+        assert [c // 4 for c in chosen] == [0, 1, 2]
+        drawn.update(chosen)
+    assert all(70 < drawn[i] < 130 for i in range(8))
+    assert all(100 < drawn[i] < 167 for i in range(8, 11))

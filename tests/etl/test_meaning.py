@@ -1,0 +1,183 @@
+"""From records whose fields have a meaning to the manifest, the log and doctor."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_jobs import write_jsonl
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import packstore
+from packstore.errors import ConfigError, DropRateError, RecordError
+from packstore.etl.reports.doctor import doctor
+from packstore.io.manifest.manifest import Manifest
+
+Record = dict[str, Any]
+Pack = Callable[..., packstore.Dataset]
+
+PAIRS: list[Record] = [
+    {"prompt": f"What is {i} and {i}? ", "chosen": f"It is {2 * i}.", "rejected": "No idea."}
+    for i in range(20)
+]
+SCORED = [{**pair, "score_chosen": 4.5, "score_rejected": 2} for pair in PAIRS]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["</s>"])
+    return made
+
+
+@pytest.fixture
+def do_pack(tokenizer: Tokenizer, tmp_path: Path) -> Pack:
+    """packstore.pack of records in a file, into a fresh folder."""
+    count = iter(range(1000))
+
+    def run(records: list[Record], **settings: Any) -> packstore.Dataset:
+        number = next(count)
+        source = tmp_path / f"records-{number}.jsonl"
+        write_jsonl(source, records)
+        return packstore.pack(
+            source, tmp_path / f"out-{number}", tokenizer, **{"pack_size": 256, **settings}
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_a_mapped_field_that_no_record_has_is_an_error(do_pack: Pack, partitions: int) -> None:
+    fields = {"chosen_reward": "chosen_scor", "rejected_reward": "rejected_scor"}
+    with pytest.raises(ConfigError, match=r"chosen_reward=chosen_scor: a record must have"):
+        do_pack(PAIRS, fields=fields, partitions=partitions)
+    fields = {"chosen_reward": "score_chosen", "rejected_reward": "score_rejected"}
+    assert do_pack(SCORED, fields=fields, partitions=partitions).manifest.pairs == 20
+
+
+def test_a_tenth_of_the_records_may_be_dropped(do_pack: Pack) -> None:
+    bad = {**PAIRS[0], "rejected": PAIRS[0]["chosen"]}
+    assert do_pack([*PAIRS, bad, bad]).manifest.records.packed == 20
+    with pytest.raises(DropRateError) as caught:
+        do_pack([*PAIRS, bad, bad, bad, {**bad, "chosen": 3}])
+    text = str(caught.value)
+    assert "at most 10% of the records may be dropped" in text
+    assert "4 of 24 dropped: 3 identical_responses, 1 wrong_type" in text
+    assert "max_drop_rate" in text
+
+
+def test_what_is_left_out_by_its_label_does_not_count_as_dropped(do_pack: Pack) -> None:
+    records = [{"prompt": "p", "completion": f" {i}", "label": i % 2 == 0} for i in range(8)]
+    with pytest.raises(RecordError, match="unpaired_feedback to drop"):
+        do_pack(records)
+    found = do_pack(records, unpaired_feedback="drop").manifest
+    assert (found.kind, found.records.packed) == ("sft", 4)
+    assert found.records.dropped == {"unpaired_feedback": 4}
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_fields_are_in_the_manifest(do_pack: Pack, partitions: int) -> None:
+    records = [{**r, "images": ["a.png"], "lang": "en"} for r in SCORED]
+    dataset = do_pack([*records, *PAIRS[:5]], partitions=partitions)
+    found = dataset.manifest.records
+    assert found.fields_used == {
+        "chosen": 25, "prompt": 25, "rejected": 25, "score_chosen": 20, "score_rejected": 20,
+    }  # fmt: skip
+    assert found.fields_not_used == {"images": 20, "lang": 20}
+    assert found.noted == {"reward_default": 5}
+    again = Manifest.from_json(dataset.manifest.to_json())
+    assert again.records == found
+
+
+def test_scores_in_csv_are_rewards(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    source = tmp_path / "scored.csv"
+    source.write_text("prompt,chosen,rejected,score_chosen,score_rejected\np,a,b,4.5,2\n")
+    dataset = packstore.pack(source, tmp_path / "out", tokenizer, pack_size=64)
+    assert [packs.reward.tolist() for packs in dataset.iter_packs()] == [[4.5, 2.0]]
+
+
+def test_a_dialogue_in_csv(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    source = tmp_path / "chats.csv"
+    turns = [{"from": "human", "value": "p"}, {"from": "gpt", "value": "a"}]
+    text = json.dumps(turns).replace('"', '""')
+    source.write_text(f'conversations\n"{text}"\n')
+    found = packstore.pack(source, tmp_path / "out", tokenizer, chat_template="plain")
+    assert found.manifest.records.packed == 1
+
+
+def test_manifests_without_them_stay_as_they_are(do_pack: Pack) -> None:
+    written = json.loads(do_pack(PAIRS).manifest.to_json())
+    for name in ("fields_used", "fields_not_used"):
+        written["records"].pop(name, None)
+    old = Manifest.from_json(json.dumps(written).encode())
+    assert (old.records.fields_used, old.records.fields_not_used) == ({}, {})
+    assert "fields_used" not in json.loads(old.to_json())["records"]
+
+
+def test_datasets_together_add_their_fields_up(do_pack: Pack, tmp_path: Path) -> None:
+    parts = [do_pack(PAIRS), do_pack([{**r, "weight": 2.0} for r in SCORED])]
+    whole = packstore.concat([p.url for p in parts], tmp_path / "whole").manifest.records
+    assert whole.fields_used["prompt"] == 40
+    assert whole.fields_used["score_chosen"] == 20
+    assert whole.fields_not_used == {"weight": 20}
+
+
+def test_the_log_names_them_once(do_pack: Pack, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "packstore"):
+        do_pack([{**r, "system": "be kind", "lang": "en"} for r in SCORED])
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert warned == ["fields not used: system (20 records)"]
+    told = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    assert "further fields not used: lang" in told
+    assert any("score_chosen" in text for text in told)
+
+
+def test_the_log_warns_of_reversed_and_missing_rewards(
+    do_pack: Pack, caplog: pytest.LogCaptureFixture
+) -> None:
+    reversed_ = {**PAIRS[0], "chosen_reward": 1, "rejected_reward": 2}
+    with caplog.at_level(logging.WARNING, "packstore"):
+        do_pack([*PAIRS, reversed_])
+    text = caplog.text
+    assert "reward_reversed" in text
+    assert "reward_default" in text
+
+
+def test_doctor_names_them(tokenizer: Tokenizer) -> None:
+    def checks(records: list[Record], **settings: Any) -> dict[str, tuple[str, int]]:
+        found = doctor(records, tokenizer, pack_size=256, **settings).findings
+        return {f.check: (f.level, f.records) for f in found}
+
+    extra = {**SCORED[0], "images": ["a"], "lang": "en", "score_chosen": 1}
+    found = checks([*SCORED[1:], extra, PAIRS[0]])
+    assert found["field_not_used: images"] == ("remark", 1)
+    assert found["reward_reversed"] == ("problem", 1)
+    assert found["reward_default"] == ("remark", 1)
+    assert not any("lang" in check for check in found)
+    assert checks(PAIRS, fields={"tools": "tolls"})["mapped_field_absent: tools=tolls"] == (
+        "problem",
+        20,
+    )
+    feedback = [{"prompt": "p", "completion": " a", "label": bool(i)} for i in range(2)]
+    assert checks(feedback)["unpaired_feedback"] == ("problem", 1)
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_what_is_appended_may_lack_a_mapped_field(
+    do_pack: Pack, tokenizer: Tokenizer, tmp_path: Path, partitions: int
+) -> None:
+    """The mapping is that of the dataset, where it was right, and append cannot change it."""
+    fields = {"chosen_reward": "score_chosen", "rejected_reward": "score_rejected"}
+    first = do_pack(SCORED, fields=fields, partitions=partitions)
+    source = tmp_path / "more.jsonl"
+    write_jsonl(source, PAIRS)
+    both = packstore.append(first.url, source, tokenizer)
+    assert both.manifest.records.fields_used["prompt"] == 40
+    assert both.manifest.records.fields_used["score_chosen"] == 20

@@ -1,0 +1,441 @@
+"""Packing in partitions: the same bytes whoever makes them, the same examples as in one."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import logging
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import packstore
+from packstore.config import PackConfig
+from packstore.errors import (
+    ConfigError,
+    DatasetNotFoundError,
+    DropRateError,
+    FormatError,
+    RecordError,
+)
+from packstore.etl.partitions.scale import warn_of_reads
+from packstore.etl.partitions.slices import split
+from packstore.io.inputs.files import Input
+from packstore.io.maintain.clean import clean
+from packstore.io.manifest import commit
+from packstore.io.manifest.manifest import manifest_bytes
+from packstore.io.store.location import Location
+from packstore.pack.merged import merged_statistics
+from packstore.pack.plan import plan
+from packstore.pack.statistics import design_effect
+
+FILES, RECORDS = 5, 2400
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+SETTINGS: dict[str, Any] = {"pack_size": 256, "shard_tokens": 10_000, "row_group_tokens": 8192}
+
+
+def write(path: Path, seed: int, records: int = RECORDS) -> str:
+    rng = np.random.default_rng(seed)
+    with (gzip.open if path.suffix == ".gz" else open)(path, "wt") as file:
+        for _ in range(records):
+            ids = [rng.integers(1, 999, n).tolist() for n in rng.integers(1, 40, 3)]
+            file.write(
+                json.dumps(dict(zip(("prompt", "chosen", "rejected"), ids, strict=True))) + "\n"
+            )
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("in")
+    names = [f"{i}.jsonl" + (".gz" if i == 2 else "") for i in range(FILES)]
+    return [write(folder / name, i) for i, name in enumerate(names)]
+
+
+@pytest.fixture(scope="module")
+def whole(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> packstore.Dataset:
+    return packstore.pack(sources, str(tmp_path_factory.mktemp("one") / "out"), **SETTINGS)
+
+
+def examples(dataset: packstore.Dataset) -> Counter[int]:
+    return Counter(i for packs in dataset.iter_packs() for i in packs.example_ids.tolist())
+
+
+def test_partitions_hold_what_one_would(
+    sources: list[str], whole: packstore.Dataset, tmp_path: Path
+) -> None:
+    made = packstore.pack(sources, tmp_path / "a", partitions=3, num_workers=0, **SETTINGS)
+    assert made.verify().ok
+    assert examples(made) == examples(whole)
+    assert made.manifest.records == whole.manifest.records
+    for name in ("sources", "lineage"):
+        assert made.manifest.provenance[name] == whole.manifest.provenance[name]
+    assert made.manifest.provenance["settings"]["partitions"] == 3
+    # Each partition leaves its last packs open: 0.1 % from a thousand packs a partition on.
+    assert len(made) - len(whole) <= 2 * 3
+    planning, other = made.manifest.statistics.planning, whole.manifest.statistics.planning
+    for name in ("num_examples", "tokens", "lower_bound", "strategy", "algorithm"):
+        assert planning[name] == other[name]
+    assert planning["num_packs"] == len(made)
+    assert planning["fill_rate"] == pytest.approx(made.manifest.fill_rate)
+    assert {s.path.split("-")[1] for s in made.manifest.shards} == {"p00000", "p00001", "p00002"}
+    again = packstore.pack(sources, tmp_path / "b", partitions=3, num_workers=2, **SETTINGS)
+    assert again.manifest.to_json() == made.manifest.to_json()
+
+
+@pytest.mark.parametrize("passes", [1, 4, 10])
+def test_partitions_are_read_some_at_a_time(
+    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: int
+) -> None:
+    """However many at once: the same bytes, and no file is read more often than that."""
+    settings: dict[str, Any] = {**SETTINGS, "partitions": 10, "num_workers": 0}
+    whole = packstore.pack(sources, tmp_path / "whole", **settings)
+    opened, open_read = Counter[str](), Location.open_read
+
+    def counted(self: Location, path: str = "", **how: Any) -> Any:
+        opened[self.url] += not path
+        return open_read(self, path, **how)
+
+    monkeypatch.setattr("packstore.etl.partitions.work.PASSES", passes)
+    monkeypatch.setattr(Location, "open_read", counted)
+    made = packstore.pack(sources, tmp_path / "out", **settings)
+    assert made.manifest.to_json() == whole.manifest.to_json()
+    reads = [opened[Location(source).url] for source in sources]
+    assert reads[0] <= passes + 1  # the first tells the kind of the records
+    assert max(reads[1:]) <= passes
+
+
+@pytest.mark.parametrize("stage", ["read", "write"])
+def test_a_job_that_is_stopped_leaves_no_temporary_files(
+    sources: list[str], tmp_path: Path, stage: str
+) -> None:
+    def progress(now: str, done: int, total: int | None, unit: str) -> None:
+        if now == stage and done:
+            raise KeyboardInterrupt
+
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        packstore.pack(
+            sources, tmp_path / "out", partitions=6, num_workers=2, progress=progress,
+            spill_dir=str(spill), **SETTINGS,
+        )  # fmt: skip
+    assert not list(spill.iterdir())
+    left = (p for p in (tmp_path / "out").rglob("*") if p.is_file())
+    assert {p.parent.name for p in left} <= {"data", "partitions"}
+
+
+def test_one_file_is_enough(sources: list[str], tmp_path: Path) -> None:
+    made = packstore.pack(sources[2], tmp_path / "out", partitions=4, num_workers=0, **SETTINGS)
+    assert examples(made) == Counter(range(RECORDS))
+    parts = Counter(s.path.split("-")[1] for s in made.manifest.shards)
+    assert len(parts) == 4
+    assert made.manifest.provenance["sources"][0]["records"] == RECORDS
+    assert made.verify().ok
+
+
+@pytest.mark.parametrize(
+    "sizes", [[10**9], [5 * 10**7] * 3, [0, 10**6, 10**9, 0, 3 * 10**6], [7 * 10**6] * 40]
+)
+@pytest.mark.parametrize("number", [1, 2, 3, 7])
+def test_every_block_is_in_one_partition(sizes: list[int], number: int) -> None:
+    inputs = [(Input(i, str(i), Location(f"/{i}"), "jsonl", None), n) for i, n in enumerate(sizes)]
+    found = split(inputs, number)
+    assert len(found) == number
+    shares = np.zeros(number)
+    for item, size in inputs:
+        for block in range(420):  # all numbers of partitions divide it
+            holders = [
+                p for p, part in enumerate(found)
+                if any(one.input is item and one.holds(block) for one in part)
+            ]  # fmt: skip
+            assert len(holders) == 1
+            shares[holders[0]] += size / 420
+    assert shares.max() <= sum(sizes) / number + 0.05 * sum(sizes)
+
+
+@pytest.mark.parametrize("files", [1, 3, 40, 400])
+def test_a_partition_takes_blocks_from_all_over(files: int) -> None:
+    size, number = 10**9 // files, 8
+    inputs = [(Input(i, str(i), Location(f"/{i}"), "jsonl", None), size + i) for i in range(files)]
+    for part in split(inputs, number):
+        ordinals = [one.input.ordinal for one in part]
+        assert ordinals == sorted(ordinals)
+        # Each file, or at least 15 of them at equal distances.
+        assert len(ordinals) == files if files <= 8 else len(ordinals) >= 15
+        assert np.diff([-1, *ordinals, files]).max() <= max(2, files // 12)
+    reads = sum(map(len, split(inputs, number)))
+    assert reads == {1: 8, 3: 24, 40: 160, 400: 800}[files]
+
+
+@pytest.mark.parametrize(("files", "reads"), [(1000, 7.364), (4000, 7.364), (256_000, 1)])
+def test_large_files_are_read_few_times_and_partitions_are_alike(files: int, reads: float) -> None:
+    """4 TB in 3,682 partitions, a GiB each."""
+    size, number, place = (4000 << 30) // files, 3682, Location("/x")
+    inputs = [(Input(i, "x", place, "jsonl", None), size) for i in range(files)]
+    found = split(inputs, number)
+    assert sum(map(len, found)) / files == reads
+    sizes = [sum(size / one.step for one in part) for part in found]
+    assert max(sizes) < 1.06 * sum(sizes) / number
+
+
+def test_small_files_and_more_partitions_than_blocks(tmp_path: Path) -> None:
+    few = [write(tmp_path / f"{i}.jsonl", i, 3) for i in range(2)]
+    made = packstore.pack(few, tmp_path / "out", partitions=7, num_workers=0, **SETTINGS)
+    assert len(examples(made)) == 6
+    assert made.verify().ok
+
+
+def test_statistics_of_plans_together() -> None:
+    lengths = np.random.default_rng(0).integers(1, 400, 4000)
+    plans = [plan(part, pack_size=512) for part in np.split(lengths, [1000, 2500])]
+    counts = np.bincount(lengths, minlength=513)
+    found = merged_statistics([p.statistics() for p in plans], counts)
+    one = plan(lengths, pack_size=512).statistics()
+    assert found.keys() == one.keys()
+    assert found["num_packs"] == sum(p.num_packs for p in plans)
+    assert found["gap"] == found["num_packs"] - one["lower_bound"]
+    assert found["fill_rate"] == pytest.approx(lengths.sum() / 512 / found["num_packs"])
+    assert found["randomness"]["icc"] == pytest.approx(one["randomness"]["icc"], abs=0.05)
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("line", "settings", "error"),
+    [
+        ('{"prompt": [1], "chosen": "text", "rejected": [2]}', {"wrong_type": "error"}, None),
+        ('{"prompt": [1], "chosen": [2]}', {}, RecordError),
+        ('{"prompt": [1], "chosen": [2], "rejected": [3]}', {"max_drop_rate": 0.0}, DropRateError),
+    ],
+)
+def test_a_failing_partition_leaves_shards_to_clean(
+    tmp_path: Path, line: str, settings: dict[str, Any], error: type[Exception] | None
+) -> None:
+    sources = [write(tmp_path / f"{i}.jsonl", i, 300) for i in range(3)]
+    with open(sources[-1], "a", encoding="utf-8") as file:
+        file.write(line + "\n")
+        file.write('{"prompt": [1], "chosen": [2], "rejected": [2]}\n')
+    with pytest.raises(error or packstore.errors.PackstoreError):
+        packstore.pack(
+            sources, tmp_path / "out", partitions=3, num_workers=0, **SETTINGS, **settings
+        )
+    out = tmp_path / "out"
+    assert {p.parent.name for p in out.rglob("*") if p.is_file()} <= {"data", "partitions"}
+    with pytest.raises(DatasetNotFoundError):
+        packstore.open(out)
+
+
+def test_a_manifest_that_would_be_too_large_is_told_after_the_first_partition(
+    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = packstore.pack(sources, tmp_path / "a", partitions=8, num_workers=0, **SETTINGS)
+    of_shards = manifest_bytes(made.manifest.shards)
+    monkeypatch.setattr(commit, "MAX_MANIFEST_BYTES", of_shards // 3)
+    with pytest.raises(FormatError, match=r"from 8 partitions\. Write larger row groups"):
+        packstore.pack(sources, tmp_path / "b", partitions=8, num_workers=0, **SETTINGS)
+    assert len([*(tmp_path / "b" / "data").glob("*-p00000-*")]) > 0
+    assert not [*(tmp_path / "b" / "data").glob("*-p00007-*")]
+    monkeypatch.setattr(commit, "MAX_MANIFEST_BYTES", of_shards * 3)
+    packstore.pack(sources, tmp_path / "b", partitions=8, num_workers=0, **SETTINGS)
+
+
+@pytest.mark.parametrize(("files", "told"), [(10, True), (400, False)])
+def test_files_that_would_be_read_many_times(
+    files: int, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    inputs = [
+        (Input(i, f"{i}.jsonl", Location(f"{i}.jsonl"), "jsonl", None), 1 << 32)
+        for i in range(files)
+    ]
+    slices = split(inputs, 100)
+    warn_of_reads(slices, files)
+    texts = ["is read 10 times", "With 400 files it would be read 4 times"]
+    assert [text in caplog.text for text in texts] == [told, told]
+
+
+@pytest.fixture(scope="module")
+def repeating(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Files whose records repeat one another, within a file and across them."""
+    folder, rng = tmp_path_factory.mktemp("repeating"), np.random.default_rng(0)
+    names = [str(folder / f"{i}.jsonl") for i in range(3)]
+    for name in names:
+        with open(name, "w", encoding="utf-8") as file:
+            for prompt, answer in rng.integers(1, [400, 6], (700, 2)).tolist():
+                sides = {"chosen": [answer] * answer, "rejected": [9] * (prompt % 50)}
+                file.write(json.dumps({"prompt": [prompt, 7], **sides}) + "\n")
+    return names
+
+
+SELECTING: dict[str, Any] = {
+    "pack_size": 64, "shard_tokens": 2000, "row_group_tokens": 1024, "max_drop_rate": 1.0,
+    "max_length": 48, "validation_fraction": 0.3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dedup", ["pair", "prompt"])
+def test_selecting_takes_what_one_partition_would(
+    repeating: list[str], tmp_path: Path, dedup: str
+) -> None:
+    settings = {**SELECTING, "dedup": dedup, "num_workers": 0}
+    for n in (1, 4):
+        packstore.pack(repeating, tmp_path / str(n), partitions=n, **settings)
+    for part in ("train", "validation"):
+        one, four = (packstore.open(tmp_path / n / part) for n in ("1", "4"))
+        assert examples(four) == examples(one)
+        records = one.manifest.records
+        assert records.dropped[f"duplicate_{dedup}"] > 100
+        assert four.manifest.records.dropped == records.dropped
+        assert four.manifest.records.read == records.read
+        assert four.manifest.provenance["part"] == part
+        assert four.manifest.provenance["lineage"] == one.manifest.provenance["lineage"]
+        assert four.verify().ok
+
+
+KILLED = """
+import os, signal, sys, json
+import packstore
+from packstore.io.manifest.partition_notes import PartitionNotes
+
+put = PartitionNotes.put
+
+def put_and_die(self, number, value):
+    put(self, number, value)
+    if (number, self.location.url.rpartition("/")[2]) == (1, "validation"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+PartitionNotes.put = put_and_die
+
+sources, out, workers, settings = json.loads(sys.argv[1])
+packstore.pack(sources, out, num_workers=workers, **settings)
+"""
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_killed_run_goes_on(
+    repeating: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {**SELECTING, "dedup": "pair", "partitions": 4, "spill_dir": str(tmp_path)}
+    packstore.pack(repeating, tmp_path / "whole", num_workers=0, **settings)
+    out = tmp_path / "out"
+    arguments = json.dumps([repeating, str(out), 2, settings])
+    # It returns when all who hold its output have ended: workers do not outlive the job.
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, arguments], capture_output=True, timeout=120, check=False
+    )
+    assert done.returncode == -9, done.stderr.decode()
+    with pytest.raises(DatasetNotFoundError):
+        packstore.open(out / "train")
+    kept = next((out / "train" / "data").glob("*-p00000-00000-*"))
+    hurt = next((out / "train" / "data").glob("*-p00001-00000-*"))
+    hurt.write_bytes(hurt.read_bytes()[:-9] + b"X" * 9)
+    before = kept.stat().st_ino
+    for marker in out.glob("*/_packstore/writers/*"):
+        marker.unlink()
+    with caplog.at_level(logging.INFO, "packstore"):
+        packstore.pack(repeating, out, num_workers=0, **settings)
+    assert "took over 1 of 4 partitions of an interrupted run" in caplog.text
+    assert kept.stat().st_ino == before
+    assert files(out) == files(tmp_path / "whole")
+    assert [clean(str(out / part)).leftovers for part in ("train", "validation")] == [[], []]
+
+
+def test_a_partition_whose_input_changed_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its size did not change."""
+    sources = [write(tmp_path / f"{i}.jsonl", i, 300) for i in range(2)]
+    settings: dict[str, Any] = {**SETTINGS, "partitions": 2, "num_workers": 0}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        patch.setattr("packstore.etl.pipeline.commit", _stop)
+        packstore.pack(sources, tmp_path / "out", **settings)
+    text = Path(sources[0]).read_text(encoding="utf-8")
+    first = text.index('"chosen": [') + len('"chosen": [')
+    changed = text[:first] + ("1" if text[first] != "1" else "2") + text[first + 1 :]
+    Path(sources[0]).write_text(changed, encoding="utf-8")
+    whole = packstore.pack(sources, tmp_path / "whole", **settings)
+    made = packstore.pack(sources, tmp_path / "out", **settings)
+    assert made.manifest.to_json() == whole.manifest.to_json()
+    clean(made.url, delete=True, older_than=0, no_writers=True)  # of the input as it was
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def _stop(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_cannot_be_cut_is_refused(whole: packstore.Dataset, tmp_path: Path) -> None:
+    records = [{"prompt": [1], "chosen": [2], "rejected": [3]}]
+    for source in (records, whole):
+        with pytest.raises(ConfigError, match="partitions=2: the input must be files of records"):
+            packstore.pack(source, tmp_path / "out", partitions=2)
+    with pytest.raises(ConfigError, match="partitions must be at least 1; found 0"):
+        PackConfig(partitions=0)
+
+
+def sorted_files(folder: Path, files: int, sources: int = 12, records: int = 6000) -> list[str]:
+    """Records in order of their source, which is their prompt."""
+    rng = np.random.default_rng(0)
+    lines = [
+        json.dumps({
+            "prompt": [1 + i * sources // records] * 3,
+            "chosen": [2] * int(rng.integers(1, 40)),
+            "rejected": [3] * int(rng.integers(1, 40)),
+        })
+        for i in range(records)
+    ]  # fmt: skip
+    paths = []
+    for i, part in enumerate(np.array_split(lines, files)):
+        paths.append(str(folder / f"{i:02d}.jsonl"))
+        Path(paths[-1]).write_text("\n".join(part) + "\n")
+    return paths
+
+
+@pytest.mark.parametrize("files", [1, 12, 48])
+def test_packs_of_a_partition_hold_examples_from_all_over(tmp_path: Path, files: int) -> None:
+    """Of sorted input: the sources of a random draw, whatever files it is cut into."""
+    paths = sorted_files(tmp_path, files)
+    made = packstore.pack(paths, tmp_path / "out", partitions=4, num_workers=0, pack_size=512)
+    found = expected = 0.0
+    places, offsets = [], [0]
+    for packs in made.iter_packs():
+        ordinal = packs.example_ids & ((1 << 40) - 1)
+        place = (packs.example_ids >> 40) * (6000 // files) + ordinal
+        for a, b in itertools.pairwise(packs.example_offsets):
+            found += len(np.unique(place[a:b] * 12 // 6000))
+            expected += 12 * (1 - (1 - 1 / 12) ** (b - a))
+            offsets.append(offsets[-1] + b - a)
+        places.append(place)
+    assert 0.97 < found / expected < 1.03
+    effect = design_effect(np.concatenate(places).astype(np.float64), np.array(offsets), 1)
+    # Of some 600 packs, that of a random draw has a deviation of 0.06.
+    assert effect is not None
+    assert effect < 1.25
+
+
+def test_files_of_unequal_size_meet_in_packs_all_the_same(tmp_path: Path) -> None:
+    """Each is a source: what is small lies in every partition too."""
+    paths, rng = [], np.random.default_rng(0)
+    for source in range(60):
+        records = 300 if source % 2 else 100
+        lines = [
+            json.dumps({"prompt": [source + 1] * 40, "chosen": [2] * int(n), "rejected": [3]})
+            for n in rng.integers(1, 40, records)
+        ]
+        paths.append(str(tmp_path / f"{source:02d}.jsonl"))
+        Path(paths[-1]).write_text("\n".join(lines) + "\n")
+    made = packstore.pack(paths, tmp_path / "out", partitions=4, num_workers=0, pack_size=1024)
+    places = made.verify().places
+    assert places is not None
+    assert places.sources == 60
+    assert places.sources_per_example == pytest.approx(places.sources_of_a_draw, rel=0.03)
+    assert places.design_effect is not None
+    assert places.design_effect < 1.1 + 3 * places.deviation

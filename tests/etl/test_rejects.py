@@ -1,0 +1,209 @@
+"""``rejects``: every dropped record, whoever reads them, and whole or not there at all."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from small_jobs import trained_tokenizer, write_jsonl
+from tokenizers import Tokenizer
+
+import packstore
+from packstore.cli import main
+from packstore.errors import ConfigError, DropRateError, RecordError
+from packstore.io.store.location import Location
+
+ONE = {"prompt": "What is it? ", "chosen": "It is one.", "rejected": "No idea."}
+LOOSE = {"max_drop_rate": 0.9, "missing_field": "drop", "pack_size": 256}
+
+
+def record(i: int) -> dict[str, Any]:
+    """Records of which a third is dropped, for several reasons."""
+    found = {**ONE, "prompt": f"What is {i}? "}
+    return {
+        0: {**found, "rejected": ""},
+        4: {**found, "chosen": found["rejected"]},
+        8: {"prompt": found["prompt"], "chosen": "c"},
+        12: {**found, "chosen": i},
+    }.get(i % 15, found)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return trained_tokenizer(["What is it? No idea."])
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[str]:
+    """Three files; the last lines of each are a line of the first one."""
+    return [
+        write_jsonl(
+            tmp_path / f"{n}.jsonl", [record(i) for i in range(300 * n, 300 * n + 300)] + [ONE]
+        )
+        for n in range(3)
+    ]
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def expected(sources: list[str]) -> list[tuple[str, str]]:
+    """Place and reason of each record that is dropped, in order."""
+    reasons = {0: "empty_response", 4: "identical_responses", 8: "missing_field", 12: "wrong_type"}
+    found = []
+    for n, source in enumerate(sources):
+        found += [
+            (f"{source}, line {i + 1}", reasons[(300 * n + i) % 15])
+            for i in range(300)
+            if (300 * n + i) % 15 in reasons
+        ]
+        found += [(f"{source}, line 301", "duplicate_pair")] * (n > 0)
+    return found
+
+
+def told(path: Path) -> list[tuple[str, str]]:
+    return [(line["place"], line["reason"]) for line in read(path)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_dropped_record_in_order(
+    num_workers: int,
+    sources: list[str],
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    out, settings = tmp_path / "rejects.jsonl", {**LOOSE, "dedup": "pair"}
+    with caplog.at_level(logging.WARNING, "packstore"):
+        packed = packstore.pack(
+            sources, str(tmp_path / "ds"), tokenizer, rejects=str(out), num_workers=num_workers,
+            **settings,
+        )  # fmt: skip
+    assert told(out) == expected(sources)
+    assert read(out)[0] == {
+        "place": f"{sources[0]}, line 1",
+        "reason": "empty_response",
+        "detail": "response 2 of 2",
+    }
+    assert len(told(out)) == sum(packed.manifest.records.dropped.values())
+    assert f"dropped 60 records: empty_response; the first: {sources[0]}, line 1: " in caplog.text
+    # It does not decide the bytes, and nothing else is left.
+    plain = packstore.pack(sources, str(tmp_path / "plain"), tokenizer, **settings)
+    assert plain.manifest.fingerprint == packed.manifest.fingerprint
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".jsonl") == ["ds", "plain"]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"num_workers": 0},
+        {"num_workers": 2},
+        pytest.param({"engine": "ray", "num_workers": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_partitions(
+    run: dict[str, Any], sources: list[str], tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    if "engine" in run:
+        pytest.importorskip("ray", reason="the engine ray needs it")
+    settings = {**LOOSE, "dedup": "pair", "partitions": 4}
+    once, again = tmp_path / "once.jsonl", tmp_path / "again.jsonl"
+    packstore.pack(sources, str(tmp_path / "a"), tokenizer, rejects=str(once), **settings)
+    packstore.pack(sources, str(tmp_path / "b"), tokenizer, rejects=str(again), **settings, **run)
+    assert once.read_bytes() == again.read_bytes()
+    assert sorted(told(once)) == sorted(expected(sources))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_partitions_that_are_taken_over(
+    before: bool,
+    sources: list[str],
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where nobody wanted them in the run that was interrupted."""
+    settings = {**LOOSE, "partitions": 2, "num_workers": 0}
+    first, out = tmp_path / "first.jsonl", tmp_path / "out.jsonl"
+    packstore.pack(sources, str(tmp_path / "a"), tokenizer, rejects=str(first), **settings)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    wanted = {"rejects": str(out)} if before else {}
+    monkeypatch.setattr("packstore.etl.pipeline.commit", stop)
+    with pytest.raises(KeyboardInterrupt):
+        packstore.pack(sources, str(tmp_path / "b"), tokenizer, **settings, **wanted)
+    monkeypatch.undo()
+    out.unlink(missing_ok=True)
+    packstore.pack(sources, str(tmp_path / "b"), tokenizer, **settings, rejects=str(out))
+    assert out.read_bytes() == first.read_bytes()
+
+
+def test_a_job_that_drops_too_much_tells_which(
+    sources: list[str], tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    out = tmp_path / "new" / "rejects.jsonl"
+    with pytest.raises(DropRateError):
+        packstore.pack(
+            sources, str(tmp_path / "ds"), tokenizer, missing_field="drop", rejects=str(out),
+            max_drop_rate=0.01,
+        )  # fmt: skip
+    assert told(out) == [line for line in expected(sources) if line[1] != "duplicate_pair"]
+
+
+def test_a_job_that_stops_before_its_end_leaves_none(
+    sources: list[str], tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    out, before = tmp_path / "rejects.txt", sorted(p.name for p in tmp_path.iterdir())
+    with pytest.raises(RecordError):
+        packstore.pack(sources, str(tmp_path / "ds"), tokenizer, rejects=str(out))
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+def test_anywhere_that_fsspec_reaches(
+    sources: list[str], tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    settings = {**LOOSE, "rejects": "memory://rejects/deep/r.jsonl"}
+    packstore.pack(sources, str(tmp_path / "ds"), tokenizer, **settings)
+    whole = fsspec.filesystem("memory").cat_file("/rejects/deep/r.jsonl").decode()
+    assert len(whole.splitlines()) == len(expected(sources)) - 2
+    Location("memory://rejects/deep").remove("r.jsonl")
+
+
+def test_what_is_packed_anew_and_what_is_appended(
+    sources: list[str], tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    out, rejects = str(tmp_path / "ds"), tmp_path / "rejects"
+    first = packstore.pack(sources[0], out, str(tmp_path / "tokenizer.json"), **LOOSE)
+    less = first.manifest.statistics.longest_sequence - 1
+    settings = {"max_length": less, "max_drop_rate": 0.9, "rejects": str(rejects)}
+    small = packstore.pack(out, str(tmp_path / "small"), **settings)
+    dropped = small.manifest.records.dropped["overlong"]
+    assert [line["reason"] for line in read(rejects)] == ["overlong"] * dropped
+    assert read(rejects)[0]["place"].startswith(f"{out}, packs 0–")
+    command = ["append", out, sources[1], "--max-drop-rate", "0.9", "--rejects", str(rejects)]
+    assert main(command) == 0
+    capsys.readouterr()
+    assert {line["place"].partition(",")[0] for line in read(rejects)} == {sources[1]}
+    clean = write_jsonl(tmp_path / "clean.jsonl", [{**ONE, "prompt": "Why? "}])
+    packstore.append(out, clean, rejects=str(rejects))
+    assert rejects.read_bytes() == b""
+
+
+def test_refuses_an_input_and_a_folder(
+    sources: list[str], tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    before = Path(sources[1]).read_bytes()
+    (tmp_path / "link").symlink_to(sources[1])
+    for place in (sources[1], str(tmp_path / "link"), str(tmp_path)):
+        with pytest.raises(ConfigError, match="must name a file that is no input and no folder"):
+            packstore.pack(sources, str(tmp_path / "ds"), tokenizer, rejects=place, **LOOSE)
+    assert Path(sources[1]).read_bytes() == before

@@ -1,0 +1,362 @@
+"""Jobs that were interrupted: what the rerun takes over, and what is left behind."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_jobs import SETTINGS, pairs, write_jsonl
+
+import packstore
+from packstore.errors import (
+    DatasetExistsError,
+    DatasetNotFoundError,
+    StorageError,
+)
+from packstore.io.maintain.clean import clean
+from packstore.io.manifest.manifest import commit_manifest
+from packstore.io.store.location import Location
+from packstore.io.write.write_job import WriteJob, writing
+
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+CUT: dict[str, Any] = {"partitions": 4, "row_group_tokens": 512, "shard_tokens": 1500}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    """A file of a dozen blocks."""
+    return write_jsonl(tmp_path / "pairs.jsonl", pairs(800))
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Callable[..., Any]:
+    def run(out: str, source: Any = None, **settings: Any) -> Any:
+        spill = {"spill_dir": str(tmp_path)}
+        return packstore.pack(source or pairs(120), out, **{**SETTINGS, **spill, **settings})
+
+    return run
+
+
+def files(url: str) -> dict[str, bytes]:
+    """Every file at a place, by path."""
+    place = Location(url)
+    fs, root = place._open()
+    found = fs.find(root) if fs.exists(root) else []
+    return {path[len(root) :].lstrip("/"): fs.cat_file(path) for path in found}
+
+
+def break_put(monkeypatch: pytest.MonkeyPatch, at: int | str, error: BaseException) -> list[str]:
+    """The n-th put, or one whose path has a text in it, raises; returns the paths that were put."""
+    done: list[str] = []
+    real = Location.put_file
+
+    def put(self: Location, local_path: str, path: str) -> None:
+        if len(done) == at or (isinstance(at, str) and at in path):
+            raise error
+        real(self, local_path, path)
+        done.append(path)
+
+    monkeypatch.setattr(Location, "put_file", put)
+    return done
+
+
+def stop_in_partition(number: int, error: BaseException, job: Callable[[], Any]) -> list[str]:
+    """Runs a job that ends when it puts the first shard of a partition; returns what it put."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(type(error)):  # noqa: PT012
+        put = break_put(patch, f"-p{number:05d}-", error)
+        job()
+    assert put
+    return put
+
+
+def watched(job: Callable[[], Any]) -> list[str]:
+    """Runs a job; returns the shards that it put."""
+    with pytest.MonkeyPatch.context() as patch:
+        put = break_put(patch, "nowhere", KeyboardInterrupt())
+        job()
+    return [path for path in put if path.startswith("data/")]
+
+
+def partitions(paths: list[str]) -> set[str]:
+    return {path.split("-")[1] for path in paths}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [StorageError("the network is gone."), KeyboardInterrupt(), SystemExit(1), RuntimeError("bug")],
+)
+def test_a_rerun_takes_over_the_finished_partitions(
+    place: str,
+    pack: Callable[..., Any],
+    source: str,
+    tmp_path: Path,
+    error: BaseException,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    whole = files(pack(str(tmp_path / "whole"), source, **CUT).url)
+    before = stop_in_partition(2, error, lambda: pack(place, source, **CUT))
+    with pytest.raises(DatasetNotFoundError):
+        packstore.open(place)
+    with caplog.at_level(logging.INFO, "packstore"):
+        after = watched(lambda: pack(place, source, **CUT))
+    assert "took over 2 of 4 partitions of an interrupted run" in caplog.text
+    assert partitions(before) == {"p00000", "p00001"}
+    assert partitions(after) == {"p00002", "p00003"}
+    assert files(place) == whole
+    assert clean(place, spill_dir=str(tmp_path)).leftovers == []
+
+
+def test_a_small_input_is_one_partition(
+    place: str, pack: Callable[..., Any], source: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is taken over as a whole, also where only the commit was missing."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        before = break_put(patch, ".index", KeyboardInterrupt())
+        pack(place, source)
+    assert partitions(before) == {"p00000"}
+    with caplog.at_level(logging.INFO, "packstore"):
+        assert watched(lambda: pack(place, source)) == []
+    assert "took over 1 of 1 partitions" in caplog.text
+    settings = packstore.open(place).manifest.provenance["settings"]
+    assert settings["partitions"] == 1
+
+
+def test_the_bytes_of_the_input_decide_the_number_of_partitions(
+    pack: Callable[..., Any], source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "packstore.etl.sources.PARTITION_BYTES", Path(source).stat().st_size // 3 + 1
+    )
+    whole, out = str(tmp_path / "whole"), str(tmp_path / "out")
+    dataset = pack(whole, source)
+    assert dataset.manifest.provenance["settings"]["partitions"] == 3
+    assert dataset.manifest.statistics.planning["partitions"] == 3
+    assert pack(whole, source).version == 1  # already there
+    pack(out, source, partitions=3)
+    assert files(out) == files(whole)
+    grown = packstore.append(out, pairs(20, 5000))
+    assert grown.manifest.statistics.planning["parts"][1]["partitions"] == 1
+
+
+@pytest.mark.parametrize("damaged", ["shard", "note"])
+def test_a_partition_that_changed_is_made_again(
+    place: str, pack: Callable[..., Any], source: str, tmp_path: Path, damaged: str
+) -> None:
+    whole = files(pack(str(tmp_path / "whole"), source, **CUT).url)
+    before = stop_in_partition(3, KeyboardInterrupt(), lambda: pack(place, source, **CUT))
+    fs, root = Location(place)._open()
+    hurt = next(p for p in before if "-p00001-" in p)
+    if damaged == "note":
+        hurt = next(p for p in files(place) if p.endswith("-00001.json"))
+    data = fs.cat_file(f"{root}/{hurt}")
+    fs.pipe_file(f"{root}/{hurt}", data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    after = watched(lambda: pack(place, source, **CUT))
+    assert partitions(after) == {"p00001", "p00003"}
+    assert files(place) == whole
+
+
+def test_a_fresh_job_takes_over_nothing(
+    place: str, pack: Callable[..., Any], source: str, tmp_path: Path
+) -> None:
+    whole = files(pack(str(tmp_path / "whole"), source, **CUT).url)
+    stop_in_partition(3, KeyboardInterrupt(), lambda: pack(place, source, **CUT))
+    after = watched(lambda: pack(place, source, fresh=True, **CUT))
+    assert len(partitions(after)) == 4
+    assert files(place) == whole
+
+
+def test_another_job_leaves_the_notes_alone(
+    place: str,
+    pack: Callable[..., Any],
+    source: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = stop_in_partition(2, KeyboardInterrupt(), lambda: pack(place, source, **CUT))
+    left = files(place)
+    with caplog.at_level(logging.INFO, "packstore"):
+        new = pack(place, source, **CUT, seed=7)
+    assert "2 finished partitions of other jobs are there" in caplog.text
+    assert files(place).items() >= left.items()
+    report = clean(place, delete=True, spill_dir=str(tmp_path))
+    assert {item.spared for item in report.leftovers} == {"it is too young"}
+    assert {item.path for item in report.leftovers} == left.keys()
+    with pytest.raises(DatasetExistsError, match="seed 7 then, 0 now"):
+        pack(place, source, **CUT)
+    clean(place, delete=True, older_than=0, no_writers=True, spill_dir=str(tmp_path))
+    assert not set(before) & set(files(place))
+    assert new.verify().ok
+    assert clean(place, spill_dir=str(tmp_path)).leftovers == []
+
+
+def test_journals_of_earlier_versions_go_by_age(place: str, pack: Callable[..., Any]) -> None:
+    pack(place)
+    whole, location = files(place), Location(place)
+    for name in ("head", "00000", "index"):
+        location.create_bytes(f"_packstore/runs/0123456789ab-{name}.json", b"{}")
+    assert len(clean(place).leftovers) == 3
+    assert clean(place, delete=True).removable == []
+    clean(place, delete=True, older_than=0, no_writers=True)
+    assert files(place) == whole
+
+
+def test_what_is_no_file_is_made_again(place: str, pack: Callable[..., Any]) -> None:
+    """Its content is not known before it is read."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        before = break_put(patch, ".index", KeyboardInterrupt())
+        pack(place)
+    assert {path.partition("/")[0] for path in files(place)} == {"data"}
+    assert watched(lambda: pack(place)) == before
+    assert packstore.open(place).verify().ok
+
+
+def test_a_bad_job_leaves_shards_to_clean(place: str, pack: Callable[..., Any]) -> None:
+    """An equal job may be about to commit them."""
+    for error in (RuntimeError("a defect"), DatasetExistsError("too late.")):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(type(error)):  # noqa: PT012
+            break_put(patch, 5, error)
+            pack(place)
+        assert {path.partition("/")[0] for path in files(place)} == {"data"}
+    pack(place, pack_size=96)
+    clean(place, delete=True, older_than=0, no_writers=True)
+    shards = {shard.path for shard in packstore.open(place).manifest.shards}
+    assert {path for path in files(place) if path.startswith("data/")} == shards
+
+
+def test_many_writers_at_once_have_one_winner(place: str, pack: Callable[..., Any]) -> None:
+    """Each of different records, then all replacing: nobody disturbs the winner."""
+    for overwrite in (False, True):
+        start, outcomes = threading.Barrier(8), []
+
+        def job(number: int, overwrite: bool = overwrite) -> None:
+            start.wait()  # noqa: B023
+            try:
+                dataset = pack(place, pairs(40, 100 * number), overwrite=overwrite)
+                outcomes.append(dataset.manifest.fingerprint)  # noqa: B023
+            except DatasetExistsError as error:
+                outcomes.append(type(error).__name__)  # noqa: B023
+
+        threads = [threading.Thread(target=job, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        dataset = packstore.open(place)
+        assert dataset.verify().ok
+        assert dataset.manifest.fingerprint in outcomes
+        winners = [o for o in outcomes if not o.endswith("Error")]
+        assert len(winners) == dataset.version - int(overwrite)
+    clean(place, delete=True, older_than=0, no_writers=True)
+    assert packstore.open(place).verify().ok
+    assert clean(place).leftovers == []
+
+
+def test_a_version_that_came_meanwhile_is_not_replaced(
+    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of the manifest decides."""
+    first = pack(place)
+
+    def confirm(self: WriteJob, shards: Any) -> None:
+        commit_manifest(self.location, first.manifest, overwrite=True)
+
+    monkeypatch.setattr(WriteJob, "confirm", confirm)
+    with pytest.raises(DatasetExistsError, match="only one writer may commit at a time"):
+        pack(place, pairs(50), overwrite=True)
+    current = packstore.open(place)
+    assert (current.version, current.manifest.pairs) == (2, 120)
+    assert current.verify().ok
+    clean(place, delete=True, older_than=0, no_writers=True)
+    assert packstore.open(place).verify().ok
+    assert clean(place).leftovers == []
+
+
+def test_a_job_that_lost_a_shard_stops(place: str, pack: Callable[..., Any]) -> None:
+    location = Location(place)
+    shards = pack(place).manifest.shards
+    with writing(location, overwrite=True) as job:
+        job.confirm(shards)
+        location.remove(shards[1].path)
+        with pytest.raises(StorageError, match=r"its shards must stay .* removed or changed"):
+            job.confirm(shards)
+
+
+def test_a_reader_never_sees_a_mixture(place: str, pack: Callable[..., Any]) -> None:
+    """While it is replaced again and again, every version read is one that was written."""
+    pack(place, pairs(40))
+    stop, seen, failures = threading.Event(), set(), []
+
+    def read() -> None:
+        while not stop.is_set():
+            try:
+                dataset = packstore.open(place)
+                ids = [i for packs in dataset.iter_packs() for i in packs.example_ids.tolist()]
+                seen.add((dataset.version, tuple(sorted(ids))))
+            except Exception as error:
+                failures.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for n in range(41, 47):
+        pack(place, pairs(n), overwrite=True)
+    stop.set()
+    reader.join()
+    assert failures == []
+    assert seen <= {(n - 39, tuple(range(n))) for n in range(40, 47)}
+
+
+def test_clean_removes_what_no_version_names(
+    place: str, pack: Callable[..., Any], tmp_path: Path
+) -> None:
+    location = Location(place)
+    with pytest.raises(DatasetNotFoundError, match="must be a dataset, or the place of an"):
+        clean(place)
+    for n in (40, 41, 42):
+        pack(place, pairs(n), overwrite=True)
+    whole = files(place)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        break_put(patch, 3, KeyboardInterrupt())
+        pack(place, pairs(43), overwrite=True)
+    location.create_bytes("data/from-somewhere.parquet", b"12345")
+    left = files(place)
+    report = clean(place, delete=True, spill_dir=str(tmp_path))
+    assert {x.spared for x in report.leftovers} == {"it is too young"}
+    assert {x.path for x in report.leftovers} == left.keys() - whole.keys()
+    assert files(place) == left
+    everything: dict[str, Any] = {"delete": True, "older_than": 0, "no_writers": True}
+    clean(place, **everything, spill_dir=str(tmp_path))
+    assert files(place) == whole
+    clean(place, **everything, keep_versions=2, spill_dir=str(tmp_path))
+    with pytest.raises(DatasetNotFoundError, match="must have version 1; found 2 to 3"):
+        packstore.open(place, version=1)
+    for version in (2, 3):
+        assert packstore.open(place, version=version).verify().ok
+    named = [packstore.open(place, version=v).manifest for v in (2, 3)]
+    shards = {s.path for m in named for s in m.shards}
+    assert {p for p in files(place) if p.startswith("data/")} == shards
+
+
+@pytest.fixture
+def umask() -> Iterator[Callable[[int], None]]:
+    import os
+
+    before = os.umask(0)
+    os.umask(before)
+    yield lambda mask: os.umask(mask) and None
+    os.umask(before)
+
+
+@pytest.mark.parametrize("mask", [0o027, 0o077])
+def test_files_have_the_users_umask(
+    tmp_path: Path, pack: Callable[..., Any], umask: Callable[[int], None], mask: int
+) -> None:
+    umask(mask)
+    pack(str(tmp_path / "ds"))
+    found = itertools.chain([tmp_path / "ds"], (tmp_path / "ds").rglob("*"))
+    modes = {(p.is_dir(), p.stat().st_mode & 0o777) for p in found}
+    assert modes == {(True, 0o777 & ~mask), (False, 0o666 & ~mask)}
