@@ -4,13 +4,18 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test check docs package floors kernels clean
+.PHONY: demo test test-all check docs package floors kernels clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
 
 # A few tests at a time: more workers would each load torch.
 test: $(VENV)/installed
+	@$(BIN)/python tests/support/server_kinds.py
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m 'not slow'
+
+# Also what is slow: storms, every family of models, fuzz in amounts.
+test-all: $(VENV)/installed
 	@$(BIN)/python tests/support/server_kinds.py
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 import re
 import tomllib
 from pathlib import Path
@@ -45,35 +44,3 @@ def test_folders_are_in_the_order_that_is_checked() -> None:
     names = [n for row in rows for n in re.findall(r"`(\w+)(?:\.py)?`", row.split(" | ")[0])]
     assert sorted(names) == sorted(layer_of)
     assert [layer_of[name] for name in names] == sorted(layer_of.values())
-
-
-@pytest.mark.parametrize(
-    ("walk", "most"), [("One JSONL line to the loss", 40), ("An S3 error to the screen", 9)]
-)
-def test_a_walk_is_short_and_visits_each_file_once(walk: str, most: int) -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    (section,) = re.findall(rf"## {walk}\n(.+?)\n## ", page, re.S)
-    rows = re.findall(r"^\| (\d+) \| `(packstore/[\w/]+\.py)` \|", section, re.M)
-    assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
-    assert 0 < len({path for _, path in rows}) == len(rows) <= most
-
-
-def test_every_registry_is_on_the_map() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    for init in (ROOT / "packstore").rglob("__init__.py"):
-        if " = Registry(" in init.read_text(encoding="utf-8"):
-            folder = init.parent.relative_to(ROOT)
-            assert f"`{folder}/<name>.py`" in page, folder
-
-
-def renamed() -> list[tuple[str, str]]:
-    """Rows of the changelog's table of renamed Python names."""
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("### Renamed")[2]
-    return re.findall(r"^\| `(packstore\.[\w.]+)` \| `(packstore\.[\w.]+)` \|$", text, re.M)
-
-
-def test_renamed_names_are_where_the_changelog_says() -> None:
-    pytest.importorskip("transformers", reason="transformers is in the extra train")
-    assert len(renamed()) > 30
-    for before, now in renamed():
-        assert pkgutil.resolve_name(now) is not None, before
