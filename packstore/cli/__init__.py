@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from packstore.cli._front_page import SUMMARIES, front_page
 from packstore.cli._logs import add_log_options, fail, set_up
 from packstore.cli._parser import Formatter, Parser, parse
-from packstore.errors import PackstoreError, quote, sentence, told
+from packstore.errors import PackstoreError, quote, told
 from packstore.registry import Registry
 from packstore.version import VERSION
 
@@ -66,9 +66,6 @@ COMMANDS: Registry[Command] = Registry(
 )
 
 ABOUT = "Packed, checked, self-describing preference data: pack once, train anywhere."
-
-RENAMED = {"plan": "estimate"}
-"""Former name of a command -> its name."""
 
 
 def parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
@@ -117,11 +114,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code. Errors become one line on stderr."""
     _take_any_text()
     given = list(sys.argv[1:] if argv is None else argv)
-    if given and (now := RENAMED.get(given[0])):
-        must, do = "must be a command of packstore", f"Run `packstore {now}`, as it is named now"
-        error = sentence(f"command {given[0]}", must, "a former name", do)
-        print(f"packstore: error: {error}", file=sys.stderr)
-        return 2
     if given[:1] == ["help"]:
         given = [*given[1:], "--help"]
     if given in ([], ["--help"], ["-h"]):

@@ -9,7 +9,6 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from packstore.config.checks import RENAMED
 from packstore.errors import ConfigError, spelled
 
 METAVARS = {
@@ -39,10 +38,6 @@ def add_settings(parser: argparse.ArgumentParser, title: str, config: type) -> N
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(config)
     taken = {option for action in parser._actions for option in action.option_strings}
-    for old, new in RENAMED.items():
-        if new in hints:  # is refused where it is read
-            flag = "--" + old.replace("_", "-")
-            group.add_argument(flag, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for field in dataclasses.fields(config):
         flag = "--" + field.metadata.get("flag", field.name).replace("_", "-")
         if flag not in taken:
@@ -52,7 +47,6 @@ def add_settings(parser: argparse.ArgumentParser, title: str, config: type) -> N
 def read_settings(args: argparse.Namespace, config: type) -> dict[str, Any]:
     """Returns the settings given on the command line, as keywords of `config`."""
     names = {field.name for field in dataclasses.fields(config)}
-    names |= {old for old, new in RENAMED.items() if new in names}
     given = {name: value for name, value in vars(args).items() if name in names}
     return {
         name: tuple(map(spelled, value)) if isinstance(value, list) else value

@@ -58,10 +58,6 @@ _MAXIMUM = {
 }
 
 
-RENAMED = {"shard_bytes": "shard_tokens"}
-"""Settings of earlier releases -> their replacements, whose values have another meaning."""
-
-
 def validate(config: Any) -> None:
     """Checks every field of a config dataclass against its annotation and range.
 
@@ -163,8 +159,6 @@ def check_variables(variables: Mapping[str, Any]) -> None:
 
 def unknown(name: str, known: set[str], lister: str) -> str:
     """Returns the text of the error for an unknown setting."""
-    if name in RENAMED:
-        return f"setting {name!r} is now {RENAMED[name]!r}; {lister} says what it means."
     near = difflib.get_close_matches(name, sorted(known), n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"unknown setting {name!r}; {lister} lists all.{hint}"

@@ -120,16 +120,6 @@ def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
             assert_shows(shown, choice[name])
 
 
-def test_the_former_name_of_the_command_names_this_one(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["plan", "prefs.jsonl", "--pack-size", "200"]) == 2
-    assert capsys.readouterr().err == (
-        "packstore: error: command plan: must be a command of packstore; found a former name. "
-        "Run `packstore estimate`, as it is named now.\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

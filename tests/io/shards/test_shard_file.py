@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import packstore
-from packstore.errors import IntegrityError, StorageError, UnknownNameError
+from packstore.errors import IntegrityError, StorageError
 from packstore.io.shards import parquet
 from packstore.io.shards.file_slice import FileSlice
 from packstore.io.shards.parquet import byte_range, check_group, parquet_writer
@@ -74,12 +73,6 @@ def test_a_shard_ends_behind_the_row_group_that_fills_it(kit, tmp_path, compress
     other = kit.Written(str(tmp_path / "other")).dataset([kit.some_packs(300)], shard_tokens=1000)
     expected = [s.row_groups.tokens.tolist() for s in other.manifest.shards]
     assert [tokens.tolist() for tokens in groups] == expected
-
-
-def test_the_setting_of_earlier_releases_is_refused(tmp_path):
-    records = [{"prompt": [1], "chosen": [2], "rejected": [3]}]
-    with pytest.raises(UnknownNameError, match="'shard_bytes' is now 'shard_tokens'"):
-        packstore.pack(records, str(tmp_path / "ds"), shard_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), StorageError("full")])
