@@ -7,7 +7,6 @@ from packstore.errors import TokenizerError, sentence
 from packstore.tokenizer.chat.assistant_spans import after_empty_thinking, render_turns
 from packstore.tokenizer.chat.messages import says_something, text_arguments, with_parsed_arguments
 from packstore.tokenizer.chat.shown import (
-    is_certain,
     is_plain,
     left_out,
     quotes_arguments,
@@ -49,7 +48,7 @@ def draft_messages(
         messages = [*prompt, *_as_taken(template, list(response), config)]  # type: ignore[arg-type]
         prompts = {n: text for n, text in prompts.items() if n == len(prompt)}
         try:
-            text, spans, complete = render_turns(
+            text, spans = render_turns(
                 template,
                 messages,
                 len(prompt),
@@ -65,8 +64,7 @@ def draft_messages(
                 spans = bare
                 events.append("empty_thinking")
         tools = None if drafts else parsed.tools  # checking one side for shown tools suffices
-        if tools or not (complete and is_certain(template, messages)):
-            events += _remarks(template, messages, len(prompt), tools, text, config)
+        events += _remarks(template, messages, len(prompt), tools, text, config)
         if written and text.endswith(written):
             events.append("generation_prompt_always")
             if config.append_eos:  # it follows the answer

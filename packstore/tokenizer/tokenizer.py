@@ -127,7 +127,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             return None
-        return ChatTemplate(self.chat_template, self._token_strings(), traced=self._traces)
+        return ChatTemplate(self.chat_template, self._token_strings())
 
     @cached_property
     def tool_use_template(self) -> ChatTemplate | None:
@@ -138,7 +138,7 @@ class Tokenizer:
         """
         if self.tool_template is None:
             return None
-        return ChatTemplate(self.tool_template, self._token_strings(), traced=self._traces)
+        return ChatTemplate(self.tool_template, self._token_strings())
 
     def template_for(self, tools: Tools, variables: Mapping[str, Any]) -> ChatTemplate | None:
         """Returns the chat template for a record with these tools and variables, as transformers.
@@ -240,11 +240,6 @@ class Tokenizer:
     def _probe_sha256(self) -> str:
         ids, offsets = self.engine.encode_batch(PROBES, control=True)
         return probe_sha256([row.tolist() for row in np.split(ids, offsets[1:-1])])
-
-    @property
-    def _traces(self) -> bool:
-        """False with the reference engine, whose ids a job compares with those of faster ones."""
-        return self.engine_name != "tokenizers"
 
     def _token_strings(self) -> dict[str, str | None]:
         names = ("bos_token", "eos_token", "pad_token", "unk_token")

@@ -9,7 +9,6 @@ from functools import cached_property
 
 from packstore.tokenizer.chat.sandbox import as_json
 from packstore.tokenizer.chat.template import ChatTemplate, Message, Span, Tools
-from packstore.tokenizer.chat.traced_turns import Turns
 from packstore.tokenizer.control import free_characters, shared_characters
 from packstore.tokenizer.refusals import Refused
 
@@ -28,7 +27,7 @@ def render_turns(
     *,
     last_only: bool,
     prompts: dict[int, str] | None = None,
-) -> Turns:
+) -> tuple[str, list[Span]]:
     """Renders a dialogue, and finds its supervised spans.
 
     Args:
@@ -41,9 +40,9 @@ def render_turns(
             prompt.
 
     Returns:
-        The text and the turns. A turn starts after the generation
-        prompt, as at inference, and includes the template's end-of-turn text, but not a generation
-        prompt that the template writes after the last turn.
+        The text and the spans of the turns. A turn starts after the generation prompt, as at
+        inference, and includes the template's end-of-turn text, but not a generation prompt that
+        the template writes after the last turn.
 
     Raises:
         Refused: ``template_refused``, or ``unsupervised`` without an assistant turn.
@@ -51,10 +50,7 @@ def render_turns(
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
         raise Refused("unsupervised", "no turn of the assistant")
-    complete = False
-    if tools is None and (found := template.render_turns(messages, first)):
-        text, spans, complete = found
-    elif template.marks_generation:
+    if template.marks_generation:
         text, spans = template.render_spans(messages, tools)
         finder = Finder(template, messages, tools, text, prompts)
         begin = finder.start(first, 0) if first else 0
@@ -65,7 +61,7 @@ def render_turns(
         spans = finder.spans(turns)
     if not spans:
         raise Refused("unsupervised", "the template marks no words of the assistant")
-    return Turns(text, spans[-1:] if last_only else spans, complete)
+    return text, spans[-1:] if last_only else spans
 
 
 def after_empty_thinking(text: str, span: Span) -> Span:

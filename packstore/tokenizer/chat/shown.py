@@ -39,15 +39,6 @@ def is_plain(template: ChatTemplate, messages: list[Message], text: str) -> bool
     return True
 
 
-def is_certain(template: ChatTemplate, messages: list[Message]) -> bool:
-    """Returns True if :func:`is_plain` is, as the text has all contents unchanged and in order."""
-    for message in messages:
-        words = message["content"]
-        if not words or _may_be_chance(template, words):
-            return False
-    return True
-
-
 def _may_be_chance(template: ChatTemplate, words: str) -> bool:
     return len(words) <= SHORT and words.strip() in template.source
 

@@ -23,9 +23,6 @@ from packstore.tokenizer.chat.sandbox import (
     Sandbox,
     as_json,
 )
-from packstore.tokenizer.chat.trace import Traces
-from packstore.tokenizer.chat.traced_turns import TurnPlans, Turns
-from packstore.tokenizer.chat.tracing_sandbox import TracingSandbox
 from packstore.tokenizer.control import free_characters
 from packstore.tokenizer.refusals import Refused
 
@@ -61,7 +58,6 @@ class ChatTemplate:
         source: Jinja text.
         tokens: name -> string of a token, None if the tokenizer has none.
         variables: JSON values that the template uses by name, such as ``enable_thinking``.
-        traced: render most dialogues by :mod:`.trace`, to the same text.
 
     Raises:
         TokenizerError: on construction, if the template has a syntax error or is too long; on
@@ -71,7 +67,6 @@ class ChatTemplate:
     source: str
     tokens: Mapping[str, str | None]
     variables: Mapping[str, Any] = field(default_factory=dict)
-    traced: bool = False
 
     def __post_init__(self) -> None:
         _ = self._compiled
@@ -152,25 +147,7 @@ class ChatTemplate:
         Raises:
             Refused: ``template_refused``, with the template's message.
         """
-        if self.traced and tools is None:
-            return self._traces.render(messages, prompt)
-        return self._by_jinja(messages, prompt, tools)
-
-    def _by_jinja(self, messages: Sequence[Message], prompt: bool, tools: Tools = None) -> str:
         return self._render(messages, tools, add_generation_prompt=prompt)
-
-    def render_turns(self, messages: Sequence[Message], first: int) -> Turns | None:
-        """Renders a dialogue without tools, and finds the assistant's turns after `first` messages.
-
-        Returns None if :class:`.assistant_spans.Finder` must look for them in the text.
-        """
-        if not self.traced or self.marks_generation:
-            return None
-        return self._plans.find(messages, first)
-
-    @cached_property
-    def _plans(self) -> TurnPlans:
-        return TurnPlans(self._traces, self.written_prompt)
 
     def render_spans(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
         """Renders a dialogue; returns the text and (start, end) of its generation blocks."""
@@ -221,18 +198,11 @@ class ChatTemplate:
         return {**tokens, **self.variables, "documents": None}
 
     @cached_property
-    def _traces(self) -> Traces:
-        return Traces(self._compile(TracingSandbox), self._context, self._by_jinja)
-
-    @cached_property
     def _compiled(self) -> Template:
-        return self._compile(Sandbox)
-
-    def _compile(self, kind: type[Sandbox]) -> Template:
         if len(self.source) > MAX_SOURCE:
             must = f"it must have at most {MAX_SOURCE} characters"
             raise TokenizerError(sentence("chat template", must, str(len(self.source))))
-        environment = kind(
+        environment = Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
@@ -244,7 +214,7 @@ class ChatTemplate:
             raise TokenizerError(sentence(where, "it must be valid Jinja", str(error))) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("source", "tokens", "variables", "traced")
+        names = ("source", "tokens", "variables")
         return {name: self.__dict__[name] for name in names}
 
 
