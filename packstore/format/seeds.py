@@ -60,21 +60,11 @@ def permutation(n: int, seed: int, *purpose: str | int) -> npt.NDArray[np.int64]
     several times faster than an indirect sort and does not depend on the sorting algorithm. The
     hash has enough bits that for 1e6 numbers about one pair is equal, and so in index order.
     """
-    table = permutation_keys(n, seed, *purpose)
-    table.sort()
-    table &= (np.uint64(1) << np.uint64(_index_bits(n))) - np.uint64(1)
-    return table.view(np.int64)
-
-
-def permutation_keys(n: int, seed: int, *purpose: str | int) -> U64:
-    """Returns the numbers that :func:`permutation` sorts, uint64 `[n]`: hash high, 0..n-1 low."""
-    below = np.uint64(_index_bits(n))
+    bits = np.uint64(max(n - 1, 0).bit_length())
     table = keys(n, seed, *purpose)
-    table >>= below
-    table <<= below
+    table >>= bits
+    table <<= bits
     table |= np.arange(n, dtype=np.uint64)
-    return table
-
-
-def _index_bits(n: int) -> int:
-    return max(n - 1, 0).bit_length()
+    table.sort()
+    table &= (np.uint64(1) << bits) - np.uint64(1)
+    return table.view(np.int64)

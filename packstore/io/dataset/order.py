@@ -19,8 +19,7 @@ import numpy as np
 
 from packstore.errors import ConfigError
 from packstore.format.arrays import Int64, range_indices, to_offsets
-from packstore.format.seeds import U64, derive, mixed
-from packstore.io.dataset.group_order import GroupOrder
+from packstore.format.seeds import U64, derive, mixed, permutation
 
 LANES = 64
 """Row groups open at once, over all ranks; mixes as well as a full shuffle."""
@@ -31,7 +30,8 @@ _ROUNDS = 4
 
 class PackOrder:
     """Maps the i-th pack of an epoch to its row group and row.
-    Memory: two integers per row group; with very many, see :class:`GroupOrder`.
+
+    Memory: two integers per row group.
 
     Args:
         group_rows: int64 `[G]`, rows of each row group, in file order.
@@ -58,16 +58,17 @@ class PackOrder:
         if lanes < 1:
             raise ConfigError(f"lanes must be at least 1; found {lanes}.")
         self.seed, self.epoch, self.lanes, self.shuffle = seed, epoch, lanes, shuffle
-        purpose = ("row groups", epoch) if shuffle else ()
-        self._order, self._rows = GroupOrder(group_rows, seed, *purpose), group_rows
-        self._packs = int(group_rows.sum())
+        self._rows, self._groups = group_rows, np.arange(len(group_rows))
+        if shuffle:
+            self._groups = permutation(len(group_rows), seed, "row groups", epoch)
+        self._offsets = to_offsets(group_rows[self._groups])
         self._strata = strata
         self._first_rows = None if strata is None else to_offsets(group_rows)
         if strata is not None and len(strata) != len(self):
             raise ConfigError(f"strata must be those of {len(self)} packs; found {len(strata)}.")
 
     def __len__(self) -> int:
-        return self._packs
+        return int(self._offsets[-1])
 
     def lane(self, indices: Int64) -> Int64:
         """Returns int64 `[n]`, the lanes of the packs at global `indices`; 0 in file order."""
@@ -87,11 +88,8 @@ class PackOrder:
         if indices.min() < 0 or indices.max() >= len(self):
             raise IndexError(f"pack indices must lie in 0..{len(self) - 1}")
         places = self._places(indices) if self.shuffle else indices
-        if self.shuffle and self._order.is_new:  # all lanes continue from about here
-            first = int(indices.min())
-            self._order.find(self._places(np.arange(first, min(first + self.lanes, len(self)))))
-        groups, firsts = self._order.find(places)
-        rows = places - firsts
+        slots = self._slots(places)
+        groups, rows = self._groups[slots], places - self._offsets[slots]
         if not self.shuffle:
             return groups, rows
         if self._strata is not None:
@@ -103,6 +101,10 @@ class PackOrder:
         length, longer = divmod(len(self), self.lanes)
         lane, step = indices % self.lanes, indices // self.lanes
         return lane * length + np.minimum(lane, longer) + step
+
+    def _slots(self, places: Int64) -> Int64:
+        """Returns the positions in the order of the row groups at `places`."""
+        return np.searchsorted(self._offsets[1:], places, side="right")
 
     def _indices(self, places: Int64) -> Int64:
         """Inverts :meth:`_places`."""
@@ -122,11 +124,9 @@ class PackOrder:
         """Returns the row at each of `places`, given positions `rows` in their row groups."""
         assert self._first_rows is not None
         assert self._strata is not None
-        in_order, offsets = self._order.whole
-        slots = np.searchsorted(offsets, places, side="right") - 1
-        distinct, which = np.unique(slots, return_inverse=True)
-        groups, firsts = in_order[distinct], offsets[distinct]
-        sizes = offsets[distinct + 1] - firsts
+        distinct, which = np.unique(self._slots(places), return_inverse=True)
+        groups, firsts = self._groups[distinct], self._offsets[distinct]
+        sizes = self._rows[groups]
         owner = np.repeat(np.arange(len(distinct)), sizes)
         wanted = self._indices(range_indices(firsts, sizes)).astype(np.uint64) * _GOLDEN
         packs = range_indices(self._first_rows[groups], sizes)

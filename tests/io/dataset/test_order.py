@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from packstore.errors import ConfigError
 from packstore.format.arrays import to_offsets
 from packstore.format.seeds import keys, mixed, permutation
-from packstore.io.dataset import group_order
 from packstore.io.dataset.order import PackOrder, permuted
 
 groups = st.lists(st.integers(1, 40), max_size=30).map(lambda g: np.array(g, np.int64))
@@ -181,38 +180,3 @@ def test_out_of_range():
         PackOrder(np.array([3], np.int64), lanes=0)
     with pytest.raises(ConfigError, match="strata must be those of 3 packs; found 2"):
         PackOrder(np.array([3], np.int64), strata=np.zeros(2, np.int64))
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=300), st.integers(0, 3), st.data())
-def test_of_many_row_groups_those_that_are_asked_for_come_first(rows, epoch, data):
-    """The order around some places is the one that sorting all row groups gives."""
-    group_rows = np.array(rows, np.int64)
-    groups, firsts = group_order.GroupOrder(group_rows, 3, "row groups", epoch).whole
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group_order, "MANY", 1)
-        early = group_order.GroupOrder(group_rows, 3, "row groups", epoch)
-        for _ in range(3):
-            place = data.draw(st.integers(0, int(group_rows.sum()) - 1))
-            slot = np.searchsorted(firsts, place, side="right") - 1
-            found, first = early.find(np.array([place]))
-            assert (found[0], first[0]) == (groups[slot], firsts[slot])
-
-
-def test_the_lanes_go_on_without_sorting_all_row_groups():
-    order = PackOrder(np.full(group_order.MANY, 4, np.int64))
-    order.locate(np.arange(200_000, 200_001))
-    order.locate(np.arange(200_000, 202_000))
-    assert len(order._order._groups) < group_order.MANY / 10
-
-
-def test_of_many_row_groups_not_all_are_sorted():
-    rows = np.full(group_order.MANY, 3, np.int64)
-    order = group_order.GroupOrder(rows, 7, "row groups", 0)
-    groups, firsts = order.find(np.array([5, 200_000]))
-    known = len(order._groups)
-    assert known < len(rows) / 100
-    expected = permutation(len(rows), 7, "row groups", 0)
-    assert groups.tolist() == [expected[1], expected[66_666]]
-    assert firsts.tolist() == [3, 199_998]
-    order.find(np.array([100_000]))
-    assert len(order._groups) == len(rows)
