@@ -72,7 +72,7 @@ def measure(root: str, pairs: int, rounds: int) -> dict[str, Any]:
     found: dict[str, list[dict[str, float]]] = {}
     for _ in range(rounds):
         shutil.rmtree(cache, ignore_errors=True)
-        cached = ReadConfig(cache_dir=cache, cache_bytes=1 << 30)
+        cached = ReadConfig(cache_dir=cache)
         acts: dict[str, Callable[[], object]] = {
             "no cache": lambda: epoch(url, ReadConfig()),
             "cache, first epoch": lambda: epoch(url, cached),  # noqa: B023

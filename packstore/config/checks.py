@@ -49,7 +49,6 @@ _MINIMUM = {
     "seconds": 0,
     "requests": 1,
     "read_ahead_bytes": 0,
-    "cache_bytes": 1,
 }
 _MAXIMUM = {
     "seed": (1 << 63) - 1,  # the limit of manifests

@@ -99,9 +99,6 @@ class ReadConfig:
     cache_dir: str | None = setting(
         None, "local folder that caches what is read of shards; default: no cache"
     )
-    cache_bytes: int = setting(
-        64 << 30, "most bytes of the cache; the least recently used files are removed first"
-    )
 
     def ahead(self, local: bool) -> int:
         """Returns the bytes to read ahead, from a local disk or from a store."""

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from packstore.config import ReadConfig
-from packstore.errors import ConfigError, DatasetNotFoundError
+from packstore.errors import DatasetNotFoundError
 from packstore.format.arrays import Int64, Packs, PackSizes, to_offsets
 from packstore.format.schema import to_arrow
 from packstore.io.dataset.cache import Cache
@@ -103,16 +103,12 @@ class Dataset:
         """Returns this dataset with the local cache of the settings, if they name one.
 
         Raises:
-            ConfigError: the cache is smaller than a shard.
             StorageError: the cache folder cannot be created, or other users can write to it.
         """
         if reading.cache_dir is None:
             return self
-        largest = max((shard.bytes for shard in self.manifest.shards), default=0)
-        if reading.cache_bytes < largest:
-            must = f"setting cache_bytes must be at least the largest shard of {self.url}"
-            raise ConfigError(f"{must}, {largest}; found {reading.cache_bytes}.")
-        (cache := Cache(os.path.abspath(reading.cache_dir), reading.cache_bytes)).home()
+        cache = Cache(os.path.abspath(reading.cache_dir))
+        cache.home()
         return Dataset(self.location, self.manifest, self.version, cache)
 
     @cached_property
@@ -286,7 +282,6 @@ def open(
         DatasetNotFoundError: no dataset, or no such version, was committed there.
         FormatError: its manifest is not valid.
         StorageError: the store refuses.
-        ConfigError: the cache is smaller than a shard.
     """
     location = Location(url, storage_options or {})
     return Dataset(location, *read_manifest(location, version)).cached(reading or ReadConfig())

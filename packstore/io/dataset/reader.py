@@ -26,7 +26,7 @@ from packstore.errors import (
 from packstore.format.arrays import Packs
 from packstore.format.rules import check_structure
 from packstore.format.schema import from_arrow
-from packstore.io.dataset.cache import Cache, Key
+from packstore.io.dataset.cache import Cache
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.stored_file import DECODER_ERRORS
 from packstore.io.shards.arrow_file import ArrowFile
@@ -205,8 +205,8 @@ class ShardReader:
     def _cached(self, start: int, end: int, good: Callable[[bytes], bool]) -> bytes:
         if self._cache is None:
             return self._read(start, end)
-        key = Key(self.shard.sha256, start, end)
-        return self._cache.read(key, good, lambda: self._read(start, end))
+        name = f"{self.shard.sha256}-{start}-{end}"
+        return self._cache.read(name, good, lambda: self._read(start, end))
 
     def _read(self, start: int, end: int) -> bytes:
         if self._data is not None:
