@@ -10,7 +10,6 @@ from packstore.cli.common import number
 from packstore.errors import ConfigError, quote, visible
 from packstore.format.arrays import SOURCE_SHIFT
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.places import source_names
 from packstore.io.dataset.scan import scan
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ def _name(dataset: Dataset, by: str, type_: DataType) -> Expr:
     if not _by_file(dataset, by):
         text = key.cast(pl.String)
         return text.str.to_titlecase() if type_ == pl.Boolean else text
-    names = source_names(dataset.manifest)
+    names = dataset.manifest.source_names
     unknown = pl.concat_str(pl.lit("source "), key)
     numbers = list(range(len(names)))
     return key.replace_strict(numbers, names, default=unknown, return_dtype=pl.String)

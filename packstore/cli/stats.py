@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,12 +10,10 @@ from rich.table import Table
 
 from packstore.cli import Command
 from packstore.cli._groups import Groups, check_by, group_rows, group_table, grouped
-from packstore.cli._places import FEW, place_rows, sentences
 from packstore.cli._progress import progress_of
 from packstore.cli._results import add_json, print_result
 from packstore.cli.common import add_dataset, heading, number, open_dataset, stdout_console
-from packstore.format.arrays import Int64, Packs
-from packstore.io.dataset.places import Places, knows_places, places_of
+from packstore.format.arrays import Packs
 from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
@@ -43,21 +40,18 @@ def _run(args: argparse.Namespace) -> int:
     if args.html:
         frame.check_writable(args.html)
     with progress_of("stats", args) as progress:
-        figures, places = _collect(dataset, progress)
+        figures = _collect(dataset, progress)
     summary = {name: _summary(values) for name, values in figures.items() if len(values)}
     by = grouped(dataset, args.by) if args.by else {}
     if args.html:
         groups = [_group_section(args.by, by)] if args.by else []
-        frame.write(args.html, _page(dataset, figures, summary, places, groups))
+        frame.write(args.html, _page(dataset, figures, summary, groups))
     if args.json:
-        told = {**summary, "places": places and dataclasses.asdict(places), "by": by}
-        print_result(told)
+        print_result({**summary, "by": by})
         return 0
     console = stdout_console()
     console.print(_percentile_table(dataset, summary))
     console.print(f"fill: {_fill(dataset)}")
-    for sentence in sentences(_randomness(dataset, places), places):
-        console.print(sentence)
     if args.by:
         for part in group_table(args.by, by):
             console.print(part)
@@ -66,19 +60,14 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _collect(dataset: Dataset, progress: Progress) -> tuple[dict[str, Any], Places | None]:
+def _collect(dataset: Dataset, progress: Progress) -> dict[str, Any]:
     parts: list[dict[str, Any]] = []
-    drawn: list[tuple[Int64, Int64]] = []
     for done, packs in enumerate(dataset.iter_packs(), 1):
         parts.append(_figures(packs, dataset.manifest.kind, dataset.manifest.pack_size))
-        drawn.append((packs.example_ids, np.diff(packs.example_offsets)))
         progress("read", done, len(dataset.row_groups), "row groups")
-    every = np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in drawn)])
-    every.sort()
     names = [*parts[0]] if parts else []
     # A part is dropped as soon as it is joined, so that memory holds the figures once.
-    figures = {name: np.concatenate([part.pop(name) for part in parts]) for name in names}
-    return figures, places_of(drawn, every) if knows_places(dataset.manifest) else None
+    return {name: np.concatenate([part.pop(name) for part in parts]) for name in names}
 
 
 def _figures(packs: Packs, kind: str, pack_size: int) -> dict[str, Any]:
@@ -135,7 +124,6 @@ def _page(
     dataset: Dataset,
     figures: dict[str, Any],
     summary: dict[str, dict[str, float]],
-    places: Places | None,
     groups: list[str],
 ) -> str:
     m = dataset.manifest
@@ -151,19 +139,12 @@ def _page(
         "strategy": str(m.statistics.planning.get("strategy", "")),
         "packs over the bound": number(m.statistics.planning.get("gap")),
     }
-    randomness = _randomness(dataset, places)
     drawn = [charts.histogram(n, v, "") for n, v in figures.items() if len(v) and v.min() < v.max()]
     return frame.page(
         "Packed dataset",
         f"{dataset.url}: kind {m.kind}, fingerprint {m.fingerprint[:12]}",
         [
             frame.section("Figures", frame.facts(facts)),
-            frame.section(
-                "Randomness",
-                frame.table(("", "found", "of random packs"), randomness)
-                if randomness
-                else frame.paragraph("Not recorded: these packs were not planned here."),
-            ),
             *groups,
             frame.section("Distributions", charts.side_by_side(*drawn)),
             frame.section("Percentiles", frame.table(columns, rows)),
@@ -174,24 +155,6 @@ def _page(
 def _group_section(by: str, groups: Groups) -> str:
     titles, rows, note = group_rows(groups)
     return frame.section(f"By {by}", frame.table(titles, rows), frame.paragraph(note))
-
-
-def _randomness(dataset: Dataset, places: Places | None) -> list[tuple[str, str, str]]:
-    """Similarity of input places and of planned lengths within packs and steps."""
-    found = dict(dataset.manifest.statistics.planning.get("randomness", {}))
-    if len(dataset) < FEW:
-        found["design_effect"] = None
-    titles = {
-        "icc": ("correlation of lengths in a pack", "0"),
-        "same_decile": ("two of a pack in the same decile of length", "0.1"),
-        "design_effect": (f"design effect of lengths on steps (from {FEW} packs on)", "1"),
-    }
-    lengths = [
-        (title, "-" if found[name] is None else f"{found[name]:.3f}", random)
-        for name, (title, random) in titles.items()
-        if name in found
-    ]
-    return [*place_rows(places), *lengths]
 
 
 def _short(value: float) -> str:

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 
 from packstore.cli import Command
-from packstore.cli._places import place_rows, sentences
 from packstore.cli._progress import progress_of
 from packstore.cli._results import add_json, print_result
 from packstore.cli.common import add_dataset, number, open_dataset, stdout_console
@@ -42,8 +41,6 @@ def _run(args: argparse.Namespace) -> int:
     )
     if report.ok:
         console.print(f"ok: {counts}", style="green")
-        for sentence in sentences(place_rows(report.places), report.places):
-            console.print(sentence)
         return 0
     console.print(f"{number(len(report.problems))} problems: {counts}", style="red")
     return 1

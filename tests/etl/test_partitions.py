@@ -433,9 +433,9 @@ def test_files_of_unequal_size_meet_in_packs_all_the_same(tmp_path: Path) -> Non
         paths.append(str(tmp_path / f"{source:02d}.jsonl"))
         Path(paths[-1]).write_text("\n".join(lines) + "\n")
     made = packstore.pack(paths, tmp_path / "out", partitions=4, num_workers=0, pack_size=1024)
-    places = made.verify().places
-    assert places is not None
-    assert places.sources == 60
-    assert places.sources_per_example == pytest.approx(places.sources_of_a_draw, rel=0.03)
-    assert places.design_effect is not None
-    assert places.design_effect < 1.1 + 3 * places.deviation
+    sources = [
+        packs.example_ids >> 40 for i in made.iter_packs() for packs in map(i.row, range(len(i)))
+    ]
+    every = np.concatenate(sources)
+    drawn = sum(len(set(rng.choice(every, len(some)))) for some in sources for _ in range(20)) / 20
+    assert sum(len(set(some.tolist())) for some in sources) > 0.97 * drawn

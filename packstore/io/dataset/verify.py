@@ -18,7 +18,6 @@ from packstore.errors import ConfigError, PackstoreError, quote, sentence
 from packstore.format.arrays import Int64
 from packstore.format.rules import check_packs
 from packstore.io.dataset.pack_index import PackIndex
-from packstore.io.dataset.places import Places, knows_places, places_of
 from packstore.io.dataset.reader import ShardReader
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.shards.shard import FileHashes, ShardInfo, describe_shard
@@ -45,15 +44,12 @@ class VerifyReport:
         problems: one sentence each; empty if the dataset is intact.
         totals: counted from the shards, not from the manifest.
         shards: number of shards checked.
-        places: spread of input places over packs; None: there are problems, so that not all packs
-            were read, or the ids do not encode places.
     """
 
     url: str
     problems: tuple[str, ...]
     totals: Totals
     shards: int
-    places: Places | None = None
 
     @property
     def ok(self) -> bool:
@@ -68,7 +64,6 @@ class _Findings:
     problems: list[str] = field(default_factory=list)
     counter: PackCounter = field(default_factory=PackCounter)
     example_ids: list[Int64] = field(default_factory=list)
-    pack_examples: list[Int64] = field(default_factory=list)
     bytes: int = 0
 
     @contextlib.contextmanager
@@ -85,12 +80,12 @@ def verify(
 ) -> VerifyReport:
     """Verifies a dataset; see :meth:`Dataset.verify`.
 
-    Memory: 16 bytes per example, 8 per pack, and for each job two windows and a row group.
+    Memory: 16 bytes per example, and for each job two windows and a row group.
     """
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs must be at least 1; found {jobs}.")
     where = location.display
-    whole, ids, examples = _Findings(), list[Int64](), list[Int64]()
+    whole, ids = _Findings(), list[Int64]()
     counter, problems, index = whole.counter, whole.problems, None
     if manifest.pack_index is not None:
         with whole.noted():
@@ -98,7 +93,6 @@ def verify(
     for done, found in enumerate(_each_shard(location, manifest, index, jobs), 1):
         problems += found.problems
         ids += found.example_ids
-        examples += found.pack_examples
         whole.bytes += found.bytes
         counter.merge(found.counter)
         if progress is not None:
@@ -111,10 +105,7 @@ def verify(
     every = np.concatenate([np.empty(0, np.int64), *ids])
     every.sort()
     problems += _repeated_ids(where, every)
-    places = None
-    if not problems and knows_places(manifest):
-        places = places_of(list(zip(ids, examples, strict=True)), every)
-    return VerifyReport(where, tuple(problems), totals, len(manifest.shards), places)
+    return VerifyReport(where, tuple(problems), totals, len(manifest.shards))
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -165,7 +156,6 @@ def _verify_shard(
             figures.append(pack_figures(packs, manifest.kind))
             found.counter.add(figures[-1], packs.lengths)
             found.example_ids.append(packs.example_ids)
-            found.pack_examples.append(figures[-1][:, 0])
         first_row += rows
     with found.noted():
         found.problems += _check_hashes(where, shard, file)

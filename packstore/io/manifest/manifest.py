@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import PurePosixPath
 from typing import Any
 
 import msgspec
@@ -129,6 +130,13 @@ class Manifest:
         """Exclusive upper bound of token ids, if the tokenizer's size was recorded."""
         size = (self.provenance.get("tokenizer") or {}).get("vocab_size")
         return size if isinstance(size, int) else None
+
+    @property
+    def source_names(self) -> list[str]:
+        """Names of the input files, or their whole paths where names repeat."""
+        paths = [str(source.get("path")) for source in self.provenance.get("sources") or ()]
+        names = [PurePosixPath(path).name for path in paths]
+        return [n if names.count(n) == 1 else p for n, p in zip(names, paths, strict=True)]
 
     @property
     def lineage(self) -> str:

@@ -15,7 +15,6 @@ from torch import Tensor
 from packstore.errors import ConfigError, quote
 from packstore.format.arrays import SOURCE_SHIFT
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.places import source_names
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.batch.transfer import sent
 from packstore.torch.losses.divisor import StepDivisor
@@ -65,7 +64,7 @@ class GroupedMetrics:
         by: str | None = None,
     ) -> None:
         self.loss_fn, self.by = loss_fn, by
-        self._files = source_names(dataset.manifest)
+        self._files = dataset.manifest.source_names
         self._sums: dict[Key, Tensor] = {}
 
     def add(
