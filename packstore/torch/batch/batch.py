@@ -13,7 +13,7 @@ from torch import Tensor
 
 from packstore.format.arrays import IGNORE_INDEX, Column, Float32, Int32, Int64, ids_of, labels_of
 from packstore.registry import Registry
-from packstore.torch.batch.layout import AttentionLayout, shared_lengths
+from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.batch.targets import Targets
 from packstore.torch.schedule.steps import StepInfo
 
@@ -281,7 +281,7 @@ class PackedBatch:
             max_seqlen_k=self.max_seqlen_k,
             num_queries=self.num_tokens,
             kv_index=self.kv_index,
-            lengths=self.lengths if self.kv_index is None else shared_lengths(self),
+            lengths=self.lengths,
         )
 
     def with_weights(self, weights: Tensor) -> Self:

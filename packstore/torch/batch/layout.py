@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from packstore.errors import BackendError, sentence
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +28,7 @@ class AttentionLayout:
         num_queries: T, tokens of the row.
         kv_index: int64 `[last of cu_seqlens_k]`, the row index of each key; None: the keys are the
             tokens of the row, in order.
+        lengths: int `[S]`, tokens of each key run before its padding; None: no run has any.
     """
 
     cu_seqlens_q: Tensor
@@ -50,21 +48,12 @@ class AttentionLayout:
         return queries, self.cu_seqlens_k.diff().tolist()
 
     @cached_property
-    def sequence_lengths(self) -> tuple[list[int], list[int]]:
-        """Lengths in tokens of the shortest and the longest sequence that each segment is part of.
-
-        Synchronises the device once per batch.
-
-        Raises:
-            BackendError: the layout shares keys and has no `lengths`.
-        """
+    def real_sizes(self) -> list[int]:
+        """Lengths of the key runs without padding; synchronises the device once per batch."""
         if self.lengths is None:
-            if self.kv_index is not None:
-                must = "a layout with shared keys must hold the lengths of its sequences"
-                raise BackendError(sentence("AttentionLayout", must, "none", "Use batch.layout"))
-            return self.sizes[1], self.sizes[1]
-        shortest, longest = self.lengths.expand(2, -1).tolist()
-        return shortest, longest
+            return self.sizes[1]
+        lengths: list[int] = self.lengths.tolist()
+        return lengths
 
     def rows(self, rows_TKH: Tensor) -> Tensor:
         """Returns the rows of K or V that `kv_index` indexes, from those of the row's tokens."""
@@ -85,29 +74,3 @@ class AttentionLayout:
         queries, keys = self.sizes
         parts = torch.split(q, queries), torch.split(k, keys), torch.split(v, keys)
         return (part for part in zip(*parts, strict=True) if len(part[0]))
-
-
-class _Row(Protocol):
-    """The fields of a batch that define which sequences share tokens."""
-
-    @property
-    def cu_seqlens(self) -> Tensor: ...
-    @property
-    def cu_seqlens_k(self) -> Tensor: ...
-    @property
-    def lengths(self) -> Tensor: ...
-    @property
-    def num_responses(self) -> Tensor: ...
-
-
-def shared_lengths(row: _Row) -> Tensor:
-    """Lengths of the shortest and longest sequence that each segment is part of: int32 `[2, S]`.
-
-    An example's first segment holds the prefix of the segments that omit it.
-    """
-    lengths, responses = row.lengths, row.num_responses.long()
-    size = len(lengths)
-    first = (responses.cumsum(0) - responses).repeat_interleave(responses, output_size=size)
-    shares = row.cu_seqlens_k.diff() > row.cu_seqlens.diff()
-    owner = torch.where(shares, first, torch.arange(size, device=lengths.device))
-    return torch.stack([lengths.scatter_reduce(0, owner, lengths, how) for how in ("amin", "amax")])

@@ -20,8 +20,7 @@ from packstore.format.tokenizer_identity import PROBES, probe_sha256, vocabulary
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.manifest import Manifest
 from packstore.registry import missing_extra
-from packstore.torch.models.rope import rope_parts
-from packstore.torch.models.unwrap import unwrapped
+from packstore.torch.models.unwrap import rope_kinds, unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ def _check_positions(manifest: Manifest, text: Any) -> None:
     )
     if not isinstance(places, int) or longest <= places:
         return
-    kinds = [str(p.get("rope_type", p.get("type", "default"))) for p in rope_parts(text) if p]
+    kinds = rope_kinds(text)
     found = f"a sequence of {longest} tokens"
     if not kinds and getattr(text, "position_embedding_type", None) != "nope":
         must = f"sequences must have at most the model's {places} positions"

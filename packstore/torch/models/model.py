@@ -27,9 +27,8 @@ from packstore.torch.models.mask import (
     skip_row_search,
     window_of,
 )
-from packstore.torch.models.rope import has_unknown_tables, use_own_tables
 from packstore.torch.models.row import LAYOUT
-from packstore.torch.models.unwrap import unwrapped
+from packstore.torch.models.unwrap import by_length, rope_kinds, unwrapped
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -99,7 +98,6 @@ def use_packed_attention(
         serving.run_whole(reason)
     else:
         run_per_sequence(inner, text)
-        use_own_tables(inner)
     if disable_dropout:
         dropout.disable_dropout(inner)
     return model
@@ -116,9 +114,32 @@ def _unserved(model: Any, text: Any) -> str:
         for path, module in model.named_modules()
     ):
         return "its table of positions begins behind padding"
-    if has_unknown_tables(model, text):
-        return "a module of its own makes RoPE tables that depend on the longest sequence"
+    if _tables_by_length(model, text):
+        return "its RoPE tables depend on the longest position of a call"
     return ""
+
+
+def _tables_by_length(model: nn.Module, text: Any) -> bool:
+    """Returns True if RoPE tables depend on the longest position; frees them of earlier calls."""
+    rotary = [module for module in model.modules() if hasattr(module, "rope_type")]
+    if not rotary:
+        return any(map(by_length, rope_kinds(text)))
+    # HunYuan's config calls its fixed tables dynamic; its module does not.
+    kinds = {module: module.rope_type for module in rotary}
+    for module, kind in kinds.items():
+        if "dynamic" in str(kind) and _forget_calls not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_forget_calls)
+    return any("dynamic" in str(kind) or "longrope" in str(kind) for kind in kinds.values())
+
+
+def _forget_calls(module: Any, _: Any) -> None:
+    """Resets a rotary module, as `dynamic` RoPE keeps the tables of the longest call so far."""
+    for name in [*vars(module), *module._buffers]:
+        if name.endswith("original_inv_freq"):
+            kind = name.removesuffix("original_inv_freq")
+            now = getattr(module, f"{kind}inv_freq")
+            setattr(module, f"{kind}inv_freq", getattr(module, name).to(now.device, copy=True))
+            setattr(module, f"{kind}max_seq_len_cached", module.original_max_seq_len)
 
 
 @cache

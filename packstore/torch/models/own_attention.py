@@ -20,7 +20,7 @@ from packstore.format.arrays import to_offsets
 from packstore.format.seeds import keys
 from packstore.torch.batch.collate import PackedBatch, collate
 from packstore.torch.models.probe import logits_of, one_pack, rounding_of
-from packstore.torch.models.rope import by_length, rope_parts
+from packstore.torch.models.unwrap import by_length, rope_kinds, rope_parts
 
 logger = logging.getLogger("packstore")
 
@@ -94,7 +94,7 @@ def _marks(config: Any) -> list[int]:
     if isinstance(longest, int):
         marks = {mark for mark in marks if mark < longest}
     for part in rope_parts(config):
-        if by_length(str(part.get("rope_type", part.get("type")))):
+        if by_length(part.get("rope_type", part.get("type"))):
             marks.add(int(part.get("original_max_position_embeddings") or longest or 0))
     return sorted(marks - {0})
 
@@ -107,7 +107,7 @@ def _limit(model: nn.Module, config: Any, vocab_size: int) -> int:
     if _capped(config):
         limit = min(limit, int((CAPPED_SCORES / _heads(config)) ** 0.5))
     longest = getattr(config, "max_position_embeddings", None)
-    extends = any(by_length(str(p.get("rope_type", p.get("type")))) for p in rope_parts(config))
+    extends = any(map(by_length, rope_kinds(config)))
     if isinstance(longest, int) and not extends:
         limit = min(limit, longest)
     return max(limit, 1)

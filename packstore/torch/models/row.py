@@ -68,7 +68,8 @@ def run_each(
 
     Arguments by token, `[1, T, ...]` or `[T]`, also inside tuples and mappings, are cut; others are
     passed as they are. With shared prefixes each sequence gets its whole prompt; of its output,
-    the tokens of its own segment are kept. Outputs by token are `[1, T, ...]`, or `[T, E]` as those
+    the tokens of its own segment are kept. Padding at the end of a segment is left out, and its
+    output is zero. Outputs by token are `[1, T, ...]`, or `[T, E]` as those
     of routers. Others, such as a state, become None; a number is kept if there is one sequence.
 
     Raises:
@@ -79,12 +80,9 @@ def run_each(
         do = "Train it with data parallelism alone"
         raise BackendError(sentence("packed row", must, "a row split over ranks", do))
     # Empty segments pad the number of segments.
-    parts = [
-        (forward(*args_, **kwargs_), n, m)
-        for n, m, (args_, kwargs_) in zip(*layout.sizes, _cut((args, kwargs), layout), strict=True)
-        if n
-    ]
-    outputs, sizes = [part[0] for part in parts], [part[1:] for part in parts]
+    sizes = [(n, m, real) for n, m, real in zip(*layout.sizes, layout.real_sizes, strict=True) if n]
+    cut = zip(layout.sizes[0], _cut((args, kwargs), layout), strict=True)
+    outputs = [forward(*args_, **kwargs_) for n, (args_, kwargs_) in cut if n]
     joined = _joined(outputs, sizes)
     if not _has_tensor(joined):
         must = f"a module that runs per sequence must take and return [1, {layout.num_queries}, …]"
@@ -99,12 +97,11 @@ def run_each(
 def _cut(value: Any, layout: AttentionLayout) -> list[Any]:
     """The value for each sequence."""
     tokens, runs = layout.num_queries, layout.sizes[1]
-    if isinstance(value, Tensor):
-        if value.shape[:2] == (1, tokens):
-            rows = layout.keys(value.reshape(tokens, 1, -1))
-            return [x.reshape(1, len(x), *value.shape[2:]) for x in torch.split(rows, runs)]
-        if value.shape == (tokens,):
-            return [*torch.split(layout.keys(value[:, None, None])[:, 0, 0], runs)]
+    if isinstance(value, Tensor) and (value.shape[:2] == (1, tokens) or value.shape == (tokens,)):
+        by_run = torch.split(layout.keys(value.reshape(tokens, 1, -1)), runs)
+        shape = value.shape[1 + (value.ndim > 1) :]
+        rows = (x[:n].reshape(n, *shape) for x, n in zip(by_run, layout.real_sizes, strict=True))
+        return [x[None] if value.ndim > 1 else x for x in rows]
     elif type(value) is dict:
         cut = {name: _cut(part, layout) for name, part in value.items()}
         return [{name: part[i] for name, part in cut.items()} for i in range(len(runs))]
@@ -114,24 +111,28 @@ def _cut(value: Any, layout: AttentionLayout) -> list[Any]:
     return [value] * len(runs)
 
 
-def _joined(parts: list[Any], sizes: list[tuple[int, int]]) -> Any:
+def _joined(parts: list[Any], sizes: list[tuple[int, int, int]]) -> Any:
     """The row's value of each sequence's; None for what is not by token."""
     first = parts[0]
     if isinstance(first, Tensor):
-        if all(part.shape[:2] == (1, m) for part, (_, m) in zip(parts, sizes, strict=True)):
-            own = [part[:, m - n :] for part, (n, m) in zip(parts, sizes, strict=True)]
-            return torch.cat(own, 1)
+        pairs = [*zip(parts, sizes, strict=True)]
+        if all(part.shape[:2] == (1, real) for part, (_, _, real) in pairs):
+            return torch.cat([_kept(part[0], *size) for part, size in pairs])[None]
         # Routers return theirs without the dimension of rows.
-        if all(
-            part.shape == (m, *part.shape[1:2]) for part, (_, m) in zip(parts, sizes, strict=True)
-        ):
-            return torch.cat([part[m - n :] for part, (n, m) in zip(parts, sizes, strict=True)])
+        if all(part.shape == (real, *part.shape[1:2]) for part, (_, _, real) in pairs):
+            return torch.cat([_kept(part, *size) for part, size in pairs])
         return first if len(parts) == 1 and first.ndim == 0 else None
     if isinstance(first, Mapping):  # also the outputs of transformers' models
         return type(first)(**{k: _joined([p[k] for p in parts], sizes) for k in first})
     if isinstance(first, tuple):
         return tuple(_joined([*each], sizes) for each in zip(*parts, strict=True))
     return None
+
+
+def _kept(rows: Tensor, queries: int, keys: int, real: int) -> Tensor:
+    """The rows of a sequence's own segment, and zeros for its padding."""
+    mine = rows[keys - queries :]
+    return mine if keys == real else torch.cat([mine, mine.new_zeros(keys - real, *mine.shape[1:])])
 
 
 def _has_tensor(value: Any) -> bool:

@@ -1,8 +1,8 @@
-"""Finds the Hugging Face model inside its wrappers."""
+"""Finds the Hugging Face model inside its wrappers, and reads its config."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -47,3 +47,19 @@ def backbone_of(model: Any) -> Any:
     backbone = getattr(model, "base_model", model)
     # The name that Llama 4 gives for it is that of a larger model.
     return getattr(model, "model", model) if backbone is model else backbone
+
+
+def rope_parts(config: Any) -> list[Mapping[str, Any]]:
+    """Returns the RoPE settings of a text config: one mapping, or one per kind of layer."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return [given, *(part for part in given.values() if isinstance(part, Mapping))]
+
+
+def rope_kinds(config: Any) -> list[str]:
+    """Returns the types of RoPE of a text config."""
+    return [str(p.get("rope_type", p.get("type", "default"))) for p in rope_parts(config) if p]
+
+
+def by_length(kind: object) -> bool:
+    """Returns True for a type of RoPE whose tables depend on the longest position of a call."""
+    return "dynamic" in str(kind) or str(kind) == "longrope"

@@ -227,7 +227,7 @@ def _layout(batch: PackedBatch, split: ContextSplit, rank: int, group: Any) -> G
     tokens = ranges(key_starts[segments], keys)
     if batch.kv_index is not None:
         tokens = batch.kv_index[tokens]
-    share, lengths = len(split.index[rank]), batch.layout.lengths
+    share = len(split.index[rank])
     return GatheredLayout(
         cu_seqlens_q=offsets(queries).int(),
         cu_seqlens_k=offsets(keys).int(),
@@ -235,7 +235,6 @@ def _layout(batch: PackedBatch, split: ContextSplit, rank: int, group: Any) -> G
         max_seqlen_k=batch.max_seqlen_k,
         num_queries=share,
         kv_index=split.inverse[tokens],
-        lengths=None if lengths is None else lengths[..., segments],
         group=group,
     )
 

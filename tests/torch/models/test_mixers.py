@@ -24,6 +24,7 @@ from packstore.torch import (
 )
 from packstore.torch.models.mixers import mixers
 from packstore.torch.models.row import computing
+from packstore.torch.parallel import pad_batch, pad_segments
 from packstore.torch.parallel.context import GatheredLayout
 
 HYBRIDS: dict[str, dict[str, Any]] = {
@@ -38,7 +39,11 @@ PAIRS = ((4, 6, 9), (10, 3, 2), (2, 1, 1))
 def unpacked(model: Any, batch: PackedBatch) -> Tensor:
     """Logits of the row's tokens, from one call per sequence."""
     ids = batch.input_ids if batch.kv_index is None else batch.input_ids[batch.kv_index]
-    rows = [model(input_ids=x[None]).logits[0] for x in ids.split(batch.lengths.tolist())]
+    fresh = (
+        copy.deepcopy(model) if "dynamic" in str(model.config) else model for _ in batch.lengths
+    )
+    calls = zip(fresh, ids.split(batch.lengths.tolist()), strict=True)
+    rows = [each(input_ids=x[None]).logits[0] for each, x in calls]
     places = zip(batch.segment_ids, batch.position_ids, strict=True)
     return torch.stack([rows[segment][position] for segment, position in places])
 
@@ -185,3 +190,35 @@ def test_the_probe_sees_a_state_that_is_carried_over(
         monkeypatch.delattr(module, "forward")
     with pytest.raises(BackendError, match=r"must not move .*outside of attention \(a convolution"):
         check_isolation(model)
+
+
+LIMIT = 24
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+LONGROPE = {
+    **DYNAMIC,
+    "rope_type": "longrope",
+    "original_max_position_embeddings": LIMIT,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0, 3.0, 2.0, 1.5],
+}
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+def test_rope_tables_are_those_of_the_sequence_alone(
+    kit: SimpleNamespace, rope: dict[str, Any], layout: str
+) -> None:
+    """Whatever was computed before; padding is no part of a length."""
+    settings = {"rope_parameters": dict(rope), "max_position_embeddings": LIMIT}
+    model = kit.tiny_family("llama", torch.float32, **settings).eval()
+    sizes = ((20, 3, 8), (40, 12, 9), (26, 9, 2))
+    batch = collate(kit.packed(pairs(*sizes), [len(sizes)], layout), "preference")
+    expected = unpacked(model, batch)
+    use_packed_attention(model)
+    for _ in range(2):
+        found = model(**batch.model_inputs()).logits[0]
+        assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    logps = packed_logps(model, batch)
+    padded = pad_batch(pad_segments(batch, 32), num_tokens=512)
+    assert padded.max_seqlen_k > LIMIT
+    assert (packed_logps(model, padded)[: len(logps)] - logps).abs().max() < 1e-4
