@@ -43,7 +43,6 @@ import chaos_jobs  # noqa: E402
 from chaos_jobs import KEEP, ROLES, SETTINGS, Log, Scene, names, records  # noqa: E402
 from chaos_observer import Observer  # noqa: E402
 from fault_proxy import LATE_S, Faults, faulty  # noqa: E402
-from kill_points import in_child  # noqa: E402
 from server_kinds import BUCKET  # noqa: E402
 from stores import Store, serving  # noqa: E402
 
@@ -71,6 +70,24 @@ def spawn(work: Callable[[], object]) -> int:
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def in_child(work: Callable[[], Any]) -> Any:
+    """The result of `work`, done in a process of its own, which holds no threads of this one."""
+    reading, writing = os.pipe()
+
+    def answer() -> None:
+        with os.fdopen(writing, "w") as pipe:
+            json.dump(work(), pipe)
+
+    pid = spawn(answer)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if status:
+        raise RuntimeError(f"a process ended with status {status}; its error is above")
+    return json.loads(text)
 
 
 def play(scene: Scene, name: str) -> None:

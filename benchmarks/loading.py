@@ -6,7 +6,7 @@ All peers do not fit into one environment (mosaicml-streaming asks for numpy<2.2
 bring a torchvision that replaces a torch without CUDA; so two environments, and --no-deps:
 
     python -m venv a && a/bin/pip install torch==2.13.0
-    a/bin/pip install -e '.[torch]' datasets torchdata webdataset grain array_record pylance \\
+    a/bin/pip install -e '.[torch]' datasets torchdata \\
         boto3 filelock lightning-utilities obstore requests tifffile
     a/bin/pip install --no-deps litdata
     python -m venv b && b/bin/pip install torch==2.13.0 'numpy<2.2' 'transformers<5' 'xxhash<4' \\
@@ -31,20 +31,17 @@ packstore, and written by every peer as its documentation advises. Every reader 
   time to its first batch, and whether the rest is exactly the rest. Peers without a state replay.
 - MB and write CPU s: of the files, and of writing them. What the folder `--work` has already is
   kept: remove a reader's folder and its .json to have it written again.
-- flipped bits: one bit of a small dataset at a time; what the training loop sees.
-- slow store (ours alone): behind 20 ms a request and 100 MB/s a stream (``slow_store.py``).
 
 Readers that map their files vary twofold from run to run with the cost of page faults. So ours and
 LitData are also read in turn, `--pairs` times, and compared pass by pass. ``packstore`` is
 `PackedDataLoader`, of whose batches ids and labels are asked for (int64); ``packstore padded`` the
-same packs in torch's DataLoader with the peers' collation: the same work as theirs. ``compact`` has
-labels as spans and level 9 of zstd, ``arrow`` uncompressed Arrow files.
+same packs in torch's DataLoader with the peers' collation: the same work as theirs. ``arrow`` has
+uncompressed Arrow files.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import platform
@@ -55,7 +52,6 @@ from pathlib import Path
 from typing import Any
 
 from peers_loading import READERS
-from peers_loading.goals import REMOTE, goals
 from peers_loading.report import show
 from peers_loading.runner import ChildError, Interpreter, Runner
 from peers_loading.texts import write_examples
@@ -64,8 +60,7 @@ from rich.console import Console
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "loading.json"
 DATA = HERE.parents[1] / "shared" / "data"
-MAIN, SMALL = "main", "small"
-SMALL_PACKS = 200
+MAIN = "main"
 QUICK_RESUME = 0.5
 """Seconds below which resuming is timed once more, for the lower figure."""
 OURS = [name for name in READERS if name.startswith("packstore")]
@@ -157,20 +152,6 @@ class Benchmark:
                 again = self.attempt("resume", reader, position=i, whole=False)
                 row["resume_seconds"][i] = min(seconds, again.get("seconds", seconds))
 
-    def slow(self, reader: str, batches: int) -> None:
-        """Reads from behind a slow store."""
-        result = self.attempt("slow", reader, batches=batches)
-        if result:
-            keys = ("local", "slow", "share_of_local_rate")
-            self.rows[reader]["slow"] = {key: result[key] for key in keys}
-
-    def damage(self, reader: str, trials: int) -> None:
-        """Flips bits."""
-        result = self.attempt("damage", reader, SMALL, trials=trials)
-        if result:
-            keys = ("trials", "outcomes", "examples")
-            self.rows[reader]["damage"] = {key: result[key] for key in keys}
-
 
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Runs everything; returns the result as it is stored."""
@@ -184,7 +165,6 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     benchmark = Benchmark(runner, readers, console)
     before = environment(runner)
     benchmark.prepare(MAIN, args.packs, args.data)
-    benchmark.prepare(SMALL, min(SMALL_PACKS, args.packs), args.data)
     if args.prepare:
         return {}
     for i in range(max(args.passes, args.pairs)):
@@ -196,19 +176,13 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     for name in readers:
         if READERS[name].states:
             benchmark.resume(name)
-            benchmark.damage(name, args.trials * (10 if name in OURS else 1))
-    for name in REMOTE:
-        if name in readers:
-            benchmark.slow(name, min(600, args.packs // 20))
-    found = goals(benchmark.rows, benchmark.passes)
-    show(benchmark.rows, benchmark.passes, found, console)
+    show(benchmark.rows, benchmark.passes, console)
     return {
         "environment": before,
-        "settings": {key: getattr(args, key) for key in ("passes", "pairs", "trials", "only")},
+        "settings": {key: getattr(args, key) for key in ("passes", "pairs", "only")},
         "packs": benchmark.packs,
         "rows": benchmark.rows,
         "pairs": benchmark.passes,
-        "goals": [dataclasses.asdict(goal) for goal in found],
     }
 
 
@@ -251,7 +225,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--packs", type=int, default=500 if quick else 20_000)
     parser.add_argument("--passes", type=int, default=1 if quick else 3)
     parser.add_argument("--pairs", type=int, default=1 if quick else 5)
-    parser.add_argument("--trials", type=int, default=2 if quick else 10, help="ours: ten times")
     parser.add_argument("--limit", type=float, default=300, help="seconds for one process at most")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/loading.json")
     args = parser.parse_args()

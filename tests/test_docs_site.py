@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import importlib
 import io
-import json
 import os
 import re
 import runpy
@@ -137,25 +136,6 @@ def test_pictures_of_pages_are_small_and_shown() -> None:
     for name in taken:
         assert (DOCS / "screenshots" / f"{name}.png").stat().st_size < 150_000
         assert f"](screenshots/{name}.png)" in page
-
-
-def test_fill_rates_are_those_of_the_benchmark() -> None:
-    stored = json.loads(
-        (ROOT / "benchmarks" / "results" / "packing.json").read_text(encoding="utf-8")
-    )["rows"]
-    measured = {
-        (row["packer"], row["set"]): f"{100 * row['fill']:.2f}"
-        for row in stored
-        if (row["capacity"], row["n"]) == (4096, 1_000_000) and row.get("fill")
-    }
-    text = (DOCS / "packing.md").read_text(encoding="utf-8")
-    ((header, rows),) = re.findall(
-        r"^\| strategy \|((?: `\w+` \|)+)\n.+\n((?:\|.+\n)+)", text, re.M
-    )
-    sets = re.findall(r"`(\w+)`", header)
-    for row in rows.splitlines():
-        name, *figures = re.findall(r"[\w.]+", row)
-        assert figures == [measured[name, one] for one in sets], name
 
 
 def test_every_benchmark_is_on_its_page() -> None:

@@ -75,38 +75,6 @@ def seconds(case: str) -> dict[str, float]:
     return took
 
 
-def test_packing_gives_times_and_peaks() -> None:
-    page = " ".join((ROOT / "docs" / "packing.md").read_text(encoding="utf-8").split())
-    small, large = (seconds(f"qwen3 text {n}") for n in (50_000, 200_000))
-    peaks = [row["peak_rss"] >> 20 for row in result("etl")["memory"]["rows"]]
-    for told in (
-        f"become a dataset in {small['packstore']:.1f} s on two cores, 200,000 in "
-        f"{large['packstore']:.0f} s",
-        f"with `datasets` and TRL the 50,000 take {small['datasets+trl']:.0f} s, by the steps of "
-        f"NeMo-Aligner {small['nemo-steps']:.0f} s",
-        f"it is {small['packstore-reference']:.0f} s (`benchmarks/etl.py`)",
-        "50,000, 500,000 and 5 million short pairs peak at {}, {} and {} MB".format(*peaks),
-    ):
-        assert told in page
-
-
-def test_the_cost_of_partitions_and_of_ray() -> None:
-    measured = result("partitions")
-    start, cases, over = (measured[k] for k in ("start_cpu_seconds", "cpu_seconds", "over"))
-    base, four, sixteen, ray = start
-    most = {w: max(100 * (c[w] / c[base] - 1) for c in cases.values()) for w in (four, sixteen)}
-    one, low, high = cases["1 file"], *sorted(o[ray] for o in over.values())
-    for page, told in (
-        ("packing", f"4 partitions take up to {most[four]:.0f} % more CPU than one"),
-        ("packing", f"and 16 up to {most[sixteen]:.0f} %"),
-        ("ray", f"take {one[ray]:.1f} s instead of {one[base]:.1f} s"),
-        ("ray", f"of which {start[ray] - start[base]:.1f} s are that start"),
-        ("ray", f"{low:.2f} to {high:.2f} times the CPU of one partition"),
-    ):
-        text = " ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split())
-        assert told in text
-
-
 def test_concepts_give_every_set() -> None:
     told = rows("docs/concepts.md")
     for name, way in WAYS.items():
@@ -136,23 +104,3 @@ def weights(strategy: str) -> str:
     """The least and the largest weight of a pair, over the files."""
     found = [r["pack_mean_weight"][strategy] for r in MEASURED]
     return f"{min(w[0] for w in found):.1f} to {max(w[-1] for w in found):.1f}"
-
-
-def test_models_that_run_per_sequence() -> None:
-    ways: dict[str, list[Any]] = {}
-    for row in result("mixers")["rows"]:
-        ways.setdefault(row["way"], []).append(row)
-
-    def over(way: str, figure: str) -> str:
-        pairs = zip(ways["padded"], ways[way], strict=True)
-        found = [padded[figure] / row[figure] for padded, row in pairs]
-        low, high = f"{min(found):.1f}", f"{max(found):.1f}"
-        return low if low == high else f"{low} to {high}"
-
-    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
-    told = page.partition("On a CPU, ")[2].partition("\n\n")[0].replace("\n", " ")
-    for way in ("packed, concat", "packed, shared_prefix"):
-        time, memory = over(way, "cpu_seconds"), over(way, "peak_mib")
-        assert f"{time} times the seconds and {memory} times the memory" in told, way
-    whole = over("whole", "cpu_seconds"), over("whole", "peak_mib")
-    assert f"{whole[0]} and {whole[1]} times" in told

@@ -24,7 +24,7 @@ class Entry:
         files: name of the folder of its files; readers of the same files share them.
         options: arguments of the class.
         limit: packs that it reads at most, if reading all would take too long.
-        states: whether its position is saved and loaded, and its files are damaged, in the run.
+        states: whether its position is saved and loaded in the run.
     """
 
     target: str
@@ -60,10 +60,8 @@ def _hf(name: str, files: str, **options: Any) -> Entry:
 
 READERS: dict[str, Entry] = {
     "packstore": _ours("parquet"),
-    "packstore-compact": _ours("compact"),
     "packstore-arrow": _ours("arrow"),
     "packstore padded": _ours("parquet", padded=True),
-    "packstore-compact padded": _ours("compact", padded=True),
     "packstore-arrow padded": _ours("arrow", padded=True),
     "litdata": Entry("lit:LitData", ("litdata",), "litdata"),
     "mds": Entry("mosaic:Mds", ("mosaicml-streaming",), "mds"),
@@ -71,10 +69,6 @@ READERS: dict[str, Entry] = {
     "hf-streaming": _hf("Streaming", "hf-parquet", style="numpy"),
     "hf-streaming-arrow": _hf("Streaming", "hf-parquet", style="arrow"),
     "hf-map": _hf("Mapped", "hf-arrow"),
-    "webdataset": Entry("wds:WebDataset", ("webdataset",), "webdataset"),
-    "grain": Entry("grains:Grain", ("grain", "array_record"), "array-record"),
-    "lance": Entry("lances:Scanned", ("pylance",), "lance"),
-    "lance-shuffled": Entry("lances:Taken", ("pylance",), "lance"),
     "nemo-npy": Entry("nemo:AlignerNpy", ("torch",), "nemo-npy"),
     "bridge-parquet": Entry("nemo:BridgeParquet", ("pyarrow",), "bridge-parquet", limit=200),
     "pyarrow-parquet": Entry("plain:PlainParquet", ("pyarrow",), "pyarrow-parquet"),

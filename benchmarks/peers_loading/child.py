@@ -37,8 +37,6 @@ class Task:
         out: file of the result.
         position: in mode ``resume``, the place in ``POSITIONS``.
         whole: in mode ``resume``, whether to read on to the end of the epoch.
-        trials: in mode ``damage``, how many bits are flipped.
-        batches: in mode ``slow``, how many are read.
     """
 
     mode: str
@@ -48,8 +46,6 @@ class Task:
     out: str
     position: int = 0
     whole: bool = True
-    trials: int = 0
-    batches: int = 0
 
     @property
     def folder(self) -> Path:
@@ -160,22 +156,8 @@ def resume(reader: Reader, task: Task) -> dict[str, Any]:
     }
 
 
-def damage(reader: Reader, task: Task) -> dict[str, Any]:
-    """Counts the outcomes of flipped bits."""
-    from peers_loading.damage import trials
-
-    return trials(reader, task.folder, task.source, Path(task.scratch), task.trials)
-
-
-def slow(reader: Reader, task: Task) -> dict[str, Any]:
-    """Our dataset behind a store of 20 ms a request and 100 MB/s a stream."""
-    from slow_store import compare
-
-    return compare(str(task.folder), task.batches, runs=3)
-
-
 MODES: dict[str, Callable[[Any, Task], dict[str, Any]]] = {
-    function.__name__: function for function in (write, source, read, plan, resume, damage, slow)
+    function.__name__: function for function in (write, source, read, plan, resume)
 }
 
 

@@ -1,4 +1,4 @@
-"""packstore: three profiles, read as :class:`PackedBatch` and as the padded batch of the others."""
+"""packstore: two profiles, read as :class:`PackedBatch` and as the padded batch of the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from peers_loading.texts import EXAMPLES
 
 PROFILES: dict[str, dict[str, Any]] = {
     "parquet": {},
-    "compact": {"labels": "spans", "compression_level": 9},
     "arrow": {"format": "arrow"},
 }
 
@@ -57,7 +56,7 @@ class Packed(Reader):
     def open(self, folder: Path, scratch: Path) -> Loader:
         """See :class:`Reader`."""
         data = PackedDataset(str(folder), seed=SEED)
-        return PackedDataLoader(data, packs_per_batch=PACKS_PER_BATCH, tail="uneven")
+        return PackedDataLoader(data, packs_per_batch=PACKS_PER_BATCH)
 
     def count(self, batch: PackedBatch) -> int:
         """Packs of a batch. Asks for ids and labels, which the other readers have made by now."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from peers_loading.goals import Goal, Passes, Rows
-
+Rows = dict[str, dict[str, Any]]
+Passes = list[dict[str, float]]
 COLUMNS = (
     "reader",
     "packs/s",
@@ -22,11 +21,10 @@ COLUMNS = (
     "exact",
     "MB",
     "write CPU s",
-    "flipped bits",
 )
 
 
-def show(rows: Rows, passes: Passes, found: Sequence[Goal], console: Console) -> None:
+def show(rows: Rows, passes: Passes, console: Console) -> None:
     """Prints all of it."""
     table = Table(title="packs of 4096 tokens, shuffled, in batches of 8")
     for column in COLUMNS:
@@ -35,7 +33,6 @@ def show(rows: Rows, passes: Passes, found: Sequence[Goal], console: Console) ->
         table.add_row(name, *_cells(row))
     console.print(table)
     _show_pairs(passes, console)
-    _show_goals(found, console)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -44,7 +41,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
     seconds = [f"{1000 * x:,.0f}" for x in row.get("resume_seconds", [])]
     exact = ["yes" if x else "no" for x in row.get("resume_exact", [])]
-    outcomes = row.get("damage", {}).get("outcomes", {})
     return [
         text("samples_per_second"),
         text("tokens_per_second", 1, 1e-6),
@@ -55,7 +51,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         " ".join(exact) or "-",
         text("bytes", 0, 1e-6),
         text("write_cpu_seconds", 1),
-        ", ".join(f"{count} {name}" for name, count in outcomes.items()) or "-",
     ]
 
 
@@ -70,13 +65,3 @@ def _show_pairs(passes: Passes, console: Console) -> None:
         table.add_row(name, *("-" if r is None else f"{r:.2f}" for r in ratios))
     if names:
         console.print(table)
-
-
-def _show_goals(found: Sequence[Goal], console: Console) -> None:
-    table = Table(title="goals")
-    for column in ("goal", "bound", "figure", ""):
-        table.add_column(column, justify="right" if column in ("bound", "figure") else "left")
-    for goal in found:
-        verdict = {True: "[green]met", False: "[red]missed", None: "[dim]not measured"}[goal.met]
-        table.add_row(goal.what, goal.bound, goal.figure, verdict)
-    console.print(table)

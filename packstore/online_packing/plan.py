@@ -17,7 +17,7 @@ from packstore.pack.order import ORDERS
 
 WINDOW = 512
 """Approximate number of examples planned together. A lane holds them in memory; larger windows
-hardly save packs (``benchmarks/repacking.py``)."""
+hardly save packs."""
 
 FULL = 0.998
 """Examples of packs with a lower fill rate move to the next window, once."""
@@ -149,7 +149,7 @@ class EpochPlan:
 def plan_epoch(
     sizes: ExampleSizes, config: PackConfig, *, seed: int, epoch: int, shuffle: bool
 ) -> EpochPlan:
-    """Plans an epoch: 0.2 us of CPU per example (``benchmarks/repacking.py``).
+    """Plans an epoch: 0.2 us of CPU per example.
 
     Args:
         sizes: sizes of the examples.

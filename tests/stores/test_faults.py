@@ -1,4 +1,4 @@
-"""Packing and reading through a proxy that breaks requests; more in `benchmarks/faults.py`."""
+"""Packing and reading through a proxy that breaks requests."""
 
 from __future__ import annotations
 

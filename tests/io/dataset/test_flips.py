@@ -1,6 +1,6 @@
 """Every single-bit flip in what a reader reads is found: none gives other packs in silence.
 
-`benchmarks/flips.py` flips all bits; here some of each region are.
+Some bits of each region are flipped.
 """
 
 from __future__ import annotations
