@@ -6,8 +6,7 @@
     >>> packstore.open("prefs-8k").verify()
 
 There is one function for each command: ``append``, ``check``, ``clean``, ``concat``, ``doctor``,
-``estimate``, ``export``, ``import_`` and ``pack``; ``open`` and ``scan`` read, and ``plan`` plans
-from lengths.
+``estimate``, ``export`` and ``pack``; ``open`` and ``scan`` read, and ``plan`` plans from lengths.
 ``packstore.pack`` is a call and the sub-package of the packing algorithms at once. Importing
 packstore is cheap: numba, pyarrow and torch are loaded by the first call that needs them.
 """
@@ -34,7 +33,6 @@ __all__ = [
     "doctor",
     "estimate",
     "export",
-    "import_",
     "open",
     "pack",
     "plan",
@@ -53,7 +51,7 @@ if TYPE_CHECKING:
     from packstore.etl.provenance import Progress
     from packstore.etl.reports.doctor import doctor
     from packstore.etl.reports.estimate import estimate
-    from packstore.exchange import export, import_
+    from packstore.exchange import export
     from packstore.io.dataset.dataset import Dataset, open
     from packstore.io.dataset.scan import scan
     from packstore.io.maintain.clean import clean
@@ -103,7 +101,6 @@ _LAZY = {
     "doctor": "packstore.etl.reports.doctor",
     "estimate": "packstore.etl.reports.estimate",
     "export": "packstore.exchange",
-    "import_": "packstore.exchange",
     "open": "packstore.io.dataset.dataset",
     "plan": "packstore.pack.plan",
     "scan": "packstore.io.dataset.scan",

@@ -187,7 +187,6 @@ def test_public_names() -> None:
         "doctor",
         "estimate",
         "export",
-        "import_",
         "open",
         "pack",
         "plan",

@@ -58,7 +58,6 @@ COMMANDS: Registry[Command] = Registry(
         "doctor": "packstore.cli.doctor:COMMAND",
         "estimate": "packstore.cli.estimate:COMMAND",
         "export": "packstore.cli.export:COMMAND",
-        "import": "packstore.cli.import_:COMMAND",
         "train": "packstore.cli.train:COMMAND",
         "ref-logps": "packstore.cli.ref_logps:COMMAND",
         "evaluate": "packstore.cli.evaluate:COMMAND",

@@ -85,10 +85,6 @@ FRONT_PAGE: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "write a dataset in the format of another trainer",
             "export nemo prefs-8k packed_8192_seed0.npy",
         ),
-        "import": (
-            "make a dataset from a file of another trainer",
-            "import nemo packed_8192_seed0.npy prefs-8k",
-        ),
     },
 }
 """Group -> command -> what it does, in one line, and the arguments of an example."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from packstore.cli import Command
 from packstore.cli._logs import add_log_options
@@ -16,24 +15,18 @@ from packstore.exchange import export
 from packstore.exchange.exporters import EXPORTERS
 
 
-def add_format(formats: Any, name: str, help: str, examples: str) -> argparse.ArgumentParser:
-    """Adds the parser of one format of `export` or `import`, without arguments."""
-    parser: argparse.ArgumentParser = formats.add_parser(
-        name,
-        help=help,
-        description=help[0].upper() + help[1:] + ".",
-        epilog="examples:\n" + examples,
-        formatter_class=Formatter,
-    )
-    add_log_options(parser, default=False)
-    return parser
-
-
 def _configure(parser: argparse.ArgumentParser) -> None:
     formats = parser.add_subparsers(title="formats", metavar="FORMAT", dest="to", required=True)
     for name in EXPORTERS:
         exporter = EXPORTERS.load(name)
-        sub = add_format(formats, name, exporter.help, exporter.examples)
+        sub = formats.add_parser(
+            name,
+            help=exporter.help,
+            description=exporter.help[0].upper() + exporter.help[1:] + ".",
+            epilog="examples:\n" + exporter.examples,
+            formatter_class=Formatter,
+        )
+        add_log_options(sub, default=False)
         add_dataset(sub)
         sub.add_argument("out", metavar=exporter.out[0], help=exporter.out[1])
         add_json(sub)
@@ -67,7 +60,7 @@ def _shown(value: object) -> object:
 
 COMMAND = Command(
     examples="  packstore export megatron chats-8k bridge-8k --context-parallel 2\n"
-    "  packstore export jsonl prefs-8k prefs.jsonl.zst\n"
+    "  packstore export nemo prefs-8k packed_8192_seed0.npy\n"
     "  packstore export megatron --help\n",
     configure=_configure,
     run=_run,

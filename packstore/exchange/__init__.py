@@ -1,10 +1,4 @@
-"""Imports files of other trainers as datasets, and exports datasets as their files.
-
-    their file -> importers/<format>.py -> dataset
-    dataset -> exporters/<format>.py -> their file
-
-One small file and one line in a registry per format. Code in a foreign file is never run.
-"""
+"""Exports datasets as files of other trainers; see ``README.md``."""
 
 from __future__ import annotations
 
@@ -16,38 +10,6 @@ if TYPE_CHECKING:
     from packstore.etl.pipeline import Progress
     from packstore.exchange.exporters import Exported
     from packstore.io.dataset.dataset import Dataset
-
-
-def import_(
-    format: str,
-    source: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
-    **options: Any,
-) -> Dataset:
-    """Imports a file that another trainer wrote as a dataset.
-
-    Args:
-        format: a name in :data:`packstore.exchange.importers.IMPORTERS`.
-        source: path or URL of the file.
-        out: folder or URL of the dataset.
-        storage_options: passed to the fsspec filesystems of `source` and `out`.
-        progress: called with the progress.
-        options: options of the format.
-
-    Raises:
-        InputError: the file is not of the format.
-        PackstoreError: see :mod:`packstore.errors`; the versions in `out` are then unchanged.
-    """
-    from packstore.exchange.importers import IMPORTERS
-    from packstore.io.store.location import Location
-
-    importer = IMPORTERS.load(format)
-    given = Location(os.fspath(source), storage_options or {})
-    place = Location(os.fspath(out), storage_options or {})
-    return importer.run(given, place, importer.options(**options), progress or _nobody)
 
 
 def export(

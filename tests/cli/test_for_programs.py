@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(folder: Path, text: str) -> list[str]:
     """Words of a command; names of files are in `folder`."""
-    files = ("pairs.jsonl", "packed", "t.json", "out", "more", "out.jsonl", "none", "new.jsonl")
+    files = ("pairs.jsonl", "packed", "t.json", "out", "more", "out.npy", "none", "new.jsonl")
     return [str(folder / word) if word in files else word for word in text.split()]
 
 
@@ -50,7 +50,7 @@ def command(folder: Path, text: str) -> list[str]:
         ("verify packed", {"ok": True, "problems": []}),
         ("clean packed", {"deleted": False, "leftovers": []}),
         ("doctor pairs.jsonl --tokenizer t.json", {"ok": False, "records": 21}),
-        ("export jsonl packed out.jsonl --overwrite", {"format": "jsonl"}),
+        ("export nemo packed out.npy --overwrite", {"format": "nemo"}),
         ("stats packed", {}),
         ("estimate pairs.jsonl --tokenizer t.json", {"kind": "preference"}),
         ("inspect packed", {"kind": "preference"}),

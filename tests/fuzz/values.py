@@ -54,7 +54,6 @@ def readers(folder: str, number: int, every: bool) -> Iterator[tuple[str, Callab
         with_side,
         online,
         online_shared,
-        lambda url, n: export("jsonl", url, n),
         lambda url, n: export("nemo", url, n),
         lambda url, n: export("megatron", url, n),
         packed_anew,

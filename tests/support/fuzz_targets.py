@@ -23,8 +23,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from packstore.exchange.nemo_packs import KEYS
-from packstore.exchange.object_array import numbers, read_rows, reals
 from packstore.io.dataset.pack_index import PackIndex
 from packstore.io.dataset.reader import ShardReader
 from packstore.io.inputs.formats import FORMATS
@@ -128,12 +126,6 @@ def read_input(data: bytes, form: str, compression: str | None = None) -> None:
         load.parse(piece.payload, "fuzz", piece.first)
 
 
-def read_nemo(data: bytes) -> None:
-    for row in read_rows(io.BytesIO(data), "fuzz", KEYS):
-        for name, values in row.items():
-            (reals if name == "reward" else numbers)(values, f"fuzz, {name}")
-
-
 def render(data: bytes) -> None:
     from packstore.tokenizer.refusals import Refused
 
@@ -172,30 +164,6 @@ def tokenizer_seeds() -> list[bytes]:
         made.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
         made.add_special_tokens(["<s>"])
         out.append(made.to_str().encode())
-    return out
-
-
-def nemo_seeds() -> list[bytes]:
-    out = []
-    for protocol in (3, 4):
-        rows = np.empty(2, object)
-        rows[:] = [
-            {
-                "input_ids": [5, 6, 300, 70_000],
-                "labels": [-100, 6, -100, 70_000],
-                "reward": [1.0, 0.5],
-                "lengths": [2, 2],
-                "seq_boundaries": [0, 2, 4],
-            }
-            for _ in range(2)
-        ]
-        head = io.BytesIO()
-        np.lib.format.write_array_header_1_0(
-            head, {"descr": "|O", "fortran_order": False, "shape": (2,)}
-        )
-        import pickle
-
-        out.append(head.getvalue() + pickle.dumps(rows, protocol))
     return out
 
 
@@ -270,7 +238,6 @@ TARGETS: dict[str, Target] = {
     "zstd": Target(lambda d: read_input(d, "jsonl", "zstd"), lambda: [zstd(RECORDS)]),
     "parquet": Target(lambda d: read_input(d, "parquet"), parquet_seeds),
     "arrow": Target(lambda d: read_input(d, "arrow"), arrow_seeds),
-    "nemo": Target(read_nemo, nemo_seeds),
     "tokenizer": Target(tokenize, tokenizer_seeds, text=True),
     "template": Target(render, lambda: [TEMPLATE], text=True),
 }

@@ -62,8 +62,7 @@ def need_kind(dataset: Dataset, kinds: tuple[str, ...], format: str) -> None:
     """Raises :class:`CompatibilityError` unless the dataset is of one of `kinds`."""
     if (kind := dataset.manifest.kind) not in kinds:
         must = f"{format} holds datasets of kind {' or '.join(kinds)} only"
-        do = "Export it as jsonl, which holds every kind"
-        raise CompatibilityError(sentence(dataset.url, must, f"kind {kind}", do))
+        raise CompatibilityError(sentence(dataset.url, must, f"kind {kind}"))
 
 
 EXPORTERS: Registry[Exporter] = Registry(
@@ -71,6 +70,5 @@ EXPORTERS: Registry[Exporter] = Registry(
     {
         "nemo": "packstore.exchange.exporters.nemo:EXPORTER",
         "megatron": "packstore.exchange.exporters.megatron:EXPORTER",
-        "jsonl": "packstore.exchange.exporters.jsonl:EXPORTER",
     },
 )

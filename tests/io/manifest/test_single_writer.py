@@ -16,7 +16,6 @@ import packstore
 from packstore.cli import main
 from packstore.errors import ConfigError, DatasetExistsError
 from packstore.etl.concat import append, concat
-from packstore.exchange import export, import_
 from packstore.io.maintain.clean import clean
 from packstore.io.side.side import SideWriter, open_side
 from packstore.io.store.clients import creates_exclusively
@@ -90,18 +89,13 @@ def test_the_bytes_are_those_of_any_other_store(place: str, tmp_path: Path) -> N
     assert far.manifest.to_json() == local.manifest.to_json()
 
 
-def test_side_data_and_imports(place: str, tmp_path: Path, kit: SimpleNamespace) -> None:
+def test_side_data(place: str, tmp_path: Path, kit: SimpleNamespace) -> None:
     dataset = packstore.pack(pairs(20), str(tmp_path / "local"), layout="concat", **SETTINGS)
     with pytest.raises(ConfigError, match=REFUSED):
         SideWriter(place, dataset, {"value": "float64"})
     with SideWriter(place, dataset, {"value": "float64"}, single_writer=True) as writer:
         writer.write(np.arange(20), {"value": np.arange(20.0)})
     assert len(open_side(place)) == 20
-    export("nemo", dataset, tmp_path / "packed.npy")
-    with pytest.raises(ConfigError, match=REFUSED):
-        import_("nemo", tmp_path / "packed.npy", f"{place}-2")
-    back = import_("nemo", tmp_path / "packed.npy", f"{place}-2", single_writer=True)
-    assert back.manifest.pairs == 20
 
 
 def test_check_and_the_commands(
