@@ -49,8 +49,9 @@ def main(script: str, folder: str, size: int, rank: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.save(on_rank(task), Path(folder, f"{rank}.pt"))
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # a training run ends with its group
+        dist.barrier()
+        dist.destroy_process_group()
     gc.collect()
     tasks = Path("/proc/self/task")
     if tasks.exists() and any(

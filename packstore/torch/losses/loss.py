@@ -130,7 +130,8 @@ class PreferenceLoss:
 
         Raises:
             ConfigError: a reference or router losses are required and missing, a tensor has another
-                shape, the count of the step is unknown, or Accelerate accumulates by other steps.
+                shape or is rounded to 16 bits, the count of the step is unknown, or Accelerate
+                accumulates by other steps.
             CompatibilityError: the batch holds single sequences and the loss compares two.
         """
         sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))

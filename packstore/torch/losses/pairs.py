@@ -88,9 +88,16 @@ class SequenceSums:
         """Combines log-probs `[S]` of policy and reference with the batch's counts and rewards.
 
         Raises:
-            ConfigError: a tensor has another shape.
+            ConfigError: a tensor has another shape, or is rounded to 16 bits.
         """
         for name, values in (("logps", logps), ("ref_logps", ref_logps)):
+            if values is not None and values.dtype.itemsize < 4:
+                must = "log-probs must be float32, as 16 bits are off by a nat at 300 nats"
+                do = (
+                    "Under FSDP2, give fully_shard MixedPrecisionPolicy(param_dtype=torch.bfloat16,"
+                    " reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False)"
+                )
+                raise ConfigError(sentence(name, must, str(values.dtype), do))
             if values is not None and values.shape != (batch.num_segments,):
                 must = f"must be one number for each of the batch's {batch.num_segments} segments"
                 raise ConfigError(sentence(name, must, f"shape {tuple(values.shape)}"))

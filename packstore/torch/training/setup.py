@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.nn  # before a process group is made: see packstore.cli._model
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LRScheduler
 
 from packstore.config.training import TrainConfig
@@ -196,7 +198,14 @@ def _online(config: TrainConfig, accelerator: Any, policy: nn.Module) -> Referen
     model = load_reference(config)
     if config.reference_model is not None:
         probe(config, accelerator, model)
-    reference = SecondModel(model.to(accelerator.device), accelerator.autocast)
+    model.to(accelerator.device)
+    context = accelerator.autocast
+    if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
+        # The policy computes with its weights in bfloat16, where autocast keeps norms in float32.
+        for weight in model.parameters():
+            weight.data = weight.data.to(torch.bfloat16)
+        context = nullcontext
+    reference = SecondModel(model, context)
     if config.compile == "layers":
         compile_layers(model)
     return reference
@@ -226,7 +235,20 @@ def _make_accelerator(config: TrainConfig) -> Any:
         raise ConfigError(sentence("training", must, quote(str(error), 200), do)) from error
     if accelerator.is_main_process:
         make_output(config)
+    _shard_exactly(accelerator)
     return accelerator
+
+
+def _shard_exactly(accelerator: Any) -> None:
+    """Lets FSDP2 compute in bfloat16 and leave the log-probs, which are outputs, in float32.
+
+    Accelerate's own policy rounds outputs and sums of gradients to bfloat16, and copies the layout
+    of a row for each layer.
+    """
+    if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
+        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
 
 
 def _seed(seed: int, rank: int = 0) -> None:
