@@ -224,6 +224,10 @@ class PackedPolicy(nn.Module):
         find_head(model)
         router_settings(model)
 
+    def tie_weights(self) -> None:
+        """Ties embedding and head again, if the model does; Accelerate calls it when it shards."""
+        unwrapped(self.model).tie_weights()
+
     def forward(self, batch: PackedBatch) -> Tensor:
         """Computes the log-probs `[S]` in nats; the batch may be on any device."""
         batch = batch.to(next(self.model.parameters()).device)

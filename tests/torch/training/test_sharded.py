@@ -55,8 +55,11 @@ def by_accelerate(settings: dict[str, Any]) -> dict[str, Any]:
     inner = run.policy.model
     found = {
         "sharded": type(inner.model.layers[0]).__name__,
+        "names": [name for name, _ in run.policy.named_parameters()],
+        "tied": inner.lm_head.weight is inner.model.embed_tokens.weight,
         "dtypes": [logps.dtype, ref_logps.dtype, out.loss.dtype, inner.lm_head.weight.grad.dtype],
         "apart": float((logps.detach() - ref_logps).abs().max()),
+        "optimized": sum(len(g["params"]) for g in run.optimizer.param_groups),
     }
     train(**settings)
     return found
@@ -86,9 +89,9 @@ def on_rank(task: dict[str, Any]) -> dict[str, Any]:
     return {"hand": hand, "accelerate": by_accelerate(task["settings"])}
 
 
-def test_log_probs_stay_exact(kit: SimpleNamespace, tmp_path: Path) -> None:
+def test_log_probs_stay_exact_and_weights_tied(kit: SimpleNamespace, tmp_path: Path) -> None:
     settings = kit.short_run(tmp_path)
-    model = kit.tiny_model(dtype=torch.float32)
+    model = kit.tiny_model(dtype=torch.float32, tie_word_embeddings=True)
     model.save_pretrained(settings["model"])
     settings |= {"output": str(tmp_path / "out"), "max_steps": 2, "log_every": 1}
     settings |= {"mixed_precision": "bf16", "learning_rate": 1e-3}
@@ -105,6 +108,9 @@ def test_log_probs_stay_exact(kit: SimpleNamespace, tmp_path: Path) -> None:
         assert sharded["dtypes"] == [torch.float32] * 4
         assert sharded["apart"] == 0.0
         assert sharded["sharded"] == "FSDPLlamaDecoderLayer"
+        assert sharded["tied"]
+        assert sharded["names"] == [name for name, _ in PackedPolicy(model).named_parameters()]
+        assert sharded["optimized"] == len(sharded["names"])
         assert expected.dtype == hand["kept"].dtype == torch.float32
         torch.testing.assert_close(hand["kept"], expected, rtol=0, atol=0)
         name, said = hand["refused"]
