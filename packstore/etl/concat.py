@@ -20,7 +20,6 @@ from packstore.etl.pipeline import Progress, pack_into
 from packstore.etl.provenance import without_paths
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.dataset.dataset import open as open_dataset
-from packstore.io.dataset.missing_files import require_files
 from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.commit import DATA, FOLDER, too_late
 from packstore.io.manifest.concat import Part, check_parts, merge, origins
@@ -88,7 +87,7 @@ def append(
             must = f"only its newest version, {job.version - 1}, can be extended"
             found = f"version {base.version}"
             raise ConfigError(sentence(base.url, must, found, "Open it again"))
-        require_files(base.location, base.manifest, base.version)
+        base.require_files()
         job.extends = base
         if tokenizer is None and not packed:
             tokenizer = _tokenizer_of(base)
@@ -139,11 +138,11 @@ def concat(
     location = Location(out, storage_options or {})
     there = None if overwrite else _concatenated_before(location, told)
     if there is not None:
-        require_files(there.location, there.manifest, there.version)
+        there.require_files()
         log.info("%s: already there, of the same datasets", there.url)
         return there
     for part in parts:
-        require_files(part.location, part.manifest, part.version)
+        part.require_files()
     run = fingerprint([d.manifest.fingerprint for d in parts])[:12]
     with writing(location, overwrite, "concat", single_writer=single_writer) as job:
         for given, part in zip(datasets, parts, strict=True):

@@ -13,7 +13,6 @@ from packstore.etl.provenance import with_lineage, without_paths
 from packstore.etl.sources import ExampleReader, RecordExampleReader
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
-from packstore.io.dataset.missing_files import require_files
 from packstore.io.store.location import Location
 
 log = logging.getLogger("packstore")
@@ -50,7 +49,7 @@ def finished_before(
         reader.read_through()
     for part, dataset in there.items():
         _refuse_other(dataset, _about(reader, part, config, None))
-        require_files(dataset.location, dataset.manifest, dataset.version)
+        dataset.require_files()
     return there
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,10 +17,10 @@ from packstore.errors import DatasetNotFoundError
 from packstore.format.arrays import Int64, Packs, PackSizes, to_offsets
 from packstore.format.schema import to_arrow
 from packstore.io.dataset.cache import Cache
-from packstore.io.dataset.missing_files import naming_missing_files
 from packstore.io.dataset.pack_index import SizeTable
 from packstore.io.dataset.reader import Fetched, ShardReader
 from packstore.io.dataset.verify import Progress, VerifyReport, verify
+from packstore.io.manifest.commit import require_files
 from packstore.io.manifest.manifest import Manifest, read_manifest
 from packstore.io.store.location import Location
 
@@ -149,8 +148,7 @@ class Dataset:
             StorageError: a file is missing, or the store refuses.
             IntegrityError: a checksum does not match.
         """
-        with self._whole():
-            return self._sizes.all()
+        return self._sizes.all()
 
     def sizes(self, packs: Int64) -> PackSizes:
         """Returns the sizes of packs; `packs`: their numbers in file order, int64 `[n]`.
@@ -158,25 +156,21 @@ class Dataset:
         Reads them shard by shard, so that memory does not grow with the dataset; raises like
         :attr:`pack_index`.
         """
-        with self._whole():
-            return self._sizes.take(packs)
+        return self._sizes.take(packs)
 
     def shard_sizes(self, shard: int) -> PackSizes:
         """Returns the sizes of the packs of a shard; raises like :attr:`pack_index`."""
-        with self._whole():
-            return self._sizes.shard(shard)
+        return self._sizes.shard(shard)
 
     def read_packs(self, group: int) -> Packs:
         """Returns row group `group` of the dataset, verified by checksum. Thread-safe.
 
         Raises:
-            MissingFilesError: this version lacks files; the error names a complete version.
-            StorageError: the store refuses.
+            StorageError: a shard is missing, or the store refuses.
             IntegrityError: a checksum does not match.
         """
         reader, index = self._reader(group)
-        with self._whole():
-            return reader.read_packs(index)
+        return reader.read_packs(index)
 
     def read_columns(self, group: int, names: Sequence[str]) -> tuple[pa.RecordBatch, str, int]:
         """Reads columns of a row group as stored, verified by checksum; raises like `read_packs`.
@@ -186,15 +180,13 @@ class Dataset:
             to example ids.
         """
         reader, index = self._reader(group)
-        with self._whole():
-            batch = reader.read_columns(index, names)
+        batch = reader.read_columns(index, names)
         return batch, self.group_name(group), reader.shard.example_id_base
 
     def fetch(self, group: int) -> Fetched:
         """Returns the bytes of a row group, not verified yet; raises like :meth:`read_packs`."""
         reader, index = self._reader(group)
-        with self._whole():
-            return reader.fetch(index)
+        return reader.fetch(index)
 
     def decode(self, group: int, fetched: Fetched) -> Packs:
         """Verifies and decodes the bytes of a row group; raises like :meth:`read_packs`."""
@@ -237,8 +229,11 @@ class Dataset:
         """
         return verify(self.location, self.manifest, progress, jobs)
 
-    def _whole(self) -> contextlib.AbstractContextManager[None]:
-        return naming_missing_files(self.location, self.manifest, self.version)
+    def require_files(self) -> None:
+        """Raises :class:`MissingFilesError` if the dataset lacks a file of this version."""
+        must = f"must have all files that version {self.version} names"
+        do = "Open another version, or pack it again with overwrite=True (--overwrite)"
+        require_files(self.location, self.manifest.files, must, do)
 
     def _reader(self, group: int) -> tuple[ShardReader, int]:
         """Returns the reader of the shard of a row group, and its number in the shard."""

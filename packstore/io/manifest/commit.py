@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Mapping
 
 from packstore.errors import (
     ConfigError,
     DatasetExistsError,
     DatasetNotFoundError,
     FormatError,
+    MissingFilesError,
+    StorageError,
     sentence,
 )
 from packstore.io.manifest.manifest_hash import with_hash, without_hash
@@ -123,6 +126,40 @@ def commit(
     if version in versions(location, name) and location.read_bytes(path) == data:
         return number
     raise too_late(location)
+
+
+def require_files(location: Location, files: Mapping[str, int], must: str, do: str) -> None:
+    """Refuses a dataset that lacks one of `files`, bytes by path; `must` and `do` are for the text.
+
+    Raises:
+        MissingFilesError: a file is missing, or has another size.
+        StorageError: the store refuses.
+    """
+    folders = {path.rpartition("/")[0] for path in files}
+    listed = {f"{folder}/{e.name}": e.size for folder in folders for e in location.files(folder)}
+    lacking = [path for path, size in files.items() if listed.get(path) != size]
+    # A listing may be older than the file.
+    lacking = [path for path in lacking if _size(location, path) != files[path]]
+    if lacking:
+        found = f"{len(lacking)} of its {len(files)} files missing or of another size"
+        found += f" (first: {lacking[0]})"
+        raise MissingFilesError(sentence(location.display, must, found, do))
+
+
+def require_committed(location: Location, files: Mapping[str, int], version: int) -> None:
+    """Checks after a commit that the version has all its files; raises like `require_files`."""
+    must = f"version {version}, which was just committed, must have all its files"
+    do = "Somebody removed them meanwhile: make it again with overwrite=True (--overwrite)"
+    require_files(location, files, must, do)
+
+
+def _size(location: Location, path: str) -> int | None:
+    try:
+        return location.size(path)
+    except StorageError as error:
+        if error.is_missing:
+            return None
+        raise
 
 
 def manifest_path(version: int, name: str = DATASET) -> str:

@@ -22,8 +22,7 @@ from packstore.errors import ConfigError, FormatError, sentence
 from packstore.format.arrays import Int64, to_offsets
 from packstore.format.schema import KINDS
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.missing_files import require_committed
-from packstore.io.manifest.commit import DATA, FOLDER, commit
+from packstore.io.manifest.commit import DATA, FOLDER, commit, require_committed
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.side_manifest import REF_LOGPS, SIDE, SideManifest, SideShard
 from packstore.io.manifest.stored_file import StoredFile
@@ -168,7 +167,7 @@ class SideWriter:
         manifest = replace(self._manifest, shards=tuple(self._shards))
         commit(self._location, manifest.to_json(), True, SIDE, self._version)
         self._release()
-        require_committed(self._location, manifest, self._version)
+        require_committed(self._location, manifest.files, self._version)
         return self._version
 
     def abort(self) -> None:

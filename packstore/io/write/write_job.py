@@ -15,16 +15,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from packstore.errors import DatasetExistsError, StorageError, sentence
+from packstore.errors import DatasetExistsError, sentence
 from packstore.format.arrays import PackSizes
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.missing_files import require_committed
-from packstore.io.manifest.commit import DATA, DATASET, refuse_existing, require_exclusive
+from packstore.io.manifest.commit import (
+    DATASET,
+    refuse_existing,
+    require_committed,
+    require_exclusive,
+    require_files,
+)
 from packstore.io.manifest.concat import Part, check_alike, merge
 from packstore.io.manifest.manifest import Manifest, commit_manifest
 from packstore.io.shards.shard import ShardInfo
 from packstore.io.store.location import Location
-from packstore.io.store.operations import list_folder, removing_empty_folders
+from packstore.io.store.operations import removing_empty_folders
 from packstore.io.write.writer_markers import writer_marker
 
 log = logging.getLogger("packstore")
@@ -98,13 +103,10 @@ class WriteJob:
         raise DatasetExistsError(sentence(self.location.display, must, found, do))
 
     def confirm(self, shards: Iterable[ShardInfo]) -> None:
-        """Raises StorageError unless all shards still exist, right before the commit."""
-        there = {f.path: f.bytes for f in list_folder(self.location, DATA)}
-        for shard in shards:
-            if there.get(shard.path) != shard.bytes:
-                must = "its shards must stay while a job writes there"
-                found = f"{shard.path} removed or changed"
-                raise StorageError(sentence(self.location.display, must, found, "Run it again"))
+        """Raises MissingFilesError unless all shards still exist, right before the commit."""
+        files = {shard.path: shard.bytes for shard in shards}
+        must = "its shards must stay while a job writes there"
+        require_files(self.location, files, must, "Run it again")
 
     def commit(self, manifest: Manifest) -> None:
         """Writes the manifest under the number of this job, then checks that its files exist.
@@ -115,7 +117,7 @@ class WriteJob:
             StorageError: the store refuses.
         """
         commit_manifest(self.location, manifest, version=self.version)
-        require_committed(self.location, manifest, self.version)
+        require_committed(self.location, manifest.files, self.version)
         # Read back like a reader does. By now the newest version may be another job's.
         as_stored = Manifest.from_json(manifest.to_json(), self.location.display)
         self.committed = Dataset(self.location, as_stored, self.version)
