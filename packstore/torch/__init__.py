@@ -14,10 +14,9 @@ from packstore.io.side.side import open_side
 from packstore.torch.batch.collate import PackedBatch, collate
 from packstore.torch.batch.inputs import packed_seq_params
 from packstore.torch.data.dataset import PackedDataset
+from packstore.torch.data.in_memory import pack_in_memory
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.data.mix import MixedPacks, Source
-from packstore.torch.data.online_packs import RepackedPacks, TokenizedPacks
-from packstore.torch.data.streamed_records import TokenizedBatches
 from packstore.torch.integrations.hf_collator import PackCollator, PackedLoss
 from packstore.torch.integrations.hf_trainer import PackedTrainerMixin
 from packstore.torch.integrations.nemo import loss_from_nemo, nemo_metrics
@@ -58,11 +57,8 @@ __all__ = [
     "PackedPolicy",
     "PackedTrainerMixin",
     "PreferenceLoss",
-    "RepackedPacks",
     "Source",
     "StepDivisor",
-    "TokenizedBatches",
-    "TokenizedPacks",
     "check_isolation",
     "check_model",
     "check_tokenizer",
@@ -75,6 +71,7 @@ __all__ = [
     "loss_from_nemo",
     "nemo_metrics",
     "open_side",
+    "pack_in_memory",
     "packed_logps",
     "packed_seq_params",
     "pad_batch",

@@ -18,7 +18,6 @@ import packstore
 from packstore.cli import main
 from packstore.config import PackConfig, PlanConfig, keywords, loading, packing, training
 from packstore.errors import ConfigError, DropRateError, RecordError
-from packstore.online_packing.sizes import check_settings, measure
 from packstore.tokenizer import load_tokenizer
 
 PAIRS: list[dict[str, Any]] = [
@@ -61,8 +60,6 @@ def test_a_dataset_is_packed_anew_without_tokenizing(
     packed = packstore.pack(str(source), str(tmp_path / "packed"), tokenizer)
     with pytest.raises(ConfigError, match=rf"packed: {name} must be left out"):
         packstore.pack(packed, str(tmp_path / "anew"), **{name: NEED_RECORDS[name]})
-    with pytest.raises(ConfigError, match=f"{name} must be left out"):
-        measure(packed, PackConfig(**{name: NEED_RECORDS[name]}))
     assert not (tmp_path / "anew").exists()
 
 
@@ -78,12 +75,6 @@ def test_given_at_its_default_it_is_no_setting(
     other = packstore.pack(others, str(tmp_path / "other"), tokenizer, add_bos=False)
     longer = packstore.append(packed, other)  # whose settings are not given but recorded
     assert longer.manifest.totals.examples == 40
-
-
-@pytest.mark.parametrize("setting", [{"dedup": "pair"}, {"validation_fraction": 0.5}])
-def test_records_of_ids_are_not_selected(setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"{next(iter(setting))} must be left out"):
-        check_settings(PackConfig(**setting))
 
 
 @pytest.mark.parametrize("command", ["doctor", "estimate"])

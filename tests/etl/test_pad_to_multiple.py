@@ -13,7 +13,7 @@ import pytest
 from small_jobs import write_jsonl
 
 import packstore
-from packstore.config import PackConfig, PlanConfig
+from packstore.config import PlanConfig
 from packstore.errors import ConfigError, InputError
 
 RNG = np.random.default_rng(0)
@@ -112,11 +112,3 @@ def test_commands_tell_both_fills(tmp_path: Path) -> None:
         assert choice[name] == pytest.approx(planning[name])
     text = f"fill: {planning['fill_rate']:.2%}, {planning['aligned_fill_rate']:.2%} once"
     assert text in run("stats", str(tmp_path / "out"))
-
-
-def test_packing_at_load_refuses(tmp_path: Path) -> None:
-    from packstore.torch import PackedDataset
-
-    packstore.pack(RECORDS, tmp_path / "out", pack_size=96, strategy="none")
-    with pytest.raises(ConfigError, match="pad_to_multiple=8 is for packs that are written"):
-        PackedDataset(str(tmp_path / "out"), repack=PackConfig(pack_size=96, pad_to_multiple=M))

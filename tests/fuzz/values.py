@@ -52,8 +52,6 @@ def readers(folder: str, number: int, every: bool) -> Iterator[tuple[str, Callab
     others = (
         by_tokens,
         with_side,
-        online,
-        online_shared,
         lambda url, n: export("nemo", url, n),
         lambda url, n: export("megatron", url, n),
         packed_anew,
@@ -134,16 +132,6 @@ def side_rows(url: str, number: int) -> None:
 
     for batch in open_side(f"{url}/side").iter_batches():
         batch.to_pydict()
-
-
-def online(url: str, number: int, **how: Any) -> None:
-    from packstore.config import PackConfig
-
-    run(dataset(url, repack=PackConfig(pack_size=48, max_drop_rate=1.0, **how)), number)
-
-
-def online_shared(url: str, number: int) -> None:
-    online(url, number, layout="shared_prefix")
 
 
 def export(form: str, url: str, number: int) -> None:

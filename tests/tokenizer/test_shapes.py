@@ -5,8 +5,6 @@ import pytest
 
 from packstore.config import PackConfig, TokenizeConfig
 from packstore.errors import RecordError
-from packstore.online_packing.tokenized import examples_of
-from packstore.testing import assert_examples_equal
 from packstore.tokenizer import RecordTokenizer, detect_kind
 from packstore.tokenizer.chat.implicit import ASSISTANT, HUMAN, split_messages, split_texts
 from packstore.tokenizer.records.shapes import parse_record
@@ -120,21 +118,16 @@ IDS = {
 
 
 @pytest.mark.parametrize("name", IDS)
-def test_records_of_ids_are_the_same_when_packed_and_while_training(rows, name):
+def test_records_of_ids(rows, name):
     kind, record = IDS[name]
     packed, _ = RecordTokenizer(None, PackConfig(), kind)(rows([record]))
     assert packed.input_ids[:2].tolist() == [1, 2]
     assert packed.supervised[:2].tolist() == [False, True]
-    online = examples_of([record], packed.example_ids.tolist(), kind, PackConfig()).examples
-    assert_examples_equal(packed, online)
 
 
 def test_fields_by_other_names():
     config = TokenizeConfig(fields={"prompt": "q", "chosen": "better", "rejected": "worse"})
     record = {"q": "p", "better": "c", "worse": "r", "prompt": "no", "chosen": "no"}
-    ids = {"q": [1], "better": [2], "worse": [3]}
-    online = examples_of([ids], [0], "preference", PackConfig(fields=config.fields)).examples
-    assert online.input_ids.tolist() == [1, 2, 1, 3]
     assert detect_kind(record, config) == "preference"
     assert parts(record, config=config)[:2] == ("p", ["c", "r"])
 

@@ -6,29 +6,25 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from packstore.config import BatchConfig, PackConfig, ReadConfig
-from packstore.errors import ConfigError, quote, sentence
+from packstore.config import BatchConfig, ReadConfig
+from packstore.errors import ConfigError, quote
 from packstore.format.arrays import Packs
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.order import LANES
 from packstore.io.side.side import Side
 from packstore.torch.data.mix import MixedPacks, Source, Unit
-from packstore.torch.data.online_packs import RepackedPacks, TokenizedPacks
 from packstore.torch.data.side import JoinedPacks
 from packstore.torch.schedule.position import Position, SharedStart, Unseen, stale
 from packstore.torch.schedule.rank_assignment import settled
 from packstore.torch.schedule.step_plan import StepPlan, plan_steps
 from packstore.torch.schedule.stream import Identity, PackStream, Shuffle, StoredPacks
-
-if TYPE_CHECKING:
-    from packstore.online_packing.records import Records
 
 STATE_VERSION = 1
 _TOGETHER = 8
@@ -43,14 +39,13 @@ class PackedDataset(IterableDataset[Packs]):
     Iterating again repeats the epoch; call :meth:`set_epoch` before each. Persistent workers
     (``persistent_workers=True``) follow it.
 
-    :meth:`from_records`, :meth:`repacked` and :meth:`mix` make packs while they are read.
+    :meth:`mix` mixes several datasets.
 
     Files are opened in the process that reads them, so the object is safe to fork and to pickle.
 
     Args:
         source: a dataset's URL or local folder, a dataset opened by ``packstore.open``, or a
-            stream, which has its own order. With `repack` also tokenized records that were never
-            packed: a list of dicts, a Hugging Face ``Dataset``, or similar.
+            stream, which has its own order.
         seed: seed of the order.
         shuffle: False reads in file order; ``stratified`` spreads examples evenly over the epoch.
         lanes: row groups open at once, over all ranks.
@@ -59,18 +54,16 @@ class PackedDataset(IterableDataset[Packs]):
         storage_options: options of the fsspec filesystem, with a URL.
         reading: how row groups are fetched, and what happens to one that cannot be read.
         side: side datasets or their URLs, whose columns join the packs by example id.
-        repack: settings to repack the dataset in each epoch: pack size, strategy, layout, ….
 
     Raises:
         DatasetNotFoundError: `source` holds no dataset.
-        ConfigError: `rank` is not below `world_size`, only one of them is given, or `repack` comes
-            with a stream or with ``stratified``.
+        ConfigError: `rank` is not below `world_size`, or only one of them is given.
         CompatibilityError: a side dataset does not belong to the dataset.
     """
 
     def __init__(
         self,
-        source: str | PathLike[str] | Dataset | PackStream | Any,
+        source: str | PathLike[str] | Dataset | PackStream,
         *,
         seed: int = 0,
         shuffle: Shuffle = True,
@@ -80,105 +73,17 @@ class PackedDataset(IterableDataset[Packs]):
         storage_options: Mapping[str, Any] | None = None,
         reading: ReadConfig | None = None,
         side: Sequence[Side | str | PathLike[str]] = (),
-        repack: PackConfig | None = None,
     ) -> None:
         if isinstance(source, str | os.PathLike):
             source = open_dataset(os.fspath(source), storage_options)
-        if not isinstance(source, Dataset):
-            stream = _unstored(source, repack, seed, shuffle)
-        elif repack is not None:
-            if not isinstance(shuffle, bool):
-                raise ConfigError(f"repack takes shuffle True or False; found {quote(shuffle)}.")
-            stream = RepackedPacks(source, repack, seed=seed, shuffle=shuffle, reading=reading)
-        else:
-            stream = StoredPacks(source, seed=seed, shuffle=shuffle, lanes=lanes, reading=reading)
-        self.stream: PackStream = JoinedPacks(stream, side) if side else stream
+        if isinstance(source, Dataset):
+            source = StoredPacks(source, seed=seed, shuffle=shuffle, lanes=lanes, reading=reading)
+        self.stream: PackStream = JoinedPacks(source, side) if side else source
         self.stream.set_epoch(0)
         self.rank, self.world_size = placement(rank, world_size)
         self.epoch = 0
         self.position = Position()
         self._start = SharedStart()
-
-    @classmethod
-    def from_records(
-        cls,
-        records: Records,
-        config: PackConfig,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        rank: int | None = None,
-        world_size: int | None = None,
-    ) -> Self:
-        """Packs tokenized records that no dataset holds, in each epoch other packs.
-
-        Args:
-            records: a list of dicts, a Hugging Face ``Dataset``, or similar: a length and random
-                access.
-            config: pack size, strategy, layout, and the policies for records that do not fit.
-            seed: seed of the plans.
-            shuffle: False makes the same packs, of neighbours, in each epoch.
-            rank: see :class:`PackedDataset`.
-            world_size: see :class:`PackedDataset`.
-
-        Raises:
-            ConfigError: there are no records, or a setting needs texts.
-            RecordError: a record is not of the kind.
-        """
-        if isinstance(records, str | os.PathLike | Dataset):
-            must, do = "takes tokenized records", "Of a dataset, make PackedDataset.repacked"
-            found = type(records).__name__
-            raise ConfigError(sentence("PackedDataset.from_records", must, found, do))
-        stream = _unstored(records, config, seed, shuffle)
-        return cls(stream, rank=rank, world_size=world_size)
-
-    @classmethod
-    def repacked(
-        cls,
-        source: str | PathLike[str] | Dataset,
-        config: PackConfig,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        rank: int | None = None,
-        world_size: int | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        reading: ReadConfig | None = None,
-        side: Sequence[Side | str | PathLike[str]] = (),
-    ) -> Self:
-        """Packs the examples of a dataset again, in each epoch in other packs.
-
-        Args:
-            source: a dataset's URL or local folder, or a dataset opened by ``packstore.open``.
-            config: pack size, strategy, layout, and the policies for examples that do not fit.
-            seed: seed of the plans.
-            shuffle: False makes the same packs, of neighbours, in each epoch.
-            rank: see :class:`PackedDataset`.
-            world_size: see :class:`PackedDataset`.
-            storage_options: options of the fsspec filesystem, with a URL.
-            reading: how row groups are fetched, and what happens to one that cannot be read.
-            side: side datasets or their URLs, whose columns join the packs by example id.
-
-        Raises:
-            DatasetNotFoundError: `source` holds no dataset.
-            ConfigError: `source` is no dataset, or a setting needs texts.
-        """
-        given: object = source  # so that type checkers do not take the check for needless
-        if not isinstance(given, str | os.PathLike | Dataset):
-            must, do = "takes a dataset or its URL", "Of records, make PackedDataset.from_records"
-            found = type(given).__name__
-            raise ConfigError(sentence("PackedDataset.repacked", must, found, do))
-        return cls(
-            source,
-            seed=seed,
-            shuffle=shuffle,
-            rank=rank,
-            world_size=world_size,
-            storage_options=storage_options,
-            reading=reading,
-            side=side,
-            repack=config,
-        )
 
     @classmethod
     def mix(
@@ -336,26 +241,6 @@ class PackedDataset(IterableDataset[Packs]):
 
     def _identity(self) -> Identity:
         return {"version": STATE_VERSION, **self.stream.identity}
-
-
-def _unstored(source: Any, repack: PackConfig | None, seed: int, shuffle: Shuffle) -> PackStream:
-    """Returns a stream unchanged; makes one of records that were never packed."""
-    if hasattr(source, "identity") and hasattr(source, "sizes"):
-        if repack is not None:
-            raise ConfigError(
-                "repack needs a dataset, its URL or records; found a stream of packs."
-            )
-        stream: PackStream = source
-        return stream
-    if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
-        must = "it must be a dataset, a stream of packs, or records of a known length"
-        do = "Of records without a length, make packstore.torch.TokenizedBatches"
-        raise ConfigError(sentence("PackedDataset", must, type(source).__name__, do))
-    if repack is None or not isinstance(shuffle, bool):
-        must = "records need repack=PackConfig(…), and shuffle True or False"
-        do = "Make PackedDataset.from_records(records, PackConfig(…))"
-        raise ConfigError(sentence("PackedDataset", must, do=do))
-    return TokenizedPacks(source, repack, seed=seed, shuffle=shuffle)
 
 
 def placement(rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from packstore.format.arrays import Packs
 from packstore.format.schema import require_kind
 from packstore.torch.batch.collate import PackedBatch, collate
 from packstore.torch.batch.targets import Targets
+from packstore.torch.data.in_memory import in_one_pack
 from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.losses.divisor import StepDivisor, own_divisor
 from packstore.torch.losses.loss import PreferenceLoss
@@ -110,8 +111,8 @@ class PackCollator:
 
     Args:
         kind: ``preference``, ``sft`` or ``ranked``.
-        config: for records, the `layout` and the carried columns; the shapes of records are in
-            :mod:`packstore.online_packing.tokenized`. Limits on number and length do not apply.
+        config: for records, `layout`, `fields` and `carry`; their shapes are those of
+            :func:`~packstore.torch.pack_in_memory`. Limits on number and length do not apply.
         loss_fn: the loss; required if it divides by something other than examples: tokens (`sft`),
             ranked pairs, or packs.
 
@@ -138,11 +139,9 @@ class PackCollator:
         """
         if not items:
             raise ConfigError("a batch must hold at least one item; found none.")
-        packs = [item for item in items if isinstance(item, Packs)]
-        if len(packs) < len(items):
-            from packstore.torch.data.streamed_records import lay_end_to_end
-
-            packs = [lay_end_to_end(items, self.kind, self.config)]
+        packs: Sequence[Any] = items
+        if not all(isinstance(item, Packs) for item in items):
+            packs = [in_one_pack(items, self.kind, self.config)]
         return PackedInputs.of(PackedLabels(collate(packs, self.kind), self.loss_fn))
 
 

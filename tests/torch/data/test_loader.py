@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import pickle
 from types import SimpleNamespace
@@ -13,11 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from packstore.config import PackConfig
 from packstore.errors import CompatibilityError, ConfigError, DatasetNotFoundError
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.order import PackOrder
-from packstore.io.side.side import SideWriter
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset
 
@@ -314,42 +311,6 @@ def test_pickles(stored: Dataset) -> None:
     first = [packs_of(p)[0] for p in data]
     copy = pickle.loads(pickle.dumps(data))
     assert [packs_of(p)[0] for p in copy] == first
-
-
-def test_repacked_and_joined(kit: SimpleNamespace, tmp_path: Any) -> None:
-    """The keywords of the dataset reach batches, and a position in a repacked epoch goes on."""
-    packs = kit.packed(random_examples(60), [1] * 60, "concat")
-    stored = kit.write(str(tmp_path / "single"), packs)
-    with SideWriter(str(tmp_path / "side"), stored, {"score": "float64"}) as writer:
-        writer.write(packs.example_ids, {"score": packs.example_ids / 4})
-
-    def make(rank: int, world_size: int) -> PackedDataLoader:
-        data = PackedDataset(
-            stored.url,
-            rank=rank,
-            world_size=world_size,
-            side=[tmp_path / "side"],
-            repack=PackConfig(pack_size=90),
-        )
-        return PackedDataLoader(data, examples_per_step=8, tail="pad")
-
-    for epoch in (0, 1):
-        (first, *others), seen = [make(r, 3) for r in range(3)], []
-        for loader in (first, *others):
-            loader.set_epoch(epoch)
-            for batch in itertools.islice(loader, 3):
-                assert batch.columns["score"].tolist() == (batch.example_ids / 4).tolist()
-                seen += batch.example_ids[batch.weights > 0].tolist()
-        for rank in range(2):
-            resumed = make(rank, 2)
-            resumed.load_state_dict(json.loads(json.dumps(others[1].state_dict())))
-            for batch in resumed:
-                seen += batch.example_ids[batch.weights > 0].tolist()
-        assert sorted(seen) == list(range(60))
-    with pytest.raises(ConfigError, match="repack needs a dataset"):
-        PackedDataset(first.data.stream, repack=PackConfig())
-    with pytest.raises(ConfigError, match="repack takes shuffle True or False"):
-        PackedDataset(stored, shuffle="stratified", repack=PackConfig(pack_size=64))
 
 
 def test_rank_of_the_launcher(stored: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from ranks import launch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from packstore.config import PackConfig
 from packstore.errors import ConfigError
 from packstore.format.arrays import Examples
 from packstore.io.dataset.dataset import Dataset
@@ -30,7 +29,7 @@ from packstore.torch import (
     PackedPolicy,
     PreferenceLoss,
     Source,
-    TokenizedBatches,
+    pack_in_memory,
     use_packed_attention,
 )
 from packstore.torch.losses.divisor import count_step
@@ -232,17 +231,13 @@ def test_every_stream_counts(kit: SimpleNamespace, tmp_path: Path, name: str) ->
     """Counts of a step, in each of its batches, are the sums over these batches."""
     kind, loss_fn = LOSSES[name][0], loss_of(name)
     data, records = stored(kit, tmp_path, kind), records_of(kind)
-    anew = PackConfig(pack_size=100, layout="shared_prefix")
     concat = stored(kit, tmp_path / "concat", kind, "concat")
     how = {"accumulation": 3, "tail": "pad"}
     loaders: dict[str, Any] = {
         "stored": PackedDataLoader(PackedDataset(data), **how),
         "mix": PackedDataLoader(PackedDataset(MixedPacks([Source(data), Source(concat)])), **how),
-        "records": PackedDataLoader(PackedDataset(records, repack=anew), **how),
-        "endless": TokenizedBatches(records, anew, examples_per_step=14, tail="pad"),
+        "in memory": pack_in_memory(records, 100, "shared_prefix"),
     }
-    if kind != "sft":  # tokens are read to see what is shared, so that they can be counted
-        loaders["repacked"] = PackedDataLoader(PackedDataset(concat, repack=anew), **how)
     for stream, loader in loaders.items():
         step, several = [], 0
         for batch in loader:

@@ -1,0 +1,145 @@
+"""Packs token ids that are in memory, such as rollouts, into the batches of one optimizer step.
+
+Packing and the parser of records are imported when they are called: training from a dataset needs
+neither numba nor a tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from packstore.config import ID_SPELLINGS, PackConfig
+from packstore.errors import ConfigError, RecordError, TokenizerError, sentence
+from packstore.format.arrays import Examples, Float32, Packs, Rows
+from packstore.format.loss_counts import COUNTS, count_packs
+from packstore.torch.batch.collate import PackedBatch, collate
+from packstore.torch.data.dataset import placement
+from packstore.torch.schedule.steps import StepInfo
+
+REF_LOGPS = ("ref_chosen_logps", "ref_rejected_logps")
+"""Fields of a pair that hold log-probs of a reference model, under TRL's names."""
+
+_ANY_SIZE = 1 << 24
+
+
+def pack_in_memory(
+    records: Sequence[Mapping[str, Any]] | Examples,
+    pack_size: int,
+    layout: Literal["concat", "shared_prefix"] = "concat",
+    *,
+    kind: str = "auto",
+    fields: Mapping[str, str] | None = None,
+    carry: Sequence[str] = (),
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> list[PackedBatch]:
+    """Packs the examples of one optimizer step into batches of at most `pack_size` tokens.
+
+    Batches go to the ranks in turn, equally many to each; a rank without one in the last turn gets
+    one of weight 0. ``batch.step`` holds the divisors of the whole step.
+
+    Args:
+        records: dicts of token ids, with the fields of :func:`packstore.pack`, as lists, arrays or
+            tensors; or examples. Equal on every rank.
+        pack_size: most tokens of a batch.
+        layout: ``concat`` or ``shared_prefix``, which stores a prompt once for its responses.
+        kind: ``preference``, ``sft`` or ``ranked``; of records by default that of their fields.
+        fields: canonical name -> name in the records.
+        carry: names of fields to carry into ``batch.columns``.
+        rank, world_size: defaults as in :class:`~packstore.torch.PackedDataset`.
+
+    Returns:
+        The batches of this rank. The example ids of records are their indices.
+
+    Raises:
+        RecordError: a record is not of the kind, or is longer than `pack_size`.
+        ConfigError: there are no records, or the kind of examples is not given.
+    """
+    from packstore.pack.fill import fill
+    from packstore.pack.layout import sizes
+    from packstore.pack.plan import plan
+
+    settings: dict[str, Any] = {"kind": kind, "fields": fields or {}, "carry": tuple(carry)}
+    config = PackConfig.of(pack_size=pack_size, layout=layout, **settings)
+    rank, world_size = placement(rank, world_size)
+    ref_logps = None
+    if isinstance(records, Examples):
+        examples = records
+        if kind == "auto":
+            raise ConfigError("the kind of examples must be given: preference, sft or ranked.")
+    else:
+        examples, ref_logps, kind = _examples(records, config)
+    tokens = sizes(examples, layout)
+    longest = int(tokens.argmax())
+    if tokens[longest] > pack_size:
+        must, do = f"it must fit pack_size {pack_size}", "Raise pack_size, or leave the record out"
+        raise RecordError(sentence(f"record {longest}", must, f"{tokens[longest]} tokens", do))
+    made = plan(tokens, pack_size=pack_size, shuffle=False)
+    packs = fill(examples, made.offsets, layout, made.order)
+    if ref_logps is not None:
+        packs = replace(packs, ref_logps=ref_logps.reshape(-1, 2)[made.order].reshape(-1))
+    counts = dict(zip(COUNTS, count_packs(packs, kind).sum(0).tolist(), strict=True))
+    batches = -(-len(packs) // world_size)
+
+    def batch(number: int) -> PackedBatch:
+        place = number * world_size + rank
+        step = StepInfo(0, number, batches, examples.num_examples, world_size, len(packs), counts)
+        fillers = int(place >= len(packs))
+        return collate(packs.row(place % len(packs)), kind, step=step, fillers=fillers)
+
+    return [batch(number) for number in range(batches)]
+
+
+def in_one_pack(records: Sequence[Any], kind: Any, config: PackConfig) -> Packs:
+    """Lays records of token ids end to end as one pack of any length, in their order."""
+    from packstore.pack.fill import fill
+
+    examples, ref_logps, _ = _examples(records, replace(config, kind=kind))
+    packs = fill(examples, np.array([0, len(records)]), config.layout)
+    return packs if ref_logps is None else replace(packs, ref_logps=ref_logps)
+
+
+def _examples(
+    records: Sequence[Mapping[str, Any]], config: PackConfig
+) -> tuple[Examples, Float32 | None, str]:
+    """Returns the examples of records, log-probs of a reference model `[S]` or None, the kind."""
+    from packstore.tokenizer import RecordTokenizer, detect_kind, typed_carry
+
+    if not len(records):
+        raise ConfigError("records to pack must be one at least; found none.")
+    first, values = records[0], [dict(record) for record in records]
+    # A record may hold its texts as well: names of ids come first.
+    names = {
+        name: next(spelling for spelling in spellings if spelling in first)
+        for name, spellings in ID_SPELLINGS.items()
+        if not first.keys().isdisjoint(spellings)
+    }
+    config = replace(
+        config,
+        fields={**names, **config.fields},
+        carry=typed_carry(config, values),
+        pack_size=_ANY_SIZE,
+        max_length=None,
+        identical_sides="keep",  # rollouts may be equal
+        missing_field="drop",
+        unpaired_feedback="drop",
+    )
+    kind = detect_kind(values[0], config)
+    rows = Rows(0, "records", "item", range(len(values)), values)
+    try:
+        examples, tally = RecordTokenizer(None, config, kind)(rows)
+    except TokenizerError as error:
+        must, do = "they must be token ids", "Tokenize them, or pack them by packstore.pack"
+        raise RecordError(sentence("records", must, "text", do)) from error
+    if tally.dropped:
+        bad = tally.samples[0]
+        must = f"it must be an example [{bad.reason}]"
+        raise RecordError(sentence(bad.where, must, bad.detail, "Correct it"))
+    logps: list[Any] = [record.get(name) for record in records for name in REF_LOGPS]
+    if kind != "preference" or any(value is None for value in logps):
+        return examples, None, kind
+    return examples, np.array([float(value) for value in logps], np.float32), kind

@@ -1,0 +1,144 @@
+"""Token ids in memory, packed into the batches of one step: the same examples, loss and divisor."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import packstore.torch as pt
+from packstore.config import PackConfig
+from packstore.errors import ConfigError, RecordError
+from packstore.format.arrays import IGNORE_INDEX
+from packstore.testing import random_examples
+
+N = 20
+EXAMPLES = random_examples(N, seed=3)
+
+
+def records() -> list[dict[str, Any]]:
+    """The pairs as whole sequences with labels, as collators of other trainers have them."""
+    made: list[dict[str, Any]] = [{} for _ in range(N)]
+    for s, start in enumerate(EXAMPLES.sequence_offsets[:-1]):
+        tokens = slice(start, EXAMPLES.sequence_offsets[s + 1])
+        ids, on = EXAMPLES.input_ids[tokens], EXAMPLES.supervised[tokens]
+        name = ("chosen", "rejected")[s % 2]
+        made[s // 2] |= {
+            f"{name}_input_ids": ids.tolist(),
+            f"{name}_labels": np.where(on, ids, IGNORE_INDEX).tolist(),
+            f"{name}_reward": float(EXAMPLES.reward[s]),
+            f"ref_{name}_logps": torch.tensor(-float(s)),
+        }
+    return made
+
+
+def real_ids(batches: Any) -> list[int]:
+    return [i for b in batches for i in b.example_ids[b.weights > 0].tolist()]
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+def test_loss_and_gradient_are_those_of_unpacked_pairs(kit: SimpleNamespace, layout: Any) -> None:
+    """On one rank and on three, in float64, with the divisor that each batch carries."""
+    model = pt.use_packed_attention(kit.tiny_model())
+    loss_fn = pt.PreferenceLoss("dpo", beta=0.3, gradients="sum")
+
+    def step(batches: list[pt.PackedBatch]) -> list[torch.Tensor]:
+        model.zero_grad()
+        losses = [loss_fn(pt.packed_logps(model, b), b, ref_logps=b.ref_logps) for b in batches]
+        total = sum(out.loss for out in losses)
+        assert isinstance(total, torch.Tensor)
+        total.backward()  # type: ignore[no-untyped-call]
+        return [total.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    expected = step(pt.pack_in_memory(records(), 200, rank=0, world_size=1))
+    each = [pt.pack_in_memory([record], 200, rank=0, world_size=1) for record in records()]
+    alone = [step(batches) for batches in each]
+    for whole, parts in zip(expected, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(whole, sum(parts) / N, rtol=0, atol=1e-9)
+    for ranks in (1, 3):
+        shares = [
+            pt.pack_in_memory(records(), 90, layout, rank=r, world_size=ranks) for r in range(ranks)
+        ]
+        assert len({len(share) for share in shares}) == 1
+        assert sorted(i for share in shares for i in real_ids(share)) == list(range(N))
+        batches = [batch for share in shares for batch in share]
+        assert max(batch.num_tokens for batch in batches) <= 90
+        for a, b in zip(step(batches), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+
+
+def test_examples_are_taken_as_they_are() -> None:
+    batches = pt.pack_in_memory(EXAMPLES, 90, kind="preference")
+    assert sorted(real_ids(batches)) == sorted(EXAMPLES.example_ids.tolist())
+    with pytest.raises(ConfigError, match="kind of examples must be given"):
+        pt.pack_in_memory(EXAMPLES, 90)
+
+
+@pytest.mark.parametrize(
+    ("record", "ids", "labels"),
+    [
+        ({"prompt": [1, 2], "chosen": [3], "rejected": [4, 5]}, [1, 2, 3], [-100, -100, 3]),
+        ({"prompt_ids": [1], "chosen_ids": [2, 3], "rejected_ids": [4]}, [1, 2, 3], [-100, 2, 3]),
+        ({"input_ids": torch.tensor([1, 2]), "completion_mask": [0, 1]}, [1, 2], [-100, 2]),
+        ({"prompt": "q", "prompt_ids": [1], "response_ids": [2]}, [1, 2], [-100, 2]),
+        (
+            {
+                "prompt": torch.tensor([1]),
+                "responses": [torch.tensor([2, 3]), np.array([4])],
+                "scores": np.float32([1, 0]),
+            },
+            [1, 2, 3],
+            [-100, 2, 3],
+        ),
+    ],
+)
+def test_shapes_of_records(record: dict[str, Any], ids: list[int], labels: list[int]) -> None:
+    (batch,) = pt.pack_in_memory([record], 90)
+    first = slice(0, int(batch.cu_seqlens[1]))
+    assert (batch.input_ids[first].tolist(), batch.labels[first].tolist()) == (ids, labels)
+
+
+def test_fields_and_carried_columns() -> None:
+    record = {"q": [1], "better": [2], "worse": [3], "advantage": 0.5, "source": "a"}
+    (batch,) = pt.pack_in_memory(
+        [record, {**record, "advantage": 1.0}],
+        90,
+        fields={"prompt": "q", "chosen": "better", "rejected": "worse"},
+        carry=("advantage", "source"),
+    )
+    assert batch.input_ids.tolist() == [1, 2, 1, 3] * 2
+    assert batch.columns["advantage"].tolist() == [0.5, 1.0]
+    assert batch.columns["source"].tolist() == ["a", "a"]
+
+
+PAIR = {"prompt": [1], "chosen": [2], "rejected": [3]}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({**PAIR, "rejected": None}, r"records, item 2.*\[missing_field\]"),
+        ({**PAIR, "chosen": []}, r"\[empty_response\]; found response 1 of 2"),
+        ({**PAIR, "prompt": "hi"}, "found prompt text, chosen ids"),
+        ({**PAIR, "prompt": [-1]}, "prompt must be token ids, whole"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "records: they must be token ids"),
+        ({**PAIR, "chosen": [2] * 90}, "record 1: it must fit pack_size 90; found 93 tokens"),
+    ],
+)
+def test_records_that_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        pt.pack_in_memory([PAIR, wrong], 90)
+    with pytest.raises(ConfigError, match="one at least"):
+        pt.pack_in_memory([], 90)
+
+
+def test_the_collator_lays_records_end_to_end() -> None:
+    inputs = pt.PackCollator("preference", PackConfig(layout="shared_prefix"))(records())
+    batch = inputs["labels"].batch
+    assert batch.num_packs == 1
+    assert batch.example_ids.tolist() == list(range(N))
+    assert batch.ref_logps.tolist() == [-float(s) for s in range(2 * N)]
+    assert batch.kv_index is not None
