@@ -1,7 +1,7 @@
 """Builds the sdist and the wheel, installs the wheel in clean environments, and tries it there.
 
     python tests/try_release.py                        the core dependencies alone
-    python tests/try_release.py --extra s3 --extra lp  also these extras, each in an environment
+    python tests/try_release.py --extra s3 --extra ray  also these extras, each in an environment
     python tests/try_release.py --extra all            also every extra that is tried
     python tests/try_release.py --python python3.13    with another interpreter (repeatable)
     python tests/try_release.py --oldest               with the oldest releases in pyproject.toml

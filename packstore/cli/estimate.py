@@ -28,7 +28,6 @@ COLUMNS = (
     "strategy",
     "fill",
     "padded",
-    "gap",
     "saved",
     "packs",
     "per pack",
@@ -38,8 +37,8 @@ COLUMNS = (
 )
 NOTE = (
     "padded: fill once sequences are padded (pad_to_multiple); "
-    "gap: packs over the lower bound; saved: tokens that the layout leaves out; per pack, per "
-    "step: examples; too long: examples that do not fit; steps: optimizer steps of an epoch."
+    "saved: tokens that the layout leaves out; per pack, per step: examples; "
+    "too long: examples that do not fit; steps: optimizer steps of an epoch."
 )
 
 
@@ -50,7 +49,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     for one, many, metavar, text in (
         ("--pack-size", "--pack-sizes", "N,N,…", "2048 to 32768"),
         ("--layout", "--layouts", "NAME,…", "concat,shared_prefix"),
-        ("--strategy", "--strategies", "NAME,…", "pool,best_fit_decreasing"),
+        ("--strategy", "--strategies", "NAME,…", "pool"),
     ):
         tried.add_argument(many, one, action="append", metavar=metavar, help=f"default: {text}")
     tried.add_argument(
@@ -187,8 +186,7 @@ def _advice(found: Estimate) -> str:
         fullest = max(found.choices, key=lambda c: c.fill_rate)
         return (
             "no pack size that was tried fills to 99 % and keeps 99.9 % of the records that can be "
-            f"kept; the fullest is {_settings(fullest)}: {fullest.fill_rate:.2%}. Try larger ones, "
-            "or strategy auto."
+            f"kept; the fullest is {_settings(fullest)}: {fullest.fill_rate:.2%}. Try larger ones."
         )
     fills = "fills to 99 %"
     if best.fill_rate < ENOUGH_FILL:
@@ -207,10 +205,9 @@ def _row(choice: Choice) -> tuple[str, ...]:
     return (
         number(choice.pack_size),
         choice.layout,
-        choice.strategy if choice.strategy == choice.chosen else f"auto ({choice.chosen})",
+        choice.strategy,
         f"{choice.fill_rate:.2%}",
         f"{choice.aligned_fill_rate:.2%}",
-        f"+{choice.gap}",
         f"{choice.tokens_saved:.1%}",
         number(choice.packs),
         f"{choice.examples_per_pack:.1f}",

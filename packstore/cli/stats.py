@@ -137,7 +137,6 @@ def _page(
         "pack size": number(m.pack_size),
         "layout": m.layout,
         "strategy": str(m.statistics.planning.get("strategy", "")),
-        "packs over the bound": number(m.statistics.planning.get("gap")),
     }
     drawn = [charts.histogram(n, v, "") for n, v in figures.items() if len(v) and v.min() < v.max()]
     return frame.page(

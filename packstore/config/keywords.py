@@ -62,7 +62,6 @@ class PlanSettings(SizeSettings, total=False):
 
     shuffle: bool
     strategy: str
-    pack_order: Literal["shuffled", "stratified", "plain"]
     seed: int
     partitions: int | None
 

@@ -185,16 +185,12 @@ class PlanConfig(SizeConfig):
 
     shuffle: bool = setting(
         True,
-        "plan the examples in random order, so that a pack holds examples from all of the input; "
-        "otherwise packs hold neighbours",
+        "plan the examples in random order, so that a pack holds examples from all of the input, "
+        "and shuffle the packs; otherwise packs hold neighbours, in input order",
     )
     strategy: str = setting(
         "pool",
-        "packing strategy: pool, auto, best_fit_decreasing, exact_fill, column_generation, "
-        "first_fit_decreasing, first_fit_shuffle, sequential, none",
-    )
-    pack_order: Literal["shuffled", "stratified", "plain"] = setting(
-        "shuffled", "order of the packs in the dataset"
+        "packing strategy: pool, first_fit_decreasing, first_fit_shuffle, sequential, none",
     )
     seed: int = setting(0, "source of every random choice")
     partitions: int | None = setting(

@@ -191,7 +191,6 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
         "layout": manifest.layout,
         "pack_size": manifest.pack_size,
         "strategy": manifest.strategy,
-        "pack_order": manifest.pack_order,
         "seed": manifest.seed,
         "format": manifest.file_format,
         "labels": "spans" if "label_spans" in manifest.features else "plain",

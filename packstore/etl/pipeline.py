@@ -18,8 +18,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
-import numpy as np
-
 from packstore.config import PackConfig
 from packstore.config.keywords import PackSettings
 from packstore.errors import ConfigError, WrongEngineError
@@ -41,7 +39,7 @@ from packstore.io.manifest.partition_notes import PartitionNotes
 from packstore.io.store.location import Location
 from packstore.io.write.write_job import WriteJob, writing
 from packstore.pack.algorithms import STRATEGIES
-from packstore.pack.merged import merged_statistics
+from packstore.pack.plan import merged_statistics
 from packstore.tokenizer import FASTER, misread
 
 __all__ = ["Progress", "pack", "pack_into"]
@@ -244,8 +242,7 @@ def _partitions(
 def _planning(written: Sequence[Written], config: PackConfig) -> dict[str, Any]:
     """Merges the statistics of all plans."""
     planned = [w.planning for w in written if w.planning]
-    counts = np.sum([w.counts for w in written if w.planning], axis=0)
-    return {**merged_statistics(planned, counts), "partitions": config.partitions}
+    return {**merged_statistics(planned), "partitions": config.partitions}
 
 
 def _absolute(location: Location) -> Location:

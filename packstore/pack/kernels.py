@@ -141,11 +141,3 @@ def at_most(bits: Bits, i: int) -> int:
         rest = bits[top]
     full = np.uint64(np.int64((top - words) << SHIFT) + highest_bit(rest))
     return int(np.int64(full << SHIFT)) + highest_bit(bits[full])
-
-
-@inlined
-def window(bits: Bits, i: int) -> np.uint64:
-    """Returns a bit per integer i..i+63, set for members; undefined beyond the limit."""
-    word, by = np.uint64(i) >> SHIFT, np.uint64(i) & LOW
-    above = bits[word + ONE] << (LOW - by)
-    return np.uint64((bits[word] >> by) | (above << ONE))

@@ -125,7 +125,7 @@ def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     [
         (["--pack-sizes", "many"], "whole numbers"),
         (["--pack-sizes", "0"], "at least 2"),
-        (["--strategies", "best"], "best_fit_decreasing"),
+        (["--strategies", "first_fit_dec"], "first_fit_decreasing"),
         (["--layouts", "wide"], "concat"),
         (["--html", "/nowhere/page.html"], "cannot be written"),
     ],

@@ -128,7 +128,6 @@ def test_lists_and_tables_are_sampled_and_generators_are_not(truth: Estimate) ->
 def test_a_dataset_is_sampled(ordered: Path, tmp_path: Path) -> None:
     packed = packstore.pack(
         ordered, tmp_path / "out", pack_size=4200, row_group_tokens=4200, strategy="none",
-        pack_order="plain",
     )  # fmt: skip
     true, found = sampled(packed, len(LENGTHS)), sampled(packed)
     assert found.sample.total == len(LENGTHS) > 2 * found.tally.read

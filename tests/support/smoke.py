@@ -189,14 +189,6 @@ def fast() -> str:
     return "the same ids from three tokenizer engines"
 
 
-def lp() -> str:
-    """Plans by a linear program."""
-    lengths = np.random.default_rng(0).integers(1, 60, 200)
-    plan = packstore.plan(lengths, pack_size=64, strategy="column_generation")
-    assert plan.num_packs >= -(-int(lengths.sum()) // 64)
-    return f"200 lengths in {plan.num_packs} packs by column generation"
-
-
 def ray() -> str:
     """Packs on a local Ray cluster, and finds the bytes of local workers."""
     here = packstore.pack(text_file(), "here", tokenizer=tokenizer(), pack_size=128)
@@ -251,7 +243,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "train": train,
     "sentencepiece": sentencepiece,
     "fast": fast,
-    "lp": lp,
     "ray": ray,
     "http": http_,
     "s3": functools.partial(filesystem, "s3"),

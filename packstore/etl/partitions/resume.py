@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from packstore.etl.partitions.slices import Item
 from packstore.etl.provenance import Contents
-from packstore.format.arrays import Int64
 from packstore.io.inputs.files import Input
 from packstore.io.manifest.partition_notes import Finished, PartitionNotes
 from packstore.version import VERSION
@@ -33,12 +31,10 @@ class Written:
     Attributes:
         shards: the shards, in order.
         planning: statistics of the plan; None if there are no packs.
-        counts: int64 `[pack_size + 1]`, examples of each padded length; empty if no packs.
     """
 
     shards: list[Finished]
     planning: dict[str, Any] | None = None
-    counts: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from packstore.config import PackConfig
 from packstore.etl.background import ahead
 from packstore.etl.dedup_and_split import Selection
@@ -227,8 +225,7 @@ class PackPartitions:
         # The plan counts padded lengths; only the writer counts the tokens.
         planning = replace(packing, tokens=writer.counter.tokens).statistics()
         planning["seed"] = self._config.seed
-        counts = np.bincount(packing.lengths, minlength=config.pack_size + 1)
-        return Written(shards, planning, counts)
+        return Written(shards, planning)
 
 
 class InTask:

@@ -25,7 +25,7 @@ from packstore.pack.plan import MAX_PACK_SIZE
 __all__ = ["Choice", "Estimate", "estimate"]
 
 PACK_SIZES = (2048, 4096, 8192, 16384, 32768)
-STRATEGIES = ("pool", "best_fit_decreasing")
+STRATEGIES = ("pool",)
 LAYOUTS = ("concat", "shared_prefix")
 
 SAMPLE = 20_000

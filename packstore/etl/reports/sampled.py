@@ -14,7 +14,6 @@ from packstore.format.arrays import Bool, Int32, Int64, Tally
 from packstore.io.inputs.sampling import Sampling
 from packstore.pack.layout import sizes
 from packstore.pack.plan import Plan, plan
-from packstore.pack.statistics import sums
 
 UNSEEN = 3
 """95 % upper limit of hits in a sample without any (rule of three); scaled to all records."""
@@ -25,8 +24,7 @@ class Choice:
     """A combination of settings with its estimated results; counts are scaled to all records.
 
     Attributes:
-        strategy: the requested strategy.
-        chosen: the strategy used, where `strategy` is ``auto``; else the same.
+        strategy: name of the strategy.
         packs, examples: of the dataset.
         overlong: examples that do not fit.
         packs_error, overlong_error: two standard errors of `packs` and `overlong`; 0 if all
@@ -34,7 +32,6 @@ class Choice:
         fill_rate: tokens / (packs * pack_size).
         fill_but_emptiest: the same without the emptiest pack, which a small sample leaves open.
         aligned_fill_rate: the same with sequences padded to `pad_to_multiple`.
-        gap: packs of the sample above the lower bound, relative.
         examples_per_pack: mean.
         tokens_saved: fraction of the tokens of layout ``concat`` that this layout saves.
         steps: optimizer steps of an epoch.
@@ -44,7 +41,6 @@ class Choice:
     pack_size: int
     layout: str
     strategy: str
-    chosen: str
     packs: int
     examples: int
     overlong: int
@@ -53,7 +49,6 @@ class Choice:
     fill_rate: float
     fill_but_emptiest: float
     aligned_fill_rate: float
-    gap: int
     examples_per_pack: float
     tokens_saved: float
     steps: int
@@ -172,8 +167,9 @@ def choice_of(measured: Measured, config: PackConfig, packs_per_step: int) -> Ch
     scale = measured.total / measured.sample.records
     errors: tuple[int | None, int | None] = (None, None)
     if measured.sample.total is not None:
-        # The plan of all records may have a smaller gap than that of a few.
-        gap = max(found.gap, 1) * (scale - 1)
+        # The plan of all records may have fewer packs over the tokens than that of a few.
+        spare = found.num_packs - found.aligned_tokens // found.pack_size
+        gap = max(spare, 1) * (scale - 1)
         errors = (
             round(stored_error / max(found.tokens, 1) * found.num_packs + gap),
             round(max(overlong_error, UNSEEN * (scale - 1))),
@@ -183,7 +179,6 @@ def choice_of(measured: Measured, config: PackConfig, packs_per_step: int) -> Ch
         pack_size=found.pack_size,
         layout=layout,
         strategy=found.strategy,
-        chosen=found.chosen,
         packs=packs,
         examples=round(examples),
         overlong=round(overlong),
@@ -192,7 +187,6 @@ def choice_of(measured: Measured, config: PackConfig, packs_per_step: int) -> Ch
         fill_rate=found.fill_rate,
         fill_but_emptiest=_fill_but_emptiest(found, tokens[fits]),
         aligned_fill_rate=found.aligned_fill_rate,
-        gap=found.gap,
         examples_per_pack=per_pack,
         tokens_saved=float(1 - tokens.sum() / max(measured.tokens["concat"].sum(), 1)),
         steps=packs // packs_per_step,
@@ -203,5 +197,5 @@ def choice_of(measured: Measured, config: PackConfig, packs_per_step: int) -> Ch
 def _fill_but_emptiest(found: Plan, tokens: Int32) -> float:
     if found.num_packs < 2:
         return found.fill_rate
-    filled = sums(tokens[found.order], found.offsets)
+    filled = np.add.reduceat(tokens[found.order], found.offsets[:-1], dtype=np.int64)
     return float((filled.sum() - filled.min()) / ((found.num_packs - 1) * found.pack_size))

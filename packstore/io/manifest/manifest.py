@@ -229,7 +229,7 @@ def build_manifest(
         pack_size=shape.pack_size,
         strategy=config.strategy,
         seed=config.seed,
-        pack_order=config.pack_order,
+        pack_order="shuffled" if config.shuffle else "plain",
         file_format=config.format,
         features=("label_spans",) if config.labels == "spans" else (),
         carry=dict(shape.carry),

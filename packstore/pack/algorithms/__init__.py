@@ -1,4 +1,4 @@
-"""Packing strategies: one file and one line each.
+"""Packing strategies; each takes one line here.
 
 A strategy assigns examples to packs from their lengths alone. Random choices are drawn from
 :mod:`packstore.format.seeds`.
@@ -36,18 +36,9 @@ STRATEGIES: Registry[Strategy] = Registry(
     "strategy",
     {
         "pool": "packstore.pack.algorithms.pool:pool",
-        "auto": "packstore.pack.algorithms.auto:auto",
-        "best_fit_decreasing": "packstore.pack.algorithms.best_fit_decreasing:best_fit_decreasing",
-        "exact_fill": "packstore.pack.algorithms.exact_fill:exact_fill",
-        "column_generation": "packstore.pack.algorithms.column_generation:column_generation",
-        "first_fit_decreasing": (
-            "packstore.pack.algorithms.first_fit_decreasing:first_fit_decreasing"
-        ),
-        "first_fit_shuffle": "packstore.pack.algorithms.first_fit_shuffle:first_fit_shuffle",
-        "sequential": "packstore.pack.algorithms.sequential:sequential",
-        "none": "packstore.pack.algorithms.none:none",
+        "first_fit_decreasing": "packstore.pack.algorithms.first_fit:first_fit_decreasing",
+        "first_fit_shuffle": "packstore.pack.algorithms.first_fit:first_fit_shuffle",
+        "sequential": "packstore.pack.algorithms.in_order:sequential",
+        "none": "packstore.pack.algorithms.in_order:none",
     },
 )
-
-VERSIONS: dict[str, int] = {"exact_fill": 2, "column_generation": 2}
-"""Name -> version of a strategy whose plans have changed since version 1."""

@@ -1,4 +1,4 @@
-"""Next fit: keeps input order; a pack ends where the next example does not fit."""
+"""Strategies that keep the order of the input."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from packstore.pack.kernels import jit
 
 
 def sequential(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
-    """Packs neighbours in input order: the loosest strategy, for data whose order matters."""
+    """Ends a pack where the next example does not fit (next fit): the loosest strategy."""
     return np.arange(len(lengths), dtype=np.int32), _cut(lengths, capacity)
+
+
+def none(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
+    """Makes one pack per example."""
+    return np.arange(len(lengths), dtype=np.int32), np.arange(len(lengths) + 1)
 
 
 @jit
