@@ -1,6 +1,6 @@
 """Runs every strategy and the packers of others on the same lengths, in about 20 minutes.
 
-    pip install lightbinpack binpacking trl datasets 'packstore[lp]'
+    pip install lightbinpack binpacking trl datasets
     python benchmarks/packing.py --fresh   # 4 GB of memory; best with nothing else on the machine
 
 lightbinpack is compiled by pip, which takes two minutes. A peer that is not installed is reported
@@ -10,13 +10,13 @@ run that was cut off goes on when the same command is given without --fresh.
 CPU nanoseconds per example: the least of several runs, one process, compiled code warm, strategies
 by turns with one another and with a counting argsort. Peers get a Python list, ready made, as their
 interfaces ask; ours get a numpy array. Memory is what the process takes beyond its input while the
-packer runs and holds its result (Linux; from 1e5 examples on). Fill, packs over the best lower
-bound, and how like the lengths are that meet in a pack or a step. The first call is one in a fresh
-process whose compiled code is cached, imports apart.
+packer runs and holds its result (Linux; from 1e5 examples on). Fill, and packs over the tokens
+divided by the pack size. The first call is one in a fresh process whose compiled code is cached,
+imports apart.
 
 1e3 to 1e7 examples, and 1e8 for what plans so many. Thorough cases are the two sets like preference
 pairs in packs of 4096: there peers run where they are expected to take less than --limit, elsewhere
-less than half a second; and there alone 1e7 examples have figures of randomness, and 1e8 are run.
+less than half a second; and there alone 1e8 examples are run.
 """
 
 from __future__ import annotations
@@ -43,12 +43,9 @@ from rich.table import Table
 from packstore.pack.algorithms import STRATEGIES
 
 RESULTS = Path(__file__).parent / "results" / "packing.json"
-PLANS_LARGEST = (FLOOR, "best_fit_decreasing", "exact_fill", "pool", "auto")
+PLANS_LARGEST = (FLOOR, "pool")
 SLOW = ("first_fit_decreasing", "first_fit_shuffle")
 """Of 1e7 examples, these plan the thorough cases only."""
-
-LP_SIZES = (1_000_000,)
-"""Numbers of examples for column_generation (in packs of 4096): they hardly change its time."""
 
 SECONDS_ELSEWHERE = 0.5
 """--limit for cases that are not thorough."""
@@ -130,8 +127,6 @@ class Run:
         if packer not in self._others:
             if n == LARGEST:
                 return packer in PLANS_LARGEST
-            if packer == "column_generation":
-                return n in LP_SIZES and case.capacity == 4096
             return n <= 1_000_000 or case.thorough or packer not in SLOW
         if n > MOST_EXAMPLES.get(packer, n) or n == LARGEST:
             return False
@@ -167,7 +162,7 @@ print(time.process_time() - start)
 def first_calls(runs: int = 5) -> dict[str, float]:
     """CPU seconds of the first plan of a process, the least of some, once its code is cached."""
     found = {}
-    for strategy in ("pool", "best_fit_decreasing", "exact_fill"):
+    for strategy in ("pool", "first_fit_decreasing"):
         command = [sys.executable, "-c", FIRST_CALL, strategy]
         texts = [subprocess.check_output(command, text=True) for _ in range(runs + 1)]
         found[strategy] = round(min(float(text) for text in texts[1:]), 3)
@@ -177,14 +172,13 @@ def first_calls(runs: int = 5) -> dict[str, float]:
 def show(result: dict[str, Any], console: Console) -> None:
     """The packs of 4096 of the sets like pairs at 1e6, and the goals."""
     for name in PAIRS:
-        table = Table("packer", "ns", "bytes", "fill %", "gap", "icc", "same decile", "deff")
+        table = Table("packer", "ns", "bytes", "fill %", "gap")
         table.title = f"{name}, packs of 4096, a million examples"
         for row in result["rows"]:
             if (row["capacity"], row["n"], row["set"]) == (4096, 1_000_000, name):
-                names = ("peak_bytes_per_example", "gap", "icc", "same_decile")
-                memory, *rest = (str(row.get(k, "-")) for k in (*names, "design_effect_shuffled"))
+                memory, gap = (str(row.get(k, "-")) for k in ("peak_bytes_per_example", "gap"))
                 fill = f"{100 * row['fill']:.3f}" if "fill" in row else "-"
-                table.add_row(row["packer"], f"{row['ns_per_example']:,.1f}", memory, fill, *rest)
+                table.add_row(row["packer"], f"{row['ns_per_example']:,.1f}", memory, fill, gap)
         console.print(table)
     table = Table("goal", "worst value", "limit", "met")
     for goal in result["goals"]:

@@ -12,7 +12,6 @@ import numpy as np
 
 from packstore.format.arrays import Int32, to_offsets
 from packstore.pack.algorithms import STRATEGIES
-from packstore.pack.bounds import lower_bound
 from peers_packing import Packer, Trl
 from peers_packing.figures import Memory, Result, figures
 from peers_packing.goals import FLOOR
@@ -51,7 +50,7 @@ class Case:
         self.lengths = draw(name, n, capacity, seed)
         self.thorough = thorough(name, capacity)
         self.tokens = int(self.lengths.sum(dtype=np.int64))
-        self.bound = lower_bound(self.lengths, capacity)
+        self.bound = -(-self.tokens // capacity)
         self._as_list: list[int] = []
         self._again: dict[str, Callable[[], Any]] = {}
         self._spent: dict[str, float] = {}
@@ -79,8 +78,7 @@ class Case:
             row["peak_bytes_per_example"] = round(peak / self.n, 1)
         if other is not None:
             result = from_lists(other.packs(result) if isinstance(other, Trl) else result)
-        random = self.n <= 1_000_000 or (self.thorough and self.n < LARGEST)
-        row.update(figures(self.lengths, self.capacity, self.bound, result, random))
+        row.update(figures(self.lengths, self.capacity, self.bound, result))
 
     def repeat(self) -> None:
         """Further runs, by turns."""

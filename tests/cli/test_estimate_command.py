@@ -111,7 +111,7 @@ def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([*arguments, "--json"]) == 0
     choices = json.loads(capsys.readouterr().out)["choices"]
     titles, *rows = tables_of(text)["Choices"].values()
-    names = ("fill_rate", "aligned_fill_rate", "gap", "tokens_saved", "packs", "examples_per_pack")
+    names = ("fill_rate", "aligned_fill_rate", "tokens_saved", "packs", "examples_per_pack")
     names += ("overlong", "steps", "examples_per_step")
     assert titles[2:] == [*COLUMNS[3:]]
     for choice, row in zip(choices, rows, strict=True):
@@ -157,7 +157,6 @@ def test_the_page_of_a_dataset(
             for shown, value in zip(row, own[name].values() if name else (), strict=bool(name)):
                 assert_shows(shown, value)
     assert "examples per pack" in text
-    assert "correlation of lengths in a pack" in text
     for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ElementTree.fromstring(drawing)
 

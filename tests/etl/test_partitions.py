@@ -31,7 +31,6 @@ from packstore.io.maintain.clean import clean
 from packstore.io.manifest import commit
 from packstore.io.manifest.manifest import manifest_bytes
 from packstore.io.store.location import Location
-from packstore.pack.plan import plan
 
 FILES, RECORDS = 5, 2400
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
