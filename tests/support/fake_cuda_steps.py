@@ -34,8 +34,8 @@ from packstore.format.arrays import to_offsets  # noqa: E402
 from packstore.pack.fill import fill  # noqa: E402
 from packstore.testing import random_examples  # noqa: E402
 from packstore.torch import PackedPolicy, PreferenceLoss, collate, use_packed_attention  # noqa: E402
+from packstore.torch.batch.batch import StepInfo  # noqa: E402
 from packstore.torch.logprobs import head  # noqa: E402
-from packstore.torch.schedule.steps import StepInfo  # noqa: E402
 from packstore.torch.training.loop import Loop  # noqa: E402
 from packstore.torch.training.optimizer import (  # noqa: E402
     fuse_updates,

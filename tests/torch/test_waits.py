@@ -19,11 +19,11 @@ from torch import Tensor
 from packstore.testing import random_examples
 from packstore.torch import Metrics, PackedPolicy, PreferenceLoss, collate, use_packed_attention
 from packstore.torch.attention import _flash
+from packstore.torch.batch.batch import StepInfo
 from packstore.torch.logprobs import head
 from packstore.torch.losses.divisor import count_step
 from packstore.torch.losses.grouped_metrics import GroupedMetrics
 from packstore.torch.losses.pairs import index_pairs
-from packstore.torch.schedule.steps import StepInfo
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from packstore.format.arrays import IGNORE_INDEX, Column, Float32, Int32, Int64,
 from packstore.registry import Registry
 from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.batch.targets import Targets
-from packstore.torch.schedule.steps import StepInfo
 
 Style = Literal["hf", "flash", "megatron", "padded"]
 
@@ -28,6 +27,36 @@ STYLES: Registry[Callable[[PackedBatch], dict[str, Any]]] = Registry(
         "padded": "packstore.torch.batch.inputs:padded",
     },
 )
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """The optimizer step that a batch belongs to; the same on every rank.
+
+    Attributes:
+        index: 0-based index of the step in the epoch.
+        batch: 0-based index of the batch in the step.
+        batches: batches of the step on each rank (with tail ``uneven``: on this one).
+        examples: examples of the whole step, over all its batches and ranks, without fillers of
+            weight 0: for pairs, the divisor of the loss.
+        ranks: number of ranks that share the step.
+        packs: packs of the whole step, counted alike; None: unknown.
+        counts: other divisors of losses for the whole step, with the names of
+            :mod:`packstore.format.loss_counts`; None: unknown.
+    """
+
+    index: int
+    batch: int
+    batches: int
+    examples: int
+    ranks: int = 1
+    packs: int | None = None
+    counts: Mapping[str, int] | None = None
+
+    @property
+    def last(self) -> bool:
+        """True for the last batch of the step, after which the optimizer steps."""
+        return self.batch == self.batches - 1
 
 
 def _wide(change: Callable[[Any], Any], signed: Tensor) -> Tensor:

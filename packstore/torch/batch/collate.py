@@ -13,8 +13,7 @@ from torch import Tensor
 from packstore.errors import ConfigError
 from packstore.format.arrays import Column, Float32, Int32, Int64, Packs
 from packstore.format.schema import require_kind
-from packstore.torch.batch.batch import PackedBatch, Style
-from packstore.torch.schedule.steps import StepInfo
+from packstore.torch.batch.batch import PackedBatch, StepInfo, Style
 
 __all__ = ["PackedBatch", "Style", "collate"]
 

@@ -19,10 +19,10 @@ from packstore.format.arrays import Int64
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.collate import collate
 from packstore.torch.data.dataset import PackedDataset
-from packstore.torch.schedule.position import Position, Unseen, shared_integers
-from packstore.torch.schedule.rank_assignment import assign_ranks, cut_of, settled
-from packstore.torch.schedule.steps import Step, StepCutter
-from packstore.torch.schedule.stream import PackStream
+from packstore.torch.data.position import Position, Unseen, shared_integers
+from packstore.torch.data.ranks import assign_ranks, cut_of, settled
+from packstore.torch.data.steps import Step, StepCutter
+from packstore.torch.data.stream import PackStream
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.order import LANES
 from packstore.io.side.side import Side
 from packstore.torch.data.mix import MixedPacks, Source, Unit
+from packstore.torch.data.position import Position, SharedStart, Unseen, stale
+from packstore.torch.data.ranks import settled
 from packstore.torch.data.side import JoinedPacks
-from packstore.torch.schedule.position import Position, SharedStart, Unseen, stale
-from packstore.torch.schedule.rank_assignment import settled
-from packstore.torch.schedule.step_plan import StepPlan, plan_steps
-from packstore.torch.schedule.stream import Identity, PackStream, Shuffle, StoredPacks
+from packstore.torch.data.step_plan import StepPlan, plan_steps
+from packstore.torch.data.stream import Identity, PackStream, Shuffle, StoredPacks
 
 STATE_VERSION = 1
 _TOGETHER = 8

@@ -16,9 +16,9 @@ from packstore.config import ID_SPELLINGS, PackConfig
 from packstore.errors import ConfigError, RecordError, TokenizerError, sentence
 from packstore.format.arrays import Examples, Float32, Packs, Rows
 from packstore.format.loss_counts import COUNTS, count_packs
+from packstore.torch.batch.batch import StepInfo
 from packstore.torch.batch.collate import PackedBatch, collate
 from packstore.torch.data.dataset import placement
-from packstore.torch.schedule.steps import StepInfo
 
 REF_LOGPS = ("ref_chosen_logps", "ref_rejected_logps")
 """Fields of a pair that hold log-probs of a reference model, under TRL's names."""

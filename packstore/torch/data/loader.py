@@ -17,10 +17,10 @@ from packstore.errors import ConfigError, PackstoreError, WorkerError, sentence
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.data.batches import Batches, Mark
 from packstore.torch.data.dataset import PackedDataset
-from packstore.torch.schedule.position import Position, Unseen
-from packstore.torch.schedule.step_plan import StepPlan
-from packstore.torch.schedule.steps import WINDOW, check_fits
-from packstore.torch.schedule.stream import PackStream, StoredPacks
+from packstore.torch.data.position import Position, Unseen
+from packstore.torch.data.step_plan import StepPlan
+from packstore.torch.data.steps import WINDOW, check_fits
+from packstore.torch.data.stream import PackStream, StoredPacks
 
 _INSIDE = "in DataLoader worker process"
 """Part of torch's message for an error inside a worker."""

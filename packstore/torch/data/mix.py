@@ -32,8 +32,8 @@ from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.shards.statistics import NO_TOTALS, Totals
 from packstore.torch.data.mix_reader import Uses, read_mixed
 from packstore.torch.data.mix_schedule import Schedule
+from packstore.torch.data.stream import Identity, PackStream, StoredPacks
 from packstore.torch.models.compatibility import check_same_tokenizer
-from packstore.torch.schedule.stream import Identity, PackStream, StoredPacks
 
 Float64 = npt.NDArray[np.float64]
 Unit = Literal["pairs", "tokens"]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from packstore.format.arrays import Int64, Packs
-from packstore.torch.schedule.stream import PackStream
+from packstore.torch.data.stream import PackStream
 
 LOOK_AHEAD = 1024
 """Batches to search for a source's next packs. Beyond them its reader is reopened, which costs

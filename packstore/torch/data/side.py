@@ -17,7 +17,7 @@ from packstore.io.manifest.side_manifest import REF_LOGPS, check_side
 from packstore.io.shards.statistics import Totals
 from packstore.io.side.side import Side, open_side
 from packstore.io.side.side_table import SideTable
-from packstore.torch.schedule.stream import Identity, PackStream
+from packstore.torch.data.stream import Identity, PackStream
 
 
 class JoinedPacks:

@@ -25,9 +25,9 @@ from typing import Any, Protocol
 import torch
 
 from packstore.errors import ConfigError, sentence
+from packstore.torch.batch.batch import StepInfo
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.metrics import all_reduce_sums, distributed
-from packstore.torch.schedule.steps import StepInfo
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,10 @@ from packstore.io.side.side import Side, SideWriter, open_side
 from packstore.io.store.location import Location
 from packstore.torch.batch.collate import PackedBatch, collate
 from packstore.torch.batch.transfer import Fetched, inference_batching, one_late, to_device
+from packstore.torch.data.position import Position, Unseen
+from packstore.torch.data.ranks import assign_ranks
+from packstore.torch.data.steps import Step, StepCutter
+from packstore.torch.data.stream import StoredPacks
 from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.metrics import distributed
 from packstore.torch.models.compatibility import check_model
@@ -45,10 +49,6 @@ from packstore.torch.reference.arithmetic import Precision, autocast, choose_pre
 from packstore.torch.reference.rank_zero import run_on_rank_zero
 from packstore.torch.reference.ref_parts import PARTS, Parts, Values
 from packstore.torch.reference.reference_fingerprint import Provenance, describe_reference
-from packstore.torch.schedule.position import Position, Unseen
-from packstore.torch.schedule.rank_assignment import assign_ranks
-from packstore.torch.schedule.steps import Step, StepCutter
-from packstore.torch.schedule.stream import StoredPacks
 
 Progress = Callable[[str, int, int | None, str], None]
 """Called with stage, amount done, total amount (or None) and unit."""

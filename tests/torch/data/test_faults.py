@@ -25,7 +25,7 @@ from packstore.io.dataset.dataset import open as open_dataset
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset, PreferenceLoss, count_step
 from packstore.torch.data.loader import _naming_the_dead
-from packstore.torch.schedule.stream import StoredPacks
+from packstore.torch.data.stream import StoredPacks
 
 pytest.importorskip("aiohttp", reason="fsspec reads http with it")
 

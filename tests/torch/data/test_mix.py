@@ -28,7 +28,7 @@ from packstore.torch.data import mix_reader as mix_reader_module
 from packstore.torch.data.mix import MixedPacks, Source
 from packstore.torch.data.mix_schedule import MixSchedule, Schedule
 from packstore.torch.data.side import JoinedPacks
-from packstore.torch.schedule.stream import StoredPacks
+from packstore.torch.data.stream import StoredPacks
 
 weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8)
 goals = st.lists(

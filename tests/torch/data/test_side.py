@@ -21,7 +21,7 @@ from packstore.io.side.side import SideWriter, open_side
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset, collate
 from packstore.torch.data.side import JoinedPacks
-from packstore.torch.schedule.stream import StoredPacks
+from packstore.torch.data.stream import StoredPacks
 
 CARRY = ("source:string", "turns:int64", "weight:float64", "checked:bool")
 N = 150

@@ -14,9 +14,9 @@ import torch
 from packstore.errors import ConfigError
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, PreferenceLoss, collate
+from packstore.torch.batch.batch import StepInfo
 from packstore.torch.integrations.hf_collator import PackedLoss
 from packstore.torch.losses.divisor import StepDivisor, count_step
-from packstore.torch.schedule.steps import StepInfo
 
 SIZES = (3, 1, 2)
 

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_packs import MemoryPacks
 
-import packstore.torch.schedule.steps as steps_module
+import packstore.torch.data.steps as steps_module
 from packstore.config import BatchConfig
 from packstore.errors import ConfigError, UnknownNameError
 from packstore.format.arrays import PackSizes
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset
-from packstore.torch.schedule.position import Position, Unseen
-from packstore.torch.schedule.rank_assignment import assign_ranks, fillers, spread
-from packstore.torch.schedule.steps import StepCutter
+from packstore.torch.data.position import Position, Unseen
+from packstore.torch.data.ranks import assign_ranks, fillers, spread
+from packstore.torch.data.steps import StepCutter
 
 N = 41
 LONGEST = 200

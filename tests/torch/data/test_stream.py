@@ -16,7 +16,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.order import PackOrder
 from packstore.testing import random_examples
 from packstore.torch import PackedDataset
-from packstore.torch.schedule.stream import StoredPacks
+from packstore.torch.data.stream import StoredPacks
 
 N = 96
 

@@ -13,9 +13,9 @@ import numpy as np
 from packstore.config import BatchConfig
 from packstore.errors import ConfigError
 from packstore.format.arrays import Int64
-from packstore.torch.schedule.position import Position, Unseen, stale
-from packstore.torch.schedule.steps import Step, StepCutter
-from packstore.torch.schedule.stream import PackStream
+from packstore.torch.data.position import Position, Unseen, stale
+from packstore.torch.data.steps import Step, StepCutter
+from packstore.torch.data.stream import PackStream
 
 Share = tuple[Int64, int]
 """Positions of a batch's packs, and how many at the end are fillers of weight 0."""

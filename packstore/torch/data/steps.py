@@ -6,7 +6,7 @@ windows, so that it starts at once and uses little memory for any number of pack
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,41 +16,12 @@ from packstore.config import BatchConfig
 from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import Int64, PackSizes, to_offsets
 from packstore.format.loss_counts import COUNTS
-from packstore.torch.schedule.position import Unseen
-from packstore.torch.schedule.stream import PackStream
+from packstore.torch.batch.batch import StepInfo
+from packstore.torch.data.position import Unseen
+from packstore.torch.data.stream import PackStream
 
 WINDOW = 4096
 """Approximate number of packs whose sizes are looked up at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepInfo:
-    """The optimizer step that a batch belongs to; the same on every rank.
-
-    Attributes:
-        index: 0-based index of the step in the epoch.
-        batch: 0-based index of the batch in the step.
-        batches: batches of the step on each rank (with tail ``uneven``: on this one).
-        examples: examples of the whole step, over all its batches and ranks, without fillers of
-            weight 0: for pairs, the divisor of the loss.
-        ranks: number of ranks that share the step.
-        packs: packs of the whole step, counted alike; None: unknown.
-        counts: other divisors of losses for the whole step, with the names of
-            :mod:`packstore.format.loss_counts`; None: unknown.
-    """
-
-    index: int
-    batch: int
-    batches: int
-    examples: int
-    ranks: int = 1
-    packs: int | None = None
-    counts: Mapping[str, int] | None = None
-
-    @property
-    def last(self) -> bool:
-        """True for the last batch of the step, after which the optimizer steps."""
-        return self.batch == self.batches - 1
 
 
 class Window:

@@ -10,10 +10,10 @@ from typing import Any, cast
 import numpy as np
 
 from packstore.config import BatchConfig
-from packstore.torch.schedule.position import Position, Unseen
-from packstore.torch.schedule.rank_assignment import assign_ranks, fillers
-from packstore.torch.schedule.steps import WINDOW, Step, StepCutter
-from packstore.torch.schedule.stream import PackStream
+from packstore.torch.data.position import Position, Unseen
+from packstore.torch.data.ranks import assign_ranks, fillers
+from packstore.torch.data.steps import WINDOW, Step, StepCutter
+from packstore.torch.data.stream import PackStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,0 @@
-"""Schedules packs over ranks and optimizer steps; see ``README.md``."""
