@@ -112,7 +112,7 @@ def stages(task: Task, watch: Watch) -> None:
 
     ours("write, hash", write)
     least.spent["plan"] = ours.spent["plan"]
-    codecs = [pa.Codec("zstd", compression_level=level) for level in (config.compression_level, 1)]
+    codecs = [pa.Codec("zstd", compression_level=level) for level in (3, 1)]
     for one in packs:
         order = np.argsort(np.arange(len(one.signed_ids) // config.pack_size) % 97)
         whole = one.signed_ids[: len(order) * config.pack_size].reshape(-1, config.pack_size)

@@ -69,15 +69,6 @@ def add_storage_options(parser: argparse.ArgumentParser, source: bool = False) -
         )
 
 
-def add_single_writer(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--single-writer``."""
-    parser.add_argument(
-        "--single-writer",
-        action="store_true",
-        help="no other job writes there meanwhile: for stores where two jobs could commit",
-    )
-
-
 def storage_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the storage options given; true, false, null, {…} and […] are parsed as JSON."""
     return _options(args.storage_option, "--storage-option")

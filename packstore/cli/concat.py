@@ -7,7 +7,6 @@ import argparse
 from packstore.cli import Command
 from packstore.cli._results import add_json, dataset_result, print_result
 from packstore.cli.common import (
-    add_single_writer,
     add_storage_options,
     number,
     stdout_console,
@@ -21,7 +20,6 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("out", metavar="OUT", help="folder or URL of the new dataset")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
-    add_single_writer(parser)
     add_json(parser)
     add_storage_options(parser)
 
@@ -33,7 +31,6 @@ def _run(args: argparse.Namespace) -> int:
         args.datasets,
         args.out,
         overwrite=args.overwrite,
-        single_writer=args.single_writer,
         storage_options=storage_options(args),
     )
     if args.json:

@@ -10,7 +10,6 @@ from packstore.cli._progress import progress_of
 from packstore.cli._results import add_json, print_result
 from packstore.cli.common import (
     add_dataset,
-    add_single_writer,
     open_dataset,
     stdout_console,
     storage_options,
@@ -23,7 +22,6 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="folder or URL of the side dataset")
     add_model(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
-    add_single_writer(parser)
     add_json(parser)
 
 
@@ -39,7 +37,6 @@ def _run(args: argparse.Namespace) -> int:
                 dataset,
                 args.out,
                 overwrite=args.overwrite,
-                single_writer=args.single_writer,
                 storage_options=storage_options(args),
                 progress=progress,
                 mixed_precision=args.mixed_precision,

@@ -38,7 +38,6 @@ _MINIMUM = {
     "row_group_tokens": 1,
     "shard_tokens": 1,
     "num_workers": 0,
-    "compression_level": 1,
     "packs_per_batch": 1,
     "tokens_per_batch": 1,
     "examples_per_step": 1,

@@ -71,8 +71,6 @@ class WriteSettings(TypedDict, total=False):
 
     format: Literal["parquet", "arrow"]
     labels: Literal["plain", "spans"]
-    compression: Literal["zstd", "lz4", "none"]
-    compression_level: int
     row_group_tokens: int
     shard_tokens: int
     overwrite: bool
@@ -92,7 +90,6 @@ class RunSettings(WorkSettings, total=False):
     max_drop_rate: float
     rejects: str | None
     fresh: bool
-    single_writer: bool
 
 
 class PackSettings(

@@ -212,10 +212,6 @@ class WriteConfig:
     labels: Literal["plain", "spans"] = setting(
         "plain", "store labels as a plain column for any reader, or as spans at half the size"
     )
-    compression: Literal["zstd", "lz4", "none"] = setting(
-        "zstd", "codec of Parquet pages; Arrow shards are never compressed"
-    )
-    compression_level: int = setting(3, "level of zstd")
     row_group_tokens: int = setting(131_072, "approximate tokens of a row group")
     shard_tokens: int = setting(
         1 << 26, "approximate tokens of a shard: 100 to 200 MB of Parquet, 540 MB of Arrow"
@@ -251,10 +247,6 @@ class RunConfig(WorkConfig):
     )
     fresh: bool = setting(
         False, "make every partition, also those that an interrupted run of this job has finished"
-    )
-    single_writer: bool = setting(
-        False,
-        "no other job writes there meanwhile: for stores where two jobs could commit (sftp, …)",
     )
 
     def __post_init__(self) -> None:

@@ -81,8 +81,7 @@ def append(
         options = source_storage_options
     packed = isinstance(more, Dataset) or find_dataset(more, options) is not None
     config = _settings_of(base, settings, packed)
-    lone = config.single_writer
-    with writing(base.location, True, "append", single_writer=lone) as job:
+    with writing(base.location, True, "append") as job:
         if job.version != base.version + 1:
             must = f"only its newest version, {job.version - 1}, can be extended"
             found = f"version {base.version}"
@@ -107,7 +106,6 @@ def concat(
     out: str,
     *,
     overwrite: bool = False,
-    single_writer: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Dataset:
     """Concatenates datasets; their shards are copied as they are, in order.
@@ -120,8 +118,6 @@ def concat(
         datasets: the datasets, or their paths or URLs; one may be `out` itself.
         out: folder or fsspec URL of the new dataset.
         overwrite: replace an existing dataset.
-        single_writer: assert that no other job writes there meanwhile; needed on stores that
-            cannot create a file only if it is absent.
         storage_options: passed to the fsspec filesystems of `out`, and of `datasets` given as
             text.
 
@@ -144,7 +140,7 @@ def concat(
     for part in parts:
         part.require_files()
     run = fingerprint([d.manifest.fingerprint for d in parts])[:12]
-    with writing(location, overwrite, "concat", single_writer=single_writer) as job:
+    with writing(location, overwrite, "concat") as job:
         for given, part in zip(datasets, parts, strict=True):
             newest = isinstance(given, Dataset) or part.version == job.version - 1
             if not newest and _same_place(part.location, location):

@@ -108,9 +108,8 @@ def pack(
         log.info("%s: already there, same input and settings", Location(out, options).display)
         return next(iter(there.values()))
     with contextlib.ExitStack() as stack:
-        opened = partial(writing, single_writer=config.single_writer)
         jobs = [
-            stack.enter_context(opened(place, config.overwrite or part in there))
+            stack.enter_context(writing(place, config.overwrite or part in there))
             for part, place in places.items()
         ]
         work = partial(_pack, jobs, source, of_source, tokenizer, config, progress)

@@ -134,7 +134,6 @@ def test_constants(prose: str) -> None:
     defaults = config.WriteConfig()
     assert f"about {defaults.row_group_tokens:,} tokens" in prose
     assert f"about {defaults.shard_tokens:,} tokens" in prose
-    assert defaults.compression == "zstd"
 
 
 def test_fields_of_the_manifest(prose: str, load: Load) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from packstore.config import CHECK_RETRIES
 from packstore.errors import DatasetExistsError, IntegrityError, PackstoreError, sentence, told
 from packstore.io.dataset.dataset import Dataset, open
-from packstore.io.manifest.commit import versions
+from packstore.io.manifest.commit import not_exclusive, versions
 from packstore.io.store.clients import EXTRAS, PACKAGES
 from packstore.io.store.location import Location
 from packstore.io.store.operations import abort_upload, uploads
@@ -134,9 +134,7 @@ def _trial(location: Location) -> Iterator[Finding]:
             if location.creates_exclusively:
                 yield _tried("commit", lambda: _create_again(location, small))
             else:
-                known = "this filesystem is not known to create a file only if it is absent"
-                said = f"one writer at a time (--single-writer): {known}"
-                yield Finding("commit", None, said)
+                yield Finding("commit", False, told(not_exclusive(location)))
             yield _tried("speed", lambda: _measure(location, large))
     finally:
         removed = _tried("clean up", lambda: _remove(location, small, large))

@@ -61,18 +61,18 @@ def read_committed(
     return without_hash(location.read_bytes(path), where), where, number
 
 
-def require_exclusive(location: Location, single_writer: bool) -> None:
-    """Refuses a location where two writers could both commit, unless `single_writer`.
+def require_exclusive(location: Location) -> None:
+    """Raises :class:`ConfigError` for a location where two writers could both commit."""
+    if not location.creates_exclusively:
+        raise not_exclusive(location)
 
-    Raises:
-        ConfigError: its filesystem is not known to create files exclusively.
-    """
-    if single_writer or location.creates_exclusively:
-        return
-    must = "only one writer at a time may commit there"
-    found = "a filesystem that is not known to create a file only if it is absent"
-    do = "Where no other job writes there, say so: single_writer=True (--single-writer)"
-    raise ConfigError(sentence(location.display, must, found, do))
+
+def not_exclusive(location: Location) -> ConfigError:
+    """Returns the error for a filesystem that is not known to create files exclusively."""
+    must = "a dataset is written only where a file can be created only if it is absent"
+    found = "a filesystem that is not known to do so"
+    do = "Write to a local disk, and copy the folder data, then _packstore"
+    return ConfigError(sentence(location.display, must, found, do))
 
 
 def refuse_existing(location: Location, overwrite: bool, name: str = DATASET) -> int:

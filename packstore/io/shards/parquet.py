@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from packstore.config import WriteConfig
 from packstore.errors import IntegrityError
 
 MAX_GROUP_BYTES = 1 << 29
@@ -27,13 +26,13 @@ _ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED", "DELTA_BINARY_PACKED", "BYTE_STREAM_
 """Accepted encodings: for texts, only those that decode to no more memory than the stored bytes."""
 
 
-def parquet_writer(sink: Any, schema: pa.Schema, config: WriteConfig) -> pq.ParquetWriter:
-    """Returns a writer of shards with these settings."""
+def parquet_writer(sink: Any, schema: pa.Schema) -> pq.ParquetWriter:
+    """Returns a writer of shards."""
     return pq.ParquetWriter(
         sink,
         schema,
-        compression=config.compression,
-        compression_level=config.compression_level if config.compression == "zstd" else None,
+        compression="zstd",
+        compression_level=3,
         use_dictionary=False,
         write_statistics=False,
         write_page_checksum=True,

@@ -38,7 +38,7 @@ class ShardFile:
             if config.format == "arrow":
                 self._writer = pa.ipc.new_file(self._file, schema)
             else:
-                self._writer = parquet_writer(self._file, schema, config)
+                self._writer = parquet_writer(self._file, schema)
 
     def append(self, batches: Sequence[pa.RecordBatch]) -> None:
         """Appends one row group that consists of all batches.

@@ -55,14 +55,13 @@ class SideWriter:
         provenance: origin of the values, such as `model`, `model_sha256`, `tokenizer_sha256`,
             `chat_template_sha256`, `dtype`, `attention`, `head_dtype`: texts, numbers, booleans.
         overwrite: replace an existing side dataset.
-        single_writer: asserts that no other job writes there; needed where two could both commit.
         storage_options: options of the fsspec filesystem.
 
     Attributes:
         examples: number written so far.
 
     Raises:
-        ConfigError: two writers could both commit there, and `single_writer` is False.
+        ConfigError: two writers could both commit there.
         DatasetExistsError: one exists, and `overwrite` is False.
         FormatError: a column or a member of `provenance` is not valid.
     """
@@ -75,7 +74,6 @@ class SideWriter:
         *,
         provenance: Mapping[str, str | int | float | bool | None] | None = None,
         overwrite: bool = False,
-        single_writer: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         manifest = source.manifest if isinstance(source, Dataset) else source
@@ -93,9 +91,7 @@ class SideWriter:
         self._manifest.check(self._location.display)
         head = self._manifest
         self._run = fingerprint([head.fingerprint, head.columns, head.provenance])[:12]
-        opened = writing(
-            self._location, overwrite, "side data", single_writer=single_writer, name=SIDE
-        )
+        opened = writing(self._location, overwrite, "side data", SIDE)
         with contextlib.ExitStack() as stack:
             self._version = stack.enter_context(opened).version
             # Also if neither commit nor abort is called.

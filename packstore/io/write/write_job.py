@@ -128,8 +128,6 @@ def writing(
     location: Location,
     overwrite: bool,
     call: str = "pack",
-    *,
-    single_writer: bool = False,
     name: str = DATASET,
 ) -> Iterator[WriteJob]:
     """Opens a job that writes to `location`, possibly concurrent with others.
@@ -138,15 +136,14 @@ def writing(
         location: the dataset.
         overwrite: replace an existing dataset.
         call: name of the job, for messages.
-        single_writer: asserts that no other job writes there.
         name: prefix of the name of its manifest.
 
     Raises:
-        ConfigError: two writers could both commit there, and `single_writer` is False.
+        ConfigError: two writers could both commit there.
         DatasetExistsError: a dataset exists, and `overwrite` is False.
         StorageError: the store refuses.
     """
-    require_exclusive(location, single_writer)
+    require_exclusive(location)
     version = refuse_existing(location, overwrite, name)
     with removing_empty_folders(location), writer_marker(location, call):
         yield WriteJob(location, version)

@@ -61,7 +61,6 @@ def write_ref_logps(
     *,
     mixed_precision: Precision = "auto",
     overwrite: bool = False,
-    single_writer: bool = False,
     storage_options: dict[str, Any] | None = None,
     progress: Progress | None = None,
     **batching: Unpack[EvalSettings],
@@ -81,7 +80,6 @@ def write_ref_logps(
             choice of training, see
             :func:`~packstore.torch.reference.arithmetic.choose_precision`.
         overwrite: replace an existing side dataset.
-        single_writer: no other job writes there meanwhile; required if two jobs could both commit.
         storage_options: options of the fsspec filesystem of `url`.
         progress: called as packs finish on this rank.
         batching: `packs_per_batch` or `tokens_per_batch`; default: 1 pack, on a CUDA device the
@@ -106,7 +104,7 @@ def write_ref_logps(
     location = Location(url, storage_options or {})
 
     def begin() -> tuple[Provenance, list[int]]:
-        require_exclusive(location, single_writer)
+        require_exclusive(location)
         refuse_existing(location, overwrite, SIDE)
         with lower():
             provenance = describe_reference(model, dataset)
@@ -125,7 +123,6 @@ def write_ref_logps(
             {REF_LOGPS: "list<float32>"},
             provenance=provenance,
             overwrite=overwrite,
-            single_writer=single_writer,
             storage_options=storage_options,
         ) as writer:
             for ids, counts, logps in parts.read():

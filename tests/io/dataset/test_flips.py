@@ -20,7 +20,6 @@ from packstore.io.side.side import SideWriter, open_side
 PROFILES: dict[str, dict[str, Any]] = {
     "parquet": {},
     "spans": {"labels": "spans"},
-    "uncompressed": {"compression": "none"},
     "arrow": {"format": "arrow"},
 }
 FLIPS = 400

@@ -27,12 +27,11 @@ def written(kit, tmp_path):
     return kit.Written(str(tmp_path / "dataset"))
 
 
-@pytest.mark.parametrize("compression", ["zstd", "lz4", "none"])
 @pytest.mark.parametrize("labels", ["plain", "spans"])
-def test_a_shard_is_what_pyarrow_writes(kit, tmp_path, compression, labels):
+def test_a_shard_is_what_pyarrow_writes(kit, tmp_path, labels):
     packs = kit.some_packs(300, "ranked")
     packs.columns["source"] = np.array([f"ü{i}" for i in range(len(packs.example_ids))], object)
-    how = {"compression": compression, "labels": labels, "shard_tokens": 4000}
+    how = {"labels": labels, "shard_tokens": 4000}
     made = kit.Written(str(tmp_path / "dataset"), "ranked", carry={"source": "string"})
     ds = made.dataset([packs], **how)
     numbers = [len(shard.row_groups) for shard in ds.manifest.shards]
@@ -41,7 +40,7 @@ def test_a_shard_is_what_pyarrow_writes(kit, tmp_path, compression, labels):
     for shard in ds.manifest.shards:
         path = tmp_path / "dataset" / shard.path
         file, sink = pq.ParquetFile(path), io.BytesIO()
-        with parquet_writer(sink, file.schema_arrow, made.config(**how)) as writer:
+        with parquet_writer(sink, file.schema_arrow) as writer:
             for number in range(file.num_row_groups):
                 writer.write_table(file.read_row_group(number), row_group_size=1 << 20)
         assert path.read_bytes() == sink.getvalue()
@@ -58,12 +57,11 @@ def test_bytes_do_not_depend_on_the_parts_in_which_packs_come(kit, tmp_path, for
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("compression", ["zstd", "none"])
 @pytest.mark.parametrize("format_", ["parquet", "arrow"])
-def test_a_shard_ends_behind_the_row_group_that_fills_it(kit, tmp_path, compression, format_):
+def test_a_shard_ends_behind_the_row_group_that_fills_it(kit, tmp_path, format_):
     """Whatever a codec makes of it: so its release does not decide where shards end."""
     made = kit.Written(str(tmp_path / "dataset"))
-    how = {"compression": compression, "format": format_, "shard_tokens": 1000}
+    how = {"format": format_, "shard_tokens": 1000}
     groups = [
         s.row_groups.tokens for s in made.dataset([kit.some_packs(300)], **how).manifest.shards
     ]

@@ -1,28 +1,25 @@
-"""Stores where two writers could both commit: refused, unless the caller says that it is alone."""
+"""Stores where two writers could both commit are refused as targets, and can be read."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
+import fsspec
 import pytest
 from small_jobs import SETTINGS, pairs
 
 import packstore
 from packstore.cli import main
 from packstore.errors import ConfigError, DatasetExistsError
-from packstore.etl.concat import append, concat
-from packstore.io.maintain.clean import clean
-from packstore.io.side.side import SideWriter, open_side
+from packstore.io.side.side import SideWriter
 from packstore.io.store.clients import creates_exclusively
 from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
-REFUSED = r"only one writer at a time may commit there; .* single_writer=True \(--single-writer\)"
+REFUSED = r"only where a file can be created only if it is absent; .* copy the folder data"
 
 
 @pytest.fixture
@@ -66,47 +63,29 @@ def test_many_creators_of_a_file_in_memory_have_one_winner() -> None:
     assert (sum(outcomes), len(outcomes)) == (50, 400)
 
 
-def test_packing_appending_and_concatenating(place: str, tmp_path: Path) -> None:
+def test_such_a_place_is_refused_before_anything_is_written(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     local = packstore.pack(pairs(20), str(tmp_path / "local"), **SETTINGS)
-    acts: list[Callable[..., Any]] = [
-        lambda **alone: packstore.pack(pairs(20), place, **SETTINGS, **alone),
-        lambda **alone: append(place, pairs(20, 900), **alone),
-        lambda **alone: concat([place, local], f"{place}-2", **alone),
+    acts: list[Callable[[], Any]] = [
+        lambda: packstore.pack(pairs(20), place, **SETTINGS),
+        lambda: packstore.concat([local], place),
+        lambda: SideWriter(place, local, {"value": "float64"}),
     ]
     for act in acts:
         with pytest.raises(ConfigError, match=REFUSED):
             act()
-        dataset = act(single_writer=True)
-        assert dataset.verify().ok
-        assert "single_writer" not in dataset.manifest.provenance["settings"]
-    assert packstore.open(place).version == 2
-    assert clean(place).leftovers == []
+    assert not (tmp_path / "far").exists()
+    assert main(["check", place]) == 1
+    assert "copy the folder data" in capsys.readouterr().out.replace("\n", " ")
 
 
-def test_the_bytes_are_those_of_any_other_store(place: str, tmp_path: Path) -> None:
+def test_a_copy_of_a_dataset_is_read_there(place: str, tmp_path: Path) -> None:
     local = packstore.pack(pairs(20), str(tmp_path / "local"), **SETTINGS)
-    far = packstore.pack(pairs(20), place, single_writer=True, **SETTINGS)
-    assert far.manifest.to_json() == local.manifest.to_json()
-
-
-def test_side_data(place: str, tmp_path: Path, kit: SimpleNamespace) -> None:
-    dataset = packstore.pack(pairs(20), str(tmp_path / "local"), layout="concat", **SETTINGS)
+    far, root = fsspec.url_to_fs(place)
+    for folder in ("data", "_packstore"):
+        far.put(f"{local.url}/{folder}", f"{root}/{folder}", recursive=True)
+    assert packstore.open(place).manifest.fingerprint == local.manifest.fingerprint
+    assert packstore.open(place).verify().ok
     with pytest.raises(ConfigError, match=REFUSED):
-        SideWriter(place, dataset, {"value": "float64"})
-    with SideWriter(place, dataset, {"value": "float64"}, single_writer=True) as writer:
-        writer.write(np.arange(20), {"value": np.arange(20.0)})
-    assert len(open_side(place)) == 20
-
-
-def test_check_and_the_commands(
-    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["check", place]) == 0
-    assert "commit       one writer at a time (--single-writer)" in capsys.readouterr().out
-    for name, first in (("a", 0), ("b", 900)):
-        packstore.pack(pairs(20, first), str(tmp_path / name), **SETTINGS)
-    command = ["concat", str(tmp_path / "a"), str(tmp_path / "b"), place]
-    assert main(command) == 1
-    assert "only one writer at a time" in capsys.readouterr().err.replace("\n", " ")
-    assert main([*command, "--single-writer"]) == 0
-    assert packstore.open(place).manifest.pairs == 40
+        packstore.append(place, pairs(20, 900))
