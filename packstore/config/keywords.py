@@ -89,7 +89,6 @@ class RunSettings(WorkSettings, total=False):
 
     max_drop_rate: float
     rejects: str | None
-    fresh: bool
 
 
 class PackSettings(

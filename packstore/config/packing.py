@@ -245,9 +245,6 @@ class RunConfig(WorkConfig):
         None,
         "file or URL to which each dropped record is written: place, reason, detail, as JSON lines",
     )
-    fresh: bool = setting(
-        False, "make every partition, also those that an interrupted run of this job has finished"
-    )
 
     def __post_init__(self) -> None:
         validate(self)

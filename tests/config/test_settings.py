@@ -85,7 +85,6 @@ def test_commands_that_write_nothing_offer_nothing_about_it(
         main([command, "--help"])
     out = capsys.readouterr().out
     assert "--spill-dir" in out
-    assert "--fresh" not in out
     assert "--max-drop-rate" not in out
 
 

@@ -145,6 +145,5 @@ def test_no_flag_without_a_meaning(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main([command, "--help"])
         text = capsys.readouterr().out
-        assert "--fresh" not in text
         assert "--max-drop-rate" not in text
         assert "--num-workers" in text

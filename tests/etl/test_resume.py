@@ -160,16 +160,6 @@ def test_a_partition_that_changed_is_made_again(
     assert files(place) == whole
 
 
-def test_a_fresh_job_takes_over_nothing(
-    place: str, pack: Callable[..., Any], source: str, tmp_path: Path
-) -> None:
-    whole = files(pack(str(tmp_path / "whole"), source, **CUT).url)
-    stop_in_partition(3, KeyboardInterrupt(), lambda: pack(place, source, **CUT))
-    after = watched(lambda: pack(place, source, fresh=True, **CUT))
-    assert len(partitions(after)) == 4
-    assert files(place) == whole
-
-
 def test_another_job_leaves_the_notes_alone(
     place: str,
     pack: Callable[..., Any],

@@ -183,8 +183,6 @@ class PackPartitions:
         return one
 
     def _resumed(self, item: Item) -> Partition | None:
-        if self._config.fresh:
-            return None
         found = taken_over(self._notes, item, self._hashes)
         if found is None or self._config.rejects is None:
             return found

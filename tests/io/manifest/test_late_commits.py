@@ -165,7 +165,7 @@ def test_a_put_that_arrives_when_another_has_committed(
     with monkeypatch.context() as patch, pytest.raises(StorageError):  # noqa: PT012
         patch.setattr(Location, "create_bytes", no_answer)
         packstore.pack(pairs(20), place, **SETTINGS)
-    packstore.pack(pairs(30, 100), place, fresh=True, **SETTINGS)
+    packstore.pack(pairs(30, 100), place, **SETTINGS)
     clean(place, delete=True)
     with pytest.raises(DatasetExistsError):
         Location(place).create_bytes(*sent[0])
