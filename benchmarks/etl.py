@@ -1,4 +1,4 @@
-"""Packs JSON lines into a stored dataset: each stage beside its floor, and beside other ways.
+"""Packs JSON lines into a stored dataset: beside other ways.
 
     python benchmarks/etl.py                      # about 25 minutes on two idle cores
     python benchmarks/etl.py --memory             # 50k, 500k and 5M short pairs, under a limit
@@ -10,8 +10,6 @@ minutes, so only that). For each case:
 
 - `packstore.pack` as users call it: wall and CPU seconds, share of the cores that is busy (CPU
   seconds over wall seconds and cores), peak memory, seconds until the first record is read;
-- each stage alone, in CPU seconds for a million tokens, beside its floor: what the work costs in
-  the library that does it (`peers_etl/floors.py` says which);
 - with qwen3, other ways to the same: `datasets` with TRL's packer (in one process and in two at
   the smallest size, the faster of them at the others and for chats), and, at the smallest size, the
   steps of NeMo-Aligner and packstore with the tokenizer library that both use. What their outputs
@@ -32,7 +30,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -46,7 +43,7 @@ from rich.table import Table
 from packstore.version import VERSION
 
 RESULTS = Path(__file__).parent / "results" / "etl.json"
-OURS, REFERENCE, STAGES = "packstore", "packstore-reference", "packstore-stages"
+OURS, REFERENCE = "packstore", "packstore-reference"
 TRL, TRL_2, NEMO = "datasets+trl", "datasets+trl-2", "nemo-steps"
 TOKENIZERS = {"qwen3": None, "mistral_v1": "plain", "t5_unigram": "plain"}
 """Name -> chat template where it has none."""
@@ -87,7 +84,6 @@ class Case:
             first: the smallest size.
         """
         yield OURS
-        yield STAGES
         if self.tokenizer != COMPARED:
             return
         if self.pairs == first and self.form == "text":
@@ -166,7 +162,6 @@ def least(a: Row, b: Row) -> Row:
 def save(args: argparse.Namespace, results: Row) -> None:
     """Writes what is known by now, so that an interrupted run can go on with ``--resume``."""
     results["environment"] = environment()
-    results["goals"] = list(goals(results.get("cases", {})))
     args.out.parent.mkdir(exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
@@ -197,49 +192,9 @@ def memory(args: argparse.Namespace, scratch: Path, console: Console, results: R
         save(args, results)
 
 
-def floor_table(case: Row) -> Iterator[tuple[str, float | None, float | None]]:
-    """Name, CPU seconds and floor of each stage, then of the whole, all for a million tokens."""
-    rows, each = case["rows"], case["rows"][STAGES]["tokens"] / 1e6
-    stages = rows[STAGES]["floors"]
-    for name, (own, floor) in stages.items():
-        yield name, own / each, None if floor is None else floor / each
-    own = rows[OURS]["cpu_seconds"] / each if OURS in rows else None
-    yield "whole", own, sum(floor or 0 for _, floor in stages.values()) / each
-
-
 def busy(row: Row) -> float:
     """Share of the cores that works."""
     return float(row["cpu_seconds"] / row["seconds"] / (os.cpu_count() or 1))
-
-
-def goals(cases: Row) -> Iterator[Row]:
-    """Compares the results with the goals."""
-
-    def goal(what: str, found: float, wanted: float, most: bool) -> Row:
-        met = found <= wanted if most else found >= wanted
-        return {"goal": what, "wanted": wanted, "found": found, "met": met}
-
-    for name, case in cases.items():
-        rows = case["rows"]
-        if OURS not in rows:
-            continue
-        mine = rows[OURS]
-        yield goal(f"{name}: busy share of the cores", busy(mine), 0.9, False)
-        start = mine["import_seconds"] + mine["stages"]["load tokenizer"]
-        yield goal(f"{name}: seconds to the first record", start, 1.2, True)
-        if "floors" in rows.get(STAGES, {}):
-            *_, (_, own, floor) = floor_table(case)
-            yield goal(f"{name}: whole over the sum of floors, CPU", own / floor, 1.5, True)
-        for us, peer, wanted in ((OURS, TRL, 20), (OURS, NEMO, 30), (REFERENCE, TRL, 2)):
-            # Of the two ways to run the peer, the better one.
-            peers = [rows[n] for n in (peer, f"{peer}-2") if n in rows]
-            for figure in ("seconds", "cpu_seconds") if us in rows and peers else ():
-                times = min(row[figure] for row in peers) / rows[us][figure]
-                yield goal(f"{name}: {us}, times {peer}, {figure}", times, wanted, False)
-        texts = cases.get(name.replace(" chat ", " text "), {}).get("rows", {})
-        if OURS in texts and texts[OURS] is not mine:
-            each = [row["cpu_seconds"] / row["tokens"] for row in (mine, texts[OURS])]
-            yield goal(f"{name}: over text, CPU a token", each[0] / each[1], 1.5, True)
 
 
 def show_case(name: str, case: Row, console: Console) -> None:
@@ -248,22 +203,11 @@ def show_case(name: str, case: Row, console: Console) -> None:
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("contender", "stages") else "right")
     for contender, row in sorted(case["rows"].items(), key=lambda item: item[1]["seconds"]):
-        if contender == STAGES:
-            continue
         table.add_row(
             contender, f"{row['seconds']:.1f}", f"{row['cpu_seconds']:.1f}", f"{busy(row):.0%}",
             f"{row['tokens'] / 1e6:.1f}", f"{row['packs']:,}", f"{row['peak_rss'] >> 20:,}",
             ", ".join(f"{stage} {s:.1f}" for stage, s in row["stages"].items()),
         )  # fmt: skip
-    console.print(table)
-    if "floors" not in case["rows"].get(STAGES, {}):
-        return
-    table = Table(title=f"{name}: CPU seconds for a million tokens")
-    for column in ("stage", "packstore", "floor", "times"):
-        table.add_column(column, justify="left" if column == "stage" else "right")
-    for stage, own, floor in floor_table(case):
-        cells = ["" if value is None else f"{value:.4f}" for value in (own, floor)]
-        table.add_row(stage, *cells, f"{own / floor:.2f}" if own and floor else "")
     console.print(table)
 
 
@@ -290,7 +234,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, nargs="+", default=list(SIZES), help="ascending")
     parser.add_argument("--tokenizers", nargs="+", choices=TOKENIZERS, default=list(TOKENIZERS))
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
-    names = (OURS, STAGES, REFERENCE, TRL, TRL_2, NEMO)
+    names = (OURS, REFERENCE, TRL, TRL_2, NEMO)
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--series", type=int, nargs="+", default=list(SERIES))
     parser.add_argument("--memory", action="store_true", help="the memory series instead")
@@ -301,7 +245,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.shared = args.shared.resolve()
-    console, begun = Console(width=150), time.monotonic()
+    console = Console(width=150)
     part = "memory" if args.memory else "cases"
     results: Row = {}
     if args.out.exists():
@@ -311,10 +255,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="packstore-bench-", dir=args.scratch) as scratch:
         (memory if args.memory else compare)(args, Path(scratch), console, results)
     save(args, results)
-    for goal in results["goals"]:
-        sign = "met" if goal["met"] else "MISSED"
-        console.print(f"{sign}: {goal['goal']}: {goal['found']:.2f} (wanted {goal['wanted']})")
-    console.print(f"took {(time.monotonic() - begun) / 60:.1f} minutes")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from typing import Any
 CONTENDERS = {
     "packstore": "peers_etl.ours:pack",
     "packstore-reference": "peers_etl.ours:pack_by_reference",
-    "packstore-stages": "peers_etl.floors:stages",
     "datasets+trl": "peers_etl.trls:pack",
     "datasets+trl-2": "peers_etl.trls:pack_in_two",
     "nemo-steps": "peers_etl.nemo:pack",
@@ -53,14 +52,12 @@ class Watch:
     Attributes:
         stages: seconds by stage.
         counts: tokens and packs of the output.
-        floors: CPU seconds of each stage and of its floor, where measured.
         engine: tokenizer engine, where there is a choice.
         peaks: of memory, in bytes, which a thread reads.
     """
 
     stages: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
-    floors: dict[str, list[float | None]] = field(default_factory=dict)
     engine: str | None = None
     peaks: dict[str, int] = field(default_factory=lambda: {"anonymous": 0, "data": 0})
     _begun: float = field(default_factory=time.perf_counter)
@@ -109,8 +106,6 @@ def run(task: Task) -> dict[str, Any]:
         **watch.counts,
         "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
     }
-    if watch.floors:
-        found["floors"] = watch.floors
     if watch.engine:
         found["engine"] = watch.engine
     return found | {f"peak_{name}": size for name, size in watch.peaks.items()}

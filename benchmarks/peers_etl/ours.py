@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+
 import packstore
 from peers_etl.child import Task, Watch
 
 
 def pack(task: Task, watch: Watch) -> None:
     """The job as users run it."""
-    _pack(task, watch, "auto")
+    _pack(task, watch)
 
 
 def pack_by_reference(task: Task, watch: Watch) -> None:
-    """The same with Hugging Face's library."""
-    _pack(task, watch, "tokenizers")
+    """The same with Hugging Face's library, as where no wheel of the fast engine is to be had."""
+    sys.modules["fastokens"] = None  # type: ignore[assignment]
+    _pack(task, watch)
 
 
-def _pack(task: Task, watch: Watch, engine: str) -> None:
+def _pack(task: Task, watch: Watch) -> None:
     def progress(stage: str, done: int, total: int | None, unit: str) -> None:
         if stage == "read" and not done:
             watch.stage("load tokenizer")
@@ -26,12 +29,10 @@ def _pack(task: Task, watch: Watch, engine: str) -> None:
             watch.stage("plan, fill, write")
 
     dataset = packstore.pack(
-        task.source, task.out, task.tokenizer, pack_size=task.pack_size, tokenizer_engine=engine,
+        task.source, task.out, task.tokenizer, pack_size=task.pack_size,
         chat_template=task.template, progress=progress,
     )  # fmt: skip
     watch.stage("commit")
     totals = dataset.manifest.totals
     watch.counts.update(tokens=totals.tokens, packs=totals.packs)
-    used = dataset.manifest.provenance["tokenizer"]["engine"]
-    assert engine in ("auto", used), used
-    watch.engine = used
+    watch.engine = dataset.manifest.provenance["tokenizer"]["engine"]
