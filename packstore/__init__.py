@@ -41,10 +41,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import Unpack
 
     from packstore.config import PackConfig
-    from packstore.config.keywords import PackSettings
     from packstore.errors import PackstoreError
     from packstore.etl.concat import append, concat
     from packstore.etl.pipeline import pack
@@ -72,7 +70,7 @@ else:
             storage_options: Mapping[str, Any] | None = None,
             source_storage_options: Mapping[str, Any] | None = None,
             progress: Progress | None = None,
-            **settings: Unpack[PackSettings],
+            **settings: Any,
         ) -> Dataset:
             from packstore.etl.pipeline import pack
 

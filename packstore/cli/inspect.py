@@ -17,8 +17,7 @@ from packstore.cli.common import (
     stdout_console,
     two_columns,
 )
-from packstore.config.job import job_of
-from packstore.config.yaml_file import to_yaml
+from packstore.config.job import job_of, to_yaml
 from packstore.errors import visible
 from packstore.io.manifest.manifest_hash import with_hash
 

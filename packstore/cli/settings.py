@@ -11,23 +11,6 @@ from typing import Any, Literal
 
 from packstore.errors import ConfigError, spelled
 
-METAVARS = {
-    **dict.fromkeys(("dataset", "validation", "tokenizer", "model", "reference_model"), "PATH"),
-    **dict.fromkeys(("ref_logps", "validation_ref_logps"), "SIDE"),
-    "fields": "FIELD=NAME",
-    "where": "SQL",
-    "select": "FIELD=SQL",
-    "carry": "NAME[:TYPE]",
-    "chat_template": "TEMPLATE",
-    "spill_dir": "DIR",
-    "output": "DIR",
-    "rejects": "FILE",
-    "validation_by": "COLUMN",
-    "loss_parameters": "NAME=NUMBER",
-    "wandb": "PROJECT",
-}
-"""Setting -> the name of its value in the help, where NAME, KEY=VALUE, N or X would say less."""
-
 
 def add_settings(parser: argparse.ArgumentParser, title: str, config: type) -> None:
     """Adds one flag per field of the dataclass `config`, in a separate group.
@@ -70,12 +53,11 @@ def key_values(items: list[str], flag: str) -> dict[str, str]:
 
 
 class _KeyValue(argparse.Action):
-    """Collects KEY=VALUE items into a dict, with values as text."""
+    """Collects KEY=VALUE items into a dict: texts, or JSON values if the setting has others."""
 
-    @staticmethod
-    def read(text: str) -> Any:
-        """Returns the value of an item."""
-        return text
+    def __init__(self, *args: Any, text: bool, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.text = text
 
     def __call__(
         self,
@@ -84,25 +66,20 @@ class _KeyValue(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        pairs = dict(getattr(namespace, self.dest, None) or {})
+        pairs: dict[str, Any] = dict(getattr(namespace, self.dest, None) or {})
         try:
-            found = key_values([values], option_string or "")
-            pairs.update({key: self.read(value) for key, value in found.items()})
+            for key, value in key_values([values], option_string or "").items():
+                pairs[key] = value if self.text else _from_json(value)
         except ConfigError as error:
             parser.error(str(error))
         setattr(namespace, self.dest, pairs)
 
 
-class _KeyJson(_KeyValue):
-    """Collects KEY=VALUE items into a dict, with values parsed as JSON, else as text."""
-
-    @staticmethod
-    def read(text: str) -> Any:
-        """Returns the value of an item."""
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
@@ -111,17 +88,16 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     if field.default not in (None, dataclasses.MISSING, ()):
         text += f" (default: {field.default})"
     common = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
-    named = METAVARS.get(field.name)
-    options = [a for a in typing.get_args(hint) if a is not type(None)]
-    origin = typing.get_origin(hint)
+    metavar = field.metadata.get("metavar")
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
-        return {**common, "choices": typing.get_args(hint)}
+        return {**common, "choices": args}
     if origin is tuple:
-        return {**common, "action": "append", "metavar": named or "NAME"}
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        action = _KeyJson if field.metadata.get("json") else _KeyValue
-        return {**common, "action": action, "metavar": named or "KEY=VALUE"}
-    base = options[0] if options else hint
+        return {**common, "action": "append", "metavar": metavar or "NAME"}
+    if origin is Mapping:
+        only_text = args[1] is str
+        return {**common, "action": _KeyValue, "text": only_text, "metavar": metavar or "KEY=VALUE"}
+    base = args[0] if args else hint
     if base is bool:
         return {**common, "action": argparse.BooleanOptionalAction}
-    return {**common, "type": base, "metavar": named or {int: "N", float: "X"}.get(base, "NAME")}
+    return {**common, "type": base, "metavar": metavar or {int: "N", float: "X"}.get(base, "NAME")}

@@ -21,7 +21,6 @@ from packstore.config.training import (
     TrainRunConfig,
 )
 from packstore.config.training import read_settings as read_file
-from packstore.errors import ConfigError
 from packstore.pages import frame
 from packstore.pages.train_page import read_metrics, train_page
 
@@ -48,8 +47,6 @@ def _run(args: argparse.Namespace) -> int:
     path = args.config or args.config_file
     settings: dict[str, Any] = {} if path is None else read_file(path)
     flags = read_settings(args, TrainConfig)
-    if "loss_parameters" in flags:
-        flags["loss_parameters"] = _numbers(flags["loss_parameters"])
     config = TrainConfig.of(**{**settings, **flags})
     from packstore.torch.training.train import train
 
@@ -83,14 +80,6 @@ def _write_page(path: str, config: TrainConfig) -> None:
         subtitle = f"model {config.model}, dataset {config.dataset}, loss {loss}"
         page = train_page(f"Training of {config.output}", subtitle, read_metrics(metrics))
         frame.write(path, page)
-
-
-def _numbers(texts: dict[str, str]) -> dict[str, float]:
-    """Parses the values of ``--loss-parameter NAME=NUMBER``."""
-    try:
-        return {name: float(text) for name, text in texts.items()}
-    except ValueError as error:
-        raise ConfigError(f"--loss-parameter must have the form NAME=NUMBER; {error}.") from error
 
 
 COMMAND = Command(

@@ -1,6 +1,5 @@
 """Every setting, with its default: the only home of defaults."""
 
-from packstore.config.checks import fingerprint, setting, validate
 from packstore.config.fields import (
     FEEDBACK,
     FIELD_NAMES,
@@ -11,7 +10,6 @@ from packstore.config.fields import (
     REWARD_FIELDS,
     SPELLINGS,
 )
-from packstore.config.loading import BatchConfig, ReadConfig
 from packstore.config.packing import (
     PARTITION_BYTES,
     PackConfig,
@@ -23,7 +21,8 @@ from packstore.config.packing import (
     WorkConfig,
     WriteConfig,
 )
-from packstore.config.storage import CHECK_RETRIES, RetryConfig
+from packstore.config.reading import CHECK_RETRIES, BatchConfig, ReadConfig, RetryConfig
+from packstore.config.settings import Settings, fingerprint, setting
 
 __all__ = [
     "CHECK_RETRIES",
@@ -43,11 +42,11 @@ __all__ = [
     "RetryConfig",
     "RunConfig",
     "SelectConfig",
+    "Settings",
     "SizeConfig",
     "TokenizeConfig",
     "WorkConfig",
     "WriteConfig",
     "fingerprint",
     "setting",
-    "validate",
 ]

@@ -1,19 +1,58 @@
-"""A job file: one packing job as YAML, with the names of the arguments of ``packstore.pack``."""
+"""Settings in YAML files: a packing job, with the names of the arguments of ``packstore.pack``."""
 
 from __future__ import annotations
 
-import dataclasses
+import re
 from collections.abc import Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
-from packstore.config.checks import unknown
+import yaml
+
 from packstore.config.packing import PackConfig
-from packstore.config.yaml_file import read_yaml
-from packstore.errors import ConfigError, UnknownNameError, quote, sentence
+from packstore.config.settings import check_names
+from packstore.errors import ConfigError, quote, sentence
 
 ARGUMENTS = ("source", "out", "tokenizer", "storage_options", "source_storage_options")
 """Arguments of ``packstore.pack`` that are no settings."""
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
+    """Also reads 1e-6 as a number: YAML 1.1 takes it for text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def read_yaml(path: str | PathLike[str]) -> dict[str, Any]:
+    """Reads a mapping from a YAML file; lists become tuples.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or holds no mapping.
+    """
+    try:
+        settings = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(sentence(str(path), "it must be a readable file", reason)) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(sentence(str(path), "it must be YAML", str(error))) from error
+    if not isinstance(settings, Mapping):
+        raise ConfigError(
+            sentence(str(path), "it must hold settings, name: value", quote(settings))
+        )
+    return {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
+
+
+def to_yaml(settings: Mapping[str, Any]) -> str:
+    """Returns settings as YAML, in their order."""
+    text: str = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=100)
+    return text
 
 
 def read_job(path: str | PathLike[str]) -> dict[str, Any]:
@@ -26,19 +65,11 @@ def read_job(path: str | PathLike[str]) -> dict[str, Any]:
         UnknownNameError: a name is neither an argument nor a setting; suggests the nearest.
     """
     job = read_yaml(path)
-    known = {*ARGUMENTS, *(f.name for f in dataclasses.fields(PackConfig))}
-    for name, value in job.items():
-        if name not in known:
-            raise UnknownNameError(
-                f"{path}: {unknown(str(name), known, '`packstore pack --help`')}"
-            )
-        if name in ("out", "tokenizer") and not isinstance(value, str):
-            raise ConfigError(sentence(f"{path}, {name}", "it must be a path or URL", quote(value)))
-        if name.endswith("storage_options") and not _is_named(value):
-            raise ConfigError(sentence(f"{path}, {name}", "it must be name: value", quote(value)))
-        if name == "source" and not _is_source(value):
-            must = "it must be a path, glob or URL, or a list of them"
-            raise ConfigError(sentence(f"{path}, {name}", must, quote(value)))
+    check_names(job, (*ARGUMENTS, *PackConfig.names()), PackConfig.LISTED_BY)
+    for name in job.keys() & ARGUMENTS:
+        rule, holds = _RULES[name]
+        if not holds(job[name]):
+            raise ConfigError(sentence(f"{path}, {name}", rule, quote(job[name])))
     return job
 
 
@@ -53,23 +84,40 @@ def job_of(provenance: Mapping[str, Any], out: str) -> dict[str, Any]:
         ConfigError: its manifest records no settings or no input files.
     """
     settings, sources = provenance.get("settings"), provenance.get("sources") or []
-    paths = [one.get("path") for one in sources if isinstance(one, Mapping)]
+    paths = [source.get("path") for source in sources if isinstance(source, Mapping)]
     if not isinstance(settings, Mapping) or not paths or None in paths:
-        must = "its manifest must record settings and input files"
-        do = "Only a dataset that packstore.pack made of files has a job"
-        raise ConfigError(sentence(out, must, "none", do))
-    known = {f.name for f in dataclasses.fields(PackConfig)}
+        raise ConfigError(
+            sentence(
+                out,
+                "its manifest must record settings and input files",
+                "none",
+                "Only a dataset that packstore.pack made of files has a job",
+            )
+        )
     job: dict[str, Any] = {"source": paths[0] if len(paths) == 1 else paths, "out": out}
     tokenizer = provenance.get("tokenizer")
     if isinstance(tokenizer, Mapping) and tokenizer.get("path"):
         job["tokenizer"] = tokenizer["path"]
-    return {**job, **{name: value for name, value in settings.items() if name in known}}
+    return {**job, **{n: value for n, value in settings.items() if n in PackConfig.names()}}
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_source(value: Any) -> bool:
+    paths = value if isinstance(value, tuple) else (value,)
+    return bool(paths) and all(map(_is_path, paths))
 
 
 def _is_named(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
-def _is_source(value: Any) -> bool:
-    each = value if isinstance(value, tuple) and value else (value,)
-    return all(isinstance(one, str) and one for one in each)
+_RULES = {
+    "source": ("it must be a path, glob or URL, or a list of them", _is_source),
+    "out": ("it must be a path or URL", _is_path),
+    "tokenizer": ("it must be a path or URL", _is_path),
+    "storage_options": ("it must be name: value", _is_named),
+    "source_storage_options": ("it must be name: value", _is_named),
+}

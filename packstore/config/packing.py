@@ -7,21 +7,24 @@ The command-line flags are derived from the fields and their ``help``.
 
 from __future__ import annotations
 
-import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from packstore.config.checks import check_variables, setting, unknown, validate
 from packstore.config.fields import FIELD_NAMES
-from packstore.errors import ConfigError, UnknownNameError, spelled
+from packstore.config.settings import Settings, setting
+from packstore.errors import ConfigError, UnknownNameError, quote
+
+RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables of chat templates that come from the records."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizeConfig:
+class SizeConfig(Settings):
     """Size of a pack, and layout of the sequences in it."""
 
-    pack_size: int = setting(8192, "most tokens of a pack")
+    pack_size: int = setting(8192, "most tokens of a pack", low=2)
     layout: Literal["concat", "shared_prefix"] = setting(
         "concat", "layout of an example's sequences in a pack: each whole, or a prompt stored once"
     )
@@ -29,6 +32,7 @@ class SizeConfig:
         1,
         "reserve space to pad each sequence to a multiple of this many tokens at load, as context "
         "parallelism requires; nothing is padded on disk",
+        low=1,
     )
 
 
@@ -43,21 +47,25 @@ class TokenizeConfig(SizeConfig):
         dict,
         "field names of the input, e.g. prompt=question (repeatable)",
         flag="field",
+        metavar="FIELD=NAME",
     )
     where: str | None = setting(
         None,
         "SQL condition on the fields of a record, e.g. \"score_gap > 1 AND lang = 'en'\"; other "
         "records are counted as filtered",
+        metavar="SQL",
     )
     select: Mapping[str, str] = setting(
         dict,
         "new or replaced fields as SQL expressions, e.g. prompt=\"question || ' ' || context\" "
         "(repeatable)",
+        metavar="FIELD=SQL",
     )
     carry: tuple[str, ...] = setting(
         (),
         "a scalar field to keep as a column of the examples, with a type of string, int64, "
         "float64, bool (repeatable)",
+        metavar="NAME[:TYPE]",
     )
     implicit_prompt: Literal["hh", "common_prefix"] = setting(
         "hh",
@@ -70,13 +78,13 @@ class TokenizeConfig(SizeConfig):
     chat_template: str | None = setting(
         None,
         "for chat messages: a Jinja file or text, or chatml, plain; default: the tokenizer's",
+        metavar="TEMPLATE",
     )
     template_variables: Mapping[str, Any] = setting(
         dict,
         "variables of the chat template, values as JSON, e.g. enable_thinking=false (repeatable); "
         "chat_template_kwargs of a record takes precedence",
         flag="template_variable",
-        json=True,
     )
     append_eos: bool | None = setting(
         None, "end each response with EOS; default: for plain text, not where a template ends turns"
@@ -103,7 +111,7 @@ class TokenizeConfig(SizeConfig):
         "longest_common_prefix",
         "a token that merges prompt and response: count it as response, drop, error",
     )
-    max_length: int | None = setting(None, "most tokens of one sequence; default: pack_size")
+    max_length: int | None = setting(None, "most tokens of one sequence; default: pack_size", low=2)
     overlong: Literal["drop", "error", "truncate_prompt", "truncate_response"] = setting(
         "drop", "records that do not fit max_length or pack_size"
     )
@@ -134,13 +142,27 @@ class TokenizeConfig(SizeConfig):
     )
 
     def __post_init__(self) -> None:
-        validate(self)
-        check_variables(self.template_variables)
+        super().__post_init__()
+        self._check_variables()
         for name in self.fields:
             if name not in FIELD_NAMES:
                 raise UnknownNameError(
                     f"unknown field {name!r} in `fields`; choose from: {', '.join(FIELD_NAMES)}."
                 )
+
+    def _check_variables(self) -> None:
+        for name, value in self.template_variables.items():
+            if name in RESERVED_VARIABLES:
+                raise ConfigError(
+                    f"setting template_variables must leave {name} out: it comes from the records."
+                )
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"setting template_variables must hold JSON values; found {quote(value)} as "
+                    f"{name} ({error})."
+                ) from error
 
     @property
     def sequence_limit(self) -> int:
@@ -149,7 +171,7 @@ class TokenizeConfig(SizeConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectConfig:
+class SelectConfig(Settings):
     """Selection of records: duplicates and validation split."""
 
     dedup: Literal["none", "pair", "prompt"] = setting(
@@ -159,14 +181,9 @@ class SelectConfig:
         0.0,
         "fraction of the prompts held out: writes OUT/train and OUT/validation, with no prompt in "
         "both",
+        low=0,
+        below=1,
     )
-
-    def __post_init__(self) -> None:
-        validate(self)
-        if not 0 <= self.validation_fraction < 1:
-            found = self.validation_fraction
-            must = "setting validation_fraction must be at least 0 and below 1"
-            raise ConfigError(f"{must}; found {found}.")
 
     @property
     def selects(self) -> bool:
@@ -192,107 +209,76 @@ class PlanConfig(SizeConfig):
         "pool",
         "packing strategy: pool, first_fit_decreasing, first_fit_shuffle, sequential, none",
     )
-    seed: int = setting(0, "source of every random choice")
+    seed: int = setting(0, "source of every random choice", low=-(1 << 63), high=(1 << 63) - 1)
     partitions: int | None = setting(
         None,
         "number of parts of the input that are planned and written separately, and that a rerun "
         "takes over; the result depends on it, but not on the workers or the engine; default: one "
         "for each GiB of the input files, as they are stored",
+        low=1,
     )
-
-    def __post_init__(self) -> None:
-        validate(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WriteConfig:
+class WriteConfig(Settings):
     """Storage of packs in files."""
 
     format: Literal["parquet", "arrow"] = setting("parquet", "file format of the shards")
     labels: Literal["plain", "spans"] = setting(
         "plain", "store labels as a plain column for any reader, or as spans at half the size"
     )
-    row_group_tokens: int = setting(131_072, "approximate tokens of a row group")
+    # Readers refuse row groups of more than 512 MiB; a token takes 32 bytes at worst.
+    row_group_tokens: int = setting(
+        131_072, "approximate tokens of a row group", low=1, high=1 << 24
+    )
     shard_tokens: int = setting(
-        1 << 26, "approximate tokens of a shard: 100 to 200 MB of Parquet, 540 MB of Arrow"
+        1 << 26, "approximate tokens of a shard: 100 to 200 MB of Parquet, 540 MB of Arrow", low=1
     )
     overwrite: bool = setting(False, "replace an existing dataset")
 
-    def __post_init__(self) -> None:
-        validate(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class WorkConfig:
+class WorkConfig(Settings):
     """Settings of reading and tokenizing; none of them changes a byte of the result."""
 
     engine: str = setting("local", "engine that runs the workers: local, ray")
     num_workers: int | None = setting(
-        None, "worker processes; 0 or 1: no extra process; default: by the size of the input"
+        None, "worker processes; 0 or 1: no extra process; default: by the size of the input", low=0
     )
-    spill_dir: str | None = setting(None, "local folder for temporary files; default: the system's")
-
-    def __post_init__(self) -> None:
-        validate(self)
+    spill_dir: str | None = setting(
+        None, "local folder for temporary files; default: the system's", metavar="DIR"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(WorkConfig):
     """Settings of the job; none of them changes a byte of the result."""
 
-    max_drop_rate: float = setting(0.1, "fail if a larger fraction of records is dropped (0 to 1)")
+    max_drop_rate: float = setting(
+        0.1, "fail if a larger fraction of records is dropped (0 to 1)", low=0, high=1
+    )
     rejects: str | None = setting(
         None,
         "file or URL to which each dropped record is written: place, reason, detail, as JSON lines",
+        metavar="FILE",
     )
-
-    def __post_init__(self) -> None:
-        validate(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackConfig(TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfig):
     """All settings of ``packstore.pack``; accepted wherever one of its bases is."""
 
-    def __post_init__(self) -> None:
-        for stage in (TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfig):
-            stage.__post_init__(self)
-
-    @classmethod
-    def of(cls, config: PackConfig | None = None, /, **settings: Any) -> Self:
-        """Returns `config` (or the defaults) overridden by `settings`.
-
-        Raises:
-            UnknownNameError: a setting does not exist.
-            ConfigError: a value has the wrong type or is out of range.
-        """
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name in settings:
-            if name not in known:
-                raise UnknownNameError(unknown(name, known, "`packstore pack --help`"))
-        base = {} if config is None else {n: getattr(config, n) for n in known}
-        return cls(**{**base, **settings})
+    LISTED_BY = "`packstore pack --help`"
 
     @property
     def needing_records(self) -> tuple[str, ...]:
         """Returns the names of changed settings that take effect only when tokenizing."""
-        kept = {f.name for f in dataclasses.fields(SizeConfig)} | {"kind", "max_length", "overlong"}
-        names = [f.name for f in dataclasses.fields(TokenizeConfig) if f.name not in kept]
+        kept = {*SizeConfig.names(), "kind", "max_length", "overlong"}
         usual = PackConfig()
+        names = (name for name in TokenizeConfig.names() if name not in kept)
         return tuple(name for name in names if getattr(self, name) != getattr(usual, name))
 
     def recorded(self) -> dict[str, Any]:
         """Returns the settings that affect the bytes of the result, as JSON for the manifest."""
-        skip = {f.name for f in dataclasses.fields(RunConfig)} | {"overwrite"}
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {
-            name: dict(value)
-            if isinstance(value, Mapping)
-            else list(value)
-            if isinstance(value, tuple)
-            else spelled(value)  # the template may be a file path
-            if isinstance(value, str)
-            else value
-            for name, value in values.items()
-            if name not in skip
-        }
+        skip = {*RunConfig.names(), "overwrite"}
+        return {name: value for name, value in super().recorded().items() if name not in skip}

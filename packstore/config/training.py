@@ -6,34 +6,32 @@ by a YAML file with the same names, or by both.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from packstore.config import setting, validate
-from packstore.config.yaml_file import read_yaml
-from packstore.errors import ConfigError, UnknownNameError, quote, sentence
-
-
-def _required(help: str) -> Any:
-    return field(metadata={"help": help})
+from packstore.config.job import read_yaml
+from packstore.config.settings import Settings, check_names, setting
+from packstore.errors import ConfigError, sentence
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainDataConfig:
+class TrainDataConfig(Settings):
     """Settings of data and batching."""
 
-    dataset: str = _required("folder or URL of the packed dataset")
-    validation: str | None = setting(None, "folder or URL of a packed dataset to validate on")
-    ref_logps: str | None = setting(
-        None, "side dataset of reference log-probs; then no reference model runs"
+    dataset: str = setting(..., "folder or URL of the packed dataset", metavar="PATH")
+    validation: str | None = setting(
+        None, "folder or URL of a packed dataset to validate on", metavar="PATH"
     )
-    validation_ref_logps: str | None = setting(None, "the same for the validation set")
+    ref_logps: str | None = setting(
+        None, "side dataset of reference log-probs; then no reference model runs", metavar="SIDE"
+    )
+    validation_ref_logps: str | None = setting(
+        None, "the same for the validation set", metavar="SIDE"
+    )
     validation_by: str | None = setting(
-        None, "validate also by value of a carried column, or by input file: file"
+        None, "validate also by value of a carried column, or by input file: file", metavar="COLUMN"
     )
     ref_logps_check: Literal["exact", "model"] = setting(
         "exact",
@@ -46,24 +44,30 @@ class TrainDataConfig:
         flag="storage-option",
     )
     examples_per_step: int = setting(
-        64, "batch size: most examples of one optimizer step, over all ranks"
+        64, "batch size: most examples of one optimizer step, over all ranks", low=1
     )
-    packs_per_batch: int | None = setting(None, "packs of one forward call on one rank; default: 1")
+    packs_per_batch: int | None = setting(
+        None, "packs of one forward call on one rank; default: 1", low=1
+    )
     tokens_per_batch: int | None = setting(
-        None, "most tokens of one forward call on one rank, instead of packs_per_batch"
+        None, "most tokens of one forward call on one rank, instead of packs_per_batch", low=1
     )
-    epochs: int = setting(1, "passes over the dataset")
-    max_steps: int | None = setting(None, "most optimizer steps")
-    num_workers: int = setting(0, "processes that read; 0: threads of this one")
+    epochs: int = setting(1, "passes over the dataset", low=1)
+    max_steps: int | None = setting(None, "most optimizer steps", low=1)
+    num_workers: int = setting(0, "processes that read; 0: threads of this one", low=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainModelConfig:
+class TrainModelConfig(Settings):
     """Settings of model and precision."""
 
-    model: str = _required("folder or hub name of a causal LM, or of a LoRA adapter to train on")
+    model: str = setting(
+        ..., "folder or hub name of a causal LM, or of a LoRA adapter to train on", metavar="PATH"
+    )
     reference_model: str | None = setting(
-        None, "folder or hub name of the reference model; default: the starting model"
+        None,
+        "folder or hub name of the reference model; default: the starting model",
+        metavar="PATH",
     )
     dtype: Literal["float32", "bfloat16", "float64"] = setting("float32", "dtype of the weights")
     mixed_precision: Literal["auto", "none", "bf16"] = setting(
@@ -84,9 +88,11 @@ class TrainModelConfig:
     compile: Literal["none", "layers"] = setting(
         "none", "layers: compile each decoder layer with torch.compile, which takes a minute"
     )
-    lora_rank: int | None = setting(None, "train a LoRA adapter of this rank; default: all weights")
+    lora_rank: int | None = setting(
+        None, "train a LoRA adapter of this rank; default: all weights", low=1
+    )
     lora_alpha: float = setting(16.0, "the adapter is scaled by lora_alpha / lora_rank")
-    lora_dropout: float = setting(0.0, "dropout of the adapter's input")
+    lora_dropout: float = setting(0.0, "dropout of the adapter's input", low=0, below=1)
     lora_targets: tuple[str, ...] = setting(
         (),
         "names of modules to adapt (repeatable); default: all linear ones except the head",
@@ -95,7 +101,7 @@ class TrainModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainLossConfig:
+class TrainLossConfig(Settings):
     """Settings of the loss."""
 
     loss: str | Mapping[str, float | Mapping[str, float]] = setting(
@@ -104,9 +110,14 @@ class TrainLossConfig:
         "{name: weight, …}",
     )
     loss_parameters: Mapping[str, float] = setting(
-        dict, "parameters of the loss, e.g. beta=0.1 (repeatable)", flag="loss-parameter"
+        dict,
+        "parameters of the loss, e.g. beta=0.1 (repeatable)",
+        flag="loss-parameter",
+        metavar="NAME=NUMBER",
     )
-    sft_weight: float = setting(0.0, "weight of an added likelihood loss of the best response")
+    sft_weight: float = setting(
+        0.0, "weight of an added likelihood loss of the best response", low=0
+    )
     sft_average: Literal["token", "sequence_sum", "sequence_mean"] = setting(
         "token", "average of the likelihood loss: over tokens, or over sequences' sums or means"
     )
@@ -115,45 +126,59 @@ class TrainLossConfig:
         "best_vs_rest", "kind ranked: the pairs of responses to compare"
     )
     router_aux_loss_coef: float | None = setting(
-        None, "weight of the load-balancing loss of experts; default: the model's own; 0: none"
+        None,
+        "weight of the load-balancing loss of experts; default: the model's own; 0: none",
+        low=0,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptimizerConfig:
+class TrainOptimizerConfig(Settings):
     """Settings of the optimizer, AdamW."""
 
-    learning_rate: float = setting(1e-6, "highest learning rate")
+    learning_rate: float = setting(1e-6, "highest learning rate", low=0)
     schedule: Literal["cosine", "constant"] = setting(
         "cosine", "learning rate after the warm-up: cosine decay to 0, or constant"
     )
-    warmup: float = setting(0.1, "steps of linear warm-up; below 1: as a fraction of all steps")
-    weight_decay: float = setting(0.0, "weight decay of matrices; norms and biases have none")
-    adam_beta1: float = setting(0.9, "decay of the mean of gradients")
-    adam_beta2: float = setting(0.95, "decay of the mean of squared gradients")
-    adam_epsilon: float = setting(1e-8, "added to the root of the mean of squares")
-    max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0: no clipping")
+    warmup: float = setting(
+        0.1, "steps of linear warm-up; below 1: as a fraction of all steps", low=0
+    )
+    weight_decay: float = setting(
+        0.0, "weight decay of matrices; norms and biases have none", low=0
+    )
+    adam_beta1: float = setting(0.9, "decay of the mean of gradients", low=0, below=1)
+    adam_beta2: float = setting(0.95, "decay of the mean of squared gradients", low=0, below=1)
+    adam_epsilon: float = setting(1e-8, "added to the root of the mean of squares", low=0)
+    max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0: no clipping", low=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainRunConfig:
+class TrainRunConfig(Settings):
     """Settings of outputs and their intervals."""
 
-    output: str = _required("local folder of the run: checkpoints, metrics, final model")
+    output: str = setting(
+        ..., "local folder of the run: checkpoints, metrics, final model", metavar="DIR"
+    )
     seed: int = setting(0, "source of every random choice")
     resume: str = setting(
         "auto", "auto: from the newest checkpoint of the output, if any; never; or a checkpoint"
     )
-    log_every: int = setting(10, "steps between two lines of metrics")
-    eval_every: int | None = setting(None, "steps between validations; default: at the end only")
-    save_every: int | None = setting(
-        None, "steps between checkpoints; default: at the best validations and the end"
+    log_every: int = setting(10, "steps between two lines of metrics", low=1)
+    eval_every: int | None = setting(
+        None, "steps between validations; default: at the end only", low=1
     )
-    keep_last: int = setting(2, "number of newest checkpoints to keep; the best is always kept")
-    keep_every: int | None = setting(None, "also keep checkpoints at multiples of this step")
+    save_every: int | None = setting(
+        None, "steps between checkpoints; default: at the best validations and the end", low=1
+    )
+    keep_last: int = setting(
+        2, "number of newest checkpoints to keep; the best is always kept", low=1
+    )
+    keep_every: int | None = setting(None, "also keep checkpoints at multiples of this step", low=1)
     log_examples: bool = setting(False, "write the example ids of each step to examples.jsonl")
     tokenizer: str | None = setting(
-        None, "folder of the tokenizer: checked against the dataset, and copied to the model"
+        None,
+        "folder of the tokenizer: checked against the dataset, and copied to the model",
+        metavar="PATH",
     )
     merge: bool = setting(False, "also write the final model with its adapter merged")
     trackers: tuple[str, ...] = setting(
@@ -161,7 +186,7 @@ class TrainRunConfig:
         "trackers of Accelerate to log to, such as mlflow (repeatable); TensorBoard if installed",
         flag="tracker",
     )
-    wandb: str | None = setting(None, "project of Weights & Biases to log to")
+    wandb: str | None = setting(None, "project of Weights & Biases to log to", metavar="PROJECT")
     cpu: bool = setting(False, "train on the CPU even if there is an accelerator")
 
 
@@ -175,21 +200,15 @@ class TrainConfig(
         ConfigError: a value has the wrong type or is out of range, or two exclude each other.
     """
 
+    LISTED_BY = "`packstore train --help`"
+
     def __post_init__(self) -> None:
-        validate(self)
-        for name in (f.name for f in dataclasses.fields(self)):
+        super().__post_init__()
+        for name in self.names():
             if getattr(self, name) == "":
                 raise ConfigError(
                     f"setting {name} must not be empty; leave it out for its default."
                 )
-        for name, low in _MINIMUM.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ConfigError(f"setting {name} must be at least {low}; found {value}.")
-        for name in ("lora_dropout", "adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                found = getattr(self, name)
-                raise ConfigError(f"setting {name} must be at least 0 and below 1; found {found}.")
         if self.packs_per_batch is not None and self.tokens_per_batch is not None:
             raise ConfigError("give packs_per_batch or tokens_per_batch, not both.")
         if self.validation is None:
@@ -199,78 +218,14 @@ class TrainConfig(
                     do = "Give validation, or leave it out"
                     raise ConfigError(sentence(f"setting {name}", must, "none", do))
 
-    @classmethod
-    def of(cls, config: TrainConfig | None = None, /, **settings: Any) -> Self:
-        """Returns `config` (or the defaults) overridden by `settings`.
-
-        Raises:
-            UnknownNameError: a setting does not exist; lists the choices.
-            ConfigError: see the class; or a required setting is missing.
-        """
-        fields = dataclasses.fields(cls)
-        for name in settings:
-            _check_known(name, [f.name for f in fields])
-        base = {} if config is None else {f.name: getattr(config, f.name) for f in fields}
-        given = {**base, **settings}
-        for f in fields:
-            required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-            if required and f.name not in given:
-                raise ConfigError(f"setting {f.name} must be given: {f.metadata['help']}.")
-        return cls(**given)
-
-    def recorded(self) -> dict[str, Any]:
-        """Returns all settings as JSON values, from which :meth:`of` makes an equal config."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {name: _plain(value) for name, value in values.items()}
-
 
 def read_settings(path: str | PathLike[str]) -> dict[str, Any]:
     """Reads settings from a YAML file, as keywords of :meth:`TrainConfig.of`.
 
     Raises:
         ConfigError: the file cannot be read, or holds no mapping.
-        UnknownNameError: a setting does not exist; lists the choices.
+        UnknownNameError: a setting does not exist; suggests the nearest.
     """
     settings = read_yaml(path)
-    names = [f.name for f in dataclasses.fields(TrainConfig)]
-    for name in settings:
-        _check_known(name, names)
+    check_names(settings, TrainConfig.names(), TrainConfig.LISTED_BY)
     return settings
-
-
-def _check_known(name: Any, known: list[str]) -> None:
-    if name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise UnknownNameError(
-            f"unknown setting {quote(name)}; choose from: {', '.join(known)}.{hint}"
-        )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return list(value) if isinstance(value, tuple) else value
-
-
-_MINIMUM = {
-    "examples_per_step": 1,
-    "packs_per_batch": 1,
-    "tokens_per_batch": 1,
-    "epochs": 1,
-    "max_steps": 1,
-    "num_workers": 0,
-    "lora_rank": 1,
-    "sft_weight": 0,
-    "router_aux_loss_coef": 0,
-    "learning_rate": 0,
-    "warmup": 0,
-    "weight_decay": 0,
-    "adam_epsilon": 0,
-    "max_grad_norm": 0,
-    "log_every": 1,
-    "eval_every": 1,
-    "save_every": 1,
-    "keep_last": 1,
-    "keep_every": 1,
-}

@@ -11,10 +11,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 from packstore.config import PackConfig, RunConfig, fingerprint
-from packstore.config.keywords import AppendSettings
 from packstore.errors import ConfigError, IntegrityError, TokenizerError, sentence
 from packstore.etl.pipeline import Progress, pack_into
 from packstore.etl.provenance import without_paths
@@ -33,7 +32,7 @@ from packstore.io.write.write_job import AppendedBefore, WriteJob, writing
 
 log = logging.getLogger("packstore")
 
-_ADJUSTABLE = AppendSettings.__optional_keys__
+_ADJUSTABLE = {*RunConfig.names(), "fields", "missing_field", "partitions"}
 _CHUNK = 1 << 20
 
 COPIES_AT_ONCE = 4
@@ -48,7 +47,7 @@ def append(
     storage_options: Mapping[str, Any] | None = None,
     source_storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
-    **settings: Unpack[AppendSettings],
+    **settings: Any,
 ) -> Dataset:
     """Packs more records with the settings of a dataset, and commits its next version.
 

@@ -16,10 +16,9 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 from packstore.config import PackConfig
-from packstore.config.keywords import PackSettings
 from packstore.errors import ConfigError, WrongEngineError
 from packstore.etl.background import beside
 from packstore.etl.dedup_and_split import Selection, duplicates
@@ -59,7 +58,7 @@ def pack(
     storage_options: Mapping[str, Any] | None = None,
     source_storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
-    **settings: Unpack[PackSettings],
+    **settings: Any,
 ) -> Dataset:
     """Tokenizes records, packs them, and commits them as a dataset.
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from pathlib import Path
-from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from tokenizers import Tokenizer
 
 import packstore
 from packstore.cli import main
-from packstore.config import PackConfig, PlanConfig, keywords, loading, packing, training
+from packstore.config import PackConfig, PlanConfig
 from packstore.errors import ConfigError, DropRateError, RecordError
 from packstore.tokenizer import load_tokenizer
 
@@ -164,28 +162,3 @@ def test_append_has_the_flag_that_its_error_advises(
         packstore.append(out, str(more))
     assert main(["append", out, str(more), "--missing-field", "drop"]) == 0
     assert "40 examples" in capsys.readouterr().out
-
-
-CONFIGS = {
-    packing: ["Size", "Tokenize", "Select", "Plan", "Write", "Work", "Run", "Pack"],
-    training: ["TrainData", "TrainModel", "TrainLoss", "TrainOptimizer", "TrainRun", "Train"],
-    loading: ["Batch"],
-}
-
-
-@pytest.mark.parametrize(
-    ("module", "stage"), [(module, stage) for module, stages in CONFIGS.items() for stage in stages]
-)
-def test_keywords_are_the_fields_of_the_settings(module: ModuleType, stage: str) -> None:
-    config = getattr(module, f"{stage}Config")
-    types = get_type_hints(config)
-    fields = {f.name: types[f.name] for f in dataclasses.fields(config)}
-    settings = getattr(keywords, f"{stage}Settings")
-    assert get_type_hints(settings) == fields
-    assert settings.__required_keys__ == frozenset()
-
-
-def test_keywords_of_append_are_fields_of_the_settings() -> None:
-    types = get_type_hints(PackConfig)
-    found = get_type_hints(keywords.AppendSettings)
-    assert found == {name: types[name] for name in found}

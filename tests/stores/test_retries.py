@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from stores import Store
 
-from packstore.config.storage import RetryConfig
+from packstore.config import RetryConfig
 from packstore.errors import ConfigError, DatasetExistsError, StorageError, told
 from packstore.io.store import clients
 from packstore.io.store.location import Location

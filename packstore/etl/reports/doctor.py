@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import numpy as np
 
 from packstore.config import MEANINGFUL, PackConfig
-from packstore.config.keywords import PackSettings
 from packstore.errors import ConfigError
 from packstore.etl.dedup_and_split import Seen
 from packstore.etl.provenance import absent_fields
@@ -90,7 +89,7 @@ def doctor(
     config: PackConfig | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: Any = None,
-    **settings: Unpack[PackSettings],
+    **settings: Any,
 ) -> Diagnosis:
     """Tokenizes all records like ``packstore.pack`` and counts their errors.
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Any
 
 from packstore.config import CHECK_RETRIES, PackConfig
-from packstore.config.keywords import PackSettings
 from packstore.etl.provenance import ASKED_TO_GO, Progress
 from packstore.etl.reports.doctor import Diagnosis, doctor
 from packstore.etl.reports.estimate import SAMPLE, Estimate, estimate
@@ -46,7 +45,7 @@ def dry_run(
     storage_options: Mapping[str, Any] | None = None,
     source_storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
-    **settings: Unpack[PackSettings],
+    **settings: Any,
 ) -> DryRun:
     """Lints and plans a sample of the records, and tries the destination of a job.
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 from packstore.config import PackConfig
-from packstore.config.keywords import PackSettings
 from packstore.errors import ConfigError, InputError, sentence
 from packstore.etl.reports.sampled import Choice, Measured, choice_of
 from packstore.etl.sources import RecordExampleReader, open_examples
@@ -77,7 +76,7 @@ def estimate(
     config: PackConfig | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: Callable[[str, int, int | None, str], None] | None = None,
-    **settings: Unpack[PackSettings],
+    **settings: Any,
 ) -> Estimate:
     """Tokenizes a sample of the records of `source` and plans every combination of settings.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from packstore.config import setting, validate
+from packstore.config import Settings, setting
 from packstore.errors import CompatibilityError, sentence
 from packstore.io.store.location import Location
 from packstore.registry import Registry
@@ -17,13 +17,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
+class ExportOptions(Settings):
     """Options of every export."""
 
     overwrite: bool = setting(False, "replace existing files")
-
-    def __post_init__(self) -> None:
-        validate(self)
 
 
 @dataclass(frozen=True, kw_only=True)

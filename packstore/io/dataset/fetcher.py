@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from packstore.config import ReadConfig
-from packstore.config.storage import RetryConfig
+from packstore.config import ReadConfig, RetryConfig
 from packstore.errors import IntegrityError, StorageError, told
 from packstore.format.arrays import Packs
 from packstore.io.dataset.dataset import Dataset

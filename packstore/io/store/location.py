@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
-from packstore.config.storage import RetryConfig
+from packstore.config import RetryConfig
 from packstore.errors import DatasetExistsError, FormatError, StorageError, display, quote, sentence
 from packstore.io.store import clients, local, s3_upload
 from packstore.io.store.error_causes import is_passing

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from packstore.config.storage import RetryConfig
+from packstore.config import RetryConfig
 from packstore.errors import StorageError
 
 T = TypeVar("T")

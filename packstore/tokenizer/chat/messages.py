@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from packstore.config.checks import RESERVED_VARIABLES
+from packstore.config.packing import RESERVED_VARIABLES
 from packstore.errors import quote
 from packstore.tokenizer.chat.template import Message, Tools
 from packstore.tokenizer.refusals import Refused

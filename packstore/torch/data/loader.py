@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from packstore.config import BatchConfig
-from packstore.config.keywords import BatchSettings
 from packstore.errors import ConfigError, PackstoreError, WorkerError, sentence
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.data.batches import Batches, Mark
@@ -64,7 +63,7 @@ class PackedDataLoader:
         prefetch: int | None = None,
         persistent_workers: bool = False,
         multiprocessing_context: str | None = None,
-        **batching: Unpack[BatchSettings],
+        **batching: Any,
     ) -> None:
         if num_workers < 0 or (prefetch is not None and prefetch < 1):
             raise ConfigError(

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from packstore.config import BatchConfig, fingerprint
-from packstore.config.keywords import EvalSettings
 from packstore.errors import FormatError, sentence
 from packstore.format.arrays import Float32, Int64
 from packstore.io.dataset.dataset import Dataset
@@ -63,7 +62,7 @@ def write_ref_logps(
     overwrite: bool = False,
     storage_options: dict[str, Any] | None = None,
     progress: Progress | None = None,
-    **batching: Unpack[EvalSettings],
+    **batching: Any,
 ) -> Side:
     """Runs a model over every pack once and writes the log-prob of each sequence, float32.
 
@@ -99,7 +98,7 @@ def write_ref_logps(
     precision = choose_precision(mixed_precision, weight.device, weight.dtype)
     lower = partial(autocast, weight.device, precision)
     size = dataset.manifest.pack_size
-    chosen: Any = inference_batching({**batching}, weight.device, size)  # type: ignore[dict-item]
+    chosen: Any = inference_batching(batching, weight.device, size)
     config = BatchConfig.of(mode="eval", **chosen)
     location = Location(url, storage_options or {})
 

@@ -15,12 +15,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from os import PathLike
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import nn
 
-from packstore.config.keywords import EvalSettings
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.side_manifest import REF_LOGPS
 from packstore.io.side.side import Side, open_side
@@ -55,7 +54,7 @@ def evaluate(
     by: str | None = None,
     rows: bool = False,
     mixed_precision: Precision = "auto",
-    **batching: Unpack[EvalSettings],
+    **batching: Any,
 ) -> Figures:
     """Computes the metrics of `model` over `dataset`, exactly for any packing, batches and ranks.
 
@@ -90,7 +89,7 @@ def evaluate(
     data = PackedDataset(dataset, shuffle=False, side=sides)
     weight = next(iter(model.parameters()))
     device, size = weight.device, dataset.manifest.pack_size
-    chosen: Any = inference_batching({**batching}, device, size)  # type: ignore[dict-item]
+    chosen: Any = inference_batching(batching, device, size)
     loader = PackedDataLoader(data, mode="eval", pin_memory=device.type == "cuda", **chosen)
     lower = partial(autocast, device, choose_precision(mixed_precision, device, weight.dtype))
     policy = PackedPolicy(model)

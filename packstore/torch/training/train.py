@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 from rich.console import Console
 
-from packstore.config.keywords import TrainSettings
 from packstore.config.training import TrainConfig
 from packstore.torch.training.export import export_model, model_card
 from packstore.torch.training.loop import Loop
@@ -50,7 +49,7 @@ class TrainResult:
     model: Path
 
 
-def train(config: TrainConfig | None = None, /, **settings: Unpack[TrainSettings]) -> TrainResult:
+def train(config: TrainConfig | None = None, /, **settings: Any) -> TrainResult:
     """Trains a model from the start or from its newest checkpoint; a collective call.
 
     Every pair weighs the same in any pack, batch or rank. Writes ``metrics.jsonl``,

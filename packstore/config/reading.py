@@ -1,0 +1,141 @@
+"""Settings of reading a dataset while training, and of retrying requests to a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_type_hints
+
+import msgspec
+
+from packstore.config.settings import Settings, setting
+from packstore.errors import ConfigError, quote
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig(Settings):
+    """Settings by which a loader divides an epoch into optimizer steps and batches."""
+
+    LISTED_BY = "BatchConfig"
+
+    packs_per_batch: int | None = setting(None, "packs of one batch on one rank; default: 1", low=1)
+    tokens_per_batch: int | None = setting(None, "most tokens of one batch on one rank", low=1)
+    examples_per_step: int | None = setting(
+        None, "most examples of one optimizer step, over all its batches and all ranks", low=1
+    )
+    accumulation: int = setting(1, "batches of one optimizer step on one rank", low=1)
+    balance: bool = setting(False, "balance the squared lengths over the ranks of a step")
+    largest_first: bool = setting(False, "begin each step with its largest batch")
+    tail: Literal["drop", "pad", "repeat", "uneven"] | None = setting(
+        None, "how to end an epoch inside a step; default: drop, or pad with mode eval"
+    )
+    mode: Literal["train", "eval"] = setting("train", "eval: every pack once, none dropped")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.packs_per_batch is not None and self.tokens_per_batch is not None:
+            raise ConfigError("give packs_per_batch or tokens_per_batch, not both.")
+        if self.examples_per_step is not None and self.accumulation != 1:
+            raise ConfigError(
+                "examples_per_step decides how many batches a step has; omit accumulation."
+            )
+        if self.mode == "eval" and self.tail not in (None, "pad"):
+            raise ConfigError(
+                f"mode 'eval' neither drops nor repeats; found tail {quote(self.tail)}."
+            )
+
+    @property
+    def at_end(self) -> Literal["drop", "pad", "repeat", "uneven"]:
+        """The tail policy in effect."""
+        return self.tail or ("pad" if self.mode == "eval" else "drop")
+
+    @property
+    def width(self) -> int:
+        """Packs of one batch on one rank, without a token budget."""
+        return self.packs_per_batch or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadConfig(Settings):
+    """Settings by which a loader fetches row groups; none of them changes a batch."""
+
+    on_error: Literal["raise", "refetch", "quarantine"] = setting(
+        "refetch",
+        "a row group that cannot be read: raise at once, retry first, or retry and then replace "
+        "its packs by others of weight 0",
+    )
+    attempts: int | None = setting(
+        None,
+        "most attempts to read a row group; default: 4, and if the store throttles, restarts or "
+        "cannot be reached as many as `seconds` allow",
+        low=1,
+    )
+    backoff: float = setting(
+        0.25, "seconds before the second attempt; doubled before each further, up to 20", low=0
+    )
+    seconds: float = setting(
+        120.0, "seconds after the first attempt at which the last one begins", low=0
+    )
+    requests: int = setting(24, "row groups fetched and decoded at the same time", low=1)
+    read_ahead_bytes: int | None = setting(
+        None,
+        "approximate bytes of decoded row groups to read ahead; default: 4 MB from a local disk, "
+        "16 MB from a store",
+        low=0,
+    )
+    cache_dir: str | None = setting(
+        None, "local folder that caches what is read of shards; default: no cache"
+    )
+
+    def ahead(self, local: bool) -> int:
+        """Returns the bytes to read ahead, from a local disk or from a store."""
+        if self.read_ahead_bytes is not None:
+            return self.read_ahead_bytes
+        return (4 if local else 16) << 20
+
+
+CHECK_RETRIES: Mapping[str, Any] = {"retry_attempts": 2, "retry_backoff": 0.2}
+"""Storage options of ``packstore.check``, which should not wait for minutes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryConfig(Settings):
+    """Settings of retries after throttling and transient failures.
+
+    Passed among the storage options, as ``retry_attempts`` and so on, so that workers and every
+    command get them too.
+    """
+
+    attempts: int | None = setting(
+        None, "most attempts of one request; default: as many as `seconds` allow", low=1
+    )
+    backoff: float = setting(
+        0.5,
+        "seconds before the second attempt; doubled before each further, times 0.5 to 1.5",
+        low=0,
+    )
+    longest_wait: float = setting(
+        20.0, "most seconds between two attempts, times 0.5 to 1.5", low=0
+    )
+    seconds: float = setting(
+        120.0, "seconds after the first attempt at which the last one begins", low=0
+    )
+
+    @classmethod
+    def split(cls, options: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
+        """Splits storage options into these settings and the remaining options.
+
+        Raises:
+            ConfigError: a value is no number, or out of range.
+        """
+        given, rest = {}, dict(options)
+        for name, hint in get_type_hints(cls).items():
+            if (option := f"retry_{name}") in rest:
+                value = rest.pop(option)
+                try:  # the command line passes numbers as text
+                    given[name] = msgspec.convert(value, hint, strict=False)
+                except msgspec.ValidationError:
+                    raise ConfigError(
+                        f"storage option {option} must be a number; found {quote(value)}."
+                    ) from None
+        return cls(**given), rest

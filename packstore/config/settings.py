@@ -1,0 +1,161 @@
+"""The base of every class of settings: help, types, ranges and names, checked in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import hashlib
+import json
+import math
+import operator
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+import msgspec
+
+from packstore.errors import ConfigError, UnknownNameError, quote, spelled
+
+RANGES: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "low": ("at least", operator.ge),
+    "high": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+"""Bound of a number -> its name in an error, and the test."""
+
+
+def setting(default: Any, help: str, **metadata: Any) -> Any:
+    """Makes a field of a class of settings.
+
+    Args:
+        default: the default; ``...``: the setting is required; a callable is called per object.
+        help: one line.
+        metadata: `low`, `high`, `below`: bounds of a number; `flag`, `metavar`: name of the flag on
+            the command line, and of its value.
+    """
+    described = {"help": help, **metadata}
+    if default is ...:
+        return field(metadata=described)
+    if callable(default):
+        return field(default_factory=default, metadata=described)
+    return field(default=default, metadata=described)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings with their defaults; an object is checked when it is made.
+
+    Raises:
+        ConfigError: a value has the wrong type or is out of range.
+    """
+
+    LISTED_BY = "help()"
+    """Command or call that lists all settings, for errors."""
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        hints = _hints(kind)
+        for item in dataclasses.fields(self):
+            value, hint = getattr(self, item.name), hints[item.name]
+            if isinstance(value, list) and typing.get_origin(hint) is tuple:
+                value = tuple(value)
+                object.__setattr__(self, item.name, value)
+            if not _fits(value, hint):
+                raise ConfigError(
+                    f"setting {item.name} must be {_spell(hint)}; found {quote(value)}."
+                )
+            for name, (text, holds) in RANGES.items():
+                bound = item.metadata.get(name)
+                if bound is not None and value is not None and not holds(value, bound):
+                    raise ConfigError(f"setting {item.name} must be {text} {bound}; found {value}.")
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Returns the names of all settings."""
+        return tuple(item.name for item in dataclasses.fields(cls))
+
+    @classmethod
+    def of(cls, config: Settings | None = None, /, **settings: Any) -> Self:
+        """Returns `config` (or the defaults) overridden by `settings`.
+
+        Raises:
+            UnknownNameError: a setting does not exist; suggests the nearest.
+            ConfigError: a value has the wrong type or is out of range, or a setting is missing.
+        """
+        check_names(settings, cls.names(), cls.LISTED_BY)
+        base = {} if config is None else {name: getattr(config, name) for name in cls.names()}
+        given = {**base, **settings}
+        for item in dataclasses.fields(cls):
+            required = item.default is item.default_factory is dataclasses.MISSING
+            if required and item.name not in given:
+                raise ConfigError(f"setting {item.name} must be given: {item.metadata['help']}.")
+        return cls(**given)
+
+    def recorded(self) -> dict[str, Any]:
+        """Returns all settings as JSON values, from which :meth:`of` makes an equal object."""
+        return {name: _plain(getattr(self, name)) for name in self.names()}
+
+    def changed(self) -> dict[str, Any]:
+        """Returns the settings that differ from their defaults, as JSON values."""
+        defaults = {item.name: item.default for item in dataclasses.fields(self)}
+        return {n: value for n, value in self.recorded().items() if value != defaults[n]}
+
+
+def check_names(given: Iterable[str], known: Iterable[str], listed_by: str) -> None:
+    """Refuses names that are no settings.
+
+    Raises:
+        UnknownNameError: for the first of them; suggests the nearest.
+    """
+    known = sorted(known)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UnknownNameError(f"unknown setting {quote(name)}; {listed_by} lists all.{hint}")
+
+
+def fingerprint(value: Any) -> str:
+    """Returns the sha256 (hex) of the canonical JSON text of `value`."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """The types of the fields of a class, cached as resolving them is slow."""
+    return typing.get_type_hints(kind)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    try:
+        msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        return False
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _spell(hint: Any) -> str:
+    """Returns a type in words."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "one of: " + ", ".join(args)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_spell, args))
+    if origin is tuple:
+        return "a list of strings"
+    if origin is not None:
+        return f"a mapping from string to {_spell(args[1])}"
+    words = {Any: "a JSON value", int: "a whole number", float: "a number", str: "a string"}
+    return "None" if hint is type(None) else words.get(hint, hint.__name__)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, str):
+        return spelled(value)  # it may be the path of a file
+    return [_plain(entry) for entry in value] if isinstance(value, tuple | list) else value
