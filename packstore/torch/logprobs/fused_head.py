@@ -16,11 +16,9 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from packstore.torch.logprobs.eager_tiles import fold_logits, softmax_gap
 from packstore.torch.logprobs.tiles import HEAD_BACKENDS, Passes, Projection, tiles
 
 HALF = (torch.bfloat16, torch.float16)
@@ -30,8 +28,7 @@ class HeadLogProbs(torch.autograd.Function):
     """``log softmax(cap(scale * (hidden @ weight.T + bias)))[target]``, `[n]`, in nats.
 
     Arguments are hidden `[n, H]`, weight `[V, H]`, bias `[V]` or None, targets int64 `[n]` and a
-    :class:`Projection`. With a group, weight and bias are this rank's shard of the vocabulary, and
-    the gradient of the hidden states is summed over the ranks.
+    :class:`Projection`.
     """
 
     @staticmethod
@@ -49,7 +46,6 @@ class HeadLogProbs(torch.autograd.Function):
         ctx.frozen_head = needs_hidden and not any(needs_head)
         keep = how.keep_logits and any(needs_head)
         passes = _passes(how, exact)
-        targets = targets - first_column(len(weight), how.group)
         # Rows: highest logit so far, sum of exponentials relative to it, logit of the target.
         state = torch.zeros((3, len(hidden)), dtype=exact, device=hidden.device)
         state[0] = -math.inf
@@ -70,13 +66,12 @@ class HeadLogProbs(torch.autograd.Function):
                     else:
                         weights, factor = passes.fold_rest(*tile, places, how, operand)
                         _add_product(rest[part].mul_(factor[:, None]), weights, head)
-        highest = state[0].clone()
-        log_total = merge(state, how.group)
+        log_total = state[0] + state[1].log()
         logps = state[2] - log_total
         ctx.how, ctx.operand, ctx.passes, ctx.dtype = how, operand, passes, hidden.dtype
         if rest is not None:
-            rest.mul_((highest - log_total).exp_()[:, None])
-            target_rows = _target_rows(weight, targets, operand, exact)
+            rest.mul_((state[0] - log_total).exp_()[:, None])
+            target_rows = weight[targets].to(operand).to(exact)
             ctx.save_for_backward(_d_logps(rest, target_rows, logps, state[2], how))
         else:
             ctx.save_for_backward(hidden, weight, bias, targets, log_total, *kept)
@@ -90,7 +85,6 @@ class HeadLogProbs(torch.autograd.Function):
         if ctx.frozen_head:
             (d_logps,) = ctx.saved_tensors
             d_hidden = d_logps * grad[:, None]
-            reduce(d_hidden, how.group)
             return d_hidden.to(ctx.dtype), None, None, None, None
         hidden, weight, bias, targets, log_total, *kept = ctx.saved_tensors
         exact = log_total.dtype
@@ -120,33 +114,8 @@ class HeadLogProbs(torch.autograd.Function):
                 if d_weight is not None and d_head is not None and d_weight.dtype != exact:
                     d_weight[columns] = d_head
         if d_hidden is not None:
-            reduce(d_hidden, how.group)
             d_hidden = d_hidden.to(hidden.dtype)
         return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), None, None
-
-
-class ShardedLogProbs(torch.autograd.Function):
-    """``log softmax(logits)[target]``, `[n]`, from this rank's columns `[n, V / P]`."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any) -> Tensor:
-        """The log-probs, at least in float32."""
-        targets = targets - first_column(logits.shape[-1], group)
-        values = logits.to(exact_dtype(logits), copy=True)
-        state = torch.zeros((3, len(logits)), dtype=values.dtype, device=values.device)
-        state[0] = -math.inf
-        fold_logits(state, values, targets)
-        log_total = merge(state, group)
-        ctx.save_for_backward(logits, targets, log_total)
-        return state[2] - log_total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of this rank's logits."""
-        logits, targets, log_total = ctx.saved_tensors
-        delta = softmax_gap(logits.to(log_total.dtype, copy=True), log_total, targets)
-        return delta.mul_(grad[:, None]).to(logits.dtype), None, None
 
 
 def exact_dtype(*values: Tensor) -> torch.dtype:
@@ -155,34 +124,6 @@ def exact_dtype(*values: Tensor) -> torch.dtype:
     for value in values:
         widest = torch.promote_types(widest, value.dtype)
     return widest
-
-
-def first_column(width: int, group: Any) -> int:
-    """Returns the first column of this rank's vocabulary shard; all shards are `width` wide."""
-    return 0 if group is None else width * dist.get_rank(group)
-
-
-def merge(state: Tensor, group: Any) -> Tensor:
-    """Returns the log-sum-exp over all ranks, `[n]`; sums the target logits in place.
-
-    Args:
-        state: `[3, n]`: highest logit, sum of exponentials relative to it, logit of the target or
-            0.
-        group: process group that shards the vocabulary, or None.
-    """
-    if group is not None:
-        highest = state[0].clone()
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-        state[1] *= (state[0] - highest).exp()
-        state[0] = highest
-        reduce(state[1:], group)
-    return state[0] + state[1].log()
-
-
-def reduce(values: Tensor, group: Any) -> None:
-    """Sums `values` over the ranks of `group`, in place."""
-    if group is not None:
-        dist.all_reduce(values, group=group)
 
 
 def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -200,15 +141,6 @@ def _passes(how: Projection, exact: torch.dtype) -> Passes:
     """The backend's passes; those of Triton compute in float32, so float64 has the eager ones."""
     name = HEAD_BACKENDS.check(how.backend)
     return HEAD_BACKENDS.load("eager" if exact == torch.float64 else name)
-
-
-def _target_rows(
-    weight: Tensor, targets: Tensor, operand: torch.dtype, exact: torch.dtype
-) -> Tensor:
-    """Rows of the head of each token's target, `[n, H]`; 0 where another rank has it."""
-    inside = (targets >= 0) & (targets < len(weight))
-    rows = weight[targets.clamp(0, len(weight) - 1)].to(operand).to(exact)
-    return rows.mul_(inside[:, None])
 
 
 def _d_logps(

@@ -10,14 +10,12 @@ gradient by the hidden states is a token's own up to a factor.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from packstore.errors import ConfigError, sentence
 from packstore.torch.batch.targets import Targets, TokenRow
-from packstore.torch.logprobs.fused_head import HeadLogProbs, ShardedLogProbs, exact_dtype
+from packstore.torch.logprobs.fused_head import HeadLogProbs, exact_dtype
 from packstore.torch.logprobs.tiles import Projection, default_chunk
 from packstore.torch.metrics import wide_dtype
 
@@ -34,7 +32,6 @@ def segment_logps(
     chunk_size: int | None = None,
     keep_logits: bool = False,
     backend: str = "eager",
-    group: Any = None,
 ) -> Tensor:
     """Sums the log-probs of the supervised tokens of each segment, in nats.
 
@@ -56,9 +53,6 @@ def segment_logps(
             effect where the head is frozen, which takes two.
         backend: with `hidden`, what computes the elementwise passes: `eager` (torch), or `triton`,
             a kernel for each pass. Triton is for CUDA devices; float64 inputs always take `eager`.
-        group: process group that shards the vocabulary evenly, in rank order; `logits`, or
-            `weight` and `bias`, are then this rank's columns. The gradient of `hidden` is summed
-            over the group.
 
     Returns:
         `[S]`, float32 (float64 from float64 inputs). Computed and summed in at least float32; a GPU
@@ -77,7 +71,7 @@ def segment_logps(
     if hidden is not None:
         size = default_chunk(hidden.device) if chunk_size is None else max(1, chunk_size)
         keep = keep_logits and torch.is_grad_enabled()
-        how = Projection(logit_scale, softcap, size, group, backend, keep)
+        how = Projection(logit_scale, softcap, size, backend, keep)
         rows = _rows(batch, targets, hidden, "hidden")
         _check_head(rows, weight, bias)
         logps: Tensor = HeadLogProbs.apply(rows, weight, bias, targets.ids, how)  # type: ignore[no-untyped-call]
@@ -88,11 +82,8 @@ def segment_logps(
             "segment_logps: bias, logit_scale, softcap, keep_logits, backend go with hidden only."
         )
     rows = _rows(batch, targets, logits, "logits")
-    if group is not None:
-        logps = ShardedLogProbs.apply(rows, targets.ids, group)  # type: ignore[no-untyped-call]
-    else:
-        exact = rows.to(exact_dtype(rows))
-        logps = exact.log_softmax(-1).gather(-1, targets.ids[:, None]).squeeze(-1)
+    exact = rows.to(exact_dtype(rows))
+    logps = exact.log_softmax(-1).gather(-1, targets.ids[:, None]).squeeze(-1)
     return _sum_by_segment(logps, targets, batch.num_segments)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ class Projection(NamedTuple):
         scale: factor on the product (and its bias).
         softcap: ``c`` of a final ``c * tanh(logits / c)``, or None.
         chunk_size: number of logits held at once.
-        group: process group that shards the vocabulary in rank order, or None.
         backend: name of the elementwise passes.
         keep_logits: keep the products for the backward pass, which otherwise recomputes them.
     """
@@ -42,7 +41,6 @@ class Projection(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None
     chunk_size: int = CPU_CHUNK
-    group: Any = None
     backend: str = "eager"
     keep_logits: bool = False
 

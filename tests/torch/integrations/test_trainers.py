@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset
 from packstore.format.arrays import Packs, to_offsets
 from packstore.pack.fill import fill
 from packstore.testing import random_examples
-from packstore.torch import PackedBatch, PreferenceLoss, collate, segment_logps
+from packstore.torch import PackedBatch, PreferenceLoss, collate
 from packstore.torch import use_packed_attention as prepare
 from packstore.torch.integrations.hf_collator import PackCollator, PackedLoss
 from packstore.torch.integrations.hf_trainer import PackedTrainerMixin
@@ -191,27 +191,6 @@ def descended(trainer: Any, model: Any) -> dict[str, Any]:
     return {"gradients": found, "logged": logged}
 
 
-def vocabulary_shares(task: dict[str, Tensor], batch: PackedBatch) -> dict[str, Any]:
-    """Log-probs and gradients with the vocabulary split over the ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    hidden = task["hidden"].clone().requires_grad_()
-    weight = task["weight"].chunk(world)[rank].clone().requires_grad_()
-    bias = task["bias"].chunk(world)[rank].clone().requires_grad_()
-    group = dist.group.WORLD
-    fused = segment_logps(
-        batch, hidden=hidden, weight=weight, bias=bias, softcap=4.0, chunk_size=40, group=group
-    )
-    fused.backward(task["upstream"])
-    logits = task["logits"].chunk(world, -1)[rank].clone().requires_grad_()
-    plain = segment_logps(batch, logits=logits, group=group)
-    plain.backward(task["upstream"])
-    return {
-        "fused": fused.detach(),
-        "plain": plain.detach(),
-        "gradients": [x.grad for x in (hidden, weight, bias, logits)],
-    }
-
-
 def on_rank(task: dict[str, Any]) -> dict[str, Any]:
     """Everything that two processes have to show, in one start of them."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -222,7 +201,6 @@ def on_rank(task: dict[str, Any]) -> dict[str, Any]:
         "sums": all_reduce_sums([1.0 + rank, torch.tensor(0.1)]),
         "ddp": under_ddp(prepare(task["model"]), with_sft),
         "fsdp": under_fsdp(prepare(deepcopy(task["model"])), with_sft),
-        "vocabulary": vocabulary_shares(task["vocabulary"], batches()[0]),
     }
     if task["accelerate"]:
         found["accelerate"] = under_accelerate(prepare(task["model"]), with_sft)
@@ -231,29 +209,10 @@ def on_rank(task: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def vocabulary() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    batch = batches()[0]
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    return {
-        "hidden": normal(batch.num_tokens, 8),
-        "weight": normal(50, 8),
-        "bias": normal(50),
-        "logits": normal(batch.num_tokens, 50),
-        "upstream": normal(batch.num_segments),
-    }
-
-
-@pytest.fixture(scope="module")
-def ranks(
-    kit: SimpleNamespace, vocabulary: dict[str, Tensor], tmp_path_factory: Any
-) -> list[dict[str, Any]]:
+def ranks(kit: SimpleNamespace, tmp_path_factory: Any) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     have = all(_has(name) for name in ("accelerate", "transformers"))
-    task = {"model": kit.tiny_model(), "vocabulary": vocabulary, "accelerate": have}
+    task = {"model": kit.tiny_model(), "accelerate": have}
     task["folder"] = str(folder / "trainer")
     results: list[dict[str, Any]] = launch(__file__, task, 2, folder)
     return results
@@ -312,23 +271,3 @@ def test_one_process_under_the_trainer(kit: SimpleNamespace, tmp_path: Path) -> 
     found = under_collator(model, loss_fn, str(tmp_path))
     assert_equal(found["gradients"], expected)
     assert found["logged"]["loss"] == pytest.approx(loss, abs=1e-4)
-
-
-def test_a_split_vocabulary(vocabulary: dict[str, Tensor], ranks: list[dict[str, Any]]) -> None:
-    batch = batches()[0]
-    leaves = {n: x.clone().requires_grad_() for n, x in vocabulary.items() if n != "upstream"}
-    hidden, weight, bias = leaves["hidden"], leaves["weight"], leaves["bias"]
-    fused = segment_logps(batch, hidden=hidden, weight=weight, bias=bias, softcap=4.0)
-    plain = segment_logps(batch, logits=leaves["logits"])
-    upstream = vocabulary["upstream"]
-    expected = torch.autograd.grad(
-        [fused, plain], [hidden, weight, bias, leaves["logits"]], [upstream, upstream]
-    )
-    for rank, result in enumerate(ranks):
-        found = result["vocabulary"]
-        torch.testing.assert_close(found["fused"], fused, rtol=0, atol=1e-12)
-        torch.testing.assert_close(found["plain"], plain, rtol=0, atol=1e-12)
-        whole = [expected[0], *(x.chunk(2)[rank] for x in expected[1:3])]
-        whole.append(expected[3].chunk(2, -1)[rank])
-        for a, b in zip(found["gradients"], whole, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
