@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from packstore.torch.logprobs.tiles import HEAD_BACKENDS, Passes, Projection, tiles
+from packstore.torch.logprobs.tiles import HEAD_BACKENDS, Projection, tiles
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -45,7 +45,9 @@ class HeadLogProbs(torch.autograd.Function):
         needs_hidden, *needs_head, _, _ = ctx.needs_input_grad
         ctx.frozen_head = needs_hidden and not any(needs_head)
         keep = how.keep_logits and any(needs_head)
-        passes = _passes(how, exact)
+        # Those of Triton compute in float32, so float64 has the eager ones.
+        name = HEAD_BACKENDS.check(how.backend)
+        passes = HEAD_BACKENDS.load("eager" if exact == torch.float64 else name)
         # Rows: highest logit so far, sum of exponentials relative to it, logit of the target.
         state = torch.zeros((3, len(hidden)), dtype=exact, device=hidden.device)
         state[0] = -math.inf
@@ -98,7 +100,10 @@ class HeadLogProbs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for columns, rows in tiles(len(hidden), len(weight), how.chunk_size):
                 head = weight[columns].to(operand)
-                d_head = None if d_weight is None else _accumulator(d_weight[columns], exact)
+                d_head = None
+                if d_weight is not None:  # summed in place where the dtype is wide enough
+                    d_head = d_weight[columns].zero_()
+                    d_head = d_head if d_head.dtype == exact else d_head.to(exact)
                 for part in rows:
                     product = next(products) if kept else _product(inputs[part], head.T)
                     places = targets[part] - columns.start
@@ -137,12 +142,6 @@ def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return exact_dtype(hidden, weight)
 
 
-def _passes(how: Projection, exact: torch.dtype) -> Passes:
-    """The backend's passes; those of Triton compute in float32, so float64 has the eager ones."""
-    name = HEAD_BACKENDS.check(how.backend)
-    return HEAD_BACKENDS.load("eager" if exact == torch.float64 else name)
-
-
 def _d_logps(
     rest: Tensor, target_rows: Tensor, logps: Tensor, target_logits: Tensor, how: Projection
 ) -> Tensor:
@@ -166,13 +165,6 @@ def _d_logps(
 
 def _part(bias: Tensor | None, columns: slice) -> Tensor | None:
     return None if bias is None else bias[columns]
-
-
-def _accumulator(gradient: Tensor, exact: torch.dtype) -> Tensor:
-    """Zeros to accumulate in: `gradient` itself if its dtype is wide enough."""
-    if gradient.dtype == exact:
-        return gradient.zero_()
-    return torch.zeros_like(gradient, dtype=exact)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

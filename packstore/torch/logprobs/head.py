@@ -45,7 +45,7 @@ PROBE_BLOCK = 2**24
 """Weights of the head that the probe has in float64 at once, 128 MiB."""
 
 
-class HeadSettings(TypedDict):
+class HeadSettings(TypedDict, total=False):
     """How :func:`segment_logps` computes; it describes each."""
 
     chunk_size: int | None
@@ -149,14 +149,7 @@ def find_head(model: nn.Module) -> Head:
     return proved
 
 
-def packed_logps(
-    model: nn.Module,
-    batch: PackedBatch,
-    *,
-    chunk_size: int | None = None,
-    keep_logits: bool = False,
-    backend: str = "eager",
-) -> Tensor:
+def packed_logps(model: nn.Module, batch: PackedBatch, **settings: Unpack[HeadSettings]) -> Tensor:
     """Computes the log-probs of a batch's segments, `[S]` in nats, without making the logits.
 
     With gradients enabled, those of a model whose config asks for a load-balancing loss of its
@@ -165,9 +158,7 @@ def packed_logps(
     Args:
         model: a Hugging Face causal LM prepared by :func:`use_packed_attention`.
         batch: the batch, on the model's device.
-        chunk_size: see :func:`segment_logps`.
-        keep_logits: the same.
-        backend: the same.
+        settings: `chunk_size`, `keep_logits` and `backend` of :func:`segment_logps`.
 
     Raises:
         CompatibilityError: the head is not a plain one, see :func:`find_head`; the model is
@@ -175,7 +166,11 @@ def packed_logps(
             see this call and so not reduce them.
     """
     check_not_compiled(model)
-    if torch.is_grad_enabled() and _synchronises(model):
+    wrapped = isinstance(getattr(model, "module", None), nn.Module) and any(
+        kind.__module__.startswith(("torch.nn.parallel", "torch.distributed"))
+        for kind in type(model).__mro__
+    )
+    if torch.is_grad_enabled() and wrapped:
         raise CompatibilityError(
             sentence(
                 f"packed_logps({type(model).__name__})",
@@ -184,7 +179,7 @@ def packed_logps(
                 "Wrap the other way round: DDP(PackedPolicy(model)), and call that with the batch",
             )
         )
-    return _logps(model, batch, chunk_size=chunk_size, keep_logits=keep_logits, backend=backend)
+    return _logps(model, batch, **settings)
 
 
 class PackedPolicy(nn.Module):
@@ -195,9 +190,7 @@ class PackedPolicy(nn.Module):
 
     Args:
         model: a Hugging Face causal LM prepared by :func:`use_packed_attention`.
-        chunk_size: see :func:`segment_logps`.
-        keep_logits: the same.
-        backend: the same.
+        settings: `chunk_size`, `keep_logits` and `backend` of :func:`segment_logps`.
 
     Raises:
         CompatibilityError: the head is not a plain one, see :func:`find_head`; the routers do not
@@ -206,21 +199,11 @@ class PackedPolicy(nn.Module):
         UnknownNameError: `backend` is unknown.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        chunk_size: int | None = None,
-        keep_logits: bool = False,
-        backend: str = "eager",
-    ) -> None:
+    def __init__(self, model: nn.Module, **settings: Unpack[HeadSettings]) -> None:
         super().__init__()
         check_not_compiled(model)
-        HEAD_BACKENDS.check(backend)
-        self.model = model
-        self.settings = HeadSettings(
-            chunk_size=chunk_size, keep_logits=keep_logits, backend=backend
-        )
+        HEAD_BACKENDS.check(settings.get("backend", "eager"))
+        self.model, self.settings = model, settings
         find_head(model)
         router_settings(model)
 
@@ -239,31 +222,22 @@ def _logps(model: nn.Module, batch: PackedBatch, **settings: Unpack[HeadSettings
     return find_head(model).logps(batch, routers=routers, **settings)
 
 
-def _synchronises(model: nn.Module) -> bool:
-    """Returns True for a wrapper of data-parallel training (DDP, FSDP)."""
-    return isinstance(getattr(model, "module", None), nn.Module) and any(
-        kind.__module__.startswith(("torch.nn.parallel", "torch.distributed"))
-        for kind in type(model).__mro__
-    )
-
-
 def _read_heads(model: Any) -> list[Head]:
     """Candidate heads: after the base model, and after its decoder, which some families call."""
-    find = getattr(model, "get_output_embeddings", None)
-    output = find() if find is not None else None
+    output = getattr(model, "get_output_embeddings", lambda: None)()
     backbone = backbone_of(model)
     if output is None or backbone is model or not hasattr(model, "config"):
-        must = "it must be a causal LM with get_output_embeddings() and a base model"
-        raise _unfit(model, must, "none")
+        needed = "it must be a causal LM with get_output_embeddings() and a base model"
+        raise _unfit(model, needed, "none")
     inner = getattr(output, "original_module", output)  # PEFT's copy for modules_to_save
     weight = getattr(inner, "weight", None)
     plain = isinstance(inner, nn.Linear) and type(weight) is nn.Parameter
     if weight is None or not plain or not weight.is_floating_point():
-        must = "its head must be a matrix of its own, which LoRA, quantization and shards are not"
-        found = f"{type(inner).__name__} of {type(weight).__name__}"
+        kind = f"{type(inner).__name__} of {type(weight).__name__}"
         if hasattr(inner, "base_layer"):
-            found = f"an adapter over it ({type(inner).__module__}.{type(inner).__name__})"
-        raise _unfit(model, must, found)
+            kind = f"an adapter over it ({type(inner).__module__}.{type(inner).__name__})"
+        needed = "its head must be a matrix of its own, which LoRA, quantization and shards are not"
+        raise _unfit(model, needed, kind)
     config = model.config.get_text_config()
     scale = 1.0
     if getattr(model, "logit_scale", None) is not None:
@@ -290,18 +264,18 @@ def _prove(model: Any, heads: list[Head]) -> Head:
     with torch.autocast(weight.device.type, enabled=False), ieee_products():
         gaps = [_gap(model, head) for head in heads]
     if any(gap is not None and math.isnan(gap) for gap in gaps):
-        do = "Look at its weights: a training that diverged leaves such ones"
-        raise _unfit(model, "its logits must be finite", "nan", do)
+        remedy = "Look at its weights: a training that diverged leaves such ones"
+        raise _unfit(model, "its logits must be finite", "nan", remedy)
     limit = PROBE_LOGIT * (2e-2 if torch.finfo(weight.dtype).bits < 32 else 1e-4)
     for head, gap in zip(heads, gaps, strict=True):
         if gap is not None and gap <= limit:
             return head
     known = [gap for gap in gaps if gap is not None]
     if not known:
-        must = f"its base model must give the head hidden states of its width, {weight.shape[1]}"
-        raise _unfit(model, must, "layers between the two, or a base model that is not called")
-    must = "its logits must be its hidden states times its head, scaled and capped by its config"
-    raise _unfit(model, must, f"logits off by {min(known):.2g}")
+        needed = f"its base model must give the head hidden states of its width, {weight.shape[1]}"
+        raise _unfit(model, needed, "layers between the two, or a base model that is not called")
+    needed = "its logits must be its hidden states times its head, scaled and capped by its config"
+    raise _unfit(model, needed, f"logits off by {min(known):.2g}")
 
 
 def _gap(model: Any, head: Head) -> float | None:
@@ -323,24 +297,21 @@ def _gap(model: Any, head: Head) -> float | None:
     training, handle = model.training, head.backbone.register_forward_hook(enlarge)
     try:
         model.eval()
-        found = model(**probe_inputs(head.weight)).logits.double()
+        expected = model(**probe_inputs(head.weight)).logits.double()
     finally:
         handle.remove()
         model.train(training)
     if not seen:
         return None
-    logits = head.logit_scale * _exact_linear(seen[-1], head.weight, head.bias)
+    # Some rows of the weight at a time, as a float64 copy of all of them is large.
+    blocks = torch.split(head.weight, max(1, PROBE_BLOCK // head.weight.shape[1]))
+    logits = torch.cat([linear(seen[-1].double(), rows.double()) for rows in blocks], -1)
+    logits = head.logit_scale * (logits if head.bias is None else logits + head.bias)
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
-    return float((found - logits).abs().max()) if found.shape == logits.shape else float("inf")
-
-
-def _exact_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``linear`` in float64, some rows of the weight at a time: a copy of all of them is large."""
-    size = max(1, PROBE_BLOCK // weight.shape[1])
-    parts = [linear(hidden.double(), rows.double()) for rows in torch.split(weight, size)]
-    logits = torch.cat(parts, -1)
-    return logits if bias is None else logits + bias
+    if expected.shape != logits.shape:
+        return math.inf
+    return float((expected - logits).abs().max())
 
 
 def probe_inputs(weight: Tensor) -> dict[str, Any]:
@@ -354,6 +325,5 @@ def probe_inputs(weight: Tensor) -> dict[str, Any]:
     return {**inputs, "packed_layout": layout}
 
 
-def _unfit(model: Any, must: str, found: str, do: str = USE_LOGITS) -> CompatibilityError:
-    where = f"head of {type(model).__name__}"
-    return CompatibilityError(sentence(where, must, found, do))
+def _unfit(model: Any, needed: str, given: str, remedy: str = USE_LOGITS) -> CompatibilityError:
+    return CompatibilityError(sentence(f"head of {type(model).__name__}", needed, given, remedy))

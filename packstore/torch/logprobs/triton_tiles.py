@@ -117,25 +117,20 @@ def fold(
     state: Tensor, product: Tensor, bias: Tensor | None, targets: Tensor, how: Projection
 ) -> None:
     """See :class:`Passes`."""
-    _check(product)
+    if product.device.type != "cuda" and not INTERPRETED:
+        raise BackendError(
+            sentence(
+                "head backend 'triton'",
+                "tensors must be on a CUDA device",
+                product.device.type,
+                "Use backend='eager', which computes the same",
+            )
+        )
     rows, columns = product.shape
     size = min(BLOCK, triton.next_power_of_2(columns))
     values = (product, product.stride(0), columns, bias, targets, state, state.stride(0))
     with torch.cuda.device_of(product):  # type: ignore[no-untyped-call]
-        fold_kernel[(rows,)](*values, *_numbers(how), *_flags(bias, how), size, num_warps=WARPS)
-
-
-def gap(
-    product: Tensor,
-    bias: Tensor | None,
-    log_total: Tensor,
-    targets: Tensor,
-    upstream: Tensor,
-    how: Projection,
-    dtype: torch.dtype,
-) -> Tensor:
-    """See :class:`Passes`."""
-    return _softmax(product, bias, log_total, targets, upstream, how, dtype)
+        fold_kernel[(rows,)](*values, *_constants(bias, how), size, num_warps=WARPS)
 
 
 def fold_rest(
@@ -149,46 +144,35 @@ def fold_rest(
     """See :class:`Passes`."""
     before = state[0].clone()
     fold(state, product, bias, targets, how)
-    rest = _softmax(product, bias, state[0], targets, None, how, dtype)
+    rest = gap(product, bias, state[0], targets, None, how, dtype)
     return rest, before.sub_(state[0]).exp_()
 
 
-def _softmax(
+def gap(
     product: Tensor,
     bias: Tensor | None,
-    shifts: Tensor,
+    log_total: Tensor,
     targets: Tensor,
     upstream: Tensor | None,
     how: Projection,
     dtype: torch.dtype,
 ) -> Tensor:
+    """See :class:`Passes`; with None for `upstream`, the values of REST."""
     in_place = dtype == product.dtype and not how.keep_logits
     out = product if in_place else torch.empty_like(product, dtype=dtype)
     rows, columns = product.shape
     size = min(BLOCK, triton.next_power_of_2(columns))
-    values = (product, product.stride(0), columns, bias, shifts, targets, upstream)
+    values = (product, product.stride(0), columns, bias, log_total, targets, upstream)
     with torch.cuda.device_of(product):  # type: ignore[no-untyped-call]
         softmax_kernel[(rows, triton.cdiv(columns, size))](
-            *values, out, out.stride(0), *_numbers(how), *_flags(bias, how), upstream is None, size,
+            *values, out, out.stride(0), *_constants(bias, how), upstream is None, size,
             num_warps=WARPS,
         )  # fmt: skip
     return out
 
 
-def _numbers(how: Projection) -> tuple[float, float]:
-    return float(how.scale), float(how.softcap or 1)
-
-
-def _flags(bias: Tensor | None, how: Projection) -> tuple[bool, bool]:
-    return bias is not None, how.softcap is not None
-
-
-def _check(product: Tensor) -> None:
-    if product.device.type != "cuda" and not INTERPRETED:
-        must = "tensors must be on a CUDA device"
-        do = "Use backend='eager', which computes the same"
-        where = "head backend 'triton'"
-        raise BackendError(sentence(where, must, product.device.type, do))
+def _constants(bias: Tensor | None, how: Projection) -> tuple[float, float, bool, bool]:
+    return float(how.scale), float(how.softcap or 1), bias is not None, how.softcap is not None
 
 
 PASSES = Passes(fold, gap, fold_rest)
