@@ -14,12 +14,12 @@ from packstore.config import REWARD_FIELDS, RunConfig, SelectConfig, TokenizeCon
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.encode import assemble
-from packstore.tokenizer.fastest import FASTER, was_misread
+from packstore.tokenizer.fastest import FASTER
 from packstore.tokenizer.records.carry import carried_values, parse_carry, to_columns
 from packstore.tokenizer.records.fields import check_feedback, feedback_field, names_of, unused
 from packstore.tokenizer.records.ids import id_sequences
 from packstore.tokenizer.records.keys import record_keys
-from packstore.tokenizer.records.overlong import fit, refuse_surely_overlong
+from packstore.tokenizer.records.overlong import fit
 from packstore.tokenizer.records.query import Query
 from packstore.tokenizer.records.sequences import Draft, Mode, Sequences, Tokens
 from packstore.tokenizer.records.shapes import DEFAULT_REWARDS, parse_record
@@ -85,18 +85,14 @@ class RecordTokenizer:
         tokenizer: the tokenizer; None only if all records are token ids.
         config: the settings.
         kind: ``preference``, ``sft`` or ``ranked``.
-        whole: encode every text as a whole; else a text may be cut where no id depends on it.
 
     Raises:
         TokenizerError: the settings require BOS or EOS, and the tokenizer has none.
         ConfigError: a carried column is not possible.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, config: TokenizeConfig, kind: str, *, whole: bool = False
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, config: TokenizeConfig, kind: str) -> None:
         self.tokenizer = tokenizer
-        self._whole = whole or (tokenizer is not None and was_misread(tokenizer.sha256))
         self.config = config
         self.kind = kind
         self.carry = parse_carry(config)
@@ -137,7 +133,6 @@ class RecordTokenizer:
                 continue
             try:
                 if hint and (drafts := draft_plain(value, hint, self._mode, not trusting)):
-                    refuse_surely_overlong(drafts, self._needed(), self.config)
                     block.add_pair(i, drafts)
                     continue
                 if feedback:
@@ -194,7 +189,6 @@ class RecordTokenizer:
             block.ids.update(enumerate(found, len(block.rewards)))
         else:
             drafts, events = draft_record(parsed, self._needed(), self.config)
-            refuse_surely_overlong(drafts, self._needed(), self.config)
             block.drafts += drafts
         if events or parsed.events:
             block.events[i] = [*parsed.events, *events]
@@ -218,7 +212,7 @@ class RecordTokenizer:
         """Encodes the sequences of all records, in order."""
         found = Sequences.of([])
         if self.tokenizer is not None and block.drafts:
-            found = assemble(self.tokenizer, block.drafts, self.config, whole=self._whole)
+            found = assemble(self.tokenizer, block.drafts, self.config)
         return found.with_rows(block.ids, insert=True)
 
     def _judge(self, block: _Block, sequences: Sequences, firsts: Int64) -> Sequences:

@@ -16,7 +16,6 @@ import numpy as np
 from packstore.format.tokenizer_identity import PROBES, probe_sha256
 from packstore.tokenizer.chat.template import TEMPLATE_DATE, ChatTemplate, Tools
 from packstore.tokenizer.control import control_pattern
-from packstore.tokenizer.cuts import Cuts
 from packstore.tokenizer.engines import ENGINES, Engine
 
 VARIED_TEMPLATES = 64
@@ -197,11 +196,6 @@ class Tokenizer:
         """Common prefix of all control strings, possibly empty: a text without it holds none."""
         hint = os.path.commonprefix(list(self.specials))  # noqa: RUF071  (of characters)
         return "" if "\n" in hint else hint
-
-    @property
-    def cuts(self) -> Cuts | None:
-        """Places where texts may be cut; None if there is no proof that ids stay the same."""
-        return self.engine.cuts
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes `ids` to text, including control tokens."""

@@ -1,7 +1,6 @@
 """Compares faster ways to encode with the reference, on a sample of a job's records.
 
-The reference is the engine ``tokenizers`` on whole texts. Other engines are faster, and so is to
-cut texts (:mod:`packstore.tokenizer.cuts`).
+The reference is the engine ``tokenizers``.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class EngineWatch:
     @staticmethod
     def suits(tokenizer: Tokenizer) -> bool:
         """Returns True if `tokenizer` encodes in a faster way than the reference."""
-        return tokenizer.engine_name in FASTER or tokenizer.cuts is not None
+        return tokenizer.engine_name in FASTER
 
     def __call__(self, rows: Rows, examples: Examples) -> None:
         """Compares the examples of `rows` with those of the reference.
@@ -80,7 +79,7 @@ class EngineWatch:
     @cached_property
     def _reference(self) -> RecordTokenizer:
         reference = self._tokenizer.with_engine("tokenizers")
-        return RecordTokenizer(reference, self._config, self._kind, whole=True)
+        return RecordTokenizer(reference, self._config, self._kind)
 
     def _error(self, rows: Rows, found: Examples, expected: Examples) -> WrongEngineError:
         where, engine = rows.path, self._tokenizer.engine_name
@@ -94,8 +93,6 @@ class EngineWatch:
                 break
         must = f"tokenizer engine {engine} must give the ids of the reference"
         do = "Set tokenizer_engine to tokenizers (--tokenizer-engine tokenizers)"
-        if engine not in FASTER:
-            must, do = "the parts of a text must have the ids of the whole", "Report the text"
         error = WrongEngineError(sentence(where, must, what, do))
         error.tokenizer = self._tokenizer.sha256
         return error

@@ -12,8 +12,6 @@ import numpy as np
 from packstore.errors import PackstoreError, TokenizerError, sentence
 from packstore.format.arrays import Int32, Int64, to_offsets
 from packstore.registry import Registry
-from packstore.tokenizer.cuts import Cuts
-from packstore.tokenizer.token_bound import TokenBound
 
 
 class Engine(Protocol):
@@ -22,20 +20,10 @@ class Engine(Protocol):
     Attributes:
         version: the library's version.
         specials: control strings and their ids.
-        token_bound: lower bound of the tokens of a text; None if there is none.
-        cuts: places where texts may be cut; None if there is no proof that ids stay the same.
     """
 
     version: str
     specials: Mapping[str, int]
-
-    @property
-    def token_bound(self) -> TokenBound | None:
-        """Lower bound of the tokens of a text; None if there is none."""
-
-    @property
-    def cuts(self) -> Cuts | None:
-        """Places where texts may be cut; None if there is no proof that ids stay the same."""
 
     def register(self, tokens: Sequence[str]) -> None:
         """Makes those of `tokens` that are in the vocabulary control tokens."""

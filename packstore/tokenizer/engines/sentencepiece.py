@@ -22,8 +22,6 @@ class SentencePieceEngine:
     """
 
     version = str(sentencepiece.__version__)
-    token_bound = None  # a run of unknown characters is one token
-    cuts = None
 
     def __init__(self, payload: bytes, where: str) -> None:
         self._where = where

@@ -14,9 +14,7 @@ import tokenizers
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Int32, Int64
 from packstore.format.tokenizer_identity import vocabulary_sha256
-from packstore.tokenizer.cuts import Cuts
 from packstore.tokenizer.engines import flatten, inside
-from packstore.tokenizer.token_bound import TokenBound
 
 MAX_IDS = 1 << 24
 """Upper bound of ids; the largest vocabularies have a tenth of it."""
@@ -84,24 +82,12 @@ class TokenizersEngine:
         engine._load()
         return engine
 
-    @cached_property
-    def token_bound(self) -> TokenBound | None:
-        """Lower bound of the tokens of a text; made for the first long text."""
-        return TokenBound.of(self._tokenizer)
-
-    @cached_property
-    def cuts(self) -> Cuts | None:
-        """Places where texts may be cut; None if there is no proof that ids stay the same."""
-        return Cuts.of(self._tokenizer)
-
     def register(self, tokens: Sequence[str]) -> None:
         """Makes those of `tokens` that are in the vocabulary control tokens."""
         known = [t for t in tokens if self._tokenizer.token_to_id(t) is not None]
         if new := [t for t in known if t not in self.specials]:
             self._tokenizer.add_special_tokens(new)
             self.__dict__.pop("_vocabulary", None)
-            self.__dict__.pop("token_bound", None)
-            self.__dict__.pop("cuts", None)
             self._find_specials()
             self._load()
 

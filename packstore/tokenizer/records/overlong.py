@@ -2,60 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from packstore.config import TokenizeConfig
-from packstore.tokenizer.records.sequences import Draft, Tokens, common_prefix
+from packstore.tokenizer.records.sequences import Tokens, common_prefix
 from packstore.tokenizer.refusals import Refused
-from packstore.tokenizer.tokenizer import Tokenizer
-
-_JUDGED = 1 << 16
-"""Characters of an example above which its texts are checked before encoding."""
-
-_PLAUSIBLE = 8
-"""Characters per token up to which a text is assumed to fit; ordinary text has 2 to 5."""
-
-_SLACK = 16
-"""Most tokens by which NFC across the border of prompt and response may change a count."""
-
-
-def refuse_surely_overlong(
-    drafts: Sequence[Draft], tokenizer: Tokenizer, config: TokenizeConfig
-) -> None:
-    """Refuses an example that cannot fit in any encoding, before it is encoded.
-
-    Encoding takes hundreds of bytes of memory per byte of text. This refuses nothing that would
-    fit, or could be truncated to fit; :func:`fit` checks the rest by their ids.
-
-    Raises:
-        Refused: ``overlong``.
-    """
-    limit, size = config.sequence_limit, config.pack_size
-    if (
-        sum(len(draft.text) for draft in drafts) <= max(_JUDGED, _PLAUSIBLE * limit)
-        or config.overlong == "truncate_response"  # any text can be truncated to its beginning
-        or (bound := tokenizer.engine.token_bound) is None
-    ):
-        return
-    longest = total = 0
-    for i, draft in enumerate(drafts):
-        text, start = draft.text, 0
-        if config.overlong == "truncate_prompt" or (i and config.layout == "shared_prefix"):
-            start = draft.spans[0][0] if draft.spans else len(text)
-        if draft.guard:
-            start -= text.count(draft.guard, 0, start)
-            text = text.replace(draft.guard, "")
-        tokens = bound.least(text, start, size + _SLACK) - _SLACK
-        longest, total = max(longest, tokens), total + max(tokens, 0)
-    if longest > limit or total > size:
-        raise Refused(
-            "overlong",
-            f"longest sequence at least {longest} of at most {limit} tokens, "
-            f"example at least {total} of at most {size}",
-        )
 
 
 def fit(sequences: list[Tokens], config: TokenizeConfig, specials: frozenset[int]) -> list[Tokens]:
