@@ -72,9 +72,6 @@ class TokenizeConfig(SizeConfig):
         "texts without a prompt: only dialogues in the form of Anthropic's HH, or any texts, whose "
         "common prefix is then the prompt",
     )
-    tokenizer_engine: Literal["auto", "tokenizers", "fastokens", "gigatoken", "sentencepiece"] = (
-        setting("auto", "library that encodes text; auto: the fastest installed one with equal ids")
-    )
     chat_template: str | None = setting(
         None,
         "for chat messages: a Jinja file or text, or chatml, plain; default: the tokenizer's",

@@ -80,8 +80,8 @@ def _refuse_other(dataset: Dataset, now: Mapping[str, Any], without: Sequence[st
 
 
 def _of_any_engine(about: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Removes a tokenizer engine chosen by `auto` from `about`: all engines give the same ids."""
-    if not about.get("tokenizer") or about["settings"]["tokenizer_engine"] != "auto":
+    """Removes the tokenizer engine from `about`: all engines give the same ids."""
+    if not about.get("tokenizer"):
         return about
     kept = {n: v for n, v in about["tokenizer"].items() if n not in ("engine", "engine_version")}
     return {**about, "tokenizer": kept}

@@ -39,7 +39,7 @@ from packstore.io.store.location import Location
 from packstore.io.write.write_job import WriteJob, writing
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.plan import merged_statistics
-from packstore.tokenizer import FASTER, misread
+from packstore.tokenizer.fastest import misread
 
 __all__ = ["Progress", "pack", "pack_into"]
 
@@ -112,7 +112,7 @@ def pack(
             for part, place in places.items()
         ]
         work = partial(_pack, jobs, source, of_source, tokenizer, config, progress)
-        _falling_back(work, source, config)
+        _falling_back(work, source)
     for job in jobs:
         _log_result(job.committed)
     return jobs[0].committed
@@ -130,16 +130,15 @@ def pack_into(
     if config.validation_fraction:
         raise ConfigError("validation_fraction makes two datasets of its own: set it for pack().")
     work = partial(_pack, [job], source, source_options, tokenizer, config, progress)
-    _falling_back(work, source, config)
+    _falling_back(work, source)
 
 
-def _falling_back(work: Callable[[], None], source: Any, config: PackConfig) -> None:
+def _falling_back(work: Callable[[], None], source: Any) -> None:
     """Runs `work`; if a faster way to encode gives wrong ids, again with the reference."""
     try:
         work()
     except WrongEngineError as error:
-        chosen = config.tokenizer_engine in FASTER
-        if chosen or isinstance(source, Iterator):  # read only once
+        if isinstance(source, Iterator):  # read only once
             raise
         log.warning("%s All records are tokenized again, with the reference.", error)
         misread(error.tokenizer)

@@ -22,19 +22,17 @@ from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.inputs.files import BLOCK_BYTES, Block, Input, InputReader
 from packstore.io.inputs.sampling import Sampling, head_blocks, sample_blocks
 from packstore.tokenizer import (
-    FASTER,
-    EngineWatch,
     Query,
     RecordTokenizer,
     Tokenizer,
-    agreeing,
     detect_kind,
     load_tokenizer,
     names_of,
     parse_carry,
     typed_carry,
 )
-from packstore.tokenizer.fastest import fastest, pays
+from packstore.tokenizer.fastest import EngineWatch, agreeing, fastest, pays
+from packstore.tokenizer.tokenizer import FAST
 from packstore.version import VERSION
 
 Part = tuple[Examples, Tally]
@@ -138,9 +136,7 @@ class RecordExampleReader:
         query = Query.of(config)
         self.tokenizer: Tokenizer | None = None
         if tokenizer is not None:  # records of token ids need none
-            self.tokenizer = load_tokenizer(
-                tokenizer, engine=config.tokenizer_engine, chat_template=config.chat_template
-            )
+            self.tokenizer = load_tokenizer(tokenizer, chat_template=config.chat_template)
         named = isinstance(tokenizer, str | PathLike)
         self._tokenizer_path = spelled(str(tokenizer)) if named else None
         parse_carry(config)
@@ -155,10 +151,9 @@ class RecordExampleReader:
         self.kind: str = config.kind
         if self.kind == "auto":
             self.kind = detect_kind(rows.values[0], config, rows.where(0))
-        reference = self.tokenizer if config.tokenizer_engine == "auto" else None
-        if reference is not None and _faster_pays(reference, first, blocks):
+        if self.tokenizer is not None and _faster_pays(self.tokenizer, first, blocks):
             bare = replace(config, where=None, select={})  # applied to these rows already
-            self.tokenizer = agreeing(fastest(reference), rows, bare, self.kind)
+            self.tokenizer = agreeing(fastest(self.tokenizer), rows, bare, self.kind)
         self.vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
 
     def __iter__(self) -> Iterator[Part]:
@@ -217,12 +212,10 @@ class RecordExampleReader:
         """Returns the picklable function that turns a block into a part."""
         name = self.tokenizer and self.tokenizer.engine_name
         few = (os.cpu_count() or 1) <= FEW_CORES
-        threads = name is None or name in FASTER or (name == "tokenizers" and few)
+        threads = name in (None, FAST) or (name == "tokenizers" and few)
         stage = RecordTokenizer(self.tokenizer, self._config, self.kind)
-        watch = None
-        if self.tokenizer is not None and EngineWatch.suits(self.tokenizer):
-            seed, sources = self._config.seed, len(self.inputs)
-            watch = EngineWatch(self.tokenizer, self._config, self.kind, seed, sources)
+        seed, sources = self._config.seed, len(self.inputs)
+        watch = EngineWatch.of(self.tokenizer, self._config, self.kind, seed, sources)
         return Tokenize(stage, threads, watch)
 
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:

@@ -1,26 +1,45 @@
-"""Chooses the fastest installed engine whose ids equal the reference's."""
+"""Uses ``fastokens`` where its ids equal those of the reference, ``tokenizers``.
+
+It is probed before a job, compared on the first records, and watched on a sample of all others.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from packstore.errors import PackstoreError
-from packstore.format.arrays import Int32, Int64
-from packstore.tokenizer.tokenizer import Tokenizer
+from packstore.config import TokenizeConfig
+from packstore.errors import PackstoreError, WrongEngineError, quote, sentence
+from packstore.format import seeds
+from packstore.format.arrays import Examples, Int32, Int64, Rows, example_id
+from packstore.tokenizer.record_tokenizer import RecordTokenizer
+from packstore.tokenizer.tokenizer import FAST, Tokenizer
 
 log = logging.getLogger("packstore")
 
-FASTER = ("fastokens", "gigatoken")
-"""Engines for the files of ``tokenizers``, the reference; the fastest first."""
-
 LOADING = 6
-"""A faster engine takes as long to load as the reference takes for records of the size of its file
-divided by this (measured with Qwen3's file of 11 MB; with smaller files, for somewhat more)."""
+"""The faster engine takes as long to load as the reference takes for records of the size of its
+file divided by this (measured with Qwen3's file of 11 MB; with smaller files, somewhat more)."""
+
+FIRST = 64
+"""Number of first records on which the faster engine must agree with the reference."""
+
+ONE_IN = 1000
+"""Of this many records, one is tokenized again by the reference."""
+
+FEWEST = 200
+"""Least number of records of a job that are tokenized again."""
+
+_SHOWN = 8
+"""Number of ids of each engine in an error, from two before the first difference."""
+
+_COMPARED = ("example_ids", "example_offsets", "sequence_offsets", "input_ids", "supervised")
 
 PROBES = (
     "",
@@ -44,58 +63,144 @@ PROBES = (
 )  # fmt: skip
 """Texts of the kinds on which engines are known to disagree."""
 
-
 _misread: set[str] = set()
-"""sha256 of tokenizers for which a faster way gave wrong ids, in this process."""
+"""sha256 of tokenizers for which the faster engine gave wrong ids, in this process."""
 
 
 def misread(sha256: str) -> None:
-    """Makes the tokenizer file with this hash be read by the reference, in whole texts."""
+    """Makes the reference read the tokenizer file with this hash, for the rest of this process."""
     _misread.add(sha256)
 
 
-def was_misread(sha256: str) -> bool:
-    """Returns True after :func:`misread`."""
-    return sha256 in _misread
-
-
 def pays(tokenizer: Tokenizer, size: int) -> bool:
-    """Returns True if a faster engine saves more than it takes to load, for `size` bytes."""
+    """Returns True if the faster engine saves more than it takes to load, for `size` bytes."""
     return size * LOADING > len(tokenizer.payload)
 
 
 def fastest(tokenizer: Tokenizer) -> Tokenizer:
-    """Returns `tokenizer` with the fastest engine that has equal ids on all probes.
+    """Returns `tokenizer` with the faster engine if its ids are equal on all probes.
 
     Args:
         tokenizer: one with the reference; others are returned as they are.
     """
-    if tokenizer.engine_name != "tokenizers" or was_misread(tokenizer.sha256):
+    if tokenizer.engine_name != "tokenizers" or tokenizer.sha256 in _misread:
         return tokenizer
     with ThreadPoolExecutor(1, "packstore-tokenizer") as pool:
-        expected = pool.submit(_of_reference, tokenizer)
-        for name in FASTER:
-            try:
-                candidate = tokenizer.with_engine(name)
-                texts, rows = expected.result()
-                same = all(map(np.array_equal, rows, _encoded(candidate, texts)))
-            except PackstoreError as error:
-                log.debug("tokenizer engine %s is not used: %s", name, error)
-                continue
-            if same:
-                return candidate
-            log.warning("tokenizer engine %s is not used: its ids differ on probe texts", name)
+        expected = pool.submit(_probed, tokenizer)
+        try:
+            candidate = tokenizer.with_engine(FAST)
+            same = all(map(np.array_equal, expected.result(), _probed(candidate)))
+        except PackstoreError as error:
+            log.debug("tokenizer engine %s is not used: %s", FAST, error)
+            return tokenizer
+    if not same:
+        log.warning("tokenizer engine %s is not used: its ids differ on probe texts", FAST)
+    return candidate if same else tokenizer
+
+
+def _probed(tokenizer: Tokenizer) -> list[Int32 | Int64]:
+    """Ids and offsets of the probes, with control strings as plain text and as ids."""
+    texts = [*PROBES, *(f"x{special} y{special}" for special in list(tokenizer.specials)[:200])]
+    ways = (tokenizer.engine.encode_batch(texts, control=control) for control in (False, True))
+    return list(itertools.chain.from_iterable(ways))
+
+
+def agreeing(tokenizer: Tokenizer, rows: Rows, config: TokenizeConfig, kind: str) -> Tokenizer:
+    """Returns `tokenizer`, or one with the reference if they differ on the first of `rows`."""
+    first = replace(rows, ordinals=rows.ordinals[:FIRST], values=rows.values[:FIRST])
+    try:
+        if watch := EngineWatch.of(tokenizer, config, kind):
+            watch(first, RecordTokenizer(tokenizer, config, kind)(first)[0])
+    except WrongEngineError as error:
+        log.warning("tokenizer engine %s is not used: %s", FAST, error)
+        return tokenizer.with_engine("tokenizers")
     return tokenizer
 
 
-def _of_reference(tokenizer: Tokenizer) -> tuple[list[str], list[Int32 | Int64]]:
-    """The probe texts and their ids."""
-    specials = list(tokenizer.specials)[:200]
-    texts = [*PROBES, *(f"x{special} y{special}" for special in specials)]
-    return texts, _encoded(tokenizer, texts)
+class EngineWatch:
+    """Tokenizes a sample of each block's records again with the reference, and compares.
 
+    The sample depends on the seed and each record's place in the input, not on workers, partitions
+    or blocks. Picklable.
 
-def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Int32 | Int64]:
-    """Ids and offsets, with control strings as plain text and as ids."""
-    ways = (tokenizer.engine.encode_batch(texts, control=control) for control in (False, True))
-    return list(itertools.chain.from_iterable(ways))
+    Args:
+        tokenizer: the tokenizer of the job.
+        config: the settings.
+        kind: ``preference``, ``sft`` or ``ranked``.
+        seed: seed of the sample.
+        sources: number of inputs of the job; the first records of each are in the sample.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, config: TokenizeConfig, kind: str, seed: int, sources: int
+    ) -> None:
+        self._tokenizer, self._config, self._kind, self._seed = tokenizer, config, kind, seed
+        self._first = -(-FEWEST // max(sources, 1))
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Tokenizer | None,
+        config: TokenizeConfig,
+        kind: str,
+        seed: int = 0,
+        sources: int = 1,
+    ) -> EngineWatch | None:
+        """Makes a watch over the faster engine; None for the reference."""
+        if tokenizer is None or tokenizer.engine_name != FAST:
+            return None
+        return cls(tokenizer, config, kind, seed, sources)
+
+    def __call__(self, rows: Rows, examples: Examples) -> None:
+        """Compares the examples of `rows` with those of the reference.
+
+        Raises:
+            WrongEngineError: an example differs.
+        """
+        ordinals = np.array(rows.ordinals, np.int64)
+        ids = example_id(rows.source, 0) + ordinals
+        chosen = self.chosen(ordinals, ids)
+        if not len(chosen):
+            return
+        values = [rows.values[i] for i in chosen]
+        sample = replace(rows, ordinals=ordinals[chosen].tolist(), values=values)
+        expected, _ = self._reference(sample)
+        for i, number in enumerate(ids[chosen]):
+            fast, slow = (
+                e.take(np.flatnonzero(e.example_ids == number)) for e in (examples, expected)
+            )
+            if not all(np.array_equal(getattr(fast, n), getattr(slow, n)) for n in _COMPARED):
+                error = WrongEngineError(
+                    sentence(
+                        sample.where(i),
+                        f"tokenizer engine {FAST} must give the ids of the reference",
+                        self._difference(fast, slow),
+                        f"Remove it from the environment (pip uninstall {FAST})",
+                    )
+                )
+                error.tokenizer = self._tokenizer.sha256
+                raise error
+
+    def chosen(self, ordinals: Int64, ids: Int64) -> Int64:
+        """Returns the indices of the sampled records, from their ordinals and ids."""
+        drawn = seeds.keys_at(ids.view(np.uint64), self._seed, "engine watch")
+        return np.flatnonzero((ordinals < self._first) | (drawn < 2**64 // ONE_IN))
+
+    @cached_property
+    def _reference(self) -> RecordTokenizer:
+        return RecordTokenizer(self._tokenizer.with_engine("tokenizers"), self._config, self._kind)
+
+    def _difference(self, fast: Examples, slow: Examples) -> str:
+        """The text where two examples differ, and its ids."""
+        if fast.num_examples != slow.num_examples:
+            return "that it drops a record which the reference keeps, or keeps one that it drops"
+        n = min(len(fast.input_ids), len(slow.input_ids))
+        differ = np.flatnonzero(fast.input_ids[:n] != slow.input_ids[:n])
+        start = max((int(differ[0]) if len(differ) else n) - 2, 0)
+        ours, theirs = (e.input_ids[start : start + _SHOWN].tolist() for e in (fast, slow))
+        if ours == theirs:
+            return "other supervised tokens"
+        return f"{quote(self._tokenizer.decode(theirs))} as {ours}, not {theirs}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: v for name, v in self.__dict__.items() if name != "_reference"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +13,6 @@ from packstore.config import REWARD_FIELDS, RunConfig, SelectConfig, TokenizeCon
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.encode import assemble
-from packstore.tokenizer.fastest import FASTER
 from packstore.tokenizer.records.carry import carried_values, parse_carry, to_columns
 from packstore.tokenizer.records.fields import check_feedback, feedback_field, names_of, unused
 from packstore.tokenizer.records.ids import id_sequences
@@ -25,15 +23,10 @@ from packstore.tokenizer.records.sequences import Draft, Mode, Sequences, Tokens
 from packstore.tokenizer.records.shapes import DEFAULT_REWARDS, parse_record
 from packstore.tokenizer.refusals import Refused, raise_if_error
 from packstore.tokenizer.rendered import PLAIN_FIELDS, check_responses, draft_plain, draft_record
-from packstore.tokenizer.tokenizer import Tokenizer
+from packstore.tokenizer.tokenizer import FAST, Tokenizer
 
-log = logging.getLogger("packstore")
-
-STRICT = ("tokenizers", *FASTER)
+STRICT = ("tokenizers", FAST)
 """Engines that raise an error for text with lone surrogates."""
-
-FIRST_RECORDS = 64
-"""Number of first records on which a faster engine must agree with the reference."""
 
 
 class _Block:
@@ -276,27 +269,3 @@ class RecordTokenizer:
             columns=columns,
             keys=np.array(block.keys, np.uint64)[keep] if self._wants_keys else None,
         )
-
-
-def agreeing(tokenizer: Tokenizer, rows: Rows, config: TokenizeConfig, kind: str) -> Tokenizer:
-    """Returns `tokenizer`, or one with the reference engine if their examples differ.
-
-    Args:
-        tokenizer: the tokenizer chosen by probe texts.
-        rows: the first records of the input; some of them are tokenized with both engines.
-        config: the settings of the job.
-        kind: ``preference``, ``sft`` or ``ranked``.
-    """
-    if tokenizer.engine_name not in FASTER:
-        return tokenizer
-    reference = tokenizer.with_engine("tokenizers")
-    n = min(len(rows.values), FIRST_RECORDS)
-    few = replace(rows, ordinals=rows.ordinals[:n], values=rows.values[:n])
-    fast, slow = (RecordTokenizer(t, config, kind)(few)[0] for t in (tokenizer, reference))
-    same = np.array_equal(fast.input_ids, slow.input_ids) and np.array_equal(
-        fast.supervised, slow.supervised
-    )
-    if same:
-        return tokenizer
-    log.warning("tokenizer engine %s is not used: its ids differ", tokenizer.engine_name)
-    return reference

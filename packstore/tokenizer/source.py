@@ -1,4 +1,4 @@
-"""Loads a :class:`Tokenizer` from a file, a folder, or an object."""
+"""Loads a :class:`Tokenizer` from a file, a folder, an object, or the record in a manifest."""
 
 from __future__ import annotations
 
@@ -12,25 +12,22 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from packstore.errors import TokenizerError, display, quote, sentence, spelled
+from packstore.errors import (
+    CompatibilityError,
+    TokenizerError,
+    display,
+    quote,
+    sentence,
+    spelled,
+)
 from packstore.tokenizer.chat.builtin_templates import BUILTIN
 from packstore.tokenizer.engines import ENGINES, Engine
-from packstore.tokenizer.fastest import FASTER
 from packstore.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("packstore")
 
-FILE_NAMES = {
-    "tokenizers": ("tokenizer.json",),
-    "sentencepiece": ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
-}
-"""Reference engine -> file names in a folder."""
-
-FILE_ENGINES = {
-    "tokenizers": ("auto", "tokenizers", *FASTER),
-    "sentencepiece": ("auto", "sentencepiece"),
-}
-"""Reference engine -> values of `tokenizer_engine` that accept its files."""
+FILE_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+"""File names in a folder, the preferred one first."""
 
 MAX_FILE_BYTES = 1 << 30
 """Largest size of a tokenizer file in bytes."""
@@ -45,11 +42,10 @@ WELL_KNOWN = {
 
 
 @dataclass
-class _Found:
+class _Files:
     """The files of a tokenizer."""
 
     name: str
-    engine: str
     payload: bytes
     settings: dict[str, Any] = field(default_factory=dict)
     templates: dict[str, str] = field(default_factory=dict)
@@ -61,10 +57,7 @@ class _Found:
             return None
         content = _read(path)
         self.hashes[spelled(path.name)] = hashlib.sha256(content).hexdigest()
-        try:
-            return content.decode()
-        except UnicodeDecodeError as error:
-            raise TokenizerError(sentence(path.name, "it must be UTF-8", str(error))) from error
+        return _decoded(content, path.name)
 
     def read_json(self, path: Path) -> dict[str, Any]:
         """Reads a JSON file; empty if it does not exist."""
@@ -77,106 +70,141 @@ class _Found:
             raise TokenizerError(sentence(path.name, "it must hold a JSON object", quote(value)))
         return value
 
+    def read_templates(self, folder: Path) -> None:
+        """Reads chat templates; later files override earlier ones, as in Hugging Face folders."""
+        stored = self.read_json(folder / "chat_template.json").get("chat_template")
+        for value in (self.settings.pop("chat_template", None), stored):
+            if isinstance(value, list):
+                named = [v for v in value if isinstance(v, dict)]
+                self.templates |= {str(v.get("name")): str(v.get("template")) for v in named}
+            elif value is not None:
+                self.templates["default"] = str(value)
+        text = self.read(folder / "chat_template.jinja")
+        if text is not None:
+            self.templates["default"] = text
+        for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+            self.templates[path.stem] = self.read(path) or ""
 
-def load_tokenizer(
-    source: object, *, engine: str = "auto", chat_template: str | None = None
-) -> Tokenizer:
-    """Loads a tokenizer and its chat template, if it has one.
+
+def load_tokenizer(source: object, *, chat_template: str | None = None) -> Tokenizer:
+    """Loads a tokenizer, with the reference library, and its chat template, if it has one.
 
     Args:
         source: path of a ``tokenizer.json``, of a SentencePiece ``.model`` or of a Hugging Face
             folder, or a ``tokenizers.Tokenizer``. ``tokenizer_config.json`` and similar files next
             to it, which name EOS, BOS and the template, are read too.
-        engine: a name in :data:`packstore.tokenizer.engines.ENGINES`; ``auto``: the reference for
-            the file. A faster one is for :func:`packstore.tokenizer.fastest.fastest` to choose.
         chat_template: ``chatml`` or ``plain``, a Jinja file, Jinja text, or the name of one of the
             tokenizer's templates; None: the tokenizer's default, and for records with tools its
             ``tool_use``, if any.
 
     Raises:
         TokenizerError: the tokenizer does not exist or load.
-        UnknownNameError: `engine` is unknown.
         MissingExtraError: the engine's package is not installed.
     """
-    if engine != "auto":
-        ENGINES.check(engine)
+    where = "tokenizer"
     if isinstance(source, str | PathLike):
-        found = _from_path(_local(source), engine)
-    elif hasattr(source, "to_str") and engine in FILE_ENGINES["tokenizers"]:
-        found = _Found("tokenizers.Tokenizer", "tokenizers", source.to_str().encode())
+        files, where = _from_path(_local(source)), f"tokenizer {source}"
+    elif hasattr(source, "to_str"):
+        files = _Files("tokenizers.Tokenizer", source.to_str().encode())
     else:
-        must = "it must be a path or a tokenizers.Tokenizer"
-        do = "Save it, e.g. tokenizer.save_pretrained(FOLDER), and give the folder"
         raise TokenizerError(
-            sentence("tokenizer", must, f"an object of type {type(source).__name__}", do)
+            sentence(
+                "tokenizer",
+                "it must be a path or a tokenizers.Tokenizer",
+                f"an object of type {type(source).__name__}",
+                "Save it, e.g. tokenizer.save_pretrained(FOLDER), and give the folder",
+            )
         )
-    where = f"tokenizer {source}" if isinstance(source, str | PathLike) else "tokenizer"
-    loaded = ENGINES.load(found.engine)(found.payload, where)
-    if dropout := getattr(loaded, "dropout", 0.0):
+    engine_name = "tokenizers" if files.payload.lstrip()[:1] == b"{" else "sentencepiece"
+    engine = ENGINES.load(engine_name)(files.payload, where)
+    if dropout := getattr(engine, "dropout", 0.0):
         log.warning(
             "%s: its BPE dropout of %g is switched off: the same text always gets the same ids",
             *(where, dropout),
         )
     tokenizer = Tokenizer(
-        name=found.name,
-        engine_name=found.engine,
-        payload=found.payload,
-        chat_template=_choose_template(chat_template, found.templates),
-        tool_template=found.templates.get("tool_use") if chat_template is None else None,
-        files=found.hashes,
-        **_roles(loaded, found.settings),
+        name=files.name,
+        engine_name=engine_name,
+        payload=files.payload,
+        chat_template=_choose_template(chat_template, files.templates),
+        tool_template=files.templates.get("tool_use") if chat_template is None else None,
+        files=files.hashes,
+        **_roles(engine, files.settings),
     )
-    loaded.register(tokenizer.marks)
-    tokenizer = tokenizer.with_engine(found.engine, loaded)
-    _ = (
-        tokenizer.template,
-        tokenizer.tool_use_template,
-    )  # raises for a syntax error here, not in a worker
-    if engine in ("auto", found.engine):
-        return tokenizer
-    return tokenizer.with_engine(engine)  # likewise for an unsupported kind of tokenizer
+    engine.register(tokenizer.marks)
+    tokenizer = tokenizer.with_engine(engine_name, engine)
+    _ = (tokenizer.template, tokenizer.tool_use_template)  # a syntax error is raised here
+    return tokenizer
+
+
+def recorded_tokenizer(
+    provenance: Mapping[str, Any], path: str | None, where: str, do: str
+) -> Tokenizer:
+    """Loads the tokenizer that a dataset was made with: at `path`, or where the manifest says.
+
+    Args:
+        provenance: provenance of the dataset's manifest.
+        path: path given by the user, or None.
+        where: name of the dataset in error texts.
+        do: remedy if the tokenizer is missing.
+
+    Raises:
+        TokenizerError: it does not load, or its path is unknown.
+        CompatibilityError: the dataset was packed with another tokenizer.
+    """
+    recorded = provenance.get("tokenizer") or {}
+    chosen = path or recorded.get("path")
+    if chosen is None:
+        raise TokenizerError(sentence(where, "its tokenizer must be known to write text", do=do))
+    try:
+        tokenizer = load_tokenizer(chosen)
+    except TokenizerError as error:
+        if path is not None:
+            raise
+        raise TokenizerError(f"{error} {do}.") from error
+    if recorded.get("sha256") not in (None, tokenizer.sha256):
+        raise CompatibilityError(
+            sentence(
+                str(chosen),
+                f"must be the tokenizer that {where} was packed with",
+                f"sha256 {tokenizer.sha256[:12]}…, recorded {recorded['sha256'][:12]}…",
+                do,
+            )
+        )
+    return tokenizer
 
 
 def _local(source: str | PathLike[str]) -> Path:
-    """Returns the local path that `source` names.
-
-    Raises:
-        TokenizerError: `source` is a URL, or looks like a hub name.
-    """
+    """Returns the local path that `source` names; refuses a URL or the name of a hub."""
     name, path = fspath(source), Path(source)
-    do = ""
+    remedy = ""
     if "://" in name:
         name = display(name)
-        do = "Copy it to a local folder, and give that"
+        remedy = "Copy it to a local folder, and give that"
     elif not path.exists() and re.fullmatch(r"[\w-]+/[\w.-]+", name) and not path.parent.exists():
-        do = f"Of a name on a hub: `hf download {name} --local-dir FOLDER`, and give that"
-    if do:
-        must = "it must be a file or folder on this machine"
-        raise TokenizerError(sentence(f"tokenizer {name}", must, "", do))
+        remedy = f"Of a name on a hub: `hf download {name} --local-dir FOLDER`, and give that"
+    if remedy:
+        raise TokenizerError(
+            sentence(f"tokenizer {name}", "it must be a file or folder on this machine", "", remedy)
+        )
     return path
 
 
-def _from_path(path: Path, engine: str) -> _Found:
+def _from_path(path: Path) -> _Files:
     file, folder = path, path.parent
     if path.is_dir():
         folder = path
-        names = [n for e, files in FILE_NAMES.items() if engine in FILE_ENGINES[e] for n in files]
-        file = next((path / n for n in names if (path / n).is_file()), path)
+        file = next((path / n for n in FILE_NAMES if (path / n).is_file()), path)
         if file == path:
-            must = f"the folder must hold one of {', '.join(names)}"
+            must = f"the folder must hold one of {', '.join(FILE_NAMES)}"
             raise TokenizerError(sentence(f"tokenizer {path}", must))
-    payload = _read(file)
-    kind = "tokenizers" if payload.lstrip()[:1] == b"{" else "sentencepiece"
-    if engine not in FILE_ENGINES[kind]:
-        must = f"engine {engine!r} needs a file of its own kind"
-        raise TokenizerError(sentence(f"tokenizer {path}", must, f"one for {kind!r}"))
-    found = _Found(spelled(file.name), kind, payload)
-    found.settings = {
-        **found.read_json(folder / "special_tokens_map.json"),
-        **found.read_json(folder / "tokenizer_config.json"),
+    files = _Files(spelled(file.name), _read(file))
+    files.settings = {
+        **files.read_json(folder / "special_tokens_map.json"),
+        **files.read_json(folder / "tokenizer_config.json"),
     }
-    _add_templates(found, folder)
-    return found
+    files.read_templates(folder)
+    return files
 
 
 def _read(path: Path) -> bytes:
@@ -193,20 +221,11 @@ def _read(path: Path) -> bytes:
         ) from error
 
 
-def _add_templates(found: _Found, folder: Path) -> None:
-    """Adds chat templates; later files override earlier ones, as in Hugging Face folders."""
-    stored = found.read_json(folder / "chat_template.json").get("chat_template")
-    for value in (found.settings.pop("chat_template", None), stored):
-        if isinstance(value, list):
-            named = [v for v in value if isinstance(v, dict)]
-            found.templates |= {str(v.get("name")): str(v.get("template")) for v in named}
-        elif value is not None:
-            found.templates["default"] = str(value)
-    text = found.read(folder / "chat_template.jinja")
-    if text is not None:
-        found.templates["default"] = text
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found.templates[path.stem] = found.read(path) or ""
+def _decoded(content: bytes, where: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise TokenizerError(sentence(where, "it must be UTF-8", str(error))) from error
 
 
 def _choose_template(wanted: str | None, own: Mapping[str, str]) -> str | None:
@@ -220,15 +239,9 @@ def _choose_template(wanted: str | None, own: Mapping[str, str]) -> str | None:
         return own[wanted]
     path = Path(wanted)
     if not path.is_file():
-        names = ", ".join([*BUILTIN, *own])
-        must = f"it must be Jinja text, a file, or one of: {names}"
+        must = f"it must be Jinja text, a file, or one of: {', '.join([*BUILTIN, *own])}"
         raise TokenizerError(sentence("chat template", must, quote(wanted)))
-    try:
-        return _read(path).decode()
-    except UnicodeDecodeError as error:
-        raise TokenizerError(
-            sentence(f"chat template {path}", "it must be UTF-8", str(error))
-        ) from error
+    return _decoded(_read(path), f"chat template {path}")
 
 
 def _roles(engine: Engine, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,9 @@ from packstore.tokenizer.chat.template import TEMPLATE_DATE, ChatTemplate, Tools
 from packstore.tokenizer.control import control_pattern
 from packstore.tokenizer.engines import ENGINES, Engine
 
+FAST = "fastokens"
+"""Engine for most files of ``tokenizers``, the reference."""
+
 VARIED_TEMPLATES = 64
 """Number of cached chat templates with records' own variables."""
 

@@ -65,10 +65,6 @@ def test_size_decides_not_blocks_or_formats(
         assert reader.tokenizer is not None
         assert reader.tokenizer.engine_name == engine
         assert sum(tally.read for _, tally in reader) == number  # also of the blocks read before
-        named = open_examples(source, model, PackConfig(tokenizer_engine="fastokens"), {})
-        assert isinstance(named, RecordExampleReader)
-        assert named.tokenizer is not None
-        assert named.tokenizer.engine_name == "fastokens"
 
 
 def test_text_is_decoded_by_the_reference_alone(model: str) -> None:

@@ -177,18 +177,6 @@ def sentencepiece() -> str:
     return f"{made.manifest.pairs} pairs packed with a SentencePiece model"
 
 
-def fast() -> str:
-    """Finds the ids of the reference engine with each of the faster ones."""
-    source, path, found = text_file(), tokenizer(), []
-    for engine in ("tokenizers", "fastokens", "gigatoken"):
-        made = packstore.pack(
-            source, f"by-{engine}", tokenizer=path, pack_size=128, tokenizer_engine=engine
-        )
-        found.append(sequences(made))
-    assert found[0] == found[1] == found[2]
-    return "the same ids from three tokenizer engines"
-
-
 def ray() -> str:
     """Packs on a local Ray cluster, and finds the bytes of local workers."""
     here = packstore.pack(text_file(), "here", tokenizer=tokenizer(), pack_size=128)
@@ -242,7 +230,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "torch": torch,
     "train": train,
     "sentencepiece": sentencepiece,
-    "fast": fast,
     "ray": ray,
     "http": http_,
     "s3": functools.partial(filesystem, "s3"),

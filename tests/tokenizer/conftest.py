@@ -36,8 +36,8 @@ def tokenizer(shared_data: Path) -> Callable[..., Tokenizer]:
     def load(name: str, chat_template: str | None = None, engine: str = "auto") -> Tokenizer:
         path, template = FILES[name]
         source = shared_data / "tokenizers" / path
-        made = load_tokenizer(source, engine=engine, chat_template=chat_template or template)
-        return fastest(made) if engine == "auto" else made
+        made = load_tokenizer(source, chat_template=chat_template or template)
+        return fastest(made) if engine == "auto" else made.with_engine(engine)
 
     return load
 

@@ -1,49 +1,41 @@
-"""The faster engine: the same ids as the reference, or not used at all."""
+"""The faster engine gives the ids of the reference, or is found, named and not used.
 
-import itertools
-from dataclasses import replace
+Nothing but a changed engine makes wrong ids, so these tests change one.
+"""
+
+import json
+import logging
+import pickle
 
 import numpy as np
 import pytest
 import tokenizers
 
+import packstore
 from packstore.config import PackConfig
-from packstore.errors import TokenizerError
-from packstore.tokenizer import RecordTokenizer, agreeing, fastest, load_tokenizer
+from packstore.errors import WrongEngineError
+from packstore.format.arrays import example_id
+from packstore.tokenizer import RecordTokenizer, fastest
 from packstore.tokenizer.engines.fastokens import FastokensEngine
-from packstore.tokenizer.engines.gigatoken import GigatokenEngine
 
 KINDS = {
     "nemo/dummy-dpo.jsonl": "preference",
-    "pairs/chat_en.jsonl": "preference",
     "pairs/chat_zh.jsonl": "preference",
     "pairs/hh_harmless.jsonl.gz": "preference",
-    "pairs/hh_harmless_messages.jsonl.gz": "preference",
-    "pairs/hh_harmless_raw.jsonl.gz": "preference",
-    "pairs/pandalm_scored.jsonl": "preference",
     "pairs/toolcall_zh.jsonl": "preference",
     "ranked/oasst_k2_6.jsonl": "ranked",
-    "ranked/qa_k4.jsonl": "ranked",
-    "sft/nemo_dummy.jsonl": "sft",
     "sft/reason_tool.jsonl": "sft",
-    "sft/toolcall_en.jsonl": "sft",
 }
-
-
-def test_every_file_is_among_them(shared_data):
-    found = {str(p.relative_to(shared_data)) for p in shared_data.glob("*/*.jsonl*")}
-    assert found == set(KINDS)
+SETTINGS = {"pack_size": 256, "row_group_tokens": 1024, "num_workers": 0}
 
 
 @pytest.mark.parametrize("file", KINDS)
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "small"])
-@pytest.mark.parametrize("engine", fastest.FASTER)
-def test_the_same_examples_from_real_records(tokenizer, records, rows, engine, name, file):
-    fast, reference = tokenizer(name, engine=engine), tokenizer(name, engine="tokenizers")
-    assert tokenizer(name).engine_name == "fastokens"
-    assert (fast.engine_name, reference.engine_name) == (engine, "tokenizers")
+def test_the_same_examples_from_real_records(tokenizer, records, rows, name, file):
+    fast, reference = tokenizer(name), tokenizer(name, engine="tokenizers")
+    assert (fast.engine_name, reference.engine_name) == ("fastokens", "tokenizers")
     every = records(file)
-    some = rows(every[:: max(1, len(every) // 75)])
+    some = rows(every[:: max(1, len(every) // 40)])
     config = PackConfig(pack_size=8192)
     found, expected = (RecordTokenizer(t, config, KINDS[file])(some) for t in (fast, reference))
     assert found[1] == expected[1]
@@ -53,50 +45,112 @@ def test_the_same_examples_from_real_records(tokenizer, records, rows, engine, n
 
 def test_what_it_cannot_read_is_left_to_the_reference(tokenizer):
     assert tokenizer("t5").engine_name == "tokenizers"
-    for engine in fastest.FASTER:
-        with pytest.raises(TokenizerError, match="Set tokenizer_engine to tokenizers"):
-            tokenizer("t5", engine=engine)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Bytes as tokens."""
+    names = {c: i for i, c in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(names, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    path = tmp_path_factory.mktemp("model") / "tokenizer.json"
+    made.save(str(path))
+    return str(path)
 
 
 @pytest.fixture
-def reference():
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["</s>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    model.train_from_iterator(["a text or two"], trainer)
-    return load_tokenizer(model, engine="tokenizers")
+def spoil(monkeypatch):
+    """Makes the faster engine swap the ids of two characters where they stand side by side."""
+    encode = FastokensEngine.encode_batch
+
+    def swap(first, second):
+        def wrong(self, texts, *, control):
+            ids, offsets = encode(self, texts, control=control)
+            ids, a, b = ids.copy(), self.token_to_id(first), self.token_to_id(second)
+            at = np.flatnonzero((ids[:-1] == a) & (ids[1:] == b))
+            ids[at], ids[at + 1] = b, a
+            return ids, offsets
+
+        monkeypatch.setattr(FastokensEngine, "encode_batch", wrong)
+
+    monkeypatch.setattr(fastest, "_misread", set())
+    return swap
 
 
-CLASSES = {"fastokens": FastokensEngine, "gigatoken": GigatokenEngine}
+def records_with(number, bad=None):
+    made = [
+        {"prompt": f"prompt {i}", "chosen": f"yes {i}", "rejected": f"no {i}"}
+        for i in range(number)
+    ]
+    if bad is not None:
+        made[bad]["rejected"] = "a rare text: zq, once"
+    return made
 
 
-def spoil(monkeypatch, name):
-    """Makes an engine give one other id."""
-    encode = CLASSES[name].encode_batch
-
-    def wrong(self, texts, *, control):
-        ids, offsets = encode(self, texts, control=control)
-        ids = ids.copy()
-        ids[-1] += 1
-        return ids, offsets
-
-    monkeypatch.setattr(CLASSES[name], "encode_batch", wrong)
+def engine_of(dataset):
+    return dataset.manifest.provenance["tokenizer"]["engine"]
 
 
-def test_one_other_id_and_it_is_not_used(reference, rows, monkeypatch, caplog):
-    some = rows([{"prompt": "p", "chosen": "c", "rejected": "r"}])
-    used = ["fastokens", "gigatoken", "tokenizers"]
-    for name, following in itertools.pairwise(used):
-        fast = fastest.fastest(reference)
-        assert fast.engine_name == name
-        assert agreeing(fast, some, PackConfig(), "preference") is fast
-        spoil(monkeypatch, name)
-        assert fastest.fastest(reference).engine_name == following
-        assert f"{name} is not used: its ids differ on probe texts" in caplog.text
-        fast = replace(reference, engine_name=name)
-        assert agreeing(fast, some, PackConfig(), "preference").engine_name == "tokenizers"
+@pytest.mark.parametrize(
+    ("letters", "bad", "said"),
+    [
+        ("qu", None, "its ids differ on probe texts"),
+        ("zq", 30, "item 31: tokenizer engine fastokens must give the ids of the reference"),
+        ("zq", 150, "All records are tokenized again, with the reference."),
+    ],
+    ids=["probes", "first records", "in the job"],
+)
+def test_a_wrong_engine_is_replaced(model, tmp_path, spoil, caplog, letters, bad, said):
+    records = records_with(400, bad)
+    expected = packstore.pack(records, tmp_path / "expected", model, partitions=1, **SETTINGS)
+    assert engine_of(expected) == "fastokens"
+    spoil(*letters)
+    with caplog.at_level(logging.WARNING):
+        made = packstore.pack(records, tmp_path / "ds", model, partitions=1, **SETTINGS)
+    assert said in caplog.text
+    assert engine_of(made) == "tokenizers"
+    for a, b in zip(made.iter_packs(), expected.iter_packs(), strict=True):
+        np.testing.assert_array_equal(a.input_ids, b.input_ids)
+        np.testing.assert_array_equal(a.example_ids, b.example_ids)
+    again = packstore.pack(records, tmp_path / "ds", model, partitions=1, **SETTINGS)
+    assert again.version == 1  # another engine is no other dataset
+
+
+def test_in_three_partitions_and_for_what_is_appended(model, tmp_path, spoil):
+    spoil("z", "q")
+    source = tmp_path / "in.jsonl"
+    lines = map(json.dumps, records_with(400, bad=150))
+    source.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    made = packstore.pack(source, tmp_path / "ds", model, partitions=3, **SETTINGS)
+    assert engine_of(made) == "tokenizers"
+    fastest._misread.clear()
+    packstore.pack(records_with(10), tmp_path / "few", model, **SETTINGS)
+    grown = packstore.append(tmp_path / "few", source, model, num_workers=0)
+    assert grown.manifest.records.packed == 410
+
+
+def test_records_that_can_be_read_only_once_fail(model, tmp_path, spoil):
+    spoil("z", "q")
+    with pytest.raises(WrongEngineError) as caught:
+        packstore.pack(iter(records_with(400, bad=150)), tmp_path / "ds", model, **SETTINGS)
+    for part in ("item 151", "': zq, on' as [", "pip uninstall fastokens"):
+        assert part in str(caught.value)
+    assert not (tmp_path / "ds" / "manifest-000001.json").exists()
+    copy = pickle.loads(pickle.dumps(caught.value))  # as it comes out of a worker
+    assert (str(copy), copy.tokenizer) == (str(caught.value), caught.value.tokenizer)
+
+
+def test_the_sample_does_not_depend_on_blocks(tokenizer):
+    def chosen(seed, ordinals):
+        watch = fastest.EngineWatch(tokenizer("small"), PackConfig(), "preference", seed, 2)
+        return watch.chosen(ordinals, example_id(3, 0) + ordinals)
+
+    ordinals = np.arange(50_000)
+    whole = chosen(7, ordinals).tolist()
+    pieces = [chosen(7, ordinals[a : a + 777]) + a for a in range(0, len(ordinals), 777)]
+    assert np.concatenate(pieces).tolist() == whole
+    first = fastest.FEWEST // 2
+    assert whole[:first] == list(range(first))
+    assert 0.5 < len(whole[first:]) * fastest.ONE_IN / len(ordinals) < 1.5
+    assert chosen(8, ordinals).tolist() != whole

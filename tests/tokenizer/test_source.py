@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 import packstore.tokenizer.engines as engines
-from packstore.errors import MissingExtraError, TokenizerError, UnknownNameError
+from packstore.errors import MissingExtraError, TokenizerError
 from packstore.format.schema import CARRY_TYPES
 from packstore.tokenizer import load_tokenizer
 from packstore.tokenizer.engines import ENGINES
@@ -183,7 +183,6 @@ BAD = {
     "not a model": (lambda p: write(p, b"junk"), {}, "SentencePiece"),
     "not UTF-8": (lambda p: write(p, b"{\xff}"), {}, "tokenizers library"),
     "no path": (lambda p: 17, {}, "found an object of type int"),
-    "wrong engine": (lambda p: write(p, b"{}"), {"engine": "sentencepiece"}, "its own kind"),
     "no template": (lambda p: word_level(), {"chat_template": "nope"}, "chatml, plain"),
     "syntax": (lambda p: word_level(), {"chat_template": "a\n{% if %}"}, "line 2"),
     "unclosed": (lambda p: word_level(), {"chat_template": "{% generation %}"}, "valid Jinja"),
@@ -213,11 +212,6 @@ def test_bad_tokenizers_give_one_sentence(tmp_path, name):
         load_tokenizer(make(tmp_path), **options)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_unknown_engine(tmp_path):
-    with pytest.raises(UnknownNameError, match="sentencepiece"):
-        load_tokenizer(word_level(), engine="sentencepice")
 
 
 def test_missing_sentencepiece_names_the_extra(shared_data, monkeypatch):

@@ -63,10 +63,9 @@ ENGINES: Registry[Callable[[bytes, str], Engine]] = Registry(
     {
         "tokenizers": "packstore.tokenizer.engines.tokenizers:TokenizersEngine",
         "fastokens": "packstore.tokenizer.engines.fastokens:FastokensEngine",
-        "gigatoken": "packstore.tokenizer.engines.gigatoken:GigatokenEngine",
         "sentencepiece": "packstore.tokenizer.engines.sentencepiece:SentencePieceEngine",
     },
-    extras={"fastokens": "fast", "gigatoken": "fast", "sentencepiece": "sentencepiece"},
+    extras={"sentencepiece": "sentencepiece"},
 )
 """Name -> class, called with the bytes of the tokenizer file and its name for error texts."""
 

@@ -27,6 +27,5 @@ class FastokensEngine(TokenizersEngine):
         return np.frombuffer(ids, np.int32), np.frombuffer(offsets, np.int64)
 
     def _load(self) -> None:
-        do = "Set tokenizer_engine to tokenizers, or to auto"
-        with inside(self._where, "fastokens must know this kind of tokenizer", do):
+        with inside(self._where, "fastokens must know this kind of tokenizer"):
             self._fast = fastokens.Tokenizer.from_json_str(self._tokenizer.to_str())
