@@ -204,7 +204,7 @@ def gathers(session: Session) -> None:
 
 def kernels(session: Session) -> None:
     """Attention by segment length: operations a second of causal attention, forward + backward."""
-    from packstore.torch.attention import ATTENTION
+    from packstore.torch.attention import ATTENTION, Settings
 
     sizes = session.sizes
     total = sizes.tokens[-1]
@@ -222,7 +222,7 @@ def kernels(session: Session) -> None:
         layout = AttentionLayout(ends, ends, length, length, total)
         attend = ATTENTION.load(backend)
         qkv, up = inputs()
-        return rate(lambda: attend(*qkv, layout, scale=size**-0.5), qkv, up, length)
+        return rate(lambda: attend(*qkv, layout, Settings(size**-0.5)), qkv, up, length)
 
     def cudnn(length: int) -> Figures:
         from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -45,14 +45,15 @@ def _ratios(errors: dict[str, float], allowed: dict[str, float]) -> dict[str, fl
 
 def plain(q: Tensor, k: Tensor, v: Tensor, layout: Any, window: int | None, scale: float) -> Tensor:
     """Attention as eager models compute it: matmuls in their dtype, softmax in float32."""
-    from packstore.torch.attention._causal import visible
+    from packstore.torch.attention import Settings
+    from packstore.torch.attention.plain import visible
 
     group = q.shape[1] // k.shape[1]
     outputs = []
     for one_q, one_k, one_v in layout.split(q, layout.keys(k), layout.keys(v)):
         one_k, one_v = (x.repeat_interleave(group, 1) for x in (one_k, one_v))
         scores = torch.einsum("qnh,knh->nqk", one_q, one_k) * scale
-        hidden = ~visible(len(one_q), len(one_k), window, None, q.device)
+        hidden = ~visible(len(one_q), len(one_k), Settings(scale, window), q.device)
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32)
         outputs.append(torch.einsum("nqk,knh->qnh", weights.to(q.dtype), one_v))
     return torch.cat(outputs)
@@ -103,7 +104,7 @@ def run(attend: Callable[..., Tensor], tensors: list[Tensor], up: Tensor) -> dic
 
 def attention(session: Session) -> None:
     """Every backend, layout, head size and window, forward and backward, against float32."""
-    from packstore.torch.attention import ATTENTION
+    from packstore.torch.attention import ATTENTION, Settings
 
     sizes = session.sizes
     made = layouts(sizes)
@@ -112,7 +113,7 @@ def attention(session: Session) -> None:
     def compare(backend: str, name: str, heads: tuple[int, int, int], window: int | None) -> Any:
         layout, key = made[name], (name, heads, window)
         scale = heads[2] ** -0.5
-        words = {"scale": scale, "sliding_window": window}
+        settings = Settings(scale, window)
         if key not in known:
             known.clear()  # one backend after another would need them all
             generator = torch.Generator(sizes.device).manual_seed(0)
@@ -124,11 +125,11 @@ def attention(session: Session) -> None:
                 qkv,
                 up,
                 run(lambda *x: plain(*x, layout, window, scale), qkv, up),
-                run(lambda *x: exact(*x, layout, **words), [x.float() for x in qkv], up.float()),
+                run(lambda *x: exact(*x, layout, settings), [x.float() for x in qkv], up.float()),
             )
         qkv, up, coarse, exact = known[key]
         attend = ATTENTION.load(backend)
-        return verdict(run(lambda *x: attend(*x, layout, **words), qkv, up), coarse, exact)
+        return verdict(run(lambda *x: attend(*x, layout, settings), qkv, up), coarse, exact)
 
     absent = _absent(session)
     there = [backend for backend in sizes.backends if backend not in absent]
@@ -159,7 +160,7 @@ def _absent(session: Session) -> dict[str, str]:
 
 def deterministic(session: Session) -> None:
     """The same bits twice, forward and backward, with deterministic algorithms."""
-    from packstore.torch.attention import ATTENTION
+    from packstore.torch.attention import ATTENTION, Settings
 
     sizes = session.sizes
     heads, kv_heads, size = sizes.heads[0]
@@ -174,7 +175,9 @@ def deterministic(session: Session) -> None:
         *qkv, up = (torch.randn(s, device=sizes.device).to(sizes.dtype) for s in shapes)
         torch.use_deterministic_algorithms(True)
         try:
-            both = [run(lambda *x: attend(*x, layout, scale=size**-0.5), qkv, up) for _ in range(2)]
+            both = [
+                run(lambda *x: attend(*x, layout, Settings(size**-0.5)), qkv, up) for _ in range(2)
+            ]
         finally:
             torch.use_deterministic_algorithms(False)
         same = {name: bool(torch.equal(both[0][name], both[1][name])) for name in both[0]}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from packstore.testing import random_examples
 from packstore.torch import Metrics, PackedPolicy, PreferenceLoss, collate, use_packed_attention
-from packstore.torch.attention import _flash
+from packstore.torch.attention import flash
 from packstore.torch.batch.batch import StepInfo
 from packstore.torch.logprobs import head
 from packstore.torch.losses.divisor import count_step
@@ -28,7 +28,7 @@ from packstore.torch.losses.pairs import index_pairs
 
 @pytest.fixture
 def policy(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PackedPolicy]:
-    monkeypatch.setattr(_flash, "DEVICES", ("meta",))
+    monkeypatch.setattr(flash, "DEVICES", ("meta",))
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # there is none on meta
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
 

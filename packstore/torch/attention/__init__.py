@@ -1,25 +1,38 @@
-"""Attention backends: one file each, with one function of one signature.
-
-``attend(q_TNH, k_TKH, v_TKH, layout, *, scale, sliding_window=None, softcap=None, chunk=None,
-sinks=None) -> o_TNH``
+"""Attention backends: functions of one signature.
 
 Legend: T tokens of the flat row, N query heads, K key/value heads (N is a multiple of K: grouped
-queries), H head size; values and output may have another head size, except with flash kernels. With
-a window of w a query sees itself and the w - 1 tokens before it; with chunks of c, the tokens
-before it from the last multiple of c in its sequence. A sink `[N]` is one more score in each
-softmax, of a key whose value is zero: ``o * sigmoid(log_sum_exp - sink)``. A backend raises
-:class:`~packstore.errors.BackendError` for anything it cannot compute exactly. Capabilities and
-tested versions are in ``docs/attention.md``.
+queries), H head size; values and output may have another head size, except with flash kernels. A
+backend raises :class:`~packstore.errors.BackendError` for anything it cannot compute exactly.
+Capabilities and tested versions are in ``docs/attention.md``.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from packstore.registry import Registry
 from packstore.torch.batch.layout import AttentionLayout
+
+
+class Settings(NamedTuple):
+    """What a layer asks of attention.
+
+    Attributes:
+        scale: factor on scores.
+        window: with a window of w a query sees itself and the w - 1 tokens before it.
+        softcap: c of scores ``c * tanh(score / c)``.
+        chunk: a query sees the tokens before it from the last multiple of this in its sequence.
+        sinks: `[N]`, one more score in each softmax, of a key whose value is zero:
+            ``o * sigmoid(log_sum_exp - sink)``.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    chunk: int | None = None
+    sinks: Tensor | None = None
 
 
 class Attend(Protocol):
@@ -31,12 +44,7 @@ class Attend(Protocol):
         k_TKH: Tensor,
         v_TKH: Tensor,
         layout: AttentionLayout,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        chunk: int | None = None,
-        sinks: Tensor | None = None,
+        settings: Settings,
     ) -> Tensor:
         """Computes the output of attention, `[T, N, H]`."""
 
@@ -44,13 +52,12 @@ class Attend(Protocol):
 ATTENTION: Registry[Attend] = Registry(
     "attention backend",
     {
-        "reference": "packstore.torch.attention.reference:attend",
-        "sdpa": "packstore.torch.attention.sdpa:attend",
+        "reference": "packstore.torch.attention.plain:reference",
+        "sdpa": "packstore.torch.attention.plain:sdpa",
         "flex": "packstore.torch.attention.flex:attend",
         "torch_varlen": "packstore.torch.attention.torch_varlen:attend",
-        "flash_attn": "packstore.torch.attention.flash_attn:attend",
-        "flash_attn_3": "packstore.torch.attention.flash_attn_3:attend",
-        "flash_attn_4": "packstore.torch.attention.flash_attn_4:attend",
+        "flash_attn": "packstore.torch.attention.flash:flash_attn",
+        "flash_attn_3": "packstore.torch.attention.flash:flash_attn_3",
+        "flash_attn_4": "packstore.torch.attention.flash:flash_attn_4",
     },
-    extras={"flash_attn_4": "flash4"},
 )

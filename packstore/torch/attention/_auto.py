@@ -2,9 +2,8 @@
 
 On a CUDA device (compute capability 8 or newer) in half precision: `torch_varlen`, which needs
 torch only, or `flex` if scores are soft-capped, with chunks or sinks, or if flash kernels do not
-support the head size.
-Elsewhere `sdpa`, or `reference` if scores are soft-capped. The flash-attn packages are used only if
-selected by name.
+support the head size. Elsewhere `sdpa`, or `reference` if scores are soft-capped. The flash-attn
+packages are used only if selected by name.
 
 ``torch.compile`` makes the choice while it traces, as device, dtype and sizes are guarded: with
 `torch_varlen` the graph stays whole.
@@ -21,7 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from packstore.torch.attention import ATTENTION, Attend, _flash
+from packstore.torch.attention import ATTENTION, Attend, Settings, flash
 from packstore.torch.batch.layout import AttentionLayout
 
 logger = logging.getLogger("packstore.torch.attention")
@@ -33,52 +32,33 @@ _LOADED: dict[str, Attend] = {}
 
 
 def attend(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    layout: AttentionLayout,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    chunk: int | None = None,
-    sinks: Tensor | None = None,
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: AttentionLayout, settings: Settings
 ) -> Tensor:
     """Computes attention with the chosen backend."""
-    kind, heads = (q_TNH.device, q_TNH.dtype), _flash.fits(q_TNH, v_TKH)
-    heads = heads and chunk is None and sinks is None
-    return _LOADED[_chosen(*kind, heads, softcap is not None)](
-        q_TNH,
-        k_TKH,
-        v_TKH,
-        layout,
-        scale=scale,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        chunk=chunk,
-        sinks=sinks,
-    )
+    supported = flash.fits(q_TNH, v_TKH) and settings.chunk is None and settings.sinks is None
+    name = _chosen(q_TNH.device, q_TNH.dtype, supported, settings.softcap is not None)
+    return _LOADED[name](q_TNH, k_TKH, v_TKH, layout, settings)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _chosen(device: torch.device, dtype: torch.dtype, heads: bool, softcap: bool) -> str:
+def _chosen(device: torch.device, dtype: torch.dtype, supported: bool, capped: bool) -> str:
     """Returns the backend of a call, loaded; logs it, or records what :func:`chosen_on` asks."""
-    name = choose(_flash.runs_on(device), dtype, heads, softcap)
+    name = choose(flash.runs_on(device), dtype, supported, capped)
     if name not in _LOADED:
         _LOADED[name] = ATTENTION.load(name)
     asked = _ASKED.get()
     if asked is None:
         _log(name)
     else:
-        asked[1].add(choose(_flash.runs_on(asked[0]), dtype, heads, softcap))
+        asked[1].add(choose(flash.runs_on(asked[0]), dtype, supported, capped))
     return name
 
 
-def choose(flash: bool, dtype: torch.dtype, flash_heads: bool, softcap: bool) -> str:
+def choose(on_gpu: bool, dtype: torch.dtype, supported: bool, capped: bool) -> str:
     """Returns the backend for a device with or without flash kernels."""
-    if flash and dtype in _flash.DTYPES:
-        return "torch_varlen" if flash_heads and not softcap else "flex"
-    return "reference" if softcap else "sdpa"
+    if on_gpu and dtype in flash.DTYPES:
+        return "torch_varlen" if supported and not capped else "flex"
+    return "reference" if capped else "sdpa"
 
 
 @contextmanager

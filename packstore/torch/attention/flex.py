@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from packstore.torch.attention import _flash
-from packstore.torch.attention._opaque import opaque
+from packstore.torch.attention import Settings, flash
 from packstore.torch.batch.layout import AttentionLayout
 
 BLOCK = 128
@@ -32,42 +31,31 @@ _Span = tuple[int | None, int | None]  # window and chunk
 _masks: WeakKeyDictionary[AttentionLayout, dict[_Span, BlockMask]] = WeakKeyDictionary()
 
 
-@opaque
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    layout: AttentionLayout,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    chunk: int | None = None,
-    sinks: Tensor | None = None,
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: AttentionLayout, settings: Settings
 ) -> Tensor:
-    """Computes all segments in one call.
-
-    Raises:
-        BackendError: inputs on CPU need gradients.
-    """
+    """Computes all segments in one call; torch.compile is kept out, as it has its own."""
     rows = (q_TNH, layout.keys(k_TKH), layout.keys(v_TKH))
     training = torch.is_grad_enabled() and any(x.requires_grad for x in rows)
     if training and q_TNH.device.type == "cpu":
-        must, found = "on CPU it has a forward pass only", "tensors that need gradients"
-        raise _flash.refusal("flex", must, found, "Use backend='sdpa' or 'reference' on CPU")
-    mask = block_mask(layout, sliding_window, chunk)
-    aux = None if sinks is None else AuxRequest(lse=True)
+        raise flash.refusal(
+            "flex",
+            "on CPU it has a forward pass only",
+            "tensors that need gradients",
+            "Use backend='sdpa' or 'reference' on CPU",
+        )
     output = _kernel(q_TNH.device.type)(
         *(_heads_first(x, rounded(len(x))) for x in rows),
-        score_mod=None if softcap is None else _capped(softcap),
-        block_mask=mask,
-        scale=scale,
+        score_mod=None if settings.softcap is None else _capped(settings.softcap),
+        block_mask=block_mask(layout, settings.window, settings.chunk),
+        scale=settings.scale,
         enable_gqa=q_TNH.shape[1] != k_TKH.shape[1],
-        return_aux=aux,
+        return_aux=None if settings.sinks is None else AuxRequest(lse=True),
     )
-    if sinks is not None:
-        output, found = output
-        share = torch.sigmoid(found.lse - sinks.to(found.lse.dtype)[:, None])
+    if settings.sinks is not None:
+        output, aux = output
+        share = torch.sigmoid(aux.lse - settings.sinks.to(aux.lse.dtype)[:, None])
         output = (output * share[..., None]).to(q_TNH.dtype)
     return output[0].transpose(0, 1)[: len(q_TNH)]  # type: ignore[no-any-return]
 

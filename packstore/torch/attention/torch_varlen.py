@@ -1,7 +1,13 @@
 """torch's own variable-length flash kernels (``torch.nn.attention.varlen``): no package needed.
 
-CUDA and half precision only. Softcaps raise: the kernel does not support them. Causal masks are
-aligned at the end of the keys, so a shared prefix needs no special call.
+CUDA and half precision only; no softcap. The kernels need each sequence's keys in one run, so those
+of a shared prefix are copied once per response. ``varlen_attn`` would keep the copies until the
+backward pass; here the rows are kept, and gathered twice. The gradient of a row is the sum over its
+copies, in float32: with two copies, as pairs have them, it is the same in every run; with more,
+under ``torch.use_deterministic_algorithms``.
+
+The gathering kernels are operators of their own, as in a traced graph both gathers would be one,
+which the compiler may keep.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from packstore.torch.attention import _flash, _varlen
+from packstore.torch.attention import Settings, flash
 from packstore.torch.batch.layout import AttentionLayout
 
 # Later versions require the keyword for grouped queries; torch 2.11 has neither it nor the check,
@@ -22,36 +28,130 @@ GROUPS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 )
 
+BLOCK = 2**16
+"""Gathered rows whose gradients are in float32 at once: 0.25 GiB for 8 heads of 128."""
+
 
 def attend(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    layout: AttentionLayout,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    chunk: int | None = None,
-    sinks: Tensor | None = None,
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: AttentionLayout, settings: Settings
 ) -> Tensor:
-    """Computes all segments in one call.
-
-    Raises:
-        BackendError: the kernel does not support the device, dtype, head size or a softcap.
-    """
-    _flash.check("torch_varlen", q_TNH, k_TKH, v_TKH, chunk=chunk, sinks=sinks)
-    if softcap is not None:
-        must, found = "attention scores must not be soft-capped", f"softcap {softcap}"
-        raise _flash.refusal("torch_varlen", must, found, "Use backend='flex' or 'flash_attn'")
-    left = _flash.window_left(layout, sliding_window)
+    """Computes all segments in one call."""
+    flash.check("torch_varlen", q_TNH, k_TKH, v_TKH, settings)
+    if settings.softcap is not None:
+        raise flash.refusal(
+            "torch_varlen",
+            "attention scores must not be soft-capped",
+            f"softcap {settings.softcap}",
+            "Use backend='flex' or 'flash_attn'",
+        )
+    left = flash.window_left(layout, settings.window)
     cu_q, cu_k = layout.cu_seqlens_q, layout.cu_seqlens_k
     longest = (layout.max_seqlen_q, layout.max_seqlen_k)
     # torch 2.15 may choose cuDNN for its varlen_attn, which has no deterministic backward pass.
     if layout.kv_index is not None or torch.are_deterministic_algorithms_enabled():
         rows = layout.rows(k_TKH), layout.rows(v_TKH), layout.kv_index
-        output: Tensor = _varlen.varlen(q_TNH, *rows, cu_q, cu_k, *longest, scale, left)[0]
+        output: Tensor = gathered(q_TNH, *rows, cu_q, cu_k, *longest, settings.scale, left)[0]
         return output
-    window: dict[str, Any] = {"scale": scale, "window_size": (left, 0), **GROUPS}
+    window: dict[str, Any] = {"scale": settings.scale, "window_size": (left, 0), **GROUPS}
     whole: Any = varlen.varlen_attn(q_TNH, k_TKH, v_TKH, cu_q, cu_k, *longest, **window)
     return whole  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("packstore::varlen", mutates_args=())
+def gathered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor | None,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    left: int,
+) -> tuple[Tensor, Tensor]:
+    """Returns the output `[T, N, H]` and its log-sum-exp.
+
+    `k` and `v` are rows `[R, K, H]`, of which `index` takes one for each place of the key runs, or
+    the runs if it is None; `left` counts the keys before its own that a query sees, -1: all.
+    """
+    sizes = (cu_q, cu_k, max_q, max_k, 0.0, left < 0, False)  # 0.0: no dropout
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, _taken(k, index), _taken(v, index), *sizes, scale=scale, **_window(left)
+    )
+    return out, lse
+
+
+@torch.library.custom_op("packstore::varlen_backward", mutates_args=())
+def gathered_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    index: Tensor | None,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    left: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of `q`, `k` and `v` of :func:`gathered`."""
+    runs = _taken(k, index), _taken(v, index)
+    nothing, state = q.new_empty(0), torch.zeros(2, dtype=torch.uint64, device=q.device)
+    sizes = (cu_q, cu_k, max_q, max_k, 0.0, left < 0, state, nothing)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        grad, q, *runs, out, lse, *sizes, scale=scale, **_window(left)
+    )
+    return dq, summed(dk, index, k), summed(dv, index, v)
+
+
+def _window(left: int) -> dict[str, int]:
+    return {"window_size_left": left, "window_size_right": 0}
+
+
+def _taken(rows: Tensor, index: Tensor | None) -> Tensor:
+    return rows if index is None else rows.index_select(0, index)
+
+
+def summed(grad: Tensor, index: Tensor | None, rows: Tensor) -> Tensor:
+    """Sums the gradients of the places of each row, in float32 at least."""
+    if index is None:
+        return grad
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    sums = grad.new_zeros(rows.shape, dtype=wide)
+    for part, places in zip(torch.split(grad, BLOCK), torch.split(index, BLOCK), strict=True):
+        sums.index_add_(0, places, part.to(wide))
+    return sums.to(grad.dtype)
+
+
+@gathered.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@gathered_backward.register_fake
+def _(
+    _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _lse: Tensor, index: Any, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    if index is None:
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, index, cu_q, cu_k, *ctx.sizes = inputs
+    ctx.save_for_backward(q, k, v, *output, index, cu_q, cu_k)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    gradients = (None,) * 3
+    if grad is not None:
+        gradients = gathered_backward(grad, *ctx.saved_tensors, *ctx.sizes)
+    return *gradients, *(None,) * 7
+
+
+gathered.register_autograd(_backward, setup_context=_save)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from packstore.errors import BackendError, sentence
 from packstore.registry import missing_extra
-from packstore.torch.attention import ATTENTION, Attend
+from packstore.torch.attention import ATTENTION, Attend, Settings
 from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.models import dropout
 from packstore.torch.models.mask import (
@@ -177,11 +177,13 @@ def _register(backend: str) -> str:
             k[0].transpose(0, 1),
             v[0].transpose(0, 1),
             layout,
-            scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
-            sliding_window=window_of(mask, sliding_window),
-            softcap=softcap,
-            chunk=None if mask is None else mask.chunk,
-            sinks=s_aux,
+            Settings(
+                scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
+                window=window_of(mask, sliding_window),
+                softcap=softcap,
+                chunk=None if mask is None else mask.chunk,
+                sinks=s_aux,
+            ),
         )
         return output.unsqueeze(0), None
 

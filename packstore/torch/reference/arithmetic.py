@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from packstore.errors import ConfigError, quote
-from packstore.torch.attention import ATTENTION, _flash
+from packstore.torch.attention import ATTENTION, flash
 from packstore.torch.logprobs.fused_head import exact_dtype
 from packstore.torch.logprobs.head import find_head, probe_inputs
 from packstore.torch.models.dropout import evaluating
@@ -51,7 +51,7 @@ def choose_precision(asked: Precision, device: torch.device, weights: torch.dtyp
         known = ", ".join(get_args(Precision))
         raise ConfigError(f"mixed_precision must be one of: {known}; found {quote(asked)}.")
     around = torch.is_autocast_enabled(device.type)
-    if around or weights != torch.float32 or not _flash.runs_on(device):
+    if around or weights != torch.float32 or not flash.runs_on(device):
         return "bf16" if asked == "bf16" else "none"
     _log_choice(asked)
     return "none" if asked == "none" else "bf16"

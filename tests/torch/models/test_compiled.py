@@ -19,7 +19,7 @@ from packstore.config.training import TrainConfig
 from packstore.errors import BackendError
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, collate, compile_layers, use_packed_attention
-from packstore.torch.attention import _auto, _flash
+from packstore.torch.attention import Settings, _auto, flash
 from packstore.torch.training import setup
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's
@@ -31,9 +31,9 @@ SHAPES = (1, 2, 5, 3, 4, 2, 6, 1)
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`auto` chooses `torch_varlen`, whose kernels compute by definition."""
-    monkeypatch.setattr(_flash, "DEVICES", ("cpu",))
-    monkeypatch.setattr(_flash, "DTYPES", (torch.float64,))
-    monkeypatch.setattr(_flash, "runs_on", lambda _: True)
+    monkeypatch.setattr(flash, "DEVICES", ("cpu",))
+    monkeypatch.setattr(flash, "DTYPES", (torch.float64,))
+    monkeypatch.setattr(flash, "runs_on", lambda _: True)
     torch._dynamo.reset()
     counters.clear()
     with varlen_kernels.on_cpu():
@@ -94,8 +94,8 @@ def test_auto_is_traced_with_any_sizes(kit: SimpleNamespace, as_on_a_gpu: None) 
     attend = torch.compile(_auto.attend, backend=backend, dynamic=True, fullgraph=True)
     for size in (8, 16):
         q, k, v = (torch.randn(layout.num_queries, n, size).double() for n in (4, 2, 2))
-        expected = _auto.attend(q, k, v, layout, scale=0.3)
-        assert torch.equal(attend(q, k, v, layout, scale=0.3), expected)
+        expected = _auto.attend(q, k, v, layout, Settings(0.3))
+        assert torch.equal(attend(q, k, v, layout, Settings(0.3)), expected)
     assert len(found) == 1
 
 

@@ -133,29 +133,27 @@ def test_it_fails_on_tokens_that_mix_outside_of_attention(
         check_isolation(model)
 
 
-def whole_row(q: Tensor, k: Tensor, v: Tensor, layout: Any, **settings: Any) -> Tensor:
+def whole_row(q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any) -> Tensor:
     """One causal segment, whatever the layout."""
     row = torch.tensor([0, len(q)], dtype=torch.int32)
     one = type(layout)(row, row, len(q), len(q), len(q))
-    return ATTENTION.load("reference")(q, k, v, one, **settings)
+    return ATTENTION.load("reference")(q, k, v, one, settings)
 
 
-def top_left(q: Tensor, k: Tensor, v: Tensor, layout: Any, **settings: Any) -> Tensor:
+def top_left(q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any) -> Tensor:
     """Segments apart, but causal masks aligned at the start of the keys."""
     keys, values = layout.keys(k), layout.keys(v)
     outputs = []
     for q_, k_, v_ in layout.split(q, keys, values):
         ends = torch.tensor([0, len(q_)], dtype=torch.int32)
         one = type(layout)(ends, ends, len(q_), len(q_), len(q_))
-        outputs.append(
-            ATTENTION.load("reference")(q_, k_[: len(q_)], v_[: len(q_)], one, **settings)
-        )
+        outputs.append(ATTENTION.load("reference")(q_, k_[: len(q_)], v_[: len(q_)], one, settings))
     return torch.cat(outputs)
 
 
-def with_the_token_before(q: Tensor, k: Tensor, v: Tensor, layout: Any, **settings: Any) -> Tensor:
+def with_the_token_before(q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any) -> Tensor:
     """A leak of one token over each border."""
-    output = ATTENTION.load("reference")(q, k, v, layout, **settings)
+    output = ATTENTION.load("reference")(q, k, v, layout, settings)
     return output + 0.2 * nn.functional.pad(output, (0, 0, 0, 0, 1, -1))
 
 
@@ -187,9 +185,9 @@ def test_weights_that_are_not_finite_are_named(kit: SimpleNamespace) -> None:
         check_isolation(model, "sdpa")
 
 
-def rounded(q: Tensor, k: Tensor, v: Tensor, layout: Any, **settings: Any) -> Tensor:
+def rounded(q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any) -> Tensor:
     """Rounds as coarse kernels do."""
-    output = ATTENTION.load("reference")(q, k, v, layout, **settings)
+    output = ATTENTION.load("reference")(q, k, v, layout, settings)
     return output * (1 + 0.1 * torch.randn_like(output))
 
 
@@ -241,8 +239,8 @@ def test_it_fails_where_a_window_is_dropped(
 def test_it_fails_where_a_cap_is_dropped(
     kit: SimpleNamespace, new_backend: Callable[[Any], str]
 ) -> None:
-    def uncapped(q: Tensor, k: Tensor, v: Tensor, layout: Any, **settings: Any) -> Tensor:
-        return ATTENTION.load("reference")(q, k, v, layout, **{**settings, "softcap": None})
+    def uncapped(q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any) -> Tensor:
+        return ATTENTION.load("reference")(q, k, v, layout, settings._replace(softcap=None))
 
     model = kit.tiny_family("gemma2", torch.float32, attn_logit_softcapping=0.5)
     with pytest.raises(BackendError, match="that the model's own attention gives it"):
@@ -299,7 +297,7 @@ def test_routers_that_compute_in_float32_pass_in_float64(kit: SimpleNamespace, n
     [
         ("gpt_oss", {}, "sinks"),
         ("llama4_text", {"attention_chunk_size": 8}, "chunk"),
-        ("mistral", {"sliding_window": 8}, "sliding_window"),
+        ("mistral", {"sliding_window": 8}, "window"),
     ],
 )
 def test_it_fails_where_attention_forgets_something(
@@ -309,9 +307,9 @@ def test_it_fails_where_attention_forgets_something(
     settings: dict[str, Any],
     dropped: str,
 ) -> None:
-    def forgetful(q: Tensor, k: Tensor, v: Tensor, layout: Any, **others: Any) -> Tensor:
-        assert others[dropped] is not None
-        return ATTENTION.load("reference")(q, k, v, layout, **{**others, dropped: None})
+    def forgetful(q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any) -> Tensor:
+        assert getattr(settings, dropped) is not None
+        return ATTENTION.load("reference")(q, k, v, layout, settings._replace(**{dropped: None}))
 
     model = kit.tiny_family(name, torch.float32, **settings)
     check_isolation(model, "reference")

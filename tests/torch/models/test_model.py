@@ -224,9 +224,9 @@ def test_autocast_reaches_the_backend(
     """Rotary positions leave queries and keys in float32 beside values in bfloat16."""
     taken = set()
 
-    def attend(q: Any, k: Any, v: Any, layout: Any, **settings: Any) -> Any:
+    def attend(q: Any, k: Any, v: Any, layout: Any, settings: Any) -> Any:
         taken.update((q.dtype, k.dtype, v.dtype))
-        return ATTENTION.load("reference")(q, k, v, layout, **settings)
+        return ATTENTION.load("reference")(q, k, v, layout, settings)
 
     model = use_packed_attention(kit.tiny_model("qwen3", torch.float32), new_backend(attend))
     inputs = collate(

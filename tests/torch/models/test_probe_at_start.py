@@ -23,9 +23,9 @@ pytest.importorskip("accelerate", reason="training needs accelerate")
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
 
-def leaking(q: Tensor, k: Tensor, v: Tensor, layout: Any, **settings: Any) -> Tensor:
+def leaking(q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any) -> Tensor:
     """A leak of one token over each border."""
-    output = ATTENTION.load("reference")(q, k, v, layout, **settings)
+    output = ATTENTION.load("reference")(q, k, v, layout, settings)
     return output + 0.2 * torch.nn.functional.pad(output, (0, 0, 0, 0, 1, -1))
 
 

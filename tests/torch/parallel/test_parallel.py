@@ -25,7 +25,8 @@ from packstore.torch import (
     segment_token_counts,
     use_packed_attention,
 )
-from packstore.torch.attention.reference import attend
+from packstore.torch.attention import Settings
+from packstore.torch.attention.plain import reference
 from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.batch.targets import Targets
 from packstore.torch.losses.variants import LOSSES
@@ -151,11 +152,11 @@ def test_shares_of_a_row(
         names = AttentionLayout.__dataclass_fields__
         gathered = AttentionLayout(**{name: getattr(shard.layout, name) for name in names})
         rows = (q[shard.index], *(torch.cat([x[s.index] for s in shards]) for x in (k, v)))
-        outputs.append(attend(*rows, gathered, scale=0.5, sliding_window=None if static else 4))
+        outputs.append(reference(*rows, gathered, Settings(0.5, None if static else 4)))
         sizes = shard.layout.sizes
         assert max(sizes[0]) <= shard.layout.max_seqlen_q
         assert max(sizes[1]) <= shard.layout.max_seqlen_k
-    whole = attend(q, k, v, batch.layout, scale=0.5, sliding_window=None if static else 4)
+    whole = reference(q, k, v, batch.layout, Settings(0.5, None if static else 4))
     assert (split.join(outputs) - whole).abs().max() < 1e-12
 
 

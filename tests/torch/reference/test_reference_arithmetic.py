@@ -21,7 +21,7 @@ from packstore.errors import CompatibilityError
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.side.side import SideWriter, open_side
 from packstore.torch import use_packed_attention
-from packstore.torch.attention import _flash
+from packstore.torch.attention import flash
 from packstore.torch.models.load import load_model
 from packstore.torch.reference import arithmetic
 from packstore.torch.reference.arithmetic import choose_precision
@@ -216,13 +216,13 @@ def test_a_run_that_goes_on_in_other_arithmetic_says_so(
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A machine with a GPU of compute capability 9, as far as the choice of precision asks."""
-    for memory in (_flash.capability, arithmetic._log_choice):
+    for memory in (flash.capability, arithmetic._log_choice):
         memory.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     yield monkeypatch
-    for memory in (_flash.capability, arithmetic._log_choice):
+    for memory in (flash.capability, arithmetic._log_choice):
         memory.cache_clear()
 
 
@@ -247,7 +247,7 @@ def test_auto_is_bf16_where_kernels_want_it(
     assert choose_precision("none", cuda, torch.float32) == "none"
     assert [r.levelname for r in caplog.records] == ["INFO", "WARNING"]
     assert "1,300 kernel launches a layer" in caplog.text
-    _flash.capability.cache_clear()
+    flash.capability.cache_clear()
     gpu.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     for asked in ("auto", "none"):
         assert choose_precision(asked, cuda, torch.float32) == "none"  # type: ignore[arg-type]
@@ -258,7 +258,7 @@ def test_training_reference_and_evaluation_choose_alike(
     made: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """By default, on a device whose choice is bf16: margins begin at exactly 0."""
-    monkeypatch.setattr(_flash, "runs_on", lambda device: True)
+    monkeypatch.setattr(flash, "runs_on", lambda device: True)
     side = precompute(made, tmp_path / "ref", "--attention", "sdpa")
     provenance = open_side(side).manifest.provenance
     assert provenance["autocast_dtype"] == "bfloat16"
@@ -288,7 +288,7 @@ def test_a_resumed_run_keeps_its_precision(
     train(**default)
     checkpoint = next((tmp_path / "checkpoints").iterdir())
     assert read_state(checkpoint).config["mixed_precision"] == "none"
-    monkeypatch.setattr(_flash, "runs_on", lambda device: True)
+    monkeypatch.setattr(flash, "runs_on", lambda device: True)
     AcceleratorState._reset_state(True)
     with caplog.at_level(logging.WARNING, logger="packstore"):
         train(**default | {"max_steps": 2})

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, check_isolation, collate, use_packed_attention
-from packstore.torch.attention import reference
+from packstore.torch.attention import Settings
+from packstore.torch.attention.plain import reference
 
 LAYOUTS = ("concat", "shared_prefix")
 # transformers 5.23 calls it activation checkpointing; 5.17 does not know that name.
@@ -178,10 +179,10 @@ def test_backend_by_hand(kit: SimpleNamespace) -> None:
     """The reference itself holds no memory of what another segment was."""
     batch = batch_of(kit, "shared_prefix")
     q = torch.randn(batch.num_tokens, 4, 8, dtype=torch.float64)
-    one = reference.attend(q, q, q, batch.layout, scale=0.3)
+    one = reference(q, q, q, batch.layout, Settings(0.3))
     changed = q.clone()
     changed[batch.segment_ids == batch.num_segments - 1] *= -1
-    two = reference.attend(changed, changed, changed, batch.layout, scale=0.3)
+    two = reference(changed, changed, changed, batch.layout, Settings(0.3))
     others = batch.segment_ids != batch.num_segments - 1
     assert torch.equal(one[others], two[others])
 

@@ -1,0 +1,154 @@
+"""FlashAttention 2, 3 and 4 by their packages, and the inputs that flash kernels support.
+
+CUDA and half precision only; grouped queries, windows and soft-capped scores. Causal masks are
+aligned at the end of the keys, so a shared prefix needs no special call.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packstore.errors import BackendError, MissingExtraError, sentence
+from packstore.torch.attention import Attend, Settings
+from packstore.torch.batch.layout import AttentionLayout
+
+DEVICES = ("cuda",)
+DTYPES = (torch.float16, torch.bfloat16)
+LARGEST_HEAD = 256
+
+PACKAGES = {
+    "flash_attn": (
+        "flash_attn",
+        "its build needs nvcc and the installed torch. Run: pip install ninja packaging setuptools "
+        "wheel && pip install --no-build-isolation 'packstore[flash]'",
+    ),
+    "flash_attn_3": (
+        "flash_attn_interface",
+        "it is for Hopper, and not on PyPI. Run: git clone --recursive "
+        "https://github.com/Dao-AILab/flash-attention && pip install --no-build-isolation "
+        "./flash-attention/hopper",
+    ),
+    "flash_attn_4": ("flash_attn.cute", "Run: pip install 'packstore[flash4]'"),
+}
+"""The module of each version, and how to install it."""
+
+
+def __getattr__(name: str) -> Attend:
+    """Returns the backend of this name, whose package is imported only then."""
+    if name not in PACKAGES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, install = PACKAGES[name]
+    try:
+        kernel = importlib.import_module(module).flash_attn_varlen_func
+    except (ImportError, AttributeError) as error:
+        raise MissingExtraError(
+            f"attention backend {name!r} needs the module {module!r}, which is not installed; "
+            + install
+        ) from error
+    return _backend(name, kernel)
+
+
+def _backend(name: str, kernel: Callable[..., Any]) -> Attend:
+    """Returns a backend around the `flash_attn_varlen_func` of a version."""
+    newest = name == "flash_attn_4"
+    whole = (None, None) if newest else (-1, -1)
+
+    def attend(
+        q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: AttentionLayout, settings: Settings
+    ) -> Tensor:
+        check(name, q_TNH, k_TKH, v_TKH, settings)
+        version = capability(q_TNH.device)
+        if newest and version < (9, 0):  # there the backward pass ends in an assertion
+            raise refusal(
+                name,
+                "the device must have compute capability 9 or newer (Hopper, Blackwell)",
+                f"{version[0]}.{version[1]}",
+                "Use backend='torch_varlen' or 'flash_attn'",
+            )
+        left = window_left(layout, settings.window)
+        output = kernel(
+            q_TNH,
+            layout.keys(k_TKH),
+            layout.keys(v_TKH),
+            cu_seqlens_q=layout.cu_seqlens_q,  # by name: the fourth argument of version 4 is `qv`
+            cu_seqlens_k=layout.cu_seqlens_k,
+            max_seqlen_q=layout.max_seqlen_q,
+            max_seqlen_k=layout.max_seqlen_k,
+            causal=True,
+            window_size=whole if left < 0 else (left, 0),
+            softmax_scale=settings.scale,
+            softcap=settings.softcap or 0.0,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        # Version 4, and builds of version 3 before 2025-11, return the log-sum-exp as well.
+        return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
+
+    return attend
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Returns the compute capability of a CUDA device; (0, 0) for others."""
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Returns True for a CUDA device of compute capability 8 or newer."""
+    return capability(device) >= (8, 0)
+
+
+def fits(q: Tensor, v: Tensor) -> bool:
+    """Returns True if the kernels support these head sizes."""
+    size = q.shape[-1]
+    # A branch, as torch.compile may have symbols for sizes: the answer is then a constant.
+    if size == v.shape[-1] and size % 8 == 0 and size <= LARGEST_HEAD:  # noqa: SIM103
+        return True
+    return False
+
+
+def check(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> None:
+    """Refuses chunks, sinks, and tensors that the kernels do not support or would cast."""
+    for given, noun in (
+        (settings.chunk, "chunks"),
+        (settings.sinks, "sinks, whose gradient it ignores"),
+    ):
+        if given is not None:
+            raise refusal(
+                backend,
+                "attention must be a softmax over all tokens before, or over a window of them",
+                noun,
+                "Use backend='flex' or 'sdpa'",
+            )
+    kinds = {x.dtype for x in (q, k, v)}
+    if q.device.type not in DEVICES or len(kinds) != 1 or not kinds <= set(DTYPES):
+        raise refusal(
+            backend,
+            "tensors must be float16 or bfloat16, all the same, on a CUDA device",
+            f"{' and '.join(sorted(map(str, kinds)))} on {q.device.type}",
+            "Load the model in bfloat16 on a GPU, use torch.autocast, or choose backend='sdpa'",
+        )
+    if not fits(q, v):
+        raise refusal(
+            backend,
+            f"heads must have one size, a multiple of 8 up to {LARGEST_HEAD}",
+            f"{q.shape[-1]} for queries and {v.shape[-1]} for values",
+            "Use backend='flex' or 'sdpa'",
+        )
+
+
+def window_left(layout: AttentionLayout, window: int | None) -> int:
+    """Number of keys before its own that a query sees, as the kernels count windows; -1: all."""
+    return -1 if window is None or window >= layout.max_seqlen_k else window - 1
+
+
+def refusal(backend: str, must: str, found: str, do: str) -> BackendError:
+    """Returns the error of a backend that does not support its inputs."""
+    return BackendError(sentence(f"attention backend {backend!r}", must, found, do))
