@@ -193,7 +193,7 @@ def sweep(scene: Scene) -> list[str]:
     tmp = str(scene.folder / "tmp")
     tempfile.tempdir = tmp
     how: dict[str, Any] = {"keep_versions": KEEP, "older_than": 0, "no_writers": True}
-    how |= {"spill_dir": tmp, "storage_options": scene.options(False)}
+    how |= {"storage_options": scene.options(False)}
     problems: list[str] = []
 
     def run() -> None:

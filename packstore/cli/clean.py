@@ -40,7 +40,6 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="no job writes there, on any machine: allows any --older-than. If one does, this "
         "removes what it has written, and the version that it commits lacks files",
     )
-    parser.add_argument("--spill-dir", metavar="DIR", help="where jobs put temporary files")
     parser.add_argument("--all", action="store_true", help="list every file")
     add_json(parser)
 
@@ -54,7 +53,6 @@ def _run(args: argparse.Namespace) -> int:
         keep_versions=args.keep_versions,
         older_than=_seconds(args.older_than),
         no_writers=args.no_writers,
-        spill_dir=args.spill_dir,
         storage_options=storage_options(args),
     )
     if args.json:

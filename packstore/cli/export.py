@@ -11,8 +11,7 @@ from packstore.cli._progress import progress_of
 from packstore.cli._results import add_json, print_result
 from packstore.cli.common import add_dataset, number, stdout_console, storage_options, two_columns
 from packstore.cli.settings import add_settings, read_settings
-from packstore.exchange import export
-from packstore.exchange.exporters import EXPORTERS
+from packstore.exchange import EXPORTERS, export
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

@@ -242,9 +242,6 @@ class WorkConfig(Settings):
     num_workers: int | None = setting(
         None, "worker processes; 0 or 1: no extra process; default: by the size of the input", low=0
     )
-    spill_dir: str | None = setting(
-        None, "local folder for temporary files; default: the system's", metavar="DIR"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

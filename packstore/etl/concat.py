@@ -210,9 +210,8 @@ def _tokenizer_of(base: Dataset) -> Any:
 
 def _copied(job: WriteJob, parts: Sequence[Dataset], run: str) -> Manifest:
     """Copies the shards of all parts, puts the pack index, and returns the manifest."""
-    staging = Staging(job.location, (FOLDER, DATA), None)
     number, renamed = 0, list[Part]()
-    try:
+    with Staging(job.location, (FOLDER, DATA)) as staging:
         copies = list[Callable[[], None]]()
         for part in parts:
             shards = []
@@ -231,8 +230,6 @@ def _copied(job: WriteJob, parts: Sequence[Dataset], run: str) -> Manifest:
         if not merged.shards:
             return merged
         return replace(merged, pack_index=put_index(job.location, _sizes(parts), job.version))
-    finally:
-        staging.remove()
 
 
 def _sizes(parts: Sequence[Dataset]) -> Iterator[Any]:

@@ -167,7 +167,7 @@ def _pack(
     counting = Counting(progress)
     inputs = [item.location for item in reader.inputs]
     options = jobs[0].location.storage_options
-    with RejectsFile(config.rejects, options, config.spill_dir, inputs) as rejects:
+    with RejectsFile(config.rejects, options, inputs) as rejects:
         totals = RecordTotals(parts, reader, config, rejects, counting)
         made = _partitions(reader, notes, config, totals, counting)
         with contextlib.closing(made):

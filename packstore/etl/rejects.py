@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
+import tempfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import IO, Any, Self
 
 from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import Sample
-from packstore.io.store import temporary_folders as temporary
+from packstore.io.store.local import finish_file
 from packstore.io.store.location import Location
+from packstore.io.store.staging import BESIDE, Staging
 from packstore.io.store.storage_errors import as_storage_errors
 
 _CHUNK = 1 << 20
@@ -30,7 +31,6 @@ class RejectsFile:
     Args:
         url: local path or any fsspec URL; None: collect nothing.
         storage_options: options of its fsspec filesystem.
-        spill_dir: local folder to collect in; None: the system's.
         inputs: input files of the job; `url` must not be one of them.
 
     Raises:
@@ -41,21 +41,18 @@ class RejectsFile:
         self,
         url: str | None,
         storage_options: Mapping[str, Any],
-        spill_dir: str | None,
         inputs: Sequence[Location] = (),
     ) -> None:
         self._place = None if url is None else Location(url, storage_options)
-        self._folder = ""
-        self._file: BinaryIO | None = None
+        self._file: IO[bytes] | None = None
         if self._place is None:
             return
         taken = {_identity(location) for location in inputs}
         if _identity(self._place) in taken or self._place.is_dir():
             must = "rejects must name a file that is no input and no folder"
             raise ConfigError(sentence(self._place.display, must))
-        with as_storage_errors("write", spill_dir or "temporary files", {}):
-            self._folder = temporary.make(temporary.STAGING, spill_dir)
-            self._file = open(os.path.join(self._folder, "rejects"), "w+b")  # noqa: SIM115
+        with as_storage_errors("write", tempfile.gettempdir(), {}):
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115  # closed by __exit__
 
     def add_compressed(self, data: bytes) -> None:
         """Adds lines of :class:`CompressedRejects`."""
@@ -72,23 +69,13 @@ class RejectsFile:
         """
         if self._place is None or self._file is None:
             return
-        with as_storage_errors("write", self._file.name, {}):
-            self._file.flush()
-        path = self._place.local_path
-        if path is None:
-            self._place.put_file(self._file.name, "")
-            return
-        beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.partial")
-        try:
-            with as_storage_errors("write", path, {}):
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                shutil.copyfile(self._file.name, beside)
-                with open(beside, "rb+") as file:
-                    os.fsync(file.fileno())
-            self._place.put_file(beside, "")
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(beside)
+        with Staging(self._place, BESIDE) as staging:
+            path = staging.path()
+            with as_storage_errors("write", path, {}), open(path, "xb") as file:
+                self._file.seek(0)
+                shutil.copyfileobj(self._file, file)
+                finish_file(file, staging.durable)
+            staging.store(path, "")
 
     def __enter__(self) -> Self:
         return self
@@ -101,12 +88,10 @@ class RejectsFile:
     ) -> None:
         if self._file is not None:
             self._file.close()
-        if self._folder:
-            temporary.remove(self._folder)
 
     def _write(self, data: bytes) -> None:
         if self._file is not None and data:
-            with as_storage_errors("write", self._file.name, {}):
+            with as_storage_errors("write", tempfile.gettempdir(), {}):
                 self._file.write(data)
 
 

@@ -22,7 +22,6 @@ import pyarrow as pa
 from packstore.config import PackConfig
 from packstore.errors import StorageError, sentence
 from packstore.format.arrays import Column, Examples, Int32, Int64, Packs
-from packstore.io.store import temporary_folders as temporary
 from packstore.pack.fill import fill, gather
 from packstore.pack.plan import Plan
 
@@ -50,15 +49,15 @@ Part = tuple[Examples, Int32, Int64]
 class Spill:
     """Collects :class:`Examples` on disk; a context manager that removes its files at the end.
 
-    Args:
-        folder: folder of the files; None: the system's folder for temporary files.
+    They are in the system's folder for temporary files (``TMPDIR``).
     """
 
-    def __init__(self, folder: str | None) -> None:
+    def __init__(self) -> None:
         try:
-            self._folder = temporary.make(temporary.SPILL, folder)
+            self._temporary = tempfile.TemporaryDirectory(prefix="packstore-")
         except OSError as error:
-            raise _full(error, folder) from error
+            raise _full(error) from error
+        self._folder = self._temporary.name
         self._segments: list[_Store] = []
         self._lengths = Path(self._folder, "lengths")
         self.num_examples = 0
@@ -76,7 +75,7 @@ class Spill:
 
     def close(self) -> None:
         """Removes its files."""
-        temporary.remove(self._folder)
+        self._temporary.cleanup()
 
     def append(self, examples: Examples, lengths: Int32) -> None:
         """Appends `examples`.
@@ -247,15 +246,15 @@ def _append(path: Path, data: Column | pa.Buffer) -> None:
             # Not tofile, whose error for a full disk lacks the errno.
             file.write(data.data if isinstance(data, np.ndarray) else data)
     except OSError as error:
-        raise _full(error, str(path.parent)) from error
+        raise _full(error) from error
 
 
-def _full(error: OSError, folder: str | None) -> StorageError:
+def _full(error: OSError) -> StorageError:
     return StorageError(
         sentence(
-            f"spill folder {folder or tempfile.gettempdir()}",
+            tempfile.gettempdir(),
             "temporary files must be writable there",
             error.strerror or str(error),
-            "Free some space or name another folder with --spill-dir",
+            "Free some space, or name another folder in the environment (TMPDIR)",
         )
     )

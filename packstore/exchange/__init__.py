@@ -3,13 +3,68 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from packstore.config import Settings, setting
+from packstore.errors import CompatibilityError, DatasetExistsError, sentence
+from packstore.io.store.location import Location
+from packstore.registry import Registry
 
 if TYPE_CHECKING:
     from packstore.etl.pipeline import Progress
-    from packstore.exchange.exporters import Exported
     from packstore.io.dataset.dataset import Dataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(Settings):
+    """Options of every export."""
+
+    overwrite: bool = setting(False, "replace existing files")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """Result of an export.
+
+    Attributes:
+        files: URLs of the files written, without secrets.
+        facts: facts about them, by name.
+    """
+
+    files: list[str]
+    facts: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """An export format.
+
+    Attributes:
+        help: one line for ``packstore export --help``.
+        out: output argument of the command line, ``FILE`` or ``FOLDER``, and its help.
+        examples: command lines.
+        kind: of the datasets that it can hold.
+        options: class of its options, :class:`ExportOptions` or a subclass.
+        run: ``(dataset, place, options, progress)`` -> the result.
+    """
+
+    help: str
+    out: tuple[str, str]
+    examples: str
+    kind: str
+    options: type[ExportOptions]
+    run: Callable[[Dataset, Location, Any, Progress], Exported]
+
+
+EXPORTERS: Registry[Exporter] = Registry(
+    "export format",
+    {
+        "nemo": "packstore.exchange.nemo:EXPORTER",
+        "megatron": "packstore.exchange.megatron:EXPORTER",
+    },
+)
 
 
 def export(
@@ -24,7 +79,7 @@ def export(
     """Exports a dataset to a file of another trainer.
 
     Args:
-        format: a name in :data:`packstore.exchange.exporters.EXPORTERS`.
+        format: a name in :data:`packstore.exchange.EXPORTERS`.
         dataset: a dataset, or its folder or URL.
         out: path or URL of the file or folder to write.
         storage_options: passed to the fsspec filesystems of `dataset` and `out`.
@@ -38,16 +93,23 @@ def export(
         CompatibilityError: the format cannot hold such a dataset.
         PackstoreError: see :mod:`packstore.errors`; `out` is then unchanged.
     """
-    from packstore.exchange.exporters import EXPORTERS
     from packstore.io.dataset.dataset import Dataset
     from packstore.io.dataset.dataset import open as open_dataset
-    from packstore.io.store.location import Location
 
     exporter = EXPORTERS.load(format)
     if not isinstance(dataset, Dataset):
         dataset = open_dataset(os.fspath(dataset), storage_options)
+    if (kind := dataset.manifest.kind) != exporter.kind:
+        must = f"export as {format} needs a dataset of kind {exporter.kind}"
+        raise CompatibilityError(sentence(dataset.url, must, f"kind {kind}"))
     place = Location(os.fspath(out), storage_options or {})
     return exporter.run(dataset, place, exporter.options(**options), progress or _nobody)
+
+
+def exists(location: Location, found: str, remedy: str = "") -> DatasetExistsError:
+    """Returns the error for an output that is there."""
+    remedy = remedy or "Name another place, or replace it (overwrite=True, --overwrite)"
+    return DatasetExistsError(sentence(location.display, "must not exist yet", found, remedy))
 
 
 def _nobody(stage: str, done: int, total: int | None, unit: str) -> None:

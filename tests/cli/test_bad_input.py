@@ -117,11 +117,6 @@ CASES: dict[str, tuple[Callable[[], None], list[str], list[str]]] = {
         ["good.jsonl", "--carry", "weight:float64"],
         ["good.jsonl, line 1", "weight"],
     ),
-    "spill folder that is not there": (
-        nothing,
-        ["good.jsonl", "--spill-dir", "no/such/folder"],
-        ["no/such/folder"],
-    ),
     "unknown store": (nothing, ["nope://bucket/x.jsonl"], ["nope://bucket/x.jsonl"]),
 }
 

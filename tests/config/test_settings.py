@@ -81,7 +81,6 @@ def test_commands_that_write_nothing_offer_nothing_about_it(
     with pytest.raises(SystemExit):
         main([command, "--help"])
     out = capsys.readouterr().out
-    assert "--spill-dir" in out
     assert "--max-drop-rate" not in out
 
 

@@ -110,7 +110,7 @@ def test_partitions_are_read_some_at_a_time(
 
 @pytest.mark.parametrize("stage", ["read", "write"])
 def test_a_job_that_is_stopped_leaves_no_temporary_files(
-    sources: list[str], tmp_path: Path, stage: str
+    sources: list[str], tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def progress(now: str, done: int, total: int | None, unit: str) -> None:
         if now == stage and done:
@@ -118,10 +118,11 @@ def test_a_job_that_is_stopped_leaves_no_temporary_files(
 
     spill = tmp_path / "spill"
     spill.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(spill))
     with pytest.raises(KeyboardInterrupt):
         packstore.pack(
             sources, tmp_path / "out", partitions=6, num_workers=2, progress=progress,
-            spill_dir=str(spill), **SETTINGS,
+            **SETTINGS,
         )  # fmt: skip
     assert not list(spill.iterdir())
     left = (p for p in (tmp_path / "out").rglob("*") if p.is_file())
@@ -306,7 +307,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_a_killed_run_goes_on(
     repeating: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = {**SELECTING, "dedup": "pair", "partitions": 4, "spill_dir": str(tmp_path)}
+    settings = {**SELECTING, "dedup": "pair", "partitions": 4}
     packstore.pack(repeating, tmp_path / "whole", num_workers=0, **settings)
     out = tmp_path / "out"
     arguments = json.dumps([repeating, str(out), 2, settings])

@@ -300,8 +300,8 @@ def test_a_failing_job_leaves_nothing_but_shards_for_clean(
     out = tmp_path / "deep" / "er"
     monkeypatch.setattr("packstore.io.write.write_job.commit_manifest", fail)
     with pytest.raises(RuntimeError, match="at the very end"):
-        packstore.pack(PAIRS, out, tokenizer, pack_size=256, spill_dir=str(tmp_path))
-    assert not list(tmp_path.glob("packstore-spill-*"))
+        packstore.pack(PAIRS, out, tokenizer, pack_size=256)
+    assert not list(tmp_path.rglob(".staging-*"))
     left = [path.relative_to(out) for path in out.rglob("*") if path.is_file()]
     assert all(path.suffix in (".parquet", ".index") for path in left)
     with pytest.raises(DatasetNotFoundError):

@@ -36,8 +36,7 @@ def source(tmp_path: Path) -> str:
 @pytest.fixture
 def pack(tmp_path: Path) -> Callable[..., Any]:
     def run(out: str, source: Any = None, **settings: Any) -> Any:
-        spill = {"spill_dir": str(tmp_path)}
-        return packstore.pack(source or pairs(120), out, **{**SETTINGS, **spill, **settings})
+        return packstore.pack(source or pairs(120), out, **{**SETTINGS, **settings})
 
     return run
 
@@ -108,7 +107,7 @@ def test_a_rerun_takes_over_the_finished_partitions(
     assert partitions(before) == {"p00000", "p00001"}
     assert partitions(after) == {"p00002", "p00003"}
     assert files(place) == whole
-    assert clean(place, spill_dir=str(tmp_path)).leftovers == []
+    assert clean(place).leftovers == []
 
 
 def test_a_small_input_is_one_partition(
@@ -173,15 +172,15 @@ def test_another_job_leaves_the_notes_alone(
         new = pack(place, source, **CUT, seed=7)
     assert "2 finished partitions of other jobs are there" in caplog.text
     assert files(place).items() >= left.items()
-    report = clean(place, delete=True, spill_dir=str(tmp_path))
+    report = clean(place, delete=True)
     assert {item.spared for item in report.leftovers} == {"it is too young"}
     assert {item.path for item in report.leftovers} == left.keys()
     with pytest.raises(DatasetExistsError, match="seed 7 then, 0 now"):
         pack(place, source, **CUT)
-    clean(place, delete=True, older_than=0, no_writers=True, spill_dir=str(tmp_path))
+    clean(place, delete=True, older_than=0, no_writers=True)
     assert not set(before) & set(files(place))
     assert new.verify().ok
-    assert clean(place, spill_dir=str(tmp_path)).leftovers == []
+    assert clean(place).leftovers == []
 
 
 def test_journals_of_earlier_versions_go_by_age(place: str, pack: Callable[..., Any]) -> None:
@@ -314,14 +313,14 @@ def test_clean_removes_what_no_version_names(
         pack(place, pairs(43), overwrite=True)
     location.create_bytes("data/from-somewhere.parquet", b"12345")
     left = files(place)
-    report = clean(place, delete=True, spill_dir=str(tmp_path))
+    report = clean(place, delete=True)
     assert {x.spared for x in report.leftovers} == {"it is too young"}
     assert {x.path for x in report.leftovers} == left.keys() - whole.keys()
     assert files(place) == left
     everything: dict[str, Any] = {"delete": True, "older_than": 0, "no_writers": True}
-    clean(place, **everything, spill_dir=str(tmp_path))
+    clean(place, **everything)
     assert files(place) == whole
-    clean(place, **everything, keep_versions=2, spill_dir=str(tmp_path))
+    clean(place, **everything, keep_versions=2)
     with pytest.raises(DatasetNotFoundError, match="must have version 1; found 2 to 3"):
         packstore.open(place, version=1)
     for version in (2, 3):

@@ -22,10 +22,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import packstore
+from packstore import export
 from packstore.cli import main
 from packstore.errors import CompatibilityError, ConfigError, DatasetExistsError
-from packstore.exchange import export
-from packstore.exchange.exporters.megatron import MegatronOptions
+from packstore.exchange.megatron import MegatronOptions
 from packstore.format.arrays import Examples, to_offsets
 from packstore.io.store.location import Location
 
@@ -328,7 +328,7 @@ def test_eos_at_the_end(
 def test_refusals(tmp_path: Path, kit: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     for kind in ("preference", "ranked"):
-        with pytest.raises(CompatibilityError, match=rf"kind sft only; found kind {kind}"):
+        with pytest.raises(CompatibilityError, match=rf"of kind sft; found kind {kind}"):
             export("megatron", kit.dataset(6, kind=kind), out)
     dataset = kit.dataset(9, kind="sft")
     longest = dataset.manifest.statistics.longest_sequence
@@ -376,7 +376,7 @@ def test_an_overwrite_that_ends_half_way_has_no_metadata(
 ) -> None:
     """So a reader who waits for it never takes old and new files for one export."""
     dataset, out = kit.dataset(60, kind="sft"), tmp_path / "out"
-    monkeypatch.setattr("packstore.exchange.exporters.megatron.FILE_BYTES", 600)
+    monkeypatch.setattr("packstore.exchange.megatron.FILE_BYTES", 600)
     export("megatron", dataset, out)
     before = kit.left(out)
     put, left = Location.put_file, []
@@ -405,7 +405,7 @@ def test_several_files_and_another_store(
     tmp_path: Path, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = kit.dataset(60, kind="sft")
-    monkeypatch.setattr("packstore.exchange.exporters.megatron.FILE_BYTES", 600)
+    monkeypatch.setattr("packstore.exchange.megatron.FILE_BYTES", 600)
     exported = export("megatron", dataset, tmp_path / "out")
     assert len(exported.files) > 3
     rows = list(Reader(f"{tmp_path}/out", 300).rows())

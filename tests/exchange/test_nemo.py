@@ -81,7 +81,7 @@ def test_a_failed_export_leaves_nothing(
 
 def test_other_kinds_are_refused(tmp_path: Path, kit: SimpleNamespace) -> None:
     for kind in ("sft", "ranked"):
-        with pytest.raises(CompatibilityError, match=rf"kind preference only; found kind {kind}"):
+        with pytest.raises(CompatibilityError, match=rf"of kind preference; found kind {kind}"):
             export("nemo", kit.dataset(5, kind=kind), tmp_path / "x.npy")
     assert not (tmp_path / "x.npy").exists()
 

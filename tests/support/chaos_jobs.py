@@ -203,7 +203,6 @@ def tidy(scene: Scene, log: Log, name: str) -> None:
                 delete=True,
                 keep_versions=KEEP,
                 older_than=CLEAN_AGE,
-                spill_dir=str(scene.folder / "tmp"),
                 storage_options=scene.options(rng.random() < 0.5),
             )
             gone = [int(x.why[8:]) for x in report.removable if x.why.startswith("version ")]

@@ -46,7 +46,7 @@ class Spilled:
         self.number, self.slices, repeated = self.item = item
         self._config = config
         self._select = Selection(config, config.seed, repeated, paths)
-        self.spills = [Spill(config.spill_dir) for _ in self._select.parts]
+        self.spills = [Spill() for _ in self._select.parts]
         self._tally, self._rejects = Tally(), CompressedRejects()
         self._sources = dict[int, dict[str, Any]]()
         self.versions = Versions()
@@ -211,7 +211,7 @@ class PackPartitions:
         last = number + 1 == config.partitions and notes is self._notes[-1]
         run = f"{notes.run}-p{number:05d}"
         with (
-            ShardWriter(notes.location, self._shape, config, run, config.spill_dir) as writer,
+            ShardWriter(notes.location, self._shape, config, run) as writer,
             contextlib.closing(ahead(filled(spill, packing, config), 2)) as made,
         ):
             left = packing.num_packs

@@ -63,8 +63,7 @@ def put_index(location: Location, sizes: Iterable[PackSizes], version: int) -> S
     first = next(shards, None)
     if first is None:
         return None
-    staging = Staging(location, (FOLDER,), None)
-    try:
+    with Staging(location, (FOLDER,)) as staging:
         path = staging.path()
         with as_storage_errors("write", path, {}), open(path, "xb") as file:
             with pq.ParquetWriter(
@@ -79,13 +78,11 @@ def put_index(location: Location, sizes: Iterable[PackSizes], version: int) -> S
             ) as writer:
                 for one in itertools.chain([first], shards):
                     writer.write_table(_table(one), len(one))
-            local.finish_file(file, durable=staging.in_dataset)
+            local.finish_file(file, durable=staging.durable)
             info = StoredFile.of("", path)
         info = replace(info, path=f"{FOLDER}/packs-{version:06d}-{info.sha256[:16]}.index")
         location.put_file(path, info.path)
         return info
-    finally:
-        staging.remove()
 
 
 def _table(sizes: PackSizes) -> pa.Table:

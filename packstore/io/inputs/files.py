@@ -98,8 +98,7 @@ class InputReader:
         source: a path, glob, folder or URL, or a list of them; an Arrow table, a Polars frame, or
             an iterable of records.
         storage_options: for the fsspec filesystem of `source`.
-        config: `fields` and `carry` decide which CSV columns are not text; `spill_dir` is for
-            temporary copies of remote or compressed Parquet and Arrow files, and of lazy frames.
+        config: `fields` and `carry` decide which CSV columns are not text.
         block_bytes: approximate bytes of a block.
 
     Attributes:
@@ -121,7 +120,6 @@ class InputReader:
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         config = config or PackConfig()
-        self._folder = config.spill_dir
         self._options = ReadOptions(block_bytes=block_bytes, json_columns=json_columns(config))
         self._sources: list[dict[str, Any]] = []
         self._memory: tuple[str, Iterable[object]] | None = None
@@ -130,7 +128,7 @@ class InputReader:
         if paths and all(isinstance(path, str | os.PathLike) for path in paths):
             inputs = expand(paths, storage_options)
         elif is_table(source):
-            self._memory = ("<table>", table_records(source, config.spill_dir))
+            self._memory = ("<table>", table_records(source))
         elif isinstance(source, Iterable) and not isinstance(source, Mapping | bytes):
             self._memory = ("<iterable>", source)
         else:  # a mapping iterates over names
@@ -170,7 +168,7 @@ class InputReader:
             hashed = HashedStream(raw)
             stream: BinaryIO = decompressed(hashed, item.compression, item.path)
             if form.random_access and (item.compression or item.location.local_path is None):
-                stream = stack.enter_context(staged(stream, self._folder))
+                stream = stack.enter_context(staged(stream))
             elif form.random_access:  # reads all of it once, to hash it
                 while stream.read(CHUNK):
                     pass

@@ -25,17 +25,16 @@ def is_table(source: object) -> bool:
     return any(hasattr(source, name) for name in ("__arrow_c_stream__", "sink_ipc"))
 
 
-def table_records(table: Any, folder: str | None = None) -> Iterator[object]:
+def table_records(table: Any) -> Iterator[object]:
     """Yields the rows of a table, converted a few at a time.
 
-    Args:
-        table: an object with the Arrow PyCapsule stream interface, or a Polars LazyFrame.
-        folder: for a temporary copy of the rows of a LazyFrame; None: the system's.
+    `table` has the Arrow PyCapsule stream interface, or is a Polars LazyFrame, whose rows are
+    copied to a temporary file.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_input_error("<table>", "must be a readable table"))
         if hasattr(table, "sink_ipc"):
-            copy = stack.enter_context(tempfile.TemporaryFile(dir=folder))
+            copy = stack.enter_context(tempfile.TemporaryFile())
             _run(table, copy)
             found = batches(copy)
         else:
@@ -52,7 +51,7 @@ def _run(query: Any, file: BinaryIO) -> None:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic is not an Exception
-        do = "Give its collect() instead, or Polars 1.38, and space for temporary files (spill_dir)"
+        do = "Give its collect() instead, or Polars 1.38, and space for temporary files (TMPDIR)"
         raise InputError(sentence("<table>", "its query must run", str(error), do)) from error
     file.seek(0)
 

@@ -89,15 +89,15 @@ def decompressed(raw: HashedStream, compression: str | None, path: str) -> io.Bu
 
 
 @contextlib.contextmanager
-def staged(stream: BinaryIO, folder: str | None) -> Iterator[BinaryIO]:
-    """Copies `stream` to a temporary file in `folder` (None: the system's), which is seekable.
+def staged(stream: BinaryIO) -> Iterator[BinaryIO]:
+    """Copies `stream` to a temporary file, which is seekable.
 
     Raises:
         StorageError: no space for it.
     """
     with contextlib.ExitStack() as stack:
-        with as_storage_errors("write", folder or tempfile.gettempdir(), {}):
-            copy = stack.enter_context(tempfile.TemporaryFile(dir=folder))
+        with as_storage_errors("write", tempfile.gettempdir(), {}):
+            copy = stack.enter_context(tempfile.TemporaryFile())
             shutil.copyfileobj(stream, copy, CHUNK)
             copy.seek(0)
         yield copy

@@ -61,7 +61,6 @@ def clean(
     keep_versions: int | None = None,
     older_than: float = OLD_SECONDS,
     no_writers: bool = False,
-    spill_dir: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> CleanReport:
     """Lists or removes files that no version of a dataset or side dataset refers to.
@@ -78,7 +77,6 @@ def clean(
             count as young as the youngest of them. Below 3600 only with `no_writers`.
         no_writers: asserts that no job writes there, on any machine. Allows any `older_than`; if
             the assertion is wrong, a running job may commit a version that lacks files.
-        spill_dir: folder of the jobs' temporary files; None: the system's.
         storage_options: options of the fsspec filesystem.
 
     Raises:
@@ -99,7 +97,7 @@ def clean(
         must = "must be a dataset, or the place of an unfinished one"
         found = f"no {FOLDER} in it" if location.exists() else "no such folder"
         raise DatasetNotFoundError(sentence(location.display, must, found, "Check the path"))
-    finder = LeftoverFinder(location, keep_versions, older_than, spill_dir)
+    finder = LeftoverFinder(location, keep_versions, older_than)
     at_work = writers(location)
     if delete and no_writers and (here := [w for w in at_work if w.process.lives]):
         must = "no job may write there (no_writers)"

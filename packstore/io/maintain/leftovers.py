@@ -7,14 +7,15 @@ long job keeps its first files.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import os
 import re
-import tempfile
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from packstore.errors import PackstoreError
 from packstore.io.manifest.commit import DATA, DATASET, FOLDER, manifest_path, versions
@@ -22,7 +23,6 @@ from packstore.io.manifest.manifest import read_manifest
 from packstore.io.manifest.partition_notes import NOTES
 from packstore.io.manifest.side_manifest import SIDE
 from packstore.io.side.side_reader import open_side
-from packstore.io.store import temporary_folders as temporary
 from packstore.io.store.location import Location
 from packstore.io.store.operations import (
     ListedFile,
@@ -33,6 +33,7 @@ from packstore.io.store.operations import (
     run_parallel,
     uploads,
 )
+from packstore.io.store.staging import PREFIX
 from packstore.io.write.writer_markers import WRITERS
 
 BATCH = 1000
@@ -51,7 +52,7 @@ class Leftover:
     """A file, folder or upload that no version refers to.
 
     Attributes:
-        path: relative to the dataset; absolute for temporary folders elsewhere on this machine.
+        path: relative to the dataset.
         bytes: its size; 0 for unfinished uploads, where it is unknown.
         why: description of the leftover.
         spared: reason to keep it; empty if it can be removed.
@@ -70,17 +71,13 @@ class LeftoverFinder:
         location: the dataset.
         keep: number of newest versions to keep; None: all.
         older_than: seconds; spares younger files and files of unknown age. 0: spares none.
-        spill_dir: folder of the jobs' temporary files, besides the system's.
 
     Attributes:
         uploads: unfinished uploads, as last listed; None if the store cannot list them.
     """
 
-    def __init__(
-        self, location: Location, keep: int | None, older_than: float, spill_dir: str | None
-    ) -> None:
+    def __init__(self, location: Location, keep: int | None, older_than: float) -> None:
         self._location, self._keep, self._older_than = location, keep, older_than
-        self._temporary = {spill_dir or tempfile.gettempdir(), tempfile.gettempdir()}
         self._known: dict[tuple[str, int], set[str]] = {}
         self._staying: set[str] = set()
         self._folders: set[str] = set()
@@ -108,7 +105,7 @@ class LeftoverFinder:
             run = _run_of(file.path)
             of_run = f" of the interrupted run {run}" if run in runs else ""
             found.append(self._leftover(file, _UPLOAD + of_run))
-        found += self._folders_here()
+        found += self._staging_folders()
         for file in notes:
             run = _run_of(file.path)
             why = f"note of the interrupted run {run}" if run else "unfinished file"
@@ -144,7 +141,7 @@ class LeftoverFinder:
 
     def _remove(self, item: Leftover) -> None:
         if item.path in self._folders:
-            temporary.remove(item.path)
+            shutil.rmtree(self._location.join(item.path).local_path or "", ignore_errors=True)
         elif item.why.startswith(_UPLOAD):
             for upload in self.uploads or ():
                 if upload.path == item.path:
@@ -207,17 +204,19 @@ class LeftoverFinder:
             return "its age is not known"
         return "it is too young" if age < self._older_than else ""
 
-    def _folders_here(self) -> Iterator[Leftover]:
-        """Yields temporary folders of this user's dead jobs on this machine."""
+    def _staging_folders(self) -> Iterator[Leftover]:
+        """Yields the folders of unfinished files in a local dataset; the newest file is its age."""
         root = self._location.local_path
-        prefixes = (temporary.SPILL, temporary.STAGING)
-        places = [(folder, prefix) for folder in self._temporary for prefix in prefixes]
-        if root is not None:
-            places.append((os.path.join(root, FOLDER), temporary.IN_DATASET))
-        found = {item for folder, prefix in places for item in temporary.abandoned(folder, prefix)}
-        for path, size, age, _ in sorted(found):
-            self._folders.add(path)
-            yield self._leftover(ListedFile(path, size, age), "temporary files of a dead job")
+        if root is None:
+            return
+        for folder in sorted(Path(root, FOLDER).glob(f"{PREFIX}*")):
+            with contextlib.suppress(OSError):  # its job has just removed it
+                stats = [path.lstat() for path in (folder, *folder.iterdir())]
+                size = sum(stat.st_size for stat in stats[1:])
+                age = max(0.0, time.time() - max(stat.st_mtime for stat in stats))
+                listed = ListedFile(f"{FOLDER}/{folder.name}", size, age)
+                self._folders.add(listed.path)
+                yield self._leftover(listed, "unfinished files")
 
 
 def _youngest(files: Sequence[ListedFile]) -> dict[str, float | None]:

@@ -96,7 +96,7 @@ class SideWriter:
             self._version = stack.enter_context(opened).version
             # Also if neither commit nor abort is called.
             self._release = weakref.finalize(self, stack.pop_all().close)
-        self._staging = Staging(self._location, (FOLDER, DATA), None)
+        self._staging = Staging(self._location, (FOLDER, DATA))
         self._pending: list[pa.RecordBatch] = []
         self._shards: list[SideShard] = []
         self.examples = self._pending_rows = 0

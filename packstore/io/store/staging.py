@@ -1,64 +1,72 @@
-"""Local folders for unfinished files, which readers must not see."""
+"""A local folder of unfinished files: readers of a place see whole files only."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import threading
+from typing import Self
 
 from packstore.io.store import local
-from packstore.io.store import temporary_folders as temporary
 from packstore.io.store.location import Location
 from packstore.io.store.storage_errors import as_storage_errors
 
+PREFIX = ".staging-"
+"""Prefix of the names of staging folders in a local place."""
+
+BESIDE = ("..",)
+"""`folders` of a place that is one file: its files are staged beside it."""
+
 
 class Staging:
-    """The local folder of unfinished files, created for the first one.
+    """Local files that are moved or uploaded to a place once they are complete; a context manager.
 
-    For a local dataset it is a hidden folder inside, so that files are moved by one rename.
+    The folder is created for the first file. In a local place it is a hidden folder there, so that
+    each file is moved by one rename; for other stores it is one of the system's temporary folders.
 
     Args:
-        location: the dataset.
-        folders: folders of a local dataset, relative; the staging folder is in the first.
-        spill_dir: the folder to use for a remote dataset; None: the system's.
+        location: the place.
+        folders: folders of a local place to create, relative; the staging folder is in the first.
 
     Attributes:
-        in_dataset: True if the folder is inside a local dataset.
+        durable: True if the files become those of a local place, and must be synced before.
     """
 
-    def __init__(self, location: Location, folders: tuple[str, ...], spill_dir: str | None) -> None:
-        self._location, self._root = location, location.local_path
-        self._spill_dir, self._folders = spill_dir, folders
-        self.in_dataset = self._root is not None
-        self._folder = ""
-        self._count = 0
+    def __init__(self, location: Location, folders: tuple[str, ...] = ("",)) -> None:
+        root = location.local_path
+        self._location, self._folder, self._count = location, "", 0
+        self._folders: list[str] = []
+        if root is not None:
+            self._folders = [os.path.normpath(os.path.join(root, folder)) for folder in folders]
+        self.durable = root is not None
         self._lock = threading.Lock()
 
     def path(self) -> str:
         """Returns a new path in the folder. Thread-safe."""
         with self._lock:
             if not self._folder:
-                self._folder = self._make()
+                first = (self._folders or [tempfile.gettempdir()])[0]
+                with as_storage_errors("write", first, {}):
+                    for folder in self._folders:
+                        local.make_folder(folder)
+                    self._folder = tempfile.mkdtemp(prefix=PREFIX, dir=first)
             self._count += 1
             return os.path.join(self._folder, str(self._count))
 
-    def _make(self) -> str:
-        with as_storage_errors("write", self._root or self._spill_dir or tempfile.gettempdir(), {}):
-            if self._root is None:
-                return temporary.make(temporary.STAGING, self._spill_dir)
-            folders = [os.path.join(self._root, folder) for folder in self._folders]
-            for folder in folders:
-                local.make_folder(folder)
-            return temporary.make(temporary.IN_DATASET, folders[0])
-
     def store(self, local_path: str, path: str) -> None:
-        """Moves or uploads a finished file of the folder to `path` in the dataset."""
+        """Moves or uploads a finished file of the folder to `path` in the place."""
         self._location.put_file(local_path, path)
-        if not self.in_dataset:
+        if not self.durable:
             os.unlink(local_path)
 
     def remove(self) -> None:
         """Removes the folder and its contents."""
-        if self._folder:
-            temporary.remove(self._folder)
-            self._folder = ""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.remove()

@@ -45,7 +45,6 @@ class ShardWriter:
         shape: properties shared by all packs.
         config: file format, codec, and sizes.
         run: prefix of all shard names; the same for a rerun of the same job.
-        spill_dir: local folder for unfinished shards of a remote dataset; None: the system's.
             (Those of a local dataset are hidden files inside it, so that a rename publishes them.)
 
     Attributes:
@@ -59,7 +58,6 @@ class ShardWriter:
         shape: PackShape,
         config: WriteConfig,
         run: str,
-        spill_dir: str | None = None,
     ) -> None:
         self.counter = PackCounter()
         self.pack_index: StoredFile | None = None
@@ -67,7 +65,7 @@ class ShardWriter:
         spans = config.labels == "spans"
         carry = dict(shape.carry)
         self._schema = pack_schema(shape.kind, shape.layout, label_spans=spans, carry=carry)
-        self._staging = Staging(location, (FOLDER, DATA), spill_dir)
+        self._staging = Staging(location, (FOLDER, DATA))
         self._encoder: ThreadPoolExecutor | None = None
         self._encoding: deque[Future[None]] = deque()
         self._shard: ShardFile | None = None
@@ -187,7 +185,7 @@ class ShardWriter:
     def _close_shard(self, shard: ShardFile) -> None:
         """Stores a finished shard: moves or uploads it into the dataset."""
         self._wait(0)
-        hashes, checksums = shard.finish(durable=self._staging.in_dataset)
+        hashes, checksums = shard.finish(durable=self._staging.durable)
         name = f"{self._run}-{len(self._parts):05d}-{hashes.sha256[:16]}.{self._config.format}"
         groups = [group_figures(figures) for figures in shard.figures]
         info = describe_shard(f"{DATA}/{name}", groups, hashes, checksums)

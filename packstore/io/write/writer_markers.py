@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import orjson
@@ -19,7 +21,6 @@ from packstore.errors import PackstoreError, quote
 from packstore.io.manifest.commit import FOLDER
 from packstore.io.store.location import Location
 from packstore.io.store.operations import list_folder, remove_empty
-from packstore.io.store.process import Process, this_process
 
 log = logging.getLogger("packstore")
 
@@ -27,6 +28,48 @@ WRITERS = f"{FOLDER}/writers"
 
 YOUNG_SECONDS = 3600.0
 """Age from which on the job of a marker counts as ended, unless its process is seen running."""
+
+
+class Process(NamedTuple):
+    """A process, also after its pid was reused; unknown without ``/proc``.
+
+    `machine` is the boot and the process namespace, empty if unknown; `started` is in ticks since
+    the boot.
+    """
+
+    machine: str
+    pid: int
+    started: str
+
+    @property
+    def is_of_this_machine(self) -> bool:
+        """True for a process of this machine since its last boot."""
+        return bool(self.machine) and self.machine == this_process().machine
+
+    @property
+    def lives(self) -> bool:
+        """True if it still runs; False for a process of another machine, which is unknown."""
+        return self.is_of_this_machine and self.started == _started(self.pid) != ""
+
+
+def this_process() -> Process:
+    """Returns the identity of this process."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        machine = ""
+    return Process(machine, os.getpid(), _started(os.getpid()))
+
+
+def _started(pid: int) -> str:
+    """Returns the start of a process in ticks; empty if it does not exist, or is a zombie."""
+    with contextlib.suppress(OSError):
+        # The name of the program, in parentheses, may contain any character.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        if fields[0] not in (b"Z", b"X"):
+            return fields[19].decode()
+    return ""
 
 
 class Writer(NamedTuple):

@@ -186,9 +186,10 @@ def test_an_unwritable_place(kit, tmp_path):
         kit.Written("/proc/nowhere/ds").dataset([kit.some_packs(3)])
 
 
-def test_a_missing_spill_folder(kit):
+def test_a_missing_temporary_folder(kit, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere/at/all")
     made = kit.Written("memory://spill/x")
-    writer = ShardWriter(made.location, made.shape, made.config(), "run", "/nowhere/at/all")
+    writer = ShardWriter(made.location, made.shape, made.config(), "run")
     with pytest.raises(StorageError, match="cannot write; found no such file"):
         writer.write(kit.some_packs(40))
     writer.abort()

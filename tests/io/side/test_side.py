@@ -39,7 +39,7 @@ from packstore.io.side import side_table
 from packstore.io.side.side import SideWriter, open_side
 from packstore.io.side.side_table import SideTable
 from packstore.io.store.location import Location
-from packstore.io.store.process import Process
+from packstore.io.write.writer_markers import Process
 from packstore.testing import random_examples
 
 COLUMNS = {name if "list" not in name else "ref_logps": name for name in SIDE_TYPES}

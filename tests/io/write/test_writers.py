@@ -22,8 +22,13 @@ from packstore.errors import DatasetExistsError, StorageError
 from packstore.io.maintain.clean import clean
 from packstore.io.store import operations
 from packstore.io.store.location import Location
-from packstore.io.store.process import Process, this_process
-from packstore.io.write.writer_markers import WRITERS, writer_marker, writers
+from packstore.io.write.writer_markers import (
+    WRITERS,
+    Process,
+    this_process,
+    writer_marker,
+    writers,
+)
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 PROC = pytest.mark.skipif(not this_process().machine, reason="needs /proc and a machine id")
@@ -46,14 +51,15 @@ def test_a_process_is_found_again() -> None:
     assert not me._replace(pid=0).lives
     assert not me._replace(pid=1 << 70).lives
     code = (
-        "from packstore.io.store.process import this_process as t; print(*t(), flush=True); input()"
+        "from packstore.io.write.writer_markers import this_process as t; p = t();"
+        " print(p.machine, p.pid, p.started, sep=chr(10), flush=True); input()"
     )
     command = [sys.executable, "-c", code]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
     ) as job:
         assert job.stdout is not None
-        machine, pid, started = job.stdout.readline().split()
+        machine, pid, started = (job.stdout.readline().strip() for _ in range(3))
         other = Process(machine, int(pid), started)
         assert other.lives
         job.send_signal(signal.SIGKILL)

@@ -1,22 +1,28 @@
-"""Megatron-Bridge's packed Parquet: options and output; the rules are in :mod:`.megatron_rows`."""
+"""Megatron-Bridge's packed Parquet: options and output; the rules are in :mod:`._megatron_rows`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from packstore.config import setting
-from packstore.errors import ConfigError, sentence
-from packstore.exchange.exporters import Exported, Exporter, ExportOptions, need_kind
-from packstore.exchange.output import OutputFolder
+from packstore.errors import ConfigError, PackstoreError, sentence
+from packstore.exchange import Exported, Exporter, ExportOptions, exists
+from packstore.io.store.local import finish_file
 from packstore.io.store.location import Location
+from packstore.io.store.operations import remove_empty
+from packstore.io.store.staging import Staging
+from packstore.io.store.storage_errors import as_storage_errors
 
 if TYPE_CHECKING:
     from packstore.etl.pipeline import Progress
-    from packstore.exchange.megatron_rows import Figures
+    from packstore.exchange._megatron_rows import Figures
     from packstore.io.dataset.dataset import Dataset
 
 log = logging.getLogger("packstore")
@@ -32,26 +38,23 @@ class MegatronOptions(ExportOptions):
     """Options of this format; those named as in Megatron-Bridge have its meaning."""
 
     pack_size: int | None = setting(
-        None, "Bridge's packed_sequence_size: most tokens of a row; default: the dataset's"
+        None, "Bridge's packed_sequence_size: most tokens of a row; default: the dataset's", low=1
     )
     pad_seq_to_mult: int | None = setting(
-        None, "pad each sequence to a multiple of this; default: by the parallelism"
+        None, "pad each sequence to a multiple of this; default: by the parallelism", low=1
     )
-    context_parallel: int = setting(1, "Bridge's context_parallel_size")
-    tensor_parallel: int = setting(1, "Bridge's tensor_model_parallel_size")
+    context_parallel: int = setting(1, "Bridge's context_parallel_size", low=1)
+    tensor_parallel: int = setting(1, "Bridge's tensor_model_parallel_size", low=1)
     sequence_parallel: bool = setting(False, "Bridge's sequence_parallel")
     pad_cu_seqlens: bool = setting(
         False, "for CUDA graphs: static shapes, which need full rows and the metadata"
     )
-    pad_id: int | None = setting(None, "the padding token; default: the tokenizer's EOS")
+    pad_id: int | None = setting(
+        None, "the padding token; default: the tokenizer's EOS", low=0, high=2**31 - 1
+    )
 
     def __post_init__(self) -> None:
         ExportOptions.__post_init__(self)
-        for name in ("pack_size", "pad_seq_to_mult", "context_parallel", "tensor_parallel"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"setting {name} must be at least 1; found {value}.")
-        if self.pad_id is not None and not 0 <= self.pad_id < 1 << 31:
-            raise ConfigError(f"setting pad_id must be a token id; found {self.pad_id}.")
         if self.pad_seq_to_mult and self.pad_seq_to_mult % self.parallel_multiple:
             raise ConfigError(
                 f"setting pad_seq_to_mult must be a multiple of {self.parallel_multiple} with this "
@@ -79,27 +82,35 @@ class MegatronOptions(ExportOptions):
 def _run(
     dataset: Dataset, place: Location, options: MegatronOptions, progress: Progress
 ) -> Exported:
-    from packstore.exchange.megatron_rows import RowMaker, Shards
+    from packstore.exchange._megatron_rows import RowMaker, Shards
 
-    need_kind(dataset, ("sft",), "Megatron-Bridge's packed Parquet")
     if not len(dataset):
         raise ConfigError(sentence(dataset.url, "must hold at least one pack", "none"))
-    pack_size, pad_id = _pack_size(dataset, options), _pad_id(dataset, options)
-    rows = RowMaker(pack_size, options.multiple, pad_id)
-    earlier = ("packed_*-*.idx.parquet", METADATA)
-    with OutputFolder(place, earlier, options.overwrite) as folder:
-        shards = Shards(folder, f"packed_{pack_size}", FILE_BYTES)
-        try:
-            for group, packs in enumerate(dataset.iter_packs(), 1):
-                shards.write(rows.add(packs))
-                progress("export", group, len(dataset.row_groups), "row groups")
-            if (last := rows.finish()) is not None:
-                shards.write(last)
-        finally:
-            shards.close()
-        figures = rows.figures
-        with open(folder.path(METADATA), "w", encoding="utf-8") as file:
-            json.dump([figures.metadata(pack_size)], file)
+    names = [name for name, _ in place.files()]
+    earlier = [n for n in names if n == METADATA or fnmatchcase(n, "packed_*-*.idx.parquet")]
+    if earlier and not options.overwrite:
+        raise exists(place, f"{earlier[0]} in it")
+    pack_size, is_new = _pack_size(dataset, options), not place.exists()
+    rows = RowMaker(pack_size, options.multiple, _pad_id(dataset, options))
+    try:
+        with Staging(place) as staging:
+            shards = Shards(staging, f"packed_{pack_size}", FILE_BYTES)
+            try:
+                for group, packs in enumerate(dataset.iter_packs(), 1):
+                    shards.write(rows.add(packs))
+                    progress("export", group, len(dataset.row_groups), "row groups")
+                if (last := rows.finish()) is not None:
+                    shards.write(last)
+            finally:
+                shards.close()
+            path, figures = staging.path(), rows.figures
+            with as_storage_errors("write", path, {}), open(path, "xb") as file:
+                file.write(json.dumps([figures.metadata(pack_size)]).encode())
+                finish_file(file, staging.durable)
+            _publish(place, staging, {**shards.paths, METADATA: path}, earlier)
+    finally:
+        if is_new:
+            remove_empty(place, "")
     if figures.hidden:
         log.warning(
             "%s supervised tokens follow nothing but EOS at the end of their sequence, which "
@@ -107,9 +118,37 @@ def _run(
             f"{figures.hidden:,}",
         )
     return Exported(
-        files=[place.join(name).display for name in (*shards.names, METADATA)],
+        files=[place.join(name).display for name in (*shards.paths, METADATA)],
         facts=_facts(place, figures, pack_size, options),
     )
+
+
+def _publish(
+    place: Location, staging: Staging, files: Mapping[str, str], earlier: Sequence[str]
+) -> None:
+    """Puts the files in place; the metadata goes first and comes last, so it marks a whole export.
+
+    Args:
+        place: the folder.
+        staging: the folder of the local files.
+        files: name -> local path, the metadata last.
+        earlier: names of the files of an earlier export.
+    """
+    stored: list[str] = []
+    try:
+        if METADATA in earlier:
+            place.remove(METADATA)
+        for name, path in files.items():
+            if name == METADATA:
+                for old in set(earlier) - set(files):
+                    place.remove(old)
+            staging.store(path, name)
+            stored.append(name)
+    except BaseException:
+        for name in stored:
+            with contextlib.suppress(PackstoreError):
+                place.remove(name)
+        raise
 
 
 def _facts(
@@ -165,6 +204,7 @@ EXPORTER = Exporter(
     "  packstore export megatron chats-8k bridge-8k --context-parallel 2 --tensor-parallel 4 "
     "--sequence-parallel\n"
     "  packstore export megatron chats-8k bridge-8k --pad-seq-to-mult 16 --pad-cu-seqlens\n",
+    kind="sft",
     options=MegatronOptions,
     run=_run,
 )

@@ -17,7 +17,7 @@ The rules were read in NVIDIA-NeMo/Megatron-Bridge at commit 067f987 (2026-08-22
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -25,9 +25,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from packstore.exchange.output import OutputFolder
 from packstore.format.arrays import Bool, Examples, Int32, Int64, Packs, range_indices, to_offsets
 from packstore.format.schema import list_of
+from packstore.io.store.local import finish_file
+from packstore.io.store.staging import Staging
 from packstore.io.store.storage_errors import as_storage_errors
 from packstore.pack.fill import unpack
 
@@ -76,40 +77,52 @@ class Figures:
         }
 
 
-@dataclass
 class Shards:
-    """Writes row groups to one file after another."""
+    """Writes row groups to one file after another.
 
-    folder: OutputFolder
-    stem: str
-    limit: int
-    names: list[str] = field(default_factory=list)
-    writer: Any = None
+    Args:
+        staging: the folder of the files.
+        stem: begin of their names.
+        limit: bytes of a file, about.
+
+    Attributes:
+        paths: name of each file -> its path in the folder.
+    """
+
+    def __init__(self, staging: Staging, stem: str, limit: int) -> None:
+        self.paths: dict[str, str] = {}
+        self._staging, self._stem, self._limit = staging, stem, limit
+        self._path = ""
+        self._file: Any = None
+        self._writer: Any = None
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Adds a row group; closes a file that is large enough."""
-        if self.writer is None:
-            self.names.append(f"{self.stem}-{len(self.names):05d}.idx.parquet")
-            self._path = self.folder.path(self.names[-1])
-            with as_storage_errors("write", self._path, {}):
-                self._file = pa.OSFile(self._path, "wb")
-                options = {"compression": "zstd", "use_dictionary": False}
-                self.writer = pq.ParquetWriter(
-                    self._file, SCHEMA, write_statistics=False, **options
-                )
+        if self._writer is None:
+            self._path = self._staging.path()
+            self.paths[f"{self._stem}-{len(self.paths):05d}.idx.parquet"] = self._path
         with as_storage_errors("write", self._path, {}):
-            self.writer.write_table(pa.Table.from_batches([batch]), batch.num_rows)
-            full = self._file.tell() >= self.limit
+            if self._writer is None:
+                self._file = open(self._path, "xb")  # noqa: SIM115  # closed by close()
+                self._writer = pq.ParquetWriter(
+                    self._file,
+                    SCHEMA,
+                    compression="zstd",
+                    use_dictionary=False,
+                    write_statistics=False,
+                )
+            self._writer.write_table(pa.Table.from_batches([batch]), batch.num_rows)
+            full = self._file.tell() >= self._limit
         if full:
             self.close()
 
     def close(self) -> None:
         """Closes the open file."""
-        if self.writer is not None:
+        if self._writer is not None:
             with as_storage_errors("write", self._path, {}):
-                self.writer.close()
-                self._file.close()
-            self.writer = None
+                self._writer.close()
+                finish_file(self._file, self._staging.durable)
+            self._writer = None
 
 
 class RowMaker:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from packstore.exchange.exporters import Exported, Exporter, ExportOptions, need_kind
-from packstore.exchange.output import OutputFile
-from packstore.format.arrays import Packs
+from packstore.exchange import Exported, Exporter, ExportOptions, exists
+from packstore.io.store.local import finish_file
 from packstore.io.store.location import Location
+from packstore.io.store.staging import BESIDE, Staging
+from packstore.io.store.storage_errors import as_storage_errors
 
 if TYPE_CHECKING:
     from packstore.etl.pipeline import Progress
@@ -28,28 +29,24 @@ PROTOCOL = 3
 BATCH = 1000
 """Rows between two marks, as in Python's own pickler."""
 
+COLUMNS = ("input_ids", "labels", "reward", "lengths", "seq_boundaries")
+
 
 def _run(dataset: Dataset, place: Location, options: ExportOptions, progress: Progress) -> Exported:
-    from packstore.pack.fill import convert
-
-    need_kind(dataset, ("preference",), "NeMo-Aligner's packed file")
-    longest = done = 0
-    before, after = _frame(len(dataset))
-    with OutputFile(place, options.overwrite) as out:
-        out.write(before)
-        for stored in dataset.iter_packs():
-            packs = convert(stored, "concat") if dataset.manifest.layout != "concat" else stored
-            for i in range(len(packs)):
-                if done % BATCH == 0:
-                    out.write(b"e(" if done else b"(")
-                out.write(pickle.dumps(_row(packs.row(i)), PROTOCOL)[2:-1])
-                done += 1
-            longest = max(longest, int(np.diff(packs.token_offsets).max()))
-            progress("export", done, len(dataset), "packs")
-        out.write(b"e" if done else b"")
-        out.write(after)
+    if place.is_dir():
+        raise exists(place, "a folder", "Name a file")
+    if not options.overwrite and place.exists():
+        raise exists(place, "a file")
+    with Staging(place, BESIDE) as staging:
+        path = staging.path()
+        with as_storage_errors("write", place.url, {}), open(path, "xb") as file:
+            longest = _write(dataset, file, progress)
+            finish_file(file, staging.durable)
+        if not options.overwrite and place.exists():
+            raise exists(place, "a file")
+        staging.store(path, "")
     facts = {
-        "packs": done,
+        "packs": len(dataset),
         "pairs": dataset.manifest.pairs,
         "longest pack": longest,
         "left out": ", ".join(["example ids", *dataset.manifest.carry]),
@@ -57,14 +54,28 @@ def _run(dataset: Dataset, place: Location, options: ExportOptions, progress: Pr
     return Exported(files=[place.display], facts=facts)
 
 
-def _row(pack: Packs) -> dict[str, list[Any]]:
-    return {
-        "input_ids": pack.input_ids.tolist(),
-        "labels": pack.labels.tolist(),
-        "reward": pack.reward.tolist(),
-        "lengths": pack.lengths.tolist(),
-        "seq_boundaries": pack.seq_boundaries.tolist(),
-    }
+def _write(dataset: Dataset, file: IO[bytes], progress: Progress) -> int:
+    """Writes all packs; returns the tokens of the longest."""
+    from packstore.pack.fill import convert
+
+    longest = done = 0
+    before, after = _frame(len(dataset))
+    file.write(before)
+    for packs in dataset.iter_packs():
+        if dataset.manifest.layout != "concat":
+            packs = convert(packs, "concat")
+        for i in range(len(packs)):
+            if done % BATCH == 0:
+                file.write(b"e(" if done else b"(")
+            pack = packs.row(i)
+            row = {name: getattr(pack, name).tolist() for name in COLUMNS}
+            file.write(pickle.dumps(row, PROTOCOL)[2:-1])
+            done += 1
+        longest = max(longest, int(np.diff(packs.token_offsets).max()))
+        progress("export", done, len(dataset), "packs")
+    file.write(b"e" if done else b"")
+    file.write(after)
+    return longest
 
 
 def _frame(rows: int) -> tuple[bytes, bytes]:
@@ -89,6 +100,7 @@ EXPORTER = Exporter(
     out=("FILE.npy", "the file to write"),
     examples="  packstore export nemo prefs-8k packed_8192_seed0.npy\n"
     "  packstore export nemo s3://bucket/prefs-8k packed.npy --overwrite\n",
+    kind="preference",
     options=ExportOptions,
     run=_run,
 )
