@@ -59,22 +59,10 @@ class BatchConfig(Settings):
 class ReadConfig(Settings):
     """Settings by which a loader fetches row groups; none of them changes a batch."""
 
-    on_error: Literal["raise", "refetch", "quarantine"] = setting(
-        "refetch",
-        "a row group that cannot be read: raise at once, retry first, or retry and then replace "
-        "its packs by others of weight 0",
-    )
-    attempts: int | None = setting(
-        None,
-        "most attempts to read a row group; default: 4, and if the store throttles, restarts or "
-        "cannot be reached as many as `seconds` allow",
-        low=1,
-    )
-    backoff: float = setting(
-        0.25, "seconds before the second attempt; doubled before each further, up to 20", low=0
-    )
-    seconds: float = setting(
-        120.0, "seconds after the first attempt at which the last one begins", low=0
+    on_error: Literal["raise", "quarantine"] = setting(
+        "raise",
+        "a row group that cannot be read, after the retries of its store: raise, or replace its "
+        "packs by others of weight 0",
     )
     requests: int = setting(24, "row groups fetched and decoded at the same time", low=1)
     read_ahead_bytes: int | None = setting(

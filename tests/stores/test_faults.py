@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fault_proxy import Faults, faulty
@@ -11,7 +10,6 @@ from fault_runs import RECORDS, SETTINGS, epoch, epoch_run, pack_run, through
 from stores import Store
 
 import packstore
-from packstore.config import ReadConfig
 from packstore.errors import IntegrityError, StorageError
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
@@ -63,6 +61,5 @@ def test_damage_in_the_store_names_the_object(s3: Store) -> None:
     fs.pipe_file(path, bytes(shard.bytes))
     fs.invalidate_cache()
     etag = fs.info(path)["ETag"].strip('"')
-    reading: Any = ReadConfig(backoff=0, attempts=4)
     with pytest.raises(IntegrityError, match=rf"(?s){shard.path}.*Fetched 2 times of ETag {etag}"):
-        list(PackedDataset(data, reading=reading))
+        list(PackedDataset(data))

@@ -107,7 +107,7 @@ def test_a_bucket_removed_while_it_is_read(s3: Store, pairs: Path, tokenizer: To
     packstore.pack(
         str(pairs), url, tokenizer, pack_size=256, row_group_tokens=256, storage_options=options
     )
-    reading = ReadConfig(requests=1, read_ahead_bytes=0, backoff=0.01)
+    reading = ReadConfig(requests=1, read_ahead_bytes=0)
     data = PackedDataset(packstore.open(url, storage_options=options), reading=reading)
     batches = iter(PackedDataLoader(data))
     next(batches)

@@ -13,7 +13,6 @@ from fault_proxy import Faults, faulty
 from stores import Store
 
 import packstore
-from packstore.config import ReadConfig
 from packstore.errors import DatasetNotFoundError, PackstoreError
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
@@ -29,7 +28,6 @@ RECORDS = [
 ]
 SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 200}
 QUICKLY = {"retry_backoff": 0.02, "retry_longest_wait": 0.2, "retry_seconds": 60}
-READING = ReadConfig(backoff=0.02)
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def content(packs: Iterable[Any]) -> str:
 
 def epoch(source: str | Dataset, options: dict[str, Any] | None = None, seed: int = 0) -> str:
     """A digest of an epoch: opened, ordered, read ahead, checked."""
-    return content(PackedDataset(source, seed=seed, storage_options=options, reading=READING))
+    return content(PackedDataset(source, seed=seed, storage_options=options))
 
 
 def pack_run(place: Store, rate: float, seed: int, good: Dataset) -> Outcome:

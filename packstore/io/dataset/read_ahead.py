@@ -1,34 +1,40 @@
 """Yields packs in a given order; threads fetch their row groups ahead.
 
 The order is known, so positions are planned well before their packs are yielded, and their row
-groups are submitted to a :class:`ThreadPool` in the order of first use. Each row group is read
-once, and dropped when its lane has moved on to the next one.
+groups are submitted to threads in the order of first use. Each row group is read once, and dropped
+when its lane has moved on to the next one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import logging
+import os
+import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
 from packstore.config import ReadConfig
-from packstore.errors import IntegrityError, sentence
+from packstore.errors import IntegrityError, StorageError, sentence, told
 from packstore.format.arrays import TOKEN_BYTES, Int64, Packs
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.fetcher import GroupFetcher
 from packstore.io.dataset.order import PackOrder
-from packstore.io.dataset.thread_pool import Job, ThreadPool
+from packstore.io.dataset.reader import Fetched
+from packstore.io.store.retry import retrying
+
+log = logging.getLogger("packstore")
 
 _PLANNED = 512
 """Packs looked up in the order at once."""
 _FAR = 8 * _PLANNED
 """Maximum packs planned ahead."""
-
+_REFUSALS = 4
+"""Attempts at errors that rarely pass: keys of a running training may be renewed meanwhile."""
 
 Place = tuple[int, int]
 """Row group and row of a pack."""
@@ -41,15 +47,17 @@ class _OpenGroup:
     Attributes:
         bytes: approximate, decoded.
         begun: True once reading has started.
-        job: reads it, until its first pack is yielded.
-        packs: afterwards; None if it is quarantined.
+        job: reads it in a thread; None: it is read when its first pack is yielded.
+        is_read: True from then on.
+        packs: what was read; None if it is quarantined.
         uses: packs planned from it and not yet yielded.
         lanes: lanes that have not moved on to another row group.
     """
 
     bytes: int
     begun: bool = False
-    job: Job[Packs | None] | None = None
+    job: Future[Packs | None] | None = None
+    is_read: bool = False
     packs: Packs | None = None
     uses: int = 0
     lanes: int = 0
@@ -77,12 +85,12 @@ class ReadAhead:
         self._dataset, self._order, self._config = dataset, order, config
         self._left_out = left_out
         self._batches = iter(batches)
-        # One thread decodes, so that its allocations reuse one heap and memory stays small.
-        self._decoders = ThreadPool(1)
         local = dataset.location.local_path is not None
-        self._fetchers = None if local else ThreadPool(config.requests)
         self._far_bytes = config.ahead(local)
-        self._reading = GroupFetcher(dataset, config, self._decoders.stopping)
+        # One thread decodes, so that its allocations reuse one heap and memory stays small.
+        self._decoder = ThreadPoolExecutor(1, "packstore-decode")
+        self._fetchers = None if local else ThreadPoolExecutor(config.requests, "packstore-fetch")
+        self._pid, self._stopping = os.getpid(), threading.Event()
         self._planned: deque[list[Place]] = deque()
         self._far = self._ahead = 0
         self._open: dict[int, _OpenGroup] = {}
@@ -97,10 +105,7 @@ class ReadAhead:
             StorageError: the store refuses; the text names store, shard, row group and attempts.
             IntegrityError: a checksum does not match; likewise.
         """
-        with contextlib.ExitStack() as stack:
-            for pool in (self._fetchers, self._decoders):
-                if pool is not None:
-                    stack.callback(pool.close)
+        try:
             if self._plan(1):
                 yield self._next_batch()  # planned alone, so that it waits for nothing else
             self._go_ahead()
@@ -108,6 +113,11 @@ class ReadAhead:
                 packs = self._next_batch()
                 self._go_ahead()
                 yield packs
+        finally:
+            self._stopping.set()
+            for pool in (self._fetchers, self._decoder):
+                if pool is not None:
+                    pool.shutdown(wait=False, cancel_futures=True)
 
     def _plan(self, packs: int) -> bool:
         """Plans the next batches, of at least `packs` packs; returns False if there are none."""
@@ -153,18 +163,22 @@ class ReadAhead:
 
     def _begin(self, group: int) -> None:
         entry = self._open.get(group)
-        if entry is not None and not entry.begun:
-            entry.begun = True
-            self._ahead += entry.bytes
-            if self._dataset.is_mapped:
-                # Decoding in a second thread would cost more in GIL switches than it saves.
-                self._dataset.expect(group)
-                entry.job = Job(partial(self._reading.read, group))
-                return
-            fetched = None
-            if self._fetchers is not None:
-                fetched = self._fetchers.submit(partial(self._reading.fetch, group))
-            entry.job = self._decoders.submit(partial(self._reading.read, group, fetched))
+        if entry is None or entry.begun:
+            return
+        entry.begun = True
+        self._ahead += entry.bytes
+        if self._dataset.is_mapped:
+            # Decoding in a second thread would cost more in GIL switches than it saves.
+            self._dataset.expect(group)
+        elif not self._is_fork:
+            pool = self._fetchers
+            fetched = None if pool is None else pool.submit(self._fetch, group)
+            entry.job = self._decoder.submit(self._read, group, fetched)
+
+    @property
+    def _is_fork(self) -> bool:
+        """True in a process that was forked meanwhile, which has none of the threads."""
+        return os.getpid() != self._pid
 
     def _next_batch(self) -> list[Packs]:
         places = self._planned.popleft()
@@ -176,8 +190,9 @@ class ReadAhead:
 
     def _take(self, group: int, row: int) -> Packs:
         entry = self._open[group]
-        if entry.job is not None:
-            entry.packs, entry.job = entry.job.result(), None
+        if not entry.is_read:
+            job, entry.job, entry.is_read = entry.job, None, True
+            entry.packs = self._read(group) if job is None or self._is_fork else job.result()
             self._ahead -= entry.bytes
             if self._config.on_error == "quarantine":
                 self._good = entry.packs or self._good
@@ -192,11 +207,49 @@ class ReadAhead:
         if not entry.uses and not entry.lanes:
             del self._open[group]
 
+    def _fetch(self, group: int) -> Fetched:
+        """Returns the bytes of a row group, with the retries of its store."""
+        retries = self._dataset.location.retries
+        refusals = retries.attempts or _REFUSALS
+        return retrying(lambda: self._dataset.fetch(group), retries, refusals, self._pause)
+
+    def _pause(self, seconds: float) -> bool:
+        """Waits; returns True if results are not needed any more."""
+        end = time.monotonic() + seconds
+        # At exit, when the main thread is over, the interpreter waits for these threads.
+        while threading.main_thread().is_alive() and time.monotonic() < end:
+            if self._stopping.wait(min(0.5, seconds)):
+                return True
+        return not threading.main_thread().is_alive()
+
+    def _read(self, group: int, fetched: Future[Fetched] | None = None) -> Packs | None:
+        """Returns a row group, from its `fetched` bytes if given; None if it is quarantined."""
+        try:
+            try:
+                data = self._fetch(group) if fetched is None else fetched.result()
+                return self._dataset.decode(group, data)
+            except IntegrityError:
+                return self._read_again(group)
+        except (StorageError, IntegrityError) as error:
+            if self._config.on_error != "quarantine":
+                raise
+            log.warning("left out: %s", told(error))
+            return None
+
+    def _read_again(self, group: int) -> Packs:
+        """Fetches and decodes a row group once more, as bytes may be damaged on their way."""
+        try:
+            return self._dataset.decode(group, self._fetch(group))
+        except IntegrityError as error:
+            version = self._dataset.object_version(group)
+            error.add_note(f"Fetched 2 times{f' of {version}' if version else ''}.")
+            raise
+
     def _stand_in(self, group: int) -> Packs:
         """Returns any readable pack, in place of an unreadable one; it has no weight in losses."""
         self._left_out.add(group)
         if self._good is None:
-            groups = map(self._reading.read, range(len(self._dataset.group_rows)))
+            groups = map(self._read, range(len(self._dataset.group_rows)))
             self._good = next((packs for packs in groups if packs is not None), None)
         if self._good is None:
             must = "at least one row group must be readable"

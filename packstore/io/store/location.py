@@ -239,7 +239,7 @@ class Location:
             with self.guard(verb, path):
                 return call()
 
-        return retrying(named, self._split_options[0])
+        return retrying(named, self.retries)
 
     def guard(self, verb: str, path: str = "") -> contextlib.AbstractContextManager[None]:
         """Turns all errors of a filesystem in this context into a :class:`StorageError`."""
@@ -258,6 +258,11 @@ class Location:
             cached = (os.getpid(), fs, root)
             object.__setattr__(self, "_filesystem", cached)
         return cached[1], cached[2]
+
+    @property
+    def retries(self) -> RetryConfig:
+        """The settings of retries, from the storage options."""
+        return self._split_options[0]
 
     @cached_property
     def _split_options(self) -> tuple[RetryConfig, dict[str, Any]]:

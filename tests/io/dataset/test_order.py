@@ -180,3 +180,9 @@ def test_out_of_range():
         PackOrder(np.array([3], np.int64), lanes=0)
     with pytest.raises(ConfigError, match="strata must be those of 3 packs; found 2"):
         PackOrder(np.array([3], np.int64), strata=np.zeros(2, np.int64))
+
+
+def test_all_ranks_together_read_little_more_than_the_dataset() -> None:
+    order = PackOrder(np.full(640, 16), lanes=64)
+    groups = [order.locate(np.arange(rank, len(order), 8))[0] for rank in range(8)]
+    assert sum(len(np.unique(some)) for some in groups) <= 1.1 * 640
