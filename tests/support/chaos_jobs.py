@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fault_runs import QUICKLY, READING
+from fault_runs import QUICKLY
 from stores import Store
 
 import packstore
@@ -217,7 +217,7 @@ def load(scene: Scene, log: Log, name: str) -> None:
         options = scene.options(rng.random() < 0.5)
         with reported(scene, log):
             dataset = packstore.open(scene.url, options)
-            packs = sum(1 for _ in PackedDataset(dataset, seed=rng.randrange(9), reading=READING))
+            packs = sum(1 for _ in PackedDataset(dataset, seed=rng.randrange(9)))
             log.tell("epoch", packs=packs, right=packs == len(dataset), version=dataset.version)
         time.sleep(rng.uniform(0, 0.5))
 
