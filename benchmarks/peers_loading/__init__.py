@@ -69,8 +69,6 @@ READERS: dict[str, Entry] = {
     "hf-streaming": _hf("Streaming", "hf-parquet", style="numpy"),
     "hf-streaming-arrow": _hf("Streaming", "hf-parquet", style="arrow"),
     "hf-map": _hf("Mapped", "hf-arrow"),
-    "nemo-npy": Entry("nemo:AlignerNpy", ("torch",), "nemo-npy"),
-    "bridge-parquet": Entry("nemo:BridgeParquet", ("pyarrow",), "bridge-parquet", limit=200),
     "pyarrow-parquet": Entry("plain:PlainParquet", ("pyarrow",), "pyarrow-parquet"),
     "pyarrow-ipc": Entry("plain:MappedIpc", ("pyarrow",), "pyarrow-ipc"),
     "memmap": Entry("plain:Memmap", ("numpy",), "memmap"),
