@@ -14,6 +14,7 @@ packstore is cheap: numba, pyarrow and torch are loaded by the first call that n
 from __future__ import annotations
 
 import importlib
+import inspect
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -40,13 +41,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from packstore.config import PackConfig
     from packstore.errors import PackstoreError
     from packstore.etl.concat import append, concat
     from packstore.etl.pipeline import pack
-    from packstore.etl.provenance import Progress
     from packstore.etl.reports.doctor import doctor
     from packstore.etl.reports.estimate import estimate
     from packstore.exchange import export
@@ -60,30 +58,15 @@ else:
     class _CallablePackage(ModuleType):
         """The sub-package, made callable from here so that it never imports a higher layer."""
 
-        def __call__(
-            self,
-            source: Any,
-            out: str,
-            tokenizer: Any = None,
-            *,
-            config: PackConfig | None = None,
-            storage_options: Mapping[str, Any] | None = None,
-            source_storage_options: Mapping[str, Any] | None = None,
-            progress: Progress | None = None,
-            **settings: Any,
-        ) -> Dataset:
-            from packstore.etl.pipeline import pack
+        def __call__(self, *args: Any, **settings: Any) -> Dataset:
+            return _pack()(*args, **settings)
 
-            return pack(
-                source,
-                out,
-                tokenizer,
-                config=config,
-                storage_options=storage_options,
-                source_storage_options=source_storage_options,
-                progress=progress,
-                **settings,
-            )
+        @property
+        def __signature__(self) -> inspect.Signature:
+            return inspect.signature(_pack())
+
+    def _pack() -> Any:
+        return importlib.import_module("packstore.etl.pipeline").pack
 
     _pack_package.__class__ = _CallablePackage
 

@@ -131,12 +131,6 @@ def test_help_and_the_signature_of_the_call() -> None:
         assert re.search(rf"^ +{name}: ", told, re.M), name
 
 
-def test_the_signature_of_the_call_is_cheap() -> None:
-    heavy = "{'torch', 'numba', 'pyarrow', 'numpy'}"
-    code = f"import inspect, sys, packstore; inspect.signature(packstore.pack); {PRINT % heavy}"
-    assert python(code) == "set()"
-
-
 @pytest.mark.slow
 def test_mypy_sees_the_signature_of_the_call(tmp_path: Path) -> None:
     script = tmp_path / "use.py"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from packstore.etl.pipeline import Progress
+    from packstore.progress import Progress
 
 log = logging.getLogger("packstore")
 

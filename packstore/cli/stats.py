@@ -17,8 +17,8 @@ from packstore.format.arrays import Packs
 from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
-    from packstore.etl.pipeline import Progress
     from packstore.io.dataset.dataset import Dataset
+    from packstore.progress import Progress
 
 PERCENTILES = (0, 1, 10, 50, 90, 99, 100)
 BARS = 40

@@ -26,9 +26,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     dataset = open_dataset(args)
     with progress_of("verify", args) as progress:
-        report = dataset.verify(
-            lambda done, total: progress("verify", done, total, "shards"), jobs=args.jobs
-        )
+        report = dataset.verify(progress, jobs=args.jobs)
     if args.json:
         print_result({"ok": report.ok, **dataclasses.asdict(report)})
         return 0 if report.ok else 1

@@ -15,7 +15,7 @@ from typing import Any
 
 from packstore.config import PackConfig, RunConfig, fingerprint
 from packstore.errors import ConfigError, IntegrityError, TokenizerError, sentence
-from packstore.etl.pipeline import Progress, pack_into
+from packstore.etl.pipeline import pack_into
 from packstore.etl.provenance import without_paths
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.dataset.dataset import open as open_dataset
@@ -29,6 +29,7 @@ from packstore.io.store.operations import copy_file, run_parallel
 from packstore.io.store.staging import Staging
 from packstore.io.store.storage_errors import as_storage_errors
 from packstore.io.write.write_job import AppendedBefore, WriteJob, writing
+from packstore.progress import Progress
 
 log = logging.getLogger("packstore")
 
@@ -60,7 +61,7 @@ def append(
         tokenizer: the tokenizer of the dataset; None: loaded from the path in its manifest.
         storage_options: passed to the fsspec filesystems of `dataset` and `more`.
         source_storage_options: passed to those of `more` instead, if it lies elsewhere.
-        progress: called as each stage advances; see :class:`Progress`.
+        progress: called as each stage advances; see :data:`packstore.progress.Progress`.
         settings: fields of ``RunConfig``, `partitions` of the new records, `fields`, and
             `missing_field`. All others are those of the dataset.
 

@@ -28,7 +28,7 @@ from packstore.etl.partitions.resume import Partition, Written
 from packstore.etl.partitions.scale import check_growth, warn_of_reads
 from packstore.etl.partitions.slices import ReadKeys, split
 from packstore.etl.partitions.work import InTask, PackPartitions
-from packstore.etl.provenance import Counting, Progress, RecordTotals, commit, run_of, shape_of
+from packstore.etl.provenance import Counting, RecordTotals, commit, run_of, shape_of
 from packstore.etl.rejects import RejectsFile
 from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
 from packstore.etl.warm_up import warm_up
@@ -39,9 +39,8 @@ from packstore.io.store.location import Location
 from packstore.io.write.write_job import WriteJob, writing
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.plan import merged_statistics
+from packstore.progress import Progress
 from packstore.tokenizer.fastest import misread
-
-__all__ = ["Progress", "pack", "pack_into"]
 
 WARNED = ("reward_reversed", "reward_default")
 """Events that usually mean a mistake in the data; logged as warnings."""

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from packstore.config import MEANINGFUL, PackConfig, fingerprint
 from packstore.errors import ConfigError, DropRateError, InputError, sentence
@@ -20,6 +20,7 @@ from packstore.io.manifest.partition_notes import Finished
 from packstore.io.shards.shard import PackShape
 from packstore.io.shards.statistics import PackCounter
 from packstore.io.write.write_job import WriteJob
+from packstore.progress import Progress
 
 _DECIDING_TOKENIZER = (
     "vocab_sha256",
@@ -47,16 +48,6 @@ ASKED_TO_GO = (*DUPLICATES.values(), "unpaired_feedback", "filtered")
 """Reasons to drop that a setting requests; they do not count against `max_drop_rate`."""
 
 log = logging.getLogger("packstore")
-
-
-class Progress(Protocol):
-    """Receives the progress of each stage; called often, so it decides itself when to draw.
-
-    Reading and writing call it from two threads where they overlap.
-    """
-
-    def __call__(self, stage: str, done: int, total: int | None, unit: str) -> None:
-        """`done` of `total` (None: unknown) `unit` of `stage` are finished."""
 
 
 def check_input(tally: Tally, config: PackConfig, job: WriteJob) -> None:

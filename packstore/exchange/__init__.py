@@ -13,8 +13,8 @@ from packstore.io.store.location import Location
 from packstore.registry import Registry
 
 if TYPE_CHECKING:
-    from packstore.etl.pipeline import Progress
     from packstore.io.dataset.dataset import Dataset
+    from packstore.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

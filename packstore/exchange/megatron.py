@@ -21,9 +21,9 @@ from packstore.io.store.staging import Staging
 from packstore.io.store.storage_errors import as_storage_errors
 
 if TYPE_CHECKING:
-    from packstore.etl.pipeline import Progress
     from packstore.exchange._megatron_rows import Figures
     from packstore.io.dataset.dataset import Dataset
+    from packstore.progress import Progress
 
 log = logging.getLogger("packstore")
 

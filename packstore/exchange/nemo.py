@@ -20,8 +20,8 @@ from packstore.io.store.staging import BESIDE, Staging
 from packstore.io.store.storage_errors import as_storage_errors
 
 if TYPE_CHECKING:
-    from packstore.etl.pipeline import Progress
     from packstore.io.dataset.dataset import Dataset
+    from packstore.progress import Progress
 
 PROTOCOL = 3
 """Pickle protocol: every numpy reads it, and it has no frames, so that rows can be appended."""

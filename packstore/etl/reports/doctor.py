@@ -21,6 +21,7 @@ from packstore.etl.reports.lint import TextLint
 from packstore.etl.sources import RecordExampleReader, open_examples
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Sample, Tally
 from packstore.io.inputs.formats import place_of
+from packstore.progress import Progress
 from packstore.tokenizer import Tokenizer
 from packstore.tokenizer.refusals import REASONS
 
@@ -88,7 +89,7 @@ def doctor(
     sample: int | None = None,
     config: PackConfig | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    progress: Any = None,
+    progress: Progress | None = None,
     **settings: Any,
 ) -> Diagnosis:
     """Tokenizes all records like ``packstore.pack`` and counts their errors.

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from packstore.config import CHECK_RETRIES, PackConfig
-from packstore.etl.provenance import ASKED_TO_GO, Progress
+from packstore.etl.provenance import ASKED_TO_GO
 from packstore.etl.reports.doctor import Diagnosis, doctor
 from packstore.etl.reports.estimate import SAMPLE, Estimate, estimate
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.maintain.preflight import Finding, preflight
 from packstore.io.store.location import Location
+from packstore.progress import Progress
 
 
 @dataclass(frozen=True)

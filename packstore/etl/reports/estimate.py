@@ -8,7 +8,7 @@ the differences of neighbouring places of the sample.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from packstore.format.arrays import Int32, Tally
 from packstore.io.inputs.sampling import SAMPLE_BLOCK_BYTES, Sampling
 from packstore.pack.algorithms import STRATEGIES as KNOWN
 from packstore.pack.plan import MAX_PACK_SIZE
+from packstore.progress import Progress
 
 __all__ = ["Choice", "Estimate", "estimate"]
 
@@ -75,7 +76,7 @@ def estimate(
     accumulation: int = 1,
     config: PackConfig | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    progress: Callable[[str, int, int | None, str], None] | None = None,
+    progress: Progress | None = None,
     **settings: Any,
 ) -> Estimate:
     """Tokenizes a sample of the records of `source` and plans every combination of settings.

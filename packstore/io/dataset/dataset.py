@@ -19,10 +19,11 @@ from packstore.format.schema import to_arrow
 from packstore.io.dataset.cache import Cache
 from packstore.io.dataset.pack_index import SizeTable
 from packstore.io.dataset.reader import Fetched, ShardReader
-from packstore.io.dataset.verify import Progress, VerifyReport, verify
+from packstore.io.dataset.verify import VerifyReport, verify
 from packstore.io.manifest.commit import require_files
 from packstore.io.manifest.manifest import Manifest, read_manifest
 from packstore.io.store.location import Location
+from packstore.progress import Progress
 
 OPEN_SHARDS = 64
 """Shards whose parsed footers are kept, some kB for each row group."""
@@ -224,7 +225,7 @@ class Dataset:
         """Reads the whole dataset, checks every hash, invariant and count; returns all problems.
 
         Args:
-            progress: called after each shard with the shards done and the total.
+            progress: called after each shard.
             jobs: shards read in parallel; default: number of processors, at most 4.
         """
         return verify(self.location, self.manifest, progress, jobs)

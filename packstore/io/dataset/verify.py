@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +30,8 @@ from packstore.io.shards.statistics import (
     pack_sizes,
 )
 from packstore.io.store.location import Location
+from packstore.progress import Progress
 
-Progress = Callable[[int, int], None]
 JOBS = 4
 """Default maximum of shards verified in parallel."""
 
@@ -96,7 +96,7 @@ def verify(
         whole.bytes += found.bytes
         counter.merge(found.counter)
         if progress is not None:
-            progress(done, len(manifest.shards))
+            progress("verify", done, len(manifest.shards), "shards")
     totals = counter.totals(whole.bytes)
     if not problems:
         real = counter.statistics(manifest.pack_size, manifest.statistics.planning)

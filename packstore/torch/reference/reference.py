@@ -34,6 +34,7 @@ from packstore.io.manifest.commit import refuse_existing, require_exclusive
 from packstore.io.manifest.side_manifest import REF_LOGPS, SIDE
 from packstore.io.side.side import Side, SideWriter, open_side
 from packstore.io.store.location import Location
+from packstore.progress import Progress
 from packstore.torch.batch.collate import PackedBatch, collate
 from packstore.torch.batch.transfer import Fetched, inference_batching, one_late, to_device
 from packstore.torch.data.position import Position, Unseen
@@ -48,9 +49,6 @@ from packstore.torch.reference.arithmetic import Precision, autocast, choose_pre
 from packstore.torch.reference.rank_zero import run_on_rank_zero
 from packstore.torch.reference.ref_parts import PARTS, Parts, Values
 from packstore.torch.reference.reference_fingerprint import Provenance, describe_reference
-
-Progress = Callable[[str, int, int | None, str], None]
-"""Called with stage, amount done, total amount (or None) and unit."""
 
 
 def write_ref_logps(

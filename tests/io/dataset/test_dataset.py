@@ -71,9 +71,9 @@ def test_find(ds, tmp_path):
 
 def test_verify_reports_progress_and_counts(ds):
     calls = []
-    report = ds.verify(lambda done, total: calls.append((done, total)))
+    report = ds.verify(lambda *call: calls.append(call))
     n = len(ds.manifest.shards)
-    assert calls == [(i, n) for i in range(1, n + 1)]
+    assert calls == [("verify", i, n, "shards") for i in range(1, n + 1)]
     assert report.ok
     assert report.totals == ds.manifest.totals
     assert report.shards == n

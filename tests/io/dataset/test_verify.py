@@ -136,11 +136,11 @@ def test_damage_is_found(stored: Dataset, name: str) -> None:
 def test_any_number_of_jobs_finds_the_same(stored: Dataset) -> None:
     flip(stored)
     swap(stored)
-    told: list[tuple[int, int]] = []
+    told: list[tuple[object, ...]] = []
     reports = [stored.verify(lambda *p: told.append(p), jobs=jobs) for jobs in (1, 2, 8, None)]
     assert len({r.problems for r in reports}) == 1
     shards = len(stored.manifest.shards)
-    assert told == [(n + 1, shards) for n in range(shards)] * 4
+    assert told == [("verify", n + 1, shards, "shards") for n in range(shards)] * 4
     with pytest.raises(ConfigError, match="jobs must be at least 1; found 0"):
         stored.verify(jobs=0)
 
