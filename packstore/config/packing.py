@@ -49,18 +49,6 @@ class TokenizeConfig(SizeConfig):
         flag="field",
         metavar="FIELD=NAME",
     )
-    where: str | None = setting(
-        None,
-        "SQL condition on the fields of a record, e.g. \"score_gap > 1 AND lang = 'en'\"; other "
-        "records are counted as filtered",
-        metavar="SQL",
-    )
-    select: Mapping[str, str] = setting(
-        dict,
-        "new or replaced fields as SQL expressions, e.g. prompt=\"question || ' ' || context\" "
-        "(repeatable)",
-        metavar="FIELD=SQL",
-    )
     carry: tuple[str, ...] = setting(
         (),
         "a scalar field to keep as a column of the examples, with a type of string, int64, "

@@ -44,7 +44,7 @@ _DECIDING_SETTINGS = (
 )
 """Settings that change the tokens of an example, besides truncation."""
 
-ASKED_TO_GO = (*DUPLICATES.values(), "unpaired_feedback", "filtered")
+ASKED_TO_GO = (*DUPLICATES.values(), "unpaired_feedback")
 """Reasons to drop that a setting requests; they do not count against `max_drop_rate`."""
 
 log = logging.getLogger("packstore")
@@ -78,8 +78,7 @@ def log_drops(tally: Tally) -> None:
     for reason, count in sorted(tally.dropped.items()):
         first = next((s for s in tally.samples if s.reason == reason), None)
         text = "" if first is None else f"; the first: {first.where}: {first.detail}"
-        level = logging.INFO if reason == "filtered" else logging.WARNING
-        log.log(level, "dropped %s records: %s%s", f"{count:,}", reason, text)
+        log.warning("dropped %s records: %s%s", f"{count:,}", reason, text)
 
 
 def absent_fields(tally: Tally, config: PackConfig) -> list[tuple[str, str]]:
@@ -145,8 +144,6 @@ def with_lineage(provenance: Mapping[str, Any], kind: str, config: PackConfig) -
     }
     if config.overlong.startswith("truncate"):
         parts["truncated"] = [config.overlong, config.sequence_limit]
-    if config.select:
-        parts["select"] = dict(config.select)
     return {**provenance, "lineage": fingerprint(parts)}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +21,10 @@ from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.inputs.files import BLOCK_BYTES, Block, Input, InputReader
 from packstore.io.inputs.sampling import Sampling, head_blocks, sample_blocks
 from packstore.tokenizer import (
-    Query,
     RecordTokenizer,
     Tokenizer,
     detect_kind,
     load_tokenizer,
-    names_of,
     parse_carry,
     typed_carry,
 )
@@ -42,11 +39,6 @@ FEW_CORES = 4
 
 SIZES_AT_ONCE = 16
 """Files whose sizes are requested concurrently."""
-
-FIRST_BLOCKS = 16
-"""Blocks in which the fields of expressions are looked for before any work begins."""
-
-log = logging.getLogger("packstore")
 
 
 class ExampleReader(Protocol):
@@ -133,7 +125,6 @@ class RecordExampleReader:
         storage_options: dict[str, Any],
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        query = Query.of(config)
         self.tokenizer: Tokenizer | None = None
         if tokenizer is not None:  # records of token ids need none
             self.tokenizer = load_tokenizer(tokenizer, chat_template=config.chat_template)
@@ -143,7 +134,7 @@ class RecordExampleReader:
         self._reader = InputReader(source, storage_options, config, block_bytes)
         blocks = iter(self._reader)
         first = [next(blocks)]  # a block is never without records
-        rows = first[0].parse() if query is None else _selected(query, first, blocks)
+        rows = first[0].parse()
         self._blocks: Iterable[Block] = itertools.chain(first, blocks)
         if config.carry:
             config = replace(config, carry=typed_carry(config, rows.values))
@@ -152,8 +143,7 @@ class RecordExampleReader:
         if self.kind == "auto":
             self.kind = detect_kind(rows.values[0], config, rows.where(0))
         if self.tokenizer is not None and _faster_pays(self.tokenizer, first, blocks):
-            bare = replace(config, where=None, select={})  # applied to these rows already
-            self.tokenizer = agreeing(fastest(self.tokenizer), rows, bare, self.kind)
+            self.tokenizer = agreeing(fastest(self.tokenizer), rows, config, self.kind)
         self.vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
 
     def __iter__(self) -> Iterator[Part]:
@@ -227,47 +217,6 @@ class RecordExampleReader:
             "settings": replace(self._config, partitions=self.partitions).recorded(),
             "package_version": VERSION,
         }
-
-
-def _selected(query: Query, first: list[Block], blocks: Iterator[Block]) -> Rows:
-    """Reads blocks until a record meets the condition; returns those of its block that do.
-
-    If none of :data:`FIRST_BLOCKS` has one, returns the records of the first block.
-
-    Args:
-        query: the settings `where` and `select`.
-        first: the first block; the others that are read are added.
-        blocks: the other blocks of the input.
-
-    Raises:
-        ConfigError: no record has a field of an expression, or no record of the first block has
-            fields of its types.
-    """
-    missing, known, found = list(query.names), dict[str, None](), None
-    for number in range(FIRST_BLOCKS):
-        if number == len(first):
-            if (block := next(blocks, None)) is None:
-                break
-            first.append(block)
-        rows = first[number].parse()
-        made, refused = query(rows.values)
-        if number == 0:
-            query.check(refused, rows.values)
-        kept = [i for i in range(len(made)) if i not in refused]
-        if kept and found is None:
-            ordinals, values = [rows.ordinals[i] for i in kept], [made[i] for i in kept]
-            found = replace(rows, ordinals=ordinals, values=values)
-        absent = query.absent(rows.values)
-        missing = [name for name in missing if name in absent]
-        if found is not None and not missing:
-            return found
-        known.update(dict.fromkeys(sorted(names_of(rows.values))))
-    if missing:
-        error = query.unknown(missing[0], list(known))
-        if len(first) < FIRST_BLOCKS:
-            raise error
-        log.warning("%s The rest of the input may have it.", error)
-    return first[0].parse() if found is None else found
 
 
 def _faster_pays(tokenizer: Tokenizer, first: list[Block], blocks: Iterator[Block]) -> bool:

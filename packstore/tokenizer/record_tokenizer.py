@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,6 @@ from packstore.tokenizer.records.fields import check_feedback, feedback_field, n
 from packstore.tokenizer.records.ids import id_sequences
 from packstore.tokenizer.records.keys import record_keys
 from packstore.tokenizer.records.overlong import fit
-from packstore.tokenizer.records.query import Query
 from packstore.tokenizer.records.sequences import Draft, Mode, Sequences, Tokens
 from packstore.tokenizer.records.shapes import DEFAULT_REWARDS, parse_record
 from packstore.tokenizer.refusals import Refused, raise_if_error
@@ -89,7 +86,6 @@ class RecordTokenizer:
         self.config = config
         self.kind = kind
         self.carry = parse_carry(config)
-        self._query = Query.of(config)
         self._keeps_rejects = isinstance(config, RunConfig) and config.rejects is not None
         self._wants_keys = isinstance(config, SelectConfig) and config.selects
         self._mode: Mode = "literal" if config.special_tokens == "literal" else "control"
@@ -112,18 +108,11 @@ class RecordTokenizer:
             RecordError: a record breaks a rule whose policy is ``error``.
             TokenizerError: there is text without a tokenizer, or messages without a chat template.
         """
-        block, trusting, given = _Block(), self._trusting, rows
-        kept: Sequence[object] = rows.values
-        if self._query is not None:
-            values, block.refused = self._query(rows.values)
-            rows = replace(rows, values=values)
-            kept = [value for i, value in enumerate(values) if i not in block.refused]
-        names = names_of(kept)
+        block, trusting = _Block(), self._trusting
+        names = names_of(rows.values)
         hint = self._hint if REWARD_FIELDS.isdisjoint(names) else ""
-        feedback = feedback_field(kept, names) if self._judges else None
+        feedback = feedback_field(rows.values, names) if self._judges else None
         for i, value in enumerate(rows.values):
-            if i in block.refused:
-                continue
             try:
                 if hint and (drafts := draft_plain(value, hint, self._mode, not trusting)):
                     block.add_pair(i, drafts)
@@ -140,7 +129,7 @@ class RecordTokenizer:
             if not trusting:
                 raise
             self._trusting = False
-            return self(given)
+            return self(rows)
         firsts = to_offsets(np.array(block.counts, np.int64))
         sequences = self._judge(block, sequences, firsts)
         tally = Tally(read=len(rows.values), rejected=[] if self._keeps_rejects else None)
@@ -158,9 +147,6 @@ class RecordTokenizer:
         """Counts used and unused fields, and pairs with rewards."""
         block.used.update(dict.fromkeys(PLAIN_FIELDS, block.plain) if block.plain else {})
         records = [rows.values[i] for i in block.records]
-        if self._query is not None:
-            for name, count in self._query.used(records).items():
-                block.used[name] = max(block.used[name], count)
         tally.used = block.used
         tally.unused = unused(records, names, block.used)
         if self.kind == "preference":

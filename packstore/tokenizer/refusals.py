@@ -8,7 +8,6 @@ from packstore.errors import RecordError, sentence
 REASONS: dict[str, tuple[str, str | None]] = {
     "not_an_object": ("a record must be an object with named fields", "wrong_type"),
     "missing_field": ("a record must have the fields of its kind", "missing_field"),
-    "filtered": ("a record must meet the condition of the setting where", None),
     "one_reward": ("rewards must stand on both sides, or on none", "missing_field"),
     "unpaired_feedback": ("an answer must be one to learn", "unpaired_feedback"),
     "wrong_type": ("every field must be of its type", "wrong_type"),

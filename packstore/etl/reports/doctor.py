@@ -39,7 +39,6 @@ MEANING: dict[str, str] = {
     "reasoning_unrendered": "the chat template leaves out the reasoning of a supervised turn",
     "empty_prompt": "the prompt is empty, or only white space",
     "glued_prompt": "no white space separates the prompt from its answer",
-    "filtered": "the record does not meet the condition of the setting where",
     "duplicate_prompts": "the prompt of an earlier record again (dedup=prompt leaves it out)",
     "duplicate_records": "an earlier record again, rewards apart (dedup=pair leaves it out)",
     "reward_default": "no rewards, while other records have some: 1 and 0 are taken",
@@ -144,11 +143,10 @@ def _findings(tally: Tally) -> list[Finding]:
         return Finding(check, level, count, tuple(_spell(s.where, s.detail) for s in samples))
 
     dropped = tally.dropped.most_common()
-    problems = [finding(c, "problem", n) for c, n in dropped if c != "filtered"]
+    problems = [finding(c, "problem", n) for c, n in dropped]
     noted = tally.events.most_common()
     problems += [finding(c, "problem", n) for c, n in noted if c in PROBLEMS]
-    remarks = [finding(c, "remark", n) for c, n in dropped if c == "filtered"]
-    remarks += [finding(c, "remark", n) for c, n in noted if c not in PROBLEMS]
+    remarks = [finding(c, "remark", n) for c, n in noted if c not in PROBLEMS]
     unused = [(name, n) for name, n in tally.unused.most_common() if name in MEANINGFUL]
     remarks += [finding(f"field_not_used: {name}", "remark", n) for name, n in unused]
     return problems + remarks
