@@ -16,7 +16,6 @@ from packstore.torch.batch.inputs import packed_seq_params
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.in_memory import pack_in_memory
 from packstore.torch.data.loader import PackedDataLoader
-from packstore.torch.data.mix import MixedPacks, Source
 from packstore.torch.integrations.hf_collator import PackCollator, PackedLoss
 from packstore.torch.integrations.hf_trainer import PackedTrainerMixin
 from packstore.torch.integrations.nemo import loss_from_nemo, nemo_metrics
@@ -48,7 +47,6 @@ __all__ = [
     "Head",
     "LossOutput",
     "Metrics",
-    "MixedPacks",
     "PackCollator",
     "PackedBatch",
     "PackedDataLoader",
@@ -57,7 +55,6 @@ __all__ = [
     "PackedPolicy",
     "PackedTrainerMixin",
     "PreferenceLoss",
-    "Source",
     "StepDivisor",
     "check_isolation",
     "check_model",

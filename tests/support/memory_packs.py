@@ -42,6 +42,6 @@ class MemoryPacks:
         self.asked += len(indices)
         return self.pack_sizes.take(self.order[indices])
 
-    def read(self, batches: Iterable[Int64], *, stride: int = 1) -> Iterator[list[Packs]]:
+    def read(self, batches: Iterable[Int64]) -> Iterator[list[Packs]]:
         for indices in batches:
             yield [self.rows[i] for i in self.order[indices]]

@@ -102,7 +102,7 @@ class Batches(IterableDataset[tuple[PackedBatch, Mark]]):
             stream.set_epoch(epoch)
         ahead: deque[_Ahead] = deque()
         wanted = self._wanted(start, number, workers, ahead)
-        reading = stream.read(wanted, stride=self.data.world_size * workers)
+        reading = stream.read(wanted)
         # The pack index opens while the first packs are read.
         lookup = threading.Thread(target=_look_up, args=(stream, start.next))
         lookup.start()
@@ -175,5 +175,6 @@ class Batches(IterableDataset[tuple[PackedBatch, Mark]]):
 
 
 def _look_up(stream: PackStream, index: int) -> None:
-    with contextlib.suppress(PackstoreError):  # raised again where the size is needed
-        stream.sizes(np.arange(index, min(index + 1, len(stream))))
+    if index < len(stream):
+        with contextlib.suppress(PackstoreError):  # raised again where the size is needed
+            stream.sizes(np.array([index]))

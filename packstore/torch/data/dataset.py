@@ -19,10 +19,10 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.order import LANES
 from packstore.io.side.side import Side
-from packstore.torch.data.mix import MixedPacks, Source, Unit
+from packstore.torch.data.mix import MixedPacks
 from packstore.torch.data.position import Position, SharedStart, Unseen, stale
 from packstore.torch.data.ranks import settled
-from packstore.torch.data.side import JoinedPacks
+from packstore.torch.data.side import SideColumns
 from packstore.torch.data.step_plan import StepPlan, plan_steps
 from packstore.torch.data.stream import Identity, PackStream, Shuffle, StoredPacks
 
@@ -77,8 +77,9 @@ class PackedDataset(IterableDataset[Packs]):
         if isinstance(source, str | os.PathLike):
             source = open_dataset(os.fspath(source), storage_options)
         if isinstance(source, Dataset):
-            source = StoredPacks(source, seed=seed, shuffle=shuffle, lanes=lanes, reading=reading)
-        self.stream: PackStream = JoinedPacks(source, side) if side else source
+            columns = SideColumns(source, side) if side else None
+            source = StoredPacks(source, seed, shuffle, lanes, reading, columns)
+        self.stream: PackStream = source
         self.stream.set_epoch(0)
         self.rank, self.world_size = placement(rank, world_size)
         self.epoch = 0
@@ -88,32 +89,39 @@ class PackedDataset(IterableDataset[Packs]):
     @classmethod
     def mix(
         cls,
-        sources: Sequence[Source],
+        weights: Mapping[str | PathLike[str] | Dataset | PackedDataset, float],
         *,
-        unit: Unit = "pairs",
-        until: Literal["first", "all"] | int = "first",
+        until: Literal["first", "all"] = "first",
         seed: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
-        side: Sequence[Side | str | PathLike[str]] = (),
     ) -> Self:
-        """Mixes the packs of several sources in proportion to their weights.
+        """Mixes the packs of several datasets in proportion to their weights, which count examples.
+
+        ``PackedDataset.mix({"chat": 3, "code": 1})`` gives three examples of the first for each of
+        the second; ``batch.sources`` tells them apart. A key that is a :class:`PackedDataset`
+        brings its own seed, options and side data.
 
         Args:
-            sources: see :class:`~packstore.torch.MixedPacks`, also `unit`, `until` and `seed`.
-            unit: unit of the weights: ``pairs`` or ``tokens``.
-            until: length of an epoch: ``first``, ``all``, or a number of packs.
-            seed: seed of the order of sources that are not streams.
+            weights: dataset, or its URL or local folder -> weight. All of one kind and tokenizer;
+                layouts and pack sizes may differ.
+            until: length of an epoch. ``first``: until the first source is exhausted. ``all``:
+                until all are, while smaller ones repeat, each time in another order.
+            seed: seed of the order of each dataset.
             rank: see :class:`PackedDataset`.
             world_size: see :class:`PackedDataset`.
-            side: side datasets or their URLs, whose columns join the packs by example id.
 
         Raises:
             ConfigError: there are no sources, or a value is out of range.
             CompatibilityError: sources differ in kind, tokenizer or chat template.
+            DatasetNotFoundError: a URL holds no dataset.
         """
-        stream = MixedPacks(sources, unit=unit, until=until, seed=seed)
-        return cls(stream, rank=rank, world_size=world_size, side=side)
+        sources = [
+            (each if isinstance(each, PackedDataset) else cls(each, seed=seed)).stream
+            for each in weights
+        ]
+        stream = MixedPacks(sources, list(weights.values()), until)
+        return cls(stream, rank=rank, world_size=world_size)
 
     @property
     def kind(self) -> str:
@@ -128,9 +136,8 @@ class PackedDataset(IterableDataset[Packs]):
     @property
     def quarantined(self) -> list[str]:
         """Row groups that this process skipped (`on_error` quarantine), as shard and row group."""
-        stream: Any = getattr(self.stream, "stream", self.stream)
-        groups = sorted(getattr(stream, "quarantined", ()))
-        return [stream.dataset.group_name(group) for group in groups]
+        groups = sorted(getattr(self.stream, "quarantined", ()))
+        return [self.stream.datasets[0].group_name(group) for group in groups]
 
     @property
     def start(self) -> Position:
@@ -232,7 +239,7 @@ class PackedDataset(IterableDataset[Packs]):
         cuts = [0, *range(1, len(own), _TOGETHER), len(own)] if own else []
         places = (np.array(own[a:b]) for a, b in pairwise(cuts))
         given = 0
-        for packs in self.stream.read(map(unseen.__getitem__, places), stride=step):
+        for packs in self.stream.read(map(unseen.__getitem__, places)):
             for pack in packs:
                 given += 1
                 self.position = unseen.after(given * step, turn)

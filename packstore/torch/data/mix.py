@@ -1,11 +1,10 @@
-"""Mixes several streams in fixed proportions, counted in pairs or in tokens.
+"""Mixes datasets in fixed proportions of their examples.
 
-The source of each pack follows from a formula (:mod:`packstore.torch.data.mix_schedule`), so the
-packs of each source before any position are known at once, the order does not depend on ranks and
-workers, and the position is one number. At every position each source is within a few packs of its
-share. ::
-
-    data = PackedDataset.mix([Source("chat", 3), Source("code", 1, repeat=2)], unit="pairs")
+The source of each pack follows from a formula, so the packs of each source before any position are
+known at once, the order does not depend on ranks and workers, and the position is one number: pack
+`k` of a source that gives a share `r` of the packs comes at the time ``(k + phase) / r``, and the
+packs of all sources are ordered by time. At every position each source is within a few packs of
+its share.
 
 Packs are not changed, so each belongs to one source; ``batch.sources`` gives the source index of
 each example. Example ids are unique within a source only: source and id together identify an
@@ -14,84 +13,47 @@ example.
 
 from __future__ import annotations
 
-import os
+import copy
+import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from os import PathLike
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from packstore.config import fingerprint
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
-from packstore.format.arrays import Int64, Packs, PackSizes
-from packstore.format.loss_counts import COUNTS
-from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.dataset import open as open_dataset
-from packstore.io.shards.statistics import NO_TOTALS, Totals
-from packstore.torch.data.mix_reader import Uses, read_mixed
-from packstore.torch.data.mix_schedule import Schedule
-from packstore.torch.data.stream import Identity, PackStream, StoredPacks
+from packstore.format.arrays import Int64, Packs, PackSizes, range_indices
+from packstore.torch.data.stream import Identity, PackStream
 from packstore.torch.models.compatibility import check_same_tokenizer
 
 Float64 = npt.NDArray[np.float64]
-Unit = Literal["pairs", "tokens"]
+
 TURNS = 8
-"""If the number of ranks divides it, each rank reads separate lanes of every source."""
+"""Pack i of a mix belongs to turn ``i % TURNS``, which uses the packs of each source with the same
+remainder: if the number of ranks divides it, each rank reads separate lanes of every source."""
 
 _TURN_PACKS = 128
+"""A source with fewer packs in a turn is read whole by every rank."""
 
+_BLOCK = 4096
+"""Packs of a turn that are ordered at once."""
 
-@dataclass(frozen=True)
-class Source:
-    """A source of a mix.
+_LOOK_AHEAD = 1024
+"""Batches to search for a source's next packs. Beyond them its reader is reopened, which costs
+little for such a rare source."""
 
-    Attributes:
-        stream: a stream, a dataset opened by ``packstore.open``, or a dataset's URL or local
-            folder.
-        weight: share of the mix relative to the other weights, in pairs or tokens.
-        repeat: number of passes over the source per epoch of the mix, each in another order; after
-            them it is exhausted.
-        cap: most examples (pairs) that an epoch takes from it, by the mean of its packs; the other
-            sources then go on without it.
-    """
-
-    stream: PackStream | Dataset | str | PathLike[str]
-    weight: float = 1.0
-    repeat: int = 1
-    cap: int | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class SourceCounts:
-    """Packs, examples and tokens of each of the S sources of a mix, before some position.
-
-    Attributes:
-        packs: int64 `[S]`, exact.
-        examples: float64 `[S]`, expected from the mean of its packs.
-        tokens: float64 `[S]`, expected from the mean of its packs.
-    """
-
-    packs: Int64
-    examples: Float64
-    tokens: Float64
+_CHUNK = 16
+_PASS_SHIFT = 32
+_OPEN_PASSES = 4
 
 
 class MixedPacks:
-    """The packs of several sources in proportion to their weights; a :class:`PackStream`.
+    """The packs of several streams in proportion to their weights; a :class:`PackStream`.
 
-    Weights count pairs or tokens, not packs, and are converted by the mean of each source's packs.
-    Every epoch restarts each source, in the order of that epoch; each further pass over a source
-    within an epoch has another order.
-
-    Args:
-        sources: at least one; all of one kind and one tokenizer. Layouts and pack sizes may differ.
-        unit: unit of the weights: ``pairs`` (examples) or ``tokens``.
-        until: length of an epoch. ``first``: until the first source is exhausted. ``all``: until
-            all are, while smaller ones repeat. With large sources both hold to within about ten
-            packs, see ``mix_schedule.Schedule``. A number: that many packs.
-        seed: seed of the order of sources that are not streams.
+    Every epoch restarts each source in the order of that epoch; each further pass over a source
+    within an epoch has another order. The arguments are those of :meth:`PackedDataset.mix`.
 
     Raises:
         ConfigError: there are no sources, or a value is out of range.
@@ -100,170 +62,213 @@ class MixedPacks:
 
     def __init__(
         self,
-        sources: Sequence[Source],
-        *,
-        unit: Unit = "pairs",
-        until: Literal["first", "all"] | int = "first",
-        seed: int = 0,
+        sources: Sequence[PackStream],
+        weights: Sequence[float],
+        until: Literal["first", "all"],
     ) -> None:
-        _check(sources, unit, until)
-        self.parts, self.unit, self.until = list(sources), unit, until
-        self._streams = [_stream(source.stream, seed) for source in sources]
-        _check_compatible(self._streams)
-        self.set_epoch(0)
-
-    @property
-    def kind(self) -> str:
-        """``preference``, ``sft`` or ``ranked``."""
-        return self._streams[0].kind
-
-    @property
-    def identity(self) -> Identity:
-        """Digest of all sources and settings."""
-        parts = [[p.weight, p.repeat, p.cap] for p in self.parts]
-        what = [[s.identity for s in self._streams], parts, self.unit, self.until]
-        return {"mix": fingerprint(what)[:16]}
-
-    @property
-    def datasets(self) -> Sequence[Dataset]:
-        """The datasets of all sources."""
-        return [dataset for stream in self._streams for dataset in stream.datasets]
-
-    @property
-    def totals(self) -> Totals:
-        """Packs of the epoch, and its expected examples and tokens."""
-        counts = self.counts(len(self))
-        examples, tokens = counts.examples.sum(), counts.tokens.sum()
-        packs = len(self)
-        return replace(NO_TOTALS, packs=packs, examples=round(examples), tokens=round(tokens))
+        if until not in ("first", "all"):
+            raise ConfigError(f"until must be first or all; found {quote(until)}.")
+        if not sources or not all(0 < weight < float("inf") for weight in weights):
+            raise ConfigError(f"a mix needs weights above 0; found {list(weights)}.")
+        _check_compatible(sources)
+        self._sources = sources
+        self.kind = sources[0].kind
+        self.datasets = [stream.datasets[0] for stream in sources]
+        settings = [[stream.identity for stream in sources], weights, until]
+        self.identity: Identity = {"mix": fingerprint(settings)[:16]}
+        self._lengths = np.array([len(stream) for stream in sources])
+        totals = [dataset.manifest.totals for dataset in self.datasets]
+        rates = np.array(weights) * [t.packs / t.examples for t in totals]
+        turns = 1 if self._lengths.min() < _TURN_PACKS * TURNS else TURNS
+        self._order = MixOrder(rates / rates.sum(), turns)
+        self._length = self._order.length(self._lengths, until)
+        self._epoch = 0
+        self._passes: dict[_Key, PackStream] = {}
 
     def __len__(self) -> int:
-        return self._schedule.length
+        return self._length
 
     def set_epoch(self, epoch: int) -> None:
         """Switches to the order of `epoch`."""
-        self._uses = [Uses(stream, epoch) for stream in self._streams]
-        totals = [uses.stream(0).totals for uses in self._uses]
-        self._examples = np.array([t.examples / t.packs for t in totals])
-        self._tokens = np.array([t.tokens / t.packs for t in totals])
-        means = self._examples if self.unit == "pairs" else self._tokens
-        small = min(t.packs for t in totals) < _TURN_PACKS * TURNS
-        self._schedule = Schedule(
-            weights=[p.weight / mean for p, mean in zip(self.parts, means, strict=True)],
-            goals=[u.start(p.repeat) for p, u in zip(self.parts, self._uses, strict=True)],
-            caps=[_cap(p, mean) for p, mean in zip(self.parts, self._examples, strict=True)],
-            until=self.until,
-            turns=1 if small else TURNS,
-        )
+        if epoch != self._epoch:
+            self._epoch, self._passes = epoch, {}
 
-    def counts(self, index: int) -> SourceCounts:
-        """Counts what each source yields before position `index` of the epoch, 0 to ``len(self)``.
-
-        For exact numbers of examples and tokens sum :meth:`sizes`, grouped by :meth:`sources`.
-
-        Raises:
-            IndexError: `index` is out of range.
-        """
-        if not 0 <= index <= len(self):
-            raise IndexError(f"a position of the mix must lie in 0..{len(self)}")
-        packs = self._schedule.counts(index)
-        return SourceCounts(packs, packs * self._examples, packs * self._tokens)
-
-    def locate(self, indices: Int64) -> tuple[Int64, Int64, Int64]:
-        """Locates the packs at positions `indices` in their sources.
-
-        Returns:
-            Source, number of completed passes over it, and position in it; int64 `[n]` each.
-
-        Raises:
-            IndexError: an index is out of range.
-        """
-        indices = np.asarray(indices, np.int64)
-        if len(indices) and (indices.min() < 0 or indices.max() >= len(self)):
-            raise IndexError(f"pack indices must lie in 0..{len(self) - 1}")
-        sources, numbers = self._schedule.locate(indices)
-        repeats, positions = np.empty_like(indices), np.empty_like(indices)
-        for source in np.unique(sources):
-            here = sources == source
-            repeats[here], positions[here] = self._uses[source].locate(numbers[here])
-        return sources, repeats, positions
+    def _locate(self, indices: Int64) -> tuple[Int64, Int64, Int64]:
+        """Returns of each pack its source, completed passes over that, and position in the pass."""
+        sources, numbers = self._order.locate(indices)
+        return sources, *np.divmod(numbers, self._lengths[sources])
 
     def sources(self, indices: Int64) -> Int64:
         """Returns the index of each pack's source, int64 `[n]`."""
-        return self.locate(indices)[0]
+        return self._locate(indices)[0]
 
     def sizes(self, indices: Int64) -> PackSizes:
         """Returns the sizes of the packs at positions `indices`; see :class:`PackStream`."""
-        sources, repeats, positions = self.locate(indices)
-        out = PackSizes(*(np.empty(len(positions), np.int64) for _ in range(3)))
-        counts: Int64 | None = np.empty((len(positions), len(COUNTS)), np.int64)
-        keys, which = np.unique(np.stack([sources, repeats]), axis=1, return_inverse=True)
-        for i, (source, repeat) in enumerate(keys.T.tolist()):
-            here = np.flatnonzero(which == i)
-            found = self._uses[source].stream(repeat).sizes(positions[here])
-            out.tokens[here], out.examples[here] = found.tokens, found.examples
-            out.squares[here] = found.squares
-            if counts is not None and found.counts is not None:
-                counts[here] = found.counts
-            else:
-                counts = None
-        return replace(out, counts=counts)
+        parts = next(self._split(iter([indices])))
+        sizes = [self._pass(*key).sizes(np.array(at)) for key, (_, at) in parts.items()]
+        counts = [part.counts for part in sizes if part.counts is not None]
+        whole = PackSizes(
+            np.concatenate([part.tokens for part in sizes]),
+            np.concatenate([part.examples for part in sizes]),
+            np.concatenate([part.squares for part in sizes]),
+            counts=np.concatenate(counts) if len(counts) == len(sizes) else None,
+        )
+        return whole.take(np.argsort(np.concatenate([rows for rows, _ in parts.values()])))
 
-    def read(self, batches: Iterable[Int64], *, stride: int = 1) -> Iterator[list[Packs]]:
+    def read(self, batches: Iterable[Int64]) -> Iterator[list[Packs]]:
         """Yields the packs at each array of positions; see :class:`PackStream`.
 
-        Every source has its own read-ahead. If the number of ranks divides 8, each rank reads
-        separate lanes of sources with 1024 packs or more; smaller sources are read whole by every
-        rank.
+        Every source has its own read-ahead, which asks for its next positions.
         """
-        uses = self._uses
-        return read_mixed(batches, self.locate, lambda source, use: uses[source].stream(use))
+        split, ahead = self._split(iter(batches)), deque[_Parts]()
+        current = 0  # the batch that is put together, the first of `ahead`
+
+        def batch(number: int) -> _Parts | None:
+            while number - current >= len(ahead):
+                if (parts := next(split, None)) is None:
+                    return None
+                ahead.append(parts)
+            return ahead[number - current]
+
+        def positions(key: _Key, number: int) -> Iterator[Int64]:
+            """Yields positions of `key` in the batches from `number` on, while they are near."""
+            while number - current < _LOOK_AHEAD:
+                number = max(number, current)
+                if (parts := batch(number)) is None:
+                    return
+                if key in parts:
+                    yield np.array(parts[key][1])
+                number += 1
+
+        reading: dict[_Key, Iterator[list[Packs]]] = {}
+        while (parts := batch(current)) is not None:
+            out: dict[int, Packs] = {}
+            for key, (rows, _) in parts.items():
+                packs = next(reading.get(key, iter(())), None)
+                if packs is None:
+                    for old in [k for k in reading if k[0] == key[0] and k[1] < key[1] - 1]:
+                        del reading[old]
+                    reading[key] = self._pass(*key).read(positions(key, current))
+                    packs = next(reading[key])
+                out |= zip(rows, packs, strict=True)
+            ahead.popleft()
+            current += 1
+            yield [out[row] for row in range(len(out))]
+
+    def _split(self, batches: Iterator[Int64]) -> Iterator[_Parts]:
+        """Yields for each batch the packs of each pass."""
+        while chunk := list(itertools.islice(batches, _CHUNK)):
+            packs = zip(*(x.tolist() for x in self._locate(np.concatenate(chunk))), strict=True)
+            for batch in chunk:
+                parts: _Parts = {}
+                for row, (*key, position) in enumerate(itertools.islice(packs, len(batch))):
+                    rows, positions = parts.setdefault(tuple(key), ([], []))
+                    rows.append(row)
+                    positions.append(position)
+                yield parts
+
+    def _pass(self, source: int, number: int) -> PackStream:
+        """Returns the source in the order of its pass `number` in this epoch."""
+        key = source, number
+        if key not in self._passes:
+            if len(self._passes) >= _OPEN_PASSES * len(self._sources):
+                del self._passes[next(iter(self._passes))]
+            self._passes[key] = copy.copy(self._sources[source])
+            self._passes[key].set_epoch(self._epoch + (number << _PASS_SHIFT))
+        return self._passes[key]
 
 
-def _stream(source: PackStream | Dataset | str | PathLike[str], seed: int) -> PackStream:
-    if isinstance(source, str | os.PathLike):
-        source = open_dataset(os.fspath(source))
-    return StoredPacks(source, seed=seed) if isinstance(source, Dataset) else source
+_Key = tuple[int, int]
+"""A source, and the number of completed passes over it."""
+
+_Parts = dict[_Key, tuple[list[int], list[int]]]
+"""The rows of a batch that come from a pass, and their positions in it."""
 
 
-def _check(sources: Sequence[Source], unit: str, until: str | int) -> None:
-    if not sources:
-        raise ConfigError("a mix needs at least one source; found none.")
-    if unit not in get_args(Unit):
-        raise ConfigError(f"unit must be one of: pairs, tokens; found {quote(unit)}.")
-    if until not in ("first", "all") and (not isinstance(until, int) or until < 1):
-        raise ConfigError(f"until must be first, all or a number from 1; found {quote(until)}.")
-    for i, part in enumerate(sources):
-        if not 0 < part.weight < float("inf"):
-            raise ConfigError(f"the weight of source {i} must be above 0; found {part.weight}.")
-        if part.repeat < 1:
-            raise ConfigError(f"repeat of source {i} must be at least 1; found {part.repeat}.")
+class MixOrder:
+    """Maps each pack of a mix to a source, and to its number among the packs of that source.
+
+    Args:
+        rates: float64 `[S]`, share of each source in the packs; their sum is 1.
+        turns: number of interleaved sequences, each with phases of its own, so that their rounding
+            errors partly cancel.
+    """
+
+    def __init__(self, rates: Float64, turns: int) -> None:
+        self._rates, self._turns = rates, turns
+        reversed_bits = (0, 4, 2, 6, 1, 5, 3, 7)[:turns]
+        odd = 2 * np.arange(len(rates)) + 1
+        self._phases = (np.outer(reversed_bits, odd) % turns + 0.5) / turns  # [turns, S]
+        self._blocks: dict[tuple[int, int], tuple[Int64, Int64]] = {}
+
+    def locate(self, indices: Int64) -> tuple[Int64, Int64]:
+        """Returns source and number of the packs at `indices`, int64 `[n]` each."""
+        items, turns = np.divmod(indices, self._turns)
+        blocks, places = np.divmod(items, _BLOCK)
+        sources, numbers = np.empty_like(indices), np.empty_like(indices)
+        for turn, block in {*zip(turns.tolist(), blocks.tolist(), strict=True)}:
+            here = (turns == turn) & (blocks == block)
+            of_block, ranks = self._block(turn, block)
+            sources[here] = of_block[places[here]]
+            numbers[here] = ranks[places[here]] * self._turns + turn
+        return sources, numbers
+
+    def length(self, lengths: Int64, until: str) -> int:
+        """Counts the packs before one of a source repeats, or until each came once."""
+        ends = []
+        for turn in range(self._turns):
+            for source, packs in enumerate(lengths.tolist()):
+                number = len(range(turn, packs, self._turns)) - (until == "all")
+                ends.append(self._place(turn, source, number) * self._turns + turn)
+        return max(ends) + 1 if until == "all" else min(ends)
+
+    def _block(self, turn: int, block: int) -> tuple[Int64, Int64]:
+        """Returns source and number of the packs of a block of a turn, `[_BLOCK]` each."""
+        if (turn, block) not in self._blocks:
+            if len(self._blocks) >= 4 * self._turns:
+                del self._blocks[next(iter(self._blocks))]
+            # Rounding moves a pack by at most one place for each source.
+            first, margin = block * _BLOCK, len(self._rates)
+            begins = self._before(turn, first - margin)
+            counts = self._before(turn, first + _BLOCK + margin) + 3 - begins
+            sources, times = self._times(turn, begins, counts)
+            order = np.argsort(times, kind="stable")[first - begins.sum() :][:_BLOCK]
+            numbers = range_indices(begins, counts)
+            self._blocks[turn, block] = sources[order], numbers[order]
+        return self._blocks[turn, block]
+
+    def _place(self, turn: int, source: int, number: int) -> int:
+        """Counts the packs of a turn before a pack of a source: the inverse of :meth:`locate`."""
+        time = (number + self._phases[turn, source]) / self._rates[source]
+        begins = self._before(turn, time)
+        sources, times = self._times(turn, begins, np.full_like(begins, 4))
+        earlier = (times < time) | ((times == time) & (sources < source))
+        return int(begins.sum() + earlier.sum())
+
+    def _times(self, turn: int, begins: Int64, counts: Int64) -> tuple[Int64, Float64]:
+        """Returns source and time of `counts` packs of each source from `begins` on."""
+        sources = np.repeat(np.arange(len(begins)), counts)
+        numbers = range_indices(begins, counts)
+        return sources, (numbers + self._phases[turn, sources]) / self._rates[sources]
+
+    def _before(self, turn: int, time: float) -> Int64:
+        """Counts packs of each source surely before a time: all but its last one or two, `[S]`."""
+        counts: Int64 = np.floor(time * self._rates - self._phases[turn]).astype(np.int64)
+        return np.maximum(counts - 1, 0)
 
 
-def _check_compatible(streams: Sequence[PackStream]) -> None:
+def _check_compatible(sources: Sequence[PackStream]) -> None:
     do = "Mix only what was made for one training"
-    for i, stream in enumerate(streams):
-        if stream.kind != streams[0].kind:
-            must = f"must be of kind {streams[0].kind!r} as source 0"
+    for i, stream in enumerate(sources):
+        if isinstance(stream, MixedPacks) or not len(stream):
+            raise ConfigError(f"source {i} of the mix must be a dataset that holds packs.")
+        if stream.kind != sources[0].kind:
+            must = f"must be of kind {sources[0].kind!r} as source 0"
             raise CompatibilityError(sentence(f"source {i} of the mix", must, stream.kind, do))
-        if not len(stream):
-            raise ConfigError(f"source {i} of the mix must hold packs; found none.")
-    datasets = [dataset for stream in streams for dataset in stream.datasets]
-    check_same_tokenizer(datasets)
-    told = (d.manifest.provenance.get("tokenizer") or {} for d in datasets)
-    hashes = [t.get("chat_template_sha256") for t in told]
+    manifests = [stream.datasets[0].manifest for stream in sources]
+    check_same_tokenizer(manifests)
+    recorded = [manifest.provenance.get("tokenizer") or {} for manifest in manifests]
+    hashes = [tokenizer.get("chat_template_sha256") for tokenizer in recorded]
     if len(set(hashes) - {None}) > 1:
         must = "all must be rendered with one chat template"
         raise CompatibilityError(sentence("sources of the mix", must, quote(hashes, 200), do))
-
-
-def _cap(part: Source, examples: float) -> int | None:
-    """Converts a cap in examples to packs, which hold `examples` on average."""
-    if part.cap is None:
-        return None
-    packs = int(part.cap / examples)
-    if packs < 1:
-        raise ConfigError(
-            f"cap of a source must allow one pack, about {examples:.1f} examples; found {part.cap}."
-        )
-    return packs

@@ -18,7 +18,7 @@ from packstore.format.arrays import Int64, Packs, PackSizes
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.order import LANES, PackOrder
 from packstore.io.dataset.read_ahead import ReadAhead
-from packstore.io.shards.statistics import Totals
+from packstore.torch.data.side import SideColumns
 
 Identity = dict[str, int | str | bool]
 Shuffle = bool | Literal["stratified"]
@@ -38,19 +38,15 @@ class PackStream(Protocol):
     def identity(self) -> Identity:
         """JSON values that must match for a saved position to mean the same packs."""
 
+    @property
+    def datasets(self) -> Sequence[Dataset]:
+        """The datasets of the packs."""
+
     def __len__(self) -> int:
         """Number of packs of the epoch."""
 
     def set_epoch(self, epoch: int) -> None:
         """Makes this the stream of `epoch`."""
-
-    @property
-    def datasets(self) -> Sequence[Dataset]:
-        """The datasets of the packs."""
-
-    @property
-    def totals(self) -> Totals:
-        """Packs, examples and tokens of the epoch, without reading the packs."""
 
     def sizes(self, indices: Int64) -> PackSizes:
         """Returns the sizes of the packs at `indices`, int64 `[n]`, without reading the packs."""
@@ -58,15 +54,10 @@ class PackStream(Protocol):
     def sources(self, indices: Int64) -> Int64:
         """Returns the source index of each pack at `indices`, int64 `[n]`; 0 without a mix."""
 
-    def read(self, batches: Iterable[Int64], *, stride: int = 1) -> Iterator[list[Packs]]:
+    def read(self, batches: Iterable[Int64]) -> Iterator[list[Packs]]:
         """Yields for each array of positions its packs, each as :class:`Packs` of one row.
 
         Reads ahead, so it consumes `batches` before it yields the packs before them.
-
-        Args:
-            batches: int64 arrays of positions, in reading order.
-            stride: number of processes that share the lanes: this one reads about every
-                `stride`-th position.
 
         Raises:
             StorageError: a shard is missing, or the store refuses.
@@ -86,6 +77,7 @@ class StoredPacks:
             many packs hold about as many examples; it needs the sizes of all packs.
         lanes: row groups open at once.
         reading: how far to read ahead, and what happens to a row group that cannot be read.
+        side: columns to join.
 
     Attributes:
         quarantined: row groups that this process skipped, replacing their packs by others of
@@ -95,39 +87,31 @@ class StoredPacks:
     def __init__(
         self,
         dataset: Dataset,
-        *,
         seed: int = 0,
         shuffle: Shuffle = True,
         lanes: int = LANES,
         reading: ReadConfig | None = None,
+        side: SideColumns | None = None,
     ) -> None:
         if shuffle not in (True, False, "stratified"):
             must = "True, False or 'stratified'"
             raise ConfigError(f"shuffle must be {must}; found {quote(shuffle)}.")
         self.reading = reading or ReadConfig()
         self.dataset = dataset.cached(self.reading)
-        self.seed, self.shuffle, self.lanes = seed, shuffle, lanes
+        self.kind, self.datasets = dataset.manifest.kind, [self.dataset]
+        self.identity: Identity = {
+            "dataset": dataset.manifest.fingerprint,
+            "seed": seed,
+            "shuffle": shuffle,
+            "lanes": lanes,
+        }
+        self.seed, self.shuffle, self.lanes, self.side = seed, shuffle, lanes, side
         self.quarantined: set[int] = set()
         self._epoch = 0
         self._made: PackOrder | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": None}
-
-    @property
-    def kind(self) -> str:
-        """``preference``, ``sft`` or ``ranked``."""
-        return self.dataset.manifest.kind
-
-    @property
-    def identity(self) -> Identity:
-        """Dataset and order."""
-        return {
-            "dataset": self.dataset.manifest.fingerprint,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "lanes": self.lanes,
-        }
 
     def __len__(self) -> int:
         return self.dataset.manifest.num_packs
@@ -151,16 +135,6 @@ class StoredPacks:
             )
         return self._made
 
-    @property
-    def datasets(self) -> Sequence[Dataset]:
-        """The one dataset."""
-        return [self.dataset]
-
-    @property
-    def totals(self) -> Totals:
-        """Packs, examples and tokens, from the manifest."""
-        return self.dataset.manifest.totals
-
     def sources(self, indices: Int64) -> Int64:
         """Returns 0 for each pack: there is one source."""
         return np.zeros_like(indices)
@@ -170,7 +144,8 @@ class StoredPacks:
         groups, rows = self._order.locate(indices)
         return self.dataset.sizes(self.dataset.group_offsets[groups] + rows)
 
-    def read(self, batches: Iterable[Int64], *, stride: int = 1) -> Iterator[list[Packs]]:
+    def read(self, batches: Iterable[Int64]) -> Iterator[list[Packs]]:
         """Yields the packs at each array of positions; see :class:`PackStream`."""
-        order, reading = self._order, self.reading
-        return iter(ReadAhead(self.dataset, order, batches, reading, self.quarantined))
+        left_out = self.quarantined
+        packs = iter(ReadAhead(self.dataset, self._order, batches, self.reading, left_out))
+        return packs if self.side is None else map(self.side.join, packs)

@@ -309,8 +309,8 @@ def test_a_stale_cache(stored: Dataset, tmp_path: Path) -> None:
 class DeadlyPacks(StoredPacks):
     """Ends the process that reads it at its fourth batch, as the out-of-memory killer does."""
 
-    def read(self, batches: Any, *, stride: int = 1) -> Iterator[Any]:
-        for i, packs in enumerate(super().read(batches, stride=stride)):
+    def read(self, batches: Any) -> Iterator[Any]:
+        for i, packs in enumerate(super().read(batches)):
             if i == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield packs

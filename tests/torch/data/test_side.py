@@ -20,8 +20,6 @@ from packstore.io.side import side_table
 from packstore.io.side.side import SideWriter, open_side
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset, collate
-from packstore.torch.data.side import JoinedPacks
-from packstore.torch.data.stream import StoredPacks
 
 CARRY = ("source:string", "turns:int64", "weight:float64", "checked:bool")
 N = 150
@@ -69,10 +67,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(folder=folder, lines=str(lines), first=first, again=again, side=side)
 
 
-def batches(stream: Any, size: int = 3) -> Iterator[Any]:
-    indices = np.arange(len(stream))
-    for packs in stream.read(np.array_split(indices, -(-len(indices) // size))):
-        yield collate(packs, stream.kind)
+def batches(data: PackedDataset) -> Iterator[Any]:
+    return iter(PackedDataLoader(data, packs_per_batch=3, tail="pad"))
 
 
 def assert_joined(batch: Any) -> None:
@@ -91,7 +87,7 @@ def test_joined_by_id_also_after_repacking(
 ) -> None:
     monkeypatch.setattr(side_table, "MAPPED_BYTES", 0 if mapped else 1 << 20)
     ds = getattr(packed, which)
-    stream = JoinedPacks(StoredPacks(ds, lanes=4), [packed.side])
+    stream = PackedDataset(ds, lanes=4, side=[packed.side])
     assert (len(stream), stream.kind) == (len(ds), "preference")
     seen = []
     for batch in batches(stream):
@@ -103,43 +99,14 @@ def test_joined_by_id_also_after_repacking(
 
 def test_a_side_of_what_was_packed_anew(packed: SimpleNamespace, tmp_path: Path) -> None:
     side = derived(str(tmp_path / "side"), packed.again, score="float64", name="string")
-    for batch in batches(JoinedPacks(StoredPacks(packed.first), [open_side(side)])):
+    for batch in batches(PackedDataset(packed.first, side=[open_side(side)])):
         assert_joined(batch)
 
 
-def test_it_is_a_stream_like_the_one_below(packed: SimpleNamespace) -> None:
-    below = StoredPacks(packed.first, seed=5, lanes=4)
-    stream = JoinedPacks(StoredPacks(packed.first, seed=5, lanes=4), [packed.side])
-    stream.set_epoch(2)
-    below.set_epoch(2)
-    indices = np.arange(len(below))
-    assert stream.identity == below.identity
-    assert stream.totals == below.totals
-    assert [d.url for d in stream.datasets] == [packed.first.url]
-    np.testing.assert_array_equal(stream.sources(indices), below.sources(indices))
-    np.testing.assert_array_equal(stream.sizes(indices).squares, below.sizes(indices).squares)
-    (ours,), (theirs,) = stream.read([indices]), below.read([indices])
-    for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_array_equal(a.input_ids, b.input_ids)
-        assert a.row(0).ref_logps.tolist() == a.ref_logps.tolist()
-
-
-def test_sizes_of_positions(packed: SimpleNamespace) -> None:
-    """Sizes that a loader plans with are those of the packs at these positions."""
-    stream = StoredPacks(packed.again, seed=1, lanes=4)
-    indices = np.random.default_rng(0).permutation(len(stream))
-    sizes = stream.sizes(indices)
-    (packs,) = stream.read([indices])
-    for i, one in enumerate(packs):
-        squares = int((one.segment_lengths.astype(np.int64) ** 2).sum())
-        expected = (len(one.input_ids), len(one.example_ids), squares)
-        assert (sizes.tokens[i], sizes.examples[i], sizes.squares[i]) == expected
-
-
 def test_through_the_loader_and_its_workers(packed: SimpleNamespace) -> None:
-    stream = JoinedPacks(StoredPacks(packed.again, lanes=4), [packed.side])
+    stream = PackedDataset(packed.again, lanes=4, side=[packed.side])
     for workers in (0, 1):
-        data = PackedDataset(pickle.loads(pickle.dumps(stream)), rank=0, world_size=1)
+        data = pickle.loads(pickle.dumps(stream))
         seen = []
         for batch in PackedDataLoader(data, packs_per_batch=2, num_workers=workers, tail="pad"):
             assert "labels" not in vars(batch)  # joined, and still 4 bytes a token
@@ -153,18 +120,18 @@ def test_several_sides(packed: SimpleNamespace, tmp_path: Path) -> None:
     columns = {"margin": "float32"}
     with SideWriter(str(tmp_path / "more"), packed.first, columns) as writer:
         writer.write(np.arange(N), {"margin": np.arange(N)})
-    for batch in batches(JoinedPacks(StoredPacks(packed.again), [packed.side, tmp_path / "more"])):
+    for batch in batches(PackedDataset(packed.again, side=[packed.side, tmp_path / "more"])):
         assert_joined(batch)
         assert batch.columns["margin"].tolist() == batch.example_ids.tolist()
 
 
 def test_two_columns_of_one_name(packed: SimpleNamespace, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="two columns of the joined packs are named 'ref_logps'"):
-        JoinedPacks(StoredPacks(packed.first), [packed.side, packed.side])
+        PackedDataset(packed.first, side=[packed.side, packed.side])
     with SideWriter(str(tmp_path / "side"), packed.first, {"turns": "int64"}) as writer:
         writer.write(np.arange(N), {"turns": np.arange(N)})
     with pytest.raises(ConfigError, match="'turns'"):
-        JoinedPacks(StoredPacks(packed.first), [str(tmp_path / "side")])
+        PackedDataset(packed.first, side=[str(tmp_path / "side")])
 
 
 def test_of_other_examples(packed: SimpleNamespace, tmp_path: Path) -> None:
@@ -173,9 +140,9 @@ def test_of_other_examples(packed: SimpleNamespace, tmp_path: Path) -> None:
     lines.write_text("".join(json.dumps(record(i + 1)) + "\n" for i in range(N)))
     other = packstore.pack(str(lines), str(tmp_path / "other"), pack_size=48, carry=CARRY)
     with pytest.raises(CompatibilityError, match="its lineage must be that of the dataset"):
-        JoinedPacks(StoredPacks(other), [packed.side])
+        PackedDataset(other, side=[packed.side])
     same = packstore.pack(packed.lines, str(tmp_path / "same"), pack_size=64, append_eos=None)
-    for batch in batches(JoinedPacks(StoredPacks(same), [packed.side])):
+    for batch in batches(PackedDataset(same, side=[packed.side])):
         assert_joined(batch)
 
 
@@ -185,20 +152,20 @@ def test_of_fewer_examples(packed: SimpleNamespace, tmp_path: Path) -> None:
         packed.first.url, str(tmp_path / "fewer"), pack_size=15, max_drop_rate=0.5
     )
     assert 0 < fewer.manifest.totals.examples < N
-    for batch in batches(JoinedPacks(StoredPacks(fewer), [packed.side])):
+    for batch in batches(PackedDataset(fewer, side=[packed.side])):
         assert_joined(batch)
     side = derived(str(tmp_path / "side"), fewer, score="float64")
     with pytest.raises(CompatibilityError, match=f"values for each of {N} examples; found"):
-        JoinedPacks(StoredPacks(packed.first), [side])
+        PackedDataset(packed.first, side=[side])
 
 
 def test_an_example_without_values(packed: SimpleNamespace, tmp_path: Path) -> None:
     """As many rows as examples, but other ids: refused when the first pack is read."""
     with SideWriter(str(tmp_path / "side"), packed.first, {"x": "int64"}) as writer:
         writer.write(np.arange(N) + 1, {"x": np.arange(N)})
-    stream = JoinedPacks(StoredPacks(packed.first, shuffle=False), [str(tmp_path / "side")])
+    stream = PackedDataset(packed.first, shuffle=False, side=[str(tmp_path / "side")])
     with pytest.raises(CompatibilityError, match="the first of them 0"):
-        list(stream.read([np.arange(len(stream))]))
+        list(stream)
 
 
 def test_ref_logps_of_the_packs_and_of_the_caller(kit: SimpleNamespace) -> None:

@@ -22,13 +22,11 @@ from packstore.format.arrays import Examples
 from packstore.io.dataset.dataset import Dataset
 from packstore.testing import random_examples
 from packstore.torch import (
-    MixedPacks,
     PackedBatch,
     PackedDataLoader,
     PackedDataset,
     PackedPolicy,
     PreferenceLoss,
-    Source,
     pack_in_memory,
     use_packed_attention,
 )
@@ -235,7 +233,7 @@ def test_every_stream_counts(kit: SimpleNamespace, tmp_path: Path, name: str) ->
     how = {"accumulation": 3, "tail": "pad"}
     loaders: dict[str, Any] = {
         "stored": PackedDataLoader(PackedDataset(data), **how),
-        "mix": PackedDataLoader(PackedDataset(MixedPacks([Source(data), Source(concat)])), **how),
+        "mix": PackedDataLoader(PackedDataset.mix({data: 1, concat: 1}), **how),
         "in memory": pack_in_memory(records, 100, "shared_prefix"),
     }
     for stream, loader in loaders.items():
