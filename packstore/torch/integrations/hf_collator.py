@@ -213,14 +213,16 @@ class PackedLoss:
         return out.loss
 
     def _check(self, labels: PackedLabels) -> None:
-        loss_fn = self.loss_fn
-        of_examples = labels.batch.kind == "preference" and loss_fn.reduction == "sum"
-        if loss_fn.only_sft:
-            of_examples = loss_fn.sft_average != "token"
-        if not of_examples and labels.loss_fn is not loss_fn:
-            must = f"the collator must count what {loss_fn!r} divides by"
-            do = f"Make it PackCollator({labels.batch.kind!r}, loss_fn=loss_fn), of the same loss"
-            raise ConfigError(sentence("PackedLoss", must, "examples or those of another loss", do))
+        if self.loss_fn.by_example(labels.batch) or labels.loss_fn is self.loss_fn:
+            return
+        raise ConfigError(
+            sentence(
+                "PackedLoss",
+                f"the collator must count what {self.loss_fn!r} divides by",
+                "examples or those of another loss",
+                f"Make it PackCollator({labels.batch.kind!r}, loss_fn=loss_fn), of the same loss",
+            )
+        )
 
 
 def _policy_precision(device: torch.device) -> AbstractContextManager[Any]:

@@ -11,7 +11,14 @@ from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor, check_accumulation, default_divisor
-from packstore.torch.losses.loss_output import LossOutput, detached, divide, output
+from packstore.torch.losses.formulas import sft
+from packstore.torch.losses.loss_output import (
+    LossOutput,
+    detached,
+    divide,
+    router_term,
+    with_routers,
+)
 from packstore.torch.losses.loss_terms import Names, is_number, make_terms
 from packstore.torch.losses.pairs import (
     PairChoice,
@@ -21,8 +28,6 @@ from packstore.torch.losses.pairs import (
     index_best,
     index_pairs,
 )
-from packstore.torch.losses.router_term import router_term, with_routers
-from packstore.torch.losses.variants.sft import sft
 from packstore.torch.metrics import SumAndCount, wide_dtype
 
 __all__ = ["LossOutput", "PairChoice", "PreferenceLoss"]
@@ -31,9 +36,11 @@ SftAverage = Literal["token", "sequence_sum", "sequence_mean"]
 Reduction = Literal["sum", "pack_mean"]
 Gradients = Literal["mean", "sum"]
 
+PASS_COUNT = "Pass what count_step(batches, loss_fn) gives, or a StepDivisor with examples"
+
 
 class PreferenceLoss:
-    """One of the losses of :data:`~packstore.torch.losses.variants.LOSSES`, or a mix of them.
+    """One of the losses of :data:`~packstore.torch.losses.formulas.LOSSES`, or a mix of them.
 
     Every pair weighs the same in any pack, batch or rank: each loss is divided by the count of the
     whole optimizer step, which a loader's batch carries.
@@ -143,7 +150,7 @@ class PreferenceLoss:
         if routers is None:
             return out
         if count is not None and examples is None:
-            return with_routers(out, routers, count, self._examples(batch, count))
+            examples = self._examples(batch, count)
         return with_routers(out, routers, count, examples)
 
     def _output(
@@ -151,13 +158,13 @@ class PreferenceLoss:
         sums: SequenceSums,
         batch: PackedBatch,
         count: Tensor | float | None,
-        sft_count: float | None,
+        sft_divisor: float | None,
     ) -> LossOutput:
         """The loss without router losses."""
         if self.only_sft:
             term, metrics = self._likelihood(sums, batch)
             loss = self.terms[0].weight * divide(term, count)
-            return output(loss, term, None, {"loss": detached(term), **metrics})
+            return LossOutput(loss, *term, None, None, {"loss": detached(term), **metrics})
         index, weights = self._weights(batch, sums.logps)
         pairs = sums.take(index.chosen, index.rejected)
         losses = [member(pairs) for member in self.terms]
@@ -169,14 +176,17 @@ class PreferenceLoss:
             for member, values in zip(self.terms, losses, strict=True):
                 own = self._reduce(values, weights, index.example, batch)
                 metrics[f"loss/{member.name}"] = detached(own)
-        loss, sft_term = divide(term, count), None
+        loss = divide(term, count)
+        sft_sum = sft_count = None
         if self.sft_weight:
-            sft_term, _ = self._likelihood(sums, batch)
-            loss = loss + self.sft_weight * divide(sft_term, sft_count)
-            metrics |= {"preference_loss": detached(term), "sft_loss": detached(sft_term)}
+            likelihood, _ = self._likelihood(sums, batch)
+            loss = loss + self.sft_weight * divide(likelihood, sft_divisor)
+            metrics |= {"preference_loss": detached(term), "sft_loss": detached(likelihood)}
+            sft_sum, sft_count = likelihood
         # Summed over the batches of a step and divided by its count, this is the step's loss.
         whole = loss * (term[1].clamp(min=1) if count is None else count)
-        return output(loss, term, sft_term, {"loss": detached((whole, term[1])), **metrics})
+        metrics = {"loss": detached((whole, term[1])), **metrics}
+        return LossOutput(loss, *term, sft_sum, sft_count, metrics)
 
     def pair_rewards(
         self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None = None
@@ -236,7 +246,7 @@ class PreferenceLoss:
 
     def _divisors(
         self, batch: PackedBatch, divisor: StepDivisor | Tensor | float | None
-    ) -> tuple[Tensor | float | None, float | None, float | None]:
+    ) -> tuple[Tensor | float | None, float | None, Tensor | float | None]:
         """Divisors of the pairs, of the SFT term and of router losses; None: their own counts."""
         divisor = default_divisor(batch, self) if divisor is None else divisor
         if isinstance(divisor, StepDivisor):
@@ -244,21 +254,22 @@ class PreferenceLoss:
                 raise ConfigError("divisor: the SFT term needs its own sft_count; found None.")
             return divisor.count, divisor.sft_count, divisor.examples
         if self.sft_weight and divisor is not None:
-            must = "the SFT term has a count of its own"
-            do = "Pass what count_step(batches, loss_fn) gives, or a StepDivisor"
-            raise ConfigError(sentence("divisor", must, "one number", do))
+            needed = "the SFT term has a count of its own"
+            raise ConfigError(sentence("divisor", needed, "one number", PASS_COUNT))
         return divisor, None, None
 
     def _examples(self, batch: PackedBatch, count: Tensor | float) -> Tensor | float:
         """The divisor of router losses, where only that of the loss without them is given."""
-        by_example = batch.kind == "preference" and self.reduction == "sum"
-        if self.only_sft:
-            by_example = self.sft_average != "token"
-        if by_example:
+        if self.by_example(batch):
             return count
-        must = "router losses are divided by the number of examples"
-        do = "Pass what count_step(batches, loss_fn) gives, or a StepDivisor with examples"
-        raise ConfigError(sentence("divisor", must, "another count alone", do))
+        needed = "router losses are divided by the number of examples"
+        raise ConfigError(sentence("divisor", needed, "another count alone", PASS_COUNT))
+
+    def by_example(self, batch: PackedBatch) -> bool:
+        """True if the loss of this batch is divided by a number of examples."""
+        if self.only_sft:
+            return bool(self.sft_average != "token")
+        return batch.kind == "preference" and self.reduction == "sum"
 
     def _reference(self, batch: PackedBatch, ref_logps: Tensor | None) -> Tensor | None:
         if not self.reference:
@@ -274,13 +285,10 @@ class PreferenceLoss:
     def _weights(self, batch: PackedBatch, like: Tensor) -> tuple[PairIndex, Tensor]:
         """The pairs of the batch and their weights, 1 or 0, `[n]`."""
         if batch.kind == "sft":
+            where = f"loss {self.terms[0].name!r}"
+            needed = "an example must have responses to compare"
             raise CompatibilityError(
-                sentence(
-                    f"loss {self.terms[0].name!r}",
-                    "an example must have responses to compare",
-                    "a dataset of kind 'sft'",
-                    "Use PreferenceLoss('sft')",
-                )
+                sentence(where, needed, "a dataset of kind 'sft'", "Use PreferenceLoss('sft')")
             )
         index = index_pairs(batch, self.pairs)
         return index, batch.weights[index.example].to(like.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from packstore.errors import ConfigError, UnknownNameError, quote, sentence
-from packstore.torch.losses.pairs import Pairs, Variant
-from packstore.torch.losses.variants import LEFT_OUT, LOSSES, OTHER_NAMES
+from packstore.torch.losses.formulas import LEFT_OUT, LOSSES, OTHER_NAMES, Variant
+from packstore.torch.losses.pairs import Pairs
 
 Mix = Mapping[str, float | Mapping[str, float]]
 Names = str | Mix
@@ -70,46 +70,18 @@ def make_terms(
             f"a loss must be a name, or a mix {{name: weight}}; found {quote(names)}."
         )
     entries = {name: _entry(name, entry) for name, entry in mix.items()}
-    known = {name: _defaults(_load(name)) for name in entries}
+    known = {name: _defaults(name) for name in entries}
     for parameter in parameters:
         if not any(parameter in defaults for defaults in known.values()):
-            takes = list(dict.fromkeys(p for defaults in known.values() for p in defaults))
+            takes = dict.fromkeys(p for defaults in known.values() for p in defaults)
             raise _no_parameter(" + ".join(entries), parameter, takes)
     terms = []
     for name, (weight, own) in entries.items():
         given = {p: v for p, v in parameters.items() if p in known[name]} | own
-        terms.append(_term(name, weight, given, average_logps))
+        terms.append(_term(name, weight, known[name], given, average_logps))
     if len(terms) > 1 and any(m.name == "sft" for m in terms):
         raise ConfigError("'sft' has a count of its own in a mix: give its weight as sft_weight.")
     return tuple(terms)
-
-
-def _term(name: str, weight: float, given: Mapping[str, float], average_logps: bool) -> LossTerm:
-    variant = LOSSES.load(name)
-    defaults = _defaults(variant)
-    for parameter, value in given.items():
-        _check_parameter(name, parameter, value, list(defaults))
-    if average_logps and (variant.averaged or name == "sft"):
-        do = "Use sft_average for it" if name == "sft" else "Leave average_logps out"
-        must = "average_logps goes with losses on sums over tokens"
-        raise ConfigError(
-            sentence(f"loss {name!r}", must, "one that says itself how it averages", do)
-        )
-    parameters = {**defaults, **given}
-    variant(Pairs(*[torch.zeros(0)] * 8), **parameters)  # variants check the ranges themselves
-    return LossTerm(name, variant, parameters, weight, average_logps or variant.averaged)
-
-
-def _load(name: Any) -> Variant:
-    """Loads a variant; raises for omitted losses and for other libraries' names, with a hint."""
-    if name in LEFT_OUT:
-        raise UnknownNameError(
-            f"loss {name!r} is left out on purpose: {LEFT_OUT[name]}; "
-            f"choose one of: {', '.join(LOSSES)}."
-        )
-    if name in OTHER_NAMES:
-        raise UnknownNameError(f"unknown loss {name!r}; here it is {OTHER_NAMES[name]}.")
-    return LOSSES.load(name)
 
 
 def _entry(name: str, entry: Any) -> tuple[float, dict[str, float]]:
@@ -123,22 +95,49 @@ def _entry(name: str, entry: Any) -> tuple[float, dict[str, float]]:
     return weight, own
 
 
-def _defaults(variant: Variant) -> dict[str, float]:
-    known = inspect.signature(variant.function).parameters
+def _defaults(name: str) -> dict[str, float]:
+    """The parameters of a loss; refuses omitted losses and other libraries' names, with a hint."""
+    if name in LEFT_OUT:
+        raise UnknownNameError(
+            f"loss {name!r} is left out on purpose: {LEFT_OUT[name]}; "
+            f"choose one of: {', '.join(LOSSES)}."
+        )
+    if name in OTHER_NAMES:
+        raise UnknownNameError(f"unknown loss {name!r}; here it is {OTHER_NAMES[name]}.")
+    known = inspect.signature(LOSSES.load(name).function).parameters
     return {n: p.default for n, p in known.items() if p.kind is p.KEYWORD_ONLY}
 
 
-def _check_parameter(name: str, parameter: str, value: Any, known: list[str]) -> None:
-    """Refuses an unknown parameter, a value that is no number, and a beta that is not positive."""
-    if parameter not in known:
-        raise _no_parameter(name, parameter, known)
-    if not is_number(value):
-        raise ConfigError(f"loss {name!r}: {parameter} must be a number; found {quote(value)}.")
-    if parameter == "beta" and value <= 0:
-        raise ConfigError(f"loss {name!r}: beta must be above 0; found {value}.")
+def _term(
+    name: str,
+    weight: float,
+    defaults: Mapping[str, float],
+    given: Mapping[str, float],
+    average_logps: bool,
+) -> LossTerm:
+    variant = LOSSES.load(name)
+    for parameter, value in given.items():
+        if parameter not in defaults:
+            raise _no_parameter(name, parameter, defaults)
+        if not is_number(value):
+            raise ConfigError(f"loss {name!r}: {parameter} must be a number; found {quote(value)}.")
+        if parameter == "beta" and value <= 0:
+            raise ConfigError(f"loss {name!r}: beta must be above 0; found {value}.")
+    if average_logps and (variant.averaged or name == "sft"):
+        raise ConfigError(
+            sentence(
+                f"loss {name!r}",
+                "average_logps goes with losses on sums over tokens",
+                "one that says itself how it averages",
+                "Use sft_average for it" if name == "sft" else "Leave average_logps out",
+            )
+        )
+    parameters = {**defaults, **given}
+    variant(Pairs(*[torch.zeros(0)] * 8), **parameters)  # variants check the ranges themselves
+    return LossTerm(name, variant, parameters, weight, average_logps or variant.averaged)
 
 
-def _no_parameter(name: str, parameter: str, known: list[str]) -> UnknownNameError:
+def _no_parameter(name: str, parameter: str, known: Iterable[str]) -> UnknownNameError:
     return UnknownNameError(
         f"loss {name!r} has no parameter {quote(parameter)}; "
         f"it takes: {', '.join(known) or 'none'}."

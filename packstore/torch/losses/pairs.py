@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import Int64, range_indices, to_offsets
@@ -113,58 +111,6 @@ class SequenceSums:
         """Returns the pairs of segments `chosen` and `rejected`, int64 `[n]` each."""
         both = (self.logps, self.ref_logps, self.tokens, self.rewards)
         return Pairs(*(values[side] for values in both for side in (chosen, rejected)))
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A loss: a pure function from :class:`Pairs` to `[n]` losses, and its requirements.
-
-    Attributes:
-        function: ``function(pairs, **parameters) -> [n]``.
-        reference: True if it compares with a reference model.
-        averaged: True if it compares means over tokens, not sums.
-    """
-
-    function: Callable[..., Tensor]
-    reference: bool
-    averaged: bool
-
-    def __call__(self, pairs: Pairs, **parameters: Any) -> Tensor:
-        """Returns the losses, `[n]`."""
-        return self.function(pairs, **parameters)
-
-
-def variant(
-    *, reference: bool = True, averaged: bool = False
-) -> Callable[[Callable[..., Tensor]], Variant]:
-    """Declares the requirements of the decorated loss; see :class:`Variant`."""
-    return lambda function: Variant(function, reference, averaged)
-
-
-def bernoulli_kl(p: Tensor, q: Tensor) -> Tensor:
-    """``KL(Bern s(p) || Bern s(q))`` from logits, finite for finite inputs; `[n]`."""
-    return bernoulli_kl_to(p, logsigmoid(q), logsigmoid(-q))
-
-
-def bernoulli_kl_to(p: Tensor, log_q: Tensor | float, log_not_q: Tensor | float) -> Tensor:
-    """``KL(Bern s(p) || Bern q)`` from a logit and the two log-probs of q; `[n]`."""
-    return p.sigmoid() * (logsigmoid(p) - log_q) + (-p).sigmoid() * (logsigmoid(-p) - log_not_q)
-
-
-def bounded_exp(x: Tensor) -> Tensor:
-    """``e^min(x, 80)``: float32 would overflow above."""
-    return x.clamp(max=80).exp()
-
-
-def between(loss: str, name: str, value: float, low: float, high: float) -> float:
-    """Returns `value`.
-
-    Raises:
-        ConfigError: `value` does not lie in ``low .. high``.
-    """
-    if not low <= value <= high:
-        raise ConfigError(f"loss {loss!r}: {name} must lie in {low}..{high}; found {value}.")
-    return value
 
 
 @dataclass(frozen=True, eq=False)

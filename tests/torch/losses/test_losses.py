@@ -14,8 +14,8 @@ from torch import Tensor
 
 from packstore.errors import ConfigError
 from packstore.torch import PreferenceLoss
-from packstore.torch.losses.pairs import Pairs, Variant
-from packstore.torch.losses.variants import LOSSES
+from packstore.torch.losses.formulas import LOSSES, Variant
+from packstore.torch.losses.pairs import Pairs
 
 mp.dps = 40
 

@@ -18,7 +18,7 @@ from packstore.testing import random_examples
 from packstore.torch import PackedBatch, PreferenceLoss, collate, segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor, own_divisor
 from packstore.torch.losses.first_step_check import FirstStepCheck
-from packstore.torch.losses.variants import LOSSES
+from packstore.torch.losses.formulas import LOSSES
 from packstore.torch.metrics import Metrics
 
 SFT = PreferenceLoss("sft")

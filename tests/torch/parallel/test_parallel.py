@@ -29,7 +29,7 @@ from packstore.torch.attention import Settings
 from packstore.torch.attention.plain import reference
 from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.batch.targets import Targets
-from packstore.torch.losses.variants import LOSSES
+from packstore.torch.losses.formulas import LOSSES
 from packstore.torch.parallel import (
     ContextShard,
     ContextSplit,

@@ -38,7 +38,7 @@ from packstore.errors import (
 from packstore.format.arrays import Examples
 from packstore.io.side.side import SideWriter
 from packstore.testing import random_examples
-from packstore.torch.losses.variants import LOSSES
+from packstore.torch.losses.formulas import LOSSES
 from packstore.torch.models.load import load_model
 from packstore.torch.training import setup as run_setup
 from packstore.torch.training.checkpoint import checkpoints, read_state

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("accelerate", reason="training needs accelerate")
 
 import packstore
-from packstore.torch.losses.variants import LOSSES
+from packstore.torch.losses.formulas import LOSSES
 from packstore.torch.training.train import train
 
 RPO = [name for name in LOSSES if name.startswith("rpo_")]
