@@ -55,8 +55,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def loaded(args: argparse.Namespace, path: str, adapter: str | None, device: torch.device) -> Any:
     """Loads the model at `path` with the dtype and attention of the arguments, on `device`."""
     join_logs()
-    from packstore.torch.models.isolation import probe_model
     from packstore.torch.models.load import add_adapter, is_adapter, load_model
+    from packstore.torch.models.probe import probe_model
     from packstore.torch.reference.arithmetic import autocast, choose_precision
 
     model = load_model(path, dtype=args.dtype, attention=args.attention)

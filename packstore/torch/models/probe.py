@@ -1,7 +1,14 @@
-"""Helpers of the model probes: packs, logits, and tolerances for rounding."""
+"""Probes a model: packed, each sequence must have the logits of the model's own forward call alone.
+
+That one comparison shows a leak between segments, wrong positions, a state that is carried over, a
+window, chunk, cap or sink that is dropped, and a wrong kernel. It cannot see effects below rounding
+or beyond the lengths that time and memory allow (both are reported), nor, where rounding may choose
+experts, what happens to less than half of the tokens of a sequence.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,24 +17,234 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from packstore.format.arrays import Packs
-from packstore.torch.batch.collate import PackedBatch
+from packstore.errors import BackendError, CompatibilityError, sentence
+from packstore.format.arrays import Packs, to_offsets
+from packstore.format.seeds import keys
+from packstore.torch.batch.collate import PackedBatch, collate
+from packstore.torch.models.dropout import evaluating
+from packstore.torch.models.model import use_packed_attention
+from packstore.torch.models.unwrap import by_length, rope_kinds, rope_parts, unwrapped
 
-ROUNDING = {64: 1e-9, 32: 1e-4, 16: 5e-2}
-"""Tolerance between two ways to compute the same logits, relative to the largest, by bits."""
+logger = logging.getLogger("packstore")
+
+LENGTHS = (13, 16, 40, 6, 9)
+"""Tokens of the sequences: two pairs, and between them one that is as long as the config asks."""
+
+LEFT_OUT = (0, 6, 0, 0, 4)
+"""Tokens of the prompt that the second of a pair takes from the first, in layout shared_prefix."""
+
+LONG, FURTHER = 2, 16
+"""Index of the long sequence, and its tokens beyond the largest length of the config."""
+
+ROUNDING = {False: 1e-4, True: 1e-1}
+"""Tolerance between two ways to compute the same logits, relative to the largest: in float32, and
+in half precision."""
+
+WORK = {"cpu": 3e12}
+"""Floating-point operations allowed for the forward passes, by device; 1e15 on others."""
+
+SCORES, CAPPED_SCORES, LOGITS = 2**26, 2**28, 2**30
+"""Elements held at once: scores of eager attention, scores of models with a softcap (which only
+eager attention supports), and logits."""
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def rounding_of(model: nn.Module, logits: Tensor, bits: int = 64) -> float:
-    """Returns the absolute tolerance between two ways to compute `logits`.
+class _UnclearError(BackendError):
+    """Rounding is as large as the effect of a leak would be."""
+
+
+def probe_model(model: nn.Module) -> None:
+    """Runs :func:`check_isolation` before a model is used, and logs the result.
+
+    With nearly random weights in half precision the result may be inconclusive, which is logged.
+
+    Raises:
+        BackendError: see :func:`check_isolation`.
+    """
+    try:
+        logger.info("probe: packed and unpacked logits differ by %.2g", check_isolation(model))
+    except _UnclearError as error:
+        logger.warning("the probe gave no result: %s", error)
+
+
+def check_isolation(
+    model: nn.Module, backend: str | None = None, *, vocab_size: int | None = None
+) -> float:
+    """Runs a small random pack in both layouts, and compares it with the model's own forward call.
+
+    Each sequence must have the logits that the model gives it alone, without positions and with its
+    own attention (`eager`, or `sdpa` for long sequences). One sequence reaches beyond every window
+    of the config, as far as time and memory allow; the log says where that stops. Differences
+    must stay within rounding, and below a quarter of a token's effect on the next one.
+
+    The model runs in evaluation mode (no dropout, no router noise) and is restored afterwards.
+    Rounding can send a token to another expert: for models with experts the median over tokens is
+    compared, in half precision and in the long sequence.
 
     Args:
-        model: the model; the dtype of its weights counts.
-        logits: logits of the model.
-        bits: precision of other operations involved; the coarsest counts.
+        model: a Hugging Face causal LM, optionally inside PEFT, DDP, FSDP (then on all ranks) or
+            ``torch.compile``.
+        backend: attention backend to test; default: the one set by :func:`use_packed_attention`.
+        vocab_size: token ids are drawn below it; default: the config's.
+
+    Returns:
+        The largest difference of logits seen (about 0).
+
+    Raises:
+        BackendError: logits differ, as segments see each other or positions do not restart, or the
+            model cannot attend inside segments.
+        CompatibilityError: logits are not finite.
     """
-    bits = min(bits, 16 if is_half(model) else 64, 8 * logits.dtype.itemsize)
-    bits = min(bits, 8 * next(model.parameters()).dtype.itemsize)
-    return ROUNDING[bits] * float(logits.abs().max())
+    inner: Any = next((m for m in model.modules() if hasattr(m, "set_attn_implementation")), None)
+    if inner is None:
+        where = f"check_isolation({type(model).__name__})"
+        raise BackendError(
+            sentence(where, "it must be a Hugging Face model", "none of its methods")
+        )
+    previous = inner.config._attn_implementation
+    if backend is not None:
+        use_packed_attention(model, backend, disable_dropout=False)
+    try:
+        with evaluating(model), torch.no_grad():
+            return _compare(model, inner, vocab_size)
+    finally:
+        if backend is not None:
+            unwrapped(inner).set_attn_implementation(previous)
+
+
+def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
+    """Returns the largest difference of logits."""
+    config = inner.config.get_text_config()
+    vocab_size = vocab_size or int(config.vocab_size)
+    marks = _marks(config)
+    sizes = list(LENGTHS)
+    sizes[LONG] = _longest(model, config, vocab_size, marks)
+    ids = [keys(n, 0, "probe", i) % np.uint64(vocab_size) for i, n in enumerate(sizes)]
+    for i, n in enumerate(LEFT_OUT):
+        ids[i][: n + 1] = ids[i - 1][: n + 1] if n else ids[i][: n + 1]
+    device = next(model.parameters()).device
+    rows = [torch.from_numpy(x.astype(np.int64)).to(device) for x in ids]
+    changed = rows[1].clone()
+    changed[::2] = (changed[::2] + 1) % vocab_size
+    (*own, moved), attention = _own_logits(model, inner, config, [*rows, changed])
+    # transformers computes its softmax and its routers in float32 even with wider weights.
+    rounding = ROUNDING[is_half(model)] * float(torch.cat(own).abs().max())
+    effect = float((moved - own[1])[1::2].abs().amax(1).median())
+    worst, experts = 0.0, any(getattr(config, name, None) for name in EXPERTS)
+    for layout, left_out in (("concat", (0,) * len(sizes)), ("shared_prefix", LEFT_OUT)):
+        batch = _batch(ids, np.array(left_out)).to(device)
+        packed = model(**batch.model_inputs()).logits[0].float()
+        where = f"check_isolation({type(model).__name__}), layout {layout}"
+        if bool(packed.isnan().any()):
+            do = "Look at its weights: a training that diverged leaves such ones"
+            raise CompatibilityError(sentence(where, "its logits must be finite", "nan", do))
+        kept = [x[n:].float() for x, n in zip(own, left_out, strict=True)]
+        for i, logits in enumerate(packed.split([len(x) for x in kept])):
+            by_token = experts and (i == LONG or is_half(model))
+            size = _size((logits - kept[i]).abs().amax(1), marks, by_token)
+            limit = rounding if i == LONG else min(rounding, effect / 4)
+            if not (size <= limit and effect > 0):
+                raise _failure(where, inner, attention, size, effect, rounding)
+            worst = max(worst, size)
+    return worst
+
+
+def _failure(
+    where: str, inner: Any, attention: str, size: float, effect: float, rounding: float
+) -> BackendError:
+    must = f"a sequence must have the logits that the model's own attention ({attention}) gives it"
+    found = f"a difference of {size:.2g}, where rounding gives {rounding:.2g}"
+    name = str(inner.config._attn_implementation)
+    if size <= rounding:
+        found = f"{found}, and a token moves the logits of the next by {effect:.2g}"
+        do = "A leak would do no more: run the probe in float32, or on trained weights"
+        return _UnclearError(sentence(where, must, found, do))
+    do = (
+        "If backend='reference' fails as well, the model mixes tokens outside of attention (a "
+        "convolution, a recurrent layer), counts positions itself, or has a mask of its own: use "
+        "backend='per_sequence'. If not, the backend is wrong"
+    )
+    if not name.startswith("packstore_"):
+        do = f"Prepare the model with use_packed_attention(model); its attention is {name!r}"
+    return BackendError(sentence(where, must, found, do))
+
+
+def _size(rows_T: Tensor, marks: list[int], by_token: bool) -> float:
+    """The largest difference; by token, the largest median between marked lengths."""
+    if not by_token:
+        return float(rows_T.max())
+    return max(float(part.median()) for part in rows_T.tensor_split(marks) if len(part))
+
+
+def _marks(config: Any) -> list[int]:
+    """Lengths of the config beyond which the model computes differently."""
+    longest = getattr(config, "max_position_embeddings", None)
+    marks = set()
+    for name, value in config.to_dict().items():
+        if type(value) is int and ("window" in name or "chunk" in name) and "layers" not in name:
+            marks.add(value)
+    if isinstance(longest, int):
+        marks = {mark for mark in marks if mark < longest}
+    for part in rope_parts(config):
+        if by_length(part.get("rope_type", part.get("type"))):
+            marks.add(int(part.get("original_max_position_embeddings") or longest or 0))
+    return sorted(mark for mark in marks if mark > 0)
+
+
+def _longest(model: nn.Module, config: Any, vocab_size: int, marks: list[int]) -> int:
+    """Tokens of the long sequence: beyond all marks that time, memory and positions allow."""
+    weights = sum(p.numel() for p in model.parameters())
+    work = WORK.get(next(model.parameters()).device.type, 1e15)
+    limit = min(int(work / (6 * weights)), LOGITS // vocab_size, 2**15)
+    if _capped(config):
+        limit = min(limit, int((CAPPED_SCORES / _heads(config)) ** 0.5))
+    longest = getattr(config, "max_position_embeddings", None)
+    if isinstance(longest, int) and not any(map(by_length, rope_kinds(config))):
+        limit = min(limit, longest)
+    beyond = [mark for mark in marks if mark + FURTHER > limit]
+    if beyond:
+        names = ", ".join(map(str, beyond))
+        logger.info("the probe stops at %d tokens: nothing beyond %s was compared", limit, names)
+    reached = [mark + FURTHER for mark in marks if mark not in beyond]
+    return max(1, min(limit, max([LENGTHS[LONG], *reached])))
+
+
+def _own_logits(
+    model: nn.Module, inner: Any, config: Any, rows: list[Tensor]
+) -> tuple[list[Tensor], str]:
+    """Logits `[length, V]` of each sequence by a call of its own; and the attention's name."""
+    plain = _capped(config) or _heads(config) * max(map(len, rows)) ** 2 <= SCORES
+    before, name = inner.config._attn_implementation, "eager" if plain else "sdpa"
+    try:
+        try:
+            inner.set_attn_implementation(name)
+        except ValueError:  # the model has no such attention
+            name = "eager"
+            inner.set_attn_implementation(name)
+        # Without position_ids, so that the model counts positions itself.
+        return [model(input_ids=ids[None], use_cache=False).logits[0] for ids in rows], name
+    finally:
+        inner.set_attn_implementation(before)
+
+
+def _capped(config: Any) -> bool:
+    """Returns True if the model softcaps attention scores, which only eager attention supports."""
+    return any(
+        value and "softcap" in name and "final" not in name
+        for name, value in config.to_dict().items()
+    )
+
+
+def _heads(config: Any) -> int:
+    return int(getattr(config, "num_attention_heads", None) or 1)
+
+
+def _batch(ids: list[Any], left_out: Any) -> PackedBatch:
+    lengths = np.array([len(x) for x in ids])
+    tokens = np.concatenate([x[n:] for x, n in zip(ids, left_out, strict=True)])
+    bounds = to_offsets(lengths - left_out)
+    return collate(one_pack(tokens, lengths, bounds, np.array([2, 1, 2])), "ranked")
 
 
 def is_half(model: nn.Module) -> bool:
@@ -50,19 +267,9 @@ def ieee_products() -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-def logits_of(model: nn.Module, batch: PackedBatch, input_ids: Tensor | None = None) -> Tensor:
-    """Returns the model's logits of the row, `[T, V]`, optionally for other token ids."""
-    inputs = batch.model_inputs()
-    if input_ids is not None:
-        inputs["input_ids"] = input_ids[None]
-    logits: Tensor = model(**inputs).logits[0]
-    return logits
-
-
 def one_pack(tokens: Any, lengths: Any, bounds: Any, responses: Any) -> Packs:
     """Makes one pack of these tokens; sequences of `lengths`, segments between `bounds`."""
-    sizes = (len(tokens), len(lengths), len(responses))
-    offsets = [np.array([0, n]) for n in sizes]
+    offsets = [np.array([0, len(x)]) for x in (tokens, lengths, responses)]
     return Packs(
         signed_ids=~tokens.astype(np.int32),
         reward=np.zeros(len(lengths), np.float32),

@@ -8,8 +8,8 @@ from typing import Any
 from packstore.config.training import TrainConfig
 from packstore.errors import ConfigError, sentence
 from packstore.torch.losses.loss import PreferenceLoss
-from packstore.torch.models.isolation import probe_model
 from packstore.torch.models.load import add_lora, checkpoint_gradients, is_adapter, load_model
+from packstore.torch.models.probe import probe_model
 from packstore.torch.training.checkpoint import MODEL
 from packstore.torch.training.reference import REF_ADAPTER
 

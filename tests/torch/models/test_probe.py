@@ -1,0 +1,310 @@
+"""The probe for one's own model: it passes what is sound, and refuses every leak that we know."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from packstore.errors import BackendError, CompatibilityError
+from packstore.torch import check_isolation, use_packed_attention
+from packstore.torch.attention import ATTENTION
+from packstore.torch.models import probe
+from packstore.torch.models.mixers import mixers
+
+OWN = "a sequence must have the logits that the model's own attention"
+
+
+class Wrapper(nn.Module):
+    """A prepared model behind a forward call of its own."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.inner(**self.changed(**inputs))
+
+    def changed(self, **inputs: Any) -> dict[str, Any]:
+        return inputs
+
+
+class Deaf(Wrapper):
+    """Positions that run on over the row."""
+
+    def changed(self, position_ids: Tensor | None = None, **inputs: Any) -> dict[str, Any]:
+        return {**inputs, "position_ids": torch.arange(inputs["input_ids"].shape[1])[None]}
+
+
+class Shifting(Wrapper):
+    """Each token sees something of the token before it, whose ever it is."""
+
+    def changed(self, input_ids: Tensor, **inputs: Any) -> dict[str, Any]:
+        rows = self.inner.get_input_embeddings()(input_ids)
+        return {**inputs, "inputs_embeds": rows + 0.3 * nn.functional.pad(rows, (0, 0, 1, -1))}
+
+
+class Jumping(Wrapper):
+    """One token of each packed row goes to another expert."""
+
+    def forward(self, **inputs: Any) -> Any:
+        output = self.inner(**inputs)
+        if "packed_layout" in inputs:
+            output.logits[0, 3] += 10
+        return output
+
+
+def whole_row(q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any) -> Tensor:
+    """One causal segment, whatever the layout."""
+    row = torch.tensor([0, len(q)], dtype=torch.int32)
+    one = type(layout)(row, row, len(q), len(q), len(q))
+    return ATTENTION.load("reference")(q, k, v, one, settings)
+
+
+def top_left(q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any) -> Tensor:
+    """Segments apart, but causal masks aligned at the start of the keys."""
+    keys, values = layout.keys(k), layout.keys(v)
+    outputs = []
+    for q_, k_, v_ in layout.split(q, keys, values):
+        ends = torch.tensor([0, len(q_)], dtype=torch.int32)
+        one = type(layout)(ends, ends, len(q_), len(q_), len(q_))
+        head = k_[: len(q_)], v_[: len(q_)]
+        outputs.append(ATTENTION.load("reference")(q_, *head, one, settings))
+    return torch.cat(outputs)
+
+
+def with_the_token_before(q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any) -> Tensor:
+    """A leak of one token over each border."""
+    output = ATTENTION.load("reference")(q, k, v, layout, settings)
+    return output + 0.2 * nn.functional.pad(output, (0, 0, 0, 0, 1, -1))
+
+
+def with_the_mean(q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any) -> Tensor:
+    """A little of all values of the row."""
+    return ATTENTION.load("reference")(q, k, v, layout, settings) + 0.1 * v.mean((0, 1))
+
+
+def rounded(q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any) -> Tensor:
+    """Rounds as coarse kernels do."""
+    output = ATTENTION.load("reference")(q, k, v, layout, settings)
+    return output * (1 + 0.1 * torch.randn_like(output))
+
+
+def without(name: str) -> Callable[..., Tensor]:
+    """Attention that forgets a setting of the layer."""
+
+    def forgetful(q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any) -> Tensor:
+        settings = settings._replace(**{name: None})
+        return ATTENTION.load("reference")(q, k, v, layout, settings)
+
+    return forgetful
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "flex"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_it_passes_and_leaves_the_model_as_it_was(
+    kit: SimpleNamespace, name: str, backend: str
+) -> None:
+    torch._dynamo.reset()
+    model = kit.tiny_model(name, torch.float32).train()
+    before = model.config._attn_implementation
+    assert check_isolation(model, backend) < 1e-4
+    assert model.config._attn_implementation == before
+    assert model.training
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_it_passes_in_half_precision(kit: SimpleNamespace, name: str, dtype: torch.dtype) -> None:
+    """Also with experts, between which rounding moves tokens, and with tied heads."""
+    model = kit.tiny_family(name, torch.float32, tie_word_embeddings=name == "gemma2").to(dtype)
+    assert check_isolation(model, "auto") < 1
+
+
+def test_it_passes_with_noise_in_routers(kit: SimpleNamespace) -> None:
+    model = kit.tiny_family("mixtral", torch.float32, router_jitter_noise=0.5).train()
+    check_isolation(model, "auto")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "minimax_m2"])
+def test_routers_that_compute_in_float32_pass_in_float64(kit: SimpleNamespace, name: str) -> None:
+    assert check_isolation(kit.tiny_family(name), "reference") < 1e-3
+
+
+def test_single_tokens_may_jump_only_where_rounding_chooses_experts(kit: SimpleNamespace) -> None:
+    for name, dtype, sound in (
+        ("mixtral", torch.bfloat16, True),
+        ("mixtral", torch.float32, False),
+        ("llama", torch.bfloat16, False),
+    ):
+        model = Jumping(use_packed_attention(kit.tiny_family(name, torch.float32).to(dtype)))
+        if sound:
+            check_isolation(model)
+        else:
+            with pytest.raises(BackendError, match=OWN):
+                check_isolation(model)
+
+
+@pytest.mark.parametrize("attention", ["plain_for_tests", "sdpa", "eager"])
+def test_it_fails_on_an_unprepared_model(kit: SimpleNamespace, attention: str) -> None:
+    """Also where transformers cuts rows at restarting positions, which tears off a prefix."""
+    model = kit.tiny_model(dtype=torch.float32)
+    model.set_attn_implementation(attention)
+    with pytest.raises(BackendError, match=f"{OWN}.* Prepare the model .*'{attention}'"):
+        check_isolation(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("wrong", "layout"),
+    [
+        # Rotary positions are relative, so only shared keys stand at wrong distances.
+        (Deaf, "shared_prefix"),
+        (Shifting, "concat"),
+        (whole_row, "concat"),
+        (with_the_token_before, "concat"),
+        (with_the_mean, "concat"),
+        (top_left, "shared_prefix"),
+    ],
+)
+def test_it_fails_on_leaks_and_wrong_positions(
+    kit: SimpleNamespace,
+    new_backend: Callable[[Any], str],
+    wrong: Any,
+    layout: str,
+    dtype: torch.dtype,
+) -> None:
+    if wrong is with_the_mean and dtype == torch.bfloat16:
+        pytest.skip("within rounding")
+    model = kit.tiny_model(dtype=dtype)
+    backend = None
+    if isinstance(wrong, type):
+        model = wrong(use_packed_attention(model))
+    else:
+        backend = new_backend(wrong)
+    message = f"layout {layout}: {OWN}.*a difference of .*, where rounding gives .*the model mixes"
+    with pytest.raises(BackendError, match=message):
+        check_isolation(model, backend)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "dropped"),
+    [
+        ("gpt_oss", {}, "sinks"),
+        ("llama4_text", {"attention_chunk_size": 8}, "chunk"),
+        ("mistral", {"sliding_window": 8}, "window"),
+        ("mistral", {"sliding_window": 60, "max_position_embeddings": 128}, "window"),
+        ("gemma2", {"attn_logit_softcapping": 0.5}, "softcap"),
+    ],
+)
+def test_it_fails_where_attention_forgets_something(
+    kit: SimpleNamespace,
+    new_backend: Callable[[Any], str],
+    name: str,
+    settings: dict[str, Any],
+    dropped: str,
+) -> None:
+    model = kit.tiny_family(name, torch.float32, **settings)
+    check_isolation(model, "reference")
+    with pytest.raises(BackendError, match=f"layout concat: {OWN}"):
+        check_isolation(model, new_backend(without(dropped)))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("phimoe", {}),
+        ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 2}),
+        ("smollm3", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2}),
+    ],
+)
+@pytest.mark.parametrize("window", [8, 60])
+def test_it_fails_where_a_window_of_the_mask_is_dropped(
+    kit: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    settings: dict[str, Any],
+    window: int,
+) -> None:
+    """Packed and single sequences would agree with each other, and not with the model's own."""
+    more = {"sliding_window": window, "max_position_embeddings": 128}
+    model = kit.tiny_family(name, torch.float32, **more, **settings)
+    assert check_isolation(model, "sdpa") < 1e-3
+    monkeypatch.setattr("packstore.torch.models.model.window_of", lambda mask, keyword: keyword)
+    with pytest.raises(BackendError, match=rf"{OWN} \(eager\) .*a mask of its own"):
+        check_isolation(model, "sdpa")
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_it_fails_where_tables_come_from_the_longest_sequence(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
+    if kind == "longrope":
+        rope |= {"original_max_position_embeddings": 48}
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 1.5]}
+    settings = {"rope_parameters": rope, "max_position_embeddings": 48}
+    model = kit.tiny_family("llama", torch.float32, **settings)
+    check_isolation(model, "sdpa")
+    monkeypatch.setattr("packstore.torch.models.model._tables_by_length", lambda *_: False)
+    with pytest.raises(BackendError, match=OWN):
+        check_isolation(copy.deepcopy(model), "sdpa")
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba"])
+def test_it_fails_where_a_state_is_carried_over(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    kinds = {"layer_types": ["linear_attention", "full_attention"]} if name != "mamba" else {}
+    model = use_packed_attention(kit.tiny_family(name, torch.float32, **kinds))
+    assert check_isolation(model) < 1e-3
+    for module in mixers(model).values():
+        monkeypatch.delattr(module, "forward")
+    with pytest.raises(BackendError, match=rf"{OWN}.*outside of attention \(a convolution"):
+        check_isolation(model)
+
+
+def test_weights_that_are_not_finite_are_named(kit: SimpleNamespace) -> None:
+    model = kit.tiny_model(dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight[0] = float("nan")
+    with pytest.raises(CompatibilityError, match="its logits must be finite; found nan"):
+        check_isolation(model, "sdpa")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01])
+def test_it_says_when_it_cannot_tell(
+    kit: SimpleNamespace, new_backend: Callable[[Any], str], share: float
+) -> None:
+    """Attention that hardly matters, in coarse numbers."""
+    model = kit.tiny_model(dtype=torch.bfloat16)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= share
+    torch.manual_seed(0)
+    with pytest.raises(BackendError, match=r"a token moves the logits of .*the probe in float32"):
+        check_isolation(model, new_backend(rounded))
+
+
+def test_lengths_that_are_not_reached_are_named(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Long sequences are compared with sdpa, whose scores are not held at once."""
+    monkeypatch.setattr(probe, "SCORES", 4 * 99**2)
+    positions = {"sliding_window": 100, "max_position_embeddings": 10_000}
+    model = kit.tiny_family("mistral", torch.float32, **positions)
+    with caplog.at_level("INFO", "packstore"):
+        check_isolation(model, "sdpa")
+        assert "was compared" not in caplog.text
+        monkeypatch.setattr(probe, "SCORES", 0)
+        with pytest.raises(BackendError, match=rf"{OWN} \(sdpa\)"):
+            check_isolation(Deaf(use_packed_attention(model, "sdpa")))
+        weights = sum(map(torch.numel, model.parameters()))
+        monkeypatch.setitem(probe.WORK, "cpu", 99 * 6 * weights)
+        check_isolation(model, "sdpa")
+    assert "the probe stops at 99 tokens: nothing beyond 100 was compared" in caplog.text
