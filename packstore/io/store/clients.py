@@ -97,8 +97,9 @@ def _make_parent(fs: Any, path: str) -> None:
 
 
 def put_file(fs: Any, local_path: str, path: str) -> None:
-    """Uploads a file, a few parts in memory at a time (for S3 see `s3_upload`)."""
+    """Uploads a file, a few parts in memory at a time."""
     how: dict[str, dict[str, Any]] = {
+        "s3fs": {"chunksize": PART_BYTES, "max_concurrency": PARTS_AT_ONCE},
         "gcsfs": {"chunksize": PART_BYTES},
         "adlfs": {"max_concurrency": PARTS_AT_ONCE},
     }

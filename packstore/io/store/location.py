@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from packstore.config import RetryConfig
 from packstore.errors import DatasetExistsError, FormatError, StorageError, display, quote, sentence
-from packstore.io.store import clients, local, s3_upload
+from packstore.io.store import clients, local
 from packstore.io.store.error_causes import is_passing
 from packstore.io.store.retried_stream import retried_stream
 from packstore.io.store.retry import retrying
@@ -173,9 +173,6 @@ class Location:
             with self.guard("write", path):
                 local.in_its_folder(full, partial(os.replace, local_path, full))
                 local.sync_folder(os.path.dirname(full))
-        elif clients.is_s3fs(fs):
-            with self.guard("write", path):
-                s3_upload.upload(fs, local_path, full, partial(self.request, "write", path))
         else:
             self.request("write", path, lambda: clients.put_file(fs, local_path, full))
 

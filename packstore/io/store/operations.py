@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NamedTuple
 
-from packstore.io.store import clients, local, s3_upload
+from packstore.io.store import clients, local
 from packstore.io.store.location import Location
 
 AT_ONCE = 16
@@ -55,20 +55,26 @@ def uploads(location: Location) -> list[Upload] | None:
     fs, full = location._at("")
     if not clients.is_s3fs(fs):
         return None
-    root = full.strip("/") + "/"
-    return [
-        Upload(path.removeprefix(root), _since(began), upload_id)
-        for path, began, upload_id in s3_upload.unfinished(
-            fs, full, partial(location.request, "list", "")
-        )
-        if path.startswith(root)
-    ]
+    bucket, prefix, _ = fs.split_path(full.strip("/") + "/")
+    query, found = {"Bucket": bucket, "Prefix": prefix}, list[Upload]()
+    while True:
+        call = partial(fs.call_s3, "list_multipart_uploads", **query)
+        page = location.request("list", "", call)
+        for upload in page.get("Uploads", ()):
+            path = upload["Key"].removeprefix(prefix)
+            found.append(Upload(path, _since(upload["Initiated"]), upload["UploadId"]))
+        if not page.get("IsTruncated"):
+            return found
+        query |= {f"{name}Marker": page[f"Next{name}Marker"] for name in ("Key", "UploadId")}
 
 
 def abort_upload(location: Location, upload: Upload) -> None:
     """Aborts an unfinished upload, and frees its storage."""
     fs, full = location._at(upload.path)
-    s3_upload.abort(fs, full, upload.id, partial(location.request, "remove", upload.path))
+    bucket, key, _ = fs.split_path(full)
+    target = {"Bucket": bucket, "Key": key, "UploadId": upload.id}
+    call = partial(fs.call_s3, "abort_multipart_upload", **target)
+    location.request("remove", upload.path, call)
 
 
 def run_parallel(calls: Iterable[Callable[[], object]], at_once: int = AT_ONCE) -> None:
