@@ -113,8 +113,7 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
 def _records(stream: BinaryIO) -> Iterator[object]:
     """Yields the records of JSON lines."""
     from packstore.io.inputs.files import BLOCK_BYTES
-    from packstore.io.inputs.formats import FORMATS
-    from packstore.io.inputs.pieces import ReadOptions
+    from packstore.io.inputs.pieces import FORMATS, ReadOptions
 
     lines, name = FORMATS.load("jsonl"), "<standard input>"
     for piece in lines.read(stream, name, ReadOptions(block_bytes=BLOCK_BYTES)):

@@ -27,7 +27,6 @@ from packstore.io.shards.shard import ShardInfo
 from packstore.io.store.location import Location
 from packstore.io.store.operations import copy_file, run_parallel
 from packstore.io.store.staging import Staging
-from packstore.io.store.storage_errors import as_storage_errors
 from packstore.io.write.write_job import AppendedBefore, WriteJob, writing
 from packstore.progress import Progress
 
@@ -253,20 +252,14 @@ def _copy(
         if target.size(path) == shard.bytes:
             return
         raise _changed(source, shard)
-    local, digest = staging.path(), hashlib.sha256()
-    with (
-        as_storage_errors("write", local, {}),
-        source.open_read(shard.path) as reader,
-        open(local, "xb") as file,
-    ):
+    digest = hashlib.sha256()
+    with source.open_read(shard.path) as reader, staging.file() as file:
         while chunk := reader.read(_CHUNK):
             digest.update(chunk)
             file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
     if digest.hexdigest() != shard.sha256:
         raise _changed(source, shard)
-    staging.store(local, path)
+    staging.store(file.name, path)
 
 
 def _changed(source: Location, shard: ShardInfo) -> IntegrityError:

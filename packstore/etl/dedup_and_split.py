@@ -13,7 +13,7 @@ import numpy as np
 from packstore.config import SelectConfig
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Int64, Tally
 from packstore.format.seeds import U64, derive, mixed
-from packstore.io.inputs.formats import place_of
+from packstore.io.inputs.pieces import place_of
 
 TRAIN, VALIDATION = "train", "validation"
 

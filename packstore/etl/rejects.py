@@ -14,7 +14,6 @@ from typing import IO, Any, Self
 
 from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import Sample
-from packstore.io.store.local import finish_file
 from packstore.io.store.location import Location
 from packstore.io.store.staging import BESIDE, Staging
 from packstore.io.store.storage_errors import as_storage_errors
@@ -70,12 +69,10 @@ class RejectsFile:
         if self._place is None or self._file is None:
             return
         with Staging(self._place, BESIDE) as staging:
-            path = staging.path()
-            with as_storage_errors("write", path, {}), open(path, "xb") as file:
+            with staging.file() as file:
                 self._file.seek(0)
                 shutil.copyfileobj(self._file, file)
-                finish_file(file, staging.durable)
-            staging.store(path, "")
+            staging.store(file.name, "")
 
     def __enter__(self) -> Self:
         return self

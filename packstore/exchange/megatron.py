@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING
 from packstore.config import setting
 from packstore.errors import ConfigError, PackstoreError, sentence
 from packstore.exchange import Exported, Exporter, ExportOptions, exists
-from packstore.io.store.local import finish_file
 from packstore.io.store.location import Location
 from packstore.io.store.operations import remove_empty
 from packstore.io.store.staging import Staging
-from packstore.io.store.storage_errors import as_storage_errors
 
 if TYPE_CHECKING:
     from packstore.exchange._megatron_rows import Figures
@@ -103,11 +101,10 @@ def _run(
                     shards.write(last)
             finally:
                 shards.close()
-            path, figures = staging.path(), rows.figures
-            with as_storage_errors("write", path, {}), open(path, "xb") as file:
+            figures = rows.figures
+            with staging.file() as file:
                 file.write(json.dumps([figures.metadata(pack_size)]).encode())
-                finish_file(file, staging.durable)
-            _publish(place, staging, {**shards.paths, METADATA: path}, earlier)
+            _publish(place, staging, {**shards.paths, METADATA: file.name}, earlier)
     finally:
         if is_new:
             remove_empty(place, "")

@@ -14,10 +14,8 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 
 from packstore.exchange import Exported, Exporter, ExportOptions, exists
-from packstore.io.store.local import finish_file
 from packstore.io.store.location import Location
 from packstore.io.store.staging import BESIDE, Staging
-from packstore.io.store.storage_errors import as_storage_errors
 
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
@@ -38,13 +36,11 @@ def _run(dataset: Dataset, place: Location, options: ExportOptions, progress: Pr
     if not options.overwrite and place.exists():
         raise exists(place, "a file")
     with Staging(place, BESIDE) as staging:
-        path = staging.path()
-        with as_storage_errors("write", place.url, {}), open(path, "xb") as file:
+        with staging.file() as file:
             longest = _write(dataset, file, progress)
-            finish_file(file, staging.durable)
         if not options.overwrite and place.exists():
             raise exists(place, "a file")
-        staging.store(path, "")
+        staging.store(file.name, "")
     facts = {
         "packs": len(dataset),
         "pairs": dataset.manifest.pairs,

@@ -11,7 +11,7 @@ import numpy as np
 
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Int32, Int64, Packs
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.inputs.formats import place_of
+from packstore.io.inputs.pieces import place_of
 from packstore.pack.layout import round_up
 from packstore.pages.texts import Decode, TokenTexts, shown
 

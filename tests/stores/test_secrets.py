@@ -22,8 +22,8 @@ from packstore.io.maintain.clean import clean
 from packstore.io.maintain.preflight import preflight
 from packstore.io.side.side import SideWriter, open_side
 from packstore.io.store.location import Location
-from packstore.io.store.redact import Secrets
 from packstore.io.store.staging import Staging
+from packstore.io.store.storage_errors import Secrets
 from packstore.tokenizer import load_tokenizer
 
 QUICK = {"retry_attempts": 2, "retry_backoff": 0.01}

@@ -20,7 +20,7 @@ from packstore.etl.provenance import absent_fields
 from packstore.etl.reports.lint import TextLint
 from packstore.etl.sources import RecordExampleReader, open_examples
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Sample, Tally
-from packstore.io.inputs.formats import place_of
+from packstore.io.inputs.pieces import place_of
 from packstore.progress import Progress
 from packstore.tokenizer import Tokenizer
 from packstore.tokenizer.refusals import REASONS

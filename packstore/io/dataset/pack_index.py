@@ -29,10 +29,8 @@ from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.stored_file import StoredFile, decoding, read_stored
 from packstore.io.shards.parquet import check_group, open_parquet, read_group
 from packstore.io.shards.shard import ShardInfo
-from packstore.io.store import local
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
-from packstore.io.store.storage_errors import as_storage_errors
 
 SCHEMA = pa.schema(
     [
@@ -64,9 +62,9 @@ def put_index(location: Location, sizes: Iterable[PackSizes], version: int) -> S
     if first is None:
         return None
     with Staging(location, (FOLDER,)) as staging:
-        path = staging.path()
-        with as_storage_errors("write", path, {}), open(path, "xb") as file:
-            with pq.ParquetWriter(
+        with (
+            staging.file() as file,
+            pq.ParquetWriter(
                 file,
                 SCHEMA,
                 compression="zstd",
@@ -75,13 +73,13 @@ def put_index(location: Location, sizes: Iterable[PackSizes], version: int) -> S
                 write_statistics=False,
                 write_page_checksum=True,
                 store_schema=False,
-            ) as writer:
-                for one in itertools.chain([first], shards):
-                    writer.write_table(_table(one), len(one))
-            local.finish_file(file, durable=staging.durable)
-            info = StoredFile.of("", path)
+            ) as writer,
+        ):
+            for one in itertools.chain([first], shards):
+                writer.write_table(_table(one), len(one))
+        info = StoredFile.of("", file.name)
         info = replace(info, path=f"{FOLDER}/packs-{version:06d}-{info.sha256[:16]}.index")
-        location.put_file(path, info.path)
+        staging.store(file.name, info.path)
         return info
 
 

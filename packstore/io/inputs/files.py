@@ -19,11 +19,9 @@ from typing import Any, BinaryIO
 from packstore.config import NOT_TEXT, SPELLINGS, PackConfig
 from packstore.errors import InputError, quote, sentence, spelled
 from packstore.format.arrays import Rows
-from packstore.io.inputs.formats import COMPRESSIONS, FORMATS, SUFFIXES, format_of
-from packstore.io.inputs.hive import hive_columns, hive_files
-from packstore.io.inputs.memory import is_table, record_pieces, table_records
-from packstore.io.inputs.pieces import ReadOptions
+from packstore.io.inputs.pieces import COMPRESSIONS, FORMATS, SUFFIXES, ReadOptions, format_of
 from packstore.io.inputs.streams import CHUNK, HashedStream, decompressed, staged
+from packstore.io.inputs.tables import is_table, record_pieces, table_records
 from packstore.io.manifest.commit import FOLDER
 from packstore.io.store.location import Location
 
@@ -42,9 +40,8 @@ class Input:
         ordinal: position among the inputs, from 0.
         path: as given by the user, without secrets.
         location: of the file.
-        format: a name in :data:`packstore.io.inputs.formats.FORMATS`.
+        format: a name in :data:`packstore.io.inputs.pieces.FORMATS`.
         compression: ``gzip``, ``zstd`` or None.
-        columns: fields of all its records, from the names of its folders (``lang=en``).
     """
 
     ordinal: int
@@ -52,7 +49,6 @@ class Input:
     location: Location
     format: str
     compression: str | None
-    columns: Mapping[str, str | int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +63,6 @@ class Block:
         first: ordinal of the first line, row or item, from 0.
         records: number of records.
         payload: argument of the format's `parse`.
-        columns: fields of all records, from the names of folders; a record's own take precedence.
     """
 
     source: int
@@ -77,7 +72,6 @@ class Block:
     first: int
     records: int
     payload: Any = field(repr=False)
-    columns: Mapping[str, str | int | None] = field(default_factory=dict)
 
     def parse(self) -> Rows:
         """Parses the payload into records.
@@ -86,8 +80,6 @@ class Block:
             InputError: a record violates the format; the text names its place.
         """
         ordinals, values = FORMATS.load(self.format).parse(self.payload, self.path, self.first)
-        if self.columns:
-            values = [{**self.columns, **v} if type(v) is dict else v for v in values]
         return Rows(self.source, self.path, self.unit, ordinals, values)
 
 
@@ -155,7 +147,7 @@ class InputReader:
         """Returns `path`, `bytes`, `sha256` and `records` of each input read to its end.
 
         Bytes and hash are of the stored file; for inputs in memory, of the records as JSON lines
-        (see :func:`packstore.io.inputs.memory.record_pieces`).
+        (see :func:`packstore.io.inputs.tables.record_pieces`).
         """
         return list(self._sources)
 
@@ -176,8 +168,7 @@ class InputReader:
                 stream = raw
             for piece in form.read(stream, item.path, self._options):
                 records += piece.records
-                place = item.ordinal, item.path, item.format, form.unit
-                yield Block(*place, *piece, item.columns)
+                yield Block(item.ordinal, item.path, item.format, form.unit, *piece)
         self._note(item.path, hashed.bytes, hashed.sha256, records)
 
     def _read_memory(self, path: str, values: Iterable[object]) -> Iterator[Block]:
@@ -206,14 +197,14 @@ def expand(
     """
     given = [source] if isinstance(source, str | os.PathLike) else source
     inputs: list[Input] = []
-    for one in given:
-        for path, place, columns in _files(os.fspath(one), storage_options or {}):
+    for url in given:
+        for path, place in _files(os.fspath(url), storage_options or {}):
             form, compression = format_of(path)
             if form is None:
-                must, found = f"its name must end in {_KNOWN}", quote(os.path.basename(path))
-                do = "Rename it, or name the wanted files alone"
-                raise InputError(sentence(path, must, found, do))
-            inputs.append(Input(len(inputs), path, place, form, compression, columns))
+                rule, name = f"its name must end in {_KNOWN}", quote(os.path.basename(path))
+                remedy = "Rename it, or name the wanted files alone"
+                raise InputError(sentence(path, rule, name, remedy))
+            inputs.append(Input(len(inputs), path, place, form, compression))
     return inputs
 
 
@@ -226,16 +217,13 @@ def json_columns(config: PackConfig) -> frozenset[str]:
     return frozenset(itertools.chain(*names, typed))
 
 
-File = tuple[str, Location, Mapping[str, str | int | None]]
-
-
-def _files(url: str, options: Mapping[str, Any]) -> list[File]:
-    """Returns the path, as a user would write it, the location and the columns of each file."""
+def _files(url: str, options: Mapping[str, Any]) -> list[tuple[str, Location]]:
+    """Returns the path, as a user would write it, and the location of each file."""
     location = Location(url, options)
     if location.is_dir():
         return _files_of_folder(location)
     if location.exists():
-        return [(location.display, location, {})]
+        return [(location.display, location)]
     # In a URL a question mark starts the query.
     if not any(c in url for c in ("*[" if "://" in url else "*?[")):
         location.files()  # raises if the bucket is missing
@@ -243,23 +231,20 @@ def _files(url: str, options: Mapping[str, Any]) -> list[File]:
     dotted = os.path.basename(url).startswith(".")
     matches = [m for m in location.glob() if dotted or not os.path.basename(m.url).startswith(".")]
     if not matches:
-        must = "the pattern must match at least one file"
-        raise InputError(sentence(location.display, must, "none", "Check the pattern"))
+        rule = "the pattern must match at least one file"
+        raise InputError(sentence(location.display, rule, "none", "Check the pattern"))
     relative = "://" not in url and not os.path.isabs(url)
-    paths = [spelled(os.path.relpath(m.url)) if relative else m.display for m in matches]
-    return [(path, match, {}) for path, match in zip(paths, matches, strict=True)]
+    return [(spelled(os.path.relpath(m.url)) if relative else m.display, m) for m in matches]
 
 
-def _files_of_folder(folder: Location) -> list[File]:
+def _files_of_folder(folder: Location) -> list[tuple[str, Location]]:
     if folder.is_dir(FOLDER):
-        must = "must be a file or folder of records"
-        do = "Give it to pack() alone, as the whole input, to pack it anew"
-        raise InputError(sentence(folder.display, must, "a packed dataset", do))
+        rule = "must be a file or folder of records"
+        remedy = "Give it to pack() alone, as the whole input, to pack it anew"
+        raise InputError(sentence(folder.display, rule, "a packed dataset", remedy))
     names = [name for name, _ in folder.files() if name[0] not in "._" and format_of(name)[0]]
-    names += [name for name in hive_files(folder) if format_of(name)[0]]
     if not names:
-        must = f"the folder must hold a file named {_KNOWN}"
-        raise InputError(sentence(folder.display, must, "none", "Name the files, or a glob"))
+        rule = f"the folder must hold a file named {_KNOWN}"
+        raise InputError(sentence(folder.display, rule, "none", "Name the files, or a glob"))
     places = [folder.join(name) for name in names]
-    columns = hive_columns(names)
-    return [(p.display, p, own) for p, own in zip(places, columns, strict=True)]
+    return [(place.display, place) for place in places]

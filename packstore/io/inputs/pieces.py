@@ -1,13 +1,19 @@
-"""Parts of an input file, and the functions of a format that read and parse them."""
+"""Parts of an input file, and the formats: functions that read and parse them.
+
+One process reads: :attr:`Format.read` cuts a file into payloads and inspects records as little as
+possible. Workers parse: :attr:`Format.parse` turns a payload into records.
+"""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
 from packstore.errors import InputError, quote, sentence
+from packstore.registry import Registry
 
 MAX_RECORD_BYTES = 64 << 20
 """Maximum length of a record; a longer one means that the file is broken."""
@@ -77,3 +83,55 @@ class Format:
     read: Callable[[BinaryIO, str, ReadOptions], Iterator[Piece]]
     parse: Callable[[Any, str, int], tuple[Sequence[int], Sequence[object]]]
     random_access: bool = False
+
+
+FORMATS: Registry[Format] = Registry(
+    "input format",
+    {
+        "jsonl": "packstore.io.inputs.text:JSONL",
+        "json": "packstore.io.inputs.text:JSON",
+        "parquet": "packstore.io.inputs.tables:PARQUET",
+        "arrow": "packstore.io.inputs.tables:ARROW",
+        "csv": "packstore.io.inputs.text:CSV",
+        "tsv": "packstore.io.inputs.text:TSV",
+    },
+)
+
+SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+    ".csv": "csv",
+    ".tsv": "tsv",
+}
+"""Suffix of a file name -> its format."""
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+"""Last suffix of a file name -> its compression."""
+
+
+def format_of(path: str) -> tuple[str | None, str | None]:
+    """Returns format and compression by the name of a file; None if the name has none."""
+    stem, suffix = os.path.splitext(path.lower())
+    compression = COMPRESSIONS.get(suffix)
+    if compression:
+        suffix = os.path.splitext(stem)[1]
+    return SUFFIXES.get(suffix), compression
+
+
+def place_of(path: str, ordinal: int) -> str:
+    """Returns the place of a record, in the form of :meth:`packstore.format.arrays.Rows.where`.
+
+    Args:
+        path: of its input, as in `sources`.
+        ordinal: of its line, row or item, from 0.
+    """
+    form, _ = format_of(path)
+    units = {"<table>": "row", "<iterable>": "item"}
+    unit = FORMATS.load(form).unit if form else units.get(path, "record")
+    return f"{path}, {unit} {ordinal + 1}"

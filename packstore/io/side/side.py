@@ -27,10 +27,8 @@ from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.side_manifest import REF_LOGPS, SIDE, SideManifest, SideShard
 from packstore.io.manifest.stored_file import StoredFile
 from packstore.io.side.side_reader import Side, open_side
-from packstore.io.store.local import finish_file
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
-from packstore.io.store.storage_errors import as_storage_errors
 from packstore.io.write.write_job import writing
 from packstore.version import VERSION
 
@@ -177,23 +175,20 @@ class SideWriter:
         self._pending = table.slice(rows).to_batches()
         self._pending_rows -= rows
         table = table.slice(0, rows).sort_by("example_ids").combine_chunks()
-        local = self._staging.path()
-        with as_storage_errors("write", local, {}):
-            with open(local, "xb") as file:
-                pq.write_table(
-                    table,
-                    file,
-                    compression="zstd",
-                    use_dictionary=False,
-                    write_statistics=False,
-                    write_page_checksum=True,
-                    store_schema=True,
-                )
-                finish_file(file, durable=True)
-            found = StoredFile.of("", local)
+        with self._staging.file() as file:
+            pq.write_table(
+                table,
+                file,
+                compression="zstd",
+                use_dictionary=False,
+                write_statistics=False,
+                write_page_checksum=True,
+                store_schema=True,
+            )
+        found = StoredFile.of("", file.name)
         path = f"{DATA}/{self._run}-{len(self._shards):05d}-{found.sha256[:16]}.parquet"
         shard = SideShard(path=path, bytes=found.bytes, sha256=found.sha256, rows=rows)
-        self._staging.store(local, path)
+        self._staging.store(file.name, path)
         self._shards.append(shard)
 
 

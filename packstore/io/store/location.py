@@ -21,8 +21,7 @@ from packstore.config import RetryConfig
 from packstore.errors import DatasetExistsError, FormatError, StorageError, display, quote, sentence
 from packstore.io.store import clients, local
 from packstore.io.store.error_causes import is_passing
-from packstore.io.store.retried_stream import retried_stream
-from packstore.io.store.retry import retrying
+from packstore.io.store.retry import RetriedFile, retrying
 from packstore.io.store.storage_errors import (
     as_storage_errors,
     means_exists,
@@ -107,28 +106,21 @@ class Location:
 
     def size(self, path: str = "") -> int:
         """Returns the bytes of the file."""
-        fs, full = self._at(path)
+        fs, full = self.filesystem(path)
         return int(self.request("read", path, lambda: fs.info(full))["size"] or 0)
 
     def files(self, path: str = "") -> list[Entry]:
         """Lists the files directly in a folder, by name; empty if the folder is missing."""
-        fs, full = self._at(path)
-
-        found = self.request("list", path, partial(clients.ls, fs, full, self.url))
-        return sorted(Entry(name, int(e["size"] or 0)) for name, e in found if e["type"] == "file")
-
-    def folders(self, path: str = "") -> list[str]:
-        """Lists the names of the folders directly in a folder; empty if the folder is missing."""
-        fs, full = self._at(path)
-
-        found = self.request("list", path, partial(clients.ls, fs, full, self.url))
-        return sorted(name for name, entry in found if entry["type"] == "directory")
+        fs, full = self.filesystem(path)
+        entries = self.request("list", path, partial(clients.ls, fs, full, self.url))
+        files = ((name, info) for name, info in entries if info["type"] == "file")
+        return sorted(Entry(name, int(info["size"] or 0)) for name, info in files)
 
     def glob(self) -> list[Location]:
         """Lists the files that match the URL as a pattern (``*``, ``**``, ``?``, ``[...]``)."""
         fs, full = self._open()
-        found = self.request("list", "", lambda: clients.glob(fs, full, self.url))
-        paths = sorted(path for path, info in found.items() if info["type"] == "file")
+        matches = self.request("list", "", lambda: clients.glob(fs, full, self.url))
+        paths = sorted(path for path, info in matches.items() if info["type"] == "file")
         urls = paths if local.is_local(fs) else [fs.unstrip_protocol(p) for p in paths]
         return [Location(url, self.storage_options) for url in urls]
 
@@ -137,7 +129,7 @@ class Location:
 
         `how` are options of fsspec's ``open``, such as ``cache_type``.
         """
-        fs, full = self._at(path)
+        fs, full = self.filesystem(path)
 
         def opened() -> Any:
             if local.is_local(fs):
@@ -145,13 +137,12 @@ class Location:
             return fs.open(full, "rb", **how)
 
         raw = self.request("read", path, opened)
-        return retried_stream(
-            raw, partial(self.request, "read", path), partial(self.guard, "read", path)
-        )
+        request, guard = partial(self.request, "read", path), partial(self.guard, "read", path)
+        return io.BufferedReader(RetriedFile(raw, request, guard), 1 << 20)
 
     def read_bytes(self, path: str = "", start: int | None = None, end: int | None = None) -> bytes:
         """Reads bytes `start` to `end` (exclusive) of the file; fewer if it is shorter."""
-        fs, full = self._at(path)
+        fs, full = self.filesystem(path)
 
         def read() -> bytes:
             if local.is_local(fs):
@@ -168,7 +159,7 @@ class Location:
         On a local disk it is renamed, so it must be on the same filesystem; elsewhere it is
         uploaded, a few parts at a time.
         """
-        fs, full = self._at(path)
+        fs, full = self.filesystem(path)
         if local.is_local(fs):
             with self.guard("write", path):
                 local.in_its_folder(full, partial(os.replace, local_path, full))
@@ -185,7 +176,7 @@ class Location:
         Raises:
             DatasetExistsError: the file exists; it is not changed.
         """
-        fs, full = self._at(path)
+        fs, full = self.filesystem(path)
         on_disk, maybe_ours = local.is_local(fs), clients.retries_itself(fs)
 
         def create() -> None:
@@ -209,7 +200,7 @@ class Location:
 
     def remove(self, path: str) -> None:
         """Removes the file, if it exists."""
-        fs, full = self._at(path)
+        fs, full = self.filesystem(path)
 
         def remove() -> None:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -223,8 +214,10 @@ class Location:
             info = self._info(path) or {}
         except StorageError:
             return ""
-        found = ((name, str(info[name]).strip('"')) for name in _VERSIONS if info.get(name))
-        return next((f"{name} {value}" for name, value in found if value != "null"), "")
+        for name in _VERSIONS:
+            if (value := str(info.get(name) or "null").strip('"')) != "null":
+                return f"{name} {value}"
+        return ""
 
     def request(self, verb: str, path: str, call: Callable[[], T]) -> T:
         """Returns the result of `call`, one request to the filesystem about `path`.
@@ -242,8 +235,12 @@ class Location:
         """Turns all errors of a filesystem in this context into a :class:`StorageError`."""
         return as_storage_errors(verb, self.join(path).url, self.storage_options)
 
+    def filesystem(self, path: str = "") -> tuple[Any, str]:
+        """Returns the filesystem of this process, and the full path of `path` in it."""
+        fs, root = self._open()
+        return fs, f"{root.rstrip('/')}/{path}" if path else root
+
     def _open(self) -> tuple[Any, str]:
-        """Returns the filesystem of this process, and the path in it."""
         cached = self.__dict__.get("_filesystem")
         if cached is None or cached[0] != os.getpid():
             options = self._split_options[1]
@@ -265,12 +262,8 @@ class Location:
     def _split_options(self) -> tuple[RetryConfig, dict[str, Any]]:
         return RetryConfig.split(self.storage_options)
 
-    def _at(self, path: str) -> tuple[Any, str]:
-        fs, root = self._open()
-        return fs, f"{root.rstrip('/')}/{path}" if path else root
-
     def _info(self, path: str) -> Mapping[str, Any] | None:
-        fs, full = self._at(path)
+        fs, full = self.filesystem(path)
 
         def info() -> Mapping[str, Any] | None:
             fs.invalidate_cache()

@@ -39,7 +39,7 @@ def list_folder(location: Location, folder: str) -> list[ListedFile]:
 
     Does not follow a link to a folder, which may belong to another program.
     """
-    fs, full = location._at(folder)
+    fs, full = location.filesystem(folder)
     if location.local_path is not None and os.path.islink(full):
         return []
     entries = location.request("list", folder, partial(clients.ls, fs, full))
@@ -52,7 +52,7 @@ def uploads(location: Location) -> list[Upload] | None:
 
     Returns None if its store cannot list them.
     """
-    fs, full = location._at("")
+    fs, full = location.filesystem("")
     if not clients.is_s3fs(fs):
         return None
     bucket, prefix, _ = fs.split_path(full.strip("/") + "/")
@@ -70,7 +70,7 @@ def uploads(location: Location) -> list[Upload] | None:
 
 def abort_upload(location: Location, upload: Upload) -> None:
     """Aborts an unfinished upload, and frees its storage."""
-    fs, full = location._at(upload.path)
+    fs, full = location.filesystem(upload.path)
     bucket, key, _ = fs.split_path(full)
     target = {"Bucket": bucket, "Key": key, "UploadId": upload.id}
     call = partial(fs.call_s3, "abort_multipart_upload", **target)
@@ -99,7 +99,7 @@ def remove_empty(location: Location, *folders: str) -> None:
 
 def replace_bytes(location: Location, path: str, data: bytes) -> None:
     """Writes a small file atomically; replaces an existing one."""
-    fs, full = location._at(path)
+    fs, full = location.filesystem(path)
     if local.is_local(fs):
         with location.guard("write", path):
             local.in_its_folder(full, partial(local.replace, full, data))
@@ -113,8 +113,8 @@ def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
     A local copy is a hard link if the disk supports them. Returns False, and does nothing, if the
     two locations are in different stores.
     """
-    fs, full = source._at(path)
-    other, there = target._at(to)
+    fs, full = source.filesystem(path)
+    other, there = target.filesystem(to)
     if local.is_local(fs) and local.is_local(other):
         with target.guard("write", to):
             local.link(full, there)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
 import threading
-from typing import Self
+from collections.abc import Iterator
+from typing import IO, Self
 
 from packstore.io.store import local
 from packstore.io.store.location import Location
@@ -53,6 +55,14 @@ class Staging:
                     self._folder = tempfile.mkdtemp(prefix=PREFIX, dir=first)
             self._count += 1
             return os.path.join(self._folder, str(self._count))
+
+    @contextlib.contextmanager
+    def file(self) -> Iterator[IO[bytes]]:
+        """Opens a new file, complete once the context ends without an error; it has a `name`."""
+        path = self.path()
+        with as_storage_errors("write", path, {}), open(path, "xb") as file:
+            yield file
+            local.finish_file(file, self.durable)
 
     def store(self, local_path: str, path: str) -> None:
         """Moves or uploads a finished file of the folder to `path` in the place."""

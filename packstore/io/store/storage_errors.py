@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import quote as percent
 
 from packstore.errors import (
     MissingExtraError,
@@ -16,8 +18,19 @@ from packstore.errors import (
 )
 from packstore.io.store.clients import BUCKETS, EXTRAS
 from packstore.io.store.error_causes import DENIED, NO_BUCKET, Cause, cause_of, code_of
-from packstore.io.store.redact import Secrets
 from packstore.registry import missing_extra
+
+_NAME = re.compile(r"key|secret|token|pass|cred|sas|auth|connection|headers|cookie|sig", re.I)
+_HIDDEN = "***"
+# Patterns of secrets in messages of clients that were not given as options: they came from the
+# environment, a profile, or a signed URL.
+_FORMS = re.compile(
+    r"(?P<name>(?:AccountKey|SharedAccessSignature|X-Amz-(?:Signature|Credential|Security-Token)"
+    r"|[?&;]sig|Authorization|aws_secret_access_key|aws_session_token)\s*[=:]\s*"
+    r"|Bearer\s+|://)"
+    r"(?P<value>(?<=://)[^/\s]+(?=@)|(?<!://)[^&;\s'\",)]+)",
+    re.I,
+)
 
 _PAYER = "if its bucket lets the requester pay, add the storage option requester_pays=true"
 
@@ -91,3 +104,63 @@ def _storage_error(
     named = StorageError(sentence(display(url), f"cannot {verb}", what, cause.do))
     named.passing = cause.passing
     return named
+
+
+class Secrets:
+    """The secrets in the URL and the storage options of a location."""
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        texts = {*_of_url(url), *_of_options(options)}
+        forms = {form for text in texts for form in (text, percent(text, safe=""))}
+        self._texts = sorted(forms, key=len, reverse=True)
+
+    def hide(self, text: str) -> str:
+        """Returns `text` with every secret replaced."""
+        for secret in self._texts:
+            text = text.replace(secret, _HIDDEN)
+        return _FORMS.sub(lambda m: m["name"] + _HIDDEN, text)
+
+    def hide_in(self, error: BaseException) -> BaseException:
+        """Returns the error; if it or a cause of it contains secrets, a copy without them.
+
+        The copy has the builtin subclass of OSError that the error derives from, or Exception.
+        """
+        link: BaseException | None = error
+        while link is not None:
+            if self.hide(str(link)) != str(link):
+                own = (k for k in type(error).__mro__ if k.__module__ == "builtins")
+                kind = next((k for k in own if issubclass(k, OSError)), Exception)
+                return kind(f"{type(error).__name__}: {self.hide(str(error))}")
+            link = link.__cause__ or link.__context__
+        return error
+
+
+def _of_url(url: str) -> Iterator[str]:
+    for scheme, login, rest, _ in logins(url):
+        if login:
+            yield login
+            password = login.partition(":")[2]
+            # Clients may split a login at other characters than its author, and show the parts.
+            pieces = [p for p in re.split("[@:/?#]", password) if len(p) > 2]
+            yield from filter(None, (password, *pieces))
+        if scheme and (query := rest.partition("?")[2]):
+            yield query
+    if any(login.login and not login.rest for login in logins(url)):
+        # The end of the login is unknown: hide all that may belong to it or to a query.
+        yield from (p for p in re.split("[@&]", url.partition("?")[2]) if len(p) > 2)
+
+
+def _of_options(options: Any, hide: bool = False) -> Iterator[str]:
+    """Yields all texts in nested options under names that suggest a secret."""
+    if isinstance(options, Mapping):
+        for key, value in options.items():
+            yield from _of_options(value, hide or bool(_NAME.search(str(key))))
+    elif isinstance(options, list | tuple):
+        for value in options:
+            yield from _of_options(value, hide)
+    elif hide and len(str(options)) > 3:
+        yield str(options)
+        for part in re.split(r"[;&]", str(options)):  # a connection string, a signature
+            name, _, value = part.partition("=")
+            if len(value) > 3 and _NAME.search(name):
+                yield value

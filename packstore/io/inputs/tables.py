@@ -1,0 +1,224 @@
+"""Tables as records: Parquet and Arrow files, tables, frames and iterables in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from packstore.errors import InputError, PackstoreError, quote, sentence
+from packstore.io.inputs.pieces import Format, Piece, ReadOptions, cut, refuse_equal_names
+
+BATCH_ROWS = 1024
+"""Rows decoded at once."""
+
+BATCH_BYTES = 1 << 30
+"""Maximum bytes of a batch's values in a column, if each is the longest of its dictionary."""
+
+# Type and uncompressed size: the first two fields, always present, of a page header (PageHeader in
+# parquet.thrift of apache/parquet-format) in Thrift's compact protocol.
+_DICTIONARY_HEADER = re.compile(rb"\x15\x04\x15([\x80-\xff]{0,4}[\x00-\x7f])", re.DOTALL)
+_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)  # our threads read; see io/dataset/reader.py
+
+
+def is_table(source: object) -> bool:
+    """Returns True for an Arrow table or reader, a Polars frame, or a similar object."""
+    return any(hasattr(source, name) for name in ("__arrow_c_stream__", "sink_ipc"))
+
+
+def table_records(table: Any) -> Iterator[object]:
+    """Yields the rows of a table, converted a few at a time.
+
+    `table` has the Arrow PyCapsule stream interface, or is a Polars LazyFrame, whose rows are
+    copied to a temporary file.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_as_input_error("<table>", "must be a readable table"))
+        if hasattr(table, "sink_ipc"):
+            copy = stack.enter_context(tempfile.TemporaryFile())
+            _run(table, copy)
+            batches = _batches(copy)
+        else:
+            batches = pa.RecordBatchReader.from_stream(table)
+        for batch in batches:
+            for start in range(0, batch.num_rows, BATCH_ROWS):
+                yield from _plain(batch.slice(start, BATCH_ROWS), "<table>").to_pylist()
+
+
+def record_pieces(records: Iterable[object], path: str, block_bytes: int) -> Iterator[Piece]:
+    """Yields the records as pieces of JSON lines: ``json.dumps`` of each, without spaces.
+
+    So equal records have equal fingerprints from any container, and workers get the blocks of a
+    file.
+
+    Raises:
+        InputError: a record contains a value that JSON cannot represent.
+    """
+    lines = (_line(record, f"{path}, item {n}") for n, record in enumerate(records, 1))
+    for piece in cut(lines, block_bytes, len):
+        yield piece._replace(payload=b"".join(piece.payload))
+
+
+def _run(query: Any, file: BinaryIO) -> None:
+    """Writes the rows of a LazyFrame to a file; `collect_batches` ends silently at a panic."""
+    try:
+        query.sink_ipc(file, compression="lz4", record_batch_size=BATCH_ROWS)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic is not an Exception
+        remedy = (
+            "Give its collect() instead, or Polars 1.38, and space for temporary files (TMPDIR)"
+        )
+        raise InputError(sentence("<table>", "its query must run", str(error), remedy)) from error
+    file.seek(0)
+
+
+def _line(record: object, where: str) -> bytes:
+    try:
+        text = json.dumps(record, separators=(",", ":"), default=_plain_value)
+    except (TypeError, ValueError, RecursionError) as error:
+        rule = "a record must be made of text, numbers, lists and dicts"
+        remedy = "Convert that field, or leave it out"
+        raise InputError(sentence(where, rule, f"{error}, in {quote(record)}", remedy)) from error
+    return text.encode() + b"\n"
+
+
+def _plain_value(value: Any) -> object:
+    """Converts containers and scalars of other libraries to Python's builtin types."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    for method in ("tolist", "isoformat"):  # of arrays; of dates and times
+        if hasattr(value, method):
+            return getattr(value, method)()
+    raise TypeError(f"a {type(value).__name__}")
+
+
+def _read_arrow(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
+    with _as_input_error(path, "must be a readable Arrow IPC file or stream"):
+        yield from _pieces(_batches(stream), path, options.block_bytes)
+
+
+def _batches(stream: BinaryIO) -> Iterator[pa.RecordBatch]:
+    """Yields the record batches; tells a file from a stream by the first bytes."""
+    magic = stream.read(6)
+    stream.seek(0)
+    if magic == b"ARROW1":
+        file = pa.ipc.open_file(stream, options=_OPTIONS)
+        yield from map(file.get_batch, range(file.num_record_batches))
+    elif magic:
+        yield from pa.ipc.open_stream(stream, options=_OPTIONS)
+
+
+def _read_parquet(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
+    """Streams the pages, as a row group may be larger than memory.
+
+    Reads fewer rows at a time if a large dictionary can make each of them large.
+    """
+    with _as_input_error(path, "must be a readable Parquet file"):
+        file = pq.ParquetFile(stream, buffer_size=1 << 20, pre_buffer=False)
+        rows = BATCH_BYTES // _largest_dictionary(stream, file.metadata)
+        yield from _pieces(file.iter_batches(max(rows, 1)), path, options.block_bytes)
+
+
+def _largest_dictionary(stream: BinaryIO, metadata: pq.FileMetaData) -> int:
+    """Returns the bytes of the largest dictionary of texts; at least those of no consequence."""
+    largest = BATCH_BYTES // BATCH_ROWS
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            size = column.total_uncompressed_size
+            texts = column.has_dictionary_page and column.physical_type.endswith("BYTE_ARRAY")
+            if texts and size > largest:
+                stream.seek(column.dictionary_page_offset)
+                if header := _DICTIONARY_HEADER.match(stream.read(8)):
+                    # Seven bits in each byte, the lowest first; zigzag doubles the number.
+                    size = sum((byte & 127) << 7 * i for i, byte in enumerate(header[1])) >> 1
+                largest = max(largest, size)
+    return largest
+
+
+def _pieces(batches: Iterable[pa.RecordBatch], path: str, block_bytes: int) -> Iterator[Piece]:
+    """Yields the rows of all batches as pieces of Arrow IPC bytes."""
+    first = 0
+    for batch in batches:
+        for part in _cut(_plain(batch, path), block_bytes):
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, part.schema) as writer:
+                writer.write_batch(part)
+            yield Piece(first, part.num_rows, sink.getvalue().to_pybytes())
+            first += part.num_rows
+
+
+def _parse(payload: bytes, path: str, first: int) -> tuple[range, list[object]]:
+    with _as_input_error(f"{path}, after row {first}", "values must be convertible"):
+        values: list[object] = pa.ipc.open_stream(payload).read_all().to_pylist()
+    return range(first, first + len(values)), values
+
+
+def _plain(batch: pa.RecordBatch, path: str) -> pa.RecordBatch:
+    """Validates a batch and casts it to types that slice cheaply and are equal in all formats.
+
+    Dictionaries and views, whose slices keep all values, become plain columns; dates and times
+    become text.
+    """
+    with _as_input_error(path, "columns must be whole and of a known type"):
+        batch.validate(full=True)
+        refuse_equal_names(batch.schema.names, path)
+        while not batch.schema.equals(schema := pa.schema(_plain_fields(batch.schema))):
+            batch = batch.cast(schema)
+        return batch
+
+
+@contextlib.contextmanager
+def _as_input_error(where: str, rule: str) -> Iterator[None]:
+    """Turns Arrow's errors about bad data in this context into an :class:`InputError`."""
+    try:
+        yield
+    except PackstoreError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+        raise InputError(sentence(where, rule, str(error), "Write the file again")) from error
+
+
+def _cut(batch: pa.RecordBatch, block_bytes: int) -> Iterator[pa.RecordBatch]:
+    """Yields slices of at most `block_bytes`, or of one row."""
+    if batch.num_rows > 1 and batch.nbytes > block_bytes:
+        half = batch.num_rows // 2
+        yield from _cut(batch.slice(0, half), block_bytes)
+        yield from _cut(batch.slice(half), block_bytes)
+    elif batch.num_rows:
+        yield batch
+
+
+def _plain_fields(fields: Iterable[pa.Field]) -> list[pa.Field]:
+    return [f.with_type(_plain_type(f.type)) for f in fields]
+
+
+def _plain_type(type_: Any) -> Any:
+    """Returns the plain type of a type, or the next type of a chain of casts to it."""
+    kinds = pa.types
+    if kinds.is_dictionary(type_):
+        values = _plain_type(type_.value_type)  # first these: Arrow can't decode views
+        return values if values == type_.value_type else pa.dictionary(type_.index_type, values)
+    if kinds.is_string_view(type_):
+        return pa.large_string()
+    if kinds.is_binary_view(type_):
+        return pa.large_binary()
+    if kinds.is_timestamp(type_) or kinds.is_date(type_) or kinds.is_time(type_):
+        return pa.string()
+    if kinds.is_list(type_) or kinds.is_large_list(type_):
+        make = pa.list_ if kinds.is_list(type_) else pa.large_list
+        return make(*_plain_fields([type_.value_field]))
+    if kinds.is_struct(type_):
+        return pa.struct(_plain_fields(type_))
+    return type_
+
+
+PARQUET = Format(unit="row", read=_read_parquet, parse=_parse, random_access=True)
+ARROW = Format(unit="row", read=_read_arrow, parse=_parse, random_access=True)
+"""Arrow IPC: files (also Feather 2) and streams."""

@@ -1,0 +1,253 @@
+"""Text formats: JSON lines, JSON documents, CSV and TSV."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import BinaryIO
+
+import orjson
+
+from packstore.errors import InputError, quote, sentence
+from packstore.io.inputs import pieces
+from packstore.io.inputs.pieces import Format, Piece, ReadOptions
+
+_BOM = b"\xef\xbb\xbf"
+_LINE_REMEDY = "Correct the line; a file that is one JSON document must be named .json"
+_FILE_REMEDY = "Correct the file; records one a line belong into a .jsonl file"
+_SPACE = re.compile(r"[ \t\n\r]*")
+_DECODER = json.JSONDecoder()
+
+
+def _read_lines(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
+    """Cuts after the last line end of every `block_bytes`; only the last line may lack its own."""
+    first, begun, chunk = 0, bytearray(), None
+    while chunk != b"":
+        chunk = stream.read(options.block_bytes)
+        end = chunk.rfind(b"\n") + 1
+        if end or not chunk:
+            payload = bytes(begun + chunk[:end])
+            begun.clear()
+            if first == 0:
+                payload = payload.removeprefix(_BOM)
+            lines = payload.split(b"\n")
+            if records := sum(not _is_blank(line) for line in lines):
+                yield Piece(first, records, payload)
+            first += len(lines) - 1
+        begun += chunk[end:]
+        if len(begun) > pieces.MAX_RECORD_BYTES:
+            rule = f"a line must be at most {pieces.MAX_RECORD_BYTES:,} bytes long"
+            where = f"{path}, line {first + 1}"
+            raise InputError(sentence(where, rule, "a longer one", _LINE_REMEDY))
+
+
+def _parse_lines(payload: bytes, path: str, first: int) -> tuple[list[int], list[object]]:
+    lines = payload.split(b"\n")
+    numbers = [i for i, line in enumerate(lines, first) if not _is_blank(line)]
+    return numbers, [
+        _loads(lines[i - first], f"{path}, line {i + 1}", _LINE_REMEDY) for i in numbers
+    ]
+
+
+def _is_blank(line: bytes) -> bool:
+    return not line or line.isspace()
+
+
+def _read_document(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
+    """Cuts between records; the payload is the text of each."""
+    texts = _texts(stream, path, options.block_bytes)
+    return pieces.cut(texts, options.block_bytes, sys.getsizeof)
+
+
+def _parse_document(payload: list[bytes], path: str, first: int) -> tuple[range, list[object]]:
+    values = [_loads(text, f"{path}, item {i}") for i, text in enumerate(payload, first + 1)]
+    return range(first, first + len(values)), values
+
+
+def _texts(stream: BinaryIO, path: str, chunk_bytes: int) -> Iterator[bytes]:
+    """Yields the text of each record of an array, or of records one after another.
+
+    Only a window of the file is in memory, as large as its longest record and a chunk.
+    """
+    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+    text, start, ended, item, expected = "", 0, False, 1, "begin"
+
+    def refuse(rule: str, found: str = "") -> InputError:
+        found = found or (quote(text[start : start + 20]) if text[start:] else "the end")
+        return InputError(sentence(f"{path}, item {item}", rule, found, _FILE_REMEDY))
+
+    while True:
+        start = _SPACE.match(text, start).end()  # type: ignore[union-attr]  # matches always
+        incomplete = start == len(text)
+        end = start + 1
+        if not incomplete and expected in ("record", "first or end", "next record"):
+            try:
+                _, end = _DECODER.raw_decode(text, start)
+                # The window may end inside a number, with all but 1 of 1e+5 beyond it or cut.
+                incomplete = end + len("e+5") > len(text)
+            except RecursionError:
+                raise _too_deep(f"{path}, item {item}") from None
+            except ValueError as error:
+                incomplete = text[start] != "]"
+                if incomplete and (ended or len(text) - start > pieces.MAX_RECORD_BYTES):
+                    limit = f"of at most {pieces.MAX_RECORD_BYTES:,} bytes a record"
+                    raise refuse(f"must be valid JSON, {limit}", _described(error)) from None
+        if incomplete and not ended:
+            data = stream.read(max(chunk_bytes, len(text) - start))
+            ended = not data
+            try:
+                text, start = text[start:] + decode(data, final=ended), 0
+            except UnicodeDecodeError as error:
+                raise _not_utf8(error, f"{path}, item {item} or later") from None
+            continue
+        character = text[start : start + 1]
+        match expected:
+            case "begin" | "next record" if not character:
+                return
+            case "begin":
+                if character not in ("[", "{"):
+                    raise refuse("must be an array of records, or one record")
+                expected = "first or end" if character == "[" else "next record"
+                start += character == "["
+            case "comma or end":
+                if character not in (",", "]"):
+                    raise refuse("an array must go on with ',' or end with ']'")
+                expected, start = ("record" if character == "," else "nothing"), start + 1
+            case "nothing":
+                if character:
+                    raise refuse("nothing must follow the array")
+                return
+            case "first or end" if character == "]":
+                expected, start = "nothing", start + 1
+            case _:
+                if end == start + 1 and character in ("]", ""):
+                    raise refuse("a record must stand here")
+                yield text[start:end].encode()
+                item, start = item + 1, end
+                expected = "next record" if expected == "next record" else "comma or end"
+
+
+def _loads(data: bytes, where: str, remedy: str = "Correct the text") -> object:
+    """Returns the JSON value in UTF-8 text; `where` and `remedy` are for error texts.
+
+    Accepts lone surrogates, NaN and infinities: later policies decide about them.
+    """
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as refusal:
+        if "depth limit" in str(refusal):
+            raise _too_deep(where) from None
+    try:
+        return json.loads(data.decode())
+    except UnicodeDecodeError as error:
+        raise _not_utf8(error, where) from None
+    except RecursionError:
+        raise _too_deep(where) from None
+    except ValueError as error:  # also an integer with more digits than Python converts
+        if isinstance(error, json.JSONDecodeError):
+            where = f"{where}, column {error.colno}"
+        raise InputError(sentence(where, "must be valid JSON", _described(error), remedy)) from None
+
+
+def _described(error: ValueError) -> str:
+    if not isinstance(error, json.JSONDecodeError):
+        return str(error)
+    near = error.doc[max(0, error.pos - 10) : error.pos + 20]
+    return f"{error.msg} near {quote(near)}" if near else error.msg
+
+
+def _not_utf8(error: UnicodeDecodeError, where: str) -> InputError:
+    byte = f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
+    return InputError(sentence(where, "must be UTF-8", byte, "Convert the file to UTF-8"))
+
+
+def _too_deep(where: str) -> InputError:
+    rule = "JSON must not be nested deeply"
+    return InputError(sentence(where, rule, "more than about 1000 levels", "Flatten it"))
+
+
+_Rows = tuple[list[str], frozenset[str], list[list[str]]]
+"""Names of the columns, those with JSON values, and some rows."""
+
+
+def _read_csv(
+    stream: BinaryIO, path: str, options: ReadOptions, *, delimiter: str
+) -> Iterator[Piece]:
+    """Cuts between rows. RFC 4180 with a header line: cells may be quoted and hold line ends.
+
+    Python's ``csv`` reads, as it is strict; ``README.md`` compares it with other readers.
+    """
+    # The csv module's limit is global, and its default of 128 KiB a cell is too low for prompts.
+    csv.field_size_limit(max(csv.field_size_limit(), pieces.MAX_RECORD_BYTES))
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    rows = csv.reader(_csv_lines(text, path), delimiter=delimiter, strict=True)
+    try:
+        header = next(rows, [])
+        pieces.refuse_equal_names(header, f"{path}, line 1")
+        for piece in pieces.cut(_checked(rows, len(header), path), options.block_bytes, _size):
+            yield piece._replace(payload=(header, options.json_columns, piece.payload))
+    except csv.Error as error:
+        remedy = 'Put cells in double quotes, and write a quote inside as ""'
+        where = f"{path}, line {rows.line_num}"
+        raise InputError(sentence(where, "must be valid CSV", str(error), remedy)) from None
+    except UnicodeDecodeError as error:
+        raise _not_utf8(error, f"{path}, after line {rows.line_num}") from None
+    finally:
+        text.detach()  # otherwise it would close the stream
+
+
+def _parse_csv(payload: _Rows, path: str, first: int) -> tuple[range, list[object]]:
+    """Parses rows. Cells are text exactly as written: a prompt ``007`` stays ``007``.
+
+    Only in columns that cannot be text (rewards, messages, token ids, carried numbers) cells are
+    parsed as JSON; there an empty cell is null, and one that is not JSON stays text.
+    """
+    header, typed, rows = payload
+    values: list[object] = [
+        {n: _value(c) if n in typed else c for n, c in zip(header, row, strict=True)}
+        for row in rows
+    ]
+    return range(first, first + len(rows)), values
+
+
+def _value(cell: str) -> object:
+    try:
+        return orjson.loads(cell) if cell else None
+    except orjson.JSONDecodeError:
+        return cell
+
+
+def _checked(rows: Iterator[list[str]], cells: int, path: str) -> Iterator[list[str]]:
+    """Yields all rows but blank lines; raises if the number of cells is wrong."""
+    for number, row in enumerate(filter(None, rows), 1):
+        if len(row) != cells:
+            rule = f"must have {cells} cells, as the header has"
+            remedy = 'Put cells that hold the delimiter, quotes or line ends in double quotes ("")'
+            raise InputError(sentence(f"{path}, row {number}", rule, str(len(row)), remedy))
+        yield row
+
+
+def _size(row: list[str]) -> int:
+    return sum(map(sys.getsizeof, row))
+
+
+def _csv_lines(text: io.TextIOWrapper, path: str) -> Iterator[str]:
+    """Yields the lines of a file; raises at one that is too long."""
+    for number, line in enumerate(iter(partial(text.readline, pieces.MAX_RECORD_BYTES), ""), 1):
+        if len(line) == pieces.MAX_RECORD_BYTES:
+            rule = f"a line must be shorter than {pieces.MAX_RECORD_BYTES:,} characters"
+            raise InputError(sentence(f"{path}, line {number}", rule, "a longer one"))
+        yield line
+
+
+JSONL = Format(unit="line", read=_read_lines, parse=_parse_lines)
+"""One record a line; blank lines are skipped, and counted as lines."""
+JSON = Format(unit="item", read=_read_document, parse=_parse_document)
+CSV = Format(unit="row", read=partial(_read_csv, delimiter=","), parse=_parse_csv)
+TSV = Format(unit="row", read=partial(_read_csv, delimiter="\t"), parse=_parse_csv)
