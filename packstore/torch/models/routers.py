@@ -35,30 +35,18 @@ logger = logging.getLogger("packstore")
 
 WITHOUT = "Train without that loss: set router_aux_loss_coef to 0 in the model's config"
 
-SIZES = ("num_experts", "num_experts_per_tok")
-"""Attributes of a model, or of its config, that hold E and the experts that a token selects."""
-
-PROBE_TOKENS = 6
-
 _PROVED: WeakSet[nn.Module] = WeakSet()
 
 _NEAR = 64
 """Nodes of the autograd graph between a policy's log-probs and a loss, at most."""
 
-_TOLD: set[str] = set()
+_WARNED: set[str] = set()
 """Model classes of which a warning was logged."""
 
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """Settings of a model's load-balancing loss.
-
-    Attributes:
-        model: name of the model's class.
-        coefficient: factor on the loss, above 0.
-        experts: E.
-        top_k: experts that a token selects.
-    """
+    """Of a model: its class, the factor on its loss, E, and the experts that a token selects."""
 
     model: str
     coefficient: float
@@ -68,13 +56,7 @@ class RouterSettings:
 
 @dataclass(frozen=True, eq=False)
 class RouterLosses:
-    """The load-balancing loss of each sequence, beside the log-probs of a policy.
-
-    Attributes:
-        values: `[S]`, with gradient; 0 for an empty sequence.
-        coefficient: the model's own factor on their mean.
-        uses: one entry for each loss that took them.
-    """
+    """The loss of each sequence `[S]`, 0 for an empty one; `uses` has an entry for each taker."""
 
     values: Tensor
     coefficient: float
@@ -85,94 +67,72 @@ def router_settings(model: Any) -> RouterSettings | None:
     """Returns the settings of the load-balancing loss that the model's config asks for; or None.
 
     The condition is that of TRL's ``DPOTrainer``: the config has `output_router_logits` and a
-    `router_aux_loss_coef` other than 0. JetMoE and DBRX name the coefficient otherwise; there
-    ``output_router_logits: true`` asks for it.
-
-    Args:
-        model: a Hugging Face causal LM, optionally inside wrappers. One without trainable weights
-            has no such loss.
-
-    Raises:
-        CompatibilityError: the model computes no such loss itself, or another one.
+    `router_aux_loss_coef` other than 0, and some weight is trained. A model that computes no such
+    loss itself, or another one, is refused.
     """
     model = unwrapped(model)
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not hasattr(text, "output_router_logits"):
         return None
-    coefficient = getattr(text, "router_aux_loss_coef", None)
+    name, coefficient = type(model).__name__, getattr(text, "router_aux_loss_coef", None)
     if coefficient is None and text.output_router_logits:
-        names = ("router_aux_loss_coef", "aux_loss_coef")
-        coefficient = next((getattr(model, n) for n in names if hasattr(model, n)), None)
+        must = "a config with output_router_logits must name router_aux_loss_coef"
+        raise _unfit(name, must, "none", "Set output_router_logits to false in the model's config")
     if not coefficient or not any(p.requires_grad for p in model.parameters()):
         return None
-    name = type(model).__name__
-    sizes: Any = [getattr(model, n, getattr(text, n, None)) for n in SIZES]
+    sizes: Any = [
+        getattr(model, size, getattr(text, size, None))
+        for size in ("num_experts", "num_experts_per_tok")
+    ]
     settings = RouterSettings(name, float(coefficient), *sizes)
     if model not in _PROVED:
         _prove(model, settings)
         _PROVED.add(model)
-        text_of = "experts of %s: log-probs carry their load-balancing loss, with coefficient %g"
-        logger.info(text_of, name, coefficient)
+        message = "experts of %s: log-probs carry their load-balancing loss, with coefficient %g"
+        logger.info(message, name, coefficient)
     return settings
 
 
 @torch.no_grad()
 def _prove(model: Any, settings: RouterSettings) -> None:
     """Compares the model's own load-balancing loss of a few tokens with ours."""
-    weight = next(model.parameters())
-    n = PROBE_TOKENS
-    ids, ends, one = np.arange(1, n + 1), np.array([0, n]), np.ones(1)
-    batch = collate([one_pack(ids, ends[1:], ends, one)], "sft").to(weight.device)
-    training = model.training
+    n, device = 6, next(model.parameters()).device
+    pack = one_pack(np.arange(1, n + 1), np.array([n]), np.array([0, n]), np.ones(1))
+    batch, training = collate([pack], "sft").to(device), model.training
     try:
-        model.eval()
-        with torch.autocast(weight.device.type, enabled=False):
-            outputs = model(**batch.model_inputs(), output_router_logits=True)
+        with torch.autocast(device.type, enabled=False):
+            outputs = model.eval()(**batch.model_inputs(), output_router_logits=True)
     except IndexError as error:  # of transformers' function, which takes the first layer's
         raise _unfit(settings.model, "a layer must return router_logits", "none") from error
     finally:
         model.train(training)
     own = getattr(outputs, "aux_loss", None)
     if not isinstance(own, Tensor):
-        must = (
+        raise _unfit(
+            settings.model,
             "its forward call must return the load-balancing loss as aux_loss, as its config has "
-            f"router_aux_loss_coef {settings.coefficient:g}"
-        )
-        do = (
+            f"router_aux_loss_coef {settings.coefficient:g}",
+            "a model that computes none",
             "Set router_aux_loss_coef to 0 in the model's config: transformers, too, trains it "
-            "without that loss"
+            "without that loss",
         )
-        raise _unfit(settings.model, must, "a model that computes none", do)
-    if not all(isinstance(n, int) for n in (settings.experts, settings.top_k)):
-        must = f"the model must have {' and '.join(SIZES)}"
-        raise _unfit(settings.model, must, f"{settings.experts} and {settings.top_k}")
     logits = _checked(batch, outputs.router_logits, settings)
     # Rounded as transformers does it: a tie in 16 bits may select another expert.
     sums = _sums_over_layers([each.softmax(-1) for each in logits], settings.top_k)
-    rows = (values.sum(0, keepdim=True) / (n * len(logits)) for values in sums)
-    found = float(_balance(*rows)[0])
-    if not abs(found - float(own)) <= 1e-2 * abs(found):
-        must = f"its load-balancing loss must be that of Switch Transformers, {found:.4g}"
+    ours = float(_balance(*(x.sum(0, keepdim=True) / (n * len(logits)) for x in sums))[0])
+    if not abs(ours - float(own)) <= 1e-2 * abs(ours):
+        must = f"its load-balancing loss must be that of Switch Transformers, {ours:.4g}"
         raise _unfit(settings.model, must, f"{float(own):.4g}")
 
 
 def router_losses(
     batch: PackedBatch, logits: Sequence[Tensor] | None, settings: RouterSettings
 ) -> RouterLosses:
-    """Computes the load-balancing loss of each sequence of a batch.
-
-    Args:
-        batch: the batch.
-        logits: of each layer with experts, `[T, E]`; with gradient.
-        settings: the model's settings.
-
-    Raises:
-        CompatibilityError: there are no logits, or they have another shape.
-    """
+    """Computes the loss of each sequence from the logits `[T, E]` of each layer with experts."""
     logits = _checked(batch, logits, settings)
     dtype = torch.promote_types(logits[0].dtype, torch.float32)
-    chances, choices = _sums_over_layers([x.to(dtype).softmax(-1) for x in logits], settings.top_k)
+    sums = _sums_over_layers([x.to(dtype).softmax(-1) for x in logits], settings.top_k)
     keys = batch.cu_seqlens_k.long()
     size = batch.num_tokens if batch.kv_index is None else len(batch.kv_index)
     sequences = torch.arange(batch.num_segments, device=keys.device)
@@ -180,36 +140,23 @@ def router_losses(
     place = torch.arange(size, device=keys.device) - keys[sequence]
     # Padding is at the end of a sequence; it goes to one row more.
     sequence = torch.where(place < batch.lengths[sequence], sequence, batch.num_segments)
+    tokens_S1 = len(logits) * batch.lengths.clamp(min=1)[:, None].to(dtype)
 
-    def by_sequence(values_TE: Tensor) -> Tensor:
+    def mean(values_TE: Tensor) -> Tensor:
         rows = values_TE if batch.kv_index is None else values_TE[batch.kv_index]
         zeros = rows.new_zeros(batch.num_segments + 1, rows.shape[1])
-        return zeros.index_add(0, sequence, rows)[:-1]
+        return zeros.index_add(0, sequence, rows)[:-1] / tokens_S1
 
-    tokens_S1 = len(logits) * batch.lengths.clamp(min=1)[:, None].to(chances)
-    values = _balance(by_sequence(chances) / tokens_S1, by_sequence(choices) / tokens_S1)
-    return RouterLosses(values, settings.coefficient, [])
+    return RouterLosses(_balance(*map(mean, sums)), settings.coefficient, [])
 
 
 def check_gradient(backbone: Any, hidden: Tensor, losses: RouterLosses, model: str) -> None:
-    """Refuses losses without gradient, as reentrant gradient checkpointing gives them.
-
-    Args:
-        backbone: the model without its head.
-        hidden: its last hidden states.
-        losses: the losses of the same call.
-        model: name of the model's class.
-
-    Raises:
-        CompatibilityError: the hidden states have a gradient, the losses have none, and layers are
-            checkpointed.
-    """
+    """Refuses losses without gradient, as reentrant gradient checkpointing gives them."""
     if losses.values.requires_grad or not hidden.requires_grad:
         return
     if any(getattr(module, "gradient_checkpointing", False) for module in backbone.modules()):
         must = "gradient checkpointing must keep the gradient of router_logits"
-        do = 'Enable it with {"use_reentrant": False}'
-        raise CompatibilityError(sentence(f"experts of {model}", must, "none", do))
+        raise _unfit(model, must, "none", 'Enable it with {"use_reentrant": False}')
 
 
 def _checked(
@@ -217,10 +164,9 @@ def _checked(
 ) -> Sequence[Tensor]:
     """Returns the logits, of the right shape and on one device."""
     shape = (batch.num_tokens, settings.experts)
-    if not logits or any(each.shape != shape for each in logits):
+    if not logits or settings.top_k is None or any(each.shape != shape for each in logits):
         must = f"the base model must return router_logits of shape {shape} for each layer"
-        found = f"shape {tuple(logits[0].shape)}" if logits else "none"
-        raise _unfit(settings.model, must, found)
+        raise _unfit(settings.model, must, f"shape {tuple(logits[0].shape)}" if logits else "none")
     return [each.to(logits[0].device) for each in logits]
 
 
@@ -257,12 +203,7 @@ class _Carry(torch.autograd.Function):
 def carry(logps: Tensor, losses: RouterLosses, model: str) -> Tensor:
     """Returns log-probs `[S]` that carry the losses of their sequences, also through wrappers.
 
-    If the log-probs are released before a loss took these, a warning says so, once.
-
-    Args:
-        logps: `[S]`, with gradient.
-        losses: the losses.
-        model: name of the model's class, for the warning.
+    If the log-probs are released before a loss took these, a warning names the model, once.
     """
     # Not decorated: that would load torch's compiler, which takes a second, with this module.
     untraced: Any = torch.compiler.disable(_carry)  # type: ignore[no-untyped-call]
@@ -271,7 +212,7 @@ def carry(logps: Tensor, losses: RouterLosses, model: str) -> Tensor:
 
 
 def _carry(logps: Tensor, losses: RouterLosses, model: str) -> Tensor:
-    weakref.finalize(losses, _tell_unused, losses.uses, model).atexit = False
+    weakref.finalize(losses, _warn_unused, losses.uses, model).atexit = False
     carrying: Tensor = _Carry.apply(logps, losses)  # type: ignore[no-untyped-call]
     return carrying
 
@@ -290,16 +231,15 @@ def carried(logps: Tensor) -> RouterLosses | None:
     return None
 
 
-def _tell_unused(uses: list[bool], model: str) -> None:
-    if uses or model in _TOLD:
-        return
-    _TOLD.add(model)
-    logger.warning(
-        "experts of %s: their load-balancing loss, which the config asks for, was added to no "
-        "loss; pass the log-probs to a PreferenceLoss, or set router_aux_loss_coef to 0 in the "
-        "config",
-        model,
-    )
+def _warn_unused(uses: list[bool], model: str) -> None:
+    if not uses and model not in _WARNED:
+        _WARNED.add(model)
+        logger.warning(
+            "experts of %s: their load-balancing loss, which the config asks for, was added to no "
+            "loss; pass the log-probs to a PreferenceLoss, or set router_aux_loss_coef to 0 in the "
+            "config",
+            model,
+        )
 
 
 def _unfit(model: str, must: str, found: str, do: str = WITHOUT) -> CompatibilityError:
