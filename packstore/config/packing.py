@@ -228,7 +228,9 @@ class WorkConfig(Settings):
 
     engine: str = setting("local", "engine that runs the workers: local, ray")
     num_workers: int | None = setting(
-        None, "worker processes; 0 or 1: no extra process; default: by the size of the input", low=0
+        None,
+        "processes that tokenize; default: one per core, if chats take seconds",
+        low=0,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import os
@@ -29,6 +30,8 @@ from packstore.tokenizer import (
     typed_carry,
 )
 from packstore.tokenizer.fastest import EngineWatch, agreeing, fastest, pays
+from packstore.tokenizer.records.shapes import parse_record
+from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.tokenizer import FAST
 from packstore.version import VERSION
 
@@ -145,6 +148,7 @@ class RecordExampleReader:
         if self.tokenizer is not None and _faster_pays(self.tokenizer, first, blocks):
             self.tokenizer = agreeing(fastest(self.tokenizer), rows, config, self.kind)
         self.vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
+        self._renders = self.tokenizer is not None and _are_dialogues(rows, config, self.kind)
 
     def __iter__(self) -> Iterator[Part]:
         return self.each(self.tokenize())
@@ -202,7 +206,8 @@ class RecordExampleReader:
         """Returns the picklable function that turns a block into a part."""
         name = self.tokenizer and self.tokenizer.engine_name
         few = (os.cpu_count() or 1) <= FEW_CORES
-        threads = name in (None, FAST) or (name == "tokenizers" and few)
+        # A template is rendered by Python code, which holds the GIL.
+        threads = not self._renders and (name in (None, FAST) or (name == "tokenizers" and few))
         stage = RecordTokenizer(self.tokenizer, self._config, self.kind)
         seed, sources = self._config.seed, len(self.inputs)
         watch = EngineWatch.of(self.tokenizer, self._config, self.kind, seed, sources)
@@ -217,6 +222,14 @@ class RecordExampleReader:
             "settings": replace(self._config, partitions=self.partitions).recorded(),
             "package_version": VERSION,
         }
+
+
+def _are_dialogues(rows: Rows, config: PackConfig, kind: str) -> bool:
+    """Returns True if the first record that has the shape of its kind is a dialogue."""
+    for value in rows.values:
+        with contextlib.suppress(Refused):
+            return isinstance(parse_record(value, kind, config).prompt, list)
+    return False
 
 
 def _faster_pays(tokenizer: Tokenizer, first: list[Block], blocks: Iterator[Block]) -> bool:
@@ -248,6 +261,10 @@ class Tokenize:
         self._tokenizer, self._watch = tokenizer, watch
         self.tokenizer = tokenizer.tokenizer
         self.suits_threads = suits_threads
+
+    def load(self) -> None:
+        """Loads the tokenizer, which a pickle holds as its file."""
+        _ = self.tokenizer and self.tokenizer.engine
 
     def __call__(self, block: Block) -> Part:
         """Returns the examples of a block, and the tally of its records."""

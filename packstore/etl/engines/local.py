@@ -1,133 +1,248 @@
-"""Runs work in processes or threads of this machine; small input in this process."""
+"""Runs work on this machine: in threads, and in worker processes where threads wait for the GIL.
+
+Each worker process loads the work once. Items and results travel through a pipe of its own, with
+arrays as buffers beside the pickle. So a process is worked for by one thread here.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import multiprocessing
 import os
+import pickle
+import queue
+import signal
 import sys
 import threading
+import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from typing import Any, Self, TypeVar
 
 from packstore.errors import PackstoreError
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-SERIAL_ITEMS = 16
-"""Items processed here before processes are started, if `num_workers` is unset."""
+MAX_THREADS, MAX_PROCESSES = 4, 16
+"""More threads would only wait for the GIL; one process reads and writes for all workers."""
 
+WORTH_SECONDS = 1.0
+"""Time of this process alone, if `num_workers` is unset, before it starts worker processes: each
+takes about three seconds of a core to load packages and a tokenizer."""
 
-MAX_THREADS = 4
-"""Maximum threads: more would only wait for the GIL."""
+ITEM_SECONDS = 900
+"""Processor time of a worker process for an item, which mostly takes less than a second; beyond it
+the job fails."""
 
 
 def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> Iterator[R]:
     """Yields ``work(item)`` for every item, in order.
 
     Args:
-        work: picklable; sent to each worker once.
-        items: picklable; at most two per worker are held at a time.
-        num_workers: processes; 0 or 1: work in this process; None: threads if
-            ``work.suits_threads``, else this process for the first items, and one process per
-            core if there are more.
+        work: picklable; sent to each worker process once, and loaded there by ``work.load()``.
+        items: picklable; at most two for each worker are held at a time.
+        num_workers: processes that work, this one included; None: threads of this process if
+            ``work.suits_threads``, else one process per core, once it has worked for some time.
 
     Raises:
-        PackstoreError: a worker died (probably out of memory); errors of `work` are unchanged.
+        PackstoreError: a worker died (memory, time, or killed); errors of `work` are unchanged.
     """
-    stream = iter(items)
-    if num_workers is None and getattr(work, "suits_threads", False):
-        yield from _in_threads(work, stream)
+    threads = num_workers is None and getattr(work, "suits_threads", False)
+    most = min(_cores(), MAX_THREADS if threads else MAX_PROCESSES)
+    if num_workers is not None:
+        most = max(num_workers, 1)
+    if most == 1:
+        yield from map(work, items)
         return
-    if num_workers is None:
-        yield from map(work, itertools.islice(stream, SERIAL_ITEMS))
-        num_workers = os.cpu_count() or 1
-    if num_workers < 2:
-        yield from map(work, stream)
-        return
-    yield from _in_processes(work, stream, num_workers)
-
-
-def _in_threads(work: Callable[[T], R], stream: Iterator[T]) -> Iterator[R]:
-    number = min(os.cpu_count() or 1, MAX_THREADS)
+    start = time.monotonic() + (WORTH_SECONDS if num_workers is None else 0)
     pending: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(number, "packstore-work") as pool:
-        try:
-            for item in stream:
-                pending.append(pool.submit(work, item))
-                if len(pending) > number:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
-
-
-def _in_processes(work: Callable[[T], R], stream: Iterator[T], num_workers: int) -> Iterator[R]:
-    first = next(stream, _END)
-    if first is _END:
-        return
-    # Spawned, not forked: numba's OpenMP layer, s3fs and obstore do not survive a fork.
-    pool = ProcessPoolExecutor(
-        num_workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(work,),
-    )
-    pending: deque[Future[R]] = deque()
-    try:
-        for item in itertools.chain([first], stream):
-            with _no_main_module():
-                pending.append(pool.submit(_work_on, item))
-            if len(pending) >= 2 * num_workers:
+    with _Workers() as workers:
+        for _ in range(most if threads else 1):
+            workers.add(lambda: work)
+        for item in items:
+            if workers.number < most and time.monotonic() >= start:
+                for _ in range(most - 1):
+                    workers.add(_Process(work).load)
+            pending.append(workers.submit(item))
+            if len(pending) > 2 * most:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise PackstoreError(
-            "a worker process died (out of memory, or killed); nothing was written. "
-            "Run again with a smaller --num-workers."
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
-_END: Any = object()
-_work: Callable[[Any], Any]
+def _cores() -> int:
+    """Returns the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
-def _start_worker(work: Callable[[Any], Any]) -> None:
-    global _work
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+class _Workers:
+    """Threads that take items from one queue; a context manager that ends them."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Any] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._processes: list[_Process] = []
+        self._closed = False
+
+    @property
+    def number(self) -> int:
+        return len(self._threads)
+
+    def add(self, load: Callable[[], Callable[[Any], Any]]) -> None:
+        """Adds a worker: what `load` returns; if it fails, so does the next item."""
+        if isinstance(process := getattr(load, "__self__", None), _Process):
+            self._processes.append(process)
+        thread = threading.Thread(
+            target=self._work, args=(load,), name="packstore-work", daemon=True
+        )
+        thread.start()
+        self._threads.append(thread)
+
+    def submit(self, item: Any) -> Future[Any]:
+        """Returns the result to be of an item."""
+        future: Future[Any] = Future()
+        self._tasks.put((future, item))
+        return future
+
+    def _work(self, load: Callable[[], Callable[[Any], Any]]) -> None:
+        error: BaseException | None = None
+        try:
+            worker = load()
+        except BaseException as caught:
+            error = caught
+        while (task := self._tasks.get()) is not None:
+            future, item = task
+            if self._closed:
+                continue
+            try:
+                if error is not None:
+                    raise error
+                future.set_result(worker(item))
+            except BaseException as caught:
+                future.set_exception(caught)
+            del task, future, item
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed = True
+        for process in self._processes:
+            process.kill()
+        for _thread in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+class _Process:
+    """A worker process: a function of an item, once :meth:`load` has returned."""
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        # Spawned, not forked: numba's OpenMP layer, s3fs and obstore do not survive a fork.
+        context = multiprocessing.get_context("spawn")
+        self._work, (self._pipe, its_end) = work, context.Pipe()
+        self._process = context.Process(target=_serve, args=(its_end,), daemon=True)
+        with _no_main_module():
+            self._process.start()
+        its_end.close()
+
+    def load(self) -> Self:
+        """Sends the work, and waits until it is loaded."""
+        self(self._work)
+        return self
+
+    def __call__(self, item: Any) -> Any:
+        """Returns the result of an item."""
+        try:
+            _send(self._pipe, item)
+            succeeded, result = _receive(self._pipe)
+        except (EOFError, OSError) as error:
+            raise self._death() from error
+        if not succeeded:
+            raise result
+        return result
+
+    def _death(self) -> PackstoreError:
+        self._process.join()
+        cause = "out of memory, or killed"
+        if hasattr(signal, "SIGPROF") and self._process.exitcode == -signal.SIGPROF:
+            cause = f"more than {ITEM_SECONDS} s of processor time for one block"
+        return PackstoreError(
+            f"a worker process died ({cause}; exit code {self._process.exitcode}); nothing was "
+            "written. Run again with a smaller --num-workers, or look for an endless template."
+        )
+
+    def kill(self) -> None:
+        """Ends the process, whatever it does."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def _serve(pipe: Connection) -> None:
+    """Runs in a worker process: receives the work, then items, until the parent ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     # One process per core already: threads inside each would only contend.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
     os.environ["POLARS_MAX_THREADS"] = "1"
-    _work = work
+    work: Any = None
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            item = _receive(pipe)
+            try:
+                if work is None:
+                    work, result = item, None
+                    getattr(work, "load", lambda: None)()
+                else:
+                    if hasattr(signal, "setitimer"):
+                        signal.setitimer(signal.ITIMER_PROF, ITEM_SECONDS)
+                    result = work(item)
+                answer = True, result
+            except Exception as error:
+                answer = False, _portable(error)
+            _send(pipe, answer)
+            del item, answer
 
 
-def _end_with_parent() -> None:
-    """Ends this process when its parent has died."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+def _portable(error: Exception) -> Exception:
+    """Returns the error, or one with its text if it does not survive a pickle."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return PackstoreError(f"{type(error).__name__}: {error}")
+    return error
 
 
-def _work_on(item: Any) -> Any:
-    return _work(item)
+def _send(pipe: Connection, value: object) -> None:
+    """Sends a value, its arrays as raw bytes."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(value, 5, buffer_callback=buffers.append)
+    parts = [memoryview(data), *(buffer.raw() for buffer in buffers)]
+    pipe.send([part.nbytes for part in parts])
+    for part in parts:
+        pipe.send_bytes(part)
+
+
+def _receive(pipe: Connection) -> Any:
+    """Receives what :func:`_send` sent; arrays can be written to."""
+    parts = []
+    for size in pipe.recv():
+        parts.append(bytearray(size))
+        pipe.recv_bytes_into(parts[-1])
+    return pickle.loads(parts[0], buffers=parts[1:])
 
 
 @contextlib.contextmanager
 def _no_main_module() -> Iterator[None]:
-    """Keeps spawned children from running the user's script again.
+    """Keeps a spawned child from running the user's script again.
 
     Spawn re-imports ``__main__`` in each child, so a script that calls ``packstore.pack`` without
     an ``if __name__ == "__main__"`` guard would start itself over. Nothing sent to

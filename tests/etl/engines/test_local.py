@@ -1,14 +1,18 @@
-"""The local engine: order, laziness, errors, and scripts without a main guard."""
+"""The local engine: order, laziness, errors, dead workers, and scripts without a main guard."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from packstore.errors import PackstoreError
@@ -20,26 +24,50 @@ def square(x: int) -> int:
     return x * x
 
 
-def fail_at_7(x: int) -> int:
-    if x == 7:
-        raise ValueError("seven")
+def process_and_array(x: int) -> tuple[int, np.ndarray]:
+    time.sleep(0.05)
+    return os.getpid(), np.full(1000, x)
+
+
+def in_a_worker(act: Callable[[], object], x: int) -> int:
+    time.sleep(0.02)
+    if multiprocessing.parent_process() is not None:
+        act()
     return x
 
 
-def die_at_7(x: int) -> int:
-    if x == 7:
-        os._exit(9)
-    return x
+def fail() -> None:
+    raise ValueError("seven")
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2, 4, None])
+def die() -> None:
+    os._exit(9)
+
+
+def end_by_the_limit_of_time() -> None:
+    os.kill(os.getpid(), signal.SIGPROF)
+
+
+def do_not_come_back() -> None:
+    class Local(Exception): ...
+
+    raise Local("of a class that no other process knows")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3, None])
 def test_results_keep_the_order_of_the_items(num_workers: int | None) -> None:
     assert list(run(square, range(20), num_workers)) == [x * x for x in range(20)]
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_no_items(num_workers: int) -> None:
     assert list(run(square, [], num_workers)) == []
+
+
+def test_processes_share_the_work_and_their_arrays_can_be_written_to() -> None:
+    pids = set()
+    for x, (pid, array) in enumerate(run(process_and_array, range(150), 2)):
+        pids.add(pid)
+        np.testing.assert_array_equal(array, np.full(1000, x))
+        array += 1
+    assert len(pids) == 2
+    assert os.getpid() in pids
 
 
 def test_items_are_taken_as_they_are_needed() -> None:
@@ -56,15 +84,20 @@ def test_items_are_taken_as_they_are_needed() -> None:
     results.close()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_an_error_of_the_work_arrives_unchanged(num_workers: int) -> None:
-    with pytest.raises(ValueError, match="seven"):
-        list(run(fail_at_7, range(20), num_workers))
-
-
-def test_a_dead_worker_is_a_named_error() -> None:
-    with pytest.raises(PackstoreError, match="a worker process died"):
-        list(run(die_at_7, range(20), 2))
+@pytest.mark.parametrize(
+    ("act", "error", "text"),
+    [
+        (fail, ValueError, "^seven$"),
+        (do_not_come_back, PackstoreError, "Local: of a class that no other process knows"),
+        (die, PackstoreError, "a worker process died .out of memory, or killed; exit code 9"),
+        (end_by_the_limit_of_time, PackstoreError, "died .more than 900 s of processor time"),
+    ],
+)
+def test_an_error_or_death_of_a_worker_ends_the_work(
+    act: Callable[[], None], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        list(run(partial(in_a_worker, act), range(1000), 2))
 
 
 def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
