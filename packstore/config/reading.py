@@ -25,11 +25,9 @@ class BatchConfig(Settings):
     )
     accumulation: int = setting(1, "batches of one optimizer step on one rank", low=1)
     balance: bool = setting(False, "balance the squared lengths over the ranks of a step")
-    largest_first: bool = setting(False, "begin each step with its largest batch")
-    tail: Literal["drop", "pad", "repeat", "uneven"] | None = setting(
-        None, "how to end an epoch inside a step; default: drop, or pad with mode eval"
+    tail: Literal["pad", "drop"] = setting(
+        "drop", "the last step of an epoch, if it is not full: smaller, or left out"
     )
-    mode: Literal["train", "eval"] = setting("train", "eval: every pack once, none dropped")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,15 +37,6 @@ class BatchConfig(Settings):
             raise ConfigError(
                 "examples_per_step decides how many batches a step has; omit accumulation."
             )
-        if self.mode == "eval" and self.tail not in (None, "pad"):
-            raise ConfigError(
-                f"mode 'eval' neither drops nor repeats; found tail {quote(self.tail)}."
-            )
-
-    @property
-    def at_end(self) -> Literal["drop", "pad", "repeat", "uneven"]:
-        """The tail policy in effect."""
-        return self.tail or ("pad" if self.mode == "eval" else "drop")
 
     @property
     def width(self) -> int:

@@ -109,7 +109,7 @@ def run(data: Any, number: int, **how: Any) -> None:
     from packstore.errors import PackstoreError
 
     styles = ("hf", "flash", "padded")
-    for place, batch in enumerate(pt.PackedDataLoader(data, tail="uneven", **how)):
+    for place, batch in enumerate(pt.PackedDataLoader(data, tail="pad", **how)):
         _ = batch.weights, batch.target_index, batch.segment_ids, batch.layout
         with contextlib.suppress(PackstoreError):
             batch.model_inputs(styles[(number + place) % 3])

@@ -36,7 +36,7 @@ class StepInfo:
     Attributes:
         index: 0-based index of the step in the epoch.
         batch: 0-based index of the batch in the step.
-        batches: batches of the step on each rank (with tail ``uneven``: on this one).
+        batches: batches of the step on each rank.
         examples: examples of the whole step, over all its batches and ranks, without fillers of
             weight 0: for pairs, the divisor of the loss.
         ranks: number of ranks that share the step.

@@ -33,7 +33,7 @@ class Mark:
         index: index of the step in the epoch.
         start, stop: range of its packs among those not yet yielded when the iteration began.
         done: batches of the step that were yielded.
-        batches: batches of the step, on the rank that has most.
+        batches: batches of the step.
     """
 
     index: int
@@ -53,8 +53,8 @@ class Mark:
 _CHUNK = 32
 """Batches whose packs are looked up at once."""
 
-_Ahead = tuple[Step, int, Int64, int, Mark]
-"""A batch being read: its step, the step's batches on this rank, sources, fillers, mark."""
+_Ahead = tuple[Step, Int64, int, Mark]
+"""A batch being read: its step, the sources of its packs, fillers, mark."""
 
 
 class Batches(IterableDataset[tuple[PackedBatch, Mark]]):
@@ -76,18 +76,11 @@ class Batches(IterableDataset[tuple[PackedBatch, Mark]]):
 
     def count(self, position: Position) -> int:
         """Counts the batches of this rank from `position` on."""
-        start, config, ranks = self._own(position), self.config, self.data.world_size
+        start, config = self._own(position), self.config
         cutter = self._cutter(start)
-        if cutter.fixed is None or (config.balance and config.at_end == "uneven"):
-            return sum(map(self._batches_of, cutter)) - start.batches
-        steps, rest = divmod(cutter.end, cutter.fixed)
-        last = {
-            "drop": 0,
-            "repeat": config.accumulation if rest else 0,
-            "pad": -(-rest // (ranks * config.width)),
-            "uneven": -(-len(range(self.data.rank, rest, ranks)) // config.width),
-        }[config.at_end]
-        return steps * config.accumulation + last - start.batches
+        if cutter.fixed is None:
+            return sum(len(step.edges) - 1 for step in cutter) - start.batches
+        return -(-cutter.end // (self.data.world_size * config.width)) - start.batches
 
     def __iter__(self) -> Iterator[tuple[PackedBatch, Mark]]:
         worker = get_worker_info()
@@ -108,8 +101,8 @@ class Batches(IterableDataset[tuple[PackedBatch, Mark]]):
         lookup.start()
         for packs in reading:
             lookup.join()
-            step, batches, sources, fillers, mark = ahead.popleft()
-            info = step.info(mark.index, mark.done - 1, batches, self.data.world_size)
+            step, sources, fillers, mark = ahead.popleft()
+            info = step.info(mark.index, mark.done - 1, self.data.world_size)
             batch = collate(packs, stream.kind, sources=sources, step=info, fillers=fillers)
             yield batch, mark
 
@@ -123,7 +116,7 @@ class Batches(IterableDataset[tuple[PackedBatch, Mark]]):
         """Yields the indices of each batch's packs; appends its other fields to `ahead`."""
         cutter, skipped = self._cutter(start), start.batches
         turn = 0
-        dealt: list[tuple[Step, int, int, Mark]] = []
+        dealt: list[tuple[Step, int, Mark]] = []
         places: list[Int64] = []
         chunk = 1  # the first batch without delay; later ones in chunks, which is cheaper
         for index, step in enumerate(cutter, start=start.step):
@@ -134,7 +127,7 @@ class Batches(IterableDataset[tuple[PackedBatch, Mark]]):
                     continue
                 own, fillers = shares[batch]
                 mark = Mark(index, step.start, step.stop, batch + 1, len(step.edges) - 1)
-                dealt.append((step, len(shares), fillers, mark))
+                dealt.append((step, fillers, mark))
                 places.append(own)
                 if len(places) == chunk:
                     yield from self._located(cutter, dealt, places, ahead)
@@ -145,7 +138,7 @@ class Batches(IterableDataset[tuple[PackedBatch, Mark]]):
     def _located(
         self,
         cutter: StepCutter,
-        dealt: list[tuple[Step, int, int, Mark]],
+        dealt: list[tuple[Step, int, Mark]],
         places: list[Int64],
         ahead: deque[_Ahead],
     ) -> Iterator[Int64]:
@@ -154,9 +147,9 @@ class Batches(IterableDataset[tuple[PackedBatch, Mark]]):
             return
         indices = cutter.unseen[np.concatenate(places)]
         sources, at = self.data.stream.sources(indices), 0
-        for (step, batches, fillers, mark), own in zip(dealt, places, strict=True):
+        for (step, fillers, mark), own in zip(dealt, places, strict=True):
             part = slice(at, at := at + len(own))
-            ahead.append((step, batches, sources[part], fillers, mark))
+            ahead.append((step, sources[part], fillers, mark))
             yield indices[part]
 
     def _own(self, position: Position) -> Position:
@@ -167,11 +160,6 @@ class Batches(IterableDataset[tuple[PackedBatch, Mark]]):
         stream = self.data.stream
         unseen = Unseen(len(stream), start)
         return StepCutter(stream, unseen, self.config, self.data.world_size)
-
-    def _batches_of(self, step: Step) -> int:
-        if self.config.at_end != "uneven":
-            return len(step.edges) - 1
-        return len(assign_ranks(step, self.data.rank, self.data.world_size, self.config))
 
 
 def _look_up(stream: PackStream, index: int) -> None:

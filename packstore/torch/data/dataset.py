@@ -23,7 +23,7 @@ from packstore.torch.data.mix import MixedPacks
 from packstore.torch.data.position import Position, SharedStart, Unseen, stale
 from packstore.torch.data.ranks import settled
 from packstore.torch.data.side import SideColumns
-from packstore.torch.data.step_plan import StepPlan, plan_steps
+from packstore.torch.data.steps import StepPlan, plan_steps
 from packstore.torch.data.stream import Identity, PackStream, Shuffle, StoredPacks
 
 STATE_VERSION = 1

@@ -17,8 +17,7 @@ from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.data.batches import Batches, Mark
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.position import Position, Unseen
-from packstore.torch.data.step_plan import StepPlan
-from packstore.torch.data.steps import WINDOW, check_fits
+from packstore.torch.data.steps import WINDOW, StepPlan, check_fits
 from packstore.torch.data.stream import PackStream, StoredPacks
 
 _INSIDE = "in DataLoader worker process"
@@ -44,7 +43,7 @@ class PackedDataLoader:
         multiprocessing_context: ``fork``, ``spawn`` or ``forkserver``; default: torch's.
         batching: fields of :class:`packstore.config.BatchConfig`: `packs_per_batch` (default 1) or
             `tokens_per_batch`, and either `accumulation` or `examples_per_step`; `balance`,
-            `largest_first`, `tail`, `mode`. See ``docs/loaders.md``.
+            `tail`. See ``docs/loaders.md``.
 
     Raises:
         ConfigError: a value is out of range, settings exclude each other, or a single pack is

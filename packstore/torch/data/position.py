@@ -1,7 +1,7 @@
 """The position in an epoch, as a small value that can be saved.
 
-Optimizer steps are yielded in global order, so one number says most of it. Inside a step packs may
-be yielded in another order (balanced, or largest first): the position then names the step, the
+Optimizer steps are yielded in global order, so one number says most of it. Inside a balanced step
+packs are yielded in another order: the position then names the step, the
 settings that define its batches, and how many of them were yielded.
 """
 
@@ -97,16 +97,11 @@ class Unseen:
         return self.packs - self.first - len(self._given)
 
     def __getitem__(self, places: Int64) -> Int64:
-        """Returns the global indices of the packs at `places`; wraps around at the end."""
+        """Returns the global indices of the packs at `places`."""
         indices: Int64 = places + self._shift
-        if not len(self._gaps) and (not len(indices) or indices.max() < self.packs):
-            return indices
         if len(self._gaps):
             head = places < len(self._gaps)
             indices[head] = self._gaps[places[head]]
-        beyond = places >= len(self)
-        if beyond.any():
-            indices[beyond] = (places[beyond] - len(self)) % self.packs
         return indices
 
     def after(self, place: int, step: int) -> Position:
@@ -120,7 +115,7 @@ class Unseen:
 
     def without(self, places: Int64, step: int) -> Position:
         """Returns the position after the packs at `places` and `step` steps were yielded."""
-        given = np.union1d(self._given, self[places[places < len(self)]])
+        given = np.union1d(self._given, self[places])
         run = int((given == self.first + np.arange(len(given))).sum())
         return Position(self.first + run, step, given[run:])
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -26,52 +25,16 @@ def assign_ranks(step: Step, rank: int, world_size: int, config: BatchConfig) ->
 
     Pack ``i`` of a batch goes to rank ``i % world_size``, unless the ranks are balanced. A rank
     without a pack in some batch repeats one of its packs of the step with weight 0, so that all
-    ranks run equally many batches. The tail ``uneven`` adds no fillers.
+    ranks run equally many batches.
     """
-    largest_first = config.largest_first and len(step.edges) > 2
-    if not largest_first and not config.balance and _is_full(step, world_size, config):
-        return [(np.arange(a + rank, b, world_size), 0) for a, b in pairwise(step.edges)]
     if config.balance and world_size > 1:
-        dealt = _balanced(step, world_size, config)
-        batches = [ranks[rank] for ranks in dealt]
-        loads: Iterator[int] = map(partial(_load, step), dealt)
+        batches = [ranks[rank] for ranks in _balanced(step, world_size, config)]
     else:
         batches = [np.arange(a + rank, b, world_size) for a, b in pairwise(step.edges)]
-        loads = (_load_in_turn(step, a, b, world_size) for a, b in pairwise(step.edges))
-    if largest_first:
-        order = np.argsort(-np.fromiter(loads, np.int64), kind="stable")
-        batches = [batches[g] for g in order]
-    if config.at_end == "uneven":
-        return [(batch, 0) for batch in batches if len(batch)]
-    own = [batch for batch in batches if len(batch)]
-    spare = np.concatenate(own) if own else np.array([step.start + rank % (step.stop - step.start)])
-    return [(batch, 0) if len(batch) else (spare[:1], 1) for batch in batches]
-
-
-def fillers(step: Step, world_size: int, config: BatchConfig) -> int:
-    """Counts the fillers of weight 0 in `step`, over all ranks."""
-    if config.at_end == "uneven":
-        return 0
-    return sum(max(world_size - (b - a), 0) for a, b in pairwise(step.edges))
-
-
-def _is_full(step: Step, world_size: int, config: BatchConfig) -> bool:
-    """Returns True if all batches of the step are full and need no fillers."""
-    fixed = config.tokens_per_batch is None and config.examples_per_step is None
-    packs = step.stop - step.start
-    return fixed and packs == world_size * config.width * (len(step.edges) - 1)
-
-
-def _load(step: Step, ranks: list[Int64]) -> int:
-    """The most tokens of any rank in a batch with this distribution."""
-    return max(int(step.sizes.tokens[places - step.start].sum()) for places in ranks)
-
-
-def _load_in_turn(step: Step, start: int, stop: int, world_size: int) -> int:
-    """The most tokens of any rank in a batch distributed round-robin."""
-    rows = np.zeros((-(-(stop - start) // world_size), world_size), np.int64)
-    rows.flat[: stop - start] = step.sizes.tokens[start - step.start : stop - step.start]
-    return int(rows.sum(0).max())
+    spare = next((batch[:1] for batch in batches if len(batch)), None)
+    if spare is None:
+        spare = np.array([step.start + rank % (step.stop - step.start)])
+    return [(batch, 0) if len(batch) else (spare, 1) for batch in batches]
 
 
 def _balanced(step: Step, world_size: int, config: BatchConfig) -> list[list[Int64]]:

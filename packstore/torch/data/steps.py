@@ -1,4 +1,4 @@
-"""Divides the remaining packs into optimizer steps, and each step into batches.
+"""Divides the remaining packs into optimizer steps, and each step into batches; plans an epoch.
 
 A pure function of the packs' sizes, the settings and the number of ranks. It reads the epoch in
 windows, so that it starts at once and uses little memory for any number of packs.
@@ -6,9 +6,10 @@ windows, so that it starts at once and uses little memory for any number of pack
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import Int64, PackSizes, to_offsets
 from packstore.format.loss_counts import COUNTS
 from packstore.torch.batch.batch import StepInfo
-from packstore.torch.data.position import Unseen
+from packstore.torch.data.position import Position, Unseen
 from packstore.torch.data.stream import PackStream
 
 WINDOW = 4096
@@ -80,9 +81,9 @@ class Step:
         own = offsets[self.stop - first] - offsets[self.start - first]
         return dict(zip(COUNTS, own.tolist(), strict=True))
 
-    def info(self, index: int, batch: int, batches: int, ranks: int) -> StepInfo:
+    def info(self, index: int, batch: int, ranks: int) -> StepInfo:
         """Describes the step for one of its batches."""
-        packs = self.stop - self.start
+        batches, packs = len(self.edges) - 1, self.stop - self.start
         return StepInfo(index, batch, batches, self.examples, ranks, packs, self.counts)
 
     @property
@@ -117,8 +118,8 @@ class StepCutter:
         """Packs of every full step, if that number is fixed."""
         self._unit = self.fixed or (world_size if config.tokens_per_batch else 1)
         whole = len(unseen) // self._unit * self._unit
-        self.end = whole if config.at_end == "drop" else len(unseen)
-        """Position before which all steps begin; with tail ``repeat`` the last may end after it."""
+        self.end = whole if config.tail == "drop" else len(unseen)
+        """Position where the last step ends at the latest."""
 
     def __iter__(self) -> Iterator[Step]:
         """Yields the steps in order.
@@ -126,30 +127,22 @@ class StepCutter:
         Raises:
             ConfigError: a single pack is longer than `tokens_per_batch`.
         """
-        start, size, endless = 0, WINDOW, self.config.at_end == "repeat"
+        start, size = 0, WINDOW
         while start < self.end:
-            stop = start + max(size // self._unit, 1) * self._unit
-            closed = stop >= self.end and not endless
-            stop = min(stop, self.end) if closed else stop
+            stop = min(start + max(size // self._unit, 1) * self._unit, self.end)
             window = Window(self.stream, self.unseen[np.arange(start, stop)], start)
             begin = start
-            for edges in self._cut(window, stop, closed):
+            for edges in self._cut(window, stop):
                 step = Step(edges, window)
-                if start >= self.end or self._is_cut_short(step):
+                if self._is_cut_short(step):
                     return
                 start = step.stop
                 yield step
             size = WINDOW if start > begin else 2 * size
 
-    def _cut(self, window: Window, stop: int, closed: bool) -> Iterator[list[int]]:
-        """Yields the edges of the steps that `window` determines.
-
-        Args:
-            window: the next packs.
-            stop: the position after the window.
-            closed: True if the window ends at the last pack.
-        """
-        start = window.start
+    def _cut(self, window: Window, stop: int) -> Iterator[list[int]]:
+        """Yields the edges of the steps that `window`, which ends before `stop`, determines."""
+        start, closed = window.start, stop == self.end
         if self.fixed is not None:
             return self._cut_by_packs(start, stop, self.fixed)
         if self.config.examples_per_step is None:
@@ -219,11 +212,78 @@ class StepCutter:
 
     def _is_cut_short(self, step: Step) -> bool:
         """Returns True for an incomplete last step, which tail ``drop`` omits."""
-        if self.config.at_end != "drop" or step.stop < self.end or self.fixed is not None:
+        if self.config.tail != "drop" or step.stop < self.end or self.fixed is not None:
             return False
         if self.config.examples_per_step is None:
             return len(step.edges) <= self.config.accumulation
         return step.examples < self.config.examples_per_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Exact counts of a loader's output; an example is a pair for kind ``preference``.
+
+    Attributes:
+        epochs: number of epochs planned.
+        steps: optimizer steps in all epochs.
+        batches: batches on each rank.
+        packs: packs yielded with full weight, over all ranks.
+        examples: examples in these packs.
+        examples_per_step: fewest, mean and most.
+        dropped_packs, dropped_examples: omitted by tail ``drop``.
+        padded_packs: repeated with weight 0.
+    """
+
+    epochs: int
+    steps: int
+    batches: int
+    packs: int
+    examples: int
+    examples_per_step: tuple[int, float, int]
+    dropped_packs: int
+    dropped_examples: int
+    padded_packs: int
+
+
+def plan_steps(
+    stream: PackStream, config: BatchConfig, world_size: int, epochs: Sequence[int]
+) -> StepPlan:
+    """Plans whole `epochs`; leaves the stream at the last one.
+
+    Looks up the sizes of all packs, in windows; holds one number per step.
+
+    Raises:
+        ConfigError: a single pack is longer than `tokens_per_batch`.
+    """
+    examples: list[int] = []
+    batches = packs = dropped_packs = dropped_examples = padded = 0
+    for epoch in epochs:
+        stream.set_epoch(epoch)
+        end = 0
+        for step in StepCutter(stream, Unseen(len(stream), Position()), config, world_size):
+            examples.append(step.examples)
+            batches += len(step.edges) - 1
+            padded += sum(max(world_size - (b - a), 0) for a, b in pairwise(step.edges))
+            end = step.stop
+        packs += end
+        dropped_packs += len(stream) - end
+        for first in range(end, len(stream), WINDOW):
+            left = np.arange(first, min(first + WINDOW, len(stream)))
+            dropped_examples += int(stream.sizes(left).examples.sum())
+    steps = len(examples)
+    return StepPlan(
+        epochs=len(epochs),
+        steps=steps,
+        batches=batches,
+        packs=packs,
+        examples=sum(examples),
+        examples_per_step=(min(examples), sum(examples) / steps, max(examples))
+        if steps
+        else (0, 0.0, 0),
+        dropped_packs=dropped_packs,
+        dropped_examples=dropped_examples,
+        padded_packs=padded,
+    )
 
 
 def check_fits(tokens: Int64, indices: Int64, budget: int) -> None:

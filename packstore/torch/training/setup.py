@@ -298,7 +298,7 @@ def _make_loader(
     if mode is None:
         batching["examples_per_step"] = config.examples_per_step
     else:
-        batching["mode"] = mode
+        batching["tail"] = "pad"
     return PackedDataLoader(
         data,
         num_workers=config.num_workers,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -82,79 +81,24 @@ def test_batches_hold_what_was_stored(kit: SimpleNamespace, stored: Dataset) -> 
         assert batch.rewards.tolist() == expected.reward.tolist()
 
 
-@pytest.mark.parametrize("tail", ["drop", "pad", "uneven"])
-@pytest.mark.parametrize("packs_per_batch", [1, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("tail", ["drop", "pad"])
+@pytest.mark.parametrize(("world_size", "packs_per_batch"), [(1, 3), (2, 1), (3, 3), (4, 1)])
 def test_ranks_share_one_sequence(
     stored: Dataset, world_size: int, packs_per_batch: int, tail: Any
 ) -> None:
-    ranks = []
-    weights = []
+    stride, order, seen = world_size * packs_per_batch, the_order(stored), []
     for rank in range(world_size):
-        loader = PackedDataLoader(
-            make(stored, rank, world_size), packs_per_batch=packs_per_batch, tail=tail
-        )
-        ranks.append(epoch_of(loader))
-        weights.append([b.weights[::2].tolist() for b in loader])
-    stride = world_size * packs_per_batch
-    order = the_order(stored)
-    assert len({len(batches) for batches in ranks}) == 1 or tail == "uneven"
-    seen = {}
-    for rank, batches in enumerate(ranks):
-        for g, batch in enumerate(batches):
-            for j, pack in enumerate(batch):
+        data = make(stored, rank, world_size)
+        loader = PackedDataLoader(data, packs_per_batch=packs_per_batch, tail=tail)
+        for g, batch in enumerate(loader):
+            for j, pack in enumerate(packs_of(batch)):
                 index = g * stride + j * world_size + rank
-                seen[index] = pack
+                seen.append(index)
                 assert pack == order[index] if index < N else pack in order
-                assert weights[rank][g][j] == (index < N)
-    if tail == "pad":  # at least one pack for each rank
-        assert sorted(seen) == list(
-            range(max(N, N // stride * stride + min(N % stride, 1) * world_size))
-        )
-    else:
-        assert sorted(seen) == list(range(N // stride * stride if tail == "drop" else N))
-
-
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-@pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_workers_change_nothing(stored: Dataset, num_workers: int, context: str) -> None:
-    def batches(workers: int) -> list[list[int]]:
-        loader = PackedDataLoader(
-            make(stored, 1, 2),
-            packs_per_batch=2,
-            tail="pad",
-            num_workers=workers,
-            multiprocessing_context=context,
-        )
-        return epoch_of(loader)
-
-    assert batches(num_workers) == batches(0)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_plain_torch_loader_yields_every_pack_once(stored: Dataset, num_workers: int) -> None:
-    seen = [
-        packs_of(pack)[0]
-        for rank in range(2)
-        for pack in DataLoader(make(stored, rank, 2), batch_size=None, num_workers=num_workers)
-    ]
-    assert sorted(seen) == list(range(N))
-
-
-def test_resuming_at_every_step_continues_the_sequence(stored: Dataset) -> None:
-    whole = epoch_of(PackedDataLoader(make(stored), packs_per_batch=2))
-    for k in range(len(whole) + 1):
-        loader = PackedDataLoader(make(stored), packs_per_batch=2)
-        batches = iter(loader)
-        taken = [packs_of(next(batches)) for _ in range(k)]
-        state = json.loads(json.dumps(loader.state_dict()))
-        resumed = PackedDataLoader(make(stored), packs_per_batch=2)
-        resumed.load_state_dict(state)
-        assert resumed.state_dict() == state
-        assert taken + epoch_of(resumed) == whole
-        assert epoch_of(resumed) == whole  # the epoch after it is whole again
+                assert batch.weights[2 * j] == (index < N)
+    padded = N // stride * stride + min(N % stride, 1) * world_size  # at least one for each rank
+    end = N // stride * stride if tail == "drop" else max(N, padded)
+    assert sorted(seen) == list(range(end))
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -165,37 +109,6 @@ def test_the_position_counts_what_was_yielded_not_what_workers_prepared(stored: 
         next(batches)
         assert loader.state_dict()["next"] == k
     del batches
-
-
-@pytest.mark.parametrize("before", [1, 2, 3])
-@pytest.mark.parametrize("after", [1, 2, 4])
-def test_resuming_on_other_ranks_loses_and_repeats_nothing(
-    stored: Dataset, before: int, after: int
-) -> None:
-    for steps in range(4):
-        seen: list[int] = []
-        states = []
-        for rank in range(before):
-            loader = PackedDataLoader(make(stored, rank, before), packs_per_batch=2)
-            batches = iter(loader)
-            for _ in range(steps):
-                if (batch := next(batches, None)) is not None:
-                    seen += packs_of(batch)
-            states.append(loader.state_dict())
-        assert all(state == states[0] for state in states)
-        for rank in range(after):
-            loader = PackedDataLoader(make(stored, rank, after), tail="uneven")
-            loader.load_state_dict(states[0])
-            seen += [pack for batch in epoch_of(loader) for pack in batch]
-        assert sorted(seen) == list(range(N))
-
-
-def test_a_finished_epoch_is_over_for_any_batch_size(stored: Dataset) -> None:
-    loader = PackedDataLoader(make(stored), packs_per_batch=2)
-    assert len(epoch_of(loader)) == N // 2
-    resumed = PackedDataLoader(make(stored), packs_per_batch=1)
-    resumed.load_state_dict(loader.state_dict())
-    assert epoch_of(resumed) == []
 
 
 def test_epochs(stored: Dataset) -> None:
@@ -331,12 +244,11 @@ def test_refusals(stored: Dataset, tmp_path: Any) -> None:
     for settings, message in (
         ({"packs_per_batch": 0}, "packs_per_batch must be at least 1"),
         ({"num_workers": -1}, "num_workers must be at least 0 and prefetch at least 1; found -1 "),
-        ({"tail": "keep"}, "tail must be one of: drop, pad, repeat, uneven or None; found 'keep'"),
+        ({"tail": "keep"}, "tail must be one of: pad, drop; found 'keep'"),
         ({"prefetch": 2}, "prefetch and persistent_workers need num_workers"),
         ({"packs": 2}, "unknown setting 'packs'; BatchConfig lists all"),
         ({"packs_per_batch": 1, "tokens_per_batch": 99}, "packs_per_batch or tokens_per_batch"),
         ({"examples_per_step": 9, "accumulation": 2}, "omit accumulation"),
-        ({"mode": "eval", "tail": "drop"}, "mode 'eval' neither drops nor repeats"),
         (
             {"tokens_per_batch": 20},
             "every pack must fit tokens_per_batch=20; found .* tokens in pack",
@@ -344,3 +256,41 @@ def test_refusals(stored: Dataset, tmp_path: Any) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             PackedDataLoader(make(stored), **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def varied(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """96 packs of one to three pairs, in turn."""
+    packs = kit.packed(random_examples(192), [1, 2, 3] * 32, "concat")
+    data: Dataset = kit.write(str(tmp_path_factory.mktemp("data") / "ds"), packs)
+    return data
+
+
+def first_ids(data: Any) -> list[int]:
+    return [int(packs.example_ids[0]) for packs in data]
+
+
+def test_stratified_order(varied: Dataset) -> None:
+    """Every pack once; a position of another order is refused."""
+    plain, spread = PackedDataset(varied), PackedDataset(varied, shuffle="stratified")
+    assert sorted(first_ids(spread)) == sorted(first_ids(plain))
+    assert first_ids(spread) != first_ids(plain)
+    for a, b in ((plain, spread), (spread, plain)):
+        with pytest.raises(CompatibilityError, match="shuffle must be"):
+            b.load_state_dict(a.state_dict())
+    with pytest.raises(ConfigError, match="True, False or 'stratified'; found 'no'"):
+        PackedDataset(varied, shuffle="no")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_workers_read_after_this_process_has_read(varied: Dataset, context: str) -> None:
+    """Whatever is open here, with threads in the middle of reading, the workers begin afresh."""
+    data = PackedDataset(varied, lanes=4)
+    expected = first_ids(data)
+    half_read = iter(PackedDataset(varied, lanes=4))
+    next(half_read)
+    next(half_read)
+    loader: Any = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context=context)
+    assert sorted(first_ids(loader)) == sorted(expected)
+    assert len(list(half_read)) == 94

@@ -115,7 +115,7 @@ def test_its_defaults(
         )
         policies = [PackedPolicy(use_packed_attention(m)) for m in (last, reference)]
         with torch.no_grad():
-            for batch in PackedDataLoader(whole(data), mode="eval"):
+            for batch in PackedDataLoader(whole(data), tail="pad"):
                 logps, ref_logps = (policy(batch) for policy in policies)
                 exact.add(loss.loss_fn(logps, batch, ref_logps).metrics)
         for name, value in exact.means().items():  # over pairs, though batches hold 8 packs

@@ -74,7 +74,7 @@ def test_precomputed_is_online_to_the_last_bit(
     side = write_ref_logps(model, pairs, str(tmp_path / "ref"), **batching)
     data = PackedDataset(pairs, shuffle=not batching, side=[side])  # one pack is one in any order
     seen = 0
-    for batch in PackedDataLoader(data, mode="eval", **batching):
+    for batch in PackedDataLoader(data, tail="pad", **batching):
         with torch.no_grad():
             online = packed_logps(model, batch)
         assert torch.equal(online, batch.ref_logps)
@@ -92,11 +92,11 @@ def test_it_survives_repacking(
     again = packstore.pack(pairs.url, str(tmp_path / "b"), pack_size=110, layout=layout, seed=3)
     side = write_ref_logps(model, pairs, str(tmp_path / "ref"))
     exact = {}
-    for batch in PackedDataLoader(PackedDataset(pairs), mode="eval"):
+    for batch in PackedDataLoader(PackedDataset(pairs), tail="pad"):
         with torch.no_grad():
             logps = packed_logps(model, batch).view(-1, 2)
         exact |= dict(zip(batch.example_ids.tolist(), logps, strict=True))
-    for batch in PackedDataLoader(PackedDataset(again, side=[side]), mode="eval"):
+    for batch in PackedDataLoader(PackedDataset(again, side=[side]), tail="pad"):
         with torch.no_grad():
             online = packed_logps(model, batch)
         stored = torch.cat([exact[i] for i in batch.example_ids.tolist()])
@@ -114,7 +114,7 @@ def test_every_kind(kit: SimpleNamespace, tmp_path: Path, kind: str, layout: str
     dataset = kit.write(str(tmp_path / "d"), packs, kind, layout)
     model = model_of(kit)
     side = write_ref_logps(model, dataset, str(tmp_path / "ref"))
-    for batch in PackedDataLoader(PackedDataset(dataset, side=[side]), mode="eval"):
+    for batch in PackedDataLoader(PackedDataset(dataset, side=[side]), tail="pad"):
         with torch.no_grad():
             assert torch.equal(packed_logps(model, batch), batch.ref_logps)
 

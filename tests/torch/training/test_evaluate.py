@@ -214,7 +214,7 @@ def test_by_input_file(kit: SimpleNamespace, tmp_path: Path) -> None:
     found = evaluate(policy, dataset, loss=loss, reference=reference, by="file")
     names = {"forum": files[0], "wiki": files[1], "rare": "y.jsonl", None: None}
     assert_equal(found, {names[group]: own for group, own in plain.items()})
-    loader = PackedDataLoader(PackedDataset(dataset), mode="eval")
+    loader = PackedDataLoader(PackedDataset(dataset), tail="pad")
     grouped = GroupedMetrics(loss, dataset, "file")
     online = SecondModel(reference)
     recorded = evaluate_batches(PackedPolicy(policy), loader, grouped, online, torch.device("cpu"))
@@ -311,7 +311,7 @@ def test_a_batch_of_fillers_alone_adds_nothing(pairs: Dataset, sft_weight: float
     found = []
     for fillers in (0, 1):
         grouped = GroupedMetrics(loss_fn, pairs, "source")
-        for batch in PackedDataLoader(PackedDataset(pairs, shuffle=False), mode="eval"):
+        for batch in PackedDataLoader(PackedDataset(pairs, shuffle=False), tail="pad"):
             logps = -torch.arange(batch.num_segments, dtype=torch.float64)
             grouped.add(logps, batch, logps * 0.9)
         for _ in range(fillers):
