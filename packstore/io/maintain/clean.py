@@ -1,33 +1,77 @@
-"""Finds and removes files that no version of a dataset refers to.
+"""Finds and removes files that no version of a dataset names: of killed jobs, and of old versions.
 
-These are leftovers of killed jobs, and old versions. Only their age protects the files that a
-running job has not committed yet, so files younger than `older_than` are never removed.
+Only the age by the store's timestamps protects what a running job has not committed yet, as a job
+whose marker looks dead may be suspended. R1 to R5 are rules of ``schemas/format.md``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from packstore.errors import ConfigError, DatasetBusyError, DatasetNotFoundError, sentence
-from packstore.io.maintain.leftovers import Leftover, LeftoverFinder
-from packstore.io.manifest.commit import DATA, FOLDER
-from packstore.io.manifest.partition_notes import NOTES
+from packstore.errors import (
+    ConfigError,
+    DatasetBusyError,
+    DatasetNotFoundError,
+    PackstoreError,
+    sentence,
+)
+from packstore.io.manifest.commit import DATA, DATASET, FOLDER, manifest_path, versions
+from packstore.io.manifest.manifest import read_manifest
+from packstore.io.manifest.partition_notes import PARTITIONS
+from packstore.io.manifest.side_manifest import SIDE
+from packstore.io.side.side_reader import open_side
 from packstore.io.store.location import Location
-from packstore.io.store.operations import list_folder
+from packstore.io.store.operations import (
+    ListedFile,
+    Upload,
+    abort_upload,
+    list_folder,
+    remove_empty,
+    run_parallel,
+    uploads,
+)
+from packstore.io.store.staging import PREFIX
 from packstore.io.write.writer_markers import WRITERS, writers
-
-__all__ = ["OLD_SECONDS", "CleanReport", "Leftover", "clean"]
 
 OLD_SECONDS = 7 * 86_400.0
 """Seconds; longer than a job takes from its last write to its commit, retries included."""
 
-_SHARD = re.compile(rf"{DATA}/\.?[0-9a-f]{{12}}(?:-p[0-9]+)?-[0-9]+-[0-9a-f]+\.(?:parquet|arrow)")
-
 YOUNGEST_SECONDS = 3600.0
 """Seconds; a smaller `older_than` is allowed only with `no_writers`."""
+
+BATCH, LOOK_SECONDS = 1000, 60.0
+"""Files removed, and seconds, between two looks at versions and ages (R4)."""
+
+_UPLOAD = "unfinished upload"
+_MANIFEST = re.compile(rf"{FOLDER}/(?:{DATASET}|{SIDE})-[0-9]{{6,}}\.json")
+_SHARD = re.compile(rf"{DATA}/\.?[0-9a-f]{{12}}(?:-p[0-9]+)?-[0-9]+-[0-9a-f]+\.(?:parquet|arrow)")
+_RUN = re.compile(rf"(?:{DATA}|{PARTITIONS})/\.?([0-9a-f]{{12}})-.*")
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A file, folder or upload that no version refers to.
+
+    Attributes:
+        path: relative to the dataset.
+        bytes: its size; 0 for unfinished uploads, where it is unknown.
+        why: description of the leftover.
+        spared: reason to keep it; empty if it can be removed.
+    """
+
+    path: str
+    bytes: int
+    why: str
+    spared: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,17 +141,17 @@ def clean(
         must = "must be a dataset, or the place of an unfinished one"
         found = f"no {FOLDER} in it" if location.exists() else "no such folder"
         raise DatasetNotFoundError(sentence(location.display, must, found, "Check the path"))
-    finder = LeftoverFinder(location, keep_versions, older_than)
-    at_work = writers(location)
-    if delete and no_writers and (here := [w for w in at_work if w.process.lives]):
+    jobs = writers(location)
+    if delete and no_writers and (here := [job for job in jobs if job.process.lives]):
         must = "no job may write there (no_writers)"
-        found, do = here[0].text, "Wait for it to end, or leave out no_writers (--no-writers)"
-        raise DatasetBusyError(sentence(location.display, must, found, do))
-    leftovers = finder.find()
+        do = "Wait for it to end, or leave out no_writers (--no-writers)"
+        raise DatasetBusyError(sentence(location.display, must, here[0].text, do))
+    cleaner = _Cleaner(location, keep_versions, older_than)
+    leftovers = cleaner.find()
     if delete:
-        finder.remove([x for x in leftovers if not x.spared])
-    writer = at_work[0].text if at_work else None
-    return CleanReport(location.display, leftovers, delete, writer, finder.uploads is not None)
+        cleaner.remove([x for x in leftovers if not x.spared])
+    writer = jobs[0].text if jobs else None
+    return CleanReport(location.display, leftovers, delete, writer, cleaner.uploads is not None)
 
 
 def _is_ours(location: Location) -> bool:
@@ -115,7 +159,161 @@ def _is_ours(location: Location) -> bool:
 
     A first job that failed leaves only shards.
     """
-    if any(list_folder(location, folder) for folder in (FOLDER, *NOTES, WRITERS)):
+    if any(list_folder(location, folder) for folder in (FOLDER, PARTITIONS, WRITERS)):
         return True
     data = list_folder(location, DATA)
     return bool(data) and all(_SHARD.fullmatch(file.path) for file in data)
+
+
+class _Cleaner:
+    """Lists and removes files that belong to no version to keep.
+
+    Attributes:
+        uploads: unfinished uploads, as last listed; None if the store cannot list them.
+    """
+
+    def __init__(self, location: Location, keep: int | None, older_than: float) -> None:
+        self._location, self._keep, self._older_than = location, keep, older_than
+        self._paths: dict[tuple[str, int], set[str]] = {}
+        self.uploads: list[Upload] | None = None
+
+    def find(self) -> list[Leftover]:
+        """Lists all leftovers in order of removal: manifests first, notes last (R5)."""
+        folder, data, jobs, notes = (
+            list_folder(self._location, name) for name in (FOLDER, DATA, WRITERS, PARTITIONS)
+        )
+        self.uploads = uploads(self._location)
+        begun = [ListedFile(upload.path, 0, upload.age) for upload in self.uploads or ()]
+        youngest: dict[str, float] = {}
+        for file in (*data, *notes, *begun):
+            run = _run_of(file.path)
+            youngest[run] = min(youngest.get(run, math.inf), _age(file))
+        old, named = self._versions(folder)
+        unnamed = [
+            (file, _why(file.path))
+            for file in (*data, *folder, *jobs)
+            if file.path not in named and not _MANIFEST.fullmatch(file.path)
+        ]
+        unnamed += [(file, _UPLOAD) for file in begun]
+        unnamed += [(file, _why(file.path)) for file in (*self._staging_folders(), *notes)]
+        leftovers = {item.path: item for item in old}
+        for file, why in unnamed:
+            age = min(_age(file), youngest.get(_run_of(file.path), math.inf))
+            leftovers[file.path] = Leftover(file.path, file.bytes, why, self._spared(age))
+        return list(leftovers.values())
+
+    def remove(self, leftovers: Sequence[Leftover]) -> None:
+        """Removes leftovers that can still be removed; looks again before each batch."""
+        for rank in range(3):
+            waiting = [item for item in leftovers if _rank(item) == rank]
+            while waiting:
+                batch, waiting = waiting[:BATCH], waiting[BATCH:]
+                going = {item.path for item in self.find() if not item.spared}
+                waiting += self._remove_soon([item for item in batch if item.path in going])
+        remove_empty(self._location, PARTITIONS, WRITERS)
+
+    def _remove_soon(self, items: Sequence[Leftover]) -> list[Leftover]:
+        """Removes items; returns those left once the last look is too long ago."""
+        looked, late = time.time(), list[Leftover]()
+
+        def remove(item: Leftover) -> None:
+            if 0 <= time.time() - looked <= LOOK_SECONDS:
+                self._remove(item)
+            else:
+                late.append(item)
+
+        run_parallel(partial(remove, item) for item in items)
+        return late
+
+    def _remove(self, item: Leftover) -> None:
+        if item.path.startswith(f"{FOLDER}/{PREFIX}"):
+            shutil.rmtree(self._location.join(item.path).local_path or "", ignore_errors=True)
+        elif item.why == _UPLOAD:
+            for upload in self.uploads or ():
+                if upload.path == item.path:
+                    abort_upload(self._location, upload)
+        else:
+            self._location.remove(item.path)
+
+    def _versions(self, folder: Sequence[ListedFile]) -> tuple[list[Leftover], set[str]]:
+        """Returns the versions that are not to be kept, and the files of all that stay (R1).
+
+        The age of a version is that of its successor: until then it was the current one (R3).
+        """
+        ages = {file.path: _age(file) for file in folder}
+        old, named = list[Leftover](), set[str]()
+        for name in (DATASET, SIDE):
+            sizes = versions(self._location, name)
+            numbers = list(sizes)
+            gone = len(numbers) - self._keep if self._keep else 0
+            for place, number in enumerate(numbers):
+                spared = "current"
+                if place < gone:
+                    spared = self._spared(ages.get(manifest_path(numbers[place + 1], name), -1))
+                    path = manifest_path(number, name)
+                    old.append(Leftover(path, sizes[number], f"version {number}", spared))
+                if spared:
+                    named |= self._files(name, number)
+        return old, named
+
+    def _files(self, name: str, number: int) -> set[str]:
+        """Returns the files of a version, which never change; empty if it was removed meanwhile."""
+        key = (name, number)
+        if key not in self._paths:
+            try:
+                if name == SIDE:
+                    where = self._location
+                    side = open_side(where.url, where.storage_options, number)
+                    self._paths[key] = set(side.manifest.files)
+                else:
+                    self._paths[key] = set(read_manifest(self._location, number)[0].files)
+            except PackstoreError:
+                if number in versions(self._location, name):
+                    raise
+                return set()
+        return self._paths[key]
+
+    def _spared(self, age: float) -> str:
+        if self._older_than <= 0 or age >= self._older_than:
+            return ""
+        return "its age is not known" if age < 0 else "it is too young"
+
+    def _staging_folders(self) -> Iterator[ListedFile]:
+        """Yields the folders of unfinished files in a local dataset; the newest file is its age."""
+        root = self._location.local_path
+        if root is None:
+            return
+        for folder in sorted(Path(root, FOLDER).glob(f"{PREFIX}*")):
+            with contextlib.suppress(OSError):  # its job has just removed it
+                stats = [path.lstat() for path in (folder, *folder.iterdir())]
+                age = max(0.0, time.time() - max(stat.st_mtime for stat in stats))
+                size = sum(stat.st_size for stat in stats[1:])
+                yield ListedFile(f"{FOLDER}/{folder.name}", size, age)
+
+
+def _age(file: ListedFile) -> float:
+    """Returns the age in seconds; -1: unknown."""
+    return -1 if file.age is None else file.age
+
+
+def _run_of(path: str) -> str:
+    """Returns the run that wrote a shard or a note; the path itself for other files."""
+    match = _RUN.fullmatch(path)
+    return match[1] if match else path
+
+
+def _why(path: str) -> str:
+    if path.startswith(f"{WRITERS}/"):
+        return "marker of a job"
+    if path.startswith(f"{PARTITIONS}/") and _RUN.fullmatch(path):
+        return f"note of the interrupted run {_run_of(path)}"
+    if path.rpartition("/")[2].startswith("."):
+        return "unfinished file"
+    return "no version names it"
+
+
+def _rank(item: Leftover) -> int:
+    """Returns the rank in the order of removal, in which the rest stays valid if killed."""
+    if _MANIFEST.fullmatch(item.path):
+        return 0
+    return 2 if item.path.startswith(f"{PARTITIONS}/") else 1

@@ -30,8 +30,7 @@ from packstore.io.store.location import Location
 from packstore.io.store.operations import remove_all, remove_empty, replace_bytes
 
 PARTITIONS = f"{FOLDER}/partitions"
-NOTES = (PARTITIONS, f"{FOLDER}/runs")
-"""Folders of notes; the second was used by earlier versions."""
+"""Folder of the notes."""
 
 _NAME = re.compile(r"([0-9a-f]{12})-[0-9]{5,}\.json")
 _CHECKS = 4

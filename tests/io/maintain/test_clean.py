@@ -153,18 +153,18 @@ def test_a_run_is_as_young_as_its_youngest_file(
     location.create_bytes("_packstore/x", b"")
     location.create_bytes("data/0123456789ab-00000-aa.parquet", b"1")
     location.create_bytes("data/ba9876543210-00000-aa.parquet", b"1")
-    location.create_bytes("_packstore/runs/0123456789ab-head.json", b"1")
+    location.create_bytes("_packstore/partitions/0123456789ab-00000.json", b"1")
     listed = operations.list_folder
 
     def aged(where: Location, folder: str) -> list[operations.ListedFile]:
         old = [f._replace(age=9 * DAY) for f in listed(where, folder)]
-        return [f._replace(age=60.0) if "head" in f.path else f for f in old]
+        return [f._replace(age=60.0) if "partitions" in f.path else f for f in old]
 
-    monkeypatch.setattr("packstore.io.maintain.leftovers.list_folder", aged)
+    monkeypatch.setattr("packstore.io.maintain.clean.list_folder", aged)
     clean(place, delete=True)
     assert files(place) == {
         "data/0123456789ab-00000-aa.parquet",
-        "_packstore/runs/0123456789ab-head.json",
+        "_packstore/partitions/0123456789ab-00000.json",
     }
 
 
@@ -174,7 +174,7 @@ def test_an_unknown_age_is_spared(place: str, monkeypatch: pytest.MonkeyPatch) -
     location.create_bytes("data/x.parquet", b"1")
     listed = operations.list_folder
     monkeypatch.setattr(
-        "packstore.io.maintain.leftovers.list_folder",
+        "packstore.io.maintain.clean.list_folder",
         lambda *a: [f._replace(age=None) for f in listed(*a)],
     )
     assert {x.spared for x in clean(place, delete=True).leftovers} == {"its age is not known"}
@@ -211,16 +211,15 @@ def test_what_is_named_meanwhile_stays(
     location.remove(path)
     location.create_bytes("data/x.parquet", b"1")
     later(monkeypatch, 8 * DAY)
-    from packstore.io.maintain.leftovers import LeftoverFinder
+    listed, looks = operations.list_folder, list[str]()
 
-    real = LeftoverFinder.remove
+    def look(where: Location, folder: str) -> list[operations.ListedFile]:
+        looks.append(folder)
+        if looks.count("data") == 2 and folder == "data":  # right before the removal
+            location.create_bytes(path, text)
+        return listed(where, folder)
 
-    def remove(self: LeftoverFinder, found: Any) -> None:
-        assert len(found) > 2
-        location.create_bytes(path, text)
-        real(self, found)
-
-    monkeypatch.setattr(LeftoverFinder, "remove", remove)
+    monkeypatch.setattr("packstore.io.maintain.clean.list_folder", look)
     clean(place, delete=True)
     assert packstore.open(place).verify().ok
     assert "data/x.parquet" not in files(place)
@@ -264,19 +263,17 @@ def test_two_cleaners_are_harmless(
     if "://" not in place:  # of a killed job
         (Path(place) / "_packstore" / ".staging-x").mkdir()
         (Path(place) / "_packstore" / ".staging-x" / "1").write_bytes(b"1")
-    from packstore.io.maintain.leftovers import LeftoverFinder
-
     how: dict[str, Any] = {"delete": True, "older_than": 0, "no_writers": True}
     how |= {"keep_versions": 1}
-    real, nested = LeftoverFinder._remove, []
+    real, nested = Location.remove, []
 
-    def remove(self: LeftoverFinder, item: Any) -> None:
+    def remove(self: Location, path: str) -> None:
         if not nested:
             nested.append(True)
             clean(place, **how)
-        real(self, item)
+        real(self, path)
 
-    monkeypatch.setattr(LeftoverFinder, "_remove", remove)
+    monkeypatch.setattr(Location, "remove", remove)
     report = clean(place, **how)
     assert len(report.removable) >= 4
     assert not list(tmp_path.rglob(".staging-*"))
