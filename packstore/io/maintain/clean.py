@@ -142,7 +142,7 @@ def clean(
         found = f"no {FOLDER} in it" if location.exists() else "no such folder"
         raise DatasetNotFoundError(sentence(location.display, must, found, "Check the path"))
     jobs = writers(location)
-    if delete and no_writers and (here := [job for job in jobs if job.process.lives]):
+    if delete and no_writers and (here := [job for job in jobs if job.lives]):
         must = "no job may write there (no_writers)"
         do = "Wait for it to end, or leave out no_writers (--no-writers)"
         raise DatasetBusyError(sentence(location.display, must, here[0].text, do))

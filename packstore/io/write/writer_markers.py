@@ -8,14 +8,14 @@ number of the manifest alone decides which of several jobs commits
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-import orjson
+import msgspec
 
 from packstore.errors import PackstoreError, quote
 from packstore.io.manifest.commit import FOLDER
@@ -30,72 +30,49 @@ YOUNG_SECONDS = 3600.0
 """Age from which on the job of a marker counts as ended, unless its process is seen running."""
 
 
-class Process(NamedTuple):
-    """A process, also after its pid was reused; unknown without ``/proc``.
+class Writer(msgspec.Struct):
+    """A job that is, or may be, writing to a location.
 
-    `machine` is the boot and the process namespace, empty if unknown; `started` is in ticks since
-    the boot.
+    Attributes:
+        call: kind of the job.
+        machine: hash of the boot and the process namespace; empty if unknown (without ``/proc``).
+        pid: of its process.
+        started: ticks from the boot to the start of the process, as a pid may be reused.
     """
 
-    machine: str
-    pid: int
-    started: str
+    call: str
+    machine: str = ""
+    pid: int = 0
+    started: str = ""
 
     @property
     def is_of_this_machine(self) -> bool:
         """True for a process of this machine since its last boot."""
-        return bool(self.machine) and self.machine == this_process().machine
+        return bool(self.machine) and self.machine == _machine()
 
     @property
     def lives(self) -> bool:
         """True if it still runs; False for a process of another machine, which is unknown."""
         return self.is_of_this_machine and self.started == _started(self.pid) != ""
 
-
-def this_process() -> Process:
-    """Returns the identity of this process."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        machine = ""
-    return Process(machine, os.getpid(), _started(os.getpid()))
-
-
-def _started(pid: int) -> str:
-    """Returns the start of a process in ticks; empty if it does not exist, or is a zombie."""
-    with contextlib.suppress(OSError):
-        # The name of the program, in parentheses, may contain any character.
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        if fields[0] not in (b"Z", b"X"):
-            return fields[19].decode()
-    return ""
-
-
-class Writer(NamedTuple):
-    """A job that is, or may be, writing to a location."""
-
-    path: str
-    call: str
-    process: Process
-
     @property
     def text(self) -> str:
         """Returns a description for messages."""
-        where = "this machine" if self.process.is_of_this_machine else "another machine"
-        return f"{quote(self.call, 16)}, process {self.process.pid} of {where}"
+        where = "this machine" if self.is_of_this_machine else "another machine"
+        return f"{quote(self.call, 16)}, process {self.pid} of {where}"
 
 
 @contextlib.contextmanager
-def writer_marker(location: Location, call: str) -> Iterator[str]:
-    """Writes a marker of this job for the context, and yields its path; warns of other jobs.
+def writer_marker(location: Location, call: str) -> Iterator[None]:
+    """Writes a marker of this job for the context; warns of other jobs.
 
     Raises:
         StorageError: the location is not writable at all.
     """
     path = f"{WRITERS}/{uuid.uuid4().hex}.json"
+    marker = Writer(call, _machine(), os.getpid(), _started(os.getpid()))
     try:
-        location.create_bytes(path, orjson.dumps({"call": call, **this_process()._asdict()}))
+        location.create_bytes(path, msgspec.json.encode(marker))
     except PackstoreError as error:
         log.debug("no marker: %s", error)
         trial = f"{FOLDER}/.packstore-{uuid.uuid4().hex}"
@@ -105,7 +82,7 @@ def writer_marker(location: Location, call: str) -> Iterator[str]:
         for other in writers(location, besides=path)[:1]:
             said = "another job may be writing here (%s); the one that commits last will be refused"
             log.warning("%s: " + said, location.display, other.text)
-        yield path
+        yield
     finally:
         with contextlib.suppress(PackstoreError):
             location.remove(path)
@@ -122,21 +99,32 @@ def writers(location: Location, besides: str = "") -> list[Writer]:
         for file in list_folder(location, WRITERS):
             if file.path == besides or not file.path.endswith(".json"):
                 continue
+            try:
+                writer = msgspec.json.decode(location.read_bytes(file.path), type=Writer)
+            except msgspec.DecodeError:
+                writer = Writer("")  # may be of any job
+            except PackstoreError:
+                continue  # its job has just ended
             young = file.age is not None and file.age < YOUNG_SECONDS
-            if (writer := _read(location, file.path)) is not None:
-                process = writer.process
-                if process.lives or (young and not process.is_of_this_machine):
-                    found.append(writer)
+            if writer.lives or (young and not writer.is_of_this_machine):
+                found.append(writer)
     return found
 
 
-def _read(location: Location, path: str) -> Writer | None:
-    """Reads a marker; None if its job has just ended. An unreadable one may be of any job."""
+def _machine() -> str:
     try:
-        told = orjson.loads(location.read_bytes(path))
-        process = Process(str(told["machine"]), int(told["pid"]), str(told["started"]))
-        return Writer(path, str(told["call"]), process)
-    except PackstoreError:
-        return None
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
-        return Writer(path, "", Process("", 0, ""))
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        # Only a hash of the ids may leave the machine.
+        return hashlib.sha256((boot + os.readlink("/proc/self/ns/pid")).encode()).hexdigest()[:32]
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """Returns the start of a process in ticks; empty if it does not exist, or is a zombie."""
+    with contextlib.suppress(OSError):
+        # The name of the program, in parentheses, may contain any character.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        if fields[0] not in (b"Z", b"X"):
+            return fields[19].decode()
+    return ""

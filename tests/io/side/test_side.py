@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-import threading
-import uuid
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,8 +36,6 @@ from packstore.io.side import side as module
 from packstore.io.side import side_table
 from packstore.io.side.side import SideWriter, open_side
 from packstore.io.side.side_table import SideTable
-from packstore.io.store.location import Location
-from packstore.io.write.writer_markers import Process
 from packstore.testing import random_examples
 
 COLUMNS = {name if "list" not in name else "ref_logps": name for name in SIDE_TYPES}
@@ -232,41 +228,18 @@ def test_the_writer_that_commits_first_wins(ds, place, caplog) -> None:
 
 
 def test_what_a_killed_writer_left_goes(ds, place, monkeypatch) -> None:
-    far = Process("another", 7, "8")
-    monkeypatch.setattr("packstore.io.write.writer_markers.this_process", lambda: far)
     monkeypatch.setattr(module, "SHARD_ROWS", 20)
     writer = SideWriter(place, ds, {"int64": "int64"})
     for packs in ds.iter_packs():
         writer.write(packs.example_ids, {"int64": packs.example_ids})
     location = writer._location
+    location.remove(f"_packstore/writers/{location.files('_packstore/writers')[0].name}")
     assert len(location.files("data")) == 4
     clean(place, delete=True)
     assert len(location.files("data")) == 4
     report = clean(place, delete=True, older_than=0, no_writers=True)
     assert sum(x.path.startswith("data/") for x in report.removable) == 4
     assert [*location.files("data"), *location.files("_packstore/writers")] == []
-
-
-def test_removals_are_side_by_side(ds, monkeypatch) -> None:
-    """Two requests are under way at a time; the second waits for none."""
-    url = f"memory://{uuid.uuid4().hex}"
-    monkeypatch.setattr(module, "SHARD_ROWS", 20)
-    monkeypatch.setattr(
-        "packstore.io.write.writer_markers.this_process", lambda: Process("another", 7, "8")
-    )
-    writer = SideWriter(url, ds, {"int64": "int64"})
-    for packs in ds.iter_packs():
-        writer.write(packs.example_ids, {"int64": packs.example_ids})
-    both, real = threading.Barrier(2), Location.remove
-
-    def remove(self: Location, path: str) -> None:
-        if path.startswith("data/"):
-            both.wait(120)
-        real(self, path)
-
-    monkeypatch.setattr(Location, "remove", remove)
-    clean(url, delete=True, older_than=0, no_writers=True)
-    assert writer._location.files("data") == []
 
 
 @pytest.mark.parametrize(
