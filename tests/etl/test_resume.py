@@ -183,17 +183,6 @@ def test_another_job_leaves_the_notes_alone(
     assert clean(place).leftovers == []
 
 
-def test_journals_of_earlier_versions_go_by_age(place: str, pack: Callable[..., Any]) -> None:
-    pack(place)
-    whole, location = files(place), Location(place)
-    for name in ("head", "00000", "index"):
-        location.create_bytes(f"_packstore/runs/0123456789ab-{name}.json", b"{}")
-    assert len(clean(place).leftovers) == 3
-    assert clean(place, delete=True).removable == []
-    clean(place, delete=True, older_than=0, no_writers=True)
-    assert files(place) == whole
-
-
 def test_what_is_no_file_is_made_again(place: str, pack: Callable[..., Any]) -> None:
     """Its content is not known before it is read."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012

@@ -32,7 +32,7 @@ from packstore.io.manifest.stored_file import DECODER_ERRORS
 from packstore.io.shards.arrow_file import ArrowFile
 from packstore.io.shards.buffer_pool import pooled_array
 from packstore.io.shards.checksums import batch_crc32, crc32_of
-from packstore.io.shards.parquet_shard import ParquetShard
+from packstore.io.shards.parquet import ParquetShard
 from packstore.io.shards.shard import ShardInfo
 from packstore.io.shards.shard_bytes import ShardBytes
 from packstore.io.store import local

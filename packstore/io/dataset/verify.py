@@ -25,7 +25,6 @@ from packstore.io.shards.shard_bytes import ShardBytes
 from packstore.io.shards.statistics import (
     PackCounter,
     Totals,
-    group_figures,
     pack_figures,
     pack_sizes,
 )
@@ -160,9 +159,8 @@ def _verify_shard(
     with found.noted():
         found.problems += _check_hashes(where, shard, file)
     if not found.problems:
-        groups = [group_figures(f) for f in figures]
         hashes = FileHashes(**{name: getattr(shard, name) for name in _names(FileHashes)})
-        info = describe_shard(shard.path, groups, hashes, shard.row_groups.crc32)
+        info = describe_shard(shard.path, figures, hashes, shard.row_groups.crc32)
         found.problems += _differences(where, shard, info, ("sequences", "supervised_tokens"))
         found.problems += _differences(where, shard.row_groups, info.row_groups, ("longest",))
         if index is not None:

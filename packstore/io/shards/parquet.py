@@ -1,4 +1,4 @@
-"""Writes and reads row groups of Parquet shards with pyarrow; checks limits before decoding.
+"""Reads row groups of Parquet shards with pyarrow; checks limits before decoding.
 
 The limits are checked on the footer, whose hash is in the manifest. Page headers are left to
 pyarrow: an attacker who writes both shard and manifest can still make it fail.
@@ -6,13 +6,17 @@ pyarrow: an attacker who writes both shard and manifest can still make it fail.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+import os
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packstore.errors import IntegrityError
+from packstore.io.shards.shard import ShardInfo
 
 MAX_GROUP_BYTES = 1 << 29
 """Maximum bytes of a row group, stored and decompressed."""
@@ -20,25 +24,77 @@ MAX_GROUP_BYTES = 1 << 29
 MAX_VALUES = 1 << 27
 """Maximum values of a column in a row group."""
 
-PAGE_BYTES = 1 << 20
-
 _ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED", "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT"}
 """Accepted encodings: for texts, only those that decode to no more memory than the stored bytes."""
 
 
-def parquet_writer(sink: Any, schema: pa.Schema) -> pq.ParquetWriter:
-    """Returns a writer of shards."""
-    return pq.ParquetWriter(
-        sink,
-        schema,
-        compression="zstd",
-        compression_level=3,
-        use_dictionary=False,
-        write_statistics=False,
-        write_page_checksum=True,
-        data_page_size=PAGE_BYTES,
-        store_schema=True,
-    )
+class ParquetShard:
+    """The parsed footer of a Parquet shard; decodes row groups whose bytes callers read.
+
+    Thread-safe.
+
+    Args:
+        footer: the end of the file, already verified by hash.
+        shard: the manifest's entry of the shard.
+
+    Attributes:
+        schema: of the shard.
+        num_groups: number of row groups in the footer.
+    """
+
+    def __init__(self, footer: bytes, shard: ShardInfo) -> None:
+        self._metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
+        self.schema = self._metadata.schema.to_arrow_schema()
+        self.num_groups = self._metadata.num_row_groups
+        self._shard = shard
+        self._ranges: dict[int, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+        self._slice = _FileSlice(shard.bytes)
+        # One file object for all row groups: opening one costs a tenth of decoding a row group.
+        self._file = open_parquet(self._slice, self._metadata)
+
+    def range(self, group: int, columns: Sequence[str] | None = None) -> tuple[int, int]:
+        """Returns the byte range of a row group, or some of its columns: start, end (exclusive).
+
+        Raises:
+            IntegrityError: by the footer it exceeds the limits or the file.
+        """
+        if columns is None and group in self._ranges:
+            return self._ranges[group]
+        metadata, groups = self._metadata.row_group(group), self._shard.row_groups
+        rows, tokens = int(groups.rows[group]), int(groups.tokens[group])
+        # Most values: two per token (spans), or one more than tokens in each pack (boundaries).
+        check_group(metadata, rows, rows + 2 * tokens)
+        places = [self.schema.names.index(name) for name in columns or ()]
+        found = byte_range(metadata, self._shard.bytes, places)
+        if columns is None:
+            self._ranges[group] = found
+        return found
+
+    def batch(self, group: int, data: bytes) -> pa.RecordBatch:
+        """Decodes a row group from its bytes `data`, whose crc32 is already verified."""
+        start, _ = self.range(group)
+        with self._lock:
+            self._slice.hold(data, start)
+            try:
+                return read_group(self._file, group)
+            finally:
+                self._slice.hold(b"", 0)
+
+    def columns(
+        self, group: int, names: Sequence[str], read: Callable[[int, int], bytes]
+    ) -> pa.RecordBatch:
+        """Decodes some columns of a row group and verifies the checksums of their pages.
+
+        Args:
+            group: number of the row group.
+            names: of the columns.
+            read: returns bytes `start` to `end` of the file; called once.
+        """
+        start, end = self.range(group, names)
+        part = _FileSlice(self._shard.bytes)
+        part.hold(read(start, end), start)
+        return read_group(open_parquet(part, self._metadata, page_checksums=True), group, names)
 
 
 def check_group(group: pq.RowGroupMetaData, rows: int, values: int = MAX_VALUES) -> None:
@@ -52,32 +108,36 @@ def check_group(group: pq.RowGroupMetaData, rows: int, values: int = MAX_VALUES)
     Raises:
         IntegrityError: it has another number of rows, exceeds a limit, or has a dictionary.
     """
-    if group.num_rows != rows:
-        raise IntegrityError(f"must have {rows} rows; its footer declares {group.num_rows}")
     columns = [group.column(i) for i in range(group.num_columns)]
     size = sum(column.total_uncompressed_size for column in columns)
-    if not 0 <= size <= MAX_GROUP_BYTES:
-        must = f"must have at most {MAX_GROUP_BYTES} bytes when decompressed"
-        raise IntegrityError(f"{must}; its footer declares {size}")
     most, limit = max(column.num_values for column in columns), min(values, MAX_VALUES)
-    if most > limit:
-        must = f"must have at most {limit} values a column"
-        raise IntegrityError(f"{must}; its footer declares {most}")
+    figures = [
+        (group.num_rows == rows, f"{rows} rows", group.num_rows),
+        (
+            0 <= size <= MAX_GROUP_BYTES,
+            f"at most {MAX_GROUP_BYTES} bytes when decompressed",
+            size,
+        ),
+        (most <= limit, f"at most {limit} values a column", most),
+    ]
     for column in columns:
-        if column.has_dictionary_page or not _ENCODINGS.issuperset(column.encodings):
-            must = f"its columns must have no dictionary, and encodings among {sorted(_ENCODINGS)}"
-            raise IntegrityError(f"{must}; its footer declares {column.encodings}")
+        plain = not column.has_dictionary_page and _ENCODINGS.issuperset(column.encodings)
+        must = f"no dictionary, and encodings among {sorted(_ENCODINGS)}"
+        figures.append((plain, must, column.encodings))
+    for ok, must, declared in figures:
+        if not ok:
+            raise IntegrityError(f"must have {must}; its footer declares {declared}")
 
 
 def byte_range(
-    group: pq.RowGroupMetaData, size: int, columns: Sequence[int] | None = None
+    group: pq.RowGroupMetaData, size: int, columns: Sequence[int] = ()
 ) -> tuple[int, int]:
     """Returns the byte range of column chunks in a file of `size` bytes: start, end (exclusive).
 
     Args:
         group: metadata in the footer; its chunks are contiguous.
         size: of the file.
-        columns: numbers of the columns; None: all.
+        columns: numbers of the columns; none: all.
 
     Raises:
         IntegrityError: the range is outside the file, or exceeds the limit.
@@ -93,13 +153,7 @@ def byte_range(
 def open_parquet(
     source: Any, metadata: pq.FileMetaData, page_checksums: bool = False
 ) -> pq.ParquetFile:
-    """Opens a file for :func:`read_group`.
-
-    Args:
-        source: the file.
-        metadata: of the file.
-        page_checksums: verify them; needed if the crc32 of the row group is not verified.
-    """
+    """Opens a file; `page_checksums` are needed if the crc32 of a row group is not verified."""
     # No pre-buffering: a thread of Arrow's may outlive the interpreter.
     return pq.ParquetFile(
         source, metadata=metadata, page_checksum_verification=page_checksums, pre_buffer=False
@@ -109,12 +163,7 @@ def open_parquet(
 def read_group(
     file: pq.ParquetFile, number: int, columns: Sequence[str] | None = None
 ) -> pa.RecordBatch:
-    """Decodes row group `number`, in this thread.
-
-    Args:
-        file: the Parquet file.
-        number: of the row group.
-        columns: names of some columns; None: all.
+    """Decodes row group `number`, in this thread; `columns`: names of some columns.
 
     Raises:
         IntegrityError: it has no rows.
@@ -126,3 +175,37 @@ def read_group(
     if len(batches) != 1:
         raise IntegrityError("must have rows; found none")
     return batches[0]
+
+
+class _FileSlice(io.RawIOBase):
+    """A part of a file of `size` bytes, with the offsets of the whole file, for pyarrow."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.hold(b"", 0)
+
+    def hold(self, data: bytes, start: int) -> None:
+        """Replaces the part; `start` is its offset in the file."""
+        self._data, self._start, self._position = memoryview(data), start, start
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int = -1) -> memoryview:
+        start = self._position - self._start
+        stop = len(self._data) if size < 0 else start + size
+        if start < 0 or stop > len(self._data):
+            raise IntegrityError("a column must lie in the bytes of its row group")
+        self._position += stop - start
+        return self._data[start:stop]

@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -91,9 +91,7 @@ class FileHashes:
 
     @classmethod
     def of(cls, file: io.BufferedIOBase) -> FileHashes:
-        """Hashes a Parquet or Arrow file.
-
-        Both end with a footer, its length in four bytes, and a magic word: ``PAR1`` or ``ARROW1``.
+        """Hashes a file, which ends with a footer, its length in four bytes, and a magic word.
 
         Raises:
             IntegrityError: the end of the file is invalid.
@@ -104,8 +102,7 @@ class FileHashes:
         file.seek(max(size - 10, 0))
         end = file.read()
         magic = next((m for m in (b"PAR1", b"ARROW1") if end.endswith(m)), b"")
-        length = end[: -len(magic)][-4:] if magic else b""
-        footer = int.from_bytes(length, "little") + 4 + len(magic)
+        footer = int.from_bytes(end.removesuffix(magic)[-4:], "little") + 4 + len(magic)
         if not magic or footer > size:
             raise IntegrityError("a shard must end with the footer of a Parquet or Arrow file.")
         file.seek(size - footer)
@@ -114,17 +111,18 @@ class FileHashes:
 
 
 def describe_shard(
-    path: str, groups: Sequence[Int64], hashes: FileHashes, crc32: Int64 | Checksums
+    path: str, figures: Sequence[Int64], hashes: FileHashes, crc32: Int64 | Checksums
 ) -> ShardInfo:
     """Builds the manifest's entry of a shard.
 
     Args:
         path: relative to the dataset.
-        groups: for each row group int64 `[6]`, from ``statistics.group_figures``.
+        figures: for each row group, ``statistics.pack_figures`` of its packs.
         hashes: of the file.
         crc32: `[G]`, of each row group.
     """
-    table = np.stack(groups, axis=1) if groups else np.zeros((6, 0), np.int64)
+    groups = [[len(f), *f[:, :4].sum(axis=0), f[:, 4].max()] for f in figures]
+    table = np.ascontiguousarray(np.array(groups, np.int64).reshape(-1, 6).T)
     rows, examples, sequences, tokens, supervised, longest = table
     return ShardInfo(
         path=path,
@@ -133,10 +131,7 @@ def describe_shard(
         sequences=int(sequences.sum()),
         tokens=int(tokens.sum()),
         supervised_tokens=int(supervised.sum()),
-        bytes=hashes.bytes,
-        sha256=hashes.sha256,
-        footer_bytes=hashes.footer_bytes,
-        footer_sha256=hashes.footer_sha256,
+        **asdict(hashes),
         example_id_base=0,
         row_groups=RowGroups(
             rows=rows,

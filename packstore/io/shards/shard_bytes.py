@@ -57,14 +57,10 @@ class ShardBytes:
 
     def _advance(self, keep: int) -> bool:
         """Reads the next window; drops bytes before `keep`. Returns False at the end."""
-        end = self._end
-        data = (
-            self._location.read_bytes(
-                self._shard.path, end, min(end + WINDOW_BYTES, self._shard.bytes)
-            )
-            if end < self._shard.bytes
-            else b""
-        )
+        start, stop = self._end, min(self._end + WINDOW_BYTES, self._shard.bytes)
+        data = b""
+        if start < stop:
+            data = self._location.read_bytes(self._shard.path, start, stop)
         self._digest.update(data)
         cut = min(max(keep - self._start, 0), len(self._window))
         self._start, self._window = self._start + cut, self._window[cut:] + data

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Sequence
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from packstore.config import WriteConfig
 from packstore.format.arrays import Int64
 from packstore.io.shards.checksums import row_group_crc32
-from packstore.io.shards.parquet import parquet_writer
 from packstore.io.shards.shard import FileHashes
 from packstore.io.shards.statistics import PackCounter
 from packstore.io.store import local
@@ -18,7 +18,7 @@ from packstore.io.store.storage_errors import as_storage_errors
 
 
 class ShardFile:
-    """A Parquet or Arrow file; not thread-safe.
+    """A Parquet or Arrow file; not thread-safe. Methods raise StorageError as the disk refuses.
 
     Args:
         path: a new local path.
@@ -38,27 +38,29 @@ class ShardFile:
             if config.format == "arrow":
                 self._writer = pa.ipc.new_file(self._file, schema)
             else:
-                self._writer = parquet_writer(self._file, schema)
+                self._writer = pq.ParquetWriter(
+                    self._file,
+                    schema,
+                    compression="zstd",
+                    compression_level=3,
+                    use_dictionary=False,
+                    write_statistics=False,
+                    write_page_checksum=True,
+                    data_page_size=1 << 20,
+                    store_schema=True,
+                )
 
     def append(self, batches: Sequence[pa.RecordBatch]) -> None:
-        """Appends one row group that consists of all batches.
-
-        Raises:
-            StorageError: no space, or no permission.
-        """
+        """Appends one row group that consists of all batches."""
         # One batch is copied, too: the bytes of a slice depend on where it was taken from.
         table = pa.Table.from_batches([pa.concat_batches(batches)])
         with as_storage_errors("write", self.path, {}):
             self._writer.write_table(table, max(table.num_rows, 1))
 
     def finish(self, durable: bool) -> tuple[FileHashes, Int64]:
-        """Closes the file; with `durable` it survives a power cut.
+        """Closes the file; returns its hashes, and int64 `[G]`, the crc32 of each row group.
 
-        Returns:
-            Its hashes, and int64 `[G]`, the crc32 of each row group.
-
-        Raises:
-            StorageError: no space, or no permission.
+        With `durable` it survives a power cut.
         """
         with as_storage_errors("write", self.path, {}):
             self._writer.close()

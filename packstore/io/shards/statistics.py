@@ -14,7 +14,6 @@ from packstore.format.loss_counts import count_packs
 from packstore.format.typed_json import Count, Real
 
 _SUMS = ("packs", "examples", "sequences", "tokens", "supervised_tokens", "logical_tokens")
-_NONE = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,27 +92,31 @@ def pack_sizes(figures: Int64) -> PackSizes:
     )
 
 
-def group_figures(figures: Int64) -> Int64:
-    """Returns int64 `[6]`: rows, then the figures of :func:`pack_figures`, over all packs."""
-    return np.array([len(figures), *figures[:, :4].sum(axis=0), figures[:, 4].max()], np.int64)
-
-
 @dataclass(eq=False)
 class PackCounter:
-    """Accumulates totals of valid packs; the result does not depend on how they are batched."""
+    """Accumulates totals of valid packs; the result does not depend on how they are batched.
 
-    packs: int = 0
-    examples: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    supervised_tokens: int = 0
-    logical_tokens: int = 0
+    Attributes:
+        sums: int64 `[6]`: packs, examples, sequences, tokens, supervised and logical tokens.
+        histogram: int64 `[32]`, sequences by the bits of their length.
+        most: int64 `[3]`: examples and segments of a pack, and tokens of a sequence.
+        least: int64 `[2]`: examples and tokens of a pack.
+    """
+
+    sums: Int64 = field(default_factory=lambda: np.zeros(len(_SUMS), np.int64))
     histogram: Int64 = field(default_factory=lambda: np.zeros(32, np.int64))
-    most_examples: int = 0
-    most_segments: int = 0
-    longest_sequence: int = 0
-    fewest_examples: int = _NONE
-    shortest_pack: int = _NONE
+    most: Int64 = field(default_factory=lambda: np.zeros(3, np.int64))
+    least: Int64 = field(default_factory=lambda: np.full(2, 2**63 - 1))
+
+    @property
+    def examples(self) -> int:
+        """Number of examples."""
+        return int(self.sums[1])
+
+    @property
+    def tokens(self) -> int:
+        """Number of stored tokens."""
+        return int(self.sums[3])
 
     def add(self, figures: Int64, lengths: npt.NDArray[np.integer]) -> None:
         """Adds some packs.
@@ -124,31 +127,23 @@ class PackCounter:
         """
         if not len(figures):
             return
-        examples, sequences, tokens, supervised = figures[:, :4].T
+        examples, segments, tokens, supervised = figures[:, :4].T
+        logical = lengths.sum(dtype=np.int64)
+        sums = len(figures), examples.sum(), len(lengths), tokens.sum(), supervised.sum(), logical
         added = PackCounter(
-            packs=len(figures),
-            examples=int(examples.sum()),
-            sequences=len(lengths),
-            tokens=int(tokens.sum()),
-            supervised_tokens=int(supervised.sum()),
-            logical_tokens=int(lengths.sum(dtype=np.int64)),
+            sums=np.array(sums, np.int64),
             histogram=np.bincount(np.frexp(lengths)[1] - 1, minlength=32),
-            most_examples=int(examples.max()),
-            most_segments=int(sequences.max()),
-            longest_sequence=int(lengths.max()),
-            fewest_examples=int(examples.min()),
-            shortest_pack=int(tokens.min()),
+            most=np.array([examples.max(), segments.max(), lengths.max()]),
+            least=np.array([examples.min(), tokens.min()]),
         )
         self.merge(added)
 
     def merge(self, other: PackCounter) -> None:
         """Adds the totals of `other`."""
-        for name in (*_SUMS, "histogram"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("most_examples", "most_segments", "longest_sequence"):
-            setattr(self, name, max(getattr(self, name), getattr(other, name)))
-        for name in ("fewest_examples", "shortest_pack"):
-            setattr(self, name, min(getattr(self, name), getattr(other, name)))
+        self.sums = self.sums + other.sums
+        self.histogram = self.histogram + other.histogram
+        self.most = np.maximum(self.most, other.most)
+        self.least = np.minimum(self.least, other.least)
 
     @classmethod
     def of_dataset(cls, totals: Totals, statistics: Statistics) -> PackCounter:
@@ -158,33 +153,31 @@ class PackCounter:
         histogram = np.zeros(32, np.int64)
         for bound, count in statistics.length_histogram.items():
             histogram[min(int(bound).bit_length(), 32) - 1] = count
+        examples = statistics.examples_per_pack
+        most = examples.max, statistics.most_segments, statistics.longest_sequence
         return cls(
-            **{name: getattr(totals, name) for name in _SUMS},
+            sums=np.array([getattr(totals, name) for name in _SUMS]),
             histogram=histogram,
-            most_examples=statistics.examples_per_pack.max,
-            most_segments=statistics.most_segments,
-            longest_sequence=statistics.longest_sequence,
-            fewest_examples=statistics.examples_per_pack.min,
-            shortest_pack=statistics.shortest_pack,
+            most=np.array(most),
+            least=np.array([examples.min, statistics.shortest_pack]),
         )
 
     def totals(self, stored_bytes: int) -> Totals:
         """Returns the sums, with the bytes of the shards."""
-        return Totals(bytes=stored_bytes, **{name: getattr(self, name) for name in _SUMS})
+        return Totals(bytes=stored_bytes, **dict(zip(_SUMS, self.sums.tolist(), strict=True)))
 
     def statistics(self, pack_size: int, planning: Mapping[str, Any]) -> Statistics:
         """Returns the statistics; all zero if there are no packs."""
-        some = self.packs > 0
+        packs = int(self.sums[0])
+        most_examples, most_segments, longest = self.most.tolist()
+        fewest, shortest = self.least.tolist() if packs else (0, 0)
+        mean = self.examples / max(packs, 1)
         return Statistics(
-            fill_rate=self.tokens / (max(self.packs, 1) * pack_size),
-            examples_per_pack=Spread(
-                min=self.fewest_examples if some else 0,
-                mean=self.examples / max(self.packs, 1),
-                max=self.most_examples,
-            ),
-            longest_sequence=self.longest_sequence,
-            most_segments=self.most_segments,
-            shortest_pack=self.shortest_pack if some else 0,
+            fill_rate=self.tokens / (max(packs, 1) * pack_size),
+            examples_per_pack=Spread(min=fewest, mean=mean, max=most_examples),
+            longest_sequence=longest,
+            most_segments=most_segments,
+            shortest_pack=shortest,
             length_histogram={str(1 << b): int(n) for b, n in enumerate(self.histogram) if n},
             planning=planning,
         )

@@ -26,7 +26,7 @@ from packstore.io.manifest.partition_notes import Finished
 from packstore.io.manifest.stored_file import StoredFile
 from packstore.io.shards.shard import PackShape, ShardInfo, describe_shard
 from packstore.io.shards.shard_file import ShardFile
-from packstore.io.shards.statistics import PackCounter, group_figures, pack_figures, pack_sizes
+from packstore.io.shards.statistics import PackCounter, pack_figures, pack_sizes
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
 
@@ -187,8 +187,7 @@ class ShardWriter:
         self._wait(0)
         hashes, checksums = shard.finish(durable=self._staging.durable)
         name = f"{self._run}-{len(self._parts):05d}-{hashes.sha256[:16]}.{self._config.format}"
-        groups = [group_figures(figures) for figures in shard.figures]
-        info = describe_shard(f"{DATA}/{name}", groups, hashes, checksums)
+        info = describe_shard(f"{DATA}/{name}", shard.figures, hashes, checksums)
         self._staging.store(shard.path, info.path)
         sizes = pack_sizes(np.concatenate(shard.figures))
         self._shard = None

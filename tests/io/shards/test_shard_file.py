@@ -6,15 +6,13 @@ import io
 import re
 import threading
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from packstore.errors import IntegrityError, StorageError
 from packstore.io.shards import parquet
-from packstore.io.shards.file_slice import FileSlice
-from packstore.io.shards.parquet import byte_range, check_group, parquet_writer
+from packstore.io.shards.parquet import byte_range, check_group
 from packstore.io.shards.shard_file import ShardFile
 
 
@@ -25,36 +23,6 @@ def paths(folder):
 @pytest.fixture
 def written(kit, tmp_path):
     return kit.Written(str(tmp_path / "dataset"))
-
-
-@pytest.mark.parametrize("labels", ["plain", "spans"])
-def test_a_shard_is_what_pyarrow_writes(kit, tmp_path, labels):
-    packs = kit.some_packs(300, "ranked")
-    packs.columns["source"] = np.array([f"ü{i}" for i in range(len(packs.example_ids))], object)
-    how = {"labels": labels, "shard_tokens": 4000}
-    made = kit.Written(str(tmp_path / "dataset"), "ranked", carry={"source": "string"})
-    ds = made.dataset([packs], **how)
-    numbers = [len(shard.row_groups) for shard in ds.manifest.shards]
-    assert len(numbers) > 1
-    assert max(numbers) > 15
-    for shard in ds.manifest.shards:
-        path = tmp_path / "dataset" / shard.path
-        file, sink = pq.ParquetFile(path), io.BytesIO()
-        with parquet_writer(sink, file.schema_arrow) as writer:
-            for number in range(file.num_row_groups):
-                writer.write_table(file.read_row_group(number), row_group_size=1 << 20)
-        assert path.read_bytes() == sink.getvalue()
-    assert ds.verify().ok
-
-
-@pytest.mark.parametrize("format_", ["parquet", "arrow"])
-def test_bytes_do_not_depend_on_the_parts_in_which_packs_come(kit, tmp_path, format_):
-    packs, found = kit.some_packs(300), []
-    for parts in ([packs], [packs.row(i) for i in range(300)]):
-        made = kit.Written(str(tmp_path / str(len(parts))))
-        ds = made.dataset(parts, format=format_, shard_tokens=4000)
-        found.append([shard.sha256 for shard in ds.manifest.shards])
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("format_", ["parquet", "arrow"])
@@ -111,14 +79,3 @@ def test_limits_are_compared_with_the_footer(monkeypatch):
     monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 40)
     with pytest.raises(IntegrityError, match="at most 40 bytes when decompressed"):
         check_group(group, 3, 30)
-
-
-def test_a_slice_gives_no_bytes_but_its_own():
-    part = FileSlice(100, b"abcdef", 40)
-    assert part.seek(0, io.SEEK_END) == 100
-    assert part.seek(42) == part.tell() == 42
-    assert bytes(part.read(3)) == b"cde"
-    for place, size in ((39, 2), (45, 2), (0, 1)):
-        part.seek(place)
-        with pytest.raises(IntegrityError, match="in the bytes of its row group"):
-            part.read(size)

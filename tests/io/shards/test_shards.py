@@ -287,7 +287,8 @@ def test_a_missing_shard(kit, place, format_):
     lost = ds.manifest.shards[1].path
     made.location.remove(lost)
     with pytest.raises(
-        StorageError, match=rf"{lost}: cannot read; found no such file.*{lost}, row group [0-9]+"
+        StorageError,
+        match=rf"(?s){lost}: cannot read; found no such file.*{lost}, row group [0-9]+",
     ):
         ds.read_packs(1)
     ds.read_packs(0)
