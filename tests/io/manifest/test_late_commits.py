@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -13,7 +14,6 @@ from small_jobs import DAY, SETTINGS, later, pairs
 import packstore
 from packstore.errors import DatasetExistsError, MissingFilesError, StorageError
 from packstore.etl.concat import append, concat
-from packstore.io.maintain import leftovers
 from packstore.io.maintain.clean import clean
 from packstore.io.manifest.commit import manifest_path
 from packstore.io.store.location import Location
@@ -202,22 +202,19 @@ def test_a_cleaner_wakes_after_a_commit(place: str, monkeypatch: pytest.MonkeyPa
     location.remove(manifest_path(1))
     location.create_bytes("data/0.parquet", b"1")
     later(monkeypatch, 8 * DAY)
-    clock, removed, real = (
-        types.SimpleNamespace(now=0.0),
-        list[str](),
-        leftovers.LeftoverFinder._remove,
-    )
+    clock, removed, real = types.SimpleNamespace(now=0.0), list[str](), Location.remove
 
-    def remove(self: leftovers.LeftoverFinder, item: Any) -> None:
-        real(self, item)
-        removed.append(item.path)
+    def remove(self: Location, path: str) -> None:
+        real(self, path)
+        removed.append(path)
         if len(removed) == 1:
             location.create_bytes(manifest_path(1), text)
             clock.now += 3600
 
-    monkeypatch.setattr(leftovers, "time", types.SimpleNamespace(time=lambda: clock.now))
-    monkeypatch.setattr(leftovers, "run_parallel", lambda calls: [call() for call in calls])
-    monkeypatch.setattr(leftovers.LeftoverFinder, "_remove", remove)
+    module = sys.modules["packstore.io.maintain.clean"]
+    monkeypatch.setattr(module, "time", types.SimpleNamespace(time=lambda: clock.now))
+    monkeypatch.setattr(module, "run_parallel", lambda calls: [call() for call in calls])
+    monkeypatch.setattr(Location, "remove", remove)
     clean(place, delete=True)
     assert removed == ["data/0.parquet"]
     assert packstore.open(place).verify().ok
