@@ -103,7 +103,7 @@ def write_data(folder: Path, sizes: Sizes) -> None:
                 str(folder / f"{profile}-{layout}"),
                 pack_size=sizes.pack_size,
                 layout=layout,
-                identical_sides="keep",
+                on={"identical_sides": "keep"},
             )
     about = {"vocab_size": vocab, "pairs": PAIRS, "pack_size": sizes.pack_size}
     (folder / "about.json").write_text(json.dumps(about) + "\n", encoding="utf-8")

@@ -34,9 +34,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="field names of the input (repeatable); default: the dataset's",
     )
     parser.add_argument(
-        "--missing-field",
-        choices=("error", "drop"),
-        help="a record without a field that its kind needs; default: as in the dataset",
+        "--on",
+        action="append",
+        default=[],
+        metavar="REASON=ANSWER",
+        help="drop or error for a reason to refuse records; default: the dataset's",
     )
     parser.add_argument(
         "--partitions",
@@ -57,8 +59,8 @@ def _run(args: argparse.Namespace) -> int:
         settings["fields"] = key_values(args.field, "--field")
     if args.partitions is not None:
         settings["partitions"] = args.partitions
-    if args.missing_field:
-        settings["missing_field"] = args.missing_field
+    if args.on:
+        settings["on"] = key_values(args.on, "--on")
     source = args.source[0] if len(args.source) == 1 else args.source
     with progress_of("append", args) as progress:
         dataset = append(

@@ -22,6 +22,7 @@ from packstore.config.packing import (
     WriteConfig,
 )
 from packstore.config.reading import CHECK_RETRIES, BatchConfig, ReadConfig, RetryConfig
+from packstore.config.reasons import REASONS
 from packstore.config.settings import Settings, fingerprint, setting
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "MEANINGFUL",
     "NOT_TEXT",
     "PARTITION_BYTES",
+    "REASONS",
     "REWARD_FIELDS",
     "SPELLINGS",
     "BatchConfig",

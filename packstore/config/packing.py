@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from packstore.config.fields import FIELD_NAMES
+from packstore.config.reasons import answers_of
 from packstore.config.settings import Settings, setting
 from packstore.errors import ConfigError, UnknownNameError, quote
 
@@ -55,11 +56,6 @@ class TokenizeConfig(SizeConfig):
         "float64, bool (repeatable)",
         metavar="NAME[:TYPE]",
     )
-    implicit_prompt: Literal["hh", "common_prefix"] = setting(
-        "hh",
-        "texts without a prompt: only dialogues in the form of Anthropic's HH, or any texts, whose "
-        "common prefix is then the prompt",
-    )
     chat_template: str | None = setting(
         None,
         "for chat messages: a Jinja file or text, or chatml, plain; default: the tokenizer's",
@@ -83,51 +79,17 @@ class TokenizeConfig(SizeConfig):
     thinking: Literal["template", "strip"] = setting(
         "template", "reasoning of assistant turns: as the template renders it, or removed first"
     )
-    empty_thinking: Literal["unsupervised", "supervised"] = setting(
-        "unsupervised", "an empty <think> block at the beginning of an assistant turn"
-    )
-    tool_arguments: Literal["record", "object"] = setting(
-        "record", "arguments of tool calls that are JSON text: as the record has them, or parsed"
-    )
-    special_tokens: Literal["literal", "control", "drop", "error"] = setting(
-        "literal", "strings such as <|im_end|> in user text: plain text, control ids, drop, error"
-    )
-    boundary: Literal["longest_common_prefix", "drop", "error"] = setting(
-        "longest_common_prefix",
-        "a token that merges prompt and response: count it as response, drop, error",
-    )
     max_length: int | None = setting(None, "most tokens of one sequence; default: pack_size", low=2)
     overlong: Literal["drop", "error", "truncate_prompt", "truncate_response"] = setting(
         "drop", "records that do not fit max_length or pack_size"
     )
-    empty_side: Literal["drop", "keep", "error"] = setting("drop", "a response without text")
-    empty_turn: Literal["drop", "keep", "error"] = setting(
-        "drop", "a supervised turn without text or calls, among others with some"
-    )
-    unrendered: Literal["drop", "keep", "error"] = setting(
-        "drop", "a turn, tool call or tools that the chat template does not show"
-    )
-    identical_sides: Literal["drop", "keep", "error"] = setting(
-        "drop", "a record whose responses are all equal"
-    )
-    unsupervised: Literal["drop", "error"] = setting("drop", "a sequence without supervised tokens")
-    missing_field: Literal["error", "drop"] = setting(
-        "error", "a record without a field that its kind needs"
-    )
-    unpaired_feedback: Literal["error", "drop", "keep"] = setting(
-        "error",
-        "a single answer labelled as bad; drop: the good ones are packed as sft; keep: the label "
-        "means something else",
-    )
-    wrong_type: Literal["drop", "error"] = setting(
-        "drop", "a field of the wrong type, such as a number instead of text"
-    )
-    invalid_unicode: Literal["drop", "error", "replace"] = setting(
-        "drop", "text with lone surrogates, which no tokenizer accepts"
+    on: Mapping[str, str] = setting(
+        dict, "answer to a reason for refusing records (repeatable)", metavar="REASON=ANSWER"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "on", answers_of(self.on))
         self._check_variables()
         for name in self.fields:
             if name not in FIELD_NAMES:

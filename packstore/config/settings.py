@@ -104,8 +104,10 @@ class Settings:
         return {n: value for n, value in self.recorded().items() if value != defaults[n]}
 
 
-def check_names(given: Iterable[str], known: Iterable[str], listed_by: str) -> None:
-    """Refuses names that are no settings.
+def check_names(
+    given: Iterable[str], known: Iterable[str], listed_by: str, what: str = "setting"
+) -> None:
+    """Refuses unknown names.
 
     Raises:
         UnknownNameError: for the first of them; suggests the nearest.
@@ -115,7 +117,7 @@ def check_names(given: Iterable[str], known: Iterable[str], listed_by: str) -> N
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise UnknownNameError(f"unknown setting {quote(name)}; {listed_by} lists all.{hint}")
+            raise UnknownNameError(f"unknown {what} {quote(name)}; {listed_by} lists all.{hint}")
 
 
 def fingerprint(value: Any) -> str:

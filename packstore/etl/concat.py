@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from packstore.config import PackConfig, RunConfig, fingerprint
-from packstore.errors import ConfigError, IntegrityError, TokenizerError, sentence
+from packstore.errors import ConfigError, IntegrityError, TokenizerError, quote, sentence
 from packstore.etl.pipeline import pack_into
 from packstore.etl.provenance import without_paths
 from packstore.io.dataset.dataset import Dataset, find_dataset
@@ -32,7 +32,7 @@ from packstore.progress import Progress
 
 log = logging.getLogger("packstore")
 
-_ADJUSTABLE = {*RunConfig.names(), "fields", "missing_field", "partitions"}
+_ADJUSTABLE = {*RunConfig.names(), "fields", "on", "partitions"}
 _CHUNK = 1 << 20
 
 COPIES_AT_ONCE = 4
@@ -62,7 +62,7 @@ def append(
         source_storage_options: passed to those of `more` instead, if it lies elsewhere.
         progress: called as each stage advances; see :data:`packstore.progress.Progress`.
         settings: fields of ``RunConfig``, `partitions` of the new records, `fields`, and
-            `missing_field`. All others are those of the dataset.
+            `on`, whose answers are added to those of the dataset. All others are its own.
 
     Returns:
         The new version.
@@ -194,7 +194,12 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
     if packed:
         for name in PackConfig.of(**values).needing_records:
             del values[name]
-    return PackConfig.of(**{**values, **settings})
+    given = settings.get("on", {})
+    if kept := [reason for reason, answer in given.items() if answer not in ("drop", "error")]:
+        must = f"append packs as the dataset does: on, {kept[0]}, may be drop or error"
+        raise ConfigError(sentence(base.url, must, quote(given[kept[0]])))
+    answers = {**recorded.get("on", {}), **given}
+    return PackConfig.of(**{**values, **settings, **({"on": answers} if given else {})})
 
 
 def _tokenizer_of(base: Dataset) -> Any:

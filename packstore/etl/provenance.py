@@ -38,11 +38,9 @@ _DECIDING_SETTINGS = (
     "add_bos",
     "template_variables",
     "thinking",
-    "tool_arguments",
-    "special_tokens",
-    "invalid_unicode",
 )
-"""Settings that change the tokens of an example, besides truncation."""
+_DECIDING_ANSWERS = ("special_tokens", "invalid_unicode")
+"""Settings, and answers of the setting `on`, that change the tokens of an example."""
 
 ASKED_TO_GO = (*DUPLICATES.values(), "unpaired_feedback")
 """Reasons to drop that a setting requests; they do not count against `max_drop_rate`."""
@@ -141,6 +139,7 @@ def with_lineage(provenance: Mapping[str, Any], kind: str, config: PackConfig) -
         "sources": [[s["sha256"], s["records"]] for s in provenance["sources"]],
         "tokenizer": [tokenizer.get(name) for name in _DECIDING_TOKENIZER],
         "settings": {name: config.recorded()[name] for name in _DECIDING_SETTINGS},
+        "on": [config.on[reason] for reason in _DECIDING_ANSWERS],
     }
     if config.overlong.startswith("truncate"):
         parts["truncated"] = [config.overlong, config.sequence_limit]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from packstore.config import TokenizeConfig
 from packstore.errors import TokenizerError, sentence
 from packstore.tokenizer.chat.assistant_spans import after_empty_thinking, render_turns
-from packstore.tokenizer.chat.messages import says_something, text_arguments, with_parsed_arguments
+from packstore.tokenizer.chat.messages import says_something, text_arguments
 from packstore.tokenizer.chat.shown import (
     is_plain,
     left_out,
@@ -42,10 +42,10 @@ def draft_messages(
     drafts: list[Draft] = []
     events: list[str] = []
     written = template.written_prompt
-    prompt = _as_taken(template, list(parsed.prompt), config)  # type: ignore[arg-type]
+    prompt = _as_taken(template, list(parsed.prompt))  # type: ignore[arg-type]
     prompts: dict[int, str] = {}
     for response in parsed.responses:
-        messages = [*prompt, *_as_taken(template, list(response), config)]  # type: ignore[arg-type]
+        messages = [*prompt, *_as_taken(template, list(response))]  # type: ignore[arg-type]
         prompts = {n: text for n, text in prompts.items() if n == len(prompt)}
         try:
             text, spans = render_turns(
@@ -58,11 +58,10 @@ def draft_messages(
             )
         except Refused as refused:
             raise _explained(refused, template, messages, parsed.tools, config) from None
-        if config.empty_thinking == "unsupervised":
-            bare = [after_empty_thinking(text, span) for span in spans]
-            if bare != spans:
-                spans = bare
-                events.append("empty_thinking")
+        bare = [after_empty_thinking(text, span) for span in spans]
+        if bare != spans:
+            spans = bare
+            events.append("empty_thinking")
         tools = None if drafts else parsed.tools  # checking one side for shown tools suffices
         events += _remarks(template, messages, len(prompt), tools, text, config)
         if written and text.endswith(written):
@@ -83,18 +82,9 @@ def draft_messages(
     return drafts, events
 
 
-def _as_taken(
-    template: ChatTemplate, messages: list[Message], config: TokenizeConfig
-) -> list[Message]:
-    """Applies the settings of tool calls, and replaces null content if the template needs text."""
-    for message in messages:
-        if "tool_calls" in message:
-            break
-    else:
-        return messages
-    if config.tool_arguments == "object":
-        messages = with_parsed_arguments(messages)
-    if template.takes_null:
+def _as_taken(template: ChatTemplate, messages: list[Message]) -> list[Message]:
+    """Replaces null content if the template needs text."""
+    if not any("tool_calls" in message for message in messages) or template.takes_null:
         return messages
     return [{**m, "content": ""} if m["content"] is None else m for m in messages]
 
@@ -113,10 +103,10 @@ def _explained(
         missing = left_out(template, messages, tools, template.render(messages, tools))
     except Refused:
         if any(text_arguments(messages)):
-            detail = f"{refused.detail}; tool_arguments=object parses arguments that are text"
+            detail = f"{refused.detail}; arguments that are JSON text may have to be objects"
             return Refused(refused.reason, detail)
         return refused
-    return _unrendered(missing) if missing and config.unrendered != "keep" else refused
+    return _unrendered(missing) if missing and config.on["unrendered"] != "keep" else refused
 
 
 def _unrendered(name: str) -> Refused:
@@ -143,14 +133,14 @@ def _remarks(
     learned = turns[-1:] if config.supervised_turns == "last" else turns
     empty = [i for i in learned if not says_something(messages[i])]
     if empty and any(says_something(messages[i]) for i in turns):
-        if config.empty_turn != "keep":
+        if config.on["empty_turn"] != "keep":
             raise Refused("empty_turn", f"message {empty[0] + 1} is empty")
         events.append("empty_turn")
     missing = left_out(template, messages, tools, text)
     if missing is None and not shows_tools(template, messages, tools, text):
         missing = "the tools"
     if missing is not None:
-        if config.unrendered != "keep":
+        if config.on["unrendered"] != "keep":
             raise _unrendered(missing)
         events.append("unrendered")
     if quotes_arguments(messages, text):

@@ -37,8 +37,8 @@ def assemble(tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConf
     refused: dict[int, Refused] = {}
     for i in np.unique(places.draft[:number][merged[:number]]).tolist():
         events[i].append("boundary_merged")
-        if config.boundary != "longest_common_prefix":
-            refused[i] = Refused("boundary_merged", "a token joins prompt and response")
+        if config.on["boundary"] != "keep":
+            refused[i] = Refused("boundary", "a token joins prompt and response")
     _check_literal(tokenizer, drafts, ids, offsets, refused)
     first = offsets[:-1][places.owner]
     supervised = _ranges(first + tokens[:number:2], first + tokens[1:number:2], len(ids))

@@ -88,8 +88,8 @@ class RecordTokenizer:
         self.carry = parse_carry(config)
         self._keeps_rejects = isinstance(config, RunConfig) and config.rejects is not None
         self._wants_keys = isinstance(config, SelectConfig) and config.selects
-        self._mode: Mode = "literal" if config.special_tokens == "literal" else "control"
-        self._judges = kind == "sft" and config.unpaired_feedback != "keep"
+        self._mode: Mode = "literal" if config.on["special_tokens"] == "keep" else "control"
+        self._judges = kind == "sft" and config.on["unpaired_feedback"] != "keep"
         self._hint = ""
         plain = not (self._wants_keys or self.carry or config.fields or config.thinking == "strip")
         if tokenizer and kind == "preference" and plain:

@@ -78,19 +78,19 @@ def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
     """Strips thinking if so configured, and checks the responses.
 
     Raises:
-        Refused: ``empty_response`` or ``identical_responses``.
+        Refused: ``empty_side`` or ``identical_sides``.
     """
     if config.thinking == "strip":
         prompt, *responses = [_strip(part) for part in (parsed.prompt, *parsed.responses)]
         prompt = parsed.prompt if isinstance(prompt, str) else prompt
         parsed = replace(parsed, prompt=prompt, responses=responses)
-    if config.empty_side != "keep":
+    if config.on["empty_side"] != "keep":
         for i, response in enumerate(parsed.responses):
             if _is_empty(response):
-                raise Refused("empty_response", f"response {i + 1} of {len(parsed.responses)}")
+                raise Refused("empty_side", f"response {i + 1} of {len(parsed.responses)}")
     first, *others = parsed.responses
-    if config.identical_sides != "keep" and others and all(_same(first, o) for o in others):
-        raise Refused("identical_responses", "all responses are alike")
+    if config.on["identical_sides"] != "keep" and others and all(_same(first, o) for o in others):
+        raise Refused("identical_sides", "all responses are alike")
     return parsed
 
 
@@ -105,7 +105,7 @@ def draft_record(
     """
     parsed, guard, events = _handle_specials(parsed, tokenizer, config)
     if isinstance(parsed.prompt, str):
-        mode: Mode = "literal" if config.special_tokens == "literal" else "control"
+        mode: Mode = "literal" if config.on["special_tokens"] == "keep" else "control"
         drafts = [
             Draft(
                 text=parsed.prompt + str(response),
@@ -143,11 +143,12 @@ def _handle_specials(
     found = tokenizer.controls.search(written)
     if not found:
         return parsed, "", []
-    policy = config.special_tokens
+    policy = config.on["special_tokens"]
     if policy in ("drop", "error"):
         raise Refused("special_tokens", f"the text holds {found[0]!r}")
     if policy == "control" or isinstance(parsed.prompt, str):
-        return parsed, "", [f"special_tokens_{policy}"]
+        how = "control" if policy == "control" else "literal"
+        return parsed, "", [f"special_tokens_{how}"]
     template = tokenizer.template_for(parsed.tools, {})
     source = template.source if template else ""
     [guard] = free_characters(written + source, 1)
@@ -185,7 +186,7 @@ def _check_unicode(draft: Draft, config: TokenizeConfig, events: list[str]) -> D
     try:
         draft.text.encode()
     except UnicodeEncodeError as error:
-        if config.invalid_unicode != "replace":
+        if config.on["invalid_unicode"] != "keep":
             raise Refused(
                 "invalid_unicode", f"{error.reason}: {error.object[error.start]!a}"
             ) from None

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Callable[[], None], list[str], list[str]]] = {
     ),
     "wrong type as an error": (
         write("bad.jsonl", LINES[0] + one(chosen=["x", 3])),
-        ["bad.jsonl", "--wrong-type", "error"],
+        ["bad.jsonl", "--on", "wrong_type=error"],
         ["bad.jsonl, line 2"],
     ),
     "broken JSON in a gzip": (broken_gzip, ["bad.jsonl.gz"], ["bad.jsonl.gz, line 17"]),

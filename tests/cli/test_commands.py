@@ -50,7 +50,7 @@ def test_pack_states_the_counts(
     write_jsonl(source, [*PAIRS, same])
     out = output(capsys, "pack", str(source), str(tmp_path / "out"), "--tokenizer", str(tokenizer))
     assert "preference dataset" in out
-    assert "dropped: identical_responses  │ 1" in out or "identical_responses" in out
+    assert "dropped: identical_sides  │ 1" in out or "identical_sides" in out
     assert "31" in out
 
 
@@ -128,7 +128,7 @@ def test_doctor(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     write_jsonl(source, records)
     arguments = ["doctor", str(source), "--tokenizer", str(tokenizer)]
     out = output(capsys, *arguments, code=1)
-    for text in ("33 records", "empty_response", "missing_field", "duplicate_records", "line 32"):
+    for text in ("33 records", "empty_side", "missing_field", "duplicate_records", "line 32"):
         assert text in out
     write_jsonl(source, [*pairs, pairs[3]])
     assert "remark: duplicate_records" in output(capsys, *arguments)

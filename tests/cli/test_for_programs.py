@@ -72,7 +72,7 @@ def test_the_result_of_a_job_counts_every_record(
     main([*command(folder, "pack pairs.jsonl out --tokenizer t.json --overwrite"), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["records"]["read"] == 21
-    assert found["records"]["dropped"] == {"empty_response": 1}
+    assert found["records"]["dropped"] == {"empty_side": 1}
     assert found["totals"]["examples"] == 20
     assert packstore.open(found["url"]).version == found["version"]
 
@@ -87,7 +87,7 @@ def test_log_lines_are_json(folder: Path) -> None:
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert {"level", "message", "time"} <= lines[0].keys()
     assert [line["done"] for line in lines if line.get("stage") == "read"] == [21]
-    assert any(line["level"] == "warning" and "empty_response" in line["message"] for line in lines)
+    assert any(line["level"] == "warning" and "empty_side" in line["message"] for line in lines)
     failed = run(folder, "pack none out --tokenizer t.json --log-format json")
     (line,) = map(json.loads, failed.stderr.splitlines())
     assert (line["level"], line["error"], failed.returncode) == ("error", "InputError", 1)
@@ -113,7 +113,7 @@ def test_packs_as_json_have_what_a_loader_reads(
 
 def test_quiet_leaves_the_result_and_warnings(folder: Path) -> None:
     done = run(folder, "pack pairs.jsonl out --tokenizer t.json --overwrite --quiet")
-    assert "empty_response" in done.stderr
+    assert "empty_side" in done.stderr
     assert "fields used" not in done.stderr
     assert "records packed" in done.stdout
     assert run(folder, "verify packed --quiet").stderr == ""

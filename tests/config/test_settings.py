@@ -44,9 +44,7 @@ NEED_RECORDS: dict[str, Any] = {
     "add_bos": True,
     "supervised_turns": "last",
     "thinking": "strip",
-    "special_tokens": "control",
-    "empty_side": "keep",
-    "missing_field": "drop",
+    "on": {"special_tokens": "control"},
 }
 
 
@@ -129,7 +127,7 @@ def test_carried_columns_have_the_type_of_their_values(
         str(tmp_path / "ds"),
         tokenizer,
         carry=["n"],
-        missing_field="drop",
+        on={"missing_field": "drop"},
         max_drop_rate=0.9,
     )
     assert dict(packed.manifest.carry) == {"n": type_}
@@ -154,7 +152,7 @@ def test_append_has_the_flag_that_its_error_advises(
     more = tmp_path / "more.jsonl"
     lines = [json.dumps({**p, "prompt": "Another. "}) for p in PAIRS]
     more.write_text("\n".join([*lines, '{"prompt": "p", "chosen": "c"}']), encoding="utf-8")
-    with pytest.raises(RecordError, match="set missing_field to drop"):
+    with pytest.raises(RecordError, match="--on missing_field=drop"):
         packstore.append(out, str(more))
-    assert main(["append", out, str(more), "--missing-field", "drop"]) == 0
+    assert main(["append", out, str(more), "--on", "missing_field=drop"]) == 0
     assert "40 examples" in capsys.readouterr().out

@@ -134,7 +134,7 @@ def test_every_place_is_told_as_the_reader_tells_it(tokenizer: Path, tmp_path: P
     source.write_text("\n\n".join(lines) + "\n")
     found = findings(source, tokenizer)
     assert found["duplicate_records"].examples == (f"{source}, line 3",)
-    assert found["empty_response"].examples[0].startswith(f"{source}, line 5")
+    assert found["empty_side"].examples[0].startswith(f"{source}, line 5")
     assert found["empty_prompt"].examples == (f"{source}, line 7",)
 
 

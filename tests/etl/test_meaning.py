@@ -69,15 +69,15 @@ def test_a_tenth_of_the_records_may_be_dropped(do_pack: Pack) -> None:
         do_pack([*PAIRS, bad, bad, bad, {**bad, "chosen": 3}])
     text = str(caught.value)
     assert "at most 10% of the records may be dropped" in text
-    assert "4 of 24 dropped: 3 identical_responses, 1 wrong_type" in text
+    assert "4 of 24 dropped: 3 identical_sides, 1 wrong_type" in text
     assert "max_drop_rate" in text
 
 
 def test_what_is_left_out_by_its_label_does_not_count_as_dropped(do_pack: Pack) -> None:
     records = [{"prompt": "p", "completion": f" {i}", "label": i % 2 == 0} for i in range(8)]
-    with pytest.raises(RecordError, match="unpaired_feedback to drop"):
+    with pytest.raises(RecordError, match="--on unpaired_feedback=drop"):
         do_pack(records)
-    found = do_pack(records, unpaired_feedback="drop").manifest
+    found = do_pack(records, on={"unpaired_feedback": "drop"}).manifest
     assert (found.kind, found.records.packed) == ("sft", 4)
     assert found.records.dropped == {"unpaired_feedback": 4}
 

@@ -37,7 +37,7 @@ def test_padded_packs_fit(tmp_path: Path, layout: str, pack_size: int) -> None:
 
     settings: dict[str, Any] = {"pack_size": pack_size, "layout": layout}
     dataset = packstore.pack(
-        RECORDS, tmp_path / "out", pad_to_multiple=M, identical_sides="keep", **settings
+        RECORDS, tmp_path / "out", pad_to_multiple=M, on={"identical_sides": "keep"}, **settings
     )
     padded = [
         pad_segments(collate([sample], "preference"), M)
@@ -99,12 +99,12 @@ def test_commands_tell_both_fills(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    more = ["--pad-to-multiple", str(M), "--identical-sides", "keep"]
+    more = ["--pad-to-multiple", str(M), "--on", "identical_sides=keep"]
     choices = json.loads(run("estimate", str(source), "--pack-sizes", "96", *more, "--json"))[
         "choices"
     ]
     packed = packstore.pack(
-        source, tmp_path / "out", pack_size=96, pad_to_multiple=M, identical_sides="keep"
+        source, tmp_path / "out", pack_size=96, pad_to_multiple=M, on={"identical_sides": "keep"}
     )
     planning = packed.manifest.statistics.planning
     (choice,) = (c for c in choices if (c["layout"], c["strategy"]) == ("concat", "pool"))

@@ -193,7 +193,11 @@ def test_small_files_and_more_partitions_than_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "settings", "error"),
     [
-        ('{"prompt": [1], "chosen": "text", "rejected": [2]}', {"wrong_type": "error"}, None),
+        (
+            '{"prompt": [1], "chosen": "text", "rejected": [2]}',
+            {"on": {"wrong_type": "error"}},
+            None,
+        ),
         ('{"prompt": [1], "chosen": [2]}', {}, RecordError),
         ('{"prompt": [1], "chosen": [2], "rejected": [3]}', {"max_drop_rate": 0.0}, DropRateError),
     ],

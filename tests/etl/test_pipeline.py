@@ -262,8 +262,8 @@ def test_counts_add_up_and_too_many_drops_fail(do_pack: Pack) -> None:
     ]
     records = do_pack(PAIRS + bad).manifest.records
     assert records.dropped == {
-        "identical_responses": 1,
-        "empty_response": 1,
+        "identical_sides": 1,
+        "empty_side": 1,
         "wrong_type": 1,
         "overlong": 1,
         "invalid_unicode": 1,

@@ -18,7 +18,7 @@ from packstore.errors import ConfigError, DropRateError, RecordError
 from packstore.io.store.location import Location
 
 ONE = {"prompt": "What is it? ", "chosen": "It is one.", "rejected": "No idea."}
-LOOSE = {"max_drop_rate": 0.9, "missing_field": "drop", "pack_size": 256}
+LOOSE = {"max_drop_rate": 0.9, "on": {"missing_field": "drop"}, "pack_size": 256}
 
 
 def record(i: int) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def expected(sources: list[str]) -> list[tuple[str, str]]:
     """Place and reason of each record that is dropped, in order."""
-    reasons = {0: "empty_response", 4: "identical_responses", 8: "missing_field", 12: "wrong_type"}
+    reasons = {0: "empty_side", 4: "identical_sides", 8: "missing_field", 12: "wrong_type"}
     found = []
     for n, source in enumerate(sources):
         found += [
@@ -87,11 +87,11 @@ def test_every_dropped_record_in_order(
     assert told(out) == expected(sources)
     assert read(out)[0] == {
         "place": f"{sources[0]}, line 1",
-        "reason": "empty_response",
+        "reason": "empty_side",
         "detail": "response 2 of 2",
     }
     assert len(told(out)) == sum(packed.manifest.records.dropped.values())
-    assert f"dropped 60 records: empty_response; the first: {sources[0]}, line 1: " in caplog.text
+    assert f"dropped 60 records: empty_side; the first: {sources[0]}, line 1: " in caplog.text
     # It does not decide the bytes, and nothing else is left.
     plain = packstore.pack(sources, str(tmp_path / "plain"), tokenizer, **settings)
     assert plain.manifest.fingerprint == packed.manifest.fingerprint
@@ -152,7 +152,8 @@ def test_a_job_that_drops_too_much_tells_which(
     out = tmp_path / "new" / "rejects.jsonl"
     with pytest.raises(DropRateError):
         packstore.pack(
-            sources, str(tmp_path / "ds"), tokenizer, missing_field="drop", rejects=str(out),
+            sources, str(tmp_path / "ds"), tokenizer, rejects=str(out),
+            on={"missing_field": "drop"},
             max_drop_rate=0.01,
         )  # fmt: skip
     assert told(out) == [line for line in expected(sources) if line[1] != "duplicate_pair"]

@@ -58,7 +58,6 @@ def test_a_prompt_under_another_name_is_refused_and_the_name_proposed(refusal):
     text = refusal({"instruction": "Is it blue?", **SIDES})
     assert "no field 'prompt' among 'instruction', 'chosen', 'rejected'" in text
     assert "--field prompt=instruction" in text
-    assert "implicit_prompt" in refusal(SIDES)
 
 
 def test_a_mapped_prompt_that_is_not_there_is_refused(refusal):
@@ -67,12 +66,6 @@ def test_a_mapped_prompt_that_is_not_there_is_refused(refusal):
     assert "no field 'instrution'" in text
     assert "--field prompt=instruction" in text
     assert "no field 'q'" in refusal(CHAT, fields={"prompt": "q"})
-
-
-def test_texts_without_a_prompt_are_split_where_that_is_asked_for():
-    config = TokenizeConfig(implicit_prompt="common_prefix")
-    found = parse_record(SIDES, "preference", config)
-    assert (found.prompt, found.responses) == ("The sea is", [" blue.", " a lie."])
 
 
 def test_dialogues_of_the_hh_form_need_no_prompt():
@@ -136,10 +129,10 @@ def test_a_bad_answer_is_not_packed(refusal, tally, label, name):
     text = refusal(good, bad, kind="sft")
     assert "line 2" in text
     assert "pair" in text
-    assert "unpaired_feedback to drop" in text
-    found = tally(good, bad, kind="sft", unpaired_feedback="drop")
+    assert "--on unpaired_feedback=drop" in text
+    found = tally(good, bad, kind="sft", on={"unpaired_feedback": "drop"})
     assert (found.kept, found.dropped) == (1, {"unpaired_feedback": 1})
-    assert tally(good, bad, kind="sft", unpaired_feedback="keep").kept == 2
+    assert tally(good, bad, kind="sft", on={"unpaired_feedback": "keep"}).kept == 2
     assert tally(good, good, kind="sft").kept == 2
     chat = {"messages": [user("p"), assistant("a")], name: label}
     assert "unpaired_feedback" in refusal(chat, kind="sft")
@@ -180,7 +173,7 @@ def test_a_reward_on_one_side_is_refused(refusal, tally, name):
     record = {**PAIR, name: 4.5}
     assert f"{name!r}" in refusal(record)
     assert "both sides" in refusal(record)
-    assert tally(PAIR, record, missing_field="drop").dropped == {"one_reward": 1}
+    assert tally(PAIR, record, on={"one_reward": "drop"}).dropped == {"one_reward": 1}
 
 
 def test_rewards_against_the_order_are_noted(rows, byte_level):

@@ -13,10 +13,10 @@ from packstore.tokenizer.record_tokenizer import STRICT
 TEXTS = ["", " \n", "a", "hé<", "|im_end|> b", "x<|im_end|>", "汉字 " * 9, "\ud800", 3, None]
 
 
-@pytest.mark.parametrize("special_tokens", ["literal", "control", "drop"])
+@pytest.mark.parametrize("special_tokens", ["keep", "control", "drop"])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"empty_side": "keep", "identical_sides": "keep"}, {"invalid_unicode": "replace"}],
+    [{}, {"empty_side": "keep", "identical_sides": "keep"}, {"invalid_unicode": "keep"}],
 )
 def test_the_short_way_leads_where_the_long_one_does(tokenizer, rows, special_tokens, settings):
     values = [
@@ -24,7 +24,8 @@ def test_the_short_way_leads_where_the_long_one_does(tokenizer, rows, special_to
         for texts in itertools.product(TEXTS, repeat=3)
     ]
     values += [{**values[-1], "chosen_reward": 2.5}, {"chosen": "a"}, [], "text"]
-    config = PackConfig(special_tokens=special_tokens, missing_field="drop", **settings)
+    on = {"special_tokens": special_tokens, "missing_field": "drop", **settings}
+    config = PackConfig(on={**on, "one_reward": "drop"})
     short, long = (RecordTokenizer(tokenizer("qwen3"), config, "preference") for _ in range(2))
     assert short._hint
     long._hint = ""

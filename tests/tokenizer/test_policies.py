@@ -43,7 +43,7 @@ def test_bos_is_never_doubled(run, byte_level):
     assert texts[0][0] == once
     assert tally.noted == {"bos_deduplicated": 1}
     text = {"prompt": "<s>p", "chosen": "c", "rejected": "r"}
-    texts, tally = run(tokenizer, text, special_tokens="control")
+    texts, tally = run(tokenizer, text, on={"special_tokens": "control"})
     assert texts[0][0] == "<s>pc</s>"
     assert tally.noted == {"bos_deduplicated": 1, "special_tokens_control": 1}
 
@@ -51,7 +51,7 @@ def test_bos_is_never_doubled(run, byte_level):
 def test_eos_is_never_doubled(run, byte_level):
     tokenizer = byte_level(template=BOS_TEMPLATE.replace("<|end|>", "</s>\n"))
     text = {"prompt": "p", "chosen": "c</s>", "rejected": "r"}
-    texts, _ = run(tokenizer, text, special_tokens="control")
+    texts, _ = run(tokenizer, text, on={"special_tokens": "control"})
     assert [t for t, _ in texts] == ["pc</s>", "pr</s>"]
     chat = {"prompt": [USER], "chosen": "c", "rejected": "r"}
     texts, _ = run(tokenizer, chat, append_eos=True)
@@ -78,10 +78,10 @@ def test_a_merged_token_belongs_to_the_response(run, byte_level):
     texts, tally = run(tokenizer, MERGING)
     assert texts == [("p: xy</s>", " xy</s>"), ("p: r</s>", "r</s>")]
     assert tally.noted == {"boundary_merged": 1}
-    texts, tally = run(tokenizer, MERGING, boundary="drop")
-    assert (texts, dict(tally.dropped)) == ([], {"boundary_merged": 1})
+    texts, tally = run(tokenizer, MERGING, on={"boundary": "drop"})
+    assert (texts, dict(tally.dropped)) == ([], {"boundary": 1})
     with pytest.raises(RecordError, match=r"data.jsonl, line 1: no token may join"):
-        run(tokenizer, MERGING, boundary="error")
+        run(tokenizer, MERGING, on={"boundary": "error"})
 
 
 def test_the_first_token_is_never_supervised(run, byte_level):
@@ -93,7 +93,7 @@ def test_the_first_token_is_never_supervised(run, byte_level):
     texts, tally = run(byte_level(), record, append_eos=False)
     assert dict(tally.dropped) == {"unsupervised": 1}
     with pytest.raises(RecordError, match="supervised token"):
-        run(byte_level(), record, append_eos=False, unsupervised="error")
+        run(byte_level(), record, append_eos=False, on={"unsupervised": "error"})
 
 
 @pytest.mark.parametrize(
@@ -109,24 +109,24 @@ def test_lone_surrogates(run, record, byte_level):
     texts, tally = run(tokenizer, good, record, good)
     assert (tally.read, tally.kept, dict(tally.dropped)) == (3, 2, {"invalid_unicode": 1})
     assert tally.samples[0].where == "data.jsonl, line 2"
-    texts, tally = run(tokenizer, record, invalid_unicode="replace")
+    texts, tally = run(tokenizer, record, on={"invalid_unicode": "keep"})
     assert "p�" in texts[0][0]
     assert tally.noted == {"unicode_replaced": 1}
     with pytest.raises(RecordError, match="line 1: text must be valid Unicode"):
-        run(tokenizer, record, invalid_unicode="error")
+        run(tokenizer, record, on={"invalid_unicode": "error"})
 
 
-def test_empty_and_identical_responses(run, byte_level):
+def test_empty_and_identical_sides(run, byte_level):
     tokenizer = byte_level(template=BOS_TEMPLATE)
     empty = {"prompt": "p", "chosen": " \n", "rejected": "r"}
     same = {"prompt": [USER], "chosen": "c", "rejected": [{"role": "assistant", "content": "c"}]}
     _, tally = run(tokenizer, empty, same)
-    assert dict(tally.dropped) == {"empty_response": 1, "identical_responses": 1}
-    _, tally = run(tokenizer, empty, same, empty_side="keep", identical_sides="keep")
+    assert dict(tally.dropped) == {"empty_side": 1, "identical_sides": 1}
+    _, tally = run(tokenizer, empty, same, on={"empty_side": "keep", "identical_sides": "keep"})
     assert tally.kept == 2
     for setting, record in (("empty_side", empty), ("identical_sides", same)):
         with pytest.raises(RecordError):
-            run(tokenizer, record, **{setting: "error"})
+            run(tokenizer, record, on={setting: "error"})
 
 
 def test_missing_and_wrong_fields(run, byte_level):
@@ -135,10 +135,10 @@ def test_missing_and_wrong_fields(run, byte_level):
         run(tokenizer, {"prompt": "p", "chosen": "c"})
     wrong = {"prompt": "p", "chosen": True, "rejected": "r"}
     values = [{"prompt": "p", "chosen": "c"}, wrong, "text"]
-    _, tally = run(tokenizer, *values, missing_field="drop")
+    _, tally = run(tokenizer, *values, on={"missing_field": "drop"})
     assert dict(tally.dropped) == {"missing_field": 1, "wrong_type": 1, "not_an_object": 1}
     with pytest.raises(RecordError, match="found chosen True"):
-        run(tokenizer, wrong, wrong_type="error")
+        run(tokenizer, wrong, on={"wrong_type": "error"})
 
 
 def test_messages_without_a_template(run, byte_level):
@@ -208,7 +208,7 @@ def test_carried_columns(rows, byte_level):
     good = {**base, "source": "x", "weight": 2, "n": 3, "ok": True}
     bad = [{**good, "n": 2.5}, {**good, "n": 1 << 63}, {**good, "source": "\ud800"}, base]
     config = TokenizeConfig(
-        carry=("source", "weight:float64", "n:int64", "ok:bool"), missing_field="drop"
+        carry=("source", "weight:float64", "n:int64", "ok:bool"), on={"missing_field": "drop"}
     )
     examples, tally = RecordTokenizer(byte_level(), config, "preference")(rows([good, *bad, good]))
     columns = examples.columns

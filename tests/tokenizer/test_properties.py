@@ -42,10 +42,16 @@ some_records = st.integers(0, 5).flatmap(lambda i: good_records if i else bad_re
 choices = st.fixed_dictionaries(
     {
         "overlong": st.sampled_from(["drop", "truncate_prompt", "truncate_response"]),
-        "special_tokens": st.sampled_from(["literal", "control", "drop"]),
-        "invalid_unicode": st.sampled_from(["drop", "replace"]),
-        "empty_side": st.sampled_from(["drop", "keep"]),
-        "identical_sides": st.sampled_from(["drop", "keep"]),
+        "on": st.fixed_dictionaries(
+            {
+                "missing_field": st.just("drop"),
+                "one_reward": st.just("drop"),
+                "special_tokens": st.sampled_from(["keep", "control", "drop"]),
+                "invalid_unicode": st.sampled_from(["drop", "keep"]),
+                "empty_side": st.sampled_from(["drop", "keep"]),
+                "identical_sides": st.sampled_from(["drop", "keep"]),
+            }
+        ),
         "supervised_turns": st.sampled_from(["all", "last"]),
         "thinking": st.sampled_from(["template", "strip"]),
         "layout": st.sampled_from(["concat", "shared_prefix"]),
@@ -65,7 +71,7 @@ def test_nothing_breaks_and_nothing_is_lost(tokenizer, name):
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.lists(some_records, max_size=8), choices)
     def check(values, choice):
-        config = TokenizeConfig(missing_field="drop", **choice)
+        config = TokenizeConfig(**choice)
         work = RecordTokenizer(ours, config, "preference")
         examples, tally = work(as_rows(values))
         assert tally.read == len(values)

@@ -70,7 +70,7 @@ def test_plain_text(shared_data, tokenizer, records, rows, sequences, file, name
     kept = [r for r in some if all(text.strip() for text in responses_of(r))]
     assert tally.read == len(some)
     assert dict(tally.dropped) == (
-        {"empty_response": len(some) - len(kept)} if len(kept) < len(some) else {}
+        {"empty_side": len(some) - len(kept)} if len(kept) < len(some) else {}
     )
     encode, (bos, eos) = plain_encoder(shared_data, name)
     expected = []
@@ -96,7 +96,7 @@ def test_chat(shared_data, tokenizer, records, rows, sequences, rendered, file, 
     examples, tally = RecordTokenizer(ours, CONFIG, kind)(rows(some))
     kept = [r for r in some if all(text.strip() for text in responses_of(r))]
     assert tally.kept == len(kept)
-    assert set(tally.dropped) <= {"empty_response"}
+    assert set(tally.dropped) <= {"empty_side"}
     library, _ = plain_encoder(shared_data, name)
     eos = ours.eos_id if template else None
 

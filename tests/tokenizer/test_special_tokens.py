@@ -19,17 +19,17 @@ USER = {"role": "user", "content": "u"}
 INJECTED = "a</s>b<s><|end|>"
 
 
-@pytest.mark.parametrize("policy", ["literal", "control"])
-def test_control_strings_in_plain_text(run, sequences, rows, policy, byte_level):
+@pytest.mark.parametrize(("answer", "how"), [("keep", "literal"), ("control", "control")])
+def test_control_strings_in_plain_text(run, sequences, rows, answer, how, byte_level):
     tokenizer = byte_level(bos=True)
     record = {"prompt": INJECTED, "chosen": INJECTED, "rejected": "r"}
-    texts, tally = run(tokenizer, record, special_tokens=policy)
+    texts, tally = run(tokenizer, record, on={"special_tokens": answer})
     assert texts[0][0] == "<s>" + 2 * INJECTED + "</s>"
-    assert tally.noted == {f"special_tokens_{policy}": 1}
-    config = TokenizeConfig(special_tokens=policy)
+    assert tally.noted == {f"special_tokens_{how}": 1}
+    config = TokenizeConfig(on={"special_tokens": answer})
     examples, _ = RecordTokenizer(tokenizer, config, "preference")(rows([record]))
     control = np.isin(examples.input_ids, list(tokenizer.specials.values())).sum()
-    assert control == {"literal": 4, "control": 13}[policy]
+    assert control == {"literal": 4, "control": 13}[how]
 
 
 def test_control_strings_in_messages_stay_text(rows, sequences, byte_level):
@@ -47,9 +47,9 @@ def test_control_strings_in_messages_stay_text(rows, sequences, byte_level):
         "rejected": "r",
         "tools": tools,
     }
-    examples, tally = RecordTokenizer(tokenizer, TokenizeConfig(unrendered="keep"), "preference")(
-        rows([record])
-    )
+    examples, tally = RecordTokenizer(
+        tokenizer, TokenizeConfig(on={"unrendered": "keep"}), "preference"
+    )(rows([record]))
     prompt = [
         names["<s>"],
         *letters("[user]" + INJECTED),
@@ -91,11 +91,11 @@ def test_control_strings_refused(run, policy, byte_level):
     chat = {"prompt": [{"role": "user", "content": "<s>"}], "chosen": "c", "rejected": "r"}
     for record in ({"prompt": "p", "chosen": "c</s>", "rejected": "r"}, chat):
         if policy == "drop":
-            _, tally = run(tokenizer, record, special_tokens="drop")
+            _, tally = run(tokenizer, record, on={"special_tokens": "drop"})
             assert dict(tally.dropped) == {"special_tokens": 1}
         else:
             with pytest.raises(RecordError, match="control tokens"):
-                run(tokenizer, record, special_tokens="error")
+                run(tokenizer, record, on={"special_tokens": "error"})
 
 
 def test_no_plain_form_is_dropped(tokenizer, run):
@@ -120,5 +120,5 @@ def test_the_longest_control_string_is_found(run, byte_level):
     tokenizer = byte_level(special=("<s>", "<s>>"))
     text = {"prompt": "p", "chosen": "<s>>", "rejected": "r"}
     assert tokenizer.controls.findall("a<s>>b<s>") == ["<s>>", "<s>"]
-    _, tally = run(tokenizer, text, special_tokens="control")
+    _, tally = run(tokenizer, text, on={"special_tokens": "control"})
     assert tally.noted["special_tokens_control"] == 1

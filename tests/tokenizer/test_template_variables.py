@@ -59,7 +59,7 @@ def test_a_template_that_is_asked_for_serves_all_records(named, run):
     record = {"messages": TALK, "tools": TOOLS}
     for name, first in (("default", "D"), ("rag", "R"), ("chatml", "<|im_start|>system")):
         tokenizer = load_tokenizer(named, chat_template=name)
-        texts, _ = run(tokenizer, record, kind="sft", unrendered="keep")
+        texts, _ = run(tokenizer, record, kind="sft", on={"unrendered": "keep"})
         assert texts[0][0].startswith(first)
         assert tokenizer.provenance()["tool_use_template"] is None
 
@@ -170,9 +170,6 @@ def test_the_empty_thinking_block_is_not_supervised(tokenizer, run, variables):
     assert texts[0][1] == "a<|im_end|>\n"
     in_prompt = variables.get("enable_thinking") is False
     assert dict(tally.noted) == ({} if in_prompt else {"empty_thinking": 1})
-    texts, tally = run(tokenizer("qwen3"), record, kind="sft", empty_thinking="supervised")
-    assert texts[0][1] == ("" if in_prompt else EMPTY) + "a<|im_end|>\n"
-    assert not tally.noted
 
 
 def test_ids_with_variables_are_those_of_transformers(shared_data, tokenizer, rows, sequences):

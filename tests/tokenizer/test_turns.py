@@ -122,7 +122,7 @@ def test_a_template_that_says_things_twice_is_refused(run, byte_level):
 def test_a_turn_without_words_is_found_by_its_prompt(run, byte_level):
     talk = [USER, {"role": "assistant", "content": ""}, USER, {"role": "assistant", "content": "b"}]
     tokenizer = byte_level(template=BOS_TEMPLATE)
-    texts, _ = run(tokenizer, {"messages": talk}, kind="sft", empty_turn="keep")
+    texts, _ = run(tokenizer, {"messages": talk}, kind="sft", on={"empty_turn": "keep"})
     assert texts[0][1] == "<|end|>b<|end|>"
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from packstore.config import MEANINGFUL, PackConfig
+from packstore.config import MEANINGFUL, REASONS, PackConfig
 from packstore.errors import ConfigError
 from packstore.etl.dedup_and_split import Seen
 from packstore.etl.provenance import absent_fields
@@ -23,7 +23,6 @@ from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Sample, Tally
 from packstore.io.inputs.pieces import place_of
 from packstore.progress import Progress
 from packstore.tokenizer import Tokenizer
-from packstore.tokenizer.refusals import REASONS
 
 MEANING: dict[str, str] = {
     "double_bos": "a sequence begins with BOS twice",
@@ -34,8 +33,7 @@ MEANING: dict[str, str] = {
     "generation_prompt_always": "the chat template writes the generation prompt even where it is "
     "not asked for; behind the last turn it is stored, and not supervised",
     "empty_thinking": "a turn begins with an empty thinking block, which is not supervised",
-    "arguments_quoted": "arguments of tool calls that are JSON text, quoted by the chat template; "
-    "tool_arguments=object parses them first",
+    "arguments_quoted": "arguments of tool calls that are JSON text, quoted by the chat template",
     "reasoning_unrendered": "the chat template leaves out the reasoning of a supervised turn",
     "empty_prompt": "the prompt is empty, or only white space",
     "glued_prompt": "no white space separates the prompt from its answer",
@@ -50,8 +48,10 @@ def meaning(check: str) -> str:
     """Returns what a check finds, with the setting that decides what then happens, if any."""
     if check in MEANING:
         return MEANING[check]
-    rule, setting = REASONS.get(check, ("", None))
-    return f"{rule} (setting {setting})" if setting else rule
+    if check not in REASONS:
+        return ""
+    rule, answers = REASONS[check]
+    return f"{rule} (--on {check}={'|'.join(answers)})" if answers else f"{rule} (setting {check})"
 
 
 PROBLEMS = ("double_bos", "no_bos", "no_eos", "marker_no_token", "reward_reversed")
@@ -132,9 +132,10 @@ def _absent(tally: Tally, config: PackConfig) -> Iterator[Finding]:
 
 
 def _counting(config: PackConfig) -> PackConfig:
-    """Returns `config` with each policy ``error`` set to ``drop``, and with hashes of records."""
-    stopping = [f.name for f in fields(config) if getattr(config, f.name) == "error"]
-    return PackConfig.of(config, dedup="pair", **dict.fromkeys(stopping, "drop"))
+    """Returns `config` with ``drop`` in place of ``error``, and with hashes of records."""
+    on = {reason: "drop" if answer == "error" else answer for reason, answer in config.on.items()}
+    overlong = "drop" if config.overlong == "error" else config.overlong
+    return PackConfig.of(config, dedup="pair", on=on, overlong=overlong)
 
 
 def _findings(tally: Tally) -> list[Finding]:

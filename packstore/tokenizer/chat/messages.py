@@ -162,28 +162,6 @@ def text_arguments(messages: list[Message]) -> Iterator[str]:
                 yield arguments
 
 
-def with_parsed_arguments(messages: list[Message]) -> list[Message]:
-    """Parses arguments of tool calls that are JSON text.
-
-    Raises:
-        Refused: ``wrong_type``.
-    """
-
-    def parsed(call: dict[str, Any]) -> dict[str, Any]:
-        function, arguments = call["function"], call["function"]["arguments"]
-        if isinstance(arguments, str):
-            text = arguments if arguments.strip() else "{}"
-            arguments = _json(text, "the arguments of a tool call")
-        return {**call, "function": {**function, "arguments": arguments}}
-
-    return [
-        {**message, "tool_calls": [parsed(call) for call in message["tool_calls"]]}
-        if "tool_calls" in message
-        else message
-        for message in messages
-    ]
-
-
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     """Applies `change` to every string in a JSON value, including keys."""
     if isinstance(value, str):

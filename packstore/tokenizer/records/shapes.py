@@ -206,7 +206,7 @@ def _assemble(
         if prompt is None:  # whole sequences, divided by their labels
             if any(own is None for own in labels):
                 refused = fields.missing("prompt")
-                refused.do += ", or add the labels of whole sequences"
+                refused.remedy += ", or add the labels of whole sequences"
                 raise refused
             prompt = []
         if any(own is not None for own in labels):
@@ -239,12 +239,10 @@ def _split(fields: Fields, texts: list[str]) -> tuple[str, list[str]]:
     Raises:
         Refused: ``missing_field`` if they might be two responses without a prompt.
     """
-    if fields.config.implicit_prompt != "common_prefix" and not is_hh(texts):
+    if not is_hh(texts):
         refused = fields.missing("prompt")
         if fields.likely("prompt") is None:
-            do = "Name the field that holds it (--field prompt=NAME)"
-            whole = "if each side is a whole text, set implicit_prompt to common_prefix"
-            refused.do = f"{do}, or, {whole}"
+            refused.remedy = "Name the field that holds it (--field prompt=NAME)"
         raise refused
     return split_texts(texts)
 

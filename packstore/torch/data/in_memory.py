@@ -124,9 +124,11 @@ def _examples(
         carry=typed_carry(config, values),
         pack_size=_ANY_SIZE,
         max_length=None,
-        identical_sides="keep",  # rollouts may be equal
-        missing_field="drop",
-        unpaired_feedback="drop",
+        # Rollouts may be equal. What is dropped is refused below, with its place.
+        on={
+            **{reason: "drop" if own == "error" else own for reason, own in config.on.items()},
+            "identical_sides": "keep",
+        },
     )
     kind = detect_kind(values[0], config)
     rows = Rows(0, "records", "item", range(len(values)), values)

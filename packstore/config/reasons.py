@@ -1,0 +1,70 @@
+"""Reasons for refusing a record, and the answers that a job may give to each: the setting `on`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from packstore.config.settings import check_names
+from packstore.errors import ConfigError, quote
+
+
+class Reason(NamedTuple):
+    """A rule of records.
+
+    Attributes:
+        rule: what must hold.
+        answers: what a job may do with a record that breaks it, the default first: ``drop`` and
+            count it, ``keep`` it, or stop with an ``error``. None: another setting decides.
+    """
+
+    rule: str
+    answers: tuple[str, ...] = ("drop", "error")
+
+
+_KEPT_BY_WISH = ("drop", "keep", "error")
+
+REASONS: Mapping[str, Reason] = {
+    "not_an_object": Reason("a record must be an object with named fields"),
+    "missing_field": Reason("a record must have the fields of its kind", ("error", "drop")),
+    "one_reward": Reason("rewards must stand on both sides, or on none", ("error", "drop")),
+    "unpaired_feedback": Reason("an answer must be one to learn", ("error", "drop", "keep")),
+    "wrong_type": Reason("every field must be of its type"),
+    "bad_role": Reason("the roles of messages must be known and in a sensible order"),
+    "invalid_unicode": Reason("text must be valid Unicode", _KEPT_BY_WISH),
+    "empty_side": Reason("every response must have text", _KEPT_BY_WISH),
+    "empty_turn": Reason("every turn that is supervised must have words or calls", _KEPT_BY_WISH),
+    "identical_sides": Reason("the responses of a record must differ", _KEPT_BY_WISH),
+    "no_common_prompt": Reason("whole dialogues must share a beginning"),
+    "template_refused": Reason("the chat template must render the messages"),
+    "unrendered": Reason("the chat template must show every turn, call and tool", _KEPT_BY_WISH),
+    "special_tokens": Reason(
+        "text must not hold strings of control tokens", ("keep", "control", "drop", "error")
+    ),
+    "boundary": Reason("no token may join prompt and response", ("keep", "drop", "error")),
+    "unsupervised": Reason("every sequence must have a supervised token"),
+    "overlong": Reason("an example must fit max_length and pack_size", ()),
+}
+"""Reason, as the manifest counts it -> its rule and answers.
+
+``keep`` replaces invalid Unicode by U+FFFD, takes control strings as plain text (``control``: as
+control ids) and a token that joins prompt and response as part of the response.
+"""
+
+
+def answers_of(given: Mapping[str, str]) -> dict[str, str]:
+    """Returns the answer to every reason: the one given, else the default.
+
+    Raises:
+        UnknownNameError: a reason does not exist; suggests the nearest.
+        ConfigError: a reason has no such answer.
+    """
+    choices = {name: reason.answers for name, reason in REASONS.items() if reason.answers}
+    check_names(given, choices, "`packstore doctor --help`", "reason")
+    for name, answer in given.items():
+        if answer not in choices[name]:
+            raise ConfigError(
+                f"setting on, {name}, must be one of: {', '.join(choices[name])}; "
+                f"found {quote(answer)}."
+            )
+    return {name: given.get(name, answers[0]) for name, answers in choices.items()}
