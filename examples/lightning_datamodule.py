@@ -70,7 +70,7 @@ class PackedData(lightning.LightningDataModule):
         url, side = self.sources["held"]
         if url is None:
             return []
-        return PackedDataLoader(PackedDataset(url, shuffle=False, side=[side]), tail="pad")
+        return PackedDataLoader(PackedDataset(url, shuffle=False, side=[side]))
 
 
 class DPO(lightning.LightningModule):

@@ -26,7 +26,7 @@ class BatchConfig(Settings):
     accumulation: int = setting(1, "batches of one optimizer step on one rank", low=1)
     balance: bool = setting(False, "balance the squared lengths over the ranks of a step")
     tail: Literal["pad", "drop"] = setting(
-        "drop", "the last step of an epoch, if it is not full: smaller, or left out"
+        "pad", "the last step of an epoch, if it is not full: smaller, or left out"
     )
 
     def __post_init__(self) -> None:

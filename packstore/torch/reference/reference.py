@@ -7,7 +7,7 @@
     data = PackedDataset("prefs-8k", side=["prefs-8k-ref"])     # batch.ref_logps
 
 They are computed as in training: packed attention, the head without logits, the same precision.
-Batches are those of ``PackedDataLoader(…, tail="pad")`` in file order on one rank, for any number
+Batches are those of ``PackedDataLoader(…)`` in file order on one rank, for any number
 of ranks, so the values depend neither on ranks nor on resuming.
 """
 
@@ -97,7 +97,7 @@ def write_ref_logps(
     lower = partial(autocast, weight.device, precision)
     size = dataset.manifest.pack_size
     chosen: Any = inference_batching(batching, weight.device, size)
-    config = BatchConfig.of(tail="pad", **chosen)
+    config = BatchConfig.of(**chosen)
     location = Location(url, storage_options or {})
 
     def begin() -> tuple[Provenance, list[int]]:

@@ -90,7 +90,7 @@ def evaluate(
     weight = next(iter(model.parameters()))
     device, size = weight.device, dataset.manifest.pack_size
     chosen: Any = inference_batching(batching, device, size)
-    loader = PackedDataLoader(data, tail="pad", pin_memory=device.type == "cuda", **chosen)
+    loader = PackedDataLoader(data, pin_memory=device.type == "cuda", **chosen)
     lower = partial(autocast, device, choose_precision(mixed_precision, device, weight.dtype))
     policy = PackedPolicy(model)
     online: Reference = of_the_batch if len(models) < 2 else SecondModel(models[1], lower)
@@ -121,7 +121,7 @@ def evaluate_batches(
 
     Args:
         policy: returns the log-probs `[S]` of a batch.
-        batches: batches of this rank, at least one: a loader with ``tail="pad"`` guarantees that.
+        batches: batches of this rank, at least one: a loader with tail ``pad`` guarantees that.
         grouped: sums the metrics.
         reference: returns log-probs of the reference model.
         device: device of the policy.

@@ -99,8 +99,5 @@ def count_steps(config: TrainConfig, loader: PackedDataLoader, state: RunState |
         return state.total_steps
     plan = loader.plan(config.epochs)
     if not plan.steps:
-        must = f"it must hold one step of examples_per_step={config.examples_per_step} at least"
-        found = f"{plan.dropped_examples} examples an epoch"
-        do = "Lower examples_per_step"
-        raise ConfigError(sentence(f"dataset {config.dataset}", must, found, do))
+        raise ConfigError(f"dataset {config.dataset} must hold packs to train on; found none.")
     return min(plan.steps, config.max_steps or plan.steps)

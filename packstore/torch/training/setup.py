@@ -139,7 +139,7 @@ def prepare(config: TrainConfig) -> Run:
         sides = [(config.ref_logps, dataset), (config.validation_ref_logps, validation)]
         before = None if state is None else state.config
         check_precomputed(config, model, before, sides, accelerator)
-    loader = _make_loader(config, loss_fn, dataset, config.ref_logps, None)
+    loader = _make_loader(config, loss_fn, dataset, config.ref_logps, config.examples_per_step)
     policy = PackedPolicy(model)
     policy._no_split_modules = model._no_split_modules  # the units that Accelerate shards
     policy.train()
@@ -164,7 +164,7 @@ def prepare(config: TrainConfig) -> Run:
         loader=loader,
         validation=None
         if validation is None
-        else _make_loader(config, loss_fn, validation, config.validation_ref_logps, "eval"),
+        else _make_loader(config, loss_fn, validation, config.validation_ref_logps, None),
         policy=policy,
         optimizer=optimizer,
         schedule=schedule,
@@ -285,7 +285,7 @@ def _make_loader(
     loss_fn: PreferenceLoss,
     dataset: Dataset,
     ref_logps: str | None,
-    mode: str | None,
+    examples_per_step: int | None,
 ) -> PackedDataLoader:
     side = []
     if ref_logps is not None and loss_fn.reference:
@@ -294,11 +294,8 @@ def _make_loader(
     batching: dict[str, Any] = {
         "packs_per_batch": config.packs_per_batch,
         "tokens_per_batch": config.tokens_per_batch,
+        "examples_per_step": examples_per_step,
     }
-    if mode is None:
-        batching["examples_per_step"] = config.examples_per_step
-    else:
-        batching["tail"] = "pad"
     return PackedDataLoader(
         data,
         num_workers=config.num_workers,

@@ -74,7 +74,7 @@ def test_batches_hold_what_was_stored(kit: SimpleNamespace, stored: Dataset) -> 
     examples = random_examples(2 * N)
     for batch in PackedDataLoader(make(stored), packs_per_batch=2):
         assert batch.kind == "preference"
-        assert batch.num_packs == 2
+        assert batch.num_packs <= 2
         logical = batch.input_ids if batch.kv_index is None else batch.input_ids[batch.kv_index]
         expected = examples.take(batch.example_ids.numpy())
         assert logical.tolist() == expected.input_ids.tolist()
@@ -215,7 +215,7 @@ def test_all_ranks_together_read_little_more_than_the_dataset(
     read.clear()
     for rank in range(8):
         data = PackedDataset(stored, lanes=16, rank=rank, world_size=8)
-        assert len(list(PackedDataLoader(data, packs_per_batch=2, tail="pad"))) == 50
+        assert len(list(PackedDataLoader(data, packs_per_batch=2))) == 50
     assert groups <= len(read) <= 1.1 * groups
 
 

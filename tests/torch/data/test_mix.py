@@ -110,7 +110,7 @@ def stored(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> li
 def loaded(stored: list[Dataset], rank: int = 0, world_size: int = 1) -> PackedDataLoader:
     weights = {stored[0]: 2, stored[1]: 1}
     data = PackedDataset.mix(weights, until="all", seed=3, rank=rank, world_size=world_size)
-    return PackedDataLoader(data, tail="pad")
+    return PackedDataLoader(data)
 
 
 def names(batch: Any) -> list[tuple[int, int]]:

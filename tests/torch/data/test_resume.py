@@ -34,14 +34,14 @@ STEPS = st.one_of(
     st.fixed_dictionaries({"examples_per_step": st.integers(5, 40)}),
 )
 MODES = st.builds(
-    lambda batches, steps, balance: {**batches, **steps, "balance": balance, "tail": "pad"},
+    lambda batches, steps, balance: {**batches, **steps, "balance": balance},
     BATCHES,
     STEPS,
     st.booleans(),
 )
 """Settings of a loader, all of which give every pack once."""
 
-BALANCED: dict[str, Any] = {"accumulation": 4, "balance": True, "tail": "pad"}
+BALANCED: dict[str, Any] = {"accumulation": 4, "balance": True}
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_a_step_holds_the_same_packs_on_any_ranks(memory: Any, k: int, ranks: An
     """If the packs of a step are as many, whatever the ranks; also after a cut."""
 
     def steps(world: int, width: int, accumulation: int, state: Any) -> list[list[int]]:
-        mode = {"packs_per_batch": width, "accumulation": accumulation, "tail": "pad"}
+        mode = {"packs_per_batch": width, "accumulation": accumulation}
         out: dict[int, list[int]] = {}
         for batch in itertools.chain(*take(memory, world, mode, state, None)[0]):
             out.setdefault(batch[2].index, []).extend(real([batch]))
@@ -167,9 +167,7 @@ def test_workers_and_ranks_change_together(stored: Dataset) -> None:
         first, state = take(stored, 2, BALANCED, None, k, num_workers=workers)
         rest, _ = take(stored, 2, BALANCED, state, None, num_workers=others)
         assert [a + b for a, b in zip(first, rest, strict=True)] == whole
-        more, _ = take(
-            stored, 3, {"examples_per_step": 25, "tail": "pad"}, state, None, num_workers=1
-        )
+        more, _ = take(stored, 3, {"examples_per_step": 25}, state, None, num_workers=1)
         assert sorted(i for part in (*first, *more) for i in real(part)) == every
 
 

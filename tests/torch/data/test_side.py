@@ -68,7 +68,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 def batches(data: PackedDataset) -> Iterator[Any]:
-    return iter(PackedDataLoader(data, packs_per_batch=3, tail="pad"))
+    return iter(PackedDataLoader(data, packs_per_batch=3))
 
 
 def assert_joined(batch: Any) -> None:
@@ -108,7 +108,7 @@ def test_through_the_loader_and_its_workers(packed: SimpleNamespace) -> None:
     for workers in (0, 1):
         data = pickle.loads(pickle.dumps(stream))
         seen = []
-        for batch in PackedDataLoader(data, packs_per_batch=2, num_workers=workers, tail="pad"):
+        for batch in PackedDataLoader(data, packs_per_batch=2, num_workers=workers):
             assert "labels" not in vars(batch)  # joined, and still 4 bytes a token
             assert_joined(batch)
             assert_carried(batch)
@@ -194,9 +194,7 @@ def test_carried_columns_reach_the_batch(
     packed: SimpleNamespace, packs_per_batch: int, workers: int
 ) -> None:
     data = PackedDataset(packed.first, rank=0, world_size=1)
-    loader = PackedDataLoader(
-        data, packs_per_batch=packs_per_batch, num_workers=workers, tail="pad"
-    )
+    loader = PackedDataLoader(data, packs_per_batch=packs_per_batch, num_workers=workers)
     for batch in loader:
         assert_carried(batch)
         moved = batch.to("meta")

@@ -280,7 +280,7 @@ def test_planning_a_hundred_million_packs_begins_at_once(mode: Any) -> None:
     for step in itertools.islice(cutter, 3):
         assign_ranks(step, 5, 8, config)
     if cutter.fixed:
-        loader = PackedDataLoader(PackedDataset(stream, rank=5, world_size=8), **mode, tail="pad")
+        loader = PackedDataLoader(PackedDataset(stream, rank=5, world_size=8), **mode)
         assert len(loader) == -(-(10**8) // (8 * 4))
     assert stream.asked <= 8192
 
