@@ -21,7 +21,6 @@ from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.logprobs.tiles import HEAD_BACKENDS
-from packstore.torch.models.bypassed import check_not_compiled, check_own_precision
 from packstore.torch.models.probe import ieee_products
 from packstore.torch.models.routers import (
     RouterSettings,
@@ -30,7 +29,13 @@ from packstore.torch.models.routers import (
     router_losses,
     router_settings,
 )
-from packstore.torch.models.unwrap import adapted, backbone_of, unwrapped
+from packstore.torch.models.unwrap import (
+    adapted,
+    backbone_of,
+    check_not_compiled,
+    check_own_precision,
+    unwrapped,
+)
 
 USE_LOGITS = "Use logits: segment_logps(batch, logits=model(**batch.model_inputs()).logits)"
 

@@ -24,8 +24,6 @@ from packstore.torch.models.unwrap import rope_kinds, unwrapped
 
 logger = logging.getLogger(__name__)
 
-_PACK_AGAIN = "Use the tokenizer that the dataset was packed with, or pack again with this one"
-
 
 def check_model(data: Dataset | Manifest, model: Any) -> None:
     """Refuses a model whose vocabulary or positions do not hold the dataset's sequences.
@@ -44,7 +42,7 @@ def check_model(data: Dataset | Manifest, model: Any) -> None:
         CompatibilityError: the ids do not fit, or a sequence is longer than a table of positions.
         ConfigError: `model` has no vocabulary size.
     """
-    manifest = _manifest(data)
+    manifest = data.manifest if isinstance(data, Dataset) else data
     config = getattr(unwrapped(model), "config", model)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(text, "vocab_size", None)
@@ -63,34 +61,30 @@ def check_model(data: Dataset | Manifest, model: Any) -> None:
         )
     _check_positions(manifest, text)
     for role in ("bos", "eos"):
-        told, own = _tokenizer(manifest).get(f"{role}_id"), getattr(text, f"{role}_token_id", None)
-        known = own if isinstance(own, Sequence) else [own]
-        if told is not None and own is not None and told not in known:
-            logger.warning(
-                "the model's config says %s is %s, the dataset was packed with %s", role, own, told
-            )
+        ours, theirs = (
+            _tokenizer(manifest).get(f"{role}_id"),
+            getattr(text, f"{role}_token_id", None),
+        )
+        known = theirs if isinstance(theirs, Sequence) else [theirs]
+        if ours is not None and theirs is not None and ours not in known:
+            message = "the model's config says %s is %s, the dataset was packed with %s"
+            logger.warning(message, role, theirs, ours)
 
 
 def _check_positions(manifest: Manifest, text: Any) -> None:
     """Compares the longest sequence with the model's positions."""
-    places, longest = (
-        getattr(text, "max_position_embeddings", None),
-        manifest.statistics.longest_sequence,
-    )
+    places = getattr(text, "max_position_embeddings", None)
+    longest = manifest.statistics.longest_sequence
     if not isinstance(places, int) or longest <= places:
         return
     kinds = rope_kinds(text)
-    found = f"a sequence of {longest} tokens"
     if not kinds and getattr(text, "position_embedding_type", None) != "nope":
         must = f"sequences must have at most the model's {places} positions"
-        do = f"Pack again with max_length={places}"
+        found, do = f"a sequence of {longest} tokens", f"Pack again with max_length={places}"
         raise CompatibilityError(sentence("dataset and model", must, found, do))
     if not any("dynamic" in kind for kind in kinds):  # made for longer ones
-        logger.warning(
-            "dataset and model: %s, and the model was made for %d positions; RoPE goes on beyond",
-            found,
-            places,
-        )
+        message = "a sequence of %s tokens, and the model was made for %d positions"
+        logger.warning(f"dataset and model: {message}; RoPE goes on beyond", longest, places)
 
 
 def check_tokenizer(
@@ -115,60 +109,44 @@ def check_tokenizer(
         MissingExtraError: the file's bytes differ, so that it must be loaded, and transformers is
             not installed.
     """
-    manifest = _manifest(data)
-    told = _tokenizer(manifest)
-    if not told:
+    manifest = data.manifest if isinstance(data, Dataset) else data
+    facts = _tokenizer(manifest)
+    if not facts:
         logger.warning("the dataset records no tokenizer; nothing to compare")
         return
-    templates: Iterable[str] | None = None
-    if isinstance(tokenizer, str | PathLike):
-        path = Path(os.fspath(tokenizer))
-        if told.get("sha256") in _file_hashes(path):
-            templates = _stored_templates(path)
-        else:
-            tokenizer = _load(path)
-    if templates is None:
-        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
-        _compare(told, tokenizer)
-        templates = _templates(getattr(tokenizer, "chat_template", None))
+    path = Path(os.fspath(tokenizer)) if isinstance(tokenizer, str | PathLike) else None
+    if path is not None and facts.get("sha256") in _file_hashes(path):
+        templates = _stored_templates(path)
+    else:
+        loaded = (
+            _load(path) if path else getattr(tokenizer, "tokenizer", tokenizer)
+        )  # a processor's
+        _compare(facts, loaded)
+        templates = _templates(getattr(loaded, "chat_template", None))
     if chat_template:
-        _compare_template(manifest, list(templates))
+        _compare_template(manifest, templates)
 
 
 def check_same_tokenizer(data: Iterable[Dataset | Manifest]) -> None:
     """Refuses datasets that were packed with different tokenizers, as for one mix.
 
-    Datasets that record no tokenizer (records of token ids) are skipped.
-
-    Raises:
-        CompatibilityError: names the first dataset that differs from those before it.
+    Datasets that record no tokenizer (records of token ids) are skipped. The error names the first
+    that differs from those before it.
     """
-    first: tuple[int, Mapping[str, Any]] | None = None
-    for number, one in enumerate(data):
-        told = _tokenizer(_manifest(one))
-        if not told:
-            continue
-        if first is None:
-            first = number, told
-        elif not _same(first[1], told):
+    manifests = [each.manifest if isinstance(each, Dataset) else each for each in data]
+    known = [(n, facts) for n, each in enumerate(manifests) if (facts := _tokenizer(each))]
+    for number, facts in known[1:]:
+        first, other = known[0]
+        hashes: tuple[str, ...] = ("vocab_sha256", "probe_sha256")
+        if any(each.get(name) is None for name in hashes for each in (facts, other)):
+            hashes = ("sha256",)
+        if any(facts.get(name) != other.get(name) for name in hashes):
             found = " and ".join(
-                f"{quote(t.get('name'))} of {t.get('vocab_size')} ids" for t in (first[1], told)
+                f"{quote(t.get('name'))} of {t.get('vocab_size')} ids" for t in (other, facts)
             )
+            where = f"datasets {first} and {number}"
             must = "they must be packed with one tokenizer"
-            raise CompatibilityError(
-                sentence(f"datasets {first[0]} and {number}", must, found, "Pack one of them again")
-            )
-
-
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    names = ("vocab_sha256", "probe_sha256")
-    if all(t.get(name) is not None for t in (a, b) for name in names):
-        return all(a[name] == b[name] for name in names)
-    return a.get("sha256") == b.get("sha256")
-
-
-def _manifest(data: Dataset | Manifest) -> Manifest:
-    return data.manifest if isinstance(data, Dataset) else data
+            raise CompatibilityError(sentence(where, must, found, "Pack one of them again"))
 
 
 def _tokenizer(manifest: Manifest) -> Mapping[str, Any]:
@@ -203,30 +181,30 @@ def _load(path: Path) -> Any:
         raise ConfigError(f"tokenizer {path} does not load: {quote(str(error), 200)}.") from error
 
 
-def _compare(told: Mapping[str, Any], tokenizer: Any) -> None:
+def _compare(facts: Mapping[str, Any], tokenizer: Any) -> None:
     """Compares vocabulary, ids of probe texts and special ids of a loaded tokenizer."""
     if not hasattr(tokenizer, "get_vocab") or not hasattr(tokenizer, "encode"):
         raise ConfigError(
             "check_tokenizer takes a path, a Hugging Face tokenizer or a tokenizers.Tokenizer; "
             f"found {type(tokenizer).__name__}."
         )
-    size = told.get("vocab_size")
     by_id = {i: token for token, i in tokenizer.get_vocab().items()}
-    own_size = max(by_id, default=-1) + 1
-    if size is not None and own_size < size:
-        raise _refusal(f"it must have at least {size} ids", str(own_size))
-    if told.get("vocab_sha256") is None or told.get("probe_sha256") is None:
+    size = max(by_id, default=-1) + 1
+    expected = facts.get("vocab_size") or size
+    if size < expected:
+        raise _refusal(f"it must have at least {expected} ids", str(size))
+    if facts.get("vocab_sha256") is None or facts.get("probe_sha256") is None:
         logger.warning("the dataset records only its tokenizer file; vocabularies are not compared")
     else:
-        if vocabulary_sha256(map(by_id.get, range(size or own_size))) != told["vocab_sha256"]:
+        if vocabulary_sha256(map(by_id.get, range(expected))) != facts["vocab_sha256"]:
             raise _refusal("each id must be the same token", "another vocabulary")
         rows = [tokenizer.encode(text, add_special_tokens=False) for text in PROBES]
-        if probe_sha256([getattr(row, "ids", row) for row in rows]) != told["probe_sha256"]:
+        if probe_sha256([getattr(row, "ids", row) for row in rows]) != facts["probe_sha256"]:
             raise _refusal("a text must become the same ids", "others for the same vocabulary")
     for role in ("bos", "eos"):
-        expected, own = told.get(f"{role}_id"), getattr(tokenizer, f"{role}_token_id", None)
-        if expected is not None and own is not None and expected != own:
-            raise _refusal(f"its {role.upper()} must be id {expected}", str(own))
+        ours, theirs = facts.get(f"{role}_id"), getattr(tokenizer, f"{role}_token_id", None)
+        if ours is not None and theirs is not None and ours != theirs:
+            raise _refusal(f"its {role.upper()} must be id {ours}", str(theirs))
 
 
 def _templates(value: object) -> list[str]:
@@ -241,14 +219,14 @@ def _templates(value: object) -> list[str]:
 def _stored_templates(path: Path) -> list[str]:
     """The chat templates in the folder of a tokenizer file."""
     folder = path if path.is_dir() else path.parent
-    found = []
-    for name in ("tokenizer_config.json", "chat_template.json"):
-        if (folder / name).is_file():
-            value = json.loads((folder / name).read_text(encoding="utf-8"))
-            found += _templates(value.get("chat_template"))
+    templates = []
+    for file in (folder / "tokenizer_config.json", folder / "chat_template.json"):
+        if file.is_file():
+            value = json.loads(file.read_text(encoding="utf-8"))
+            templates += _templates(value.get("chat_template"))
     if (folder / "chat_template.jinja").is_file():
-        found.append((folder / "chat_template.jinja").read_text(encoding="utf-8"))
-    return found
+        templates.append((folder / "chat_template.jinja").read_text(encoding="utf-8"))
+    return templates
 
 
 def _compare_template(manifest: Manifest, templates: list[str]) -> None:
@@ -265,4 +243,5 @@ def _compare_template(manifest: Manifest, templates: list[str]) -> None:
 
 
 def _refusal(must: str, found: str) -> CompatibilityError:
-    return CompatibilityError(sentence("dataset and tokenizer", must, found, _PACK_AGAIN))
+    do = "Use the tokenizer that the dataset was packed with, or pack again with this one"
+    return CompatibilityError(sentence("dataset and tokenizer", must, found, do))

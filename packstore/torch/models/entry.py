@@ -8,7 +8,7 @@ recomputes a layer. Models that packed attention cannot serve run whole, once pe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from packstore.errors import BackendError, sentence
 from packstore.torch.batch.layout import AttentionLayout
-from packstore.torch.models.dropout import evaluating
-from packstore.torch.models.mask import PREFIX, UnservedError
-from packstore.torch.models.row import LAYOUT, Replaced, computing, run_each
-from packstore.torch.models.unwrap import backbone_of
+from packstore.torch.models.mask import LAYOUT, PREFIX, UnservedError, computing
+from packstore.torch.models.row import Replaced, run_each
+from packstore.torch.models.unwrap import backbone_of, evaluating
 
 logger = logging.getLogger("packstore")
 
@@ -30,9 +29,6 @@ CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 OTHER_INPUTS = ("pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs")
 """Arguments of models that take images, videos or sound beside text."""
-
-PROBED = 8
-"""Tokens of the call that finds out whether a model looks ahead."""
 
 
 @dataclass
@@ -66,7 +62,7 @@ class Serving:
 
 
 def enter(model: Any, attention: str) -> Serving:
-    """Replaces the forward calls of a model and of its backbone, in place.
+    """Replaces the forward calls of a model and of what `find_head` calls, in place.
 
     Args:
         model: the Hugging Face model.
@@ -76,16 +72,10 @@ def enter(model: Any, attention: str) -> Serving:
     if isinstance(current, _Entry):
         current.serving.reason = ""
         return current.serving
-    serving = Serving(model, attention)
-    for module in _entrances(model):
+    serving, backbone = Serving(model, attention), backbone_of(model)
+    for module in {model, backbone, getattr(backbone, "decoder", backbone)}:
         module.forward = _Entry(module, serving)
     return serving
-
-
-def _entrances(model: Any) -> Iterator[Any]:
-    """The modules that are called with a batch: the model, and what `find_head` calls."""
-    backbone = backbone_of(model)
-    yield from {model: None, backbone: None, getattr(backbone, "decoder", backbone): None}
 
 
 class _Entry(Replaced):
@@ -137,7 +127,7 @@ def _refuse_images(kwargs: dict[str, Any]) -> None:
 @torch.no_grad()
 def _check_causal(forward: Callable[..., Any], model: nn.Module, ids_1T: Tensor) -> None:
     """Refuses a model whose output changes with later tokens: in one call, the last of a few."""
-    first = ids_1T[:, :PROBED]
+    first = ids_1T[:, :8]
     other = first.clone()
     other[:, -1] = other[:, -1] - 1 if bool(other[0, -1] > 0) else other[:, -1] + 1
     with evaluating(model):
@@ -146,10 +136,14 @@ def _check_causal(forward: Callable[..., Any], model: nn.Module, ids_1T: Tensor)
         )
     a, b = a[:, :-1].float(), b[:, :-1].float()
     if bool((a - b).abs().max() > 1e-2 * a.abs().max()):
-        where = f"use_packed_attention({type(model).__name__})"
-        must, found = "a token must not see those after it", "a model that looks ahead"
-        do = "Set is_decoder=True in its config if it has such a mode, or choose a causal LM"
-        raise BackendError(sentence(where, must, found, do))
+        raise BackendError(
+            sentence(
+                f"use_packed_attention({type(model).__name__})",
+                "a token must not see those after it",
+                "a model that looks ahead",
+                "Set is_decoder=True in its config if it has such a mode, or choose a causal LM",
+            )
+        )
 
 
 class _Carrying:

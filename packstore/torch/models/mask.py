@@ -1,19 +1,36 @@
-"""A placeholder for the attention mask, of which packed attention needs the window only.
+"""What packed attention has in place of a mask: the layout of the row, and the window of the layer.
 
 transformers makes one mask per kind of layer and passes it to those layers. Its eager attention
 follows the mask; its flash attention follows the keyword ``sliding_window``. Some models set only
-one of the two, so a window that is only in the mask is read from there.
+one of the two, so a window that is only in the mask is read from its placeholder.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, NoReturn
 
 from packstore.errors import BackendError, sentence
+from packstore.torch.batch.layout import AttentionLayout
 
 PREFIX = "packstore_"
 """Begins the names of our attention functions in transformers."""
+
+LAYOUT: ContextVar[AttentionLayout | None] = ContextVar("packed_layout", default=None)
+"""The layout of the row that this thread computes, for modules whose callers do not pass it on."""
+
+
+@contextmanager
+def computing(layout: AttentionLayout | None) -> Iterator[None]:
+    """Sets :data:`LAYOUT` while a block runs."""
+    token = LAYOUT.set(layout)
+    try:
+        yield
+    finally:
+        LAYOUT.reset(token)
 
 
 class UnservedError(BackendError):
@@ -22,6 +39,10 @@ class UnservedError(BackendError):
 
 class _TouchedMaskError(UnservedError, AttributeError):
     """Also an AttributeError, so that ``hasattr`` returns False."""
+
+    def __init__(self, found: str) -> None:
+        must, do = "layers must hand the mask to attention as it is", "Use backend='per_sequence'"
+        super().__init__(sentence("packed attention", must, found, do))
 
 
 class RequestedMask:
@@ -40,14 +61,11 @@ class RequestedMask:
     def __init__(self, window: int | None, chunk: int | None = None) -> None:
         self.window, self.chunk = window, chunk
 
-    def __repr__(self) -> str:
-        return f"RequestedMask(window={self.window}, chunk={self.chunk})"
-
     def __getattr__(self, name: str) -> NoReturn:
-        raise _TouchedMaskError(_touched(f"a model that reads its {name}"))
+        raise _TouchedMaskError(f"a model that reads its {name}")
 
     def __getitem__(self, key: Any) -> NoReturn:
-        raise UnservedError(_touched("a model that cuts it"))
+        raise _TouchedMaskError("a model that cuts it")
 
     def __reduce__(self) -> tuple[type[RequestedMask], tuple[int | None, int | None]]:
         return type(self), (self.window, self.chunk)
@@ -59,9 +77,9 @@ def skip_row_search() -> None:
 
     Before it asks for a mask, transformers looks for packed rows in the positions of a call without
     a mask, and the host waits for the device. All masks are made behind one function, from which
-    the positions are hidden here; calls with other attention are unchanged. There is no public
-    setting: a mask that is passed to avoid the search is read by gpt2, biogpt and others, and
-    without a mask function of ours the windows of masks would be unknown.
+    the positions are hidden here. There is no public setting: a mask that is passed to avoid the
+    search is read by gpt2, biogpt and others, and without a mask function of ours the windows of
+    masks would be unknown.
     """
     from transformers import masking_utils
 
@@ -78,22 +96,17 @@ def skip_row_search() -> None:
 
 
 def window_of(mask: RequestedMask | None, keyword: int | None) -> int | None:
-    """Returns the window of a layer, from its mask and its keyword ``sliding_window``.
-
-    Raises:
-        BackendError: the keyword names another window than the mask.
-    """
+    """Returns the window of a layer, from its mask and its keyword ``sliding_window``."""
     if mask is None or mask.window == keyword:
         return keyword
     if keyword is None:
         return mask.window
-    must = "the window of a layer must be that of its mask"
-    found = f"a window of {keyword}, and {mask.window or 'none'} in the mask"
-    do = "Set config.sliding_window and config.layer_types so that both agree, or train it unpacked"
-    raise BackendError(sentence("packed attention", must, found, do))
-
-
-def _touched(found: str) -> str:
-    must = "layers must hand the mask to attention as it is"
-    do = "Use backend='per_sequence'"
-    return sentence("packed attention", must, found, do)
+    raise BackendError(
+        sentence(
+            "packed attention",
+            "the window of a layer must be that of its mask",
+            f"a window of {keyword}, and {mask.window or 'none'} in the mask",
+            "Set config.sliding_window and config.layer_types so that both agree, or train it "
+            "unpacked",
+        )
+    )

@@ -9,26 +9,29 @@ layout, a mask, a cache, several rows, dropout, non-causal attention.
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from packstore.errors import BackendError, sentence
 from packstore.registry import missing_extra
 from packstore.torch.attention import ATTENTION, Attend, Settings
 from packstore.torch.batch.layout import AttentionLayout
-from packstore.torch.models import dropout
 from packstore.torch.models.mask import (
+    LAYOUT,
     PREFIX,
     RequestedMask,
     UnservedError,
     skip_row_search,
     window_of,
 )
-from packstore.torch.models.row import LAYOUT
 from packstore.torch.models.unwrap import by_length, rope_kinds, unwrapped
+
+logger = logging.getLogger("packstore")
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -85,7 +88,7 @@ def use_packed_attention(
     text = config.get_text_config()
     # Imported late, as they load torch's compiler, which takes a second.
     from packstore.torch.models.entry import enter
-    from packstore.torch.models.mixers import run_per_sequence
+    from packstore.torch.models.row import run_mixers_per_sequence
 
     serving = enter(inner, config._attn_implementation)
     reason = "you asked for it" if backend == PER_SEQUENCE else _unserved(inner, text)
@@ -97,9 +100,9 @@ def use_packed_attention(
     if reason:
         serving.run_whole(reason)
     else:
-        run_per_sequence(inner, text)
+        run_mixers_per_sequence(inner, text)
     if disable_dropout:
-        dropout.disable_dropout(inner)
+        _disable_dropout(inner)
     return model
 
 
@@ -140,6 +143,26 @@ def _forget_calls(module: Any, _: Any) -> None:
             now = getattr(module, f"{kind}inv_freq")
             setattr(module, f"{kind}inv_freq", getattr(module, name).to(now.device, copy=True))
             setattr(module, f"{kind}max_seq_len_cached", module.original_max_seq_len)
+
+
+def _disable_dropout(model: nn.Module) -> None:
+    """Sets the dropout of a model to 0, in place, and logs it; adapters keep theirs.
+
+    Unlike TRL's function of this name, it also covers functional dropout with a rate stored on a
+    module, and LayerDrop. The config is not changed.
+    """
+    changed: dict[str, float] = {}
+    for path, module in model.named_modules():
+        if any(part.startswith("lora_") for part in path.split(".")):
+            continue  # the user chose it when making the adapter
+        for name, value in list(vars(module).items()):
+            drops = "drop" in name or (name == "p" and isinstance(module, _DropoutNd))
+            if drops and isinstance(value, float) and value > 0:
+                setattr(module, name, 0.0)
+                changed[path.rsplit(".", 1)[-1] if name == "p" else name] = value
+    if changed:
+        rates = ", ".join(f"{name} {value:g}" for name, value in sorted(changed.items()))
+        logger.info("dropout is disabled (disable_dropout=False keeps it): %s", rates)
 
 
 @cache

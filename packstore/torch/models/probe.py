@@ -21,9 +21,8 @@ from packstore.errors import BackendError, CompatibilityError, sentence
 from packstore.format.arrays import Packs, to_offsets
 from packstore.format.seeds import keys
 from packstore.torch.batch.collate import PackedBatch, collate
-from packstore.torch.models.dropout import evaluating
 from packstore.torch.models.model import use_packed_attention
-from packstore.torch.models.unwrap import by_length, rope_kinds, rope_parts, unwrapped
+from packstore.torch.models.unwrap import by_length, evaluating, rope_kinds, rope_parts, unwrapped
 
 logger = logging.getLogger("packstore")
 

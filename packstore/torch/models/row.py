@@ -1,11 +1,15 @@
-"""Runs a module once per sequence of a packed row: cuts its arguments and joins its outputs."""
+"""Runs modules once per sequence of a packed row: cuts their arguments and joins their outputs.
+
+Linear attention, Mamba, RG-LRU, xLSTM and short convolutions carry a state along the row, which
+must start at zero in each sequence. So these modules alone are called once per logical sequence,
+with the kernels of unpacked training. A shared prefix is computed again for each of its responses,
+in these modules only.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,29 +17,25 @@ from torch import Tensor, nn
 
 from packstore.errors import BackendError, sentence
 from packstore.torch.batch.layout import AttentionLayout
+from packstore.torch.models.mask import LAYOUT, PREFIX
 
-LAYOUT: ContextVar[AttentionLayout | None] = ContextVar("packed_layout", default=None)
-"""The layout of the row that this thread computes, for modules whose callers do not pass it on."""
+STATES = frozenset(
+    {
+        *("attention_mask", "conv_mask", "mask", "seq_idx", "state"),
+        *("cache_params", "past_key_value", "past_key_values"),
+    }
+)
+"""Arguments of modules that look at other tokens: a cache, a state, or a mask."""
 
-
-@contextmanager
-def computing(layout: AttentionLayout | None) -> Iterator[None]:
-    """Sets :data:`LAYOUT` while a block runs."""
-    token = LAYOUT.set(layout)
-    try:
-        yield
-    finally:
-        LAYOUT.reset(token)
+REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+"""Name by which modules find their attention in transformers' registry."""
 
 
 class Replaced:
     """The forward call of one module, in place of its own; copied and pickled with the module.
 
-    Not a hook, as PEFT calls `forward` directly, past the hooks.
-
-    Attributes:
-        module: the module.
-        before: a forward call that was set on the module earlier, such as Accelerate's, or None.
+    Not a hook, as PEFT calls `forward` directly, past the hooks. `before` is a forward call that
+    was set on the module earlier, such as Accelerate's, or None.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -71,26 +71,28 @@ def run_each(
     the tokens of its own segment are kept. Padding at the end of a segment is left out, and its
     output is zero. Outputs by token are `[1, T, ...]`, or `[T, E]` as those
     of routers. Others, such as a state, become None; a number is kept if there is one sequence.
-
-    Raises:
-        BackendError: the output is not by token; or the row is split over context-parallel ranks.
     """
     if type(layout) is not AttentionLayout:
-        must = "modules that run per sequence must have its tokens on one rank"
-        do = "Train it with data parallelism alone"
-        raise BackendError(sentence("packed row", must, "a row split over ranks", do))
+        raise BackendError(
+            sentence(
+                "packed row",
+                "modules that run per sequence must have its tokens on one rank",
+                "a row split over ranks",
+                "Train it with data parallelism alone",
+            )
+        )
     # Empty segments pad the number of segments.
     sizes = [(n, m, real) for n, m, real in zip(*layout.sizes, layout.real_sizes, strict=True) if n]
     cut = zip(layout.sizes[0], _cut((args, kwargs), layout), strict=True)
     outputs = [forward(*args_, **kwargs_) for n, (args_, kwargs_) in cut if n]
     joined = _joined(outputs, sizes)
-    if not _has_tensor(joined):
+    values = tuple(joined.values()) if isinstance(joined, Mapping) else joined
+    if not isinstance(values[0] if isinstance(values, tuple) and values else values, Tensor):
+        shape = getattr(outputs[0], "shape", None)
+        found = type(outputs[0]).__name__ if shape is None else f"shape {tuple(shape)}"
         must = f"a module that runs per sequence must take and return [1, {layout.num_queries}, …]"
-        found = f"an output of {type(outputs[0]).__name__}"
-        if isinstance(outputs[0], Tensor):
-            found = f"an output of shape {tuple(outputs[0].shape)}"
         do = "Call the model with **batch.model_inputs(), and nothing else"
-        raise BackendError(sentence("packed row", must, found, do))
+        raise BackendError(sentence("packed row", must, f"an output of {found}", do))
     return joined
 
 
@@ -135,7 +137,56 @@ def _kept(rows: Tensor, queries: int, keys: int, real: int) -> Tensor:
     return mine if keys == real else torch.cat([mine, mine.new_zeros(keys - real, *mine.shape[1:])])
 
 
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    return isinstance(value[0] if isinstance(value, tuple) and value else value, Tensor)
+def mixers(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the modules that mix tokens without attention from transformers' registry, by path.
+
+    They are found by their arguments: innermost modules that take a cache, a state or a mask.
+    """
+    takers = {path: module for path, module in model.named_modules() if path and _takes(module)}
+    return {
+        path: module
+        for path, module in takers.items()
+        if not any(other.startswith(f"{path}.") for other in takers) and not _attends(module)
+    }
+
+
+def run_mixers_per_sequence(model: nn.Module, config: Any) -> None:
+    """Makes the mixers run once per sequence while the attention of the text config is ours."""
+    for module in mixers(model).values():
+        if not isinstance(vars(module).get("forward"), _Mixer):
+            module.forward = _Mixer(module, config)
+
+
+class _Mixer(Replaced):
+    """The forward call of a mixer."""
+
+    def __init__(self, module: nn.Module, config: Any) -> None:
+        super().__init__(module)
+        self.config = config
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, packed_layout: Any = None, **kwargs: Any) -> Any:
+        if not str(self.config._attn_implementation).startswith(PREFIX):
+            return self.own(*args, **kwargs)
+        layout = LAYOUT.get() if packed_layout is None else packed_layout
+        if layout is None:
+            must = f"{type(self.module).__name__} must know the segments"
+            do = (
+                "Call the model with **batch.model_inputs(), and recompute layers by "
+                "gradient_checkpointing_enable(); to generate, give the model back its own "
+                "attention: model.set_attn_implementation('sdpa')"
+            )
+            raise BackendError(sentence("packed row", must, "no layout", do))
+        return run_each(self.own, layout, args, kwargs)
+
+
+def _takes(module: nn.Module) -> bool:
+    if isinstance(module, nn.Embedding) or hasattr(type(module), "gradient_checkpointing"):
+        return False  # positions from a mask; and whole layers
+    return not STATES.isdisjoint(inspect.signature(type(module).forward).parameters)
+
+
+def _attends(module: nn.Module) -> bool:
+    """Returns True if the module finds its attention in transformers' registry."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and REGISTRY in code.co_names

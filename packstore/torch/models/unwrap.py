@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+from torch import nn
+
+from packstore.errors import CompatibilityError, sentence
 
 
 def unwrapped(model: Any) -> Any:
@@ -47,6 +52,48 @@ def backbone_of(model: Any) -> Any:
     backbone = getattr(model, "base_model", model)
     # The name that Llama 4 gives for it is that of a larger model.
     return getattr(model, "model", model) if backbone is model else backbone
+
+
+def check_not_compiled(model: nn.Module) -> None:
+    """Refuses a model whose forward call is compiled, also in place or inside wrappers.
+
+    Log-probs without logits call the backbone and then the head, so what is around the forward call
+    of the whole model would not run.
+    """
+    for layer in layers(model):
+        in_place = getattr(layer, "_compiled_call_impl", None) is not None
+        if in_place or "_orig_mod" in layer._modules:
+            where = f"log-probs of {type(model).__name__}"
+            must = "the forward call must not be compiled, as its parts are called one by one"
+            do = "Compile the module that makes log-probs: torch.compile(PackedPolicy(model))"
+            raise CompatibilityError(sentence(where, must, "a compiled model", do))
+
+
+def check_own_precision(model: nn.Module) -> None:
+    """Refuses a model whose forward call Accelerate has put under autocast."""
+    if any("_original_forward" in vars(layer) for layer in layers(model)):  # Accelerate's name
+        raise CompatibilityError(
+            sentence(
+                f"log-probs of {type(model).__name__}",
+                "its parts must compute as its forward call does",
+                "a model whose forward call Accelerate runs in mixed precision",
+                "Prepare PackedPolicy(model) in its place; or take the model out of it with "
+                "accelerator.unwrap_model(model, keep_fp32_wrapper=False)",
+            )
+        )
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Puts models into evaluation mode while a block runs, and then back."""
+    before = [model.training for model in models]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for model, training in zip(models, before, strict=True):
+            model.train(training)
 
 
 def rope_parts(config: Any) -> list[Mapping[str, Any]]:

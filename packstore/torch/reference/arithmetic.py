@@ -19,8 +19,7 @@ from packstore.errors import ConfigError, quote
 from packstore.torch.attention import ATTENTION, flash
 from packstore.torch.logprobs.fused_head import exact_dtype
 from packstore.torch.logprobs.head import find_head, probe_inputs
-from packstore.torch.models.dropout import evaluating
-from packstore.torch.models.unwrap import unwrapped
+from packstore.torch.models.unwrap import evaluating, unwrapped
 
 logger = logging.getLogger(__name__)
 

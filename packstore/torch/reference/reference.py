@@ -44,7 +44,7 @@ from packstore.torch.data.stream import StoredPacks
 from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.metrics import distributed
 from packstore.torch.models.compatibility import check_model
-from packstore.torch.models.dropout import evaluating
+from packstore.torch.models.unwrap import evaluating
 from packstore.torch.reference.arithmetic import Precision, autocast, choose_precision
 from packstore.torch.reference.rank_zero import run_on_rank_zero
 from packstore.torch.reference.ref_parts import PARTS, Parts, Values

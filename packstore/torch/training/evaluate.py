@@ -32,7 +32,7 @@ from packstore.torch.losses.example_rows import ExampleRows
 from packstore.torch.losses.grouped_metrics import Figures, GroupedMetrics
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.models.compatibility import check_model
-from packstore.torch.models.dropout import evaluating
+from packstore.torch.models.unwrap import evaluating
 from packstore.torch.reference.arithmetic import Precision, autocast, choose_precision
 from packstore.torch.reference.reference_fingerprint import check_arithmetic
 from packstore.torch.training.reference import (

@@ -14,8 +14,8 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.side.side import open_side
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.logprobs.head import PackedPolicy
-from packstore.torch.models.dropout import evaluating
 from packstore.torch.models.load import is_adapter, load_model
+from packstore.torch.models.unwrap import evaluating
 from packstore.torch.reference.rank_zero import run_on_rank_zero
 from packstore.torch.reference.reference_fingerprint import check_arithmetic, check_reference
 

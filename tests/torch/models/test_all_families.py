@@ -26,7 +26,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from packstore.errors import BackendError
 from packstore.torch import PackedBatch, collate, segment_logps, use_packed_attention
-from packstore.torch.models.mixers import mixers
+from packstore.torch.models.row import mixers
 
 NAMES = [n for n in CONFIG_MAPPING if CONFIG_MAPPING[n] in MODEL_FOR_CAUSAL_LM_MAPPING]
 LARGEST = 6_000_000

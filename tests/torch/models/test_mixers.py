@@ -21,8 +21,8 @@ from packstore.torch import (
     packed_logps,
     use_packed_attention,
 )
-from packstore.torch.models.mixers import mixers
-from packstore.torch.models.row import computing
+from packstore.torch.models.mask import computing
+from packstore.torch.models.row import mixers
 from packstore.torch.parallel import pad_batch, pad_segments
 from packstore.torch.parallel.context import GatheredLayout
 

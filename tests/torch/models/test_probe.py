@@ -15,7 +15,7 @@ from packstore.errors import BackendError, CompatibilityError
 from packstore.torch import check_isolation, use_packed_attention
 from packstore.torch.attention import ATTENTION
 from packstore.torch.models import probe
-from packstore.torch.models.mixers import mixers
+from packstore.torch.models.row import mixers
 
 OWN = "a sequence must have the logits that the model's own attention"
 

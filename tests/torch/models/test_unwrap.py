@@ -15,10 +15,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from packstore.errors import CompatibilityError
 from packstore.torch.logprobs.head import find_head
-from packstore.torch.models.bypassed import check_not_compiled
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.routers import router_settings
-from packstore.torch.models.unwrap import adapted, layers, unwrapped
+from packstore.torch.models.unwrap import adapted, check_not_compiled, layers, unwrapped
 from packstore.torch.reference.reference_fingerprint import weights_sha256
 
 pytestmark = pytest.mark.filterwarnings(

@@ -21,7 +21,7 @@ from packstore.torch import (
     PreferenceLoss,
     use_packed_attention,
 )
-from packstore.torch.models.mixers import mixers
+from packstore.torch.models.row import mixers
 
 STEPS, BETA, VOCAB = 100, 0.1, 2000
 TOLERANCE = 1e-8
