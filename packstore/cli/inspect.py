@@ -19,7 +19,7 @@ from packstore.cli.common import (
 )
 from packstore.config.job import job_of, to_yaml
 from packstore.errors import visible
-from packstore.io.manifest.manifest_hash import with_hash
+from packstore.io.manifest.commit import with_hash
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

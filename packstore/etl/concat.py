@@ -21,7 +21,7 @@ from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.commit import DATA, FOLDER, too_late
-from packstore.io.manifest.concat import Part, check_parts, merge, origins
+from packstore.io.manifest.concat import Member, check_members, merge, origins
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.shards.shard import ShardInfo
 from packstore.io.store.location import Location
@@ -128,8 +128,8 @@ def concat(
     if isinstance(datasets, str | Dataset):
         raise ConfigError("concat takes a list of datasets; found one.")
     parts = [d if isinstance(d, Dataset) else open_dataset(d, storage_options) for d in datasets]
-    told = [Part(d.url, d.manifest) for d in parts]
-    check_parts(told)
+    told = [Member(d.url, d.manifest) for d in parts]
+    check_members(told)
     location = Location(out, storage_options or {})
     there = None if overwrite else _concatenated_before(location, told)
     if there is not None:
@@ -150,7 +150,7 @@ def concat(
     return job.committed
 
 
-def _concatenated_before(location: Location, parts: Sequence[Part]) -> Dataset | None:
+def _concatenated_before(location: Location, parts: Sequence[Member]) -> Dataset | None:
     """Returns the dataset at `location` if it was concatenated from `parts`, in order."""
     there = find_dataset(location.url, location.storage_options)
     if there is None:
@@ -215,7 +215,7 @@ def _tokenizer_of(base: Dataset) -> Any:
 
 def _copied(job: WriteJob, parts: Sequence[Dataset], run: str) -> Manifest:
     """Copies the shards of all parts, puts the pack index, and returns the manifest."""
-    number, renamed = 0, list[Part]()
+    number, renamed = 0, list[Member]()
     with Staging(job.location, (FOLDER, DATA)) as staging:
         copies = list[Callable[[], None]]()
         for part in parts:
@@ -229,7 +229,7 @@ def _copied(job: WriteJob, parts: Sequence[Dataset], run: str) -> Manifest:
                     copies.append(partial(_copy, part.location, shard, job.location, path, staging))
                     shards.append(replace(shard, path=path))
                 number += 1
-            renamed.append(Part(part.url, replace(part.manifest, shards=tuple(shards))))
+            renamed.append(Member(part.url, replace(part.manifest, shards=tuple(shards))))
         run_parallel(copies, COPIES_AT_ONCE)
         merged = merge(renamed)
         if not merged.shards:

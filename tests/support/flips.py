@@ -18,8 +18,8 @@ from packstore.format.arrays import Packs, PackSizes
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.pack_index import PackIndex
 from packstore.io.dataset.reader import ShardReader
+from packstore.io.manifest.commit import without_hash
 from packstore.io.manifest.manifest import Manifest
-from packstore.io.manifest.manifest_hash import without_hash
 from packstore.io.manifest.side_manifest import SideManifest
 from packstore.io.side.side import open_side
 

@@ -43,4 +43,4 @@ def check_growth(first: Partition, partitions: int, places: Sequence[Location]) 
     for place, one in zip(places, first.written, strict=True):
         size = partitions * manifest_bytes([part.shard for part in one.shards])
         if size > 1.5 * commit.MAX_MANIFEST_BYTES:
-            raise commit.too_large(place, f"about {size} from {partitions} partitions")
+            raise commit.too_large(place.display, f"about {size} from {partitions} partitions")

@@ -1,4 +1,4 @@
-"""Versions of a dataset: numbered manifests, each written atomically.
+"""Versions of a dataset: numbered manifests, each written atomically, with a hash of its text.
 
 They are ``_packstore/manifest-000001.json``, ``-000002`` and so on; the highest number is the
 current version. A manifest is created only if its number is free, so that exactly one of several
@@ -9,28 +9,39 @@ the name ``side`` (:mod:`packstore.io.side.side`).
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 from collections.abc import Mapping
+
+import orjson
 
 from packstore.errors import (
     ConfigError,
     DatasetExistsError,
     DatasetNotFoundError,
     FormatError,
+    IntegrityError,
     MissingFilesError,
     StorageError,
+    quote,
     sentence,
 )
-from packstore.io.manifest.manifest_hash import with_hash, without_hash
 from packstore.io.store.location import Location
 
 FOLDER, DATA = "_packstore", "data"
 """Folders of a dataset: manifests and notes; shards."""
 MAX_MANIFEST_BYTES = 256 << 20
 """Maximum bytes of a manifest, checked on write and on read."""
-
 DATASET = "manifest"
 """Prefix of the names of a dataset's manifests."""
+
+_HASH, _END = "sha256", b"\n}\n"
+_DAMAGED = "Restore the file from a copy, or open another version"
+
+
+def manifest_path(version: int, name: str = DATASET) -> str:
+    """Returns the path of a manifest in its dataset."""
+    return f"{FOLDER}/{name}-{version:06d}.json"
 
 
 def versions(location: Location, name: str = DATASET) -> dict[int, int]:
@@ -55,9 +66,9 @@ def read_committed(
     if number not in sizes:
         raise _not_found(location, version, list(sizes), name)
     path = manifest_path(number, name)
-    if sizes[number] > MAX_MANIFEST_BYTES:
-        raise too_large(location.join(path), str(sizes[number]))
     where = location.join(path).display
+    if sizes[number] > MAX_MANIFEST_BYTES:
+        raise too_large(where, str(sizes[number]))
     return without_hash(location.read_bytes(path), where), where, number
 
 
@@ -118,7 +129,7 @@ def commit(
     number = following if version is None else version
     path = manifest_path(number, name)
     if len(data) > MAX_MANIFEST_BYTES:
-        raise too_large(location.join(path), str(len(data)))
+        raise too_large(location.join(path).display, str(len(data)))
     with contextlib.suppress(DatasetExistsError):
         if number == following:
             location.create_bytes(path, data)
@@ -153,6 +164,45 @@ def require_committed(location: Location, files: Mapping[str, int], version: int
     require_files(location, files, must, do)
 
 
+def with_hash(text: bytes) -> bytes:
+    """Appends its hash as the last field of canonical JSON, so that flipped bits are detected."""
+    body = text.removesuffix(_END)
+    return body + b',\n "%s": "%s"%s' % (_HASH.encode(), _sha256(body), _END)
+
+
+def without_hash(data: bytes, where: str) -> bytes:
+    """Verifies and removes the hash; returns the JSON object, or `data` if it has no hash.
+
+    Raises:
+        IntegrityError: the hash does not match, or its field is damaged.
+    """
+    comma = data.rfind(b",")
+    try:
+        last = orjson.loads(b"{" + data[comma + 1 :])
+    except orjson.JSONDecodeError:
+        last = None
+    if not isinstance(last, dict) or len(last) != 1 or comma < 0:
+        return data
+    [(name, value)] = last.items()
+    body = memoryview(data)[:comma]
+    matches = isinstance(value, str) and value.encode() == _sha256(body)
+    if name == _HASH and matches:
+        return bytes(body) + _END
+    if name == _HASH:
+        must = f"the text before field {_HASH!r} must have the sha256 that it names"
+        raise IntegrityError(sentence(where, must, "another: the file is damaged", _DAMAGED))
+    if matches:
+        # One flipped bit in its name would make the hash a field that readers ignore. A value that
+        # matches shows that it is not the last field of another writer.
+        must = f"the field with the hash of the manifest must be named {_HASH!r}"
+        raise IntegrityError(sentence(where, must, quote(name), _DAMAGED))
+    return data
+
+
+def _sha256(text: bytes | memoryview) -> bytes:
+    return hashlib.sha256(text).hexdigest().encode()
+
+
 def _size(location: Location, path: str) -> int | None:
     try:
         return location.size(path)
@@ -162,23 +212,19 @@ def _size(location: Location, path: str) -> int | None:
         raise
 
 
-def manifest_path(version: int, name: str = DATASET) -> str:
-    """Returns the path of a manifest in its dataset."""
-    return f"{FOLDER}/{name}-{version:06d}.json"
-
-
 def _not_found(
     location: Location, version: int | None, known: list[int], name: str
 ) -> DatasetNotFoundError:
     if known:
         must, found = f"must have version {version}", f"{known[0]} to {known[-1]}"
         return DatasetNotFoundError(sentence(location.display, must, found))
-    missing = not location.exists()
-    found = "no such folder" if missing else f"no {FOLDER}/{name}-….json in it"
-    command = "pack" if name == DATASET else "ref-logps"
-    hint = "Check the path" if missing else f"Name the folder that `packstore {command}` wrote"
     what = "a dataset" if name == DATASET else f"a {name} dataset"
-    return DatasetNotFoundError(sentence(location.display, f"must be {what}", found, hint))
+    if not location.exists():
+        found, do = "no such folder", "Check the path"
+    else:
+        found = f"no {FOLDER}/{name}-….json in it"
+        do = f"Name the folder that `packstore {'pack' if name == DATASET else 'ref-logps'}` wrote"
+    return DatasetNotFoundError(sentence(location.display, f"must be {what}", found, do))
 
 
 def too_late(location: Location) -> DatasetExistsError:
@@ -188,8 +234,7 @@ def too_late(location: Location) -> DatasetExistsError:
     return DatasetExistsError(sentence(location.display, must, found, do))
 
 
-def too_large(location: Location, found: str) -> FormatError:
+def too_large(where: str, found: str) -> FormatError:
     """Returns the error for a manifest that is larger than readers accept."""
     must = f"a manifest must have at most {MAX_MANIFEST_BYTES} bytes"
-    do = "Write larger row groups (row_group_tokens)"
-    return FormatError(sentence(location.display, must, found, do))
+    return FormatError(sentence(where, must, found, "Write larger row groups (row_group_tokens)"))

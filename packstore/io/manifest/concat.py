@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 from packstore.config import fingerprint
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.format.arrays import SOURCE_SHIFT
 from packstore.io.manifest.manifest import Manifest, Records, check_manifest
 from packstore.io.shards.shard import ShardInfo
-from packstore.io.shards.statistics import PackCounter, Statistics
+from packstore.io.shards.statistics import PackCounter
 from packstore.version import VERSION
 
 MAX_SOURCES = 1 << (63 - SOURCE_SHIFT)
@@ -27,9 +27,8 @@ _TOKENIZER: tuple[str, ...] = ("bos_id", "eos_id")
 _TOKENIZER += ("chat_template_sha256", "tool_use_template_sha256", "chat_template_date")
 
 
-@dataclass(frozen=True)
-class Part:
-    """One of the datasets: its URL without secrets, and its manifest.
+class Member(NamedTuple):
+    """One of the datasets to merge: its URL without secrets, and its manifest.
 
     The paths of its shards are relative to the new dataset.
     """
@@ -38,66 +37,75 @@ class Part:
     manifest: Manifest
 
 
-def merge(parts: Sequence[Part]) -> Manifest:
-    """Returns the manifest of the packs of `parts` in order; it names no pack index.
+def merge(members: Sequence[Member]) -> Manifest:
+    """Returns the manifest of the packs of `members` in order; it names no pack index.
 
     Raises:
-        CompatibilityError: the parts are not compatible.
-        ConfigError: no parts, or more sources than ids can number.
+        CompatibilityError: the members are not compatible.
+        ConfigError: no members, or more sources than ids can number.
     """
-    check_parts(parts)
-    first = parts[0].manifest
-    manifests = [part.manifest for part in parts]
-    sources = [source for m in manifests for source in m.provenance["sources"]]
-    found = [origin for part in parts for origin in origins(part)]
-    provenance = {k: v for k, v in first.provenance.items() if k != "repacked_from"}
-    counter = PackCounter()
+    check_members(members)
+    manifests = [member.manifest for member in members]
+    counter, plans, shards, sources = PackCounter(), list[Any](), list[ShardInfo](), list[Any]()
     for m in manifests:
         counter.merge(PackCounter.of_dataset(m.totals, m.statistics))
-    planning = {"parts": [plan for m in manifests for plan in _plannings(m.statistics)]}
+        plan = m.statistics.planning.get("parts")
+        plans += plan if isinstance(plan, list) else [dict(m.statistics.planning)]
+        base = len(sources) << SOURCE_SHIFT  # so that ids stay distinct
+        shards += [replace(s, example_id_base=s.example_id_base + base) for s in m.shards]
+        sources += m.provenance["sources"]
+    first = manifests[0]
+    came_from = [origin for member in members for origin in origins(member)]
+    lineage = [[origin["lineage"], origin["sources"]] for origin in came_from]
     merged = replace(
         first,
         totals=counter.totals(sum(m.totals.bytes for m in manifests)),
-        statistics=counter.statistics(first.pack_size, planning),
+        statistics=counter.statistics(first.pack_size, {"parts": plans}),
         records=_records([m.records for m in manifests]),
         provenance={
-            **provenance,
-            "lineage": fingerprint({"parts": [[o["lineage"], o["sources"]] for o in found]}),
+            **{k: v for k, v in first.provenance.items() if k != "repacked_from"},
+            "lineage": fingerprint({"parts": lineage}),
             "sources": sources,
             "package_version": VERSION,
-            "combined_from": found,
+            "combined_from": came_from,
         },
-        shards=_shifted(manifests),
+        shards=tuple(shards),
         pack_index=None,
     )
     check_manifest(merged, "manifest")
     return merged
 
 
-def check_parts(parts: Sequence[Part]) -> None:
-    """Refuses datasets that cannot be combined; raises like :func:`merge`."""
-    if not parts:
+def check_members(members: Sequence[Member]) -> None:
+    """Refuses datasets that cannot be merged; raises like :func:`merge`."""
+    if not members:
         raise ConfigError("there must be at least one dataset to combine; found none.")
-    for part in parts[1:]:
-        check_alike(parts[0], part)
-    sources = sum(len(part.manifest.provenance["sources"]) for part in parts)
+    for member in members[1:]:
+        check_alike(members[0], member)
+    sources = sum(len(member.manifest.provenance["sources"]) for member in members)
     if sources > MAX_SOURCES:
         raise ConfigError(f"there must be at most {MAX_SOURCES} sources; found {sources}.")
 
 
-def check_alike(first: Part, other: Part) -> None:
-    """Refuses datasets that one manifest cannot describe; names the differences.
-
-    Raises:
-        CompatibilityError: they must not be trained on together.
-    """
+def check_alike(first: Member, other: Member) -> None:
+    """Raises CompatibilityError for datasets that one manifest cannot describe."""
     differences = [
         f"{name} {quote(a, 40)} and {quote(b, 40)}"
         for name in _SHAPE
         if (a := _value(first.manifest, name)) != (b := _value(other.manifest, name))
     ]
-    tokenizers = [p.manifest.provenance.get("tokenizer") or {} for p in (first, other)]
-    differences += _tokenizer_differences(*tokenizers)
+    a, b = (m.manifest.provenance.get("tokenizer") or {} for m in (first, other))
+    if a and b:  # datasets from token ids record no tokenizer
+        names: tuple[str, ...] = ("vocab_sha256", "probe_sha256")
+        if not all(tokenizer.get(name) for tokenizer in (a, b) for name in names):
+            names = ("sha256",)
+        differences += [
+            f"tokenizer {name} {quote(a.get(name), 20)} and {quote(b.get(name), 20)}"
+            for name in (*names, *_TOKENIZER)
+            if a.get(name) != b.get(name)
+        ]
+    elif a or b:
+        differences.append("a tokenizer that is known and one that is not")
     if differences:
         where = f"{first.url} and {other.url}"
         must = "datasets that are combined must have been made alike"
@@ -112,37 +120,14 @@ def _value(manifest: Manifest, name: str) -> Any:
     return list(value.items()) if isinstance(value, Mapping) else value
 
 
-def _tokenizer_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Compares fields that both have: datasets from token ids record no tokenizer."""
-    if not a or not b:
-        return [] if a == b else ["a tokenizer that is known and one that is not"]
-    names: tuple[str, ...] = ("vocab_sha256", "probe_sha256")
-    if not all(t.get(name) for t in (a, b) for name in names):
-        names = ("sha256",)
-    return [
-        f"tokenizer {name} {quote(a.get(name), 20)} and {quote(b.get(name), 20)}"
-        for name in (*names, *_TOKENIZER)
-        if a.get(name) != b.get(name)
-    ]
-
-
-def _shifted(manifests: Sequence[Manifest]) -> tuple[ShardInfo, ...]:
-    """Returns all shards, their ids shifted by the sources of the manifests before."""
-    shards, base = list[ShardInfo](), 0
-    for manifest in manifests:
-        shards += [replace(s, example_id_base=s.example_id_base + base) for s in manifest.shards]
-        base += len(manifest.provenance["sources"]) << SOURCE_SHIFT
-    return tuple(shards)
-
-
-def origins(part: Part) -> list[dict[str, Any]]:
-    """Returns the datasets that `part` was combined from, or `part` itself."""
-    manifest = part.manifest
+def origins(member: Member) -> list[dict[str, Any]]:
+    """Returns the datasets that `member` was combined from, or `member` itself."""
+    manifest = member.manifest
     if "combined_from" in manifest.provenance:
         return list(manifest.provenance["combined_from"])
     return [
         {
-            "path": part.url,
+            "path": member.url,
             "fingerprint": manifest.fingerprint,
             "lineage": manifest.lineage,
             "sources": len(manifest.provenance["sources"]),
@@ -151,19 +136,16 @@ def origins(part: Part) -> list[dict[str, Any]]:
     ]
 
 
-def _plannings(statistics: Statistics) -> list[Any]:
-    parts = statistics.planning.get("parts")
-    return list(parts) if isinstance(parts, list) else [dict(statistics.planning)]
-
-
 def _records(parts: Sequence[Records]) -> Records:
-    def added(name: str) -> Any:
+    """Adds counts, and mappings of counts by their keys."""
+    sums: dict[str, Any] = {}
+    for name in (field.name for field in fields(Records)):
         values = [getattr(part, name) for part in parts]
-        if name in ("read", "packed"):
-            return sum(values)
-        total: Counter[str] = Counter()
-        for value in values:
-            total.update(value)
-        return dict(sorted(total.items()))
-
-    return Records(**{f.name: added(f.name) for f in fields(Records)})
+        if isinstance(values[0], int):
+            sums[name] = sum(values)
+        else:
+            total: Counter[str] = Counter()
+            for value in values:
+                total.update(value)
+            sums[name] = dict(sorted(total.items()))
+    return Records(**sums)

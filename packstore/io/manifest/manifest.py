@@ -49,7 +49,6 @@ MAX_FOOTER_BYTES, GROUP_FOOTER_BYTES = 1 << 24, 1 << 16
 """Maximum bytes of a footer: a constant part, and a part for each row group."""
 
 FILE_FORMATS = ("parquet", "arrow")
-_CHOICES = {"layout": LAYOUTS, "file_format": FILE_FORMATS}
 _GROUP_COLUMNS = ("rows", "examples", "tokens", "longest")
 _OPTIONAL = ("fields_used", "fields_not_used")
 _SUMS = ("examples", "sequences", "tokens", "supervised_tokens", "bytes")
@@ -219,9 +218,6 @@ def build_manifest(
         tally: counts of packed, dropped and noted records.
         planning: statistics of the plan.
         provenance: see :class:`Manifest`.
-
-    Raises:
-        FormatError: the parts contradict each other.
     """
     manifest = Manifest(
         kind=shape.kind,
@@ -311,8 +307,8 @@ def check_manifest(manifest: Manifest, where: str) -> None:
     """Raises :class:`FormatError` if the parts of a manifest contradict each other."""
     records, totals, shards = manifest.records, manifest.totals, manifest.shards
     check_kind(manifest.kind, where, "Pack the records again with this version")
-    for name, choices in _CHOICES.items():
-        require_choice(where, f"field {name}", choices, **{name: getattr(manifest, name)})
+    require_choice(where, "field layout", LAYOUTS, layout=manifest.layout)
+    require_choice(where, "field file_format", FILE_FORMATS, file_format=manifest.file_format)
     require(
         records.read == records.packed + sum(records.dropped.values()),
         where,
@@ -324,17 +320,16 @@ def check_manifest(manifest: Manifest, where: str) -> None:
     for name, type_name in manifest.carry.items():
         check_column(name, type_name, CARRY_TYPES, f"{where}, carried column {quote(name)}")
     for name in ("packs", *_SUMS):
-        found = sum(getattr(s, "rows" if name == "packs" else name) for s in shards)
+        real = sum(getattr(s, "rows" if name == "packs" else name) for s in shards)
         must = f"total {name} must be the sum over shards"
-        require_equal(where, must, total=getattr(totals, name), sum=found)
+        require_equal(where, must, total=getattr(totals, name), sum=real)
     require_different_paths([s.path for s in shards], where)
     for shard in shards:
         _check_shard(shard, manifest, f"{where}, shard {shard.path}")
     if (index := manifest.pack_index) is not None:
-        place = f"{where}, pack_index"
-        limit = 65536 + 4096 * len(shards) + 32 * totals.packs
-        figures = {"bytes": index.bytes, "limit": limit}
-        require(index.bytes <= limit, place, "its bytes must be few for its packs", figures)
+        place, limit = f"{where}, pack_index", 65536 + 4096 * len(shards) + 32 * totals.packs
+        must, figures = "its bytes must be few for its packs", {"bytes": index.bytes}
+        require(index.bytes <= limit, place, must, {**figures, "limit": limit})
         check_relative(index.path, place)
         alone = index.path not in {s.path for s in shards}
         require(alone, place, "it must not be a shard", {"path": index.path})
@@ -346,9 +341,9 @@ def _check_shard(shard: ShardInfo, manifest: Manifest, where: str) -> None:
     lengths = {name: len(column) for name, column in vars(groups).items()}
     require_equal(where, "row_groups must have columns of one length", **lengths)
     for name in ("rows", "examples", "tokens"):
+        real = int(getattr(groups, name).sum())
         must = f"its {name} must be the sum over row groups"
-        found = int(getattr(groups, name).sum())
-        require_equal(where, must, shard=getattr(shard, name), sum=found)
+        require_equal(where, must, shard=getattr(shard, name), sum=real)
     figures = {"footer": shard.footer_bytes, "file": shard.bytes}
     require(shard.footer_bytes <= shard.bytes, where, "its footer must fit in the file", figures)
     limit = MAX_FOOTER_BYTES + GROUP_FOOTER_BYTES * len(groups)
@@ -361,16 +356,17 @@ def _check_shard(shard: ShardInfo, manifest: Manifest, where: str) -> None:
     full = (groups.rows > 0) & (groups.examples >= groups.rows)
     full &= (groups.longest > 0) & (groups.longest <= groups.tokens)
     full &= groups.tokens <= groups.rows * manifest.pack_size
-    bad = int(np.argmin(full)) if len(full) else 0
-    figures = {name: getattr(groups, name)[bad : bad + 1].tolist() for name in _GROUP_COLUMNS}
-    must = "every pack must hold an example and at most pack_size tokens"
-    require(bool(full.all()), f"{where}, row group {bad}", must, figures)
+    if not full.all():
+        bad = int(np.argmin(full))
+        figures = {name: int(getattr(groups, name)[bad]) for name in _GROUP_COLUMNS}
+        must = "every pack must hold an example and at most pack_size tokens"
+        require(False, f"{where}, row group {bad}", must, figures)
 
 
 def check_column(name: str, type_name: str, types: Collection[str], where: str) -> None:
     """Raises :class:`FormatError` unless name and type of a further column are allowed."""
-    own = name not in ("", *COLUMNS)
-    require(own, where, "its name must be its own", {"name": quote(name)})
+    unused = name not in ("", *COLUMNS)
+    require(unused, where, "its name must be its own", {"name": quote(name)})
     require_choice(where, "its type", types, type=type_name)
 
 

@@ -58,27 +58,24 @@ class PartitionNotes:
         self.location, self.run = location, run
 
     def put(self, number: int, value: object) -> None:
-        """Writes or replaces the note of a partition whose shards are all stored.
-
-        `value` is a dataclass or struct.
-        """
-        text = msgspec.json.encode(value, enc_hook=_plain)
+        """Writes or replaces the note of a partition whose shards are all stored."""
+        text = msgspec.json.encode(value, enc_hook=lambda array: array.tolist())
         replace_bytes(self.location, self._path(number), _hash_of(text) + text + b"\n")
 
     def read(self, number: int, kind: type[T]) -> T | None:
         """Returns the note of a partition; None if there is none, or it is damaged."""
         try:
             data = self.location.read_bytes(self._path(number))
-            text = data.partition(b"\n")[2].removesuffix(b"\n")
-            if not data.startswith(_hash_of(text)):
-                return None
-            return msgspec.json.decode(text, type=kind, dec_hook=_typed)
         except StorageError as error:
             if error.is_missing:
                 return None
             raise
-        except msgspec.DecodeError:  # of another release
+        text = data.partition(b"\n")[2].removesuffix(b"\n")
+        if not data.startswith(_hash_of(text)):
             return None
+        with contextlib.suppress(msgspec.DecodeError):  # of another release
+            return msgspec.json.decode(text, type=kind, dec_hook=_typed)
+        return None
 
     def are_whole(self, shards: Sequence[Finished]) -> bool:
         """Returns True if every stored shard has the recorded hash."""
@@ -92,8 +89,7 @@ class PartitionNotes:
     def remove(self) -> None:
         """Removes the notes of this run; leaves those it cannot remove to `clean`."""
         with contextlib.suppress(PackstoreError):
-            own = [path for run, path in self._listed() if run == self.run]
-            remove_all(self.location, own)
+            remove_all(self.location, [path for run, path in self._listed() if run == self.run])
         remove_empty(self.location, PARTITIONS)
 
     def _listed(self) -> list[tuple[str, str]]:
@@ -109,22 +105,16 @@ class PartitionNotes:
             if self.location.size(shard.path) != shard.bytes:
                 return False
             with self.location.open_read(shard.path) as file:
-                digest = hashlib.file_digest(file, "sha256")
+                return hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256
         except StorageError as error:
             if error.is_missing:
                 return False
             raise
-        return digest.hexdigest() == shard.sha256
 
 
 def _hash_of(text: bytes) -> bytes:
     """Returns the first line of a note."""
     return b'{"sha256":"%s"}\n' % hashlib.sha256(text).hexdigest().encode()
-
-
-def _plain(value: Any) -> Any:
-    """Converts numpy arrays and numbers to JSON values."""
-    return value.tolist()
 
 
 def _typed(kind: Any, value: Any) -> Any:

@@ -104,7 +104,7 @@ class SideManifest:
         """Parses the manifest in `data`; ignores unknown fields.
 
         Raises:
-            UnsupportedFormatError: a higher version, or any required feature (none exist yet).
+            UnsupportedFormatError: a higher version, or any required feature (none exist).
             FormatError: a field is missing, of the wrong type, or contradicts others.
         """
         head = decode(data, _Head, where)
@@ -119,7 +119,13 @@ class SideManifest:
 
     def check(self, where: str) -> None:
         """Raises :class:`FormatError` if its parts contradict each other."""
-        _check_columns(self.columns, where)
+        require(bool(self.columns), where, "it must have a column", {"columns": "none"})
+        for name, type_name in self.columns.items():
+            place = f"{where}, column {quote(name)}"
+            check_column(name, type_name, SIDE_TYPES, place)
+            must = f"{REF_LOGPS}, and no other column, must have type list<float32>"
+            ok = (name == REF_LOGPS) == (type_name == "list<float32>")
+            require(ok, place, must, {"type": quote(type_name)})
         for name, value in self.provenance.items():  # of a caller; JSON was checked by its type
             ok = value is None or isinstance(value, str | int | float)
             must = f"provenance {quote(name)} must be a text, a number, a boolean or null"
@@ -128,28 +134,14 @@ class SideManifest:
         check_kind(self.kind, where, "Make the side data again")
 
 
-def _check_columns(columns: Mapping[str, str], where: str) -> None:
-    require(bool(columns), where, "it must have a column", {"columns": "none"})
-    for name, type_name in columns.items():
-        place = f"{where}, column {quote(name)}"
-        check_column(name, type_name, SIDE_TYPES, place)
-        must = f"{REF_LOGPS}, and no other column, must have type list<float32>"
-        ok = (name == REF_LOGPS) == (type_name == "list<float32>")
-        require(ok, place, must, {"type": quote(type_name)})
-
-
 def check_side(side: SideManifest, data: Manifest, where: str) -> None:
-    """Refuses a side dataset that was not derived from these examples.
-
-    Raises:
-        CompatibilityError: it has another kind or lineage, or fewer examples.
-    """
+    """Raises CompatibilityError for a side dataset that was not derived from these examples."""
     do = "Make it anew from this dataset"
     for name in ("kind", "lineage"):
-        expected, found = getattr(data, name), getattr(side, name)
-        if expected != found:
-            must = f"its {name} must be that of the dataset, {quote(expected, 80)}"
-            raise CompatibilityError(sentence(where, must, quote(found, 80), do))
+        source, derived = getattr(data, name), getattr(side, name)
+        if source != derived:
+            must = f"its {name} must be that of the dataset, {quote(source, 80)}"
+            raise CompatibilityError(sentence(where, must, quote(derived, 80), do))
     if side.examples < data.totals.examples:
         must = f"it must have values for each of {data.totals.examples} examples"
         raise CompatibilityError(sentence(where, must, f"{side.examples}", do))

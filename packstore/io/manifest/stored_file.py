@@ -33,21 +33,16 @@ class StoredFile:
 
 
 def read_stored(location: Location, file: StoredFile) -> bytes:
-    """Reads and verifies a file below `location`.
-
-    Raises:
-        StorageError: it is missing, or the store refuses.
-        IntegrityError: it has another size or hash.
-    """
+    """Reads a file below `location`; raises IntegrityError for another size or hash."""
     where = location.join(file.path).display
     size = location.size(file.path)  # checked first: a damaged manifest may name any size
     if size != file.bytes:
         raise IntegrityError(sentence(where, f"must have {file.bytes} bytes", str(size), _REMEDY))
     data = location.read_bytes(file.path)
-    found = hashlib.sha256(data).hexdigest()
-    if found != file.sha256:
+    sha256 = hashlib.sha256(data).hexdigest()
+    if sha256 != file.sha256:
         must = f"must have sha256 {quote(file.sha256, 80)}, as the manifest says"
-        raise IntegrityError(sentence(where, must, quote(found, 80), _REMEDY))
+        raise IntegrityError(sentence(where, must, quote(sha256, 80), _REMEDY))
     return data
 
 

@@ -25,7 +25,7 @@ from packstore.io.manifest.commit import (
     require_exclusive,
     require_files,
 )
-from packstore.io.manifest.concat import Part, check_alike, merge
+from packstore.io.manifest.concat import Member, check_alike, merge
 from packstore.io.manifest.manifest import Manifest, commit_manifest
 from packstore.io.shards.shard import ShardInfo
 from packstore.io.store.location import Location
@@ -62,7 +62,7 @@ class WriteJob:
             manifest = self.extends.manifest
             about = {**manifest.provenance, "tokenizer": provenance().get("tokenizer")}
             added = replace(manifest, kind=kind, carry=carry, provenance=about)
-            check_alike(Part(self.extends.url, manifest), Part("what is appended", added))
+            check_alike(Member(self.extends.url, manifest), Member("what is appended", added))
 
     def earlier(self) -> Iterator[PackSizes]:
         """Yields the sizes of the packs of each shard of the extended dataset."""
@@ -75,7 +75,7 @@ class WriteJob:
         if self.extends is None:
             return manifest
         url = self.extends.url
-        merged = merge([Part(url, self.extends.manifest), Part(url, manifest)])
+        merged = merge([Member(url, self.extends.manifest), Member(url, manifest)])
         return replace(merged, pack_index=manifest.pack_index)
 
     def refuse_again(self, about: Mapping[str, Any]) -> None:

@@ -131,13 +131,13 @@ def test_what_is_appended_while_concat_begins_is_not_lost(
 
     packstore.pack(pairs(20), place, **SETTINGS)
     packstore.pack(pairs(10, 500), f"{place}-other", **SETTINGS)
-    check, appended = build_concat.check_parts, list[Any]()
+    check, appended = build_concat.check_members, list[Any]()
 
-    def check_parts(parts: Any) -> None:
+    def check_members(parts: Any) -> None:
         check(parts)
         appended.append(append(place, pairs(15, 200)))
 
-    monkeypatch.setattr(build_concat, "check_parts", check_parts)
+    monkeypatch.setattr(build_concat, "check_members", check_members)
     with pytest.raises(DatasetExistsError, match=TOO_LATE):
         concat([place, f"{place}-other"], place, overwrite=True)
     monkeypatch.undo()

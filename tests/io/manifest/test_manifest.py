@@ -17,9 +17,8 @@ from packstore.errors import (
     UnsupportedFormatError,
 )
 from packstore.io.manifest import commit as module
-from packstore.io.manifest.commit import manifest_path, refuse_existing
+from packstore.io.manifest.commit import manifest_path, refuse_existing, without_hash
 from packstore.io.manifest.manifest import Manifest, commit_manifest, read_manifest
-from packstore.io.manifest.manifest_hash import without_hash
 from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("no_collector")

@@ -20,8 +20,8 @@ from packstore.errors import (
     StorageError,
 )
 from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.manifest.commit import with_hash, without_hash
 from packstore.io.manifest.manifest import commit_manifest
-from packstore.io.manifest.manifest_hash import with_hash, without_hash
 from packstore.io.shards.checksums import batch_crc32, crc32_of
 from packstore.io.store.local import map_part
 from packstore.io.store.location import Location
