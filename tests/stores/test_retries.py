@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from fault_proxy import Faults, faulty
 from stores import Store
 
 from packstore.config import RetryConfig
@@ -169,108 +170,35 @@ def test_settings_come_with_the_storage_options() -> None:
         RetryConfig.split({"retry_attempts": "often"})
 
 
-def losing_the_answer(monkeypatch: pytest.MonkeyPatch, name: str, times: int = 1) -> list[str]:
-    """Lets a function of `clients` do its work, and then fail."""
-    real, lost = getattr(clients, name), []
-
-    def lossy(*args: Any) -> Any:
-        done = real(*args)
-        if len(lost) < times:
-            lost.append(name)
-            raise ConnectionResetError("after the work was done")
-        return done
-
-    monkeypatch.setattr(clients, name, lossy)
-    return lost
+def test_a_create_whose_answer_is_lost_has_won(store: Store) -> None:
+    """If the client asks again, or packstore does; who had other bytes has lost."""
+    with faulty(store.endpoint, Faults(1.0, kinds=["done but lost"], most=1)) as endpoint:
+        Location(store.url, {**store.through(endpoint).options, **FAST}).create_bytes("m", b"ours")
+    place = Location(store.url, store.options)
+    assert place.read_bytes("m") == b"ours"
+    with faulty(store.endpoint, Faults(1.0, kinds=["done but lost"], most=1)) as endpoint:
+        late = Location(store.url, {**store.through(endpoint).options, **FAST})
+        with pytest.raises(DatasetExistsError):
+            late.create_bytes("m", b"another's")
+    assert place.read_bytes("m") == b"ours"
 
 
-def test_a_create_whose_answer_is_lost_has_won(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = Location(store.url, {**store.options, **FAST})
-    lost = losing_the_answer(monkeypatch, "create")
-    place.create_bytes("manifest", b"ours")
-    assert lost == ["create"]
-    assert place.read_bytes("manifest") == b"ours"
-    losing_the_answer(monkeypatch, "create")
-    with pytest.raises(DatasetExistsError):
-        place.create_bytes("manifest", b"another's")
-    assert place.read_bytes("manifest") == b"ours"
-
-
-@pytest.fixture
-def large(tmp_path: Path) -> Path:
-    """A file of three parts, the last of them short."""
+@pytest.mark.parametrize("kind", ["refuse", "done but lost", "cut up"])
+def test_a_large_file_is_whole_or_not_there(s3: Store, tmp_path: Path, kind: str) -> None:
+    """One request of the upload in parts fails, whichever; what is left can be found and ended."""
     path = tmp_path / "large"
     path.write_bytes(bytes(range(256)) * ((2 * clients.PART_BYTES + 4096) // 256))
-    return path
-
-
-def breaking(monkeypatch: pytest.MonkeyPatch, place: Location, method: str, how: str) -> list[str]:
-    """Makes one kind of request to S3 fail: before or after its work, once or always."""
-    fs = place._open()[0]
-    real, broken = fs.call_s3, []
-
-    def call(name: str, **query: Any) -> Any:
-        if name != method or (how != "always" and broken):
-            return real(name, **query)
-        broken.append(name)
-        if how == "after":
-            real(name, **query)
-        raise ConnectionResetError
-
-    monkeypatch.setattr(fs, "call_s3", call)
-    return broken
-
-
-@pytest.mark.parametrize("server", ["s3", "moto"])
-@pytest.mark.parametrize(
-    ("method", "how", "works"),
-    [
-        ("upload_part", "before", True),
-        ("create_multipart_upload", "after", True),
-        ("complete_multipart_upload", "after", True),
-        ("upload_part", "always", False),
-        ("complete_multipart_upload", "always", False),
-    ],
-)
-def test_no_part_is_left(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    large: Path,
-    server: str,
-    method: str,
-    how: str,
-    works: bool,
-) -> None:
-    store: Store = request.getfixturevalue(server)
-    place = Location(store.url, {**store.options, **FAST})
-    broken = breaking(monkeypatch, place, method, how)
-    if works:
-        place.put_file(str(large), "large")
-        assert place.read_bytes("large") == large.read_bytes()
-        assert len(broken) == 1
-    else:
-        with pytest.raises(StorageError, match=r"(?s)large: cannot write; .*Tried 3 times"):
-            place.put_file(str(large), "large")
-        assert place.files() == []
-    left = uploads(place) or []
-    assert len(left) == (method == "create_multipart_upload")  # nobody knows its id
-    client = store.client()
-    for upload in left:
-        where = {"Bucket": store.bucket, "Key": f"{store.path}/large", "UploadId": upload.id}
-        assert not client.list_parts(**where).get("Parts")  # which is all that costs
-        abort_upload(place, upload)
-    client.close()
-    assert uploads(place) == []
-
-
-def test_uploads_of_killed_writers_can_be_found(s3: Store) -> None:
     place = Location(s3.url, s3.options)
-    client = s3.client()
-    client.create_multipart_upload(Bucket=s3.bucket, Key=f"{s3.path}/data/shard")
-    client.close()
-    (left,) = uploads(place) or []
-    assert left.path == "data/shard"
-    abort_upload(place, left)
+    for first in range(4):
+        with faulty(s3.endpoint, Faults(1.0, kinds=[kind], most=1, after=first)) as endpoint:
+            through = Location(s3.url, {**s3.through(endpoint).options, **FAST})
+            through.put_file(str(path), f"large{first}")
+        assert place.read_bytes(f"large{first}") == path.read_bytes()
+    with faulty(s3.endpoint, Faults(1.0, kinds=["refuse"])) as endpoint:
+        through = Location(s3.url, {**s3.through(endpoint).options, **FAST})
+        with pytest.raises(StorageError, match=r"(?s)never: cannot write; .*Tried 3 times"):
+            through.put_file(str(path), "never")
+    assert not place.exists("never")
+    for upload in uploads(place) or []:
+        abort_upload(place, upload)
     assert uploads(place) == []

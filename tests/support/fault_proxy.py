@@ -45,12 +45,16 @@ class Faults:
         rate: share of the requests that fail, 0 to 1.
         seed: of the fates.
         kinds: which of `FATES`.
+        after: requests that pass before the first fault.
+        most: number of faults, at most.
         counts: how often each was drawn, and the number of requests.
     """
 
     rate: float
     seed: int = 0
     kinds: Sequence[str] = ()
+    after: int = 0
+    most: int = 1 << 30
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -61,9 +65,12 @@ class Faults:
         with self._lock:
             self.counts["requests"] += 1
             own = random.Random(self._rng.random())
-            if self._rng.random() >= self.rate:
-                return None, own
             fitting = [k for k in self.kinds or FATES if method in (FATES | RARE)[k]]
+            over = self.counts.total() - self.counts["requests"] >= self.most
+            if self._rng.random() >= self.rate or over or self.counts["requests"] <= self.after:
+                return None, own
+            if not fitting:
+                return None, own
             kind = self._rng.choice(fitting)
             self.counts[kind] += 1
         return kind, own

@@ -85,11 +85,6 @@ def is_s3fs(fs: Any) -> bool:
     return _client(fs) == "s3fs"
 
 
-def retries_itself(fs: Any) -> bool:
-    """Returns True if the client may retry `create`, so that "exists" may mean its own put."""
-    return _client(fs) == "gcsfs"
-
-
 def _make_parent(fs: Any, path: str) -> None:
     """Creates the folder of a file on filesystems with real folders (sftp, …)."""
     if not creates_exclusively(fs):

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeVar
 from packstore.config import RetryConfig
 from packstore.errors import DatasetExistsError, FormatError, StorageError, display, quote, sentence
 from packstore.io.store import clients, local
-from packstore.io.store.error_causes import is_passing
 from packstore.io.store.retry import RetriedFile, retrying
 from packstore.io.store.storage_errors import (
     as_storage_errors,
@@ -170,31 +169,28 @@ class Location:
     def create_bytes(self, path: str, data: bytes) -> None:
         """Writes a small file only if it does not exist; of many writers exactly one succeeds.
 
-        If the response to a put is lost, its retry may find the file: if the file contains `data`,
-        the first put succeeded.
+        A file with just these bytes counts as this put's: if an answer is lost, the put is sent
+        again, by us or by the client.
 
         Raises:
-            DatasetExistsError: the file exists; it is not changed.
+            DatasetExistsError: the file exists with other bytes; it is not changed.
         """
         fs, full = self.filesystem(path)
-        on_disk, maybe_ours = local.is_local(fs), clients.retries_itself(fs)
 
         def create() -> None:
-            nonlocal maybe_ours
             try:
-                if on_disk:
+                if local.is_local(fs):
                     local.in_its_folder(full, partial(local.create, full, data))
                 else:
                     clients.create(fs, full, data)
             except Exception as error:
                 if not means_exists(error):
-                    maybe_ours |= is_passing(error)
                     raise
                 fs.invalidate_cache()  # a listing from before the put lacks the file
-                if maybe_ours and fs.cat_file(full) == data:
-                    return
-                said = sentence(self.join(path).display, "must not exist yet", "it does")
-                raise DatasetExistsError(said) from error
+                if fs.cat_file(full) != data:
+                    there = self.join(path).display
+                    said = sentence(there, "must not exist yet", "it does")
+                    raise DatasetExistsError(said) from error
 
         self.request("write", path, create)
 
