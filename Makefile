@@ -11,7 +11,6 @@ demo: $(VENV)/installed
 
 # A few tests at a time: more workers would each load torch.
 test: $(VENV)/installed
-	@$(BIN)/python tests/support/server_kinds.py
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m 'not slow'
 
 # Also what is slow: storms, every family of models, fuzz in amounts.

@@ -14,8 +14,6 @@ from stores import (  # noqa: F401  fixtures
     azure_server,
     gcs,
     gcs_server,
-    moto,
-    moto_server,
     s3,
     s3_server,
     store,

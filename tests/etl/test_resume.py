@@ -44,7 +44,7 @@ def pack(tmp_path: Path) -> Callable[..., Any]:
 def files(url: str) -> dict[str, bytes]:
     """Every file at a place, by path."""
     place = Location(url)
-    fs, root = place._open()
+    fs, root = place.filesystem()
     found = fs.find(root) if fs.exists(root) else []
     return {path[len(root) :].lstrip("/"): fs.cat_file(path) for path in found}
 
@@ -148,7 +148,7 @@ def test_a_partition_that_changed_is_made_again(
 ) -> None:
     whole = files(pack(str(tmp_path / "whole"), source, **CUT).url)
     before = stop_in_partition(3, KeyboardInterrupt(), lambda: pack(place, source, **CUT))
-    fs, root = Location(place)._open()
+    fs, root = Location(place).filesystem()
     hurt = next(p for p in before if "-p00001-" in p)
     if damaged == "note":
         hurt = next(p for p in files(place) if p.endswith("-00001.json"))

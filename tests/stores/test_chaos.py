@@ -43,8 +43,3 @@ def test_on_a_local_disk(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_on_s3(s3: Store, tmp_path: Path) -> None:
     storm(tmp_path, "s3", "--endpoint", s3.endpoint)
-
-
-@pytest.mark.slow
-def test_on_moto(moto: Store, tmp_path: Path) -> None:
-    storm(tmp_path, "moto", "--endpoint", moto.endpoint)

@@ -57,7 +57,7 @@ def test_damage_in_the_store_names_the_object(s3: Store) -> None:
     packstore.pack(RECORDS, s3.url, storage_options=s3.options, **SETTINGS)
     data = open_dataset(s3.url, s3.options)
     shard = data.manifest.shards[0]
-    fs, path = data.location._at(shard.path)
+    fs, path = data.location.filesystem(shard.path)
     fs.pipe_file(path, bytes(shard.bytes))
     fs.invalidate_cache()
     etag = fs.info(path)["ETag"].strip('"')

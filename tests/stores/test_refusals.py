@@ -74,6 +74,7 @@ def test_a_key_that_may_only_read(s3: Store, pairs: Path, tokenizer: Tokenizer) 
     assert dataset.verify().ok
 
 
+@pytest.mark.slow
 def test_wrong_key_of_azure(azure: Store) -> None:
     Location(azure.url, azure.options).create_bytes("x", b"data")
     text = azure.options["connection_string"]

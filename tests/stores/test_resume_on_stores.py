@@ -24,7 +24,7 @@ CUT: dict[str, Any] = {"pack_size": 64, "partitions": 3, "shard_tokens": 2000}
 
 
 def files(place: Location) -> dict[str, int]:
-    fs, root = place._open()
+    fs, root = place.filesystem()
     fs.invalidate_cache()
     return {p[len(root) + 1 :]: i["size"] for p, i in fs.find(root, detail=True).items()}
 
@@ -72,7 +72,7 @@ def test_a_rerun_goes_on_and_nothing_is_left(
 
 
 def test_unfinished_uploads_are_ended(s3: Store) -> None:
-    store = s3  # moto tells no true age
+    store = s3
     dataset = packstore.pack(RECORDS, store.url, storage_options=store.options, **SETTINGS)
     client, key = store.client(), f"{store.path}/data/0123456789ab-00007-0.parquet"
     ids = [
@@ -92,7 +92,7 @@ def test_unfinished_uploads_are_ended(s3: Store) -> None:
     assert dataset.verify().ok
 
 
-@pytest.mark.parametrize("writers", [2, 8])
+@pytest.mark.parametrize("writers", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_writers_at_once_have_one_winner(s3: Store, writers: int) -> None:
     """Into an empty place, then all replacing, while a reader looks all the time."""
     url, options = s3.url, s3.options

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from small_jobs import write_jsonl, write_tokenizer
 from stores import Store
@@ -47,11 +48,12 @@ def step(folder: Path, store: Store) -> subprocess.Popen[str]:
 
 def finished(store: Store) -> int:
     """Finished partitions of which the store has a note."""
-    fs, root = Location(store.url, store.options)._open()
+    fs, root = Location(store.url, store.options).filesystem()
     fs.invalidate_cache()
     return sum("/partitions/" in path for path in fs.find(root))
 
 
+@pytest.mark.slow
 def test_a_killed_step_goes_on(s3: Store, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "pairs.jsonl", RECORDS)
     write_tokenizer(tmp_path / "t.json")

@@ -1,7 +1,7 @@
 """Checks a dataset that others write, read and clean, and reports violations.
 
-It lists and reads without packstore (the folder, or boto3, never over the proxy), and uses only its
-decoding of shards.
+It lists and reads without packstore (the folder, or botocore, never over the proxy), and uses only
+its decoding of shards.
 """
 
 from __future__ import annotations

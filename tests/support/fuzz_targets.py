@@ -109,7 +109,7 @@ def read_index(data: bytes, honest: bool) -> None:
     if not honest:
         sha256 = hashlib.sha256(data).hexdigest()
         info = StoredFile(path=info.path, bytes=len(data), sha256=sha256)
-    with place._open()[0].open(f"/fuzz/index/{info.path}", "wb") as file:
+    with place.filesystem()[0].open(f"/fuzz/index/{info.path}", "wb") as file:
         file.write(data)
     index = PackIndex(place, manifest, info)
     for number in range(len(manifest.shards)):

@@ -1,6 +1,6 @@
-"""Real object stores for tests: one server of each kind, shared by all workers of a session.
+"""Real object stores for tests: one server of each kind for a session.
 
-The fixtures `s3` (SeaweedFS), `moto`, `azure` (Azurite) and `gcs` (fake-gcs-server) give a
+The fixtures `s3` (SeaweedFS), `gcs` (fake-gcs-server) and `azure` (Azurite) give a
 :class:`Store`: a place that holds nothing yet, and the storage options to reach it::
 
     def test_there(s3: Store) -> None:
@@ -13,20 +13,20 @@ The server starts when the first test asks for it and ends with the session. In 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from server_kinds import BUCKET, KINDS, Unavailable
+from server_kinds import BUCKET, KINDS, Unavailable, free_ports, is_ready
 
 # gcsfs asks a server for the type of its buckets over TLS, and waits a minute where there is none.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
@@ -40,7 +40,7 @@ for _name in ("AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST", "AZURE_STORAGE_CONNEC
 for _name in ("NO_PROXY", "no_proxy"):
     os.environ[_name] = ",".join(filter(None, ("127.0.0.1,localhost", os.environ.get(_name))))
 
-START_S = 600  # an install from npm, or four attempts of a minute
+ATTEMPTS, READY_S = 4, 60
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Store:
     """A place on a real server.
 
     Attributes:
-        kind: ``s3``, ``moto``, ``azure`` or ``gcs``.
+        kind: ``s3``, ``gcs`` or ``azure``.
         bucket: its bucket (container); shared with other tests unless `fresh_bucket` made it.
         path: the prefix in it, which is this test's own; empty for a whole bucket.
         endpoint: ``http://127.0.0.1:port`` of the server, or of what stands before it.
@@ -67,84 +67,75 @@ class Store:
     @property
     def options(self) -> dict[str, Any]:
         """Its storage options, with keys."""
-        return KINDS[self.kind].options(self.endpoint)
+        options: dict[str, Any] = KINDS[self.kind].options(self.endpoint)
+        return options
 
     def through(self, endpoint: str) -> Store:
         """The same place reached over another endpoint, such as that of a proxy."""
-        return Store(self.kind, self.bucket, self.path, endpoint)
+        return replace(self, endpoint=endpoint)
 
     def fresh_bucket(self) -> Store:
         """A bucket that holds nothing and that no other test uses."""
         bucket = f"test-{uuid.uuid4().hex[:20]}"
         KINDS[self.kind].make_bucket(self.endpoint, bucket)
-        return Store(self.kind, bucket, "", self.endpoint)
+        return replace(self, bucket=bucket, path="")
 
-    def client(self, **options: Any) -> Any:
-        """boto3's client of an S3 server, for what fsspec cannot ask."""
-        return KINDS[self.kind].client(self.endpoint, **options)  # type: ignore[attr-defined]
+    def client(self) -> Any:
+        """botocore's client of an S3 server, for what fsspec cannot ask."""
+        return KINDS[self.kind].client(self.endpoint)
 
 
 @contextlib.contextmanager
 def serving(kind: str, folder: Path) -> Iterator[str]:
-    """The endpoint of a server that all processes with the same `folder` share.
+    """Runs a server with its data in `folder`; yields its endpoint.
 
     Raises:
         Unavailable: its package cannot be had.
         RuntimeError: it does not start.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "users", "a", encoding="utf-8") as users:
-        fcntl.flock(users, fcntl.LOCK_SH)
-        yield _endpoint(kind, folder)
-
-
-def _endpoint(kind: str, folder: Path) -> str:
-    state = folder / "state.json"
-    with open(folder / "starting", "a", encoding="utf-8") as starting:
-        fcntl.flock(starting, fcntl.LOCK_EX)
-        if not state.exists():
-            _start_keeper(kind, folder)
-    found = json.loads(state.read_text(encoding="utf-8"))
-    if "unavailable" in found:
-        raise Unavailable(found["unavailable"])
-    if "failed" in found:
-        raise RuntimeError(found["failed"])
-    return str(found["endpoint"])
-
-
-def _start_keeper(kind: str, folder: Path) -> None:
-    state = folder / "state.json"
-    with open(folder / "log", "ab") as log:
-        keeper = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("keep_server.py")), kind, str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    until = time.monotonic() + START_S
-    while not state.exists():
-        if keeper.poll() not in (None, 0) or time.monotonic() > until:
-            keeper.kill()
-            raise RuntimeError(
-                f"the keeper of {kind}: {(folder / 'log').read_text(encoding='utf-8')[-2000:]}"
+    for _ in range(ATTEMPTS):
+        ports = free_ports(len(KINDS[kind].PORTS))
+        endpoint = f"http://127.0.0.1:{ports[0]}"
+        with open(folder / "log", "ab") as log:
+            process = subprocess.Popen(
+                KINDS[kind].command(folder, ports),
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # gcsfs reads no times of another zone, and real stores tell none.
+                env={**os.environ, "HOME": str(folder), "TMPDIR": str(folder), "TZ": "UTC"},
+                start_new_session=True,
+                preexec_fn=_die_with_the_tests,
             )
-        time.sleep(0.05)
-    # It outlives this call on purpose; without this, Python complains that nobody waited for it.
-    keeper.returncode = 0
+        try:
+            until = time.monotonic() + READY_S
+            while time.monotonic() < until and process.poll() is None:
+                if is_ready(kind, endpoint):
+                    yield endpoint
+                    return
+                time.sleep(0.1)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    text = (folder / "log").read_text(encoding="utf-8", errors="replace")[-2000:]
+    raise RuntimeError(f"{kind} did not start {ATTEMPTS} times: {text}")
 
 
-def _session_folder(factory: pytest.TempPathFactory) -> Path:
-    base = factory.getbasetemp()
-    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+def _die_with_the_tests() -> None:
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _server_fixture(kind: str) -> Any:
     @pytest.fixture(scope="session", name=f"{kind}_server")
     def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         with contextlib.ExitStack() as stack:
-            folder = _session_folder(tmp_path_factory) / "servers" / kind
             try:
+                folder = tmp_path_factory.mktemp(f"server-{kind}")
                 endpoint = stack.enter_context(serving(kind, folder))
             except Unavailable as reason:
                 pytest.skip(str(reason))
@@ -163,11 +154,11 @@ def _store_fixture(kind: str) -> Any:
     return store
 
 
-s3_server, moto_server, azure_server, gcs_server = map(_server_fixture, KINDS)
-s3, moto, azure, gcs = map(_store_fixture, KINDS)
+s3_server, gcs_server, azure_server = map(_server_fixture, KINDS)
+s3, gcs, azure = map(_store_fixture, KINDS)
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=["s3", "gcs", pytest.param("azure", marks=pytest.mark.slow)])
 def store(request: pytest.FixtureRequest) -> Store:
     """A place on each of the servers in turn."""
     place: Store = request.getfixturevalue(request.param)

@@ -233,7 +233,7 @@ def test_on_an_object_store(s3: Store, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("packstore.etl.engines.ray.run", dying)
     packstore.pack(source, f"{s3.url}/out", engine="ray", **settings)
     assert mark.exists()
-    fs, root = place._open()
+    fs, root = place.filesystem()
     fs.invalidate_cache()
     calm, out = (
         {
@@ -263,7 +263,7 @@ def test_the_example_may_be_run_again(
     words = [f"{s3.url}/in/*.jsonl", f"{s3.url}/out", tokenizer, "--partitions", "3"]
     monkeypatch.setattr(sys, "argv", ["example", *words, "--pack-size", "64"])
     monkeypatch.setenv("STORAGE_OPTIONS", json.dumps(s3.options))
-    fs, root = place._open()
+    fs, root = place.filesystem()
 
     def stored() -> dict[str, str]:
         """Path and ETag of each object."""

@@ -31,7 +31,7 @@ def pack(tmp_path: Path) -> Callable[..., Any]:
 
 def files(url: str) -> set[str]:
     place = Location(url)
-    fs, root = place._open()
+    fs, root = place.filesystem()
     return {path[len(root) :].lstrip("/") for path in fs.find(root)}
 
 
@@ -111,7 +111,7 @@ def test_shards_of_a_failed_first_job_are_removed(
     left = files(place)
     assert left
     assert all(name.startswith("data/") for name in left), left
-    fs, root = Location(place)._open()
+    fs, root = Location(place).filesystem()
     fs.pipe_file(f"{root}/data/table.parquet", b"of another program")
     with pytest.raises(DatasetNotFoundError, match="must be a dataset"):
         clean(place, delete=True, older_than=0, no_writers=True)
