@@ -86,7 +86,7 @@ def make_model(vocab_size: int, folder: Path) -> None:
 def train(settings: dict[str, Any]) -> list[dict[str, float]]:
     """One run of the command; gives its records."""
     flags = [x for name, value in settings.items() for x in (f"--{name}", str(value))]
-    if command_line(["train", "--cpu", *flags]):
+    if command_line(["train", *flags]):
         raise SystemExit(1)
     lines = Path(settings["output"], "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]

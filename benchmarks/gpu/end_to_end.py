@@ -28,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "full": {"dtype": "bfloat16", "ref_logps": True},
     "full_online": {"dtype": "bfloat16"},
     "autocast": {"dtype": "float32"},
-    "lora": {"dtype": "bfloat16", "lora_rank": 16, "learning_rate": 1e-4},
+    "lora": {"dtype": "bfloat16", "lora": {"rank": 16}, "learning_rate": 1e-4},
 }
 
 
@@ -83,11 +83,10 @@ def settings_of(session: Session, model: Path, dataset: Path, steps: int) -> dic
         "dataset": str(dataset),
         "dtype": "bfloat16",
         "examples_per_step": sizes.pairs_per_step,
-        "tokens_per_batch": 2 * sizes.pack_size,
+        "packs_per_batch": 2,
         "max_steps": steps,
         "learning_rate": 1e-6,
         "log_every": 1,
-        "cpu": not sizes.cuda,
     }
 
 
@@ -108,7 +107,7 @@ def run_process(
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if exact else None,
+        env=os.environ | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if exact else {}),
     )
     expected = 0 if kill_at is None else -signal.SIGKILL
     if done.returncode != expected:
@@ -164,7 +163,7 @@ def _bare(session: Session, model: Path, dataset: Path) -> Figures:
     loader = PackedDataLoader(
         PackedDataset(str(dataset)),
         examples_per_step=sizes.pairs_per_step,
-        tokens_per_batch=2 * sizes.pack_size,
+        packs_per_batch=2,
     )
     batches = [batch.to(sizes.device) for batch in islice(loader, 24 if sizes.cuda else 2)]
     policy, loss_fn = PackedPolicy(loaded), PreferenceLoss("dpo")

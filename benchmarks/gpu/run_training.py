@@ -20,7 +20,7 @@ def main(task: dict[str, Any]) -> None:
 
     if task["exact"]:
         torch.use_deterministic_algorithms(True, warn_only=True)
-    cuda = torch.cuda.is_available() and not task["settings"]["cpu"]
+    cuda = torch.cuda.is_available()
     write = JsonLines.write
 
     def write_or_die(self: JsonLines, record: Any) -> None:

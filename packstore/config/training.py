@@ -6,14 +6,14 @@ by a YAML file with the same names, or by both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
 
 from packstore.config.job import read_yaml
 from packstore.config.settings import Settings, check_names, setting
-from packstore.errors import ConfigError, sentence
+from packstore.errors import ConfigError, quote, sentence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +30,6 @@ class TrainDataConfig(Settings):
     validation_ref_logps: str | None = setting(
         None, "the same for the validation set", metavar="SIDE"
     )
-    validation_by: str | None = setting(
-        None, "validate also by value of a carried column, or by input file: file", metavar="COLUMN"
-    )
-    ref_logps_check: Literal["exact", "model"] = setting(
-        "exact",
-        "side datasets made with other numerics (weights, autocast, attention, device): refuse "
-        "them, or only log that and compare model, tokenizer and template",
-    )
     storage_options: Mapping[str, str] = setting(
         dict,
         "passed to the fsspec filesystem, e.g. endpoint_url=… (repeatable)",
@@ -48,9 +40,6 @@ class TrainDataConfig(Settings):
     )
     packs_per_batch: int | None = setting(
         None, "packs of one forward call on one rank; default: 1", low=1
-    )
-    tokens_per_batch: int | None = setting(
-        None, "most tokens of one forward call on one rank, instead of packs_per_batch", low=1
     )
     epochs: int = setting(1, "passes over the dataset", low=1)
     max_steps: int | None = setting(None, "most optimizer steps", low=1)
@@ -76,27 +65,16 @@ class TrainModelConfig(Settings):
         "capability 8 or newer, else none; a resumed run keeps its own",
     )
     attention: str = setting("auto", "backend of packed attention")
-    disable_dropout: bool = setting(
-        True, "set the model's dropout to 0; an adapter's dropout is lora_dropout"
-    )
-    probe: bool = setting(
-        True, "before the first step, compare packed with unpacked logits of the model"
-    )
     gradient_checkpointing: bool = setting(
         False, "recompute each layer in the backward pass, to save memory"
     )
     compile: Literal["none", "layers"] = setting(
         "none", "layers: compile each decoder layer with torch.compile, which takes a minute"
     )
-    lora_rank: int | None = setting(
-        None, "train a LoRA adapter of this rank; default: all weights", low=1
-    )
-    lora_alpha: float = setting(16.0, "the adapter is scaled by lora_alpha / lora_rank")
-    lora_dropout: float = setting(0.0, "dropout of the adapter's input", low=0, below=1)
-    lora_targets: tuple[str, ...] = setting(
-        (),
-        "names of modules to adapt (repeatable); default: all linear ones except the head",
-        flag="lora-target",
+    lora: Mapping[str, Any] = setting(
+        dict,
+        "train a LoRA adapter: rank=16, and alpha (16), dropout (0), targets (all linear layers)",
+        metavar="NAME=VALUE",
     )
 
 
@@ -109,26 +87,11 @@ class TrainLossConfig(Settings):
         "name of the loss, such as dpo, ipo or sft (a wrong name lists all); in a file also a mix "
         "{name: weight, …}",
     )
-    loss_parameters: Mapping[str, float] = setting(
+    loss_parameters: Mapping[str, Any] = setting(
         dict,
-        "parameters of the loss, e.g. beta=0.1 (repeatable)",
+        "keywords of PreferenceLoss: beta=0.1, sft_weight=0.2, pairs=all, … (repeatable)",
         flag="loss-parameter",
-        metavar="NAME=NUMBER",
-    )
-    sft_weight: float = setting(
-        0.0, "weight of an added likelihood loss of the best response", low=0
-    )
-    sft_average: Literal["token", "sequence_sum", "sequence_mean"] = setting(
-        "token", "average of the likelihood loss: over tokens, or over sequences' sums or means"
-    )
-    average_logps: bool = setting(False, "compare means over tokens, not sums")
-    pairs: Literal["best_vs_rest", "all", "adjacent"] = setting(
-        "best_vs_rest", "kind ranked: the pairs of responses to compare"
-    )
-    router_aux_loss_coef: float | None = setting(
-        None,
-        "weight of the load-balancing loss of experts; default: the model's own; 0: none",
-        low=0,
+        metavar="NAME=VALUE",
     )
 
 
@@ -146,9 +109,6 @@ class TrainOptimizerConfig(Settings):
     weight_decay: float = setting(
         0.0, "weight decay of matrices; norms and biases have none", low=0
     )
-    adam_beta1: float = setting(0.9, "decay of the mean of gradients", low=0, below=1)
-    adam_beta2: float = setting(0.95, "decay of the mean of squared gradients", low=0, below=1)
-    adam_epsilon: float = setting(1e-8, "added to the root of the mean of squares", low=0)
     max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0: no clipping", low=0)
 
 
@@ -170,24 +130,11 @@ class TrainRunConfig(Settings):
     save_every: int | None = setting(
         None, "steps between checkpoints; default: at the best validations and the end", low=1
     )
-    keep_last: int = setting(
-        2, "number of newest checkpoints to keep; the best is always kept", low=1
-    )
-    keep_every: int | None = setting(None, "also keep checkpoints at multiples of this step", low=1)
-    log_examples: bool = setting(False, "write the example ids of each step to examples.jsonl")
-    tokenizer: str | None = setting(
-        None,
-        "folder of the tokenizer: checked against the dataset, and copied to the model",
-        metavar="PATH",
-    )
-    merge: bool = setting(False, "also write the final model with its adapter merged")
     trackers: tuple[str, ...] = setting(
         (),
         "trackers of Accelerate to log to, such as mlflow (repeatable); TensorBoard if installed",
         flag="tracker",
     )
-    wandb: str | None = setting(None, "project of Weights & Biases to log to", metavar="PROJECT")
-    cpu: bool = setting(False, "train on the CPU even if there is an accelerator")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,14 +156,44 @@ class TrainConfig(
                 raise ConfigError(
                     f"setting {name} must not be empty; leave it out for its default."
                 )
-        if self.packs_per_batch is not None and self.tokens_per_batch is not None:
-            raise ConfigError("give packs_per_batch or tokens_per_batch, not both.")
         if self.validation is None:
-            for name in ("eval_every", "validation_ref_logps", "validation_by"):
+            for name in ("eval_every", "validation_ref_logps"):
                 if getattr(self, name) is not None:
-                    must = "it needs a validation set"
-                    do = "Give validation, or leave it out"
-                    raise ConfigError(sentence(f"setting {name}", must, "none", do))
+                    where, remedy = f"setting {name}", "Give validation, or leave it out"
+                    raise ConfigError(sentence(where, "it needs a validation set", "none", remedy))
+        if self.lora:
+            lora_settings(self.lora)
+
+
+LORA: Mapping[str, Any] = {"rank": None, "alpha": 16.0, "dropout": 0.0, "targets": ()}
+"""Members of the setting `lora`, with their defaults; `rank` is required."""
+
+
+def lora_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all members of the setting `lora`.
+
+    Raises:
+        UnknownNameError: a member does not exist.
+        ConfigError: a value is out of range, or the rank is missing.
+    """
+    check_names(given, LORA, "docs/training.md")
+    lora = {**LORA, **given}
+    if isinstance(lora["targets"], str):
+        lora["targets"] = lora["targets"].split(",")
+    rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "rank": ("a whole number of at least 1", lambda x: type(x) is int and x >= 1),
+        "alpha": ("a number", lambda x: type(x) in (int, float)),
+        "dropout": ("a number of at least 0 and below 1", lambda x: 0 <= x < 1),
+        "targets": ("a list of names", lambda x: all(isinstance(name, str) for name in x)),
+    }
+    for name, (needed, holds) in rules.items():
+        try:
+            right = holds(lora[name])
+        except TypeError:
+            right = False
+        if not right:
+            raise ConfigError(f"setting lora: {name} must be {needed}; found {quote(lora[name])}.")
+    return lora
 
 
 def read_settings(path: str | PathLike[str]) -> dict[str, Any]:

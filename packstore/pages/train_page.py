@@ -37,9 +37,6 @@ CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
 )
 """Title -> name and metric of each curve."""
 
-MOST_GROUPS = 6
-"""Curves of one chart of groups."""
-
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Reads a ``metrics.jsonl``; null becomes NaN, and an incomplete last line is left out."""
@@ -69,8 +66,6 @@ def train_page(title: str, subtitle: str, records: Sequence[Record]) -> str:
         frame.section("Figures", frame.facts(_facts(records))),
         frame.section("Curves", charts.side_by_side(*figures)),
     ]
-    if groups := list(_groups(records)):
-        sections.append(frame.section("Validation by group", charts.side_by_side(*groups)))
     rows = [row for name in _names(records) if (row := _row(name, points(records, name)))]
     head = ("metric", "first", "last", "lowest", "at step", "highest", "at step")
     sections.append(frame.section("All metrics", frame.table(head, rows)))
@@ -103,21 +98,6 @@ def _facts(records: Sequence[Record]) -> dict[str, str]:
         if values := points(records, metric):
             found[name] = f"{sum(value for _, value in values):,.0f}"
     return found
-
-
-def _groups(records: Sequence[Record]) -> Iterable[str]:
-    """Charts of ``eval/column=value/metric``, the first groups of each column."""
-    for metric, title in (("rewards/accuracies", "Accuracy"), ("loss", "Loss")):
-        columns: dict[str, dict[str, str]] = {}
-        for name in _names(records):
-            if name.startswith("eval/") and name.endswith(f"/{metric}") and "=" in name:
-                column, _, value = name[5 : -len(metric) - 1].partition("=")
-                columns.setdefault(column, {})[value] = name
-        for column, values in columns.items():
-            shown = list(values.items())[:MOST_GROUPS]
-            more = f", {MOST_GROUPS} of {len(values)} groups" if len(values) > MOST_GROUPS else ""
-            series = {value: points(records, name) for value, name in shown}
-            yield charts.curves(f"{title} by {column}{more}", "step", series)
 
 
 def _names(records: Iterable[Record]) -> list[str]:

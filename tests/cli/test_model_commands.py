@@ -122,13 +122,13 @@ def test_an_adapter(
 def test_the_page_of_a_run(made: SimpleNamespace, tmp_path: Path) -> None:
     """Also of a run that diverged: its curves are the first to look at."""
     page, out = tmp_path / "run.html", str(tmp_path / "run")
-    job = ["train", "--cpu", "--model", made.policy, "--dataset", made.pairs, "--validation"]
-    job += [made.pairs, "--validation-by", "source", "--html", str(page), "--output", out]
+    job = ["train", "--model", made.policy, "--dataset", made.pairs, "--validation"]
+    job += [made.pairs, "--html", str(page), "--output", out]
     job += ["--max-steps", "4", "--log-every", "1", "--examples-per-step", "6"]
     assert main(job) == 0
     text = page.read_text(encoding="utf-8")
     assert f'<h1 dir="auto">Training of {out}</h1>' in text
-    for caption in ("Loss", "Rewards", "Learning rate", "Accuracy by source"):
+    for caption in ("Loss", "Rewards", "Learning rate"):
         assert f"<figcaption>{caption}</figcaption>" in text
     assert_closed(text)
     page.unlink()

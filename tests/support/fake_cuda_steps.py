@@ -159,9 +159,7 @@ def policy_of(family: str, frozen: bool) -> PackedPolicy:
 
 def loop_of(policy: PackedPolicy, frozen: PackedPolicy, sft_weight: float) -> Loop:
     """The loop of ``train`` around these models, without data, trackers and checkpoints."""
-    config = TrainConfig(
-        model="none", dataset="none", output="none", dtype="bfloat16", sft_weight=sft_weight
-    )
+    config = TrainConfig(model="none", dataset="none", output="none", dtype="bfloat16")
     optimizer = make_optimizer(policy, config)
     fuse_updates(optimizer)
     accelerator = SimpleNamespace(
@@ -182,7 +180,7 @@ def loop_of(policy: PackedPolicy, frozen: PackedPolicy, sft_weight: float) -> Lo
         start=SimpleNamespace(step=1, examples=0, evaluation=None),  # no check of the first step
         folder=Path("none"),
     )
-    return Loop(run, [], None)
+    return Loop(run, [])
 
 
 def counted(family: str, layout: str, sft_weight: float) -> dict[str, Any]:

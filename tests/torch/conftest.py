@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 import numpy as np
 import pytest
@@ -357,7 +358,6 @@ def short_run(folder: Path, layout: str = "concat") -> dict[str, Any]:
         "model": str(folder / "model"),
         "dataset": str(folder / "data"),
         "examples_per_step": 8,
-        "cpu": True,
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,14 +21,12 @@ logger = logging.getLogger(__name__)
 
 Provenance = dict[str, str | int | float | bool | None]
 
-MODEL_NAMES = (*("model_rounded_sha256", "tokenizer_sha256", "chat_template_sha256", "head_dtype"),)
+MODEL_NAMES = ("model_rounded_sha256", "tokenizer_sha256", "chat_template_sha256", "head_dtype")
 """Must agree, or the log-probs belong to another model or text."""
 
 ARITHMETIC_NAMES = ("weight_dtype", "autocast_dtype", "attention", "device", "float32_matmul")
 EXACT_NAMES = (*ARITHMETIC_NAMES, "model_sha256")
 """Must also agree for bit-identical log-probs."""
-
-TAKE = "or take it as it is with ref_logps_check: model (exact=False)"
 
 _VOLATILE = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
@@ -108,7 +105,6 @@ def check_reference(
     *,
     adapter: bool = False,
     device: torch.device | None = None,
-    exact: bool = True,
 ) -> None:
     """Refuses precomputed log-probs that differ from those that the training would compute.
 
@@ -121,19 +117,24 @@ def check_reference(
         data: the training dataset.
         adapter: True: the reference is the model with its adapter; False: without.
         device: the device of the training; default: that of the model.
-        exact: False only logs different numerics: weight dtype, autocast, attention backend, kind
-            of device, float32 matmul, and weights that agree after rounding to bfloat16. Margins of
-            the first step are then not exactly 0: off in the last digits, or by up to a nat where
-            autocast or weights differ.
 
     Raises:
-        CompatibilityError: another model, tokenizer, template or precision of the head; if `exact`
-            also different numerics, or a side dataset that does not record its own.
+        CompatibilityError: another model, tokenizer or template; other numerics (weight dtype,
+            autocast, attention backend, kind of device, float32 matmul, precision of the head),
+            with which margins of the first step would be off by up to a nat; or a side dataset that
+            does not record them.
     """
     side = side if isinstance(side, Side) else open_side(side)
-    own = describe_reference(model, data, device, adapter=adapter)
-    _compare(side, own, MODEL_NAMES, strict=True, complete=exact)
-    _compare(side, own, EXACT_NAMES, strict=exact, complete=exact)
+    recorded = side.manifest.provenance
+    expected = describe_reference(model, data, device, adapter=adapter)
+    for name in (*MODEL_NAMES, *EXACT_NAMES):
+        if name not in recorded:
+            remedy = "Make it anew with packstore ref-logps"
+            raise CompatibilityError(sentence(side.url, f"it must say its {name}", "none", remedy))
+        if recorded[name] != expected[name]:
+            needed = f"its {name} must be that of the training, {quote(expected[name], 20)}"
+            remedy = _remedy(name, expected[name])
+            raise CompatibilityError(sentence(side.url, needed, quote(recorded[name], 20), remedy))
 
 
 def check_arithmetic(side: Side, model: nn.Module, device: torch.device | None = None) -> None:
@@ -146,41 +147,15 @@ def check_arithmetic(side: Side, model: nn.Module, device: torch.device | None =
         model: the policy.
         device: the device that it will run on; default: its current one.
     """
-    own: Provenance = {**describe_arithmetic(model, device, adapter=False)}
-    _compare(side, own, ARITHMETIC_NAMES, strict=False, complete=False)
-
-
-def _compare(
-    side: Side, own: Provenance, names: Sequence[str], *, strict: bool, complete: bool
-) -> None:
-    """Compares the provenance of a side dataset with that of the training.
-
-    Args:
-        side: the side dataset.
-        own: provenance of the training.
-        names: members to compare.
-        strict: True refuses a difference; False logs it.
-        complete: True refuses a missing member; False logs it.
-    """
-    told = side.manifest.provenance
-    for name in names:
-        if name not in told:
-            if complete:
-                must = f"it must say its {name}"
-                do = f"Make it anew with packstore ref-logps, {TAKE}"
-                raise CompatibilityError(sentence(side.url, must, "none", do))
-            logger.warning("%s does not record its %s", side.url, name)
-        elif told[name] != own[name] and strict:
-            must = f"its {name} must be that of the training, {quote(own[name], 20)}"
-            do = _remedy(name, own[name])
-            raise CompatibilityError(sentence(side.url, must, quote(told[name], 20), do))
-        elif told[name] != own[name]:
+    for name, value in describe_arithmetic(model, device, adapter=False).items():
+        recorded = side.manifest.provenance.get(name, "unknown")
+        if name in ARITHMETIC_NAMES and recorded != value:
             text = "%s was made with %s %s, this run computes with %s"
-            logger.warning(text, side.url, name, told[name], own[name])
+            logger.warning(text, side.url, name, recorded, value)
 
 
 def _remedy(name: str, value: object) -> str:
-    """The remedy of an error: how to make a side dataset whose `name` is `value`, or skip that."""
+    """The remedy of an error: how to make a side dataset whose `name` is `value`."""
     if name not in EXACT_NAMES:
         return "Make it anew with the reference model and the settings of this training"
     how = {
@@ -191,7 +166,7 @@ def _remedy(name: str, value: object) -> str:
         "float32_matmul": f"with float32 products in {value}",
         "model_sha256": "with the same weights in the same dtype",
     }
-    return f"Make it anew: packstore ref-logps {how[name]}; {TAKE}"
+    return f"Make it anew: packstore ref-logps {how[name]}"
 
 
 def _plain_name(name: str) -> str:

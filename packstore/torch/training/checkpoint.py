@@ -214,10 +214,8 @@ def best_checkpoint(folder: Path) -> Path | None:
     return min(scored)[1] if scored else None
 
 
-def prune(folder: Path, keep_last: int, keep_every: int | None) -> None:
-    """Removes all checkpoints except the newest, the best, and those of every n-th step."""
+def prune(folder: Path) -> None:
+    """Removes all checkpoints except the two newest and the best."""
     every = checkpoints(folder)
-    kept = {*every[-keep_last:], best_checkpoint(folder)}
-    for path in every:
-        if path not in kept and not (keep_every and step_of(path) % keep_every == 0):
-            shutil.rmtree(path)
+    for path in {*every[:-2]} - {best_checkpoint(folder)}:
+        shutil.rmtree(path)

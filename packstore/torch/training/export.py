@@ -12,7 +12,6 @@ from torch import nn
 
 from packstore.config.training import TrainConfig
 from packstore.io.manifest.manifest import Manifest
-from packstore.torch.models.load import load_model
 from packstore.torch.training.checkpoint import commit, save_model
 from packstore.version import VERSION
 
@@ -28,7 +27,7 @@ TOKENIZER_FILES = (
 
 
 def export_model(accelerator: Any, policy: nn.Module, config: TrainConfig, card: str) -> Path:
-    """Writes ``model``, and ``model-merged`` if set, in the output folder; a collective call.
+    """Writes ``model`` in the output folder; a collective call.
 
     Args:
         accelerator: the Accelerator.
@@ -43,14 +42,11 @@ def export_model(accelerator: Any, policy: nn.Module, config: TrainConfig, card:
     try:
         save_model(accelerator, policy, partial)
         if accelerator.is_main_process:
-            _finish(partial, final, config, card)
-            adapted = hasattr(accelerator.unwrap_model(policy).model, "peft_config")
-            if config.merge and adapted:
-                partial = final.with_name(".model-merged.partial")
-                shutil.rmtree(partial, ignore_errors=True)
-                model = load_model(final, dtype=config.dtype).merge_and_unload()
-                model.save_pretrained(partial)
-                _finish(partial, final.with_name("model-merged"), config, card)
+            source = Path(config.model)
+            for file in (file for pattern in TOKENIZER_FILES for file in source.glob(pattern)):
+                shutil.copy(file, partial / file.name)
+            (partial / "README.md").write_text(card, encoding="utf-8")
+            commit(partial, final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -108,19 +104,6 @@ def model_card(
             "",
         ]
     )
-
-
-def _finish(partial: Path, final: Path, config: TrainConfig, card: str) -> None:
-    """Adds tokenizer files and card to a written model, then renames it to its final name."""
-    if config.tokenizer is not None:
-        source = Path(config.tokenizer)
-        files = [source]
-        if source.is_dir():
-            files = [file for pattern in TOKENIZER_FILES for file in source.glob(pattern)]
-        for file in files:
-            shutil.copy(file, partial / file.name)
-    (partial / "README.md").write_text(card, encoding="utf-8")
-    commit(partial, final)
 
 
 def _table(head: tuple[str, str], rows: Mapping[str, object]) -> str:

@@ -18,10 +18,7 @@ from packstore.torch.metrics import Metrics, all_reduce_sums
 from packstore.torch.training.checkpoint import best_checkpoint, prune, read_state, save_checkpoint
 from packstore.torch.training.evaluate import evaluate_batches
 from packstore.torch.training.setup import Run
-from packstore.torch.training.sinks import JsonLines, Sink
-
-OF_A_GROUP = ("examples", "loss", "rewards/accuracies", "rewards/margins", "perplexity")
-"""Metrics of a validation that are recorded for each group, as ``eval/column=value/…``."""
+from packstore.torch.training.sinks import Sink
 
 
 class Loop:
@@ -30,11 +27,10 @@ class Loop:
     Args:
         run: the parts of the run.
         sinks: outputs of metrics; empty on ranks that do not write.
-        example_log: file of the example ids of each step, on the rank that writes; or None.
     """
 
-    def __init__(self, run: Run, sinks: list[Sink], example_log: JsonLines | None) -> None:
-        self.run, self.sinks, self.example_log = run, sinks, example_log
+    def __init__(self, run: Run, sinks: list[Sink]) -> None:
+        self.run, self.sinks = run, sinks
         start = run.start
         self.step = start.step if start else 0
         self.examples = start.examples if start else 0
@@ -64,7 +60,7 @@ class Loop:
         device = accelerator.device
         divisor = count_step(batches, run.loss_fn, device=device)
         divisor = divisor.averaged(accelerator.num_processes)
-        on_cpu, batches = batches, [batch.to(device, non_blocking=True) for batch in batches]
+        batches = [batch.to(device, non_blocking=True) for batch in batches]
         for number, batch in enumerate(batches, start=1):
             last = number == len(batches)
             with nullcontext() if last else accelerator.no_sync(run.policy):
@@ -88,8 +84,6 @@ class Loop:
         assert info is not None
         self.examples += info.examples
         self._window.examples += info.examples
-        if run.config.log_examples:
-            self._log_examples(on_cpu)
 
     def _after_step(self, epoch: int, *, last: bool) -> None:
         run, config = self.run, self.run.config
@@ -117,12 +111,13 @@ class Loop:
         run.validation.set_epoch(0)
         reference, device = run.validation_reference, run.accelerator.device
         dataset = run.validation.data.stream.datasets[0]
-        grouped = GroupedMetrics(run.loss_fn, dataset, run.config.validation_by)
-        found = evaluate_batches(run.policy, run.validation, grouped, reference, device)
-        named = {n: v for n, v in found["metrics"].items() if n not in ("examples", "perplexity")}
-        for group, own in found["by"].items():
-            named |= {f"{grouped.by}={group}/{n}": own[n] for n in OF_A_GROUP if n in own}
-        self.evaluation = {f"eval/{name}": value for name, value in named.items()}
+        grouped = GroupedMetrics(run.loss_fn, dataset)
+        figures = evaluate_batches(run.policy, run.validation, grouped, reference, device)
+        self.evaluation = {
+            f"eval/{name}": value
+            for name, value in figures["metrics"].items()
+            if name not in ("examples", "perplexity")
+        }
         self._write({"step": self.step, **self.evaluation})
         return self.evaluation
 
@@ -139,7 +134,7 @@ class Loop:
         }
         save_checkpoint(run.accelerator, run.policy, run.optimizer.optimizer, run.folder, state)
         if run.accelerator.is_main_process:
-            prune(run.folder, run.config.keep_last, run.config.keep_every)
+            prune(run.folder)
 
     def _check_finite(self, record: dict[str, float]) -> None:
         """Stops a diverged run before it writes its weights.
@@ -157,14 +152,6 @@ class Loop:
     def _write(self, record: dict[str, float]) -> None:
         for sink in self.sinks:
             sink.write(record)
-
-    def _log_examples(self, batches: list[PackedBatch]) -> None:
-        from accelerate.utils import gather_object
-
-        own = [i for b in batches for i in b.example_ids[b.weights > 0].tolist()]
-        every = sorted(gather_object(own))
-        if self.example_log is not None:
-            self.example_log.write({"step": self.step, "example_ids": every})
 
 
 class _Window:

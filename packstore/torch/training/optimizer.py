@@ -23,8 +23,7 @@ def make_optimizer(policy: nn.Module, config: TrainOptimizerConfig) -> AdamW:
     return AdamW(
         [{"params": params, "weight_decay": decay} for params, decay in groups if params],
         lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
+        betas=(0.9, 0.95),
     )
 
 

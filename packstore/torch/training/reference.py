@@ -134,9 +134,7 @@ def check_precomputed(
                 if known:
                     check_arithmetic(side, reference, device)
                 else:
-                    exact = config.ref_logps_check == "exact"
-                    own = {"adapter": adapter, "device": device, "exact": exact}
-                    check_reference(side, reference, dataset, **own)
+                    check_reference(side, reference, dataset, adapter=adapter, device=device)
 
     if any(url is not None for url, _ in sides):
         run_on_rank_zero(check)

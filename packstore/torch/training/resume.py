@@ -15,11 +15,7 @@ from packstore.torch.training.checkpoint import RunState, checkpoints, step_of
 
 logger = logging.getLogger("packstore")
 
-FIXED = (
-    *("model", "reference_model", "dtype", "loss", "loss_parameters", "sft_weight"),
-    *("sft_average", "average_logps", "pairs", "lora_rank", "lora_alpha", "lora_targets"),
-    "router_aux_loss_coef",
-)
+FIXED = ("model", "reference_model", "dtype", "loss", "loss_parameters", "lora")
 """Settings that a resumed run must share with its checkpoint."""
 
 PLANNED = ("epochs", "max_steps", "examples_per_step")
@@ -64,12 +60,11 @@ def make_output(config: TrainConfig) -> None:
 
 
 def _check_new(output: str) -> None:
-    """Refuses an output with models but no checkpoints, as this run would replace the models."""
-    for name in ("model", "model-merged"):
-        if Path(output, name).exists():
-            must = "it must hold no model without checkpoints"
-            do = "Choose another output, or move it away"
-            raise ConfigError(sentence(f"output {output}", must, name, do))
+    """Refuses an output with a model but no checkpoints, as this run would replace the model."""
+    if Path(output, "model").exists():
+        needed = "it must hold no model without checkpoints"
+        remedy = "Choose another output, or move it away"
+        raise ConfigError(sentence(f"output {output}", needed, "model", remedy))
 
 
 def keep_precision(config: TrainConfig, before: Mapping[str, Any]) -> TrainConfig:

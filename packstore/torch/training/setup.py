@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LRScheduler
 
-from packstore.config.training import TrainConfig
+from packstore.config.training import TrainConfig, lora_settings
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
@@ -23,22 +23,19 @@ from packstore.registry import missing_extra
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.logprobs.head import PackedPolicy
-from packstore.torch.losses.grouped_metrics import FILE
 from packstore.torch.losses.loss import PreferenceLoss
-from packstore.torch.models.compatibility import check_model, check_same_tokenizer, check_tokenizer
+from packstore.torch.models.compatibility import check_model, check_same_tokenizer
 from packstore.torch.models.compiled import compile_layers
+from packstore.torch.models.load import add_lora, checkpoint_gradients, is_adapter, load_model
+from packstore.torch.models.probe import probe_model
 from packstore.torch.models.routers import router_settings
 from packstore.torch.models.unwrap import unwrapped
 from packstore.torch.reference.arithmetic import choose_precision
-from packstore.torch.training.checkpoint import (
-    RunState,
-    load_optimizer,
-    read_state,
-)
-from packstore.torch.training.model import make_model, probe
+from packstore.torch.training.checkpoint import MODEL, RunState, load_optimizer, read_state
 from packstore.torch.training.optimizer import fuse_updates, make_optimizer, make_schedule
 from packstore.torch.training.random_state import set_random_state
 from packstore.torch.training.reference import (
+    REF_ADAPTER,
     OwnAdapter,
     Reference,
     SecondModel,
@@ -98,16 +95,11 @@ def make_loss(config: TrainConfig) -> PreferenceLoss:
     Raises:
         ConfigError: the loss, or a parameter of it, is unknown.
     """
-    parameters: dict[str, Any] = dict(config.loss_parameters)
-    return PreferenceLoss(
-        config.loss,
-        sft_weight=config.sft_weight,
-        sft_average=config.sft_average,
-        average_logps=config.average_logps,
-        pairs=config.pairs,
-        router_aux_loss_coef=config.router_aux_loss_coef,
-        **parameters,
-    )
+    for name in ("name", "gradients"):
+        if name in config.loss_parameters:
+            needed = "loss_parameters takes the keywords of PreferenceLoss that a run leaves open"
+            raise ConfigError(sentence(f"setting loss_parameters: {name}", needed, name))
+    return PreferenceLoss(config.loss, **config.loss_parameters)
 
 
 def prepare(config: TrainConfig) -> Run:
@@ -130,16 +122,18 @@ def prepare(config: TrainConfig) -> Run:
     precision = accelerator.mixed_precision
     config = replace(config, mixed_precision="none" if precision == "no" else precision)
     _seed(config.seed)
-    model = make_model(config, checkpoint, loss_fn)
+    model = _make_model(config, checkpoint, loss_fn)
     for data in filter(None, (dataset, validation)):
         check_model(data, model)
-    _check_routers(config, model)
-    probe(config, accelerator, model)
+    _check_routers(loss_fn, model)
+    _probe(accelerator, model)
     if loss_fn.reference:
         sides = [(config.ref_logps, dataset), (config.validation_ref_logps, validation)]
         before = None if state is None else state.config
         check_precomputed(config, model, before, sides, accelerator)
-    loader = _make_loader(config, loss_fn, dataset, config.ref_logps, config.examples_per_step)
+    device = accelerator.device
+    size = config.examples_per_step
+    loader = _make_loader(config, loss_fn, dataset, config.ref_logps, device, size)
     policy = PackedPolicy(model)
     policy._no_split_modules = model._no_split_modules  # the units that Accelerate shards
     policy.train()
@@ -164,7 +158,7 @@ def prepare(config: TrainConfig) -> Run:
         loader=loader,
         validation=None
         if validation is None
-        else _make_loader(config, loss_fn, validation, config.validation_ref_logps, None),
+        else _make_loader(config, loss_fn, validation, config.validation_ref_logps, device, None),
         policy=policy,
         optimizer=optimizer,
         schedule=schedule,
@@ -180,14 +174,43 @@ def prepare(config: TrainConfig) -> Run:
     return run
 
 
-def _check_routers(config: TrainConfig, model: Any) -> None:
+def _check_routers(loss_fn: PreferenceLoss, model: Any) -> None:
     """Refuses a weight of router losses for a model that has none, before the first step."""
-    if router_settings(model) is None and config.router_aux_loss_coef:
-        must = "the model's config must have output_router_logits and router_aux_loss_coef above 0"
-        do = "Leave it out, or add them to the model's config.json"
+    if router_settings(model) is None and loss_fn.router_aux_loss_coef:
         raise ConfigError(
-            sentence("setting router_aux_loss_coef", must, type(unwrapped(model)).__name__, do)
+            sentence(
+                "loss parameter router_aux_loss_coef",
+                "the model's config must have output_router_logits and router_aux_loss_coef "
+                "above 0",
+                type(unwrapped(model)).__name__,
+                "Leave it out, or add them to the model's config.json",
+            )
         )
+
+
+def _make_model(config: TrainConfig, checkpoint: Path | None, loss_fn: PreferenceLoss) -> Any:
+    """Loads the starting or checkpointed model, with its trained weights unfrozen."""
+    goes_on = is_adapter(config.model)
+    if goes_on and config.lora:
+        needed, remedy = "the model must have no adapter", "Leave lora out to train it further"
+        raise ConfigError(sentence("setting lora", needed, config.model, remedy))
+    path = config.model if checkpoint is None else checkpoint / MODEL
+    model = load_model(path, dtype=config.dtype, attention=config.attention, trainable=True)
+    if config.lora and checkpoint is None:
+        model = add_lora(model, **lora_settings(config.lora))
+    if goes_on and loss_fn.reference and config.reference_model is None:
+        model.load_adapter(config.model, REF_ADAPTER, is_trainable=False)
+    if config.gradient_checkpointing:
+        checkpoint_gradients(model)
+    return model
+
+
+def _probe(accelerator: Any, model: Any) -> None:
+    """Compares packed with unpacked logits, on the device and in the precision of the run."""
+    if accelerator.distributed_type in ("NO", "MULTI_GPU"):  # else a device may not hold it whole
+        model.to(accelerator.device)
+    with accelerator.autocast():
+        probe_model(model)
 
 
 def _online(config: TrainConfig, accelerator: Any, policy: nn.Module) -> Reference:
@@ -197,7 +220,7 @@ def _online(config: TrainConfig, accelerator: Any, policy: nn.Module) -> Referen
         return OwnAdapter(policy, inner)
     model = load_reference(config)
     if config.reference_model is not None:
-        probe(config, accelerator, model)
+        _probe(accelerator, model)
     model.to(accelerator.device)
     context = accelerator.autocast
     if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
@@ -214,17 +237,19 @@ def _online(config: TrainConfig, accelerator: Any, policy: nn.Module) -> Referen
 def _make_accelerator(config: TrainConfig) -> Any:
     try:
         from accelerate import Accelerator, PartialState
+        from accelerate.utils import parse_flag_from_env
     except ImportError as error:
         raise missing_extra("packstore train", "train", error) from error
     trackers = tracker_names(config)
     try:
-        ranks = PartialState(cpu=config.cpu)
+        cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
+        ranks = PartialState(cpu=cpu)
         if not ranks.is_main_process:
             logger.setLevel(logging.WARNING)
         weights = getattr(torch, config.dtype)
         precision = choose_precision(config.mixed_precision, ranks.device, weights)
         accelerator = Accelerator(
-            cpu=config.cpu,
+            cpu=cpu,
             mixed_precision="no" if precision == "none" else precision,
             log_with=trackers or None,
             project_dir=config.output,
@@ -271,13 +296,7 @@ def _check_data(
             must = f"loss {config.loss!r} compares responses, so the dataset must hold several"
             do = "Use loss: sft, or a dataset of preferences"
             raise CompatibilityError(sentence(f"dataset {one.url}", must, "kind 'sft'", do))
-    carried = () if validation is None else (FILE, *validation.manifest.carry)
-    if validation is not None and config.validation_by not in (None, *carried):
-        must = f"it must be a carried column of the validation set, of {', '.join(carried)}"
-        raise ConfigError(sentence("setting validation_by", must, quote(config.validation_by)))
     check_same_tokenizer(both)
-    if config.tokenizer is not None:
-        check_tokenizer(dataset, config.tokenizer, chat_template=False)
 
 
 def _make_loader(
@@ -285,22 +304,19 @@ def _make_loader(
     loss_fn: PreferenceLoss,
     dataset: Dataset,
     ref_logps: str | None,
+    device: torch.device,
     examples_per_step: int | None,
 ) -> PackedDataLoader:
     side = []
     if ref_logps is not None and loss_fn.reference:
         side.append(open_side(ref_logps, dict(config.storage_options) or None))
     data = PackedDataset(dataset, seed=config.seed, side=side)
-    batching: dict[str, Any] = {
-        "packs_per_batch": config.packs_per_batch,
-        "tokens_per_batch": config.tokens_per_batch,
-        "examples_per_step": examples_per_step,
-    }
     return PackedDataLoader(
         data,
+        packs_per_batch=config.packs_per_batch,
         num_workers=config.num_workers,
-        pin_memory=torch.cuda.is_available() and not config.cpu,
-        **batching,
+        pin_memory=device.type == "cuda",
+        examples_per_step=examples_per_step,
     )
 
 

@@ -148,7 +148,7 @@ def tracker_names(config: TrainConfig) -> list[str]:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     installed = {str(name) for name in get_available_trackers()}
-    wanted = dict.fromkeys([*config.trackers, *(["wandb"] if config.wandb else [])])
+    wanted = dict.fromkeys(config.trackers)
     for name in wanted:
         if name not in LOGGER_TYPE_TO_CLASS:
             choices = ", ".join(LOGGER_TYPE_TO_CLASS)

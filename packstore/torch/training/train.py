@@ -15,6 +15,7 @@ Accelerate's config says so. The settings are in ``docs/training.md``.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,9 @@ def train(config: TrainConfig | None = None, /, **settings: Any) -> TrainResult:
     config = TrainConfig.of(config, **settings)
     run = prepare(config)
     config, accelerator = run.config, run.accelerator
-    sinks, example_log = _sinks(run)
+    sinks = _sinks(run)
     try:
-        loop = Loop(run, sinks, example_log)
+        loop = Loop(run, sinks)
         loop()
         results = {**loop.metrics, **loop.evaluation}
         card = model_card(config, run.dataset.manifest, loop.step, results)
@@ -79,8 +80,6 @@ def train(config: TrainConfig | None = None, /, **settings: Any) -> TrainResult:
     finally:
         for sink in sinks:
             sink.close()
-        if example_log is not None:
-            example_log.close()
     accelerator.end_training()
     return TrainResult(
         step=loop.step,
@@ -91,19 +90,18 @@ def train(config: TrainConfig | None = None, /, **settings: Any) -> TrainResult:
     )
 
 
-def _sinks(run: Run) -> tuple[list[Sink], JsonLines | None]:
-    """The sinks of this rank's metrics, and the file of its example ids."""
+def _sinks(run: Run) -> list[Sink]:
+    """The sinks of this rank's metrics."""
     accelerator, config = run.accelerator, run.config
     if accelerator.log_with:
         flat = {n: str(v) for n, v in config.recorded().items()}
-        project = "packstore" if config.trackers else "tensorboard"  # also the name of its folder
-        accelerator.init_trackers(config.wandb or project, flat)
+        # Also the name of TensorBoard's folder.
+        accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tensorboard"), flat)
     if not accelerator.is_main_process:
-        return [], None
+        return []
     step, output = run.start.step if run.start else 0, Path(config.output)
     lines = ConsoleLines(step, run.total_steps, Console(stderr=True))
     sinks: list[Sink] = [JsonLines(output / "metrics.jsonl", step), lines]
     if accelerator.log_with:
         sinks.append(Trackers(accelerator))
-    examples = JsonLines(output / "examples.jsonl", step) if config.log_examples else None
-    return sinks, examples
+    return sinks

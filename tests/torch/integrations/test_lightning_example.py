@@ -85,6 +85,10 @@ def fit(
         packs_per_batch=1,
     )
     module = names["DPO"](load_model(made["model"], trainable=True), PreferenceLoss("dpo"), RATE)
+    betas = (0.9, 0.95)  # those of `packstore train`
+    module.configure_optimizers = lambda: torch.optim.AdamW(
+        module.parameters(), lr=RATE, betas=betas, weight_decay=0.0
+    )
     log = Log()
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -106,7 +110,7 @@ def fit(
 
 def test_it_is_the_run_of_packstore_train(made: dict[str, str], tmp_path: Path) -> None:
     """The same steps, losses and validation, from two loops."""
-    log, seen = fit(made)
+    log, _ = fit(made)
     result = train(
         model=made["model"],
         dataset=made["data"],
@@ -119,17 +123,12 @@ def test_it_is_the_run_of_packstore_train(made: dict[str, str], tmp_path: Path) 
         learning_rate=RATE,
         schedule="constant",
         warmup=0,
-        adam_beta2=0.999,
         log_every=1,
-        log_examples=True,
-        cpu=True,
     )
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     expected = [r["loss"] for r in map(json.loads, lines) if "loss" in r]
     assert log.losses == pytest.approx(expected, abs=1e-5)
     assert len(expected) >= 6
-    steps = map(json.loads, (tmp_path / "examples.jsonl").read_text(encoding="utf-8").splitlines())
-    assert sorted(seen) == sorted(i for step in steps for i in step["example_ids"])
     assert log.held_out["eval/loss"] == pytest.approx(result.evaluation["eval/loss"], abs=1e-5)
 
 

@@ -19,6 +19,7 @@ from packstore.io.dataset.dataset import open as open_dataset
 from packstore.testing import random_examples
 from packstore.torch import (
     PackCollator,
+    PackedDataLoader,
     PackedDataset,
     PackedLoss,
     PackedTrainerMixin,
@@ -54,13 +55,17 @@ def test_train_logs_and_adds_them(kit: SimpleNamespace, tmp_path: Path) -> None:
     moe(kit).save_pretrained(tmp_path / "model")
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     expected = aux_losses(plain, list(open_dataset(str(tmp_path / "data")).iter_packs()))
-    settings |= {"max_steps": 2, "log_every": 1, "log_examples": True, "learning_rate": 1e-9}
+    settings |= {"max_steps": 2, "log_every": 1, "learning_rate": 1e-9}
     records = {}
     for coefficient in (None, 0.0):
         output = tmp_path / f"run-{coefficient}"
-        train(**settings, output=str(output), router_aux_loss_coef=coefficient)
+        given = {} if coefficient is None else {"router_aux_loss_coef": coefficient}
+        train(**settings, output=str(output), loss_parameters=given)
         records[coefficient] = [json.loads(x) for x in (output / "metrics.jsonl").open()]
-    ids = [json.loads(x)["example_ids"] for x in (output / "examples.jsonl").open()]
+    data = PackedDataset(settings["dataset"])
+    batches = list(PackedDataLoader(data, examples_per_step=settings["examples_per_step"]))
+    steps = [[b for b in batches if b.step.index == step] for step in (0, 1)]
+    ids = [[i for b in step for i in b.example_ids[b.weights > 0].tolist()] for step in steps]
     for own, found, without in zip(ids, records[None], records[0.0], strict=True):
         mean = sum(expected[i] for i in own) / len(own)
         assert found["aux_loss"] == pytest.approx(mean, abs=1e-5)
@@ -74,8 +79,9 @@ def test_train_refuses_a_weight_for_a_model_without_them(
     kit: SimpleNamespace, tmp_path: Path
 ) -> None:
     settings = kit.short_run(tmp_path)
+    given = {"router_aux_loss_coef": 0.1}
     with pytest.raises(ConfigError, match=r"router_aux_loss_coef: .* found LlamaForCausalLM"):
-        train(**settings, output=str(tmp_path / "run"), router_aux_loss_coef=0.1)
+        train(**settings, output=str(tmp_path / "run"), loss_parameters=given)
 
 
 def test_the_trainer_logs_and_adds_them(kit: SimpleNamespace, tmp_path: Path) -> None:

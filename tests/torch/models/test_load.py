@@ -79,7 +79,7 @@ def test_weights_that_the_model_does_not_have_are_named(
 def test_an_adapter_without_all_of_its_weights(made: dict[str, Any], tmp_path: Path) -> None:
     """PEFT begins those that are missing anew, so that a part of the adapter does nothing."""
     pytest.importorskip("peft", reason="LoRA needs peft")
-    settings = {**made, "lora_rank": 2, "max_steps": 1, "output": str(tmp_path / "out")}
+    settings = {**made, "lora": {"rank": 2}, "max_steps": 1, "output": str(tmp_path / "out")}
     folder = train(**settings).model
     load_model(folder)
     file = folder / "adapter_model.safetensors"

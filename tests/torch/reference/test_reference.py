@@ -267,16 +267,12 @@ def test_what_does_not_fit_is_refused(
     side = write_ref_logps(model, pairs, str(tmp_path / "ref"))
     with caplog.at_level(logging.WARNING):
         check_reference(side, model, pairs)
-        assert not caplog.records
-        with torch.autocast("cpu", torch.bfloat16):
-            check_reference(side.url, model, pairs, exact=False)
-        assert not caplog.records[1:]
+    assert not caplog.records
     with (
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(CompatibilityError, match="autocast_dtype must be that of the training"),
     ):
         check_reference(side, model, pairs)
-    assert "autocast_dtype None, this run computes with bfloat16" in caplog.text
     with pytest.raises(CompatibilityError, match="head_dtype"):
         check_reference(side, model_of(kit, torch.float64), pairs)
     with torch.no_grad():

@@ -83,10 +83,9 @@ def test_margins_are_exactly_zero_at_first(made: dict[str, Any], tmp_path: Path)
     ],
     ids=["weights", "autocast", "attention"],
 )
-def test_other_arithmetic_is_refused_or_named(
+def test_other_arithmetic_is_refused(
     made: dict[str, Any],
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
     flags: list[str],
     name: str,
     do: str,
@@ -96,10 +95,6 @@ def test_other_arithmetic_is_refused_or_named(
     with pytest.raises(CompatibilityError, match=f"its {name} must be that of the") as caught:
         train(**settings, output=str(tmp_path / "refused"))
     assert do in str(caught.value)
-    assert "ref_logps_check: model" in str(caught.value)
-    with caplog.at_level(logging.WARNING, logger="packstore"):
-        train(**settings, ref_logps_check="model", output=str(tmp_path / "taken"))
-    assert f"was made with {name} " in caplog.text
 
 
 def test_what_it_says_of_its_arithmetic(made: dict[str, Any], tmp_path: Path) -> None:
@@ -135,7 +130,7 @@ def test_an_autocast_around_the_call_is_that_of_the_flag(
 
 
 def test_rounded_weights_are_another_model_to_the_last_bit(
-    made: dict[str, Any], kit: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    made: dict[str, Any], kit: SimpleNamespace, tmp_path: Path
 ) -> None:
     """float32 weights, and the same rounded to bfloat16 and widened again."""
     dataset = open_dataset(made["dataset"])
@@ -147,8 +142,6 @@ def test_rounded_weights_are_another_model_to_the_last_bit(
     model = load_model(made["model"])
     with pytest.raises(CompatibilityError, match="its model_sha256 must be that of the"):
         check_reference(side, model, dataset)
-    check_reference(side, model, dataset, exact=False)
-    assert "model_sha256" in caplog.text
 
 
 def test_backend_and_device_are_those_of_the_training(made: dict[str, Any], tmp_path: Path) -> None:
@@ -162,9 +155,7 @@ def test_backend_and_device_are_those_of_the_training(made: dict[str, Any], tmp_
     check_reference(side, named, dataset)
 
 
-def test_a_side_dataset_that_does_not_say_is_refused(
-    made: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_side_dataset_that_does_not_say_is_refused(made: dict[str, Any], tmp_path: Path) -> None:
     dataset, model = open_dataset(made["dataset"]), load_model(made["model"])
     side = write_ref_logps(model, dataset, str(tmp_path / "ref"))
     silent = {n: v for n, v in side.manifest.provenance.items() if n != "autocast_dtype"}
@@ -176,8 +167,6 @@ def test_a_side_dataset_that_does_not_say_is_refused(
             writer.write(ids.to_numpy(), {"ref_logps": flat}, values.value_lengths().to_numpy())
     with pytest.raises(CompatibilityError, match="it must say its autocast_dtype; found none"):
         check_reference(str(tmp_path / "silent"), model, dataset)
-    check_reference(str(tmp_path / "silent"), model, dataset, exact=False)
-    assert "does not record its autocast_dtype" in caplog.text
 
 
 def test_evaluation_computes_as_the_reference_did_or_says_so(

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from packstore.cli import train as command
 from packstore.cli.settings import read_settings as read_flags
-from packstore.config.training import TrainConfig, read_settings
+from packstore.config.training import TrainConfig, lora_settings, read_settings
 from packstore.errors import ConfigError, UnknownNameError
 from packstore.torch.training.optimizer import warmup_steps
 from packstore.torch.training.sinks import ConsoleLines, JsonLines
@@ -30,7 +30,7 @@ MUST = {"model": "m", "dataset": "d", "output": "o"}
 OTHER: dict[str, Any] = {
     "loss": {"dpo": 0.8, "bco_pair": {"weight": 0.2, "beta": 0.3}},
     "loss_parameters": {"label_smoothing": 0.1},
-    "lora_targets": ("q_proj", "v_proj"),
+    "lora": {"rank": 8, "targets": ["q_proj", "v_proj"]},
     "storage_options": {"endpoint_url": "http://localhost"},
     "validation": "v",
     "learning_rate": 3e-7,
@@ -58,17 +58,20 @@ def test_every_setting_has_a_flag() -> None:
     parser = argparse.ArgumentParser()
     command._configure(parser)
     flags = ["--model", "m", "--dataset", "d", "--output", "o", "--learning-rate", "3e-7"]
-    flags += ["--lora-target", "q", "--lora-target", "v", "--loss-parameter", "beta=0.3", "--merge"]
+    flags += ["--lora", "rank=4", "--lora", "targets=q,v", "--loss-parameter", "beta=0.3"]
+    flags += ["--loss-parameter", "pairs=all", "--gradient-checkpointing"]
     given = read_flags(parser.parse_args(flags), TrainConfig)
     assert given == {
         **MUST,
         "learning_rate": 3e-7,
-        "lora_targets": ("q", "v"),
-        "loss_parameters": {"beta": 0.3},
-        "merge": True,
+        "lora": {"rank": 4, "targets": "q,v"},
+        "loss_parameters": {"beta": 0.3, "pairs": "all"},
+        "gradient_checkpointing": True,
     }
+    assert lora_settings(given["lora"])["targets"] == ["q", "v"]
     known = {action.dest for action in parser._actions}
     assert {field.name for field in dataclasses.fields(TrainConfig)} <= known
+    assert len(TrainConfig.names()) <= 32
 
 
 @pytest.mark.parametrize(
@@ -78,9 +81,10 @@ def test_every_setting_has_a_flag() -> None:
         ({**MUST, "examples_per_step": 0}, "examples_per_step must be at least 1; found 0"),
         ({**MUST, "epochs": 1.5}, "setting epochs must be a whole number; found 1.5"),
         ({**MUST, "dtype": "fp8"}, "setting dtype must be one of: float32, bfloat16, float64"),
-        ({**MUST, "adam_beta2": 1.0}, "adam_beta2 must be below 1; found 1"),
+        ({**MUST, "lora": {"alpha": 2}}, "setting lora: rank must be a whole number .* found None"),
+        ({**MUST, "lora": {"rank": 2, "dropout": 1}}, "lora: dropout must be .* below 1; found 1"),
+        ({**MUST, "lora": {"rnk": 2}}, "unknown setting 'rnk'.*mean 'rank'"),
         ({**MUST, "loss": {"dpo": "x"}}, "setting loss must be a string or a mapping"),
-        ({**MUST, "packs_per_batch": 1, "tokens_per_batch": 9}, "not both"),
         ({**MUST, "eval_every": 5}, "setting eval_every: it needs a validation set"),
     ],
 )

@@ -65,7 +65,7 @@ def test_settings_must_be_finite(name: str, value: float) -> None:
         TrainConfig(**MUST, **{name: value})
 
 
-@pytest.mark.parametrize("name", ["output", "model", "dataset", "ref_logps", "tokenizer"])
+@pytest.mark.parametrize("name", ["output", "model", "dataset", "ref_logps"])
 def test_an_empty_text_is_no_setting(name: str) -> None:
     """An empty output would be the folder that the command runs in."""
     with pytest.raises(ConfigError, match=f"setting {name} must not be empty"):

@@ -61,13 +61,12 @@ def test_it_learns_from_votes(scored: dict[str, Any], tmp_path: Path, name: str)
         loss=name,
         loss_parameters={"beta": 0.1, "eta": 1.0},
         examples_per_step=32,
-        tokens_per_batch=2048,
+        packs_per_batch=4,
         epochs=4,
         max_steps=STEPS,
         learning_rate=1e-2,
         warmup=0,
         log_every=1,
-        cpu=True,
     )
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     found = [json.loads(line) for line in lines]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,17 +96,6 @@ def test_other_provenance_is_refused(
             train(**settings)
 
 
-def test_last_digits_may_differ_if_the_settings_say_so(
-    made: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    url = another_side(made, tmp_path / "side", weight_dtype="bfloat16", attention="flex")
-    with caplog.at_level(logging.WARNING, logger="packstore"):
-        given = {"ref_logps": url, "ref_logps_check": "model", "max_steps": 1}
-        train(**{**made, **given, "output": str(tmp_path / "out")})
-    assert "weight_dtype bfloat16, this run computes with float32" in caplog.text
-    assert "attention flex, this run computes with sdpa" in caplog.text
-
-
 def test_the_reference_is_the_one_that_the_settings_name(
     made: dict[str, Any], kit: SimpleNamespace, tmp_path: Path
 ) -> None:
@@ -120,7 +108,7 @@ def test_the_reference_is_the_one_that_the_settings_name(
     with pytest.raises(CompatibilityError, match="model_rounded_sha256"):
         train(**started, output=str(tmp_path / "a"))
     train(**started, reference_model=made["model"], output=str(tmp_path / "b"))
-    lora = {"lora_rank": 4, "max_steps": 1}
+    lora = {"lora": {"rank": 4}, "max_steps": 1}
     train(**{**made, **lora}, output=str(tmp_path / "c"))
     adapter = str(tmp_path / "c" / "model")
     further = {**made, "model": adapter, "max_steps": 1}

@@ -67,8 +67,6 @@ def base(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict
         "log_every": 1,
         "eval_every": 5,
         "save_every": 3,
-        "log_examples": True,
-        "cpu": True,
     }
 
 
@@ -83,19 +81,15 @@ def undisturbed(
 
 
 def recorded(output: Path) -> dict[str, Any]:
-    """Values that are equal in every undisturbed run: example ids, losses, rates; not times."""
+    """Values that are equal in every undisturbed run: losses, rates; not times."""
     records = [
         json.loads(x) for x in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    examples = [
-        json.loads(x) for x in (output / "examples.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     names = ("loss", "rewards/margins", "learning_rate", "grad_norm", "pairs")
     trained = [r for r in records if "loss" in r]
     return {
         "steps": [r["step"] for r in trained],
         "epochs": [r["epoch"] for r in trained],
-        "examples": examples,
         "values": np.array([[r[n] for n in names] for r in trained]),
         "validations": [r["step"] for r in records if "eval/loss" in r],
         "eval": np.array([r["eval/loss"] for r in records if "eval/loss" in r]),
@@ -103,7 +97,7 @@ def recorded(output: Path) -> dict[str, Any]:
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for name in ("steps", "epochs", "examples", "validations"):
+    for name in ("steps", "epochs", "validations"):
         assert found[name] == expected[name]
     assert np.abs(found["values"] - expected["values"]).max() < 1e-9
     assert np.abs(found["eval"] - expected["eval"]).max() < 1e-9
@@ -191,8 +185,8 @@ def test_bf16_begins_at_its_reference(base: dict[str, Any], tmp_path: Path) -> N
 
 def test_random_draws_go_on(base: dict[str, Any], tmp_path: Path) -> None:
     """Dropout of an adapter: on the same number of ranks, also its draws are as undisturbed."""
-    settings = {**base, "validation": None, "eval_every": None, "log_examples": False}
-    settings |= {"lora_rank": 4, "lora_dropout": 0.3, "lora_targets": ("c_attn",)}
+    settings = {**base, "validation": None, "eval_every": None}
+    settings["lora"] = {"rank": 4, "dropout": 0.3, "targets": ["c_attn"]}
     settings |= {"learning_rate": 1e-2, "max_steps": 8}
     train(**settings, output=str(tmp_path / "a"))
     before = checkpoints(tmp_path / "a" / "checkpoints")[0]
