@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from packstore.config import PackConfig
     from packstore.errors import PackstoreError
     from packstore.etl.concat import append, concat
+    from packstore.etl.doctor import doctor
+    from packstore.etl.estimate import estimate
     from packstore.etl.pipeline import pack
-    from packstore.etl.reports.doctor import doctor
-    from packstore.etl.reports.estimate import estimate
     from packstore.exchange import export
     from packstore.io.dataset.dataset import Dataset, open
     from packstore.io.dataset.scan import scan
@@ -79,8 +79,8 @@ _LAZY = {
     "check": "packstore.io.maintain.preflight",
     "clean": "packstore.io.maintain.clean",
     "concat": "packstore.etl.concat",
-    "doctor": "packstore.etl.reports.doctor",
-    "estimate": "packstore.etl.reports.estimate",
+    "doctor": "packstore.etl.doctor",
+    "estimate": "packstore.etl.estimate",
     "export": "packstore.exchange",
     "open": "packstore.io.dataset.dataset",
     "plan": "packstore.pack.plan",

@@ -18,7 +18,7 @@ from packstore.cli.settings import add_settings, read_settings
 from packstore.config import PackConfig, TokenizeConfig, WorkConfig
 
 if TYPE_CHECKING:
-    from packstore.etl.reports.doctor import Diagnosis
+    from packstore.etl.doctor import Diagnosis
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from packstore.etl.reports.doctor import doctor
+    from packstore.etl.doctor import doctor
 
     source = args.source[0] if len(args.source) == 1 else args.source
     with progress_of("doctor", args) as progress:
@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     """Prints the findings as a table."""
-    from packstore.etl.reports.doctor import meaning
+    from packstore.etl.doctor import meaning
 
     console.print(f"{number(diagnosis.records)} records of kind {diagnosis.kind}")
     table = Table()

@@ -20,7 +20,7 @@ from packstore.errors import ConfigError
 from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
-    from packstore.etl.reports.estimate import Choice, Estimate
+    from packstore.etl.estimate import Choice, Estimate
 
 COLUMNS = (
     "pack size",
@@ -80,7 +80,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from packstore.etl.reports.estimate import estimate
+    from packstore.etl.estimate import estimate
 
     source = args.source[0] if len(args.source) == 1 else args.source
     if args.html:
@@ -179,7 +179,7 @@ def _error(found: Estimate) -> str:
 
 
 def _advice(found: Estimate) -> str:
-    from packstore.etl.reports.estimate import ENOUGH_FILL
+    from packstore.etl.estimate import ENOUGH_FILL
 
     best = found.recommended
     if best is None:

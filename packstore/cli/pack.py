@@ -27,10 +27,9 @@ from packstore.config import (
     TokenizeConfig,
     WriteConfig,
 )
-from packstore.errors import ConfigError, sentence
 
 if TYPE_CHECKING:
-    from packstore.etl.reports.dry_run import DryRun
+    from packstore.etl.doctor import DryRun
     from packstore.io.dataset.dataset import Dataset
 
 
@@ -70,12 +69,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     job = _job(args)
+    if job["source"] == "-":
+        job["source"] = _records(sys.stdin.buffer)
     if args.dry_run:
         return _dry_run(args, job)
     from packstore.etl.pipeline import pack
 
-    if job["source"] == "-":
-        job["source"] = _records(sys.stdin.buffer)
     with progress_of("pack", args) as progress:
         dataset = pack(**job, progress=progress)
     if args.json:
@@ -121,11 +120,8 @@ def _records(stream: BinaryIO) -> Iterator[object]:
 
 
 def _dry_run(args: argparse.Namespace, job: dict[str, Any]) -> int:
-    from packstore.etl.reports.dry_run import dry_run
+    from packstore.etl.doctor import dry_run
 
-    if job["source"] == "-":
-        must = "a dry run reads its input twice, so it must be files"
-        raise ConfigError(sentence("--dry-run", must, "standard input"))
     with progress_of("dry run", args) as progress:
         found = dry_run(**job, progress=progress)
     if args.json:

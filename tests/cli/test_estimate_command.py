@@ -17,7 +17,7 @@ import packstore
 from packstore.cli import main
 from packstore.cli.estimate import COLUMNS
 from packstore.errors import ConfigError, InputError
-from packstore.etl.reports.estimate import estimate
+from packstore.etl.estimate import estimate
 from packstore.pages import charts
 
 RNG = random.Random(0)

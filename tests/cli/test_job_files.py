@@ -137,8 +137,6 @@ def test_standard_input(
     assert main(["pack", "-", "broken", "--config", job()]) == 1
     assert "<standard input>, line 2" in capsys.readouterr().err
     feed(b"")
-    assert main(["pack", "-", "none", "--config", job(), "--dry-run"]) == 1
-    assert "a dry run reads its input twice" in capsys.readouterr().err
 
 
 def test_source_and_destination_have_options_of_their_own(folder: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from small_jobs import trained_tokenizer
 
 import packstore
-from packstore.etl.reports.doctor import Diagnosis, doctor
+from packstore.etl.doctor import Diagnosis, doctor
 
 PAIR = {"prompt": "Say yes.\n", "chosen": "Yes.", "rejected": "No."}
 

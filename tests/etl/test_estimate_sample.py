@@ -14,7 +14,7 @@ import pytest
 import packstore
 from packstore.cli import main
 from packstore.errors import ConfigError
-from packstore.etl.reports.estimate import Estimate, estimate
+from packstore.etl.estimate import Estimate, estimate
 
 RNG = random.Random(1)
 LENGTHS = sorted(int(RNG.lognormvariate(4, 0.8)) + 2 for _ in range(6000))
@@ -41,7 +41,7 @@ def ordered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The input is small: it has as many places as a large one, if they are small too."""
-    monkeypatch.setattr("packstore.etl.reports.estimate.SAMPLE_BLOCK_BYTES", 1 << 13)
+    monkeypatch.setattr("packstore.etl.estimate.SAMPLE_BLOCK_BYTES", 1 << 13)
 
 
 OPTIONS = {"layouts": ("concat",), "strategies": ("pool",)}
@@ -211,7 +211,7 @@ def test_the_command_says_how_it_sampled(ordered: Path, capsys: pytest.CaptureFi
 
 
 def test_the_error_is_that_of_neighbouring_places() -> None:
-    from packstore.etl.reports.sampled import standard_error
+    from packstore.etl.estimate import standard_error
 
     rng = np.random.default_rng(0)
     values = rng.normal(100, 10, 400)
@@ -228,7 +228,7 @@ def test_the_error_is_that_of_neighbouring_places() -> None:
 @pytest.mark.parametrize("wanted", [1000, 6000])
 def test_stated_errors_hold_on_any_order(order: str, wanted: int) -> None:
     """Two standard errors hold for nine samples of ten, also where a fixed interval would not."""
-    from packstore.etl.reports.sampled import standard_error
+    from packstore.etl.estimate import standard_error
     from packstore.io.inputs.sampling import sample_groups
 
     # Blocks of equal bytes: where records are short there are many of them.

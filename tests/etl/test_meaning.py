@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import packstore
 from packstore.errors import ConfigError, DropRateError, RecordError
-from packstore.etl.reports.doctor import doctor
+from packstore.etl.doctor import doctor
 from packstore.io.manifest.manifest import Manifest
 
 Record = dict[str, Any]

@@ -1,0 +1,395 @@
+"""Tries a job before it packs: lints its records, plans a sample, and looks at its destination.
+
+Counts records that the policies of packing would drop or note, and checks texts and tokenized
+sequences (BOS, EOS, unknown tokens). Duplicates are the examples that `dedup` would drop.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from packstore.config import CHECK_RETRIES, MEANINGFUL, REASONS, PackConfig
+from packstore.errors import ConfigError, PackstoreError, quote
+from packstore.etl.dedup_and_split import Seen
+from packstore.etl.estimate import SAMPLE, Estimate, Measured, estimate, estimate_of
+from packstore.etl.provenance import ASKED_TO_GO, absent_fields
+from packstore.etl.sources import RecordExampleReader, Tokenize, open_examples
+from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Rows, Sample, Tally, example_id
+from packstore.io.dataset.dataset import Dataset, find_dataset
+from packstore.io.inputs.files import BLOCK_BYTES, Block
+from packstore.io.inputs.pieces import place_of
+from packstore.io.inputs.sampling import SAMPLE_BLOCK_BYTES, Sampling
+from packstore.io.maintain import preflight
+from packstore.io.store.location import Location
+from packstore.progress import Progress
+from packstore.tokenizer import Tokenizer
+from packstore.tokenizer.records.shapes import Parsed, parse_record
+from packstore.tokenizer.refusals import Refused
+
+MEANING: dict[str, str] = {
+    "double_bos": "a sequence begins with BOS twice",
+    "no_bos": "the tokenizer begins texts with BOS, a sequence does not",
+    "no_eos": "a response does not end with EOS, so the model is not taught to stop",
+    "marker_no_token": "a marker of the chat template is no token, but split into several",
+    "unknown_tokens": "text that the vocabulary cannot spell",
+    "generation_prompt_always": "the chat template writes the generation prompt even where it is "
+    "not asked for; behind the last turn it is stored, and not supervised",
+    "empty_thinking": "a turn begins with an empty thinking block, which is not supervised",
+    "arguments_quoted": "arguments of tool calls that are JSON text, quoted by the chat template",
+    "reasoning_unrendered": "the chat template leaves out the reasoning of a supervised turn",
+    "empty_prompt": "the prompt is empty, or only white space",
+    "glued_prompt": "no white space separates the prompt from its answer",
+    "duplicate_prompts": "the prompt of an earlier record again (dedup=prompt leaves it out)",
+    "duplicate_records": "an earlier record again, rewards apart (dedup=pair leaves it out)",
+    "reward_default": "no rewards, while other records have some: 1 and 0 are taken",
+}
+"""Checks of texts and tokenized sequences, and notes of packing that need an explanation."""
+
+
+def meaning(check: str) -> str:
+    """Returns what a check finds, with the setting that decides what then happens, if any."""
+    if check in MEANING:
+        return MEANING[check]
+    if check not in REASONS:
+        return ""
+    rule, answers = REASONS[check]
+    return f"{rule} (--on {check}={'|'.join(answers)})" if answers else f"{rule} (setting {check})"
+
+
+PROBLEMS = ("double_bos", "no_bos", "no_eos", "marker_no_token", "reward_reversed")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A check with hits: a `problem` harms training or drops records, a `remark` may be fine."""
+
+    check: str
+    level: Literal["problem", "remark"]
+    records: int
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All findings, problems first."""
+
+    kind: str
+    records: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True if there are no problems."""
+        return all(finding.level == "remark" for finding in self.findings)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Result of :func:`dry_run`.
+
+    Attributes:
+        diagnosis: findings in a sample of the records; None for a packed dataset.
+        estimate: packs and fill with the settings of the job.
+        findings: of ``packstore.check`` at its destination, and on the share of dropped records.
+    """
+
+    diagnosis: Diagnosis | None
+    estimate: Estimate
+    findings: tuple[preflight.Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True if the job can be expected to commit; `diagnosis` may have problems."""
+        return all(finding.ok is not False for finding in self.findings)
+
+
+def doctor(
+    source: Any,
+    tokenizer: Any,
+    *,
+    sample: int | None = None,
+    config: PackConfig | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Diagnosis:
+    """Tokenizes all records like ``packstore.pack`` and counts their errors.
+
+    Policies set to ``error`` count here instead of stopping. Memory: 16 bytes (two hashes) for
+    every record.
+
+    Args:
+        source, tokenizer, config, storage_options, settings: see :func:`packstore.pack`.
+        sample: most records to tokenize, from all over the input; None: all.
+        progress: called with the number of records read.
+
+    Raises:
+        PackstoreError: the input cannot be read, or the tokenizer does not load.
+    """
+    config = PackConfig.of(config, **settings)
+    return _examined(source, tokenizer, sample, config, storage_options or {}, progress)[0]
+
+
+def dry_run(
+    source: Any,
+    out: str,
+    tokenizer: Any = None,
+    *,
+    sample: int = SAMPLE,
+    config: PackConfig | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    source_storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> DryRun:
+    """Lints and plans a sample of the records, in one pass, and tries the destination of a job.
+
+    Args:
+        source, out, tokenizer, config, settings: see :func:`packstore.pack`.
+        sample: most records to tokenize.
+        storage_options, source_storage_options: see :func:`packstore.pack`.
+        progress: called with the number of records read.
+
+    Raises:
+        PackstoreError: the input cannot be read, or a setting or the tokenizer is wrong.
+    """
+    config = PackConfig.of(config, **settings)
+    options = dict(storage_options or {})
+    given = options if source_storage_options is None else dict(source_storage_options)
+    diagnosis = None
+    if isinstance(source, Dataset) or find_dataset(source, given) is not None:
+        planned = estimate(
+            source,
+            tokenizer,
+            pack_sizes=[config.pack_size],
+            layouts=[config.layout],
+            strategies=[config.strategy],
+            sample=sample,
+            config=config,
+            storage_options=given,
+            progress=progress,
+        )
+    else:
+        seen = _examined(source, tokenizer, sample, config, given, progress)
+        diagnosis, measured, drawn = seen
+        assert drawn is not None
+        total = max(drawn.records, drawn.total or 0)
+        planned = estimate_of(diagnosis.kind, measured, drawn, [(config, measured)], total=total)
+    place = Location(out, {**CHECK_RETRIES, **options})
+    findings = [*preflight.preflight(place), *_version(place, config), _drops(planned, config)]
+    return DryRun(diagnosis, planned, tuple(findings))
+
+
+def _examined(
+    source: Any,
+    tokenizer: Any,
+    sample: int | None,
+    config: PackConfig,
+    storage_options: Mapping[str, Any],
+    progress: Progress | None,
+) -> tuple[Diagnosis, Measured, Sampling | None]:
+    """Lints and measures the records, or a sample of them, in one pass."""
+    on = {reason: "drop" if answer == "error" else answer for reason, answer in config.on.items()}
+    overlong = "drop" if config.overlong == "error" else config.overlong
+    config = PackConfig.of(config, dedup="pair", on=on, overlong=overlong)
+    block_bytes = BLOCK_BYTES if sample is None else SAMPLE_BLOCK_BYTES
+    reader = open_examples(source, tokenizer, config, dict(storage_options), block_bytes)
+    if not isinstance(reader, RecordExampleReader) or reader.tokenizer is None:
+        raise ConfigError("doctor needs records and a tokenizer; check a dataset with verify.")
+    drawn = None if sample is None else reader.sample(sample, config.seed)
+    lint, tally = _TokenLint(reader.tokenizer), Tally()
+    measured = Measured(("concat", config.layout), config.pad_to_multiple)
+    for examples, part in reader.each(TextLint(reader.tokenize(), reader.kind, config)):
+        tally.add(part)
+        lint.look(examples)
+        if drawn is not None:
+            measured.add(examples, part)
+        if progress is not None:
+            progress("read", tally.read, None, "records")
+    for check, example_ids in lint.hits.items():
+        tally.noted[check] = len(example_ids)
+        for i in example_ids[: Tally.SAMPLES_PER_REASON]:
+            ordinal, record = divmod(i, 1 << SOURCE_SHIFT)
+            tally.samples.append(Sample(check, place_of(reader.paths[ordinal], record), ""))
+    diagnosis = Diagnosis(reader.kind, tally.read, tuple(_findings(tally, config)))
+    return diagnosis, measured, drawn
+
+
+def _findings(tally: Tally, config: PackConfig) -> Iterator[Finding]:
+    """Yields what was found, problems first, the frequent first."""
+    examples = defaultdict(list)
+    for sample in tally.samples:
+        text = f"{sample.where}: {sample.detail}" if sample.detail else sample.where
+        examples[sample.reason].append(text)
+    for name, written in absent_fields(tally, config):
+        yield Finding(f"mapped_field_absent: {name}={written}", "problem", tally.read, ())
+    noted = tally.events.most_common()
+    problems = [*tally.dropped.most_common(), *((c, n) for c, n in noted if c in PROBLEMS)]
+    for check, count in problems:
+        yield Finding(check, "problem", count, tuple(examples[check]))
+    for check, count in noted:
+        if check not in PROBLEMS:
+            yield Finding(check, "remark", count, tuple(examples[check]))
+    for name, count in tally.unused.most_common():
+        if name in MEANINGFUL:
+            yield Finding(f"field_not_used: {name}", "remark", count, ())
+
+
+def _version(place: Location, config: PackConfig) -> Iterator[preflight.Finding]:
+    there = find_dataset(place.url, place.storage_options)
+    if there is not None:
+        then = "the job replaces it" if config.overwrite else "another job needs --overwrite"
+        ok = True if config.overwrite else None
+        yield preflight.Finding("version", ok, f"version {there.version} is there; {then}")
+
+
+def _drops(planned: Estimate, config: PackConfig) -> preflight.Finding:
+    """Compares the share of dropped records with `max_drop_rate`."""
+    tally, (choice,) = planned.tally, planned.choices
+    dropped = sum(n for reason, n in tally.dropped.items() if reason not in ASKED_TO_GO)
+    rest = choice.overlong / max(choice.overlong + choice.examples, 1)
+    rate = (dropped + rest * tally.kept) / max(tally.read, 1)
+    text = f"{rate:.1%} are dropped; max_drop_rate allows {config.max_drop_rate:.0%}"
+    return preflight.Finding("records", rate <= config.max_drop_rate, text)
+
+
+class _TokenLint:
+    """Checks tokenized sequences, block by block; `hits` has the ids of the examples of a check."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.hits: defaultdict[str, list[int]] = defaultdict(list)
+        self._tokenizer = tokenizer
+        self._prompts, self._records = Seen(), Seen()
+
+    def look(self, examples: Examples) -> None:
+        """Runs all checks on some examples."""
+        if not examples.num_examples:
+            return
+        starts, ends = examples.sequence_offsets[:-1], examples.sequence_offsets[1:]
+        ids, bos, eos = examples.input_ids, self._tokenizer.bos_id, self._tokenizer.eos_id
+        if bos is not None:
+            first = ids[starts] == bos
+            second = ids[np.minimum(starts + 1, len(ids) - 1)] == bos
+            self._note_sequences("double_bos", examples, first & second & (ends - starts > 1))
+            if self._tokenizer.adds_bos:
+                self._note_sequences("no_bos", examples, ~first)
+        if eos is not None:
+            self._note_sequences("no_eos", examples, ~_ends_with(examples, eos))
+        unk = self._tokenizer.unk_id
+        if unk is not None:
+            unknown = np.add.reduceat(ids == unk, starts) > 0
+            self._note_sequences("unknown_tokens", examples, unknown)
+        assert examples.keys is not None
+        prompts, records = examples.keys.T
+        self._note("duplicate_prompts", examples, ~self._prompts.add(prompts))
+        self._note("duplicate_records", examples, ~self._records.add(records))
+
+    def _note_sequences(self, check: str, examples: Examples, flagged: Bool) -> None:
+        """Counts the examples with a flagged sequence; `flagged`: bool `[S]`."""
+        flags = np.logical_or.reduceat(flagged, examples.example_offsets[:-1])
+        self._note(check, examples, flags)
+
+    def _note(self, check: str, examples: Examples, flagged: Bool) -> None:
+        if flagged.any():
+            self.hits[check] += examples.example_ids[flagged].tolist()
+
+
+def _ends_with(examples: Examples, eos: int) -> Bool:
+    """Returns True for sequences with EOS as last or second to last supervised token."""
+    hit = (examples.input_ids == eos) & examples.supervised
+    position = np.arange(len(hit))
+    starts = examples.sequence_offsets[:-1]
+    last_eos = np.maximum.reduceat(np.where(hit, position, -1), starts)
+    last = np.maximum.reduceat(np.where(examples.supervised, position, -1), starts)
+    return (last_eos >= starts) & (last - last_eos <= 1)
+
+
+_MARKER = re.compile(r"<[^<>\s]{1,40}>")
+
+_ENDS = frozenset(".,;:!?\"'’”)…")
+"""Characters at the end of sentences, besides letters and digits. Turn markers end with > or ]."""
+
+
+class TextLint:
+    """Tokenizes a block in a worker, and checks its texts for errors that ids do not show."""
+
+    def __init__(self, tokenize: Tokenize, kind: str, config: PackConfig) -> None:
+        self._tokenize, self._kind, self._config = tokenize, kind, config
+        self.suits_threads, self.load = tokenize.suits_threads, tokenize.load
+        tokenizer = tokenize.tokenizer
+        self._markers = markers_without_token(tokenizer) if tokenizer else []
+
+    def __call__(self, block: Block) -> tuple[Examples, Tally]:
+        """Returns the examples of a block, and the tally of its records with the findings."""
+        rows = block.parse()
+        examples, tally = self._tokenize.of(rows)
+        kept = set(examples.example_ids.tolist())
+        # Tokenizing may already have counted the same findings.
+        known = set(tally.noted)
+        for i, value in enumerate(rows.values):
+            if example_id(rows.source, rows.ordinals[i]) in kept:
+                self._look(rows, i, value, tally, known)
+        return examples, tally
+
+    def _look(self, rows: Rows, i: int, value: object, tally: Tally, known: set[str]) -> None:
+        try:
+            parsed = parse_record(value, self._kind, self._config)
+        except Refused:  # tokenizing may accept it, as settings can change it before parsing
+            return
+        for check, detail in self._errors(parsed):
+            if check not in known:
+                tally.note(check, rows.where(i), detail)
+
+    def _errors(self, parsed: Parsed) -> Iterator[tuple[str, str]]:
+        prompt, responses = parsed.prompt, parsed.responses
+        dialogue = isinstance(prompt, list)
+        # Messages and ids of kind sft are all response, prompts included.
+        if not (self._kind == "sft" and not isinstance(prompt, str)) and not _says(prompt):
+            yield "empty_prompt", ""
+        if isinstance(prompt, str) and any(_glued(prompt, str(r)) for r in responses):
+            yield "glued_prompt", f"{quote(prompt[-20:])} and {quote(str(responses[0])[:20])}"
+        if dialogue and self._markers:
+            yield "marker_no_token", " ".join(self._markers)
+
+
+def markers_without_token(tokenizer: Tokenizer) -> list[str]:
+    """Returns turn markers of the chat template that are missing in the vocabulary.
+
+    Markers are texts in angle brackets without white space.
+    """
+    template = tokenizer.template
+    if template is None:
+        return []
+    roles = ("user", "assistant")
+    try:
+        text = template.render([{"role": role, "content": "a"} for role in roles])
+    except (Refused, PackstoreError):  # the template refuses this dialogue
+        return []
+    markers = dict.fromkeys(_MARKER.findall(text))
+    return [marker for marker in markers if tokenizer.engine.token_to_id(marker) is None]
+
+
+def _says(prompt: Any) -> bool:
+    """Returns True if a prompt is not only white space."""
+    if isinstance(prompt, str):
+        return bool(prompt.strip())
+    if isinstance(prompt, list):
+        return any(str(m.get("content") or "").strip() for m in prompt if m["role"] != "system")
+    return len(prompt) > 0
+
+
+def _glued(prompt: str, response: str) -> bool:
+    """Returns True if prompt and response join without a space, in a script with spaces."""
+    if not prompt or not response:
+        return False
+    last, first = prompt[-1], response[0]
+    if any(unicodedata.east_asian_width(c) in "WF" for c in (last, first)):
+        return False
+    return (last.isalnum() or last in _ENDS) and first.isalnum()

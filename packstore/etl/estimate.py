@@ -1,0 +1,414 @@
+"""Estimates the results of packing from a sample of the records; writes nothing.
+
+The sample is tokenized once; then each combination of pack size, layout and strategy is planned
+from lengths alone. Counts are scaled to all records with ratio estimates, whose errors come from
+the differences of neighbouring places of the sample.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from packstore.config import PackConfig
+from packstore.errors import ConfigError, InputError, sentence
+from packstore.etl.sources import RecordExampleReader, open_examples
+from packstore.format.arrays import Bool, Examples, Int32, Tally
+from packstore.io.inputs.sampling import SAMPLE_BLOCK_BYTES, Sampling
+from packstore.pack.algorithms import STRATEGIES as KNOWN
+from packstore.pack.layout import sizes
+from packstore.pack.plan import MAX_PACK_SIZE, plan
+from packstore.progress import Progress
+
+PACK_SIZES = (2048, 4096, 8192, 16384, 32768)
+STRATEGIES = ("pool",)
+LAYOUTS = ("concat", "shared_prefix")
+
+SAMPLE = 20_000
+"""Default maximum of sampled records; the error of the fill rate is then about 0.1 %."""
+
+ENOUGH_FILL = 0.99
+ENOUGH_RECORDS = 0.999
+"""Minimum fill rate of a recommended pack size, and the minimum fraction of records that it keeps,
+relative to the combination that keeps most."""
+
+UNSEEN = 3
+"""95 % upper limit of hits in a sample without any (rule of three); scaled to all records."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A combination of settings with its estimated results; counts are scaled to all records.
+
+    Attributes:
+        packs, examples: of the dataset.
+        overlong: examples that do not fit.
+        packs_error, overlong_error: two standard errors of `packs` and `overlong`; 0 if all
+            records were read, None if only the first ones were.
+        fill_rate: tokens / (packs * pack_size).
+        fill_but_emptiest: the same without the emptiest pack, which a small sample leaves open.
+        aligned_fill_rate: the same with sequences padded to `pad_to_multiple`.
+        examples_per_pack: mean.
+        tokens_saved: fraction of the tokens of layout ``concat`` that this layout saves.
+        steps: optimizer steps of an epoch.
+        examples_per_step: mean.
+    """
+
+    pack_size: int
+    layout: str
+    strategy: str
+    packs: int
+    examples: int
+    overlong: int
+    packs_error: int | None
+    overlong_error: int | None
+    fill_rate: float
+    fill_but_emptiest: float
+    aligned_fill_rate: float
+    examples_per_pack: float
+    tokens_saved: float
+    steps: int
+    examples_per_step: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Estimate:
+    """The result of :func:`estimate`.
+
+    Attributes:
+        kind: ``preference``, ``sft`` or ``ranked``.
+        tally: counts of the sample's records, without those too long.
+        sample: figures of the sample.
+        scale: number of all records, divided by those of the sample.
+        choices: all combinations.
+        recommended: the smallest pack size that drops few records; None if there is none.
+        example_tokens: layout -> int32 `[E]`, tokens of each example of the sample.
+        sequence_tokens: int32 `[S]`, logical tokens of each sequence of the sample.
+    """
+
+    kind: str
+    tally: Tally
+    sample: Sampling
+    scale: float
+    choices: tuple[Choice, ...]
+    recommended: Choice | None
+    example_tokens: Mapping[str, Int32]
+    sequence_tokens: Int32
+
+
+def estimate(
+    source: Any,
+    tokenizer: Any = None,
+    *,
+    pack_sizes: Sequence[int] | None = None,
+    layouts: Sequence[Literal["concat", "shared_prefix"]] | None = None,
+    strategies: Sequence[str] | None = None,
+    sample: int = SAMPLE,
+    records: int | None = None,
+    world_size: int = 1,
+    packs_per_batch: int = 1,
+    accumulation: int = 1,
+    config: PackConfig | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Estimate:
+    """Tokenizes a sample of the records of `source` and plans every combination of settings.
+
+    Reads the whole input; of an iterable of unknown length, only the first records.
+
+    Args:
+        source, tokenizer, storage_options: see :func:`packstore.pack`.
+        pack_sizes, layouts, strategies: values to combine. None: the settings `pack_size`,
+            `layout` and `strategy` if given, else `PACK_SIZES`, `LAYOUTS` and `STRATEGIES`.
+        sample: maximum number of sampled records.
+        records: total number of records to scale counts to, if larger than the input.
+        world_size: number of ranks of a training run, for the steps of an epoch.
+        packs_per_batch: packs of a batch on one rank.
+        accumulation: batches of an optimizer step.
+        config: other settings of :func:`packstore.pack`. Its `pack_size`, `layout` and `strategy`
+            are not used; `seed` also decides the sample.
+        progress: called with the number of records read.
+        settings: fields of :class:`packstore.PackConfig`, which override `config`.
+
+    Raises:
+        ConfigError: a setting is not supported here, is out of range, or is given twice.
+        InputError: no record could be used.
+        PackstoreError: the input cannot be read, or the tokenizer does not load.
+    """
+    numbers = {
+        "sample": sample,
+        "world_size": world_size,
+        "packs_per_batch": packs_per_batch,
+        "accumulation": accumulation,
+    }
+    for name, value in numbers.items():
+        if value < 1:
+            raise ConfigError(sentence(f"setting {name}", "must be at least 1", str(value)))
+    tried = [
+        _tried("pack_size", pack_sizes, settings, PACK_SIZES),
+        _tried("layout", layouts, settings, LAYOUTS),
+        _tried("strategy", strategies, settings, STRATEGIES),
+    ]
+    base = PackConfig.of(config, **settings)
+    if base.selects:
+        raise ConfigError(
+            sentence(
+                "settings dedup and validation_fraction",
+                "an estimate counts all records, so they must not be set",
+                f"dedup={base.dedup!r}, validation_fraction={base.validation_fraction}",
+            )
+        )
+    combinations = [
+        replace(base, pack_size=pack_size, layout=layout, strategy=strategy)
+        for pack_size in sorted(set(tried[0]))
+        for layout in tried[1]
+        for strategy in tried[2]
+    ]
+    for combination in combinations:
+        KNOWN.check(combination.strategy)
+    truncates = base.overlong.startswith("truncate")
+    limitless = base
+    if not truncates:  # no record is too long for all combinations
+        limitless = replace(base, pack_size=MAX_PACK_SIZE, max_length=None, overlong="drop")
+    options = dict(storage_options or {})
+    reader = open_examples(source, tokenizer, limitless, options, SAMPLE_BLOCK_BYTES)
+    report = None if progress is None else lambda n: progress("read", n, None, "records")
+    drawn = reader.sample(sample, base.seed, report)
+    layouts = tuple(tried[1])
+    measured = Measured(("concat", *layouts), base.pad_to_multiple).of(reader)
+
+    @functools.cache
+    def cut(pack_size: int, layout: Any) -> Measured:
+        """Measures the examples, truncated for a pack size and layout."""
+        if not (truncates and isinstance(reader, RecordExampleReader)):
+            return measured
+        truncated = reader.sized(pack_size, layout)
+        return Measured(("concat", layout), base.pad_to_multiple).of(truncated)
+
+    return estimate_of(
+        reader.kind,
+        measured,
+        drawn,
+        [(one, cut(one.pack_size, one.layout)) for one in combinations],
+        total=max(drawn.records, records or drawn.total or 0),
+        packs_per_step=world_size * packs_per_batch * accumulation,
+    )
+
+
+def estimate_of(
+    kind: str,
+    measured: Measured,
+    drawn: Sampling,
+    combinations: Iterable[tuple[PackConfig, Measured]],
+    *,
+    total: int,
+    packs_per_step: int = 1,
+) -> Estimate:
+    """Plans all combinations.
+
+    Args:
+        kind: of the records.
+        measured, drawn: the sample.
+        combinations: all settings of each, and the sample as they truncate it.
+        total: number of records to scale to.
+        packs_per_step: packs of an optimizer step, over all ranks.
+    """
+    tally = measured.tally
+    tally.dropped.pop("overlong", None)
+    if not tally.kept:
+        raise InputError("no record of the sample could be used: run `packstore doctor` on it.")
+    choices = [
+        _Projection(sample, drawn, total).choice(config, packs_per_step)
+        for config, sample in combinations
+    ]
+    return Estimate(
+        kind=kind,
+        tally=tally,
+        sample=drawn,
+        scale=total / drawn.records,
+        choices=tuple(choices),
+        recommended=_recommended(choices),
+        example_tokens=measured.tokens,
+        sequence_tokens=measured.sequence_tokens,
+    )
+
+
+class Measured:
+    """Sizes of the examples of a sample, added place by place.
+
+    Args:
+        layouts: layouts to measure.
+        multiple: multiple to which sequences are padded.
+
+    Attributes:
+        tally: counts of records.
+        read: records read of each place of the sample.
+        overlong: of them, those too long even after truncation.
+    """
+
+    def __init__(self, layouts: Iterable[str], multiple: int) -> None:
+        self.tally = Tally()
+        self.read: list[int] = []
+        self.overlong: list[int] = []
+        self._layouts, self._multiple = tuple(dict.fromkeys(layouts)), multiple
+        self._parts: dict[str, list[Int32]] = defaultdict(list)
+
+    def of(self, parts: Iterable[tuple[Examples, Tally]]) -> Self:
+        """Adds all places."""
+        for examples, tally in parts:
+            self.add(examples, tally)
+        return self
+
+    def add(self, examples: Examples, tally: Tally) -> None:
+        """Adds the examples of the next place."""
+        self._parts["place"].append(np.full(examples.num_examples, len(self.read), np.int32))
+        self._parts["sequence"].append(examples.lengths)
+        starts = examples.example_offsets[:-1]
+        if len(starts):
+            self._parts["longest"].append(np.maximum.reduceat(examples.lengths, starts))
+        for layout in self._layouts:
+            self._parts[layout].append(sizes(examples, layout))
+            self._parts[f"padded {layout}"].append(sizes(examples, layout, self._multiple))
+        self.read.append(tally.read)
+        self.overlong.append(tally.dropped["overlong"])
+        self.tally.add(tally)
+
+    def values(self, name: str) -> Int32:
+        """Returns int32 `[E]`: ``place``, ``longest`` sequence, tokens in a layout, or ``padded``
+        tokens in it; or int32 `[S]`: tokens of each ``sequence``.
+        """
+        return np.concatenate([np.empty(0, np.int32), *self._parts[name]])
+
+    @property
+    def tokens(self) -> dict[str, Int32]:
+        """Layout -> int32 `[E]`, tokens of each example."""
+        return {layout: self.values(layout) for layout in self._layouts}
+
+    @property
+    def sequence_tokens(self) -> Int32:
+        """int32 `[S]`."""
+        return self.values("sequence")
+
+
+class _Projection:
+    """Scales sums over a sample to all records."""
+
+    def __init__(self, measured: Measured, drawn: Sampling, total: int) -> None:
+        self._measured, self._drawn, self._scale = measured, drawn, total / drawn.records
+        self._place, self._read = measured.values("place"), np.array(measured.read)
+        self._known = self._read.sum() / total
+        weights = np.full(len(self._read), float(drawn.run))
+        weights[-1] = drawn.last_run
+        self._weights = weights / (weights @ self._read / total)
+
+    def choice(self, config: PackConfig, packs_per_step: int) -> Choice:
+        """Plans one combination."""
+        measured, layout = self._measured, config.layout
+        tokens, padded = measured.values(layout), measured.values(f"padded {layout}")
+        longest = measured.values("longest")
+        fits: Bool = (padded <= config.pack_size) & (longest <= config.sequence_limit)
+        made = plan(padded[fits], config=config)
+        made = replace(made, tokens=int(tokens[fits].sum()))
+        examples, _ = self._total(fits)
+        overlong, overlong_error = self._total(~fits, np.array(measured.overlong))
+        stored, stored_error = self._total(tokens * fits)
+        packs_per_token = made.num_packs / max(made.tokens, 1)
+        packs = round(stored * packs_per_token)
+        errors: tuple[int | None, int | None] = (None, None)
+        if self._drawn.total is not None:
+            # The plan of all records may have fewer packs over the tokens than that of a few.
+            spare = max(made.num_packs - made.aligned_tokens // made.pack_size, 1)
+            errors = (
+                round(stored_error * packs_per_token + spare * (self._scale - 1)),
+                round(max(overlong_error, UNSEEN * (self._scale - 1))),
+            )
+        per_pack = made.examples_per_pack[1]
+        fullest = made.fill_rate
+        if made.num_packs > 1:
+            by_pack = np.add.reduceat(tokens[fits][made.order], made.offsets[:-1], dtype=np.int64)
+            room = (made.num_packs - 1) * made.pack_size
+            fullest = float((by_pack.sum() - by_pack.min()) / room)
+        return Choice(
+            pack_size=made.pack_size,
+            layout=layout,
+            strategy=made.strategy,
+            packs=packs,
+            examples=round(examples),
+            overlong=round(overlong),
+            packs_error=errors[0],
+            overlong_error=errors[1],
+            fill_rate=made.fill_rate,
+            fill_but_emptiest=fullest,
+            aligned_fill_rate=made.aligned_fill_rate,
+            examples_per_pack=per_pack,
+            tokens_saved=float(1 - tokens.sum() / max(measured.values("concat").sum(), 1)),
+            steps=packs // packs_per_step,
+            examples_per_step=per_pack * packs_per_step,
+        )
+
+    def _total(self, values: npt.NDArray[Any], more: Any = 0) -> tuple[float, float]:
+        """Estimates a sum over all records, and two standard errors of it.
+
+        Args:
+            values: of the examples, `[E]`.
+            more: further values of the places, `[B]`.
+        """
+        by_place = np.bincount(self._place, values, len(self._read)) + more
+        error = standard_error(by_place, self._read, self._weights, self._known)
+        return float(self._weights @ by_place), 2 * error
+
+
+def standard_error(
+    values: npt.NDArray[Any], records: npt.NDArray[Any], weights: npt.NDArray[Any], known: float
+) -> float:
+    """Estimates the standard error of the weighted sum of `values`, as a ratio to records.
+
+    Uses differences of neighbouring places, as one place was drawn from each run of neighbours.
+    Source: Wolter, "Introduction to Variance Estimation", chapter 8, successive differences.
+
+    Args:
+        values, records, weights: `[B]`, of the places of the sample, in input order.
+        known: sampled fraction of the input, 0..1.
+    """
+    if known >= 1:
+        return 0.0
+    if len(values) < 2:
+        return float(weights @ values)
+    off = weights * (values - (weights @ values) / (weights @ records) * records)
+    variance = np.sum(np.diff(off) ** 2) / (2 * (len(off) - 1))
+    return float(np.sqrt((1 - known) * len(off) * variance))
+
+
+def _tried(
+    name: str, asked: Sequence[Any] | None, settings: Mapping[str, Any], usual: Sequence[Any]
+) -> Sequence[Any]:
+    """Returns the values of a setting to combine."""
+    if asked is not None and not asked:
+        raise ConfigError(sentence(f"values of {name}", "must be at least one", "none"))
+    if name not in settings:
+        return usual if asked is None else asked
+    if asked is not None:
+        both = f"{settings[name]!r}, and {list(asked)} to try"
+        raise ConfigError(sentence(f"setting {name}", "must be given once", both))
+    return (settings[name],)
+
+
+def _recommended(choices: Sequence[Choice]) -> Choice | None:
+    """Returns the fullest choice of the smallest pack size that fills well and keeps the records.
+
+    Ignores the emptiest pack: a small sample leaves its last pack open, unlike the whole dataset.
+    """
+    most = max(c.examples for c in choices)
+    good = [
+        c
+        for c in choices
+        if c.fill_but_emptiest >= ENOUGH_FILL and c.examples >= ENOUGH_RECORDS * most
+    ]
+    return min(good, key=lambda c: (c.pack_size, -c.tokens_saved, -c.fill_rate), default=None)

@@ -1,1 +1,0 @@
-"""Reports on an input, without a dataset; see ``README.md``."""
