@@ -16,10 +16,9 @@ from jinja2.parser import Parser
 from packstore.errors import TokenizerError, sentence
 from packstore.tokenizer.chat.generation_prompt import mark_outputs, written_last
 from packstore.tokenizer.chat.sandbox import (
-    HERE,
+    DEADLINE,
     MAX_RENDERED,
     MAX_SOURCE,
-    Budget,
     Sandbox,
     as_json,
 )
@@ -178,7 +177,7 @@ class ChatTemplate:
     ) -> str:
         context = {**self._context, "messages": list(messages), "tools": tools, **variables}
         parts, size = [], 0
-        HERE.budget = Budget()
+        DEADLINE.start()
         try:
             for part in (compiled or self._compiled).generate(context):
                 parts.append(part)
@@ -187,6 +186,9 @@ class ChatTemplate:
                     raise Refused("template_refused", f"more than {MAX_RENDERED} characters")
         except (Refused, TokenizerError):
             raise
+        except MemoryError as error:
+            must = "a dialogue must be rendered in the memory of this process"
+            raise TokenizerError(sentence("chat template", must, "no more of it")) from error
         except Exception as error:  # untrusted code on untrusted data may raise anything
             raise Refused("template_refused", f"{type(error).__name__}: {error}") from error
         return "".join(parts)
