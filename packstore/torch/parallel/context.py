@@ -20,13 +20,10 @@ from packstore.errors import ConfigError, quote, sentence
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.batch.targets import Targets
-from packstore.torch.parallel._ranges import offsets, ranges
 from packstore.torch.parallel.collectives import gather_rows
+from packstore.torch.parallel.padding import offsets, owners
 
 How = Literal["zigzag", "contiguous"]
-
-PARTS = ("layout", "targets")
-"""Fields of a shard that are dataclasses of tensors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,9 +92,14 @@ class ContextSplit:
         before = cu_seqlens.long()
         total = int(before[-1])
         if total % size:
-            where, do = f"split over {size} ranks", "Use pad_batch(batch, num_tokens=…) first"
-            must = f"the row must be a multiple of {size} tokens"
-            raise ConfigError(sentence(where, must, str(total), do))
+            raise ConfigError(
+                sentence(
+                    f"split over {size} ranks",
+                    f"the row must be a multiple of {size} tokens",
+                    str(total),
+                    "Use pad_batch(batch, num_tokens=…) first",
+                )
+            )
         share = total // size
         first = torch.arange(0, total, share, device=before.device)[:, None]
         edges = before.clamp(first, first + share)
@@ -106,7 +108,7 @@ class ContextSplit:
 
     @classmethod
     def _of(cls, starts: Tensor, lengths: Tensor, segments: Tensor, cuts: int) -> Self:
-        index = ranges(starts.flatten(), lengths.flatten())
+        index = _ranges(starts.flatten(), lengths.flatten())
         places = torch.arange(len(index), device=index.device)
         inverse = torch.empty_like(index).index_copy_(0, index, places)
         return cls(starts, lengths, segments, index.view(len(starts), -1), inverse, cuts)
@@ -185,9 +187,9 @@ class ContextShard:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
         """Returns the share with all tensors on `device`."""
-        parts = {name: _moved(getattr(self, name), device, non_blocking) for name in PARTS}
-        moved: Self = _moved(replace(self, **parts), device, non_blocking)
-        return moved
+        layout, targets = (_moved(x, device, non_blocking) for x in (self.layout, self.targets))
+        whole = replace(self, layout=layout, targets=targets)
+        return _moved(whole, device, non_blocking)  # type: ignore[no-any-return]
 
     def model_inputs(self) -> dict[str, Any]:
         """Returns keyword arguments for a model prepared by :func:`use_packed_attention`."""
@@ -224,7 +226,7 @@ def _layout(batch: PackedBatch, split: ContextSplit, rank: int, group: Any) -> G
     left_out = (key_starts.diff() - starts.diff())[segments]
     seen = left_out + split.starts[rank] + queries - starts[segments]
     keys = torch.where(queries > 0, seen, 0)
-    tokens = ranges(key_starts[segments], keys)
+    tokens = _ranges(key_starts[segments], keys)
     if batch.kv_index is not None:
         tokens = batch.kv_index[tokens]
     share = len(split.index[rank])
@@ -239,10 +241,19 @@ def _layout(batch: PackedBatch, split: ContextSplit, rank: int, group: Any) -> G
     )
 
 
+def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Concatenates the runs ``starts[i] .. + lengths[i]``: int64 `[sum of lengths]`."""
+    run = owners(lengths)
+    places = torch.arange(len(run), device=run.device)
+    return places + (starts - offsets(lengths)[:-1])[run]
+
+
 def _moved(values: Any, device: Any, non_blocking: bool) -> Any:
     """A dataclass with its tensors on `device`."""
-    own = {f.name: getattr(values, f.name) for f in fields(values)}
-    tensors = {name: x for name, x in own.items() if isinstance(x, Tensor)}
-    return replace(
-        values, **{n: x.to(device, non_blocking=non_blocking) for n, x in tensors.items()}
-    )
+    tensors = {f.name: getattr(values, f.name) for f in fields(values)}
+    moved = {
+        name: x.to(device, non_blocking=non_blocking)
+        for name, x in tensors.items()
+        if isinstance(x, Tensor)
+    }
+    return replace(values, **moved)

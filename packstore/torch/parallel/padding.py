@@ -13,11 +13,11 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from packstore.errors import ConfigError
 from packstore.format.arrays import IGNORE_INDEX
 from packstore.torch.batch.collate import PackedBatch
-from packstore.torch.parallel._ranges import offsets, owners
 
 Size = TypeVar("Size", int, Tensor)
 
@@ -46,6 +46,16 @@ def padding_multiple(
     chunks = 2 * context_parallel if context_parallel > 1 else 1
     share = math.lcm(sequence_parallel, FP8_ROWS if fp8 else 1)
     return math.lcm(chunks, context_parallel * share)
+
+
+def offsets(lengths: Tensor) -> Tensor:
+    """Returns the offsets of runs with these lengths, int64 `[n + 1]`."""
+    return pad(lengths.cumsum(0), (1, 0))
+
+
+def owners(lengths: Tensor) -> Tensor:
+    """Returns the run of each element, int64 `[sum of lengths]`."""
+    return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
 
 
 def round_up(value: Size, multiple: int) -> Size:

@@ -167,8 +167,9 @@ def _filled_column(values: Tensor | Column, size: int) -> Tensor | Column:
     return np.concatenate([values, fill])
 
 
-def _check_fits(name: str, allowed: int, found: int) -> None:
-    if found > allowed:
+def _check_fits(name: str, allowed: int, size: int) -> None:
+    if size > allowed:
         do = "Allow more, for example by static_sizes(manifest, packs_per_batch)"
-        where = f"pad_batch({name}={allowed})"
-        raise ConfigError(sentence(where, "the batch must fit", str(found), do))
+        raise ConfigError(
+            sentence(f"pad_batch({name}={allowed})", "the batch must fit", str(size), do)
+        )
