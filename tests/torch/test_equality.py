@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,7 +116,7 @@ def share(packing: str, layout: str, parts: int) -> Iterator[PackedBatch]:
         packs = fill(EXAMPLES.take(pairs), to_offsets(np.array([sizes[i] for i in mine])), layout)
         ref = REFERENCE.view(-1, 2)[torch.from_numpy(pairs)].flatten()
         batch = collate(packs, "preference", fillers=int(part >= len(sizes)))
-        yield replace(batch, ref_logps=ref)
+        yield batch.replace(ref_logps=ref)
 
 
 def cell_gradients(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,7 +56,7 @@ def test_a_planned_step(
     for number in range(2):
         packs = kit.packed(random_examples(3 + number, seed=number), [3 + number], layout)
         info = StepInfo(index=0, batch=number, batches=2, examples=7, counts=counts)
-        batch = replace(collate(packs, "preference").to("meta"), step=info)
+        batch = collate(packs, "preference").to("meta").replace(step=info)
         with torch.no_grad():
             ref_logps = frozen(batch)
         out = loss_fn(trained(batch), batch, ref_logps, divisor=count_step([batch], loss_fn))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -59,100 +60,13 @@ class StepInfo:
         return self.batch == self.batches - 1
 
 
-def _wide(change: Callable[[Any], Any], signed: Tensor) -> Tensor:
-    """Uses numpy on a CPU: torch would split this little work over threads and wait for them."""
-    if signed.device.type == "cpu":
-        return torch.from_numpy(change(signed.numpy()).astype(np.int64))
-    wide: Tensor = change(signed).long()
-    return wide
+_DERIVED = (
+    *("input_ids", "labels", "position_ids", "segment_ids", "target_index", "cu_seqlens_k"),
+    *("kv_index", "weights", "pack_ids", "sources"),
+)
+"""Fields of a batch that are computed on first access, on its device."""
 
 
-def _segment_ids(batch: PackedBatch) -> Tensor:
-    starts = batch.cu_seqlens
-    if starts.device.type == "cpu":
-        return torch.from_numpy(np.repeat(np.arange(batch.num_segments), np.diff(starts.numpy())))
-    segments = torch.arange(batch.num_segments, device=starts.device)
-    return segments.repeat_interleave(starts.diff(), output_size=batch.num_tokens)
-
-
-def _position_ids(batch: PackedBatch) -> Tensor:
-    ends, lengths = batch.cu_seqlens[1:], batch.lengths
-    if ends.device.type == "cpu":
-        places, shifts = np.arange(batch.num_tokens), lengths.numpy() - ends.numpy()
-        places += np.repeat(shifts.astype(np.int64), np.diff(batch.cu_seqlens.numpy()))
-        return torch.from_numpy(places)
-    tokens = torch.arange(batch.num_tokens, device=ends.device)
-    return tokens.add_((lengths - ends).long().index_select(0, batch.segment_ids))
-
-
-def _target_index(batch: PackedBatch) -> Tensor:
-    tokens, starts = vars(batch).get("_signed_ids"), batch.cu_seqlens[:-1]
-    tokens = batch.labels if tokens is None else tokens
-    if tokens.device.type == "cpu":
-        on = tokens.numpy() >= 0
-        on[starts.numpy()] = False
-        return torch.from_numpy(np.flatnonzero(on))
-    supervised = tokens >= 0
-    supervised[starts.long()] = False
-    return supervised.nonzero().flatten()
-
-
-def _pack_ids(batch: PackedBatch) -> Tensor:
-    return torch.from_numpy(np.repeat(np.arange(batch.num_packs), batch._pack_examples))
-
-
-def _weights(batch: PackedBatch) -> Tensor:
-    weights = np.ones(batch.num_examples, np.float32)
-    if batch._unweighted_packs:
-        weights[np.isin(batch.pack_ids.numpy(), batch._unweighted_packs)] = 0
-    return torch.from_numpy(weights)
-
-
-def _sources(batch: PackedBatch) -> Tensor:
-    packs, sources = batch.pack_ids, batch._pack_sources
-    return torch.zeros_like(packs) if sources is None else torch.from_numpy(sources[packs.numpy()])
-
-
-def _cu_seqlens_k(batch: PackedBatch) -> Tensor:
-    if batch._logical_tokens == batch.num_tokens:
-        return batch.cu_seqlens
-    return torch.nn.functional.pad(batch.lengths.cumsum(0, dtype=torch.int32), (1, 0))
-
-
-def _kv_index(batch: PackedBatch) -> Tensor | None:
-    """The token at each place of the logical sequences; a shared prefix is stored once."""
-    size = batch._logical_tokens
-    if size == batch.num_tokens:
-        return None
-    starts, keys = batch.cu_seqlens.long(), batch.cu_seqlens_k.long()
-    left_out = batch.lengths - starts.diff()
-    device = starts.device
-    responses = batch.num_responses.long()
-    firsts = starts[responses.cumsum(0) - responses]
-    first = firsts.repeat_interleave(responses, output_size=batch.num_segments)
-    sequences = torch.arange(batch.num_segments, device=device)
-    sequence = sequences.repeat_interleave(batch.lengths, output_size=size)
-    place = torch.arange(size, device=device) - keys[sequence]
-    own = place - left_out[sequence]
-    return torch.where(own < 0, first[sequence] + place, starts[sequence] + own)
-
-
-_DERIVED: dict[str, Callable[[PackedBatch], Tensor | None]] = {
-    "input_ids": lambda batch: _wide(ids_of, batch._signed_ids),
-    "labels": lambda batch: _wide(labels_of, batch._signed_ids),
-    "position_ids": _position_ids,
-    "segment_ids": _segment_ids,
-    "target_index": _target_index,
-    "cu_seqlens_k": _cu_seqlens_k,
-    "kv_index": _kv_index,
-    "weights": _weights,
-    "pack_ids": _pack_ids,
-    "sources": _sources,
-}
-"""Fields of a batch of :func:`collate` that are computed on first access, on its device."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
 class PackedBatch:
     """One or more packs as one flat row of T tokens: S segments, E examples, P packs.
 
@@ -161,18 +75,7 @@ class PackedBatch:
 
     Attributes:
         kind: ``preference``, ``sft`` or ``ranked``.
-        input_ids: int64 `[T]`.
-        labels: int64 `[T]`, unshifted: the token id where supervised, -100 elsewhere.
-        position_ids: int64 `[T]`, of each token in its logical sequence.
-        segment_ids: int64 `[T]`, the segment of each token.
-        target_index: int64 `[n]`, the supervised tokens; each is predicted by the token before it.
-            It may be padded with unsupervised tokens, which are ignored.
         cu_seqlens: int32 `[S + 1]`, where each segment starts in the row.
-        cu_seqlens_k: int32 `[S + 1]`, offsets of the logical sequences laid end to end. Without
-            shared prefixes it is `cu_seqlens`, the same tensor: torch looks for that identity when
-            it selects a kernel.
-        kv_index: int64 `[sum of lengths]`, the token of the row at each place of the logical
-            sequences; None if no segment leaves out a shared prefix.
         max_seqlen: longest segment.
         max_seqlen_k: longest logical sequence.
         lengths: int32 `[S]`, logical length of each sequence.
@@ -180,9 +83,6 @@ class PackedBatch:
         ref_logps: float32 `[S]`, log-probs of a reference model, or None.
         example_ids: int64 `[E]`.
         num_responses: int32 `[E]`, the segments of each example, which lie one after another.
-        weights: float32 `[E]`, 1; or 0 for a pack that only pads the last batch.
-        pack_ids: int64 `[E]`, the pack of each example.
-        sources: int64 `[E]`, the index of each example's source in the mix, else 0.
         num_packs: P.
         columns: carried columns and joined side data, `[E]` each: tensors, or numpy arrays of
             strings.
@@ -193,14 +93,7 @@ class PackedBatch:
     """
 
     kind: str
-    input_ids: Tensor
-    labels: Tensor
-    position_ids: Tensor
-    segment_ids: Tensor
-    target_index: Tensor
     cu_seqlens: Tensor
-    cu_seqlens_k: Tensor
-    kv_index: Tensor | None
     max_seqlen: int
     max_seqlen_k: int
     lengths: Tensor
@@ -208,42 +101,22 @@ class PackedBatch:
     ref_logps: Tensor | None
     example_ids: Tensor
     num_responses: Tensor
-    weights: Tensor
-    pack_ids: Tensor
-    sources: Tensor
     num_packs: int
-    columns: Mapping[str, Tensor | Column] = field(default_factory=dict)
-    step: StepInfo | None = None
-    cu_seqlens_unpadded: Tensor | None = None
+    columns: Mapping[str, Tensor | Column]
+    step: StepInfo | None
+    cu_seqlens_unpadded: Tensor | None
 
-    if TYPE_CHECKING:
-        _signed_ids: ClassVar[Tensor]
-        _logical_tokens: ClassVar[int]
-        _pack_examples: ClassVar[Int64]
-        _unweighted_packs: ClassVar[list[int]]
-        _pack_sources: ClassVar[Int64 | None]
-        _ranks: ClassVar[tuple[Float32, Int32]]
-    else:
-
-        def __getattr__(self, name):
-            """Computes a field that is not there yet."""
-            if name not in _DERIVED:
-                raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
-            value = vars(self)[name] = _DERIVED[name](self)
-            return value
-
-    @classmethod
-    def of(
-        cls,
-        signed_ids: Tensor,
+    def __init__(
+        self,
         *,
+        signed_ids: Tensor,
         logical_tokens: int,
         pack_examples: Int64,
         unweighted_packs: list[int],
         pack_sources: Int64 | None,
         **fields: Any,
-    ) -> Self:
-        """Makes a batch from all `fields` but those that are computed on first access.
+    ) -> None:
+        """Makes a batch; :func:`collate` does.
 
         Args:
             signed_ids: int32 `[T]`, ids, ``~id`` where unsupervised.
@@ -251,22 +124,115 @@ class PackedBatch:
             pack_examples: int64 `[P]`, examples of each pack.
             unweighted_packs: indices of the packs of weight 0.
             pack_sources: int64 `[P]`, the source of each pack in a mix; None: 0.
+            fields: the attributes that are not computed.
         """
-        batch = object.__new__(cls)
-        vars(batch).update(
-            fields,
-            _signed_ids=signed_ids,
-            _logical_tokens=logical_tokens,
-            _pack_examples=pack_examples,
-            _unweighted_packs=unweighted_packs,
-            _pack_sources=pack_sources,
-        )
-        return batch
+        self._signed_ids, self._logical_tokens = signed_ids, logical_tokens
+        self._pack_examples, self._unweighted_packs = pack_examples, unweighted_packs
+        self._pack_sources = pack_sources
+        vars(self).update(fields)
+
+    @cached_property
+    def input_ids(self) -> Tensor:
+        """int64 `[T]`."""
+        return _wide(ids_of, self._signed_ids)
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """int64 `[T]`, unshifted: the token id where supervised, -100 elsewhere."""
+        return _wide(labels_of, self._signed_ids)
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """int64 `[T]`, of each token in its logical sequence."""
+        ends, lengths = self.cu_seqlens[1:], self.lengths
+        if ends.device.type == "cpu":
+            places, shifts = np.arange(self.num_tokens), lengths.numpy() - ends.numpy()
+            places += np.repeat(shifts.astype(np.int64), np.diff(self.cu_seqlens.numpy()))
+            return torch.from_numpy(places)
+        tokens = torch.arange(self.num_tokens, device=ends.device)
+        return tokens.add_((lengths - ends).long().index_select(0, self.segment_ids))
+
+    @cached_property
+    def segment_ids(self) -> Tensor:
+        """int64 `[T]`, the segment of each token."""
+        starts, segments = self.cu_seqlens, self.num_segments
+        if starts.device.type == "cpu":
+            return torch.from_numpy(np.repeat(np.arange(segments), np.diff(starts.numpy())))
+        indices = torch.arange(segments, device=starts.device)
+        return indices.repeat_interleave(starts.diff(), output_size=self.num_tokens)
+
+    @cached_property
+    def target_index(self) -> Tensor:
+        """int64 `[n]`, the supervised tokens; each is predicted by the token before it.
+
+        It may be padded with unsupervised tokens, which are ignored.
+        """
+        starts = self.cu_seqlens[:-1]
+        if starts.device.type == "cpu":
+            on = self._signed_ids.numpy() >= 0
+            on[starts.numpy()] = False
+            return torch.from_numpy(np.flatnonzero(on))
+        supervised = self._signed_ids >= 0
+        supervised[starts.long()] = False
+        return supervised.nonzero().flatten()
+
+    @cached_property
+    def cu_seqlens_k(self) -> Tensor:
+        """int32 `[S + 1]`, offsets of the logical sequences laid end to end.
+
+        Without shared prefixes it is `cu_seqlens`, the same tensor: torch looks for that identity
+        when it selects a kernel.
+        """
+        if self._logical_tokens == self.num_tokens:
+            return self.cu_seqlens
+        return torch.nn.functional.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+    @cached_property
+    def kv_index(self) -> Tensor | None:
+        """int64 `[sum of lengths]`, the token of the row at each place of the logical sequences.
+
+        None if no segment leaves out a shared prefix.
+        """
+        size = self._logical_tokens
+        if size == self.num_tokens:
+            return None
+        starts, keys = self.cu_seqlens.long(), self.cu_seqlens_k.long()
+        left_out = self.lengths - starts.diff()
+        responses = self.num_responses.long()
+        firsts = starts[responses.cumsum(0) - responses]
+        first = firsts.repeat_interleave(responses, output_size=self.num_segments)
+        sequences = torch.arange(self.num_segments, device=starts.device)
+        sequence = sequences.repeat_interleave(self.lengths, output_size=size)
+        place = torch.arange(size, device=starts.device) - keys[sequence]
+        physical = place - left_out[sequence]
+        return torch.where(physical < 0, first[sequence] + place, starts[sequence] + physical)
+
+    @cached_property
+    def pack_ids(self) -> Tensor:
+        """int64 `[E]`, the pack of each example."""
+        return torch.from_numpy(np.repeat(np.arange(self.num_packs), self._pack_examples))
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """float32 `[E]`, 1; or 0 for a pack that only pads the last batch."""
+        weights = np.ones(self.num_examples, np.float32)
+        if self._unweighted_packs:
+            weights[np.isin(self.pack_ids.numpy(), self._unweighted_packs)] = 0
+        return torch.from_numpy(weights)
+
+    @cached_property
+    def sources(self) -> Tensor:
+        """int64 `[E]`, the index of each example's source in the mix, else 0."""
+        packs, sources = self.pack_ids, self._pack_sources
+        if sources is None:
+            return torch.zeros_like(packs)
+        return torch.from_numpy(sources[packs.numpy()])
 
     @property
     def num_tokens(self) -> int:
         """T."""
-        return len(self._signed_ids if "_signed_ids" in vars(self) else self.input_ids)
+        ids = vars(self).get("input_ids")
+        return len(self._signed_ids if ids is None else ids)
 
     @property
     def num_segments(self) -> int:
@@ -278,16 +244,13 @@ class PackedBatch:
         """E, including fillers of weight 0."""
         return len(self.example_ids)
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[Float32, Int32]:
         """`rewards` and `num_responses` on the CPU, by which ranked responses are compared.
 
         Read once; a batch that was copied to a device has brought them along.
         """
-        if "_ranks" not in vars(self):
-            both = self.rewards.cpu().numpy(), self.num_responses.cpu().numpy()
-            vars(self)["_ranks"] = both
-        return self._ranks
+        return self.rewards.cpu().numpy(), self.num_responses.cpu().numpy()
 
     @property
     def targets(self) -> Targets:
@@ -313,11 +276,15 @@ class PackedBatch:
             lengths=self.lengths,
         )
 
-    def with_weights(self, weights: Tensor) -> Self:
-        """Returns the batch with other weights of its examples, `[E]`."""
-        batch = replace(self, weights=weights)
-        if self.kind == "ranked":
-            vars(batch)["_ranks"] = self.ranks
+    def replace(self, **changes: Any) -> Self:
+        """Returns the batch with other values of these fields; all others are computed first."""
+        batch = copy.copy(self)
+        vars(batch).update({name: getattr(self, name) for name in _DERIVED} | changes)
+        outdated = ["layout", "_signed_ids"]
+        if not changes.keys().isdisjoint(("rewards", "num_responses")):
+            outdated.append("ranks")
+        for name in outdated:
+            vars(batch).pop(name, None)
         return batch
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
@@ -361,8 +328,16 @@ class PackedBatch:
         moved = {key: change(x) for key, x in tensors.items()}
         if all(moved[key] is x for key, x in tensors.items()):
             return self
-        fields = {n: moved.get(id(x), x) for n, x in own.items()}
-        columns = {n: moved.get(id(x), x) for n, x in self.columns.items()}
-        batch = object.__new__(type(self))
-        vars(batch).update(fields, columns=columns)
+        batch = copy.copy(self)
+        vars(batch).pop("layout", None)
+        vars(batch).update({n: moved.get(id(x), x) for n, x in own.items()})
+        batch.columns = {n: moved.get(id(x), x) for n, x in self.columns.items()}
         return batch
+
+
+def _wide(change: Callable[[Any], Any], signed: Tensor) -> Tensor:
+    """Uses numpy on a CPU: torch would split this little work over threads and wait for them."""
+    if signed.device.type == "cpu":
+        return torch.from_numpy(change(signed.numpy()).astype(np.int64))
+    wide: Tensor = change(signed).long()
+    return wide

@@ -67,8 +67,8 @@ def collate(
         unweighted += np.flatnonzero(stand_ins).tolist()
     columns = [p.columns for p in parts]
     shared = [name for name in columns[0] if all(name in c for c in columns)]
-    return PackedBatch.of(
-        _joined([p.signed_ids for p in parts], np.int32),
+    return PackedBatch(
+        signed_ids=_joined([p.signed_ids for p in parts], np.int32),
         logical_tokens=logical,
         pack_examples=pack_examples,
         unweighted_packs=unweighted,

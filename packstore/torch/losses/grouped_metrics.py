@@ -126,7 +126,7 @@ class GroupedMetrics:
         names = np.array(self._values(on_cpu, self.by), object)
         for name in sorted(set(names)):
             own = sent(torch.from_numpy(names == name), batch.weights.device)
-            yield name, batch.with_weights(batch.weights * own)
+            yield name, batch.replace(weights=batch.weights * own)
 
     def _values(self, batch: PackedBatch, by: str) -> list[str]:
         """The group of each example."""

@@ -8,7 +8,6 @@ and with any backend.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -94,8 +93,7 @@ def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
         shared = moved[batch.kv_index[(keys_before[run] + place).clamp(max=keys_before[-1] - 1)]]
         kv_index = torch.where(own < 0, shared, starts[run] + own)
     unpadded, cu_seqlens = batch.cu_seqlens_unpadded, starts.int()
-    return replace(
-        batch,
+    return batch.replace(
         input_ids=_spread(batch.input_ids, moved, len(segment), 0),
         labels=_spread(batch.labels, moved, len(segment), IGNORE_INDEX),
         position_ids=tokens - starts[segment] + left_out[segment],

@@ -8,7 +8,6 @@ gradient.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, TypedDict
 
 import numpy as np
@@ -103,11 +102,11 @@ def pad_batch(
     lengths = [min(longest, tail - i * longest) for i in range(pieces)] + [0] * (extra - pieces)
     batch = _add_segments(batch, torch.tensor(lengths, dtype=torch.int32), tail)
     if max_seqlen is not None:
-        batch = replace(batch, max_seqlen=max_seqlen, max_seqlen_k=max_seqlen)
+        batch = batch.replace(max_seqlen=max_seqlen, max_seqlen_k=max_seqlen)
     if num_targets is not None:
         _check_fits("num_targets", num_targets, len(batch.target_index))
         # The first token of a row is never supervised: as a target it is ignored.
-        batch = replace(batch, target_index=_filled(batch.target_index, num_targets, 0))
+        batch = batch.replace(target_index=_filled(batch.target_index, num_targets, 0))
     return batch
 
 
@@ -129,8 +128,7 @@ def _add_segments(batch: PackedBatch, lengths: Tensor, tail: int) -> PackedBatch
         return torch.cat([offsets, (offsets[-1] + ends).int()])
 
     unpadded, cu_seqlens = batch.cu_seqlens_unpadded, ended(batch.cu_seqlens)
-    return replace(
-        batch,
+    return batch.replace(
         input_ids=_filled(batch.input_ids, T, 0),
         labels=_filled(batch.labels, T, IGNORE_INDEX),
         position_ids=torch.cat([batch.position_ids, place]),

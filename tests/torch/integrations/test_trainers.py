@@ -48,7 +48,7 @@ def batches(rank: int = 0, world: int = 1) -> list[PackedBatch]:
         pairs = np.arange(end - size, end)
         packs = fill(EXAMPLES.take(pairs), to_offsets(np.array([size])), "shared_prefix")
         ref = REFERENCE.view(-1, 2)[pairs].flatten()
-        made.append(replace(collate(packs, "preference"), ref_logps=ref))
+        made.append(collate(packs, "preference").replace(ref_logps=ref))
     return made
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +26,7 @@ def step(kit: SimpleNamespace) -> list[PackedBatch]:
     examples = random_examples(max(SIZES), seed=5)
     packs = [kit.packed(examples.take(np.arange(size)), [size], "shared_prefix") for size in SIZES]
     batches = [collate(pack, "preference") for pack in packs]
-    return [replace(b, ref_logps=torch.zeros(b.num_segments)) for b in batches]
+    return [b.replace(ref_logps=torch.zeros(b.num_segments)) for b in batches]
 
 
 def loss_of(**settings: Any) -> PreferenceLoss:
@@ -63,7 +62,7 @@ def test_counts_of_other_kinds(kit: SimpleNamespace, step: list[PackedBatch]) ->
 
 def planned(batches: list[PackedBatch], examples: int, index: int = 0) -> Iterator[PackedBatch]:
     for i, batch in enumerate(batches):
-        yield replace(batch, step=StepInfo(index, i, len(batches), examples))
+        yield batch.replace(step=StepInfo(index, i, len(batches), examples))
 
 
 def test_a_planned_step_is_known_from_one_batch(step: list[PackedBatch]) -> None:

@@ -48,7 +48,7 @@ def make(
     batch = collate(kit.packed(random_examples(5, seed=seed, kind=kind), [2, 3], layout), kind)
     reference = torch.linspace(-20, -10, batch.num_segments)
     strings = batch.example_ids.numpy().astype("U5")
-    return replace(batch, ref_logps=reference, columns={"w": batch.weights.clone(), "s": strings})
+    return batch.replace(ref_logps=reference, columns={"w": batch.weights.clone(), "s": strings})
 
 
 def real_tokens(batch: PackedBatch, padded: PackedBatch) -> list[int]:
@@ -189,7 +189,7 @@ def test_fixed_shapes(kit: SimpleNamespace) -> None:
         assert padded.weights.tolist() == [1] * 5 + [0] * 10
         assert padded.example_ids.tolist() == [*range(5), *[-1] * 10]
         assert padded.columns["s"].tolist() == ["0", "1", "2", "3", "4"] + [""] * 10
-        tensors = {n: getattr(padded, n) for n in PackedBatch.__dataclass_fields__}
+        tensors = {n: getattr(padded, n) for n in vars(padded)}
         shapes.add(tuple((n, x.shape) for n, x in tensors.items() if isinstance(x, Tensor)))
         padded_segments = pad_batch(pad_segments(batch, 4), num_tokens=400, num_segments=30)
         assert padded_segments.cu_seqlens_unpadded is not None

@@ -6,7 +6,6 @@ import copy
 import json
 import math
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -315,7 +314,7 @@ def test_a_batch_of_fillers_alone_adds_nothing(pairs: Dataset, sft_weight: float
             logps = -torch.arange(batch.num_segments, dtype=torch.float64)
             grouped.add(logps, batch, logps * 0.9)
         for _ in range(fillers):
-            void = replace(batch, weights=torch.zeros_like(batch.weights))
+            void = batch.replace(weights=torch.zeros_like(batch.weights))
             grouped.add(logps, void, logps * 0.9)
         found.append(grouped.figures(torch.device("cpu")))
     assert found[0] == found[1]
