@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 from packstore.errors import IntegrityError, quote, sentence
 from packstore.format.arrays import Int64, PackSizes, to_offsets
 from packstore.format.loss_counts import COUNTS
-from packstore.format.schema import as_arrow, as_numpy
-from packstore.io.dataset.columns import read_columns
+from packstore.format.schema import as_arrow, as_numpy, flat_column
+from packstore.io.dataset.reader import ShardReader
 from packstore.io.manifest.commit import FOLDER
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.stored_file import StoredFile, decoding, read_stored
@@ -114,10 +114,9 @@ class PackIndex:
             raise IntegrityError(sentence(self.where, must, f"{quote(schema.names)}, rows {rows}"))
 
     def shard(self, number: int) -> PackSizes:
-        """Returns the sizes of the packs of a shard. Thread-safe.
+        """Returns the sizes of the packs of a shard; refuses those that contradict the manifest.
 
-        Raises:
-            IntegrityError: they contradict the manifest.
+        Thread-safe.
         """
         with decoding(self.where):
             rows = self._shards[number].rows
@@ -126,80 +125,95 @@ class PackIndex:
             file = open_parquet(source, self._metadata, page_checksums=True)
             batch = read_group(file, number)
             columns = (as_numpy(batch.column(name)).astype(np.int64) for name in _SIZES)
-            sizes = PackSizes(*columns, counts=_counts(batch))
+            counts = None
+            if COUNTS[0] in batch.schema.names and not any(
+                batch.column(n).null_count for n in COUNTS
+            ):
+                counts = np.stack([as_numpy(batch.column(name)) for name in COUNTS], axis=1)
+            sizes = PackSizes(*columns, counts=counts)
         _check_sums(sizes, self._shards[number], f"{self.where}, row group {number}")
         return sizes
 
 
 class SizeTable:
-    """Sizes of the packs of a dataset; caches the most recently used shards. Thread-safe."""
+    """Sizes of the packs of a dataset; caches the most recently used shards. Thread-safe.
+
+    Methods raise StorageError for a missing file, IntegrityError for a wrong checksum.
+    """
 
     def __init__(self, location: Location, manifest: Manifest) -> None:
         self._location, self._manifest = location, manifest
         self._starts = to_offsets(np.array([shard.rows for shard in manifest.shards], np.int64))
-        self._index: PackIndex | None = None
-        self._recent = functools.lru_cache(KEPT_SHARDS)(self._load)
+        self.shard = functools.lru_cache(KEPT_SHARDS)(self._load)
 
     def take(self, packs: Int64) -> PackSizes:
-        """Returns the sizes of packs; `packs`: their numbers in file order, int64 `[n]`.
-
-        Raises:
-            StorageError: a file is missing, or the store refuses.
-            IntegrityError: a checksum does not match.
-        """
-        out = PackSizes(*(np.empty(len(packs), np.int64) for _ in _SIZES))
-        counts: Int64 | None = np.empty((len(packs), len(COUNTS)), np.int64)
+        """Returns the sizes of packs; `packs`: their numbers in file order, int64 `[n]`."""
         shards = np.searchsorted(self._starts, packs, side="right") - 1
         order = np.argsort(shards, kind="stable")
         distinct, firsts = np.unique(shards[order], return_index=True)
-        members = np.split(order, firsts[1:])
-        for shard, own in zip(distinct.tolist(), members, strict=False):
-            sizes = self.shard(shard)
-            rows = packs[own] - self._starts[shard]
-            for name in _SIZES:
-                getattr(out, name)[own] = getattr(sizes, name)[rows]
-            if counts is not None and sizes.counts is not None:
-                counts[own] = sizes.counts[rows]
-            else:
-                counts = None
-        return replace(out, counts=counts)
+        members = np.split(packs[order], firsts[1:])
+        parts = [
+            self.shard(shard).take(numbers - self._starts[shard])
+            for shard, numbers in zip(distinct.tolist(), members, strict=False)
+        ]
+        return _joined(parts).take(np.argsort(order, kind="stable"))
 
     def all(self) -> PackSizes:
-        """Returns the sizes of all packs in file order, 56 bytes each; raises like `take`."""
+        """Returns the sizes of all packs in file order, 56 bytes each."""
         numbers = range(len(self._manifest.shards))
         if self._manifest.pack_index is not None:
-            parts = list(map(self._load, numbers))
-        else:
-            with ThreadPoolExecutor(THREADS) as pool:
-                parts = list(pool.map(self._load, numbers))
-        counts = [part.counts for part in parts if part.counts is not None]
-        whole = len(counts) == len(parts) > 0
-        return PackSizes(
-            *(np.concatenate([_NONE, *(getattr(p, n) for p in parts)]) for n in _SIZES),
-            counts=np.concatenate(counts) if whole else None,
-        )
+            return _joined(list(map(self._load, numbers)))
+        with ThreadPoolExecutor(THREADS) as pool:
+            return _joined(list(pool.map(self._load, numbers)))
 
-    def shard(self, number: int) -> PackSizes:
-        """Returns the sizes of the packs of a shard; raises like :meth:`take`."""
-        return self._recent(number)
+    @functools.cached_property
+    def _index(self) -> PackIndex | None:
+        info = self._manifest.pack_index
+        return None if info is None else PackIndex(self._location, self._manifest, info)
 
     def _load(self, number: int) -> PackSizes:
-        manifest = self._manifest
-        if manifest.pack_index is None:
-            return _read_sizes(self._location, manifest, manifest.shards[number])
-        if self._index is None:
-            self._index = PackIndex(self._location, manifest, manifest.pack_index)
-        return self._index.shard(number)
+        """Returns the sizes of the packs of a shard, from the index or from two of its columns."""
+        if self._index is not None:
+            return self._index.shard(number)
+        shard = self._manifest.shards[number]
+        batches = read_columns(self._location, self._manifest, shard, _NEEDED)
+        sizes = _joined([_sizes(*(columns[name] for name in _NEEDED)) for columns in batches])
+        _check_sums(sizes, shard, self._location.join(shard.path).display)
+        return sizes
 
 
-def _read_sizes(location: Location, manifest: Manifest, shard: ShardInfo) -> PackSizes:
-    """Computes the sizes of the packs of a shard from two of its columns."""
-    where = location.join(shard.path).display
-    batches = read_columns(location, manifest, shard, _NEEDED)
-    parts = [_sizes(*(columns[name] for name in _NEEDED)) for columns in batches]
-    sizes = PackSizes(*(np.concatenate([getattr(p, n) for p in parts] or [_NONE]) for n in _SIZES))
-    _check_sums(sizes, shard, where)
-    return sizes
+def read_columns(
+    location: Location, manifest: Manifest, shard: ShardInfo, names: Sequence[str]
+) -> Iterator[Mapping[str, tuple[Any, Int64]]]:
+    """Yields columns `names` of each row group of `shard`, in order: values and pack offsets.
+
+    For Parquet, fetches and verifies only the pages of these columns; for Arrow, whole batches.
+    """
+    reader = ShardReader(location, manifest, shard)
+    for group in range(len(shard.row_groups)):
+        batch = reader.read_columns(group, names)
+        with decoding(f"{reader.where}, row group {group}"):
+            columns = {name: flat_column(batch, name, None) for name in names}
+            check_counts(columns, int(shard.row_groups.rows[group]))
+        yield columns
+
+
+def check_counts(columns: Mapping[str, tuple[Any, Int64]], rows: int) -> None:
+    """Refuses out-of-range offsets; see :func:`packstore.format.rules.check_structure`.
+
+    `rows` is the number of packs. Callers compare the sums with the manifest.
+    """
+    for name, (values, offsets) in columns.items():
+        if len(offsets) != rows + 1:
+            raise IntegrityError(f"column {name} must have {rows} rows; found {len(offsets) - 1}")
+        if name in ("lengths", "num_responses") and len(values) and values.min() < 1:
+            raise IntegrityError(f"column {name} must hold positive numbers; found {values.min()}")
+    if "seq_boundaries" in columns:
+        bounds, offsets = columns["seq_boundaries"]
+        steps = np.diff(bounds.astype(np.int64))
+        steps[offsets[1:-1] - 1] = 1  # from the end of one pack to the start of the next
+        if np.any(np.diff(offsets) < 1) or np.any(bounds[offsets[:-1]]) or np.any(steps < 1):
+            raise IntegrityError("column seq_boundaries must rise from 0 in each pack")
 
 
 def _sizes(boundaries: tuple[Any, Int64], examples: tuple[Any, Int64]) -> PackSizes:
@@ -217,19 +231,18 @@ def _sizes(boundaries: tuple[Any, Int64], examples: tuple[Any, Int64]) -> PackSi
     )
 
 
+def _joined(parts: Sequence[PackSizes]) -> PackSizes:
+    none = np.empty(0, np.int64)
+    counts = [part.counts for part in parts if part.counts is not None]
+    return PackSizes(
+        *(np.concatenate([none, *(getattr(part, name) for part in parts)]) for name in _SIZES),
+        counts=np.concatenate(counts) if len(counts) == len(parts) > 0 else None,
+    )
+
+
 def _check_sums(sizes: PackSizes, shard: ShardInfo, where: str) -> None:
-    found = (len(sizes), int(sizes.examples.sum()), int(sizes.tokens.sum()))
+    sums = (len(sizes), int(sizes.examples.sum()), int(sizes.tokens.sum()))
     expected = (shard.rows, shard.examples, shard.tokens)
-    if found != expected:
+    if sums != expected:
         must = f"its packs must have (rows, examples, tokens) {expected}, as the manifest says"
-        raise IntegrityError(sentence(where, must, str(found)))
-
-
-def _counts(batch: pa.RecordBatch) -> Int64 | None:
-    """Returns int64 `[P, 4]`, the divisors of losses; None if the index lacks them."""
-    if COUNTS[0] not in batch.schema.names or any(batch.column(n).null_count for n in COUNTS):
-        return None
-    return np.stack([as_numpy(batch.column(name)) for name in COUNTS], axis=1)
-
-
-_NONE = np.empty(0, np.int64)
+        raise IntegrityError(sentence(where, must, str(sums)))

@@ -17,9 +17,9 @@ import pyarrow as pa
 from packstore.errors import FormatError
 from packstore.format.arrays import IGNORE_INDEX, Int32, Int64, Packs, to_offsets
 from packstore.format.schema import KINDS, as_arrow, flat_column
-from packstore.io.dataset.columns import check_counts
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.dataset.pack_index import check_counts
 from packstore.io.manifest.stored_file import decoding
 
 if TYPE_CHECKING:

@@ -386,6 +386,6 @@ def test_sizes_are_looked_up_shard_by_shard(kit, written, monkeypatch):
     assert loaded in ([], [shards - 1])
     for _ in range(2):
         again.sizes(np.arange(len(ds)))
-    assert again._sizes._recent.cache_info().currsize == shards - 1
+    assert again._sizes.shard.cache_info().currsize == shards - 1
     bare = without_index(ds)
     assert told(bare.sizes(last)) == told(everything.take(last))

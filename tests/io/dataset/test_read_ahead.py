@@ -305,7 +305,7 @@ def test_arrow_reads_in_our_threads_alone(kit: Any, tmp_path: Any) -> None:
 _READ_ARROW = """
 import os, sys
 import fsspec
-from packstore.io.dataset.columns import read_columns
+from packstore.io.dataset.pack_index import read_columns
 from packstore.io.dataset.dataset import open as open_dataset
 
 def threads():
