@@ -14,6 +14,7 @@ import pytest
 from packstore.config import PackConfig
 from packstore.format.arrays import Examples, Packs, Tally
 from packstore.io.dataset.dataset import Dataset, open
+from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.manifest import build_manifest, commit_manifest
 from packstore.io.shards.shard import PackShape
 from packstore.io.store.location import Location
@@ -50,11 +51,13 @@ def write_dataset(
     }
     with ShardWriter(location, shape, config, "run") as writer:
         writer.write(packs)
-        shards = writer.close()
+        finished = writer.finish()
+        shards = [part.shard for part in finished]
         manifest = build_manifest(
             shape, config, shards, writer.counter, Tally(read=n), {}, provenance
         )
-        commit_manifest(location, replace(manifest, pack_index=writer.pack_index))
+        index = put_index(location, (part.sizes for part in finished), 1)
+        commit_manifest(location, replace(manifest, pack_index=index))
     return open(url)
 
 

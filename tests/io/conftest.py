@@ -14,6 +14,7 @@ import pytest
 from packstore.config import PackConfig
 from packstore.format.arrays import Examples, Packs, Tally, to_offsets
 from packstore.io.dataset.dataset import Dataset, open
+from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.manifest import Manifest, PackShape, build_manifest, commit_manifest
 from packstore.io.store.location import Location
 from packstore.io.write.shard_writer import ShardWriter
@@ -140,12 +141,14 @@ class Written:
     def manifest(self, writer: ShardWriter, **settings: Any) -> Manifest:
         tally = Tally(read=writer.counter.examples + 2)
         tally.dropped.update({"overlong": 2})
-        shards = writer.close()
+        finished = writer.finish()
+        shards = [part.shard for part in finished]
         config = self.config(**settings)
         manifest = build_manifest(
             self.shape, config, shards, writer.counter, tally, {"bound": 1}, PROVENANCE
         )
-        return replace(manifest, pack_index=writer.pack_index)
+        index = put_index(self.location, (part.sizes for part in finished), 1)
+        return replace(manifest, pack_index=index)
 
     def dataset(self, parts: Sequence[Packs], overwrite: bool = False, **settings: Any) -> Dataset:
         with self.writer(**settings) as writer:

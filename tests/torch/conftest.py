@@ -35,6 +35,7 @@ from transformers import (
 from packstore.config import PackConfig
 from packstore.format.arrays import Examples, Packs, Tally, to_offsets
 from packstore.io.dataset.dataset import Dataset, open
+from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.manifest import PackShape, build_manifest, commit_manifest
 from packstore.io.store.location import Location
 from packstore.io.write.shard_writer import ShardWriter
@@ -342,10 +343,12 @@ def write(url: str, packs: Packs, kind: str = "preference", layout: str = "conca
     provenance["package_version"] = "0"
     with ShardWriter(location, shape, config, "0123456789ab") as writer:
         writer.write(packs)
-        shards = writer.close()
+        finished = writer.finish()
+        shards = [part.shard for part in finished]
         tally = Tally(read=writer.counter.examples)
         manifest = build_manifest(shape, config, shards, writer.counter, tally, {}, provenance)
-        commit_manifest(location, replace(manifest, pack_index=writer.pack_index))
+        index = put_index(location, (part.sizes for part in finished), 1)
+        commit_manifest(location, replace(manifest, pack_index=index))
     return open(url)
 
 

@@ -214,7 +214,7 @@ def build_manifest(
 
     Args:
         shape, config: properties shared by all packs, and the settings of the job.
-        shards, counter: from :meth:`ShardWriter.close` and :attr:`ShardWriter.counter`.
+        shards, counter: of all its packs.
         tally: counts of packed, dropped and noted records.
         planning: statistics of the plan.
         provenance: see :class:`Manifest`.

@@ -20,11 +20,9 @@ from packstore.config import WriteConfig
 from packstore.format.arrays import Int32, Int64, Packs
 from packstore.format.rules import check_packs
 from packstore.format.schema import pack_schema, to_arrow
-from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.commit import DATA, FOLDER
 from packstore.io.manifest.partition_notes import Finished
-from packstore.io.manifest.stored_file import StoredFile
-from packstore.io.shards.shard import PackShape, ShardInfo, describe_shard
+from packstore.io.shards.shard import PackShape, describe_shard
 from packstore.io.shards.shard_file import ShardFile
 from packstore.io.shards.statistics import PackCounter, pack_figures, pack_sizes
 from packstore.io.store.location import Location
@@ -38,32 +36,22 @@ class ShardWriter:
     """Writes packs as the shards of a dataset; a context manager that aborts on an error.
 
     The bytes depend only on the packs, the settings and the release of pyarrow. Memory: a few row
-    groups.
+    groups. Methods raise StorageError as the store refuses.
 
     Args:
         location: the dataset.
         shape: properties shared by all packs.
-        config: file format, codec, and sizes.
+        config: file format and sizes.
         run: prefix of all shard names; the same for a rerun of the same job.
-            (Those of a local dataset are hidden files inside it, so that a rename publishes them.)
 
     Attributes:
         counter: totals and statistics of the packs so far.
-        pack_index: the index of all packs, after :meth:`close`; None without packs.
     """
 
-    def __init__(
-        self,
-        location: Location,
-        shape: PackShape,
-        config: WriteConfig,
-        run: str,
-    ) -> None:
+    def __init__(self, location: Location, shape: PackShape, config: WriteConfig, run: str) -> None:
         self.counter = PackCounter()
-        self.pack_index: StoredFile | None = None
         self._location, self._shape, self._config, self._run = location, shape, config, run
-        spans = config.labels == "spans"
-        carry = dict(shape.carry)
+        spans, carry = config.labels == "spans", dict(shape.carry)
         self._schema = pack_schema(shape.kind, shape.layout, label_spans=spans, carry=carry)
         self._staging = Staging(location, (FOLDER, DATA))
         self._encoder: ThreadPoolExecutor | None = None
@@ -71,7 +59,7 @@ class ShardWriter:
         self._shard: ShardFile | None = None
         self._pending: list[tuple[pa.RecordBatch, Int64, Int32]] = []
         self._pending_tokens = self._rows = 0
-        self._parts: list[Finished] = []
+        self._finished: list[Finished] = []
 
     def __enter__(self) -> Self:
         return self
@@ -87,12 +75,7 @@ class ShardWriter:
             self.abort()
 
     def write(self, packs: Packs) -> None:
-        """Adds packs, in dataset order.
-
-        Raises:
-            FormatError: a pack violates an invariant.
-            StorageError: no space, no permission, or the store refuses.
-        """
+        """Adds packs, in dataset order; raises FormatError if one violates an invariant."""
         if not len(packs):
             return
         check_packs(
@@ -116,12 +99,16 @@ class ShardWriter:
             self._pending_tokens += tokens
         self._hold(batch, figures, packs, start, len(packs))
 
-    def finish(self) -> list[Finished]:
-        """Finishes the last shard; returns all shards in order.
+    def _hold(
+        self, batch: pa.RecordBatch, figures: Int64, packs: Packs, start: int, stop: int
+    ) -> None:
+        if stop > start:
+            first, last = packs.sequence_offsets[[start, stop]]
+            rows = batch.slice(start, stop - start)
+            self._pending.append((rows, figures[start:stop], packs.lengths[first:last]))
 
-        Raises:
-            StorageError: no space, no permission, or the store refuses.
-        """
+    def finish(self) -> list[Finished]:
+        """Finishes the last shard; returns all shards in order."""
         if self._pending_tokens:
             self._flush()
         if self._shard is not None:
@@ -130,13 +117,7 @@ class ShardWriter:
             self._encoder.shutdown()
             self._encoder = None
         self._staging.remove()
-        return self._parts
-
-    def close(self, version: int = 1) -> list[ShardInfo]:
-        """Calls :meth:`finish` and stores the pack index of a version of only these shards."""
-        parts = self.finish()
-        self.pack_index = put_index(self._location, (part.sizes for part in parts), version)
-        return [part.shard for part in parts]
+        return self._finished
 
     def abort(self) -> None:
         """Aborts, and removes unfinished files.
@@ -152,14 +133,6 @@ class ShardWriter:
             self._shard.discard()
             self._shard = None
         self._staging.remove()
-
-    def _hold(
-        self, batch: pa.RecordBatch, figures: Int64, packs: Packs, start: int, stop: int
-    ) -> None:
-        if stop > start:
-            first, last = packs.sequence_offsets[[start, stop]]
-            rows = batch.slice(start, stop - start)
-            self._pending.append((rows, figures[start:stop], packs.lengths[first:last]))
 
     def _flush(self) -> None:
         """Queues the pending rows as one row group; closes the shard if it is full."""
@@ -186,9 +159,10 @@ class ShardWriter:
         """Stores a finished shard: moves or uploads it into the dataset."""
         self._wait(0)
         hashes, checksums = shard.finish(durable=self._staging.durable)
-        name = f"{self._run}-{len(self._parts):05d}-{hashes.sha256[:16]}.{self._config.format}"
+        number = len(self._finished)
+        name = f"{self._run}-{number:05d}-{hashes.sha256[:16]}.{self._config.format}"
         info = describe_shard(f"{DATA}/{name}", shard.figures, hashes, checksums)
         self._staging.store(shard.path, info.path)
-        sizes = pack_sizes(np.concatenate(shard.figures))
         self._shard = None
-        self._parts.append(Finished(info, shard.counter, sizes))
+        sizes = pack_sizes(np.concatenate(shard.figures))
+        self._finished.append(Finished(info, shard.counter, sizes))

@@ -79,12 +79,7 @@ class WriteJob:
         return replace(merged, pack_index=manifest.pack_index)
 
     def refuse_again(self, about: Mapping[str, Any]) -> None:
-        """Refuses to append records twice, most likely a repeat of a call that succeeded.
-
-        Raises:
-            AppendedBefore: the same records, with the same settings, are its last part.
-            DatasetExistsError: the dataset already contains the same records.
-        """
+        """Refuses to append records twice: AppendedBefore for those that its last part has."""
         past = self.extends.manifest.provenance if self.extends else {}
         old, new = (
             {s.get("sha256") for s in told.get("sources", ())} - {None} for told in (past, about)
@@ -114,7 +109,6 @@ class WriteJob:
         Raises:
             DatasetExistsError: another writer committed first.
             MissingFilesError: the version is committed, but lacks files.
-            StorageError: the store refuses.
         """
         commit_manifest(self.location, manifest, version=self.version)
         require_committed(self.location, manifest.files, self.version)
@@ -125,23 +119,15 @@ class WriteJob:
 
 @contextlib.contextmanager
 def writing(
-    location: Location,
-    overwrite: bool,
-    call: str = "pack",
-    name: str = DATASET,
+    location: Location, overwrite: bool, call: str = "pack", name: str = DATASET
 ) -> Iterator[WriteJob]:
     """Opens a job that writes to `location`, possibly concurrent with others.
 
-    Args:
-        location: the dataset.
-        overwrite: replace an existing dataset.
-        call: name of the job, for messages.
-        name: prefix of the name of its manifest.
+    `call` is the name of the job in messages, `name` the prefix of its manifest's name.
 
     Raises:
         ConfigError: two writers could both commit there.
         DatasetExistsError: a dataset exists, and `overwrite` is False.
-        StorageError: the store refuses.
     """
     require_exclusive(location)
     version = refuse_existing(location, overwrite, name)

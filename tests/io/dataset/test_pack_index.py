@@ -23,7 +23,6 @@ from packstore.io.dataset import pack_index
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.pack_index import SCHEMA, SizeTable
-from packstore.io.maintain.clean import clean
 from packstore.io.shards.shard import PackShape
 from packstore.pack.fill import fill
 from packstore.testing import random_examples
@@ -184,30 +183,6 @@ def test_memory_of_the_writer_is_one_shard(kit, written, monkeypatch):
     monkeypatch.setattr(pack_index, "_table", spy)
     ds = written.dataset([kit.some_packs(200)])
     assert portions == [s.rows for s in ds.manifest.shards]
-
-
-def test_a_failed_job_leaves_it_to_clean(kit, tmp_path, place):
-    made = kit.Written(place)
-    writer = made.writer()
-    writer.write(kit.some_packs(60))
-    assert writer.close()
-    assert made.location.exists(writer.pack_index.path)
-    writer.abort()
-    assert made.location.exists(writer.pack_index.path)
-    clean(place, delete=True, older_than=0, no_writers=True)
-    assert not made.location.exists(writer.pack_index.path)
-    assert not made.location.files("_packstore")
-
-
-def test_a_failed_job_keeps_what_another_committed(kit, written):
-    """An equal job beside it was faster: the index that this one made is now of that one."""
-    writer = written.writer()
-    writer.write(kit.some_packs(60))
-    writer.close()
-    ds = written.dataset([kit.some_packs(60)])
-    assert writer.pack_index == ds.manifest.pack_index
-    writer.abort()
-    assert open_dataset(ds.url).verify().ok
 
 
 @pytest.mark.parametrize("place", range(0, 400, 7))

@@ -317,7 +317,7 @@ def test_the_file_must_have_the_schema_of_the_manifest(kit, written):
 def test_unfinished_is_not_found(kit, written):
     with written.writer() as writer:
         writer.write(kit.some_packs(60))
-        writer.close()
+        writer.finish()
     with pytest.raises(DatasetNotFoundError, match=r"no _packstore/manifest"):
         open_dataset(written.location.url)
 
@@ -329,7 +329,7 @@ def test_a_failing_job_keeps_the_shards_of_an_equal_one_that_is_about_to_commit(
         manifest = made.manifest(first)
         with pytest.raises(KeyboardInterrupt), made.writer() as second:  # noqa: PT012
             second.write(kit.some_packs(60))
-            second.close()
+            second.finish()
             raise KeyboardInterrupt
         commit_manifest(made.location, manifest)
     assert open_dataset(place).verify().ok
