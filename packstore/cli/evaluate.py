@@ -21,7 +21,7 @@ from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
-    from packstore.torch.losses.grouped_metrics import Figures
+    from packstore.torch.losses.figures import Figures
     from packstore.torch.losses.loss import PreferenceLoss
 
 _FACTS = (

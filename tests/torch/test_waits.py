@@ -21,7 +21,7 @@ from packstore.torch.attention import flash
 from packstore.torch.batch.batch import StepInfo
 from packstore.torch.logprobs import head
 from packstore.torch.losses.divisor import count_step
-from packstore.torch.losses.grouped_metrics import GroupedMetrics
+from packstore.torch.losses.figures import GroupedMetrics
 from packstore.torch.losses.pairs import index_pairs
 
 
@@ -89,7 +89,7 @@ def test_a_ranked_step_that_is_counted_before_it_is_copied(
 def test_an_evaluation(kit: SimpleNamespace, policy: Any, kind: str) -> None:
     """Metrics of all examples by input file, and of each example: read at the end only."""
     trained, loss_fn = policy("llama"), PreferenceLoss("dpo", sft_weight=0.2)
-    dataset: Any = SimpleNamespace(manifest=SimpleNamespace(provenance={}))
+    dataset: Any = SimpleNamespace(manifest=SimpleNamespace(source_names=[]))
     grouped = GroupedMetrics(loss_fn, dataset, "file")
     packs = kit.packed(random_examples(4, kind=kind), [4], "concat")
     on_cpu = collate(packs, kind)

@@ -25,7 +25,6 @@ from typing import Any, Protocol
 import torch
 
 from packstore.errors import ConfigError, sentence
-from packstore.torch.batch.batch import StepInfo
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.metrics import all_reduce_sums, distributed
 
@@ -110,13 +109,15 @@ def default_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor | N
         return planned.averaged(step.ranks if loss_fn.gradients == "mean" else 1)
     if step.batches * step.ranks == 1:
         return None
-    must = "a loss must be divided by the count of its whole optimizer step"
-    found = f"a step of {step.batches} batches on {step.ranks} ranks that nobody counted"
-    do = (
-        "Pass divisor=count_step(batches, loss_fn).averaged(ranks) with all batches of the step, "
-        "or pack the data anew: the pack index then counts what losses divide by"
+    raise ConfigError(
+        sentence(
+            repr(loss_fn),
+            "a loss must be divided by the count of its whole optimizer step",
+            f"a step of {step.batches} batches on {step.ranks} ranks that nobody counted",
+            "Pass divisor=count_step(batches, loss_fn).averaged(ranks) with all batches of the "
+            "step, or pack the data anew: the pack index then counts what losses divide by",
+        )
     )
-    raise ConfigError(sentence(repr(loss_fn), must, found, do))
 
 
 def count_step(
@@ -142,14 +143,17 @@ def count_step(
             missing.
     """
     steps = [batch.step for batch in batches if batch.step is not None]
-    if len(found := {step.index for step in steps}) > 1:
+    if len(numbers := {step.index for step in steps}) > 1:
         raise ConfigError(
-            f"count_step: batches must be of one optimizer step; found steps {sorted(found)}."
+            f"count_step: batches must be of one optimizer step; found steps {sorted(numbers)}."
         )
     known = planned_divisor(batches[0], loss_fn) if batches else None
     if known is not None:
         return known
-    _check_whole(steps)
+    if steps and {step.batch for step in steps} != set(range(steps[0].batches)):
+        needed = f"it must get all {steps[0].batches} batches of the step, which nobody counted"
+        given = f"{len({step.batch for step in steps})}"
+        raise ConfigError(sentence("count_step", needed, given, "Collect them until step.last"))
     counts = [loss_fn.count(batch) for batch in batches]
     if not distributed():
         device = None  # the counts are numbers already
@@ -177,15 +181,11 @@ def check_accumulation(batch: PackedBatch, *, given: bool) -> None:
     state = accelerate.GradientState()
     if state.num_steps == 1 or (given and state.sync_gradients == batch.step.last):
         return
-    must = "optimizer steps and the division of losses must be those of the loader"
-    found = f"gradient_accumulation_steps={state.num_steps}, by which it does both"
-    do = "Make the Accelerator without it, use no_sync until batch.step.last, and step there"
-    raise ConfigError(sentence("Accelerate", must, found, do))
-
-
-def _check_whole(steps: Sequence[StepInfo]) -> None:
-    """Refuses an incomplete set of a step's batches."""
-    if steps and {step.batch for step in steps} != set(range(steps[0].batches)):
-        must = f"it must get all {steps[0].batches} batches of the step, which nobody counted"
-        found = f"{len({step.batch for step in steps})}"
-        raise ConfigError(sentence("count_step", must, found, "Collect them until step.last"))
+    raise ConfigError(
+        sentence(
+            "Accelerate",
+            "optimizer steps and the division of losses must be those of the loader",
+            f"gradient_accumulation_steps={state.num_steps}, by which it does both",
+            "Make the Accelerator without it, use no_sync until batch.step.last, and step there",
+        )
+    )

@@ -61,15 +61,16 @@ class FirstStepCheck:
         gaps = (logps - ref_logps).abs()
         mean = float(gaps.mean())
         if not mean <= self.tolerance:
-            found, expected = (self._loss(x, batch, ref_logps) for x in (logps, ref_logps))
-            where = f"first step of {self.loss_fn!r}"
-            must = f"policy and reference must agree at first, and the loss be {expected:.4g}"
+            divisor = own_divisor(batch, self.loss_fn)
+            both = (self.loss_fn(x, batch, ref_logps, divisor=divisor) for x in (logps, ref_logps))
+            loss, expected = (float(x.loss_sum / x.count.clamp(min=1)) for x in both)
             apart = f"sequences {mean:.2g} nats apart ({float(gaps.max()):.2g} at most)"
-            do = f"Likely causes: {CAUSES}"
-            logger.warning(sentence(where, must, f"{found:.4g}, {apart}", do))
+            logger.warning(
+                sentence(
+                    f"first step of {self.loss_fn!r}",
+                    f"policy and reference must agree at first, and the loss be {expected:.4g}",
+                    f"{loss:.4g}, {apart}",
+                    f"Likely causes: {CAUSES}",
+                )
+            )
         return mean
-
-    def _loss(self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor) -> float:
-        own = own_divisor(batch, self.loss_fn)
-        out = self.loss_fn(logps, batch, ref_logps, divisor=own)
-        return float(out.loss_sum / out.count.clamp(min=1))

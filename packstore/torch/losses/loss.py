@@ -93,6 +93,7 @@ class PreferenceLoss:
         self.router_aux_loss_coef = router_aux_loss_coef
         self.gradients = _choice("gradients", gradients, get_args(Gradients))
         self.only_sft = self.terms[0].name == "sft"
+        _choice("average_logps", average_logps, (True, False))
         if not (is_number(sft_weight) and sft_weight >= 0):
             raise ConfigError(f"sft_weight must be at least 0; found {quote(sft_weight)}.")
         given = router_aux_loss_coef
@@ -357,5 +358,7 @@ def _pack_means(losses: Tensor, weights: Tensor, packs: Tensor, num_packs: int) 
 
 def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     if value not in choices:
-        raise ConfigError(f"{name} must be one of: {', '.join(choices)}; found {quote(value)}.")
+        raise ConfigError(
+            f"{name} must be one of: {', '.join(map(str, choices))}; found {quote(value)}."
+        )
     return value

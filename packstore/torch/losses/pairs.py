@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -14,6 +14,11 @@ from packstore.format.arrays import Int64, range_indices, to_offsets
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.batch.transfer import sent
 from packstore.torch.logprobs.logprobs import segment_token_counts
+
+SHARD_EXACTLY = (
+    "Under FSDP2, give fully_shard MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+    "reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False)"
+)
 
 PairChoice = Literal["best_vs_rest", "all", "adjacent"]
 
@@ -60,15 +65,12 @@ class Pairs:
 
     def per_token(self) -> Pairs:
         """Returns the same pairs with means over tokens instead of sums."""
-        return Pairs(
-            self.chosen / self.chosen_tokens,
-            self.rejected / self.rejected_tokens,
-            self.ref_chosen / self.chosen_tokens,
-            self.ref_rejected / self.rejected_tokens,
-            self.chosen_tokens,
-            self.rejected_tokens,
-            self.chosen_reward,
-            self.rejected_reward,
+        return replace(
+            self,
+            chosen=self.chosen / self.chosen_tokens,
+            rejected=self.rejected / self.rejected_tokens,
+            ref_chosen=self.ref_chosen / self.chosen_tokens,
+            ref_rejected=self.ref_rejected / self.rejected_tokens,
         )
 
 
@@ -90,15 +92,11 @@ class SequenceSums:
         """
         for name, values in (("logps", logps), ("ref_logps", ref_logps)):
             if values is not None and values.dtype.itemsize < 4:
-                must = "log-probs must be float32, as 16 bits are off by a nat at 300 nats"
-                do = (
-                    "Under FSDP2, give fully_shard MixedPrecisionPolicy(param_dtype=torch.bfloat16,"
-                    " reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False)"
-                )
-                raise ConfigError(sentence(name, must, str(values.dtype), do))
+                needed = "log-probs must be float32, as 16 bits are off by a nat at 300 nats"
+                raise ConfigError(sentence(name, needed, str(values.dtype), SHARD_EXACTLY))
             if values is not None and values.shape != (batch.num_segments,):
-                must = f"must be one number for each of the batch's {batch.num_segments} segments"
-                raise ConfigError(sentence(name, must, f"shape {tuple(values.shape)}"))
+                needed = f"must be one number for each of the batch's {batch.num_segments} segments"
+                raise ConfigError(sentence(name, needed, f"shape {tuple(values.shape)}"))
         return cls(
             logps,
             torch.zeros_like(logps) if ref_logps is None else ref_logps.to(logps),

@@ -255,6 +255,7 @@ def test_parameters_of_a_mix() -> None:
         ("dpo", {"sft_weight": "x"}, "sft_weight must be at least 0; found 'x'"),
         ("dpo", {"pairs": "some"}, "pairs must be one of: best_vs_rest, all, adjacent"),
         ("dpo", {"reduction": "mean"}, "reduction must be one of: sum, pack_mean; found 'mean'"),
+        ("dpo", {"average_logps": "yes"}, "average_logps must be one of: True, False"),
         ("dpo", {"sft_average": "pack"}, "sft_average must be one of: token, sequence_sum"),
         ("sft", {"sft_weight": 1}, "loss 'sft' takes neither"),
         ("dpo_norm", {"average_logps": True}, "loss 'dpo_norm': average_logps goes with losses on"),

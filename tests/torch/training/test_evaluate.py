@@ -29,7 +29,7 @@ from packstore.torch import (
     PreferenceLoss,
     use_packed_attention,
 )
-from packstore.torch.losses.grouped_metrics import GroupedMetrics
+from packstore.torch.losses.figures import GroupedMetrics
 from packstore.torch.reference.reference import write_ref_logps
 from packstore.torch.training.evaluate import evaluate, evaluate_batches
 from packstore.torch.training.reference import SecondModel

@@ -1,0 +1,205 @@
+"""Figures of a whole dataset: metrics of all examples and of groups, and a row for each example.
+
+Exact over batches and ranks; a batch that is added waits for no value of the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NotRequired, TypedDict, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from packstore.errors import ConfigError, quote
+from packstore.format.arrays import SOURCE_SHIFT
+from packstore.io.dataset.dataset import Dataset
+from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.batch.transfer import Fetched, sent
+from packstore.torch.losses.divisor import StepDivisor
+from packstore.torch.losses.loss import PreferenceLoss
+from packstore.torch.metrics import add_sums, all_reduce_sums, distributed, wide_dtype
+
+T = TypeVar("T")
+
+FILE = "file"
+"""Groups by input file, unless a column has this name."""
+
+UNDIVIDED = StepDivisor(1.0, 1.0)
+"""Metrics are sums and counts, which no divisor changes; counting a batch would wait for it."""
+
+
+class Figures(TypedDict):
+    """Result of an evaluation.
+
+    Members:
+        metrics: the mean of each metric of the loss over all pairs (or tokens); ``examples``; for
+            the loss ``sft`` also ``perplexity``, the exponential of the mean over tokens.
+        by: the same for each value of the grouping column; empty without one.
+        rows: if requested, a row for each example; see :class:`ExampleRows`.
+    """
+
+    metrics: dict[str, float]
+    by: dict[str, dict[str, float]]
+    rows: NotRequired[pa.Table]
+
+
+class GroupedMetrics:
+    """Sums metrics over batches, for all examples and for each group.
+
+    Args:
+        loss_fn: the loss whose metrics are summed.
+        dataset: the dataset of the batches.
+        by: a carried or joined column of texts, integers or booleans, or ``file``; None: no groups.
+    """
+
+    def __init__(self, loss_fn: PreferenceLoss, dataset: Dataset, by: str | None = None) -> None:
+        self.loss_fn, self.by = loss_fn, by
+        self._files = dataset.manifest.source_names
+        self._sums: dict[tuple[str | None, str], Tensor] = {}  # group (None: all), metric
+
+    def add(
+        self,
+        logps: Tensor,
+        batch: PackedBatch,
+        ref_logps: Tensor | None,
+        on_cpu: PackedBatch | None = None,
+    ) -> None:
+        """Adds a batch of this rank.
+
+        Args:
+            logps: `[S]`, log-probs of the policy in nats.
+            batch: the batch, on the same device.
+            ref_logps: `[S]`, log-probs of the reference; None: the batch's, or none are needed.
+            on_cpu: the same batch on the CPU, for the names of groups; default: `batch`.
+
+        Raises:
+            ConfigError: `by` is no column of the batch.
+        """
+        parts: dict[str | None, PackedBatch] = {None: batch}
+        if self.by is not None:  # for each group, the batch with all other examples at weight 0
+            names = np.array(self._values(on_cpu or batch, self.by), object)
+            for name in sorted(set(names)):
+                inside = sent(torch.from_numpy(names == name), batch.weights.device)
+                parts[name] = batch.replace(weights=batch.weights * inside)
+        for group, part in parts.items():
+            metrics = self.loss_fn(logps, part, ref_logps, divisor=UNDIVIDED).metrics
+            examples = part.weights.sum()
+            every = {**metrics, "examples": (examples, torch.zeros_like(examples))}
+            add_sums(self._sums, {(group, name): both for name, both in every.items()})
+
+    def figures(self, device: torch.device) -> Figures:
+        """Means over all ranks, which may have seen different groups; collective, from `device`."""
+        seen = dict.fromkeys(key for own in of_all_ranks([list(self._sums)]) for key in own)
+        keys = sorted(seen, key=lambda key: key[0] or "")  # a stable order, the same on each rank
+        zero = torch.zeros(2, dtype=wide_dtype(device), device=device)
+        flat = [x for key in keys for x in self._sums.get(key, zero)]
+        totals = all_reduce_sums(flat, device=device)
+        groups: dict[str | None, dict[str, float]] = {None: {}}
+        for (group, name), total, count in zip(keys, totals[::2], totals[1::2], strict=True):
+            mean = total if name == "examples" else total / count if count else math.nan
+            groups.setdefault(group, {})[name] = mean
+        for means in groups.values():
+            if "sft_loss" in means:  # two means, over different counts
+                likelihood = self.loss_fn.sft_weight * means["sft_loss"]
+                means["loss"] = means["preference_loss"] + likelihood
+            if self.loss_fn.only_sft and self.loss_fn.sft_average == "token":
+                means["perplexity"] = math.exp(min(means["loss"], 700.0))
+        metrics = groups.pop(None)
+        # A group with only fillers has no examples.
+        return {"metrics": metrics, "by": {str(n): g for n, g in groups.items() if g["examples"]}}
+
+    def _values(self, batch: PackedBatch, by: str) -> list[str]:
+        """The group of each example."""
+        if by == FILE and by not in batch.columns:
+            sources = [i >> SOURCE_SHIFT for i in batch.example_ids.tolist()]
+            known = dict(enumerate(self._files))
+            return [known.get(number, f"source {number}") for number in sources]
+        if by not in batch.columns:
+            known_columns = ", ".join([FILE, *batch.columns])
+            raise ConfigError(
+                f"by must be a carried or joined column, of {known_columns}; found {quote(by)}."
+            )
+        column = batch.columns[by]
+        if isinstance(column, Tensor):
+            if column.is_floating_point():
+                raise ConfigError(
+                    f"by must be a column of texts, integers or booleans; {by} is not."
+                )
+            column = column.cpu().numpy()
+        return [str(value) for value in column.tolist()]
+
+
+class ExampleRows:
+    """Collects the rows of all batches; each example once, fillers left out.
+
+    Columns of the table, with a row for each example, by ascending `example_id`:
+
+    - `example_id`: as in the dataset;
+    - `logps`, `ref_logps`: of its responses, in their order, in nats; the second with a reference;
+    - `loss`, and but for the loss ``sft`` `rewards/chosen`, `rewards/rejected`, `rewards/margins`:
+      see :meth:`PreferenceLoss.per_example`;
+    - the carried columns.
+
+    Args:
+        loss_fn: the loss.
+        carry: names of the carried columns.
+    """
+
+    def __init__(self, loss_fn: PreferenceLoss, carry: Iterable[str]) -> None:
+        self._loss_fn, self._carry = loss_fn, tuple(carry)
+        self._parts: list[tuple[list[Fetched | None], PackedBatch]] = []
+
+    def add(
+        self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None, on_cpu: PackedBatch
+    ) -> None:
+        """Adds a batch of this rank; arguments as of :meth:`GroupedMetrics.add`."""
+        loss, rewards = self._loss_fn.per_example(logps, batch, ref_logps)
+        reference = None
+        if self._loss_fn.reference:
+            reference = batch.ref_logps if ref_logps is None else ref_logps
+        values = (logps, reference, loss, rewards)
+        self._parts.append(([None if v is None else Fetched(v) for v in values], on_cpu))
+
+    def table(self) -> pa.Table:
+        """Returns the rows of all ranks; a collective call."""
+        rows = of_all_ranks([self._rows(values, batch) for values, batch in self._parts])
+        tables = [pa.table(part) for part in rows if len(part["example_id"])]
+        joined = pa.concat_tables(tables, promote_options="default")
+        _, first = np.unique(joined["example_id"].to_numpy(), return_index=True)
+        return joined.take(first)
+
+    def _rows(self, values: list[Fetched | None], batch: PackedBatch) -> dict[str, Any]:
+        logps, reference, loss, rewards = (
+            None if value is None else value().double().numpy() for value in values
+        )
+        kept = np.flatnonzero(batch.weights.numpy() > 0)
+        ends = batch.num_responses.numpy().cumsum()
+        columns: dict[str, Any] = {"example_id": batch.example_ids.numpy()[kept]}
+        for name, numbers in (("logps", logps), ("ref_logps", reference)):
+            if numbers is not None:
+                parts = np.split(numbers[: ends[-1]], ends[:-1])
+                columns[name] = [parts[i].tolist() for i in kept]
+        assert loss is not None
+        columns["loss"] = loss[kept]
+        if rewards is not None:
+            chosen, rejected = rewards[kept].T
+            columns |= {"rewards/chosen": chosen, "rewards/rejected": rejected}
+            columns["rewards/margins"] = chosen - rejected
+        for name in self._carry:
+            column = np.asarray(batch.columns[name])[kept]
+            columns[name] = column.tolist() if column.dtype == object else column
+        return columns
+
+
+def of_all_ranks(values: list[T]) -> list[T]:
+    """Gathers the lists of all ranks, in rank order; a collective call."""
+    if not distributed():
+        return values
+    gathered: list[list[T]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, values)
+    return [value for part in gathered for value in part]
