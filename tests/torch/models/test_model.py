@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
+import pickle
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,20 +22,18 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from packstore.errors import BackendError, CompatibilityError, UnknownNameError
+from packstore.errors import BackendError, UnknownNameError
 from packstore.testing import random_examples
 from packstore.torch import (
     check_isolation,
-    check_model,
     collate,
     packed_logps,
     use_packed_attention,
 )
 from packstore.torch.attention import ATTENTION, _auto
+from packstore.torch.models.mask import RequestedMask
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 @pytest.mark.parametrize(
@@ -121,13 +121,6 @@ def test_refusals_say_what_to_do(kit: SimpleNamespace) -> None:
         plain.generate(torch.arange(4)[None], max_new_tokens=2)
     plain.set_attn_implementation("sdpa")
     plain.generate(torch.arange(4)[None], max_new_tokens=2)
-
-
-def test_a_hybrid_whose_layers_are_all_attention_is_none(kit: SimpleNamespace) -> None:
-    kinds = {"layer_types": ["attention"] * 2, "position_embedding_type": "rope"}
-    model = kit.tiny_family("granitemoehybrid", torch.float32, **kinds)
-    assert model._is_stateful
-    check_isolation(model, "sdpa")
 
 
 def test_dropout_is_refused_in_training_only(kit: SimpleNamespace) -> None:
@@ -241,11 +234,39 @@ def test_autocast_reaches_the_backend(
     assert (found.float() - exact).abs().max() < 0.05 * exact.abs().max()
 
 
-def test_vocabulary(kit: SimpleNamespace, tmp_path: Any) -> None:
-    data = kit.write(str(tmp_path / "ds"), kit.packed(random_examples(4), [2, 2], "concat"))
-    model = kit.tiny_model()
-    check_model(data, model)
-    check_model(data.manifest, model.config)
-    model.config.vocab_size = 49
-    with pytest.raises(CompatibilityError, match="vocab_size of 49; found a tokenizer of 50 ids"):
-        check_model(data, model)
+def test_two_windows_for_one_layer_are_refused(kit: SimpleNamespace) -> None:
+    model = use_packed_attention(kit.tiny_family("mistral", torch.float32))
+    batch = collate(kit.packed(random_examples(2, seed=0), [2], "concat"), "preference")
+    model(**batch.model_inputs())
+    model.model.layers[1].self_attn.config = copy.deepcopy(model.config)
+    model.model.layers[1].self_attn.config.sliding_window = 9
+    with pytest.raises(BackendError, match=r"must be that of its mask; found a window of 9, and 4"):
+        model(**batch.model_inputs())
+
+
+def test_a_mask_function_of_its_own_is_refused(kit: SimpleNamespace) -> None:
+    from transformers.masking_utils import create_causal_mask
+
+    model = use_packed_attention(kit.tiny_family("llama", torch.float32))
+    rows = model.get_input_embeddings()(torch.arange(4)[None])
+    with pytest.raises(BackendError, match=r"a mask function of its own.*'per_sequence'"):
+        create_causal_mask(model.config, rows, None, None, or_mask_function=lambda *_: True)
+
+
+def test_models_that_change_the_mask_run_once_per_sequence(
+    kit: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = use_packed_attention(kit.tiny_family("doge", torch.float32))
+    batch = collate(kit.packed(random_examples(2, seed=0), [2], "concat"), "preference")
+    model(**batch.model_inputs())
+    assert "must hand the mask to attention as it is; found a model that reads" in caplog.text
+    with pytest.raises(BackendError, match="a model that cuts it"):
+        RequestedMask(4)[:, :, :, :3]
+
+
+def test_the_stand_in_can_be_copied() -> None:
+    """Hooks that move inputs to devices ask for ``to``; checkpoints copy and pickle."""
+    mask = RequestedMask(4)
+    assert not hasattr(mask, "to")
+    for made in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert (made.window, made.chunk) == (4, None)
