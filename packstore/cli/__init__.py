@@ -10,16 +10,13 @@ import codecs
 import contextlib
 import io
 import os
-import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from packstore.cli._front_page import SUMMARIES, front_page
-from packstore.cli._logs import add_log_options, fail, set_up
-from packstore.cli._parser import Formatter, Parser, parse
+from packstore.cli._messages import add_message_options, fail, set_up
+from packstore.cli._parser import FRONT_PAGE, SUMMARIES, Parser, parse
 from packstore.errors import PackstoreError, quote, told
 from packstore.registry import Registry
 from packstore.version import VERSION
@@ -29,7 +26,7 @@ from packstore.version import VERSION
 class Command:
     """One sub-command: its arguments, and the function that returns the exit code.
 
-    What it does and its first example are in :data:`packstore.cli._front_page.FRONT_PAGE`.
+    What it does and its first example are lines of the front page.
 
     Attributes:
         examples: command lines besides.
@@ -44,47 +41,28 @@ class Command:
 
 COMMANDS: Registry[Command] = Registry(
     "command",
-    {
-        "pack": "packstore.cli.pack:COMMAND",
-        "append": "packstore.cli.append:COMMAND",
-        "concat": "packstore.cli.concat:COMMAND",
-        "clean": "packstore.cli.clean:COMMAND",
-        "inspect": "packstore.cli.inspect:COMMAND",
-        "show": "packstore.cli.show:COMMAND",
-        "view": "packstore.cli.view:COMMAND",
-        "verify": "packstore.cli.verify:COMMAND",
-        "check": "packstore.cli.check:COMMAND",
-        "stats": "packstore.cli.stats:COMMAND",
-        "doctor": "packstore.cli.doctor:COMMAND",
-        "estimate": "packstore.cli.estimate:COMMAND",
-        "export": "packstore.cli.export:COMMAND",
-        "train": "packstore.cli.train:COMMAND",
-        "ref-logps": "packstore.cli.ref_logps:COMMAND",
-        "evaluate": "packstore.cli.evaluate:COMMAND",
-    },
+    {name: f"packstore.cli.{name.replace('-', '_')}:COMMAND" for name in SUMMARIES},
 )
-
-ABOUT = "Packed, checked, self-describing preference data: pack once, train anywhere."
 
 
 def parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
     """Makes the parser of the command line, with the commands `names` only."""
-    top = Parser(prog="packstore", description=ABOUT)
+    top = Parser(prog="packstore")
     top.add_argument("--version", action="version", version=f"packstore {VERSION}")
+    top.set_defaults(debug=False, quiet=False, log_format="text")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    width = shutil.get_terminal_size().columns - 2
     for name in names:
         command = COMMANDS.load(name)
         text, example = SUMMARIES[name]
         sub = commands.add_parser(
             name,
             help=text,
-            description=textwrap.fill(text[0].upper() + text[1:] + ".", width),
-            epilog=f"examples:\n  packstore {example}\n{command.examples}",
-            formatter_class=Formatter,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=f"examples:\n  {example}\n{command.examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.configure(sub)
-        add_log_options(sub)
+        add_message_options(sub)
         sub.set_defaults(command=command, parser=sub)
     return top
 
@@ -116,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[:1] == ["help"]:
         given = [*given[1:], "--help"]
     if given in ([], ["--help"], ["-h"]):
-        print(front_page(ABOUT), end="")
+        print(FRONT_PAGE, end="")
         return 0
     # Other commands are not imported; only an unknown name is compared with all of them.
     args = parse(parser(given[:1] if given[0] in COMMANDS else COMMANDS), given)
@@ -127,11 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = args.command.run(args)
         sys.stdout.flush()
         return code
-    except PackstoreError as error:
-        if args.debug:
-            raise
-        fail(args, f"error: {told(error)}", error)
-        return 1
     except KeyboardInterrupt:
         fail(args, "interrupted")
         return 130
@@ -141,11 +114,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if args.debug:
             raise
+        if isinstance(error, PackstoreError):
+            fail(args, f"error: {told(error)}")
+            return 1
         what = quote(f"{type(error).__name__}: {error}", 300)
-        fail(
-            args,
-            f"internal error: {what}. This is a defect of packstore: please report it, with the "
-            "traceback that --debug shows.",
-            error,
-        )
+        report = "please report it, with the traceback that --debug shows"
+        fail(args, f"internal error: {what}. This is a defect of packstore: {report}.")
         return 1

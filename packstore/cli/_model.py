@@ -14,42 +14,30 @@ from packstore.registry import missing_extra
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("float32", "bfloat16", "float64")
+PRECISIONS = ("auto", "none", "bf16")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Adds ``--model``, and the arguments of precision, attention, device and batching."""
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", required=True, metavar="PATH", help="folder or hub name, or a LoRA adapter"
-    )
+    text = "folder or hub name, or a LoRA adapter"
+    group.add_argument("--model", required=True, metavar="PATH", help=text)
     group.add_argument("--adapter", metavar="PATH", help="LoRA adapter over the model")
-    group.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="dtype of the weights (default: float32)"
-    )
-    group.add_argument(
-        "--mixed-precision",
-        choices=("auto", "none", "bf16"),
-        default="auto",
-        help="precision of autocast, as in packstore train (default: auto)",
-    )
-    group.add_argument(
-        "--attention", default="auto", metavar="NAME", help="attention backend (default: auto)"
-    )
+    choices = {"--dtype": ("float32", "bfloat16", "float64"), "--mixed-precision": PRECISIONS}
+    for flag, names in choices.items():
+        text = f"as in packstore train (default: {names[0]})"
+        group.add_argument(flag, choices=names, default=names[0], help=text)
+    group.add_argument("--attention", default="auto", metavar="NAME", help="backend (auto)")
     group.add_argument(
         "--probe",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="compare packed with unpacked logits of the model first (default: True)",
+        help="compare packed with unpacked logits first",
     )
     group.add_argument("--device", metavar="NAME", help="default: one GPU per rank, else cpu")
     batching = group.add_mutually_exclusive_group()
-    batching.add_argument(
-        "--packs-per-batch", type=int, metavar="N", help="packs of one batch (default: 1)"
-    )
-    batching.add_argument(
-        "--tokens-per-batch", type=int, metavar="N", help="most tokens of one batch"
-    )
+    for flag, text in (("packs", "packs of one batch (default: 1)"), ("tokens", "instead: tokens")):
+        batching.add_argument(f"--{flag}-per-batch", type=int, metavar="N", help=text)
 
 
 def loaded(args: argparse.Namespace, path: str, adapter: str | None, device: torch.device) -> Any:
@@ -62,8 +50,8 @@ def loaded(args: argparse.Namespace, path: str, adapter: str | None, device: tor
     model = load_model(path, dtype=args.dtype, attention=args.attention)
     if adapter is not None:
         if not is_adapter(adapter):
-            must = "the folder must hold an adapter_config.json"
-            raise ConfigError(sentence(f"adapter {adapter}", must, "none"))
+            rule = "the folder must hold an adapter_config.json"
+            raise ConfigError(sentence(f"adapter {adapter}", rule, "none"))
         model = add_adapter(model, adapter, False)
     model = model.to(device)
     if args.probe:
@@ -95,13 +83,13 @@ def ranks(device: str | None) -> Iterator[torch.device]:
     if device is None:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
     try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError) as error:
-        must = "it must be a device of this machine, such as cpu or cuda:0"
-        raise ConfigError(sentence("--device", must, quote(device))) from error
+        rule = "it must be a device of this machine, such as cpu or cuda:0"
+        raise ConfigError(sentence("--device", rule, quote(device))) from error
     if gpu:
-        torch.cuda.set_device(found)
+        torch.cuda.set_device(chosen)
     if several:
         # It keeps the process group that exists at its import. Imported later, by transformers, it
         # would keep the group's threads alive, which may abort the process at exit.
@@ -109,7 +97,7 @@ def ranks(device: str | None) -> Iterator[torch.device]:
 
         torch.distributed.init_process_group("nccl" if gpu else "gloo")
     try:
-        yield found
+        yield chosen
     finally:
         if several:
             torch.distributed.destroy_process_group()

@@ -1,64 +1,93 @@
-"""Argument parsers whose usage errors are one line."""
+"""The front page, and argument parsers with a short usage whose errors are one line."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import re
-import shutil
 import sys
-from typing import Any, ClassVar, NoReturn
+from typing import NoReturn
 
-from packstore.cli._logs import error_line, wants_json
+FRONT_PAGE = """\
+Packed, checked, self-describing preference data: pack once, train anywhere.
+
+prepare:
+  pack       tokenize and pack records into a dataset, or repack a dataset
+             $ packstore pack prefs.jsonl prefs-8k --tokenizer tokenizer.json
+  append     pack more records into a dataset, as its next version
+             $ packstore append prefs-8k more.jsonl
+  concat     make one dataset of the shards of several, without rewriting them
+             $ packstore concat prefs-a prefs-b prefs-all
+  doctor     lint records against tokenizer and template, before packing
+             $ packstore doctor prefs.jsonl --tokenizer tokenizer.json
+  estimate   estimate fill, packs and steps of several pack sizes, from a sample
+             $ packstore estimate prefs.jsonl --tokenizer tokenizer.json
+
+look:
+  inspect    show the manifest and statistics of a dataset
+             $ packstore inspect prefs-8k
+  show       decode packs, coloured by prompt, chosen, rejected and supervision
+             $ packstore show prefs-8k
+  view       look at packs in a browser; read-only, on this machine only
+             $ packstore view prefs-8k
+  stats      show distributions of lengths, supervision and rewards
+             $ packstore stats prefs-8k
+
+keep:
+  clean      list or remove what killed jobs left, and old versions
+             $ packstore clean prefs-8k
+  verify     check every hash, every rule and every count of a dataset
+             $ packstore verify prefs-8k
+  check      try a place: list, read, write, commit; each line is ok or a remedy
+             $ packstore check s3://bucket/prefs-8k
+
+train:
+  train      train a causal LM on a packed dataset: DPO and similar losses, SFT
+             $ packstore train --example dpo > dpo.yaml
+  ref-logps  compute the log-probs of a reference model once, as a side dataset
+             $ packstore ref-logps prefs-8k prefs-8k-ref --model my-sft-model
+  evaluate   compute accuracy, margins, rewards and loss of a model on a dataset
+             $ packstore evaluate prefs-8k --model run/model --reference-model sft
+
+exchange:
+  export     write a dataset in the format of another trainer
+             $ packstore export nemo prefs-8k packed_8192_seed0.npy
+
+`packstore COMMAND --help` shows the arguments and more examples of a command.
+"""
+
+SUMMARIES = {
+    name: (text, example)
+    for name, text, example in re.findall(r"^  ([\w-]+) +(.+)\n +\$ (.+)$", FRONT_PAGE, re.M)
+}
+"""Command -> what it does, and an example: the lines of the front page."""
 
 NUMBERS = {"int": "a whole number", "float": "a number"}
 """Type of an argument -> what it must be, in an error."""
 
 
-NARROW = 60
-"""Columns below which a terminal is narrow."""
-
-
-class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Formats help; in a narrow terminal, names of values have room beside the flags."""
-
-    def __init__(self, prog: str, **settings: Any) -> None:
-        narrow = shutil.get_terminal_size().columns < NARROW
-        super().__init__(prog, **{"max_help_position": 14 if narrow else 24, **settings})
-
-
 class Parser(argparse.ArgumentParser):
-    """A parser with a short usage, whose errors are one line, with the nearest known name.
-
-    Attributes:
-        given: the command line that is parsed; its errors have the log format that it asks for.
-    """
-
-    given: ClassVar[list[str]] = []
+    """A parser with a short usage, whose errors are one line, with the nearest known name."""
 
     def format_help(self) -> str:
         """Returns the help; its usage names what is required."""
-        self.usage = self.usage or self._short_usage().replace("%", "%%")
+        self.usage = self.usage or self._short_usage()
         return super().format_help()
 
     def _short_usage(self) -> str:
-        options = [a for a in self._actions if a.option_strings]
-        required = [
-            f"{a.option_strings[0]} {a.metavar or a.dest.upper()}" for a in options if a.required
-        ]
-        words = [self.prog, *required, "[options]"]
+        flags = [a for a in self._actions if a.option_strings and a.required]
+        words = [self.prog, *(f"{a.option_strings[0]} {a.metavar}" for a in flags), "[options]"]
         for action in self._actions:
             if not action.option_strings:
                 name = str(action.metavar or action.dest)
-                many = action.nargs in (argparse.ONE_OR_MORE, argparse.PARSER)
-                name += " …" if many else ""
+                name += " …" if action.nargs in (argparse.ONE_OR_MORE, argparse.PARSER) else ""
                 words.append(f"[{name}]" if action.nargs == argparse.OPTIONAL else name)
         return " ".join(words)
 
     def error(self, message: str) -> NoReturn:
         """Prints the error without the usage, and exits with code 2."""
-        text = f"{self._clearer(message)} See `{self.prog} --help`."
-        print(error_line(f"error: {text}", wants_json(self.given), self.prog), file=sys.stderr)
+        text = f"{self.prog}: error: {self._clearer(message)} See `{self.prog} --help`."
+        print(text, file=sys.stderr)
         self.exit(2)
 
     def _clearer(self, message: str) -> str:
@@ -76,9 +105,8 @@ class Parser(argparse.ArgumentParser):
 
 def parse(parser: argparse.ArgumentParser, given: list[str]) -> argparse.Namespace:
     """Parses a command line; an unknown option is an error of its command, not of the program."""
-    Parser.given = given
     args, rest = parser.parse_known_args(given)
     if rest:
-        own: Any = getattr(args, "parser", parser)
-        own.error(f"unrecognized arguments: {' '.join(rest)}")
+        of_command: argparse.ArgumentParser = getattr(args, "parser", parser)
+        of_command.error(f"unrecognized arguments: {' '.join(rest)}")
     return args

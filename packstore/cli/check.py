@@ -6,15 +6,14 @@ import argparse
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from packstore.cli import Command
-from packstore.cli._results import add_json, print_result
-from packstore.cli.common import add_storage_options, stdout_console, storage_options
+from packstore.cli.common import add_json, add_storage_options, print_result, stdout_console
 from packstore.config import CHECK_RETRIES
 
 if TYPE_CHECKING:
     from packstore.io.maintain.preflight import Finding
+
+_MARKS = {True: ("ok", None), False: ("FAILED", "red"), None: ("–", "dim")}
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -27,25 +26,23 @@ def _run(args: argparse.Namespace) -> int:
     from packstore.io.maintain.preflight import preflight
     from packstore.io.store.location import Location
 
-    findings = preflight(Location(args.url, {**CHECK_RETRIES, **storage_options(args)}))
-    if args.json:
-        found = list(findings)
-        print_result([finding._asdict() for finding in found])
-        return int(any(finding.ok is False for finding in found))
-    return print_findings(stdout_console(), findings)
+    findings = preflight(Location(args.url, {**CHECK_RETRIES, **args.storage_option}))
+    if not args.json:
+        return print_findings(findings)
+    results = list(findings)
+    print_result([finding._asdict() for finding in results])
+    return int(any(finding.ok is False for finding in results))
 
 
-def print_findings(console: Console, findings: Iterable[Finding]) -> int:
+def print_findings(findings: Iterable[Finding]) -> int:
     """Prints each finding as soon as it is known; returns the exit code."""
-    failed = 0
+    console, failed = stdout_console(), False
     for finding in findings:
         mark, style = _MARKS[finding.ok]
-        console.print(f"{mark:6} {finding.what:12} {finding.text}", style=style, markup=False)
-        failed += finding.ok is False
-    return 1 if failed else 0
+        console.print(f"{mark:6} {finding.what:12} {finding.text}", style=style)
+        failed = failed or finding.ok is False
+    return int(failed)
 
-
-_MARKS = {True: ("ok", None), False: ("FAILED", "red"), None: ("–", "dim")}
 
 COMMAND = Command(
     examples="  packstore check s3://bucket/new --storage-option "

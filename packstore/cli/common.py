@@ -1,12 +1,13 @@
-"""Helpers of several commands: opening a dataset, consoles, decoding."""
+"""Helpers of several commands: arguments, opening a dataset, tables, results."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -14,8 +15,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from packstore.cli.settings import key_values
-from packstore.errors import ConfigError, visible
+from packstore.cli.settings import KeyValue
+from packstore.errors import visible
 
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
@@ -46,51 +47,32 @@ def stdout_console() -> Console:
     return console
 
 
-def heading(text: str) -> Text:
-    """Returns the title of a table, on one line even if the table is narrower, without markup."""
-    return Text(visible(text), no_wrap=True, overflow="ignore")
+def add_source(parser: argparse.ArgumentParser, help: str = "as for packstore pack") -> None:
+    """Adds the positional SOURCE, one or several; :func:`source_of` returns it."""
+    parser.add_argument("source", nargs="+", metavar="SOURCE", help=help)
+
+
+def source_of(args: argparse.Namespace) -> str | list[str]:
+    """Returns the source or the list of sources."""
+    source: list[str] = args.source
+    return source[0] if len(source) == 1 else source
 
 
 def add_storage_options(parser: argparse.ArgumentParser, source: bool = False) -> None:
     """Adds ``--storage-option KEY=VALUE``; with `source` also ``--source-storage-option``."""
+    flag: dict[str, Any] = {"action": KeyValue, "read": _option, "metavar": "KEY=VALUE"}
     parser.add_argument(
-        "--storage-option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="passed to the fsspec filesystem, e.g. endpoint_url=… (repeatable)",
+        "--storage-option", default={}, help="for fsspec, e.g. endpoint_url=… (repeatable)", **flag
     )
     if source:
         parser.add_argument(
-            "--source-storage-option",
-            action="append",
-            metavar="KEY=VALUE",
-            help="passed to that of SOURCE instead, if it lies elsewhere (repeatable)",
+            "--source-storage-option", help="of SOURCE, if it lies elsewhere", **flag
         )
 
 
-def storage_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the storage options given; true, false, null, {…} and […] are parsed as JSON."""
-    return _options(args.storage_option, "--storage-option")
-
-
-def source_storage_options(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Returns those of the source, or None if none are given."""
-    given = args.source_storage_option
-    return None if given is None else _options(given, "--source-storage-option")
-
-
-def _options(items: list[str], flag: str) -> dict[str, Any]:
-    given: dict[str, Any] = dict(key_values(items, flag))
-    for name, text in given.items():
-        if text in ("true", "false", "null") or text[:1] in ("{", "["):
-            try:
-                given[name] = json.loads(text)
-            except ValueError:
-                raise ConfigError(
-                    f"{flag} {name} must be JSON if it begins with a bracket."
-                ) from None
-    return given
+def _option(text: str) -> Any:
+    """Parses true, false, null, {…} and […] as JSON; secrets that are digits stay text."""
+    return json.loads(text) if text in ("true", "false", "null") or text[:1] in "{[" else text
 
 
 def add_dataset(parser: argparse.ArgumentParser, versions: bool = False) -> None:
@@ -107,8 +89,7 @@ def open_dataset(args: argparse.Namespace) -> Dataset:
     """Opens the dataset of :func:`add_dataset`'s arguments."""
     from packstore.io.dataset.dataset import open as open_
 
-    version = getattr(args, "version", None)
-    return open_(args.dataset, storage_options=storage_options(args), version=version)
+    return open_(args.dataset, storage_options=args.storage_option, version=args.version)
 
 
 def decoder_of(dataset: Dataset, path: str | None) -> Callable[[list[int]], str]:
@@ -120,17 +101,33 @@ def decoder_of(dataset: Dataset, path: str | None) -> Callable[[list[int]], str]
     """
     from packstore.tokenizer import recorded_tokenizer
 
-    provenance, do = dataset.manifest.provenance, "Give --tokenizer PATH, or --ids"
-    return recorded_tokenizer(provenance, path, dataset.url, do).decode
+    remedy = "Give --tokenizer PATH, or --ids"
+    return recorded_tokenizer(dataset.manifest.provenance, path, dataset.url, remedy).decode
 
 
-def two_columns(title: str, rows: dict[str, object]) -> Table:
+def titled(title: str, **settings: Any) -> Table:
+    """Returns an empty table whose title stays on one line even if the table is narrower."""
+    text = Text(visible(title), no_wrap=True, overflow="ignore")
+    return Table(title=text, title_justify="left", title_style="bold", **settings)
+
+
+def two_columns(title: str, rows: Mapping[str, object]) -> Table:
     """Returns a small table of names and values."""
-    table = Table(title=heading(title), show_header=False, title_justify="left", title_style="bold")
+    table = titled(title, show_header=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(visible(name), Text(number(value)))
+    return table
+
+
+def figures_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Returns a table of names, to the left, and figures, to the right."""
+    table = titled(title)
+    for i, column in enumerate(columns):
+        table.add_column(visible(column), justify="right" if i else "left")
+    for row in rows:
+        table.add_row(*map(visible, row))
     return table
 
 
@@ -147,6 +144,37 @@ def number(value: object) -> str:
     return visible(str(value))
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
 def print_json(text: str) -> None:
     """Prints JSON; also escapes control characters that JSON allows."""
-    sys.stdout.write(re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text))
+    sys.stdout.write(re.sub(r"[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", text))
+
+
+def print_result(result: Any) -> None:
+    """Prints one JSON value; dataclasses become objects, and other values text."""
+    print_json(json.dumps(result, indent=1, default=_plain) + "\n")
+
+
+def print_dataset(args: argparse.Namespace, dataset: Dataset) -> None:
+    """Prints the dataset that a job has committed, as JSON or in one line."""
+    m = dataset.manifest
+    if args.json:
+        names = ("kind", "layout", "pack_size", "fill_rate", "records", "totals", "fingerprint")
+        facts = {name: getattr(m, name) for name in names}
+        place = {"url": dataset.url, "version": dataset.version, "shards": len(m.shards)}
+        print_result({**place, **facts})
+    else:
+        stdout_console().print(
+            f"{dataset.url}, version {dataset.version}: {number(m.totals.examples)} examples in "
+            f"{number(m.num_packs)} packs, {number(len(m.shards))} shards"
+        )
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return dict(value) if isinstance(value, Mapping) else str(value)

@@ -5,13 +5,7 @@ from __future__ import annotations
 import argparse
 
 from packstore.cli import Command
-from packstore.cli._results import add_json, dataset_result, print_result
-from packstore.cli.common import (
-    add_storage_options,
-    number,
-    stdout_console,
-    storage_options,
-)
+from packstore.cli.common import add_json, add_storage_options, print_dataset
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -28,20 +22,9 @@ def _run(args: argparse.Namespace) -> int:
     from packstore.etl.concat import concat
 
     dataset = concat(
-        args.datasets,
-        args.out,
-        overwrite=args.overwrite,
-        storage_options=storage_options(args),
+        args.datasets, args.out, overwrite=args.overwrite, storage_options=args.storage_option
     )
-    if args.json:
-        print_result(dataset_result(dataset))
-        return 0
-    m = dataset.manifest
-    stdout_console().print(
-        f"{dataset.url}, version {dataset.version}: {number(m.totals.examples)} examples in "
-        f"{number(m.num_packs)} packs, {number(len(m.shards))} shards",
-        markup=False,
-    )
+    print_dataset(args, dataset)
     return 0
 
 

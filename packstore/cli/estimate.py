@@ -3,75 +3,72 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from packstore.cli import Command
-from packstore.cli._progress import progress_of
-from packstore.cli._results import add_json, print_result
-from packstore.cli.common import add_storage_options, number, stdout_console, storage_options
+from packstore.cli._messages import progress_of
+from packstore.cli.common import (
+    add_json,
+    add_source,
+    add_storage_options,
+    number,
+    print_result,
+    source_of,
+    stdout_console,
+)
 from packstore.cli.settings import add_settings, read_settings
 from packstore.config import PackConfig, TokenizeConfig, WorkConfig
-from packstore.errors import ConfigError
 from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
     from packstore.etl.estimate import Choice, Estimate
 
 COLUMNS = (
-    "pack size",
-    "layout",
-    "strategy",
-    "fill",
-    "padded",
-    "saved",
-    "packs",
-    "per pack",
-    "too long",
-    "steps",
-    "per step",
+    *("pack size", "layout", "strategy", "fill", "padded", "saved"),
+    *("packs", "per pack", "too long", "steps", "per step"),
 )
 NOTE = (
-    "padded: fill once sequences are padded (pad_to_multiple); "
-    "saved: tokens that the layout leaves out; per pack, per step: examples; "
-    "too long: examples that do not fit; steps: optimizer steps of an epoch."
+    "padded: fill once sequences are padded (pad_to_multiple); saved: tokens that the layout "
+    "leaves out; per pack, per step: examples; too long: examples that do not fit; steps: "
+    "optimizer steps of an epoch."
 )
+NUMBERS = {
+    "sample": "most records to look at, from all over (20000)",
+    "records": "records in all, if SOURCE is a part of them",
+    "world_size": "ranks that share a step (1)",
+    "packs_per_batch": "packs of a batch on one rank (1)",
+    "accumulation": "batches of an optimizer step (1)",
+}
+"""Argument of :func:`packstore.estimate` -> help of its flag."""
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(size) for size in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError("must be whole numbers, comma-separated") from None
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", nargs="+", metavar="SOURCE", help="as for packstore pack")
+    add_source(parser)
     parser.add_argument("--tokenizer", metavar="PATH", help="as for packstore pack")
-    tried = parser.add_argument_group("what is tried (lists: comma-separated)")
-    for one, many, metavar, text in (
-        ("--pack-size", "--pack-sizes", "N,N,…", "2048 to 32768"),
-        ("--layout", "--layouts", "NAME,…", "concat,shared_prefix"),
-        ("--strategy", "--strategies", "NAME,…", "pool"),
+    tried = parser.add_argument_group("what is tried", argument_default=argparse.SUPPRESS)
+    for one, many, read, text in (
+        ("--pack-size", "--pack-sizes", _sizes, "comma-separated (2048 to 32768)"),
+        ("--layout", "--layouts", _names, "comma-separated (concat,shared_prefix)"),
+        ("--strategy", "--strategies", _names, "comma-separated (pool)"),
     ):
-        tried.add_argument(many, one, action="append", metavar=metavar, help=f"default: {text}")
-    tried.add_argument(
-        "--sample", type=int, metavar="N",
-        help="records to look at, at most, from all over the input; default: 20000",
-    )  # fmt: skip
-    tried.add_argument(
-        "--seed", type=int, metavar="N", default=argparse.SUPPRESS,
-        help="decides the sample and the plans; default: 0",
-    )  # fmt: skip
-    tried.add_argument(
-        "--records", type=int, metavar="N",
-        help="records in all, if SOURCE is a part of them: counts are scaled",
-    )  # fmt: skip
-    training = parser.add_argument_group("how an epoch is cut into steps")
-    for name, text in (
-        ("world_size", "ranks"),
-        ("packs_per_batch", "packs of a batch on one rank"),
-        ("accumulation", "batches of an optimizer step"),
-    ):
-        flag = "--" + name.replace("_", "-")
-        training.add_argument(flag, type=int, default=1, metavar="N", help=f"{text}; default: 1")
+        tried.add_argument(many, one, type=read, metavar="LIST", help=text)
+    tried.add_argument("--seed", type=int, metavar="N", help="of the sample and the plans (0)")
+    for name, text in NUMBERS.items():
+        tried.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=text)
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts")
     add_json(parser)
     add_storage_options(parser)
@@ -82,71 +79,48 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     from packstore.etl.estimate import estimate
 
-    source = args.source[0] if len(args.source) == 1 else args.source
     if args.html:
         frame.check_writable(args.html)
+    named = ("pack_sizes", "layouts", "strategies", *NUMBERS)
+    options: dict[str, Any] = {n: value for n, value in vars(args).items() if n in named}
     with progress_of("estimate", args) as progress:
-        found = estimate(
-            source,
+        result = estimate(
+            source_of(args),
             args.tokenizer,
-            **_options(args),
-            storage_options=storage_options(args),
+            **options,
+            storage_options=args.storage_option,
             progress=progress,
             **read_settings(args, PackConfig),
         )
     if args.html:
-        frame.write(args.html, _page(found, ", ".join(args.source)))
+        frame.write(args.html, _page(result, ", ".join(args.source)))
     if args.json:
-        best = found.recommended and dataclasses.asdict(found.recommended)
-        figures = {
-            "kind": found.kind,
-            "sample": dataclasses.asdict(found.sample),
-            "scale": found.scale,
-            "recommended": best,
-            "choices": [dataclasses.asdict(c) for c in found.choices],
-        }
-        print_result(figures)
-        return 0
-    print_estimate(stdout_console(), found)
+        names = ("kind", "sample", "scale", "recommended", "choices")
+        print_result({name: getattr(result, name) for name in names})
+    else:
+        print_estimate(result)
     return 0
 
 
-def print_estimate(console: Console, found: Estimate) -> None:
+def print_estimate(result: Estimate) -> None:
     """Prints the choices as a table, with a recommendation if there are several."""
-    console.print(_summary(found))
+    console = stdout_console()
+    console.print(_summary(result))
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
-    for choice in found.choices:
-        table.add_row(*_row(choice), style="bold green" if choice is found.recommended else None)
+    for choice in result.choices:
+        table.add_row(*_row(choice), style="bold green" if choice is result.recommended else None)
     console.print(table)
     console.print(NOTE)
-    if len(found.choices) > 1:
-        console.print(_advice(found))
+    if len(result.choices) > 1:
+        console.print(_advice(result))
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """The combinations, the sample and the batch sizes."""
-    names = ("sample", "records", "world_size", "packs_per_batch", "accumulation")
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    for name in ("pack_sizes", "layouts", "strategies"):
-        if values := getattr(args, name):
-            given[name] = tuple(",".join(values).split(","))
-    if sizes := given.get("pack_sizes"):
-        try:
-            given["pack_sizes"] = tuple(map(int, sizes))
-        except ValueError:
-            found = ",".join(sizes)
-            raise ConfigError(
-                f"--pack-sizes must be whole numbers, comma-separated; found {found!r}."
-            ) from None
-    return given
-
-
-def _summary(found: Estimate) -> str:
-    """The size of the sample, how it was drawn, and the error of the counts."""
-    tally, sample = found.tally, found.sample
-    of_kind = f"records of kind {found.kind}"
+def _summary(result: Estimate) -> str:
+    """Returns the size of the sample, how it was drawn, and the error of the counts."""
+    tally, sample = result.tally, result.sample
+    of_kind = f"records of kind {result.kind}"
     if sample.whole:
         text = f"{number(tally.read)} {of_kind}"
     elif sample.total is None:
@@ -159,31 +133,26 @@ def _summary(found: Estimate) -> str:
     text += f", {number(tally.kept)} usable"
     dropped = ", ".join(f"{reason} {number(n)}" for reason, n in tally.dropped.most_common())
     text += f" (dropped: {dropped})" if dropped else ""
-    if found.scale > 1:
-        text += f"; counts scaled by {found.scale:.4g}"
-    return text + _error(found)
+    if result.scale > 1:
+        text += f"; counts scaled by {result.scale:.4g}"
+    if sample.total is None:
+        return f"{text}; what follows them is not known, as the input has no length"
+    packs = max((c.packs_error or 0) / max(c.packs, 1) for c in result.choices)
+    overlong = max(c.overlong_error or 0 for c in result.choices)
+    if packs or overlong:
+        text += (
+            f": packs within {packs:.1%}, too long within {number(overlong)} "
+            "(two standard errors, by the differences of neighbouring places)"
+        )
+    return text
 
 
-def _error(found: Estimate) -> str:
-    """The largest error of the table's counts."""
-    if found.sample.total is None:
-        return "; what follows them is not known, as the input has no length"
-    packs = max((c.packs_error or 0) / max(c.packs, 1) for c in found.choices)
-    overlong = max(c.overlong_error or 0 for c in found.choices)
-    if not packs and not overlong:
-        return ""
-    return (
-        f": packs within {packs:.1%}, too long within {number(overlong)} "
-        "(two standard errors, by the differences of neighbouring places)"
-    )
-
-
-def _advice(found: Estimate) -> str:
+def _advice(result: Estimate) -> str:
     from packstore.etl.estimate import ENOUGH_FILL
 
-    best = found.recommended
+    best = result.recommended
     if best is None:
-        fullest = max(found.choices, key=lambda c: c.fill_rate)
+        fullest = max(result.choices, key=lambda choice: choice.fill_rate)
         return (
             "no pack size that was tried fills to 99 % and keeps 99.9 % of the records that can be "
             f"kept; the fullest is {_settings(fullest)}: {fullest.fill_rate:.2%}. Try larger ones."
@@ -217,35 +186,25 @@ def _row(choice: Choice) -> tuple[str, ...]:
     )
 
 
-def _page(found: Estimate, source: str) -> str:
-    sizes = sorted({c.pack_size for c in found.choices})
-    fills = []
-    for layout in dict.fromkeys(c.layout for c in found.choices):
-        series: dict[str, list[float]] = {}
-        for choice in found.choices:
-            if choice.layout == layout:
-                series.setdefault(choice.strategy, []).append(choice.fill_rate)
-        names = [number(n) for n in sizes]
-        fills.append(charts.lines(f"Fill, layout {layout}", "by pack size", names, series))
-    best = None if found.recommended is None else found.choices.index(found.recommended)
+def _page(result: Estimate, source: str) -> str:
+    fills: dict[str, list[tuple[float, float]]] = {}
+    for choice in result.choices:
+        name = f"{choice.layout}, {choice.strategy}"
+        fills.setdefault(name, []).append((choice.pack_size, choice.fill_rate))
     lengths = [
         charts.histogram(f"Tokens of an example, layout {layout}", values, "tokens")
-        for layout, values in found.example_tokens.items()
+        for layout, values in result.example_tokens.items()
     ]
-    lengths.append(charts.histogram("Tokens of a sequence", found.sequence_tokens, "tokens"))
-    return frame.page(
+    return charts.charts_page(
         "Packing estimate",
-        f"{source}: {_summary(found)}",
-        [
-            frame.section("Recommendation", frame.paragraph(_advice(found))),
-            frame.section("Fill", charts.side_by_side(*fills)),
-            frame.section(
-                "Choices",
-                frame.table(COLUMNS, map(_row, found.choices), best),
-                frame.paragraph(NOTE),
-            ),
-            frame.section("Lengths", charts.side_by_side(*lengths)),
+        f"{source}: {_summary(result)}",
+        note=_advice(result),
+        charts=[
+            charts.curves("Fill", "pack size", fills),
+            *lengths,
+            charts.histogram("Tokens of a sequence", result.sequence_tokens, "tokens"),
         ],
+        tables={"Choices": (COLUMNS, [_row(choice) for choice in result.choices])},
     )
 
 

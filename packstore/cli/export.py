@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 
 from packstore.cli import Command
-from packstore.cli._logs import add_log_options
-from packstore.cli._parser import Formatter
-from packstore.cli._progress import progress_of
-from packstore.cli._results import add_json, print_result
-from packstore.cli.common import add_dataset, number, stdout_console, storage_options, two_columns
+from packstore.cli._messages import add_message_options, progress_of
+from packstore.cli.common import (
+    add_dataset,
+    add_json,
+    number,
+    print_result,
+    stdout_console,
+    two_columns,
+)
 from packstore.cli.settings import add_settings, read_settings
 from packstore.exchange import EXPORTERS, export
 
@@ -23,9 +27,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
             help=exporter.help,
             description=exporter.help[0].upper() + exporter.help[1:] + ".",
             epilog="examples:\n" + exporter.examples,
-            formatter_class=Formatter,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        add_log_options(sub, default=False)
+        add_message_options(sub)
         add_dataset(sub)
         sub.add_argument("out", metavar=exporter.out[0], help=exporter.out[1])
         add_json(sub)
@@ -39,22 +43,21 @@ def _run(args: argparse.Namespace) -> int:
             args.to,
             args.dataset,
             args.out,
-            storage_options=storage_options(args),
+            storage_options=args.storage_option,
             progress=progress,
             **read_settings(args, options),
         )
     if args.json:
         print_result({"format": args.to, "files": exported.files, **exported.facts})
         return 0
-    rows = {name: _shown(value) for name, value in exported.facts.items()}
+    rows = {
+        name: f"{value:.2%}" if isinstance(value, float) else value
+        for name, value in exported.facts.items()
+    }
     files = exported.files
     rows["files"] = files[0] if len(files) == 1 else f"{number(len(files))}, first {files[0]}"
     stdout_console().print(two_columns(f"exported {args.dataset} as {args.to}", rows))
     return 0
-
-
-def _shown(value: object) -> object:
-    return f"{value:.2%}" if isinstance(value, float) else value
 
 
 COMMAND = Command(

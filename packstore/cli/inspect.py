@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from typing import Any
-
-from rich.table import Table
 
 from packstore.cli import Command
 from packstore.cli.common import (
     add_dataset,
+    figures_table,
     number,
     open_dataset,
     print_json,
@@ -18,7 +18,6 @@ from packstore.cli.common import (
     two_columns,
 )
 from packstore.config.job import job_of, to_yaml
-from packstore.errors import visible
 from packstore.io.manifest.commit import with_hash
 
 
@@ -27,9 +26,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print the manifest itself")
     shown.add_argument(
-        "--as-config",
-        action="store_true",
-        help="print the job that made it, for `packstore pack --config FILE`",
+        "--as-config", action="store_true", help="print the job that made it, for pack --config"
     )
 
 
@@ -68,26 +65,18 @@ def _run(args: argparse.Namespace) -> int:
         "fingerprint": m.fingerprint,
     }
     console.print(two_columns(f"dataset {dataset.url}", rows))
-    console.print(_records(m.records))
+    counts = {"read": m.records.read, "packed": m.records.packed}
+    counts |= {f"dropped: {reason}": count for reason, count in m.records.dropped.items()}
+    counts |= {f"noted: {event}": count for event, count in m.records.noted.items()}
+    every = max(m.records.read, 1)
+    shares = [(what, number(count), f"{count / every:.1%}") for what, count in counts.items()]
+    console.print(figures_table("records", ("what", "records", "share"), shares))
     console.print(two_columns("planning", _flat(stats.planning)))
     console.print(two_columns("provenance", _flat(_short(m.provenance))))
     return 0
 
 
-def _records(records: Any) -> Table:
-    table = Table(title="records", title_justify="left", title_style="bold")
-    table.add_column("what")
-    table.add_column("records", justify="right")
-    table.add_column("share", justify="right")
-    rows = [("read", records.read), ("packed", records.packed)]
-    rows += [(f"dropped: {visible(reason)}", n) for reason, n in records.dropped.items()]
-    rows += [(f"noted: {visible(event)}", n) for event, n in records.noted.items()]
-    for what, n in rows:
-        table.add_row(what, number(n), f"{n / max(records.read, 1):.1%}")
-    return table
-
-
-def _short(provenance: Any) -> dict[str, Any]:
+def _short(provenance: Mapping[str, Any]) -> dict[str, Any]:
     """Shortens the provenance: replaces the text of the chat template by its length."""
     tokenizer = dict(provenance.get("tokenizer") or {})
     if tokenizer.get("chat_template"):
@@ -97,15 +86,13 @@ def _short(provenance: Any) -> dict[str, Any]:
 
 def _flat(value: Any, prefix: str = "") -> dict[str, object]:
     """Flattens nested mappings and lists to dotted names."""
-    if isinstance(value, dict) and value:
-        items = list(value.items())
-    elif isinstance(value, list) and value and isinstance(value[0], dict):
-        items = [(str(i), v) for i, v in enumerate(value)]
-    else:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        value = {str(i): entry for i, entry in enumerate(value)}
+    if not isinstance(value, dict) or not value:
         return {prefix: ", ".join(map(str, value)) if isinstance(value, list) else value}
     flat: dict[str, object] = {}
-    for name, inner in items:
-        flat |= _flat(inner, f"{prefix}.{name}" if prefix else str(name))
+    for name, entry in value.items():
+        flat |= _flat(entry, f"{prefix}.{name}" if prefix else str(name))
     return flat
 
 

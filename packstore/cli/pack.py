@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from packstore.cli import Command
-from packstore.cli._progress import progress_of
-from packstore.cli._results import add_json, dataset_result, print_result
+from packstore.cli._messages import progress_of
 from packstore.cli.common import (
+    add_json,
     add_storage_options,
     number,
-    source_storage_options,
+    print_dataset,
+    print_result,
     stdout_console,
-    storage_options,
     two_columns,
 )
 from packstore.cli.settings import add_settings, read_settings
@@ -29,7 +29,6 @@ from packstore.config import (
 )
 
 if TYPE_CHECKING:
-    from packstore.etl.doctor import DryRun
     from packstore.io.dataset.dataset import Dataset
 
 
@@ -43,20 +42,13 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "the new dataset",
     )
     parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML file with source, out, tokenizer, storage_options and settings, named as here "
-        "with _ for -; what is given here overrides it",
+        "--config", metavar="FILE", help="YAML file of SOURCE, OUT, settings; flags override"
     )
     parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="tokenizer.json, a Hugging Face folder, or a SentencePiece .model",
+        "--tokenizer", metavar="PATH", help="tokenizer.json, Hugging Face folder, or .model"
     )
     parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="write no dataset: lint and plan a sample of the records, and try OUT",
+        "--dry-run", action="store_true", help="only lint and plan a sample, and try OUT"
     )
     add_json(parser)
     add_storage_options(parser, source=True)
@@ -78,7 +70,7 @@ def _run(args: argparse.Namespace) -> int:
     with progress_of("pack", args) as progress:
         dataset = pack(**job, progress=progress)
     if args.json:
-        print_result(dataset_result(dataset))
+        print_dataset(args, dataset)
     else:
         _print(dataset)
     return 0
@@ -92,8 +84,8 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
 
         job = read_job(args.config)
     if len(args.places) > 1:
-        source = args.places[:-1]
-        job |= {"source": source[0] if len(source) == 1 else source, "out": args.places[-1]}
+        *source, out = args.places
+        job |= {"source": source[0] if len(source) == 1 else source, "out": out}
     elif args.places or not {"source", "out"} <= job.keys():
         args.parser.error(
             "SOURCE and OUT must be given, both here or both in a job file (--config)"
@@ -101,9 +93,9 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
     if args.tokenizer is not None:
         job["tokenizer"] = args.tokenizer
     if args.storage_option:
-        job["storage_options"] = storage_options(args)
+        job["storage_options"] = args.storage_option
     if args.source_storage_option is not None:
-        job["source_storage_options"] = source_storage_options(args)
+        job["source_storage_options"] = args.source_storage_option
     if isinstance(job["source"], tuple):
         job["source"] = list(job["source"])
     return {**job, **read_settings(args, PackConfig)}
@@ -120,34 +112,28 @@ def _records(stream: BinaryIO) -> Iterator[object]:
 
 
 def _dry_run(args: argparse.Namespace, job: dict[str, Any]) -> int:
-    from packstore.etl.doctor import dry_run
-
-    with progress_of("dry run", args) as progress:
-        found = dry_run(**job, progress=progress)
-    if args.json:
-        print_result(
-            {
-                "ok": found.ok,
-                "diagnosis": found.diagnosis,
-                "estimate": found.estimate.choices[0],
-                "findings": [finding._asdict() for finding in found.findings],
-            }
-        )
-    else:
-        _print_dry_run(found)
-    return 0 if found.ok else 1
-
-
-def _print_dry_run(found: DryRun) -> None:
     from packstore.cli.check import print_findings
     from packstore.cli.doctor import print_diagnosis
     from packstore.cli.estimate import print_estimate
+    from packstore.etl.doctor import dry_run
 
-    console = stdout_console()
-    if found.diagnosis is not None:
-        print_diagnosis(console, found.diagnosis)
-    print_estimate(console, found.estimate)
-    print_findings(console, found.findings)
+    with progress_of("dry run", args) as progress:
+        result = dry_run(**job, progress=progress)
+    if args.json:
+        print_result(
+            {
+                "ok": result.ok,
+                "diagnosis": result.diagnosis,
+                "estimate": result.estimate.choices[0],
+                "findings": [finding._asdict() for finding in result.findings],
+            }
+        )
+    else:
+        if result.diagnosis is not None:
+            print_diagnosis(result.diagnosis)
+        print_estimate(result.estimate)
+        print_findings(result.findings)
+    return 0 if result.ok else 1
 
 
 def _print(dataset: Dataset) -> None:
@@ -169,8 +155,7 @@ def _print(dataset: Dataset) -> None:
 
 
 COMMAND = Command(
-    examples="  packstore pack 'raw/*.jsonl.gz' s3://bucket/prefs-8k --tokenizer "
-    "Qwen3/ --pack-size 8192\n"
+    examples="  packstore pack 'raw/*.jsonl.gz' s3://bucket/prefs-8k --tokenizer Qwen3/\n"
     "  packstore pack qa.csv qa-4k --tokenizer t.json --field prompt=question --pack-size 4096\n"
     "  packstore pack prefs-8k prefs-32k --pack-size 32768 --layout shared_prefix\n"
     "  packstore pack --config job.yaml --dry-run\n"

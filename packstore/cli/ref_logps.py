@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 
 from packstore.cli import Command
+from packstore.cli._messages import progress_of
 from packstore.cli._model import add_model, loaded, ranks, say
-from packstore.cli._progress import progress_of
-from packstore.cli._results import add_json, print_result
 from packstore.cli.common import (
     add_dataset,
+    add_json,
     open_dataset,
+    print_result,
     stdout_console,
-    storage_options,
     two_columns,
 )
 
@@ -37,17 +37,19 @@ def _run(args: argparse.Namespace) -> int:
                 dataset,
                 args.out,
                 overwrite=args.overwrite,
-                storage_options=storage_options(args),
+                storage_options=args.storage_option,
                 progress=progress,
                 mixed_precision=args.mixed_precision,
                 packs_per_batch=args.packs_per_batch,
                 tokens_per_batch=args.tokens_per_batch,
             )
-    if say() and args.json:
-        print_result({"url": side.url, "examples": len(side), **side.manifest.provenance})
-    elif say():
-        rows: dict[str, object] = {"examples": len(side), **side.manifest.provenance}
-        stdout_console().print(two_columns(f"side dataset {side.url}", rows))
+    if not say():
+        return 0
+    facts = {"examples": len(side), **side.manifest.provenance}
+    if args.json:
+        print_result({"url": side.url, **facts})
+    else:
+        stdout_console().print(two_columns(f"side dataset {side.url}", facts))
     return 0
 
 

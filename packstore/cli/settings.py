@@ -1,4 +1,4 @@
-"""Command-line flags derived from the fields of config dataclasses."""
+"""Command-line flags derived from the fields of settings."""
 
 from __future__ import annotations
 
@@ -6,58 +6,49 @@ import argparse
 import dataclasses
 import json
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-from packstore.errors import ConfigError, spelled
+from packstore.config import Settings
+from packstore.errors import spelled
 
 
-def add_settings(parser: argparse.ArgumentParser, title: str, config: type) -> None:
-    """Adds one flag per field of the dataclass `config`, in a separate group.
+def add_settings(
+    parser: argparse.ArgumentParser,
+    title: str,
+    config: type[Settings],
+    names: Iterable[str] | None = None,
+) -> None:
+    """Adds one flag per field of `config`, or of the fields `names`, in a separate group.
 
-    A flag that is not given is absent from the namespace, so that defaults live in the dataclass
-    only.
+    A flag that is not given is absent from the namespace, so that defaults live in `config` only.
     """
-    group = parser.add_argument_group(title)
+    group = parser.add_argument_group(title, argument_default=argparse.SUPPRESS)
     hints = typing.get_type_hints(config)
     taken = {option for action in parser._actions for option in action.option_strings}
+    chosen = set(config.names() if names is None else names)
     for field in dataclasses.fields(config):
         flag = "--" + field.metadata.get("flag", field.name).replace("_", "-")
-        if flag not in taken:
-            group.add_argument(flag, **_argument(field, hints[field.name]))
+        if flag not in taken and field.name in chosen:
+            group.add_argument(flag, dest=field.name, **_argument(field, hints[field.name]))
 
 
-def read_settings(args: argparse.Namespace, config: type) -> dict[str, Any]:
+def read_settings(args: argparse.Namespace, config: type[Settings]) -> dict[str, Any]:
     """Returns the settings given on the command line, as keywords of `config`."""
-    names = {field.name for field in dataclasses.fields(config)}
-    given = {name: value for name, value in vars(args).items() if name in names}
+    given = vars(args)
     return {
-        name: tuple(map(spelled, value)) if isinstance(value, list) else value
-        for name, value in given.items()
+        name: tuple(map(spelled, given[name])) if isinstance(given[name], list) else given[name]
+        for name in config.names()
+        if name in given
     }
 
 
-def key_values(items: list[str], flag: str) -> dict[str, str]:
-    """Parses ``["a=b"]`` to ``{"a": "b"}``.
+class KeyValue(argparse.Action):
+    """Collects KEY=VALUE items into a dict, with values as `read` makes them of the text."""
 
-    Raises:
-        ConfigError: an item has no ``=``.
-    """
-    pairs = {}
-    for item in items:
-        key, equals, value = spelled(item).partition("=")
-        if not equals or not key:
-            raise ConfigError(f"{flag} must have the form KEY=VALUE; found {item!r}.")
-        pairs[key] = value
-    return pairs
-
-
-class _KeyValue(argparse.Action):
-    """Collects KEY=VALUE items into a dict: texts, or JSON values if the setting has others."""
-
-    def __init__(self, *args: Any, text: bool, **settings: Any) -> None:
+    def __init__(self, *args: Any, read: Callable[[str], Any] = str, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.text = text
+        self.read = read
 
     def __call__(
         self,
@@ -66,16 +57,19 @@ class _KeyValue(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        pairs: dict[str, Any] = dict(getattr(namespace, self.dest, None) or {})
+        """Adds an item; one that cannot be read is a usage error."""
+        key, equals, value = spelled(values).partition("=")
+        if not equals or not key:
+            parser.error(f"{option_string} must have the form {self.metavar}; found {values!r}")
         try:
-            for key, value in key_values([values], option_string or "").items():
-                pairs[key] = value if self.text else _from_json(value)
-        except ConfigError as error:
-            parser.error(str(error))
-        setattr(namespace, self.dest, pairs)
+            item = {key: self.read(value)}
+        except ValueError as error:
+            parser.error(f"{option_string} {key} must be JSON if it begins with a bracket: {error}")
+        setattr(namespace, self.dest, {**(getattr(namespace, self.dest, None) or {}), **item})
 
 
-def _from_json(text: str) -> Any:
+def json_or_text(text: str) -> Any:
+    """Parses JSON; what is none stays text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -87,17 +81,17 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     text = field.metadata["help"].replace("%", "%%")
     if field.default not in (None, dataclasses.MISSING, ()):
         text += f" (default: {field.default})"
-    common = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
     metavar = field.metadata.get("metavar")
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin, types = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
-        return {**common, "choices": args}
+        return {"help": text, "choices": types}
     if origin is tuple:
-        return {**common, "action": "append", "metavar": metavar or "NAME"}
+        return {"help": text, "action": "append", "metavar": metavar or "NAME"}
     if origin is Mapping:
-        only_text = args[1] is str
-        return {**common, "action": _KeyValue, "text": only_text, "metavar": metavar or "KEY=VALUE"}
-    base = args[0] if args else hint
+        read = str if types[1] is str else json_or_text
+        return {"help": text, "action": KeyValue, "read": read, "metavar": metavar or "KEY=VALUE"}
+    base = types[0] if types else hint
     if base is bool:
-        return {**common, "action": argparse.BooleanOptionalAction}
-    return {**common, "type": base, "metavar": metavar or {int: "N", float: "X"}.get(base, "NAME")}
+        return {"help": text, "action": argparse.BooleanOptionalAction}
+    metavar = metavar or {int: "N", float: "X"}.get(base, "NAME")
+    return {"help": text, "type": base, "metavar": metavar}

@@ -9,72 +9,88 @@ import numpy as np
 from rich.table import Table
 
 from packstore.cli import Command
-from packstore.cli._groups import Groups, check_by, group_rows, group_table, grouped
-from packstore.cli._progress import progress_of
-from packstore.cli._results import add_json, print_result
-from packstore.cli.common import add_dataset, heading, number, open_dataset, stdout_console
-from packstore.format.arrays import Packs
+from packstore.cli._messages import progress_of
+from packstore.cli.common import (
+    add_dataset,
+    add_json,
+    figures_table,
+    number,
+    open_dataset,
+    print_result,
+    stdout_console,
+)
+from packstore.errors import ConfigError, quote
+from packstore.format.arrays import SOURCE_SHIFT, Packs
 from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
     from packstore.progress import Progress
 
-PERCENTILES = (0, 1, 10, 50, 90, 99, 100)
+PERCENTILES = {"min": 0, "p1": 1, "p10": 10, "median": 50, "p90": 90, "p99": 99, "max": 100}
 BARS = 40
-TITLES = {"p0": "min", "p50": "median", "p100": "max"}
+GROUPS = 40
+"""Groups of a table, the largest."""
+
+FILE = "file"
+"""Groups by input file, unless a column has this name."""
+
+Figures = dict[str, dict[str, float]]
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_dataset(parser, versions=True)
     add_json(parser)
-    parser.add_argument(
-        "--by", metavar="COLUMN", help="also group by a carried column, or by input file: file"
-    )
+    parser.add_argument("--by", metavar="COLUMN", help="also by a carried column, or by file")
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts")
 
 
 def _run(args: argparse.Namespace) -> int:
     dataset = open_dataset(args)
-    check_by(dataset, args.by)
+    known = [FILE, *dataset.manifest.carry]
+    if args.by not in (None, *known):
+        raise ConfigError(f"--by must be one of: {', '.join(known)}; found {quote(args.by)}.")
     if args.html:
         frame.check_writable(args.html)
     with progress_of("stats", args) as progress:
-        figures = _collect(dataset, progress)
-    summary = {name: _summary(values) for name, values in figures.items() if len(values)}
-    by = grouped(dataset, args.by) if args.by else {}
+        values = _collect(dataset, progress)
+    summary = {name: _summary(array) for name, array in values.items() if len(array)}
+    groups = _grouped(dataset, args.by) if args.by else {}
+    tables = {"Percentiles": _cells(summary)}
+    if args.by:
+        tables = {f"By {args.by}": _cells(dict(list(groups.items())[:GROUPS])), **tables}
     if args.html:
-        groups = [_group_section(args.by, by)] if args.by else []
-        frame.write(args.html, _page(dataset, figures, summary, groups))
+        frame.write(args.html, _page(dataset, values, tables))
     if args.json:
-        print_result({**summary, "by": by})
+        print_result({**summary, "by": groups})
         return 0
     console = stdout_console()
-    console.print(_percentile_table(dataset, summary))
+    console.print(f"dataset {dataset.url}")
     console.print(f"fill: {_fill(dataset)}")
-    if args.by:
-        for part in group_table(args.by, by):
-            console.print(part)
+    for title, (columns, rows) in tables.items():
+        console.print(figures_table(title, columns, rows))
+    if len(groups) > GROUPS:
+        console.print(f"the largest {GROUPS} of {number(len(groups))} groups; --json has all")
     for name in ("examples per pack", "sequence length"):
-        console.print(_histogram(name, figures[name]))
+        console.print(_histogram(name, values[name]))
     return 0
 
 
 def _collect(dataset: Dataset, progress: Progress) -> dict[str, Any]:
     parts: list[dict[str, Any]] = []
     for done, packs in enumerate(dataset.iter_packs(), 1):
-        parts.append(_figures(packs, dataset.manifest.kind, dataset.manifest.pack_size))
+        parts.append(_values(packs, dataset.manifest.kind, dataset.manifest.pack_size))
         progress("read", done, len(dataset.row_groups), "row groups")
     names = [*parts[0]] if parts else []
-    # A part is dropped as soon as it is joined, so that memory holds the figures once.
+    # A part is dropped as soon as it is joined, so that memory holds the values once.
     return {name: np.concatenate([part.pop(name) for part in parts]) for name in names}
 
 
-def _figures(packs: Packs, kind: str, pack_size: int) -> dict[str, Any]:
+def _values(packs: Packs, kind: str, pack_size: int) -> dict[str, Any]:
     tokens = np.diff(packs.token_offsets)
     starts = np.cumsum(packs.segment_lengths) - packs.segment_lengths
     supervised = np.add.reduceat(packs.supervised, starts, dtype=np.int32)
-    figures = {
+    values = {
         "sequence length": packs.lengths,
         "supervised tokens": supervised,
         "unsupervised tokens": packs.lengths - supervised,
@@ -87,81 +103,99 @@ def _figures(packs: Packs, kind: str, pack_size: int) -> dict[str, Any]:
         "reward": packs.reward,
     }
     if kind == "preference":
-        figures["reward gap"] = packs.reward[0::2] - packs.reward[1::2]
-        figures["length gap, chosen - rejected"] = supervised[0::2] - supervised[1::2]
-    return figures
+        values["reward gap"] = packs.reward[0::2] - packs.reward[1::2]
+        values["length gap, chosen - rejected"] = supervised[0::2] - supervised[1::2]
+    return values
 
 
 def _summary(values: Any) -> dict[str, float]:
-    points = np.percentile(values, PERCENTILES)
-    named = {f"p{p}": float(v) for p, v in zip(PERCENTILES, points, strict=True)}
-    return {"count": len(values), "mean": float(values.mean()), **named}
+    points = np.percentile(values, [*PERCENTILES.values()]).tolist()
+    mean = float(values.mean())
+    return {"count": len(values), "mean": mean, **dict(zip(PERCENTILES, points, strict=True))}
 
 
-def _percentile_table(dataset: Dataset, summary: dict[str, dict[str, float]]) -> Table:
-    title = heading(f"dataset {dataset.url}")
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("")
-    for column in next(iter(summary.values()), {}):
-        table.add_column(TITLES.get(column, column), justify="right")
-    for name, values in summary.items():
-        table.add_row(name, *(_short(v) for v in values.values()))
-    return table
+def _grouped(dataset: Dataset, by: str) -> Figures:
+    """Returns figures of each group of examples, the largest group first; reads no token.
 
+    Tokens are those of all sequences of an example, each whole; `reward gap` is the mean of
+    chosen - rejected.
+    """
+    import polars as pl
 
-def _fill(dataset: Dataset) -> str:
-    """The fill rate of the packs, and with padding if space is reserved for it."""
-    m = dataset.manifest
-    multiple = m.statistics.planning.get("pad_to_multiple", 1)
-    text = f"{m.fill_rate:.2%}"
-    if multiple > 1:
-        padded = m.statistics.planning["aligned_fill_rate"]
-        text += f", {padded:.2%} once sequences are padded to multiples of {multiple}"
-    return text
+    from packstore.io.dataset.scan import scan
 
-
-def _page(
-    dataset: Dataset,
-    figures: dict[str, Any],
-    summary: dict[str, dict[str, float]],
-    groups: list[str],
-) -> str:
-    m = dataset.manifest
-    rows = [(name, *(_short(v) for v in values.values())) for name, values in summary.items()]
-    columns = ("", *(TITLES.get(c, c) for c in next(iter(summary.values()), {})))
-    facts = {
-        "fill": _fill(dataset),
-        "packs": number(len(dataset)),
-        "examples": number(m.totals.examples),
-        "tokens": number(m.totals.tokens),
-        "pack size": number(m.pack_size),
-        "layout": m.layout,
-        "strategy": str(m.statistics.planning.get("strategy", "")),
+    examples, key = scan(dataset), pl.col(by)
+    if by == FILE and FILE not in dataset.manifest.carry:
+        names = dict(enumerate(dataset.manifest.source_names))
+        source = pl.col("example_id") // (1 << SOURCE_SHIFT)
+        other = pl.concat_str(pl.lit("source "), source)
+        key = source.replace_strict(names, default=other, return_dtype=pl.String)
+    elif f"{by}_carried" in examples.collect_schema():
+        key = pl.col(f"{by}_carried")
+    tokens, rewards = pl.col("lengths").list.sum().cast(pl.Int64), pl.col("rewards")
+    columns = [key.cast(pl.String).alias("by"), tokens.alias("tokens")]
+    columns += [(rewards.list.first() - rewards.list.last()).alias("gap")]
+    figures = {
+        "examples": pl.len(),
+        "tokens": pl.col("tokens").sum(),
+        "mean": pl.col("tokens").mean(),
+        "median": pl.col("tokens").quantile(0.5, "linear"),
+        "p99": pl.col("tokens").quantile(0.99, "linear"),
+        "max": pl.col("tokens").max(),
     }
-    drawn = [charts.histogram(n, v, "") for n, v in figures.items() if len(v) and v.min() < v.max()]
-    return frame.page(
-        "Packed dataset",
-        f"{dataset.url}: kind {m.kind}, fingerprint {m.fingerprint[:12]}",
-        [
-            frame.section("Figures", frame.facts(facts)),
-            *groups,
-            frame.section("Distributions", charts.side_by_side(*drawn)),
-            frame.section("Percentiles", frame.table(columns, rows)),
-        ],
-    )
+    if dataset.manifest.kind == "preference":
+        figures["reward gap"] = pl.col("gap").cast(pl.Float64).mean()
+    table = examples.select(columns).group_by("by").agg(**figures).collect(engine="streaming")
+    rows = table.sort(["examples", "by"], descending=[True, False]).iter_rows(named=True)
+    return {row.pop("by"): row for row in rows}
 
 
-def _group_section(by: str, groups: Groups) -> str:
-    titles, rows, note = group_rows(groups)
-    return frame.section(f"By {by}", frame.table(titles, rows), frame.paragraph(note))
+def _cells(figures: Figures) -> tuple[list[str], list[list[str]]]:
+    """Returns the columns and the rows of a table of figures."""
+    columns = ["", *next(iter(figures.values()), {})]
+    rows = [[str(name), *map(_short, row.values())] for name, row in figures.items()]
+    return columns, rows
 
 
 def _short(value: float) -> str:
     return number(int(value)) if value == int(value) else number(value)
 
 
+def _fill(dataset: Dataset) -> str:
+    """Returns the fill rate of the packs, and with padding if space is reserved for it."""
+    m = dataset.manifest
+    multiple = m.statistics.planning.get("pad_to_multiple", 1)
+    if multiple == 1:
+        return f"{m.fill_rate:.2%}"
+    padded = m.statistics.planning["aligned_fill_rate"]
+    return f"{m.fill_rate:.2%}, {padded:.2%} once padded to multiples of {multiple}"
+
+
+def _page(dataset: Dataset, values: dict[str, Any], tables: Any) -> str:
+    m = dataset.manifest
+    return charts.charts_page(
+        "Packed dataset",
+        f"{dataset.url}: kind {m.kind}, fingerprint {m.fingerprint[:12]}",
+        facts={
+            "fill": _fill(dataset),
+            "packs": number(len(dataset)),
+            "examples": number(m.totals.examples),
+            "tokens": number(m.totals.tokens),
+            "pack size": number(m.pack_size),
+            "layout": m.layout,
+            "strategy": m.strategy,
+        },
+        charts=[
+            charts.histogram(name, array, "")
+            for name, array in values.items()
+            if len(array) and array.min() < array.max()
+        ],
+        tables=tables,
+    )
+
+
 def _histogram(name: str, values: Any) -> Table:
-    """A histogram of `values` with at most twelve bars of equal width."""
+    """Returns a histogram of `values` with at most twelve bars of equal width."""
     low, high = int(values.min()), int(values.max())
     width = max(1, -(-(high - low + 1) // 12))
     edges = np.arange(low, high + width + 1, width)

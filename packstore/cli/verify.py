@@ -6,20 +6,22 @@ import argparse
 import dataclasses
 
 from packstore.cli import Command
-from packstore.cli._progress import progress_of
-from packstore.cli._results import add_json, print_result
-from packstore.cli.common import add_dataset, number, open_dataset, stdout_console
+from packstore.cli._messages import progress_of
+from packstore.cli.common import (
+    add_dataset,
+    add_json,
+    number,
+    open_dataset,
+    print_result,
+    stdout_console,
+)
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_dataset(parser, versions=True)
     parser.add_argument(
-        "--jobs",
-        type=int,
-        metavar="N",
-        help="shards read at the same time (default: the number of processors, at most 4)",
+        "--jobs", type=int, metavar="N", help="shards read at once (default: by the cores)"
     )
-
     add_json(parser)
 
 
@@ -32,7 +34,7 @@ def _run(args: argparse.Namespace) -> int:
         return 0 if report.ok else 1
     console = stdout_console()
     for problem in report.problems:
-        console.print(problem, style="red", markup=False)
+        console.print(problem, style="red")
     counts = (
         f"{number(report.shards)} shards, {number(report.totals.packs)} packs, "
         f"{number(report.totals.examples)} examples, {number(report.totals.tokens)} tokens"

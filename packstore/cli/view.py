@@ -17,7 +17,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="PATH", help="default: the dataset's")
     parser.add_argument("--ids", action="store_true", help="show token ids instead of text")
     parser.add_argument(
-        "--port", type=int, default=0, metavar="N", help="port on 127.0.0.1; default: any free one"
+        "--port", type=int, default=0, metavar="N", help="on 127.0.0.1; default: any free one"
     )
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
 

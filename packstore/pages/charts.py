@@ -1,25 +1,95 @@
-"""Charts as SVG with a text for each value: histograms and lines."""
+"""The page of charts, and charts as SVG with a text for each value: histograms and curves."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from packstore.pages.texts import as_html
+from packstore.pages import frame
+from packstore.pages.frame import as_html
 
 WIDTH, HEIGHT = 440, 210
 LEFT, RIGHT, TOP, BOTTOM = 56, 22, 12, 30
 BARS = 48
+POINTS = 400
+"""Points of a curve; of more, each is the mean of neighbours."""
 
 FAR = 1.5
 """The largest 1 % are outliers if the range is this many times the range of the other values."""
 
+Points = Sequence[tuple[float, float]]
+"""Places and values; NaN: no value."""
 
-def side_by_side(*figures: str) -> str:
-    """Returns figures side by side where they fit."""
-    return f'<div class="charts">{"".join(figures)}</div>'
+RUN = {
+    "Loss": {"training": "loss", "validation": "eval/loss"},
+    "Accuracy": {"training": "rewards/accuracies", "validation": "eval/rewards/accuracies"},
+    "Margin": {"training": "rewards/margins", "validation": "eval/rewards/margins"},
+    "Rewards": {"chosen": "rewards/chosen", "rejected": "rewards/rejected"},
+    "Gradient norm": {"gradient norm": "grad_norm"},
+    "Learning rate": {"learning rate": "learning_rate"},
+    "Tokens per second": {"tokens per second": "tokens_per_second"},
+    "Fill, and share of the time that waits for data": {"fill": "fill", "wait": "data_wait"},
+}
+"""Title of a chart of a training run -> name and metric of each curve."""
+
+
+def charts_page(
+    title: str,
+    subtitle: str,
+    *,
+    facts: Mapping[str, str] | None = None,
+    note: str = "",
+    charts: Iterable[str] = (),
+    tables: Mapping[str, tuple[Sequence[str], Iterable[Sequence[str]]]] | None = None,
+) -> str:
+    """Returns a page: figures, charts, and tables of columns and rows, each with its title."""
+    sections = []
+    if facts or note:
+        sections.append(frame.section("Figures", frame.facts(facts or {}), frame.paragraph(note)))
+    sections.append(frame.section("Charts", f'<div class="charts">{"".join(charts)}</div>'))
+    for name, (columns, rows) in (tables or {}).items():
+        sections.append(frame.section(name, frame.table(columns, rows)))
+    return frame.page(title, subtitle, sections)
+
+
+def train_page(title: str, subtitle: str, path: Path) -> str:
+    """Returns the page of a training run from its ``metrics.jsonl``; null is no value."""
+    records: list[dict[str, float]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # the last line of a run that was killed
+            continue
+        records.append({n: math.nan if value is None else value for n, value in record.items()})
+    points: dict[str, list[tuple[float, float]]] = {}
+    for record in records:
+        for name, value in record.items():
+            if name not in ("step", "epoch") and math.isfinite(value):
+                points.setdefault(name, []).append((record["step"], value))
+    rows = []
+    for name, own in points.items():
+        (low_step, low), (high_step, high) = (f(own, key=lambda p: p[1]) for f in (min, max))
+        ends = (own[0][1], own[-1][1], low)
+        cells = [f"{value:.5g}" for value in ends]
+        rows.append([name, *cells, f"{low_step:,.0f}", f"{high:.5g}", f"{high_step:,.0f}"])
+    steps = max((record["step"] for record in records), default=0)
+    last = {name: f"{own[-1][1]:.5g}" for name, own in points.items() if name.endswith("loss")}
+    columns = ("metric", "first", "last", "lowest", "at step", "highest", "at step")
+    return charts_page(
+        title,
+        subtitle,
+        facts={"steps": f"{steps:,.0f}", **last},
+        charts=[
+            curves(chart, "step", {name: points.get(metric, []) for name, metric in named.items()})
+            for chart, named in RUN.items()
+        ],
+        tables={"All metrics": (columns, rows)},
+    )
 
 
 def histogram(title: str, values: npt.NDArray[np.generic], unit: str) -> str:
@@ -42,54 +112,24 @@ def histogram(title: str, values: npt.NDArray[np.generic], unit: str) -> str:
     shapes = []
     for i, count in enumerate(counts.tolist()):
         height = (HEIGHT - TOP - BOTTOM) * count / levels[-1]
-        start, end = low + i * step, low + (i + 1) * step
-        if i == bars - 1:
-            end = max(end, top)
-        name = f"{_short(start)} to {_short(end)} {unit}: {count:,}"
+        end = max(low + (i + 1) * step, top if i == bars - 1 else low)
+        name = f"{_short(low + i * step)} to {_short(end)} {unit}: {count:,}"
         shapes.append(
             f'<rect class="bar" x="{LEFT + i * width:.1f}" y="{HEIGHT - BOTTOM - height:.1f}" '
             f'width="{max(width - 1, 0.5):.1f}" height="{height:.1f}">'
             f"<title>{as_html(name)}</title></rect>"
         )
-    at = np.linspace(0, bars, 5)
-    if whole:  # ticks at the start of bars, or at the middle of bars with a single value
-        first = np.unique(np.linspace(0, bars - 1, 5).round())
-        at = first + 0.5 if step == 1 else first
-    names = low + (np.floor(at) if whole else at) * step
-    marks = [(float(a) / bars, _short(float(name))) for a, name in zip(at, names, strict=True)]
+    ticks = np.linspace(0, bars, 5)
+    if whole:  # at the start of bars, or at the middle of bars with a single value
+        firsts = np.unique(np.linspace(0, bars - 1, 5).round())
+        ticks = firsts + 0.5 if step == 1 else firsts
+    names = low + (np.floor(ticks) if whole else ticks) * step
+    marks = [(float(t) / bars, _short(float(name))) for t, name in zip(ticks, names, strict=True)]
     heights = [(level / levels[-1], _short(level)) for level in levels]
     note = f"median {_short(float(np.median(numbers)))}, largest {_short(top)} {unit}".rstrip()
     if top > high:
         note += f"; the last bar holds all from {_short(low + (bars - 1) * step)} on"
     return _figure(title, note, marks, heights, shapes)
-
-
-def lines(title: str, note: str, xs: Sequence[str], series: Mapping[str, Sequence[float]]) -> str:
-    """Returns a chart with one line per series over the labels `xs`; values are fractions."""
-    values = [v for ys in series.values() for v in ys]
-    low = min(0.98, np.floor(min(values) * 50) / 50)
-    places = [i / max(len(xs) - 1, 1) for i in range(len(xs))]
-    shapes, keys = [], []
-    for i, (name, ys) in enumerate(series.items()):
-        points = [_point(x, (y - low) / (1 - low)) for x, y in zip(places, ys, strict=True)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        shapes.append(f'<polyline class="curve s{i % 6}" points="{path}"/>')
-        shapes += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" class="point s{i % 6}">'
-            f"<title>{as_html(f'{name}, {at}: {value:.2%}')}</title></circle>"
-            for (x, y), at, value in zip(points, xs, ys, strict=True)
-        ]
-        keys.append(f'<span class="key s{i % 6}">{as_html(name)}</span>')
-    heights = [(s, f"{low + s * (1 - low):.1%}") for s in np.linspace(0, 1, 5).tolist()]
-    legend = f'<p class="soft keys">{"".join(keys)}</p>'
-    return _figure(title, note, list(zip(places, xs, strict=True)), heights, shapes, legend)
-
-
-Points = Sequence[tuple[float, float]]
-"""Places and values; NaN: no value."""
-
-POINTS = 400
-"""Points of a curve; of more, each is the mean of neighbours."""
 
 
 def curves(title: str, unit: str, series: Mapping[str, Points]) -> str:
@@ -117,8 +157,8 @@ def curves(title: str, unit: str, series: Mapping[str, Points]) -> str:
         radius = 3 if len(kept) <= 60 else 1.5
         shapes += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="point s{i % 6}">'
-            f"<title>{as_html(f'{name}, {unit} {at:,.0f}: {value:.6g}')}</title></circle>"
-            for (x, y), (at, value) in zip(places, kept, strict=True)
+            f"<title>{as_html(f'{name}, {unit} {place:,.0f}: {value:.6g}')}</title></circle>"
+            for (x, y), (place, value) in zip(places, kept, strict=True)
         ]
         keys.append(f'<span class="key s{i % 6}">{as_html(name)}</span>')
     heights = [((y - low) / (high - low), _short(y)) for y in levels]
@@ -156,19 +196,19 @@ def _figure(
     shapes: Iterable[str],
     legend: str = "",
 ) -> str:
-    """Shapes in a frame with ticks (fraction of the axis, text)."""
-    frame = []
+    """Returns shapes in a frame with ticks (fraction of the axis, text)."""
+    axes = []
     for share, text in up:
         _, y = _point(0, share)
-        frame.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
-        frame.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{as_html(text)}</text>')
+        axes.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+        axes.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{as_html(text)}</text>')
     for share, text in across:
         x, y = _point(share, 0)
-        frame.append(f'<text x="{x}" y="{y + 20}" text-anchor="middle">{as_html(text)}</text>')
+        axes.append(f'<text x="{x}" y="{y + 20}" text-anchor="middle">{as_html(text)}</text>')
     return (
         f"<figure><figcaption>{as_html(title)}</figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{as_html(title)}">'
-        f"{''.join(frame)}{''.join(shapes)}</svg>"
+        f"{''.join(axes)}{''.join(shapes)}</svg>"
         f'{legend}<p class="soft">{as_html(note)}</p></figure>'
     )
 

@@ -1,20 +1,38 @@
-"""The frame of every page: style, title, sections, tables; nothing is loaded from elsewhere."""
+"""The frame of every page: texts, style, sections, tables; nothing is loaded from elsewhere."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 
 from packstore.errors import StorageError
-from packstore.pages.texts import as_html
 from packstore.version import VERSION
 
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+    "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
 _ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
+
+
+def shown(text: str) -> str:
+    """Returns `text` with controls, bidirectional marks and surrogates as ``\\x1b``, ``\\u202e``.
+
+    Tabs and newlines stay. A right-to-left override would show the text after it in another order.
+    """
+    return _HIDDEN.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def as_html(text: str) -> str:
+    """Returns `text` as HTML that is only text."""
+    return escape(shown(text))
 
 
 def page(
@@ -66,7 +84,6 @@ def embedded(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).translate(_ESCAPED)
 
 
-@cache
 def asset(name: str) -> str:
     """Returns the text of a style sheet or script of this folder."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
@@ -88,13 +105,10 @@ def facts(values: Mapping[str, str]) -> str:
     return f'<dl class="facts">{"".join(pairs)}</dl>'
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], best: int | None = None) -> str:
-    """Returns a table; row number `best` is highlighted."""
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table."""
     head = "".join(f'<th scope="col">{as_html(c)}</th>' for c in columns)
-    lines = []
-    for i, row in enumerate(rows):
-        mark = ' class="best"' if i == best else ""
-        lines.append(f"<tr{mark}>{''.join(f'<td>{as_html(c)}</td>' for c in row)}</tr>")
+    lines = [f"<tr>{''.join(f'<td>{as_html(c)}</td>' for c in row)}</tr>" for row in rows]
     return (
         f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"

@@ -4,25 +4,18 @@
 const about = JSON.parse(document.getElementById("data").textContent);
 const at = (id) => document.getElementById(id);
 const count = (n) => n.toLocaleString("en");
-const FOLD = 60; // prompt tokens left at each end of a folded prompt
-const LONG = 2000; // the same of other runs, which a browser would draw for minutes; tokens that a button opens
-const state = { pack: null, sequence: -1, find: "", search: 0, query: null };
+const FOLD = 60; // tokens left at each end of a folded run
+const LONG = 6000; // tokens of a run that a browser would draw for minutes; prompts are folded from 240 on
+const HITS = 50; // sequences that a search lists at once
+const held = new Map((about.embedded || []).map((pack) => [pack.number, pack]));
+const numbers = about.embedded ? [...held.keys()] : null;
+const state = { pack: null, find: "", search: 0 };
 
 function make(name, attributes, ...children) {
-  const element = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes || {})) {
-    if (key === "class") element.className = value;
-    else element.setAttribute(key, value);
-  }
-  element.append(...children);
-  return element;
-}
-
-function draw(name, attributes, title) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+  const svg = ["svg", "polygon", "rect", "title"].includes(name);
+  const element = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  if (title) element.append(draw("title", {}));
-  if (title) element.firstChild.textContent = title;
+  element.append(...children);
   return element;
 }
 
@@ -31,65 +24,21 @@ function fail(error) {
   at("error").hidden = !error;
 }
 
-// Packs and searches: from the page itself, or from its server.
-
-const held = new Map((about.embedded || []).map((pack) => [pack.number, pack]));
-const numbers = about.embedded ? [...held.keys()] : null;
-
-async function ask(path) {
-  const answer = await fetch(path, { cache: "no-store" }).catch(() => {
-    throw new Error("The server does not answer: start packstore view again.");
-  });
-  const value = await answer.json().catch(() => ({ error: `The server answers ${answer.status}.` }));
-  if (!answer.ok) throw new Error(value.error);
-  return value;
-}
-
+// Returns a pack, from the page itself or from its server.
 async function load(number) {
   if (held.has(number)) return held.get(number);
-  const pack = await ask(`packs/${number}`);
+  const answer = await fetch(`packs/${number}`, { cache: "no-store" }).catch(() => {
+    throw new Error("The server does not answer: start packstore view again.");
+  });
+  const pack = await answer.json().catch(() => ({ error: `The server answers ${answer.status}.` }));
+  if (!answer.ok) throw new Error(pack.error);
   if (held.size > 8) held.delete(held.keys().next().value);
   held.set(number, pack);
   return pack;
 }
 
-function searchHere(query, first) {
-  const hits = [];
-  const words = query.text.toLowerCase();
-  const [file, line] = /^\d+$/.test(query.record) ? ["", query.record]
-    : (/^(.*):(\d+)$/.exec(query.record) || [0, query.record, ""]).slice(1);
-  const bound = (text, other) => (text === "" ? other : Number(text));
-  for (const pack of about.embedded) {
-    if (pack.number < first) continue;
-    pack.sequences.forEach((own, i) => {
-      const [, path, place] = /^(.*), \w+ (\d+)$/s.exec(own.place) || [0, own.place, ""];
-      if ((file && !path.includes(file)) || (line && place !== line)) return;
-      if (query.limit && !pack.atLimit[own.example]) return;
-      if ((query.id && own.id !== query.id) || (query.side && own.side !== query.side)) return;
-      if (own.length < bound(query.shortest, 0) || own.length > bound(query.longest, Infinity)) return;
-      if (own.reward < bound(query.lowest, -Infinity) || own.reward > bound(query.highest, Infinity)) return;
-      const text = words ? pack.texts.slice(own.start, own.stop).join("") : "";
-      const place_ = text.toLowerCase().indexOf(words);
-      if (place_ < 0) return;
-      const end = place_ + words.length;
-      const match = [text.slice(Math.max(place_ - 48, 0), place_), text.slice(place_, end), text.slice(end, end + 48)];
-      hits.push({ pack: pack.number, sequence: i, ...own, match });
-    });
-  }
-  return { hits, next: null };
-}
-
-function searchThere(query, first) {
-  return ask(`search?${new URLSearchParams({ ...query, from: first })}`);
-}
-
-// One pack.
-
-const idOf = (signed) => (signed < 0 ? ~signed : signed);
-
-function roleOf(own) {
-  return about.sides.includes(own.side) ? own.side : "response";
-}
+const roleOf = (own) => (about.sides.includes(own.side) ? own.side : "response");
+const omittedOf = (own) => own.length - (own.stop - own.start);
 
 // Runs of a sequence with one role: [role, start, stop].
 function runsOf(pack, own) {
@@ -106,148 +55,99 @@ function runsOf(pack, own) {
   return runs;
 }
 
-// Tokens of the first sequence that the others of its example leave out.
-function sharedOf(pack, own) {
-  const others = pack.sequences.filter((o) => o.example === own.example && o !== own);
-  const omitted = others.map((o) => o.length - (o.stop - o.start));
-  return Math.max(0, ...omitted);
-}
-
-const omittedOf = (own) => own.length - (own.stop - own.start);
-
 function show(pack) {
   state.pack = pack;
-  state.sequence = -1;
   const tokens = pack.ids.length;
   const supervised = pack.ids.filter((id) => id >= 0).length;
-  const examples = pack.columns.length;
   at("pack-title").textContent = `Pack ${count(pack.number)}`;
   at("pack-facts").textContent =
-    `${count(tokens)} of ${count(about.packSize)} tokens, ${count(examples)} ${examples === 1 ? "example" : "examples"}, ` +
+    `${count(tokens)} of ${count(about.packSize)} tokens, ${count(pack.columns.length)} examples, ` +
     `${count(pack.sequences.length)} segments, ${count(supervised)} tokens supervised ` +
     `(${((100 * supervised) / tokens).toFixed(1)} %)`;
   at("number").value = pack.number;
   const place = numbers ? numbers.indexOf(pack.number) : pack.number;
   at("previous").disabled = place <= 0;
   at("next").disabled = place + 1 >= (numbers ? numbers.length : about.packs);
-  at("token").textContent = "Point at a token, or focus a text and press the arrow keys.";
+  at("token").textContent = "Point at a token.";
   drawStrip(pack);
   drawAttention(pack);
   drawSequences(pack);
 }
 
+// A block for each sequence, as wide as its tokens; hatched: the prompt that others of its example share.
 function drawStrip(pack) {
-  const strip = at("strip");
-  strip.replaceChildren();
-  let group = null;
-  let example = -1;
+  at("strip").replaceChildren();
+  const groups = new Map();
   pack.sequences.forEach((own, i) => {
-    if (own.example !== example) {
-      group = make("div", { class: "example" });
-      example = own.example;
-      strip.append(group);
+    if (!groups.has(own.example)) {
+      groups.set(own.example, make("div", { class: "example" }));
+      at("strip").append(groups.get(own.example));
     }
-    const size = own.stop - own.start;
-    const omitted = omittedOf(own);
-    const name = `Example ${own.example + 1}, ${own.side}, ${count(size)} tokens` +
-      `${omitted ? `, ${count(omitted)} shared` : ""}, ${own.place}`;
-    const block = make("button", { type: "button", class: "block", "aria-label": name, title: name, tabindex: i ? -1 : 0 });
-    block.style.flexGrow = size;
-    const shared = omitted ? 0 : sharedOf(pack, own);
+    const group = groups.get(own.example);
+    const name = `Example ${own.example + 1}, ${own.side}, ${count(own.stop - own.start)} tokens` +
+      `${omittedOf(own) ? `, ${count(omittedOf(own))} shared` : ""}, ${own.place}`;
+    const block = make("button", { type: "button", class: "block", "aria-label": name, title: name });
+    block.style.flexGrow = own.stop - own.start;
+    const shared = !group.childElementCount && pack.sequences.some((o) => o.example === own.example && omittedOf(o));
     for (const [role, start, stop] of runsOf(pack, own)) {
       const part = make("span", { class: `part ${role}${shared && role === "prompt" ? " shared" : ""}` });
       part.style.flexGrow = stop - start;
       block.append(part);
     }
-    block.addEventListener("click", () => select(i, true));
+    block.addEventListener("click", () => select(i));
     group.append(block);
-    group.style.flexGrow = Number(group.style.flexGrow || 0) + size;
+    group.style.flexGrow = Number(group.style.flexGrow || 0) + own.stop - own.start;
   });
   const rest = about.packSize - pack.ids.length;
   if (rest > 0) {
     const unused = make("span", { class: "rest", title: `${count(rest)} tokens unused` });
     unused.style.flexGrow = rest;
-    strip.append(unused);
+    at("strip").append(unused);
   }
 }
-
-at("strip").addEventListener("keydown", (event) => {
-  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-  if (!step) return;
-  const blocks = [...at("strip").querySelectorAll(".block")];
-  const to = blocks[blocks.indexOf(document.activeElement) + step];
-  if (to) {
-    document.activeElement.tabIndex = -1;
-    to.tabIndex = 0;
-    to.focus();
-    at("token").textContent = to.title;
-  }
-  event.preventDefault();
-  event.stopPropagation();
-});
 
 function drawAttention(pack) {
   const n = pack.ids.length;
-  const svg = draw("svg", {
-    viewBox: `0 0 ${n} ${n}`, role: "img",
-    "aria-label": `Attention of ${count(pack.sequences.length)} segments: queries down, keys across; each segment sees its own earlier tokens` +
-      `${about.layout === "shared_prefix" ? " and the shared prompt of its example" : ""}`,
-  });
+  const svg = make("svg", { viewBox: `0 0 ${n} ${n}`, role: "img", "aria-label": "Attention: queries down, keys across" });
   const first = new Map();
   pack.sequences.forEach((own, i) => {
     if (!first.has(own.example)) first.set(own.example, own);
-    const name = `${own.side}, ${own.place}`;
-    const [run] = runsOf(pack, own);
-    const prompt = run[0] === "prompt" ? run[2] : own.start;
-    const shape = (points, role) => {
-      const polygon = draw("polygon", { points: points.map((p) => p.join(",")).join(" "), class: role, "data-i": i }, name);
-      svg.append(polygon);
-    };
-    const [a, p, b] = [own.start, prompt, own.stop];
+    const [role, , end] = runsOf(pack, own)[0];
+    const [a, p, b] = [own.start, role === "prompt" ? end : own.start, own.stop];
+    const shape = (points, kind) => svg.append(make("polygon", { points: points.join(" "), class: kind, "data-i": i },
+      make("title", {}, `${own.side}, ${own.place}`)));
     if (p > a) shape([[a, a], [p, p], [a, p]], "prompt");
     shape([[a, p], [p, p], [b, b], [a, b]], roleOf(own));
-    const omitted = omittedOf(own);
-    if (omitted) {
-      const from = first.get(own.example).start;
-      const box = { x: from, y: a, width: omitted, height: b - a, class: `gathered ${roleOf(own)}`, "data-i": i };
-      svg.append(draw("rect", box, `${name}: sees ${count(omitted)} shared tokens`));
+    if (omittedOf(own)) {
+      const box = { x: first.get(own.example).start, y: a, width: omittedOf(own), height: b - a };
+      svg.append(make("rect", { ...box, class: `gathered ${roleOf(own)}`, "data-i": i },
+        make("title", {}, `${own.side} sees ${count(omittedOf(own))} shared tokens`)));
     }
   });
   svg.addEventListener("click", (event) => {
-    const i = event.target.getAttribute("data-i");
-    if (i !== null) select(Number(i), true);
+    const shape = event.target.closest("[data-i]");
+    if (shape) select(Number(shape.dataset.i));
   });
   at("attention").replaceChildren(svg);
-  at("attention-note").textContent = "Queries down, keys across: a token sees what is coloured in its row. " +
-    (about.layout === "shared_prefix"
-      ? "Pale blocks: the prompt, stored once, that the other responses of an example also see."
-      : "Segments do not see each other.");
 }
 
 function drawSequences(pack) {
-  const all = at("sequences");
-  all.replaceChildren();
+  at("sequences").replaceChildren();
   let record = null;
-  let example = -1;
   pack.sequences.forEach((own, i) => {
-    if (own.example !== example) {
-      example = own.example;
-      const carried = Object.entries(pack.columns[example]).map(([name, value]) => `${name}: ${value}`);
-      record = make("section", { class: "record" },
-        make("h3", { dir: "auto" }, own.place),
+    if (!i || own.example !== pack.sequences[i - 1].example) {
+      const carried = Object.entries(pack.columns[own.example]).map(([name, value]) => `${name}: ${value}`);
+      record = make("section", { class: "record" }, make("h3", { dir: "auto" }, own.place),
         make("p", { class: "soft", dir: "auto" }, [`example id ${own.id}`, ...carried].join(" · ")));
-      all.append(record);
+      at("sequences").append(record);
     }
-    const omitted = omittedOf(own);
-    const size = own.stop - own.start;
-    let on = 0;
-    for (let t = own.start; t < own.stop; t++) on += pack.ids[t] >= 0;
-    const facts = [`reward ${own.reward}`, `${count(own.length)} tokens`, `${count(on)} supervised`, `places ${count(own.start)}–${count(own.stop - 1)}`];
-    if (omitted) facts.push(`first ${count(omitted)} stored in the first segment`);
-    if (pack.atLimit[own.example]) facts.push("at the limit");
+    const on = pack.ids.slice(own.start, own.stop).filter((id) => id >= 0).length;
+    const facts = [`reward ${own.reward}`, `${count(own.length)} tokens`, `${count(on)} supervised`,
+      `places ${count(own.start)}–${count(own.stop - 1)}`];
+    if (omittedOf(own)) facts.push(`first ${count(omittedOf(own))} stored in the first segment`);
     const head = make("h4", {}, make("b", { class: roleOf(own) }, own.side), ...facts.map((f) => make("span", {}, f)));
     const tokens = make("div", { class: "tokens", tabindex: 0, role: "group", dir: "auto",
-      "aria-label": `Tokens of ${own.side}, ${count(size)}; arrow keys move`, "data-i": i });
+      "aria-label": `Tokens of ${own.side}; arrow keys move`, "data-i": i });
     fill(tokens, pack, own, []);
     record.append(make("article", { class: "sequence", id: `sequence-${i}` }, head, tokens));
   });
@@ -257,295 +157,201 @@ function drawSequences(pack) {
 function fill(box, pack, own, opened) {
   box.replaceChildren();
   for (const [role, start, stop] of runsOf(pack, own)) {
-    const ends = role === "prompt" && own.stop - own.start > 4 * FOLD ? FOLD : LONG;
-    const visible = (i) => stop - start <= 3 * ends || i < start + ends || i >= stop - ends ||
-      opened.some(([from, to]) => i >= from && i < to);
+    const whole = stop - start <= (role === "prompt" ? 240 : LONG);
+    const visible = (i) => whole || i < start + FOLD || i >= stop - FOLD || opened.some(([from, to]) => i >= from && i < to);
     for (let i = start; i < stop; i++) {
       if (!visible(i)) {
         const from = i;
         while (!visible(i)) i++;
-        const open = make("button", { type: "button" }, `… ${count(i - from)} ${role === "prompt" ? "prompt tokens" : "tokens"} …`);
-        open.addEventListener("click", () => {
-          fill(box, pack, own, [...opened, [from, from + LONG]]);
-          box.focus();
-        });
+        const open = make("button", { type: "button" }, `… ${count(i - from)} tokens …`);
+        open.addEventListener("click", () => fill(box, pack, own, [...opened, [from, from + 2000]]));
         box.append(open);
       }
-      if (pack.texts[i] === null && box.lastChild && box.lastChild.nodeName === "SPAN") continue;
-      const text = pack.texts[i] || "·";
-      const span = make("span", { class: role }, text.replaceAll("\n", "↵\n"));
+      if (pack.texts[i] === null && box.lastChild) continue;
+      const span = make("span", { class: role, "data-t": i }, (pack.texts[i] || "·").replaceAll("\n", "↵\n"));
       if (pack.ids[i] >= 0) span.classList.add("on");
-      span.dataset.t = i;
       box.append(span);
     }
   }
 }
 
-// Marks the tokens of the text that was found, and goes there; false: there is none.
+// Marks the text that was searched in a sequence, and returns its first token; null: it is not there.
 function mark(box, pack, own) {
-  const words = state.find.toLowerCase();
-  if (!words) return false;
   const texts = pack.texts.slice(own.start, own.stop).map((text) => text || "");
-  const from = texts.join("").toLowerCase().indexOf(words);
-  if (from < 0) return false;
+  const from = texts.join("").toLowerCase().indexOf(state.find.toLowerCase());
+  if (!state.find || from < 0) return null;
   let end = 0;
-  const found = texts.flatMap((text, i) => {
+  const hits = texts.flatMap((text, i) => {
     const start = end;
     end += text.length;
-    return start < from + words.length && end > from ? [i + own.start] : [];
+    return start < from + state.find.length && end > from ? [i + own.start] : [];
   });
-  fill(box, pack, own, [[found[0] - FOLD, found[found.length - 1] + FOLD]]);
-  for (const span of box.querySelectorAll("span")) {
-    if (found.includes(Number(span.dataset.t))) span.classList.add("found");
-  }
-  settle(box.querySelector(".found"), "center");
-  return true;
+  fill(box, pack, own, [[hits[0] - FOLD, hits[hits.length - 1] + FOLD]]);
+  for (const span of box.querySelectorAll("span")) span.classList.toggle("found", hits.includes(Number(span.dataset.t)));
+  return box.querySelector(".found");
 }
 
-// Scrolls to an element; sequences above it get their true heights while they come into view.
-function settle(element, block, frames = 4) {
-  if (!element) return;
-  element.scrollIntoView({ block });
-  if (frames) requestAnimationFrame(() => settle(element, block, frames - 1));
-}
-
-function select(i, scroll) {
-  state.sequence = i;
-  const pack = state.pack;
+function select(i) {
   const article = at(`sequence-${i}`);
-  for (const element of document.querySelectorAll(".block, .sequence")) element.removeAttribute("aria-current");
+  for (const element of document.querySelectorAll("[aria-current]")) element.removeAttribute("aria-current");
   const block = at("strip").querySelectorAll(".block")[i];
   block.setAttribute("aria-current", "true");
   article.setAttribute("aria-current", "true");
   for (const shape of at("attention").querySelectorAll("[data-i]")) {
-    shape.classList.toggle("current", shape.getAttribute("data-i") === String(i));
+    shape.classList.toggle("current", shape.dataset.i === String(i));
   }
   at("token").textContent = block.title;
-  if (scroll) {
-    const box = article.querySelector(".tokens");
-    box.focus({ preventScroll: true });
-    if (!mark(box, pack, pack.sequences[i])) settle(article, "start");
-  }
-  history.replaceState(null, "", `#${pack.number}.${i}`);
+  const box = article.querySelector(".tokens");
+  box.focus({ preventScroll: true });
+  (mark(box, state.pack, state.pack.sequences[i]) || article).scrollIntoView({ block: "start" });
+  history.replaceState(null, "", `#${state.pack.number}.${i}`);
 }
 
-// One token.
-
+// Tells the id, role and place of a token.
 function tell(span) {
-  const box = span.closest(".tokens");
   const pack = state.pack;
-  const own = pack.sequences[Number(box.dataset.i)];
+  const own = pack.sequences[Number(span.closest(".tokens").dataset.i)];
   const t = Number(span.dataset.t);
   let end = t + 1;
   while (end < own.stop && pack.texts[end] === null) end++;
   for (const other of document.querySelectorAll(".here")) other.classList.remove("here");
   span.classList.add("here");
-  const ids = pack.ids.slice(t, end).map(idOf).join(" ");
-  const role = span.classList.contains("on") ? `${own.side}, supervised` : `${span.classList[0]}, not supervised`;
-  at("token").textContent = `id ${ids} ${JSON.stringify(pack.texts[t] || "")} · ${role.replace("unsupervised, ", "in a response, ")} · ` +
-    `place ${count(t)} of the pack · position ${count(t - own.start + omittedOf(own))} of the sequence`;
+  const ids = pack.ids.slice(t, end).map((id) => (id < 0 ? ~id : id)).join(" ");
+  const role = span.classList.contains("prompt") ? "prompt" : `${own.side}, ${span.classList.contains("on") ? "" : "not "}supervised`;
+  at("token").textContent = `id ${ids} ${JSON.stringify(pack.texts[t] || "")} · ${role} · place ${count(t)} of the pack · ` +
+    `position ${count(t - own.start + omittedOf(own))} of the sequence`;
 }
 
 at("sequences").addEventListener("mouseover", (event) => {
   if (event.target.dataset.t) tell(event.target);
 });
-
 at("sequences").addEventListener("keydown", (event) => {
-  const box = event.target;
-  if (!box.classList.contains("tokens")) return;
-  const spans = [...box.querySelectorAll("span")];
-  const here = spans.indexOf(box.querySelector(".here"));
-  const to = { ArrowRight: here + 1, ArrowLeft: here - 1, Home: 0, End: spans.length - 1 }[event.key];
-  if (to === undefined) return;
+  const spans = [...event.target.querySelectorAll(".tokens > span, :scope > span")];
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!step || !spans.length) return;
   event.preventDefault();
-  event.stopPropagation();
-  const span = spans[Math.min(Math.max(to, 0), spans.length - 1)];
+  const span = spans[Math.min(Math.max(spans.findIndex((s) => s.classList.contains("here")) + step, 0), spans.length - 1)];
   tell(span);
-  span.scrollIntoView({ block: "nearest", behavior: "instant" });
+  span.scrollIntoView({ block: "nearest" });
 });
 
-// Steps from pack to pack.
-
-async function go(number, sequence) {
-  const many = about.packs;
+async function go(number, sequence = -1) {
   try {
-    if (!Number.isInteger(number) || number < 0 || number >= many) throw new Error(`A pack has a number from 0 to ${many - 1}.`);
+    if (!Number.isInteger(number) || number < 0 || number >= about.packs) throw new Error(`A pack has a number from 0 to ${about.packs - 1}.`);
     if (numbers && !held.has(number)) throw new Error(`This page holds packs ${numbers[0]} to ${numbers[numbers.length - 1]} only.`);
-    const wanted = (state.wanted = number);
+    state.wanted = number;
     const pack = await load(number);
-    if (wanted !== state.wanted) return;
+    if (number !== state.wanted) return;
     fail(null);
     if (state.pack !== pack) show(pack);
     history.replaceState(null, "", `#${number}`);
-    if (sequence >= 0 && sequence < pack.sequences.length) select(sequence, true);
+    if (pack.sequences[sequence]) select(sequence);
   } catch (error) {
     fail(error);
   }
 }
 
 function step(by) {
-  const button = by > 0 ? at("next") : at("previous");
-  if (state.pack && !button.disabled) {
-    state.find = "";
-    go(numbers ? numbers[numbers.indexOf(state.pack.number) + by] : (state.wanted ?? state.pack.number) + by);
-  }
+  if (!state.pack || (by > 0 ? at("next") : at("previous")).disabled) return;
+  state.find = "";
+  go(numbers ? numbers[numbers.indexOf(state.pack.number) + by] : state.wanted + by);
 }
 
 at("previous").addEventListener("click", () => step(-1));
 at("next").addEventListener("click", () => step(1));
 at("number").addEventListener("change", () => go(Number(at("number").value.replaceAll(",", "") || NaN)));
-at("number").addEventListener("keydown", (event) => {
-  if (event.key === "Enter") go(Number(at("number").value || NaN));
-});
-
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") return stop();
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea")) return;
-  if (event.key === "n" || event.key === "ArrowRight") step(1);
-  else if (event.key === "p" || event.key === "ArrowLeft") step(-1);
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select")) return;
+  if (event.key === "n") step(1);
+  else if (event.key === "p") step(-1);
   else if (event.key === "/") at("q").focus();
   else return;
   event.preventDefault();
 });
 
-// Search.
-
-const HINTS = {
-  text: "words of a prompt or response",
-  record: "prefs.jsonl:17, or 17, or a file",
-  id: "example id",
-};
-const BOUNDS = ["side", "shortest", "longest", "lowest", "highest"];
-
-at("by").addEventListener("change", () => at("q").setAttribute("placeholder", HINTS[at("by").value]));
-
-function read() {
-  const query = { text: "", record: "", id: "" };
-  query[at("by").value] = at("q").value.trim();
-  for (const name of BOUNDS) query[name] = at(name).value.trim();
-  query.limit = at("limit").checked ? "1" : "";
-  return query;
+// Returns the text around the match if a sequence is sought, else null.
+function match(pack, own, query) {
+  const bound = (text, other) => (text === "" ? other : Number(text));
+  if (query.side && own.side !== query.side) return null;
+  if (own.length < bound(query.shortest, 0) || own.length > bound(query.longest, Infinity)) return null;
+  const [, file, line] = /^(.*):(\d+)$/.exec(query.q) || [];
+  const [, path, place] = /^(.*), \w+ (\d+)$/s.exec(own.place) || [];
+  if (query.q === own.id || (line && line === place && path.endsWith(file))) return ["", "", ""];
+  const text = pack.texts.slice(own.start, own.stop).join("");
+  const from = text.toLowerCase().indexOf(query.q.toLowerCase());
+  const end = from + query.q.length;
+  return from < 0 ? null : [text.slice(Math.max(from - 48, 0), from), text.slice(from, end), text.slice(end, end + 48)];
 }
 
-async function run(first) {
-  const mine = ++state.search;
-  const query = state.query;
-  let from = first;
-  let found = at("hits").childElementCount;
-  at("more").hidden = true;
-  at("results").hidden = false;
-  at("progress").max = about.packs;
-  searching(true);
-  try {
-    do {
-      at("found").textContent = `Searching: pack ${count(from)} of ${count(about.packs)}`;
-      at("progress").value = from;
-      state.from = from;
-      const answer = await (numbers ? searchHere(query, from) : searchThere(query, from));
-      if (mine !== state.search) return;
-      for (const hit of answer.hits) at("hits").append(line(hit));
-      found += answer.hits.length;
-      from = answer.next;
-      if (answer.hits.length) break;
-    } while (from !== null);
-    fail(null);
-    ended(found, from);
-  } catch (error) {
-    if (mine !== state.search) return;
-    fail(error);
-    at("found").textContent = "";
-  }
-  searching(false);
-}
-
-function searching(on) {
-  at("stop").hidden = at("progress").hidden = !on;
-}
-
-// Says what a search has found, and where it can go on; null: it has reached the end.
-function ended(found, from) {
-  const done = from === null;
-  at("found").textContent = `${found ? count(found) : "No"} ${found === 1 ? "sequence" : "sequences"} found` +
-    (done ? (state.first ? ` from pack ${count(state.first)} to the end.` : ".")
-      : from > state.first ? ` in packs ${count(state.first)} to ${count(from - 1)}.` : ".");
-  at("more").textContent = done ? "Search from pack 0" : `Continue at pack ${count(from)}`;
-  at("more").hidden = done && !state.first;
-  state.from = from;
-}
-
-function stop() {
-  if (at("stop").hidden) return;
-  const held = at("stop") === document.activeElement;
-  state.search++;
-  searching(false);
-  ended(at("hits").childElementCount, state.from);
-  if (held) at("more").focus();
-}
-
-function begin(first) {
-  state.query = read();
-  state.first = first;
-  at("hits").replaceChildren();
-  if (Object.values(state.query).every((value) => value === "")) {
-    at("results").hidden = true;
-    return fail("Give a text, a record, an id or a filter.");
-  }
-  return run(first);
-}
-
-function line(hit) {
-  const facts = ` · pack ${count(hit.pack)} · ${hit.side} · ${count(hit.length)} tokens · reward ${hit.reward}`;
-  const button = make("button", { type: "button" }, make("b", { dir: "auto" }, hit.place), facts);
-  if (hit.match[1]) {
-    const [before, match, after] = hit.match;
-    button.append(make("br"), make("span", { class: "soft", dir: "auto" }, `…${before}`, make("mark", {}, match), `${after}…`));
-  }
+function line(pack, own, i, [before, hit, after]) {
+  const facts = ` · pack ${count(pack.number)} · ${own.side} · ${count(own.length)} tokens · reward ${own.reward}`;
+  const button = make("button", { type: "button" }, make("b", { dir: "auto" }, own.place), facts);
+  if (hit) button.append(make("br", {}), make("span", { class: "soft", dir: "auto" }, `…${before}`, make("mark", {}, hit), `${after}…`));
   button.addEventListener("click", () => {
-    state.find = state.query.text;
-    go(hit.pack, hit.sequence);
+    state.find = hit;
+    go(pack.number, i);
   });
   return make("li", {}, button);
 }
 
+// Searches pack by pack, from the shown one on and around, until it is stopped or has found enough.
+async function search() {
+  const mine = ++state.search;
+  const query = Object.fromEntries(["q", "side", "shortest", "longest"].map((name) => [name, at(name).value.trim()]));
+  const all = numbers || { length: about.packs };
+  const begin = state.pack ? (numbers ? numbers.indexOf(state.pack.number) : state.pack.number) : 0;
+  at("hits").replaceChildren();
+  at("results").hidden = at("stop").hidden = false;
+  let seen = 0;
+  const tell = (end) => {
+    at("found").textContent = `${count(at("hits").childElementCount)} sequences found in ${count(seen)} of ${count(all.length)} packs${end}`;
+  };
+  try {
+    for (; seen < all.length && at("hits").childElementCount < HITS; seen++) {
+      const place = (begin + seen) % all.length;
+      const pack = await load(numbers ? numbers[place] : place);
+      if (mine !== state.search) return;
+      pack.sequences.forEach((own, i) => {
+        const around = match(pack, own, query);
+        if (around) at("hits").append(line(pack, own, i, around));
+      });
+      tell(" …");
+    }
+    fail(null);
+  } catch (error) {
+    fail(error);
+  }
+  tell(".");
+  at("stop").hidden = true;
+}
+
+function stop() {
+  state.search++;
+  at("stop").hidden = true;
+}
+
 at("search").addEventListener("submit", (event) => {
   event.preventDefault();
-  // A place is looked up everywhere, a text from the current pack on.
-  begin(read().text && state.pack && !numbers ? state.pack.number : 0);
-});
-at("search").addEventListener("reset", () => {
-  state.search++;
-  state.find = "";
-  searching(false);
-  at("results").hidden = true;
-  fail(null);
+  search();
 });
 at("stop").addEventListener("click", stop);
-at("more").addEventListener("click", () => (state.from === null ? begin(0) : run(state.from)));
 
-// The page.
-
-const ROLES = [
-  ["prompt", "prompt"],
-  ...(about.sides.length ? about.sides.map((side) => [side, `${side}, supervised`]) : [["response", "response, supervised"]]),
-  ["unsupervised", "in a response, not supervised"],
-];
-for (const [role, name] of ROLES) at("legend").append(make("li", {}, make("i", { class: role }), name));
-if (about.layout === "shared_prefix") {
-  at("legend").append(make("li", {}, make("i", { class: "prompt shared" }), "prompt stored once for its example"));
-}
+const responses = about.sides.length ? about.sides.map((side) => [side, `${side}, supervised`]) : [["response", "response, supervised"]];
+const shared = about.layout === "shared_prefix";
+const roles = [["prompt", "prompt"], ...responses, ["unsupervised", "in a response, not supervised"]];
+if (shared) roles.push(["prompt shared", "prompt stored once for its example"]);
+for (const [role, name] of roles) at("legend").append(make("li", {}, make("i", { class: role }), name));
 for (const side of about.sides) at("side").append(make("option", { value: side }, side));
-at("side").parentElement.hidden = !about.sides.length;
 at("of").textContent = `of 0 to ${count(about.packs - 1)}`;
-const truncated = about.truncated === null ? "repacked, so those truncated filled earlier packs"
-  : about.truncated ? `the ${count(about.truncated)} truncated ${about.truncated === 1 ? "record is" : "records are"} among these`
-    : "no record was truncated";
-at("limit-note").textContent = `examples as long as max_length or a pack permits; ${truncated}`;
-at("note").textContent = [about.note, about.texts ? "" : "Token ids are shown in place of text."].join(" ").trim();
-at("note").hidden = !at("note").textContent;
+at("attention-note").textContent = "Queries down, keys across: a token sees what is coloured in its row. " +
+  (shared ? "Pale blocks: the prompt, stored once, that the other responses of an example also see." : "Segments do not see each other.");
+at("note").textContent = about.note;
+at("note").hidden = !about.note;
 
 function open() {
   const [, number, sequence] = /^#(\d+)(?:\.(\d+))?$/.exec(location.hash) || [];
-  go(number === undefined ? (numbers ? numbers[0] : 0) : Number(number), sequence === undefined ? -1 : Number(sequence));
+  go(Number(number ?? (numbers ? numbers[0] : 0)), Number(sequence ?? -1));
 }
 addEventListener("hashchange", open);
 open();

@@ -1,31 +1,35 @@
-"""Packs as JSON values for the page that draws them."""
+"""The page that draws packs: some embedded as JSON, or asking the server that it came from."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from packstore.format.arrays import SOURCE_SHIFT, Bool, Int32, Int64, Packs
+from packstore.format.arrays import SOURCE_SHIFT, Int32, Packs
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.inputs.pieces import place_of
-from packstore.pack.layout import round_up
-from packstore.pages.texts import Decode, TokenTexts, shown
+from packstore.pages import frame
+from packstore.pages.frame import shown
+
+MOST_PACKS = 300
+MOST_BYTES = 20_000_000
+"""Bounds of a page with embedded packs, of their number and of their JSON."""
 
 KEPT_GROUPS = 4
 """Row groups kept in memory, for steps between neighbouring packs."""
 
-TRUNCATED = ("truncated_prompt", "truncated_response")
-"""Events that packing counts for records that it has truncated."""
-
-SLACK = 2
-"""Tokens that the end of a turn, which a truncated response keeps, may be short of the limit."""
-
 _LONGEST_VALUE = 300
 """Characters of a carried value that are shown."""
+
+_INCOMPLETE = "\ufffd"
+_JOINED = 8
+"""Tokens that are decoded together, at most, to complete a character."""
+
+Decode = Callable[[list[int]], str]
 
 
 def side_of(kind: str, response: int) -> str:
@@ -53,121 +57,142 @@ class PackReader:
 
     def __init__(self, dataset: Dataset, decode: Decode | None) -> None:
         self.dataset, self.decode = dataset, decode
-        self._texts = TokenTexts(decode)
-        self.group = functools.lru_cache(KEPT_GROUPS)(dataset.read_packs)
+        self._groups = functools.lru_cache(KEPT_GROUPS)(dataset.read_packs)
+        self._texts: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self.dataset)
-
-    @property
-    def limit(self) -> int:
-        """Most tokens of a sequence by the settings of the dataset."""
-        m = self.dataset.manifest
-        own = (m.provenance.get("settings") or {}).get("max_length")
-        return min(own, m.pack_size) if isinstance(own, int) and own > 0 else m.pack_size
-
-    @property
-    def truncated(self) -> int | None:
-        """Records that packing truncated; None: repacked, so that an earlier dataset counts them.
-
-        Which ones they are is not recorded.
-        """
-        if "repacked_from" in self.dataset.manifest.provenance:
-            return None
-        noted = self.dataset.manifest.records.noted
-        return sum(noted.get(event, 0) for event in TRUNCATED)
-
-    def at_limit(self, pack: Packs) -> Bool:
-        """Returns the examples that are as long as permitted, bool `[E]`: all truncated ones, too.
-
-        One has a sequence of :attr:`limit` tokens, or fills a whole pack, but for the rounding:
-        truncation ends as soon as both bounds hold, so each sequence of a truncated example is at
-        most `SLACK` tokens and a multiple of padding shorter than it might be.
-        """
-        m, counts = self.dataset.manifest, pack.num_responses
-        multiple = int(m.statistics.planning.get("pad_to_multiple", 1))
-        first = np.cumsum(counts) - counts
-        stored = np.add.reduceat(round_up(np.diff(pack.seq_boundaries), multiple), first)
-        longest = np.maximum.reduceat(pack.lengths, first)
-        full: Bool = stored > m.pack_size - counts * (multiple + SLACK)
-        return full | (longest >= self.limit - SLACK)
-
-    def about(self) -> dict[str, Any]:
-        """Returns the facts of the dataset that the page needs."""
-        m = self.dataset.manifest
-        sides = ("chosen", "rejected") if m.kind == "preference" else ()
-        return {
-            "packs": len(self),
-            "packSize": m.pack_size,
-            "layout": m.layout,
-            "kind": m.kind,
-            "sides": sides,
-            "truncated": self.truncated,
-            "texts": self.decode is not None,
-        }
 
     def read(self, number: int) -> Packs:
         """Returns one pack; raises like :meth:`packstore.io.dataset.dataset.Dataset.read_packs`."""
         offsets = self.dataset.group_offsets
         group = int(np.searchsorted(offsets, number, "right")) - 1
-        return self.group(group).row(number - int(offsets[group]))
+        return self._groups(group).row(number - int(offsets[group]))
 
     def pack(self, number: int) -> dict[str, Any]:
         """Returns pack `number` as a JSON value; ids are complemented where unsupervised."""
         pack = self.read(number)
-        bounds = pack.seq_boundaries.tolist()
         texts: list[str | None] = []
-        for start, stop in itertools.pairwise(bounds):
+        for start, stop in itertools.pairwise(pack.seq_boundaries.tolist()):
             texts += self._texts_of(pack.signed_ids[start:stop])
         return {
             "number": number,
             "ids": pack.signed_ids.tolist(),
             "texts": texts,
-            "sequences": [self.sequence(pack, i) for i in range(len(pack.lengths))],
-            "atLimit": self.at_limit(pack).tolist(),
+            "sequences": self.sequences(pack),
             "columns": columns_of(pack),
         }
 
-    def sequence(self, pack: Packs, i: int) -> dict[str, Any]:
-        """Returns what is known of sequence `i` of a pack besides its tokens."""
-        example, response = place_in_pack(pack, i)
-        start, stop = pack.seq_boundaries[i : i + 2].tolist()
-        kind, provenance = self.dataset.manifest.kind, self.dataset.manifest.provenance
-        example_id = int(pack.example_ids[example])
-        return {
-            "example": example,
-            "id": str(example_id),
-            "place": shown(record_place(provenance, example_id)),
-            "side": side_of(kind, response),
-            "start": start,
-            "stop": stop,
-            "length": int(pack.lengths[i]),
-            "reward": float(f"{pack.reward[i]:.6g}"),
-        }
+    def sequences(self, pack: Packs) -> list[dict[str, Any]]:
+        """Returns what is known of each sequence of a pack besides its tokens."""
+        m, counts = self.dataset.manifest, pack.num_responses
+        example = np.repeat(np.arange(len(counts)), counts)
+        response = np.arange(len(example)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return [
+            {
+                "example": e,
+                "id": str(pack.example_ids[e]),
+                "place": shown(record_place(m.provenance, int(pack.example_ids[e]))),
+                "side": side_of(m.kind, r),
+                "start": int(pack.seq_boundaries[i]),
+                "stop": int(pack.seq_boundaries[i + 1]),
+                "length": int(pack.lengths[i]),
+                "reward": float(f"{pack.reward[i]:.6g}"),
+            }
+            for i, (e, r) in enumerate(zip(example.tolist(), response.tolist(), strict=True))
+        ]
 
     def _texts_of(self, signed_ids: Int32) -> list[str | None]:
         """Decodes a sequence; a text never crosses an edge of the supervision."""
         on = signed_ids >= 0
         ids = np.where(on, signed_ids, ~signed_ids)
         runs = np.split(ids, np.flatnonzero(np.diff(on)) + 1)
-        return [text for run in runs for text in self._texts.of(run.tolist())]
+        return [text for run in runs for text in self.texts(run.tolist())]
 
+    def texts(self, ids: Sequence[int]) -> list[str | None]:
+        """Returns the text of each token; None: its text is part of the one before it.
 
-def place_in_pack(pack: Packs, sequence: int) -> tuple[int, int]:
-    """Returns the example of a sequence, and its number in the example."""
-    ends: Int64 = np.cumsum(pack.num_responses)
-    example = int(np.searchsorted(ends, sequence, "right"))
-    return example, sequence - int(ends[example] - pack.num_responses[example])
+        Tokens that hold parts of one character are decoded together.
+        """
+        if self.decode is None:
+            return [f"{i} " for i in ids]
+        texts: list[str | None] = [self._text(i) for i in ids]
+        start = 0
+        while start < len(ids):
+            stop = start + 1
+            if _INCOMPLETE in (texts[start] or ""):
+                for end in range(start + 2, min(start + _JOINED, len(ids)) + 1):
+                    if _INCOMPLETE not in (whole := self.decode(list(ids[start:end]))):
+                        texts[start:end] = [shown(whole), *[None] * (end - start - 1)]
+                        stop = end
+                        break
+            start = stop
+        return texts
+
+    def _text(self, token: int) -> str:
+        if token not in self._texts:
+            assert self.decode is not None
+            alone, twice = self.decode([token]), self.decode([token, token])
+            # Some decoders drop the space before the first word.
+            text = twice[len(alone) :] if twice.startswith(alone) else alone
+            self._texts[token] = shown(text)
+        return self._texts[token]
 
 
 def columns_of(pack: Packs) -> list[dict[str, str]]:
     """Returns the carried values of each example as text."""
-    names = list(pack.columns)
     return [
-        {shown(n): _value(pack.columns[n][e]) for n in names} for e in range(len(pack.example_ids))
+        {shown(name): _value(values[e]) for name, values in pack.columns.items()}
+        for e in range(len(pack.example_ids))
     ]
 
 
 def _value(value: object) -> str:
     text = shown(str(value))
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+
+
+def pack_page(reader: PackReader, numbers: range | None) -> tuple[str, str]:
+    """Returns a page, and a sentence on what it leaves out (empty: nothing).
+
+    Args:
+        reader: reads the packs.
+        numbers: packs to embed; None: the page asks a server for packs (:mod:`.server`).
+
+    Raises:
+        StorageError: a file is missing, or the store refuses.
+        IntegrityError: a checksum does not match.
+    """
+    m = reader.dataset.manifest
+    packs: list[dict[str, Any]] = []
+    left, size = "", 0
+    for number in numbers or ():
+        pack = reader.pack(number)
+        size += len(frame.embedded(pack))
+        if packs and (size > MOST_BYTES or len(packs) == MOST_PACKS):
+            left = (
+                f"The page holds packs {packs[0]['number']} to {number - 1} of the "
+                f"{len(numbers or ())} asked for: at most {MOST_PACKS} packs, and "
+                f"{MOST_BYTES // 1_000_000} MB. `packstore view` shows all of them."
+            )
+            break
+        packs.append(pack)
+    about = {
+        "packs": len(reader),
+        "packSize": m.pack_size,
+        "layout": m.layout,
+        "sides": ("chosen", "rejected") if m.kind == "preference" else (),
+        "embedded": None if numbers is None else packs,
+        "note": left if reader.decode else f"{left} Token ids stand in place of text.".strip(),
+    }
+    facts = f"kind {m.kind}, layout {m.layout}, {len(reader):,} packs of {m.pack_size:,} tokens"
+    page = frame.page(
+        reader.dataset.url,
+        f"{facts}, fill {m.fill_rate:.1%}, version {reader.dataset.version}",
+        [frame.asset("packs.html")],
+        style=frame.asset("packs.css"),
+        script=frame.asset("packs.js"),
+        data=about,
+        connect=numbers is None,
+    )
+    return page, left

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import sys
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
-from typing import Any
-from urllib.parse import parse_qsl
 
-from packstore.errors import ConfigError, PackstoreError, StorageError, quote, told
-from packstore.pages.pack_page import pack_page
-from packstore.pages.packs import PackReader
-from packstore.pages.search import Query, search
+from packstore.errors import PackstoreError, StorageError, quote, told
+from packstore.pages.packs import PackReader, pack_page
 
 ADDRESS = "127.0.0.1"
 HOSTS = (ADDRESS, "localhost")
 """Names of this machine that a request may use: a page elsewhere whose name was rebound to this
 address uses another."""
 
-TIMEOUT_S = 30
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+"""Of every answer: nothing is cached, framed, or read by other pages."""
+
+TEXT = "text/plain; charset=utf-8"
 logger = logging.getLogger("packstore")
 
 
@@ -49,9 +56,8 @@ class PackServer(ThreadingHTTPServer):
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or "must lie in 0..65535"
-            raise StorageError(f"port {port} of {ADDRESS}: {reason}. Give another --port.") from (
-                error
-            )
+            text = f"port {port} of {ADDRESS}: {reason}. Give another --port."
+            raise StorageError(text) from error
         self.reader = reader
         self.page = pack_page(reader, None)[0].encode()
         self.root = f"/{secrets.token_urlsafe(16)}/"
@@ -72,35 +78,29 @@ class PackServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: PackServer
     server_version, sys_version = "packstore", ""
-    timeout = TIMEOUT_S
-    error_content_type = "text/plain; charset=utf-8"
+    timeout = 30
+    error_content_type = TEXT
     error_message_format = "%(code)d %(message)s\n"
 
     def do_GET(self) -> None:
-        """Answers the page, a pack or a search."""
-        host = (self.headers.get("Host") or "").rpartition(":")
-        name = host[0] if host[1] and host[2].isdecimal() else host[2]
-        if name not in HOSTS or len(self.headers.get_all("Host", ())) != 1:
+        """Answers the page or a pack."""
+        hosts = self.headers.get_all("Host", ())
+        if len(hosts) != 1 or re.sub(r":\d+$", "", hosts[0]) not in HOSTS:
             return self._refuse(HTTPStatus.FORBIDDEN)
-        path, _, query = self.path.partition("?")
-        root = self.server.root
+        path, root = self.path.partition("?")[0], self.server.root
         if not secrets.compare_digest(path[: len(root)].encode(), root.encode()):
             return self._refuse(HTTPStatus.NOT_FOUND)
-        what, _, number = path[len(root) :].partition("/")
-        reader = self.server.reader
+        rest = path[len(root) :]
+        if not rest:
+            return self._answer(self.server.page, "text/html; charset=utf-8")
+        number = re.fullmatch(r"packs/([0-9]{1,15})", rest)
+        if number is None or int(number[1]) >= len(self.server.reader):
+            return self._refuse(HTTPStatus.NOT_FOUND)
         try:
-            if not what:
-                return self._answer(self.server.page, "text/html; charset=utf-8")
-            if what == "packs" and (pack := _whole(number)) is not None and pack < len(reader):
-                return self._json(reader.pack(pack))
-            if what == "search" and not number:
-                given = dict(parse_qsl(query, max_num_fields=20))
-                return self._json(search(reader, Query.of(given), _first(given)))
-        except ConfigError as error:
-            return self._json({"error": told(error)}, HTTPStatus.BAD_REQUEST)
+            value, status = self.server.reader.pack(int(number[1])), HTTPStatus.OK
         except PackstoreError as error:
-            return self._json({"error": told(error)}, HTTPStatus.INTERNAL_SERVER_ERROR)
-        return self._refuse(HTTPStatus.NOT_FOUND)
+            value, status = {"error": told(error)}, HTTPStatus.INTERNAL_SERVER_ERROR
+        return self._answer(json.dumps(value).encode(), "application/json", status)
 
     def _only_get(self) -> None:
         self._refuse(HTTPStatus.METHOD_NOT_ALLOWED)
@@ -108,28 +108,17 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _only_get
 
     def end_headers(self) -> None:
-        """Adds the headers of every answer: nothing is cached, framed, or read by other pages."""
-        for name, value in {
-            "Cache-Control": "no-store",
-            "Cross-Origin-Opener-Policy": "same-origin",
-            "Cross-Origin-Resource-Policy": "same-origin",
-            "Content-Security-Policy": "frame-ancestors 'none'",
-            "Referrer-Policy": "no-referrer",
-            "X-Content-Type-Options": "nosniff",
-        }.items():
+        """Adds the headers of every answer."""
+        for name, value in HEADERS.items():
             self.send_header(name, value)
         super().end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Logs a request for --log-level debug, without what the client wrote."""
+        """Logs a request, without what the client wrote."""
         logger.debug("request answered")
 
-    def _json(self, value: Any, status: HTTPStatus = HTTPStatus.OK) -> None:
-        self._answer(json.dumps(value).encode(), "application/json", status)
-
     def _refuse(self, status: HTTPStatus) -> None:
-        text = f"{status.value} {status.phrase}\n"
-        self._answer(text.encode(), "text/plain; charset=utf-8", status)
+        self._answer(f"{status.value} {status.phrase}\n".encode(), TEXT, status)
 
     def _answer(self, body: bytes, type_: str, status: HTTPStatus = HTTPStatus.OK) -> None:
         self.close_connection = True
@@ -141,16 +130,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
-
-
-def _first(given: dict[str, str]) -> int:
-    """Returns the pack at which a search begins."""
-    first = _whole(given.get("from", "0"))
-    if first is None:
-        raise ConfigError("from must be the number of a pack.")
-    return first
-
-
-def _whole(text: str) -> int | None:
-    """Parses a whole number of at most 15 digits; None: it is none."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else None

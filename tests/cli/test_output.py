@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("inspect {0}/packed", " {0}/pairs.jsonl "),
         ("stats {0}/packed", "dataset {0}/packed\n"),
         ("show {0}/packed", "{0}/pairs.jsonl, line 7 · rejected · reward 0 · tokens "),
-        ("estimate {0}/pairs.jsonl --tokenizer {0}/tokenizer.json", "  padded  gap  saved  packs "),
+        ("estimate {0}/pairs.jsonl --tokenizer {0}/tokenizer.json", "  padded  saved  packs "),
     ],
     ids=lambda text: text.split()[0] if " {" in text else "",
 )

@@ -18,9 +18,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from packstore.cli import main
 from packstore.io.dataset.dataset import Dataset
-from packstore.pages import frame, pack_page, texts
+from packstore.pages import frame, packs
 from packstore.pages.packs import PackReader
-from packstore.pages.texts import TokenTexts, shown
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -102,9 +101,9 @@ def test_a_pack_is_drawn_as_it_is_stored(made: str, request: pytest.FixtureReque
     dataset: Dataset = request.getfixturevalue(made)
     reader = PackReader(dataset, lambda ids: "".join(f"{i}," for i in ids))
     number = 0
-    for packs in dataset.iter_packs():
-        for row in range(len(packs)):
-            pack, drawn = packs.row(row), reader.pack(number)
+    for group in dataset.iter_packs():
+        for row in range(len(group)):
+            pack, drawn = group.row(row), reader.pack(number)
             signed = np.array(drawn["ids"])
             assert np.array_equal(np.where(signed < 0, ~signed, signed), pack.input_ids)
             assert np.array_equal(signed >= 0, pack.supervised)
@@ -123,41 +122,43 @@ def test_a_page_is_bounded_and_says_so(
 ) -> None:
     reader = PackReader(harmless, None)
     one = len(frame.embedded(reader.pack(0)))
-    monkeypatch.setattr(pack_page, "MOST_BYTES", one + 1)
-    page, left = pack_page.pack_page(reader, range(2))
+    monkeypatch.setattr(packs, "MOST_BYTES", one + 1)
+    page, left = packs.pack_page(reader, range(2))
     assert left.startswith("The page holds packs 0 to 0 of the 2 asked for: at most 300 packs")
     assert left in page
-    monkeypatch.setattr(pack_page, "MOST_PACKS", 1)
-    monkeypatch.setattr(pack_page, "MOST_BYTES", 1 << 30)
-    assert pack_page.pack_page(reader, range(2))[1] == left.replace("300", "1").replace(
+    monkeypatch.setattr(packs, "MOST_PACKS", 1)
+    monkeypatch.setattr(packs, "MOST_BYTES", 1 << 30)
+    assert packs.pack_page(reader, range(2))[1] == left.replace("300", "1").replace(
         " 0 MB", " 1073 MB"
     )
-    assert pack_page.pack_page(reader, range(1))[1] == ""
+    assert packs.pack_page(reader, range(1))[1] == ""
 
 
 def test_tokens_of_one_character_share_its_text(hostile: Dataset) -> None:
     tokenizer = Tokenizer.from_file(str(Path(hostile.url).parent / "tokenizer.json"))
     ids = tokenizer.encode("word 語🙂!").ids
-    found = TokenTexts(tokenizer.decode).of(ids)
+    found = PackReader(hostile, tokenizer.decode).texts(ids)
     assert "".join(filter(None, found)) == "word 語🙂!"
     assert found.count(None) == 3 - 1 + 4 - 1
-    half = TokenTexts(tokenizer.decode).of(tokenizer.encode("語").ids[:2])
+    half = PackReader(hostile, tokenizer.decode).texts(tokenizer.encode("語").ids[:2])
     assert half == ["\ufffd", "\ufffd"]
 
 
-def test_the_space_before_a_word_is_kept_if_the_decoder_drops_the_first() -> None:
+def test_the_space_before_a_word_is_kept_if_the_decoder_drops_the_first(
+    hostile: Dataset,
+) -> None:
     model = models.WordLevel({"▁one": 0, "▁two": 1, "?": 2}, "?")
     tokenizer = Tokenizer(model)
     tokenizer.decoder = decoders.Metaspace()
     assert tokenizer.decode([0]) == "one"
-    assert TokenTexts(tokenizer.decode).of([0, 1]) == [" one", " two"]
+    assert PackReader(hostile, tokenizer.decode).texts([0, 1]) == [" one", " two"]
 
 
 def test_what_cannot_be_seen_is_spelled() -> None:
-    assert shown("a\tb\n\x1b\x9b\u202e\ufeff\ud800\U000e0041é🙂") == (
+    assert frame.shown("a\tb\n\x1b\x9b\u202e\ufeff\ud800\U000e0041é🙂") == (
         "a\tb\n\\x1b\\x9b\\u202e\\ufeff\\ud800\\U000e0041é🙂"
     )
-    assert texts.as_html("<\x1b") == r"&lt;\x1b"
+    assert frame.as_html("<\x1b") == r"&lt;\x1b"
 
 
 COLOURS = re.compile(r"--([\w-]+): (#[0-9a-f]{3,6})")

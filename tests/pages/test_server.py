@@ -1,4 +1,4 @@
-"""The server of ``packstore view``: this machine only, read-only, and a search that is bounded."""
+"""The server of ``packstore view``: this machine only, read-only, and packs as they are stored."""
 
 from __future__ import annotations
 
@@ -11,28 +11,20 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlencode
 
 import pytest
 from tokenizers import Tokenizer
 
+from packstore import Dataset
 from packstore.cli import main
-from packstore.io.dataset.dataset import Dataset
-from packstore.pages import search as searching
 from packstore.pages.packs import PackReader
-from packstore.pages.search import Query, search
 from packstore.pages.server import PackServer
-
-
-def decoder(dataset: Dataset) -> Any:
-    tokenizer = Tokenizer.from_file(str(Path(dataset.url).parent / "tokenizer.json"))
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 
 @pytest.fixture(scope="module")
 def server(hostile: Dataset) -> Iterator[PackServer]:
-    with PackServer(PackReader(hostile, decoder(hostile))) as made:
+    tokenizer = Tokenizer.from_file(str(Path(hostile.url).parent / "tokenizer.json"))
+    with PackServer(PackReader(hostile, tokenizer.decode)) as made:
         thread = threading.Thread(target=made.serve_forever, args=(0.01,))
         thread.start()
         yield made
@@ -54,7 +46,7 @@ def ask(
     return answer.status, answer.headers, body
 
 
-def test_the_page_a_pack_and_a_search(server: PackServer, hostile: Dataset) -> None:
+def test_the_page_and_a_pack(server: PackServer) -> None:
     status, headers, page = ask(server, server.root)
     assert status == 200
     assert b"connect-src 'self'" in page
@@ -63,9 +55,6 @@ def test_the_page_a_pack_and_a_search(server: PackServer, hostile: Dataset) -> N
     status, headers, body = ask(server, f"{server.root}packs/1")
     assert (status, headers["Content-Type"]) == (200, "application/json")
     assert json.loads(body) == server.reader.pack(1)
-    status, _, body = ask(server, f"{server.root}search?record=b.jsonl:3&side=rejected")
-    (hit,) = json.loads(body)["hits"]
-    assert (hit["id"], hit["side"]) == (str((1 << 40) + 2), "rejected")
 
 
 @pytest.mark.parametrize(
@@ -105,22 +94,14 @@ def test_only_get(server: PackServer, method: str) -> None:
         "ROOTpacks/999999",
         "ROOTpacks/9999999999999999999999",
         "ROOTstyle.css",
-        "ROOTsearch/0",
     ],
 )
 def test_other_paths_are_not_there(server: PackServer, path: str) -> None:
-    found = path.replace("ROOT", server.root).encode().decode("latin-1")
+    raw = path.replace("ROOT", server.root).encode().decode("latin-1")
     connection = socket.create_connection(server.server_address[:2], timeout=20)
-    connection.sendall(f"GET {found} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode("latin-1"))
+    connection.sendall(f"GET {raw} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode("latin-1"))
     with connection, connection.makefile("rb") as answer:
         assert answer.read().split(b"\r\n")[0].split()[1] == b"404"
-
-
-@pytest.mark.parametrize("query", ["shortest=x", "lowest=nan", "id=-1", "from=-1", "from=1.5"])
-def test_a_wrong_search_gets_a_sentence(server: PackServer, query: str) -> None:
-    status, _, body = ask(server, f"{server.root}search?{query}")
-    assert status == 400
-    assert json.loads(body)["error"].endswith(".")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
@@ -136,85 +117,6 @@ def test_a_taken_port_is_an_error(
     for port in (server.server_port, 70000):
         assert main(["view", hostile.url, "--no-browser", "--port", str(port)]) == 1
         assert f"port {port} of 127.0.0.1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("error", [BrokenPipeError(), TimeoutError(), KeyError("\x1b[2J")])
-def test_a_browser_that_leaves_is_no_error(
-    server: PackServer, caplog: pytest.LogCaptureFixture, error: Exception
-) -> None:
-    try:
-        raise error
-    except type(error):
-        server.handle_error(None, None)
-    own = isinstance(error, KeyError)
-    assert [r.message.isprintable() for r in caplog.records] == [True] * own
-
-
-QUERIES: list[dict[str, str]] = [
-    {"text": "GOOD 1"},
-    {"text": "</script>", "side": "rejected"},
-    {"text": "🙂", "lowest": "2", "highest": "3"},
-    {"shortest": "300", "longest": "420"},
-    {"id": "7"},
-    {"id": str((1 << 40) + 7), "side": "chosen"},
-    {"record": "5"},
-    {"record": "a.jsonl"},
-    {"record": "b.jsonl:20"},
-    {"record": "c.jsonl:20"},
-    {"text": "nowhere"},
-]
-
-
-def meets(own: dict[str, Any], text: str, query: dict[str, str]) -> bool:
-    """The plain reference of one sequence."""
-    path, line = own["place"].rsplit(", line ", 1)
-    name, colon, wanted = query.get("record", "").rpartition(":")
-    if not wanted.isdigit():
-        name, wanted = wanted, ""
-    assert not (name and wanted) or colon
-    return (
-        query.get("text", "").lower() in text.lower()
-        and query.get("side", own["side"]) == own["side"]
-        and query.get("id", own["id"]) == own["id"]
-        and name in path
-        and wanted in ("", line)
-        and float(query.get("shortest", 0)) <= own["length"] <= float(query.get("longest", 1e9))
-        and float(query.get("lowest", -1e9)) <= own["reward"] <= float(query.get("highest", 1e9))
-    )
-
-
-@pytest.mark.parametrize("query", QUERIES, ids=urlencode)
-@pytest.mark.parametrize("bound", [None, 1], ids=["at once", "in parts"])
-def test_a_search_finds_what_a_plain_scan_finds(
-    hostile: Dataset, query: dict[str, str], bound: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if bound is not None:
-        monkeypatch.setattr(searching, "COST", bound)
-    reader = PackReader(hostile, decoder(hostile))
-    expected = []
-    for number in range(len(reader)):
-        pack = reader.read(number)
-        for i in range(len(pack.lengths)):
-            start, stop = pack.seq_boundaries[i : i + 2]
-            text = decoder(hostile)(pack.input_ids[start:stop].tolist())
-            if meets(reader.sequence(pack, i), text, query):
-                expected.append((number, i))
-    found, first, requests = [], 0, 0
-    while first is not None and requests <= len(reader):
-        part = search(reader, Query.of(query), first)
-        found += [(hit["pack"], hit["sequence"]) for hit in part["hits"]]
-        first, requests = part["next"], requests + 1
-    assert first is None
-    assert found == expected
-    assert bool(expected) == (query not in ({"record": "c.jsonl:20"}, {"text": "nowhere"}))
-    assert requests == 1 or bound is not None
-
-
-def test_hits_of_one_request_are_bounded(hostile: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "HITS", 1)
-    part = search(PackReader(hostile, None), Query.of({"side": "chosen"}))
-    assert part["next"] == 1
-    assert {hit["pack"] for hit in part["hits"]} == {0}
 
 
 def test_ctrl_c_ends_it_in_one_line(hostile: Dataset) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from packstore.cli import main
 from packstore.cli import train as command
 from packstore.cli.settings import read_settings as read_flags
 from packstore.config.training import TrainConfig, lora_settings, read_settings
@@ -25,7 +26,6 @@ from packstore.torch.training.sinks import ConsoleLines, JsonLines
 
 yaml = pytest.importorskip("yaml", reason="config files need PyYAML")
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
 MUST = {"model": "m", "dataset": "d", "output": "o"}
 OTHER: dict[str, Any] = {
     "loss": {"dpo": 0.8, "bco_pair": {"weight": 0.2, "beta": 0.3}},
@@ -48,10 +48,15 @@ def test_round_trip_through_json_and_yaml(tmp_path: Path) -> None:
     assert TrainConfig.of(config, seed=1) == dataclasses.replace(config, seed=1)
 
 
-@pytest.mark.parametrize("name", ["dpo.yaml", "sft.yaml"])
-def test_examples_are_valid(name: str) -> None:
-    config = TrainConfig.of(**read_settings(EXAMPLES / name))
+@pytest.mark.parametrize("name", ["dpo", "sft"])
+def test_examples_are_valid(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The configs that `packstore train --example` prints, from the installed package."""
+    assert main(["train", "--example", name]) == 0
+    file = tmp_path / "config.yaml"
+    file.write_text(capsys.readouterr().out)
+    config = TrainConfig.of(**read_settings(file))
     assert isinstance(config.learning_rate, float)
+    assert config.loss == name
 
 
 def test_every_setting_has_a_flag() -> None:

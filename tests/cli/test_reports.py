@@ -1,0 +1,190 @@
+"""The figures of ``estimate`` and ``stats`` are those of packing; pages show what is printed."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from page_tables import assert_closed, assert_shows, tables_of
+from small_jobs import write_jsonl
+
+import packstore
+from packstore.cli import main
+from packstore.pages import charts
+
+RNG = random.Random(0)
+RECORDS: list[dict[str, Any]] = [
+    {
+        "prompt": [RNG.randrange(100) for _ in range(RNG.randrange(5, 60))],
+        "chosen": [RNG.randrange(100) for _ in range(RNG.randrange(1, 30))],
+        "rejected": [RNG.randrange(100) for _ in range(RNG.randrange(1, 30))],
+        "lang": RNG.choice(("en", "de", "zh")),
+        "score": RNG.random(),
+    }
+    for _ in range(300)
+]
+RECORDS.append({**RECORDS[0], "prompt": [1] * 190, "chosen": [2] * 20, "rejected": [3] * 25})
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("reports") / "ids.jsonl", RECORDS)
+
+
+def figures(capsys: pytest.CaptureFixture[str], *command: object) -> Any:
+    capsys.readouterr()
+    assert main([*map(str, command), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_figures_of_an_estimate_are_those_of_packing(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    command = ["estimate", source, "--pack-sizes", "200,400", "--html", page]
+    result = figures(capsys, *command)
+    assert len(result["choices"]) == 4
+    for i, choice in enumerate(result["choices"]):
+        chosen = {name: choice[name] for name in ("pack_size", "layout", "strategy")}
+        packed = packstore.pack(source, tmp_path / str(i), **chosen)
+        assert (choice["packs"], choice["examples"]) == (len(packed), packed.manifest.pairs)
+        assert choice["fill_rate"] == pytest.approx(packed.manifest.fill_rate)
+    text = page.read_text(encoding="utf-8")
+    assert_closed(text)
+    for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(drawing)
+    _, *rows = tables_of(text)["Choices"].values()
+    names = ("fill_rate", "aligned_fill_rate", "tokens_saved", "packs", "examples_per_pack")
+    names += ("overlong", "steps", "examples_per_step")
+    for choice, row in zip(result["choices"], rows, strict=True):
+        for name, shown in zip(names, row[2:], strict=True):
+            assert_shows(shown, choice[name])
+    assert main([*map(str, command)]) == 0
+    assert "recommended: pack size" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--pack-sizes", "0"], "at least 2"),
+        (["--strategies", "best"], "first_fit_decreasing"),
+        (["--layouts", "wide"], "concat"),
+        (["--html", "/nowhere/page.html"], "cannot be written"),
+        (["--sample", "0"], "must be at least 1; found 0"),
+    ],
+)
+def test_wrong_arguments_get_a_sentence(
+    source: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert main(["estimate", str(source), *arguments]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("packstore: error: ")
+    assert says in line
+
+
+@pytest.fixture(scope="module")
+def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> packstore.Dataset:
+    folder = tmp_path_factory.mktemp("made")
+    more = write_jsonl(folder / "more.jsonl", RECORDS[:50])
+    settings: dict[str, Any] = {"layout": "shared_prefix", "carry": ("lang",)}
+    return packstore.pack([source, more], folder / "made", pack_size=512, **settings)
+
+
+@pytest.mark.parametrize("by", ["lang", "file"])
+def test_groups_equal_a_loop_over_the_packs(
+    made: packstore.Dataset, by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens: dict[str, list[int]] = {}
+    gaps: dict[str, list[float]] = {}
+    for packs in made.iter_packs():
+        for i, example_id in enumerate(packs.example_ids.tolist()):
+            file = ("ids.jsonl", "more.jsonl")[example_id >> 40]
+            group = packs.columns["lang"][i] if by == "lang" else file
+            tokens.setdefault(group, []).append(int(packs.lengths[2 * i : 2 * i + 2].sum()))
+            gaps.setdefault(group, []).append(float(packs.reward[2 * i] - packs.reward[2 * i + 1]))
+    page = tmp_path / "stats.html"
+    result = figures(capsys, "stats", made.url, "--by", by, "--html", page)
+    assert list(result["by"]) == sorted(tokens, key=lambda g: (-len(tokens[g]), g))
+    for group, values in tokens.items():
+        expected = {
+            "examples": len(values),
+            "tokens": sum(values),
+            "mean": np.mean(values),
+            "median": np.percentile(values, 50),
+            "p99": np.percentile(values, 99),
+            "max": max(values),
+            "reward gap": np.mean(gaps[group]),
+        }
+        assert result["by"][group] == pytest.approx(expected, rel=1e-6)
+    text = page.read_text(encoding="utf-8")
+    assert_closed(text)
+    tables = tables_of(text)
+    for title, named in (("Percentiles", result), (f"By {by}", result["by"])):
+        for name, row in tables[title].items():
+            for shown, value in zip(row, named[name].values() if name else (), strict=bool(name)):
+                assert_shows(shown, value)
+
+
+def test_what_cannot_group_is_refused(
+    made: packstore.Dataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["stats", made.url, "--by", "nope"]) == 1
+    assert "--by must be one of: file, lang; found 'nope'" in capsys.readouterr().err
+
+
+def test_the_page_of_a_run_shows_every_metric(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records: list[dict[str, object]] = [
+        {"step": i, "epoch": 0, "loss": 1 / i, "rewards/accuracies": 0.5} for i in range(1, 9)
+    ]
+    records[4]["loss"] = None
+    write_jsonl(path, [*records, {"step": 8, "eval/loss": 0.4, "</svg><img src=x>\u202e": 0.25}])
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"step": 9, "lo')  # of a run that was killed
+    page = charts.train_page("run", "model", path)
+    for drawing in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ElementTree.fromstring(drawing)
+    assert "<img" not in page
+    assert "\u202e" not in page
+    assert page.count("training, step") == 7 + 8
+    assert tables_of(page)["All metrics"]["loss"] == ["1", "0.125", "0.125", "8", "1", "1"]
+
+
+def test_a_curve_goes_through_its_points() -> None:
+    chart = charts.curves("some", "step", {"a": [(0, 1), (50, 2), (100, 6)], "b": [(0, math.nan)]})
+    (path,) = re.findall(r'points="([^"]*)"', chart)
+    places = np.array([pair.split(",") for pair in path.split()], float)
+    width, height = places[2] - places[0]
+    assert np.allclose((places[1] - places[0]) / (width, height), (0.5, 0.2), atol=1e-3)
+    assert charts.curves("some", "step", {"a": [(0, math.nan)]}) == ""
+    assert "at the end: a 3" in charts.curves("some", "step", {"a": [(4, 3)]})
+    many = charts.curves("some", "step", {"a": [(i, i % 2) for i in range(10 * charts.POINTS)]})
+    assert many.count("<circle") == charts.POINTS
+
+
+@pytest.mark.parametrize(
+    ("values", "marks", "note"),
+    [
+        (np.array([7, 8, 9, 9, 21]), ["7", "11", "14", "17", "21"], "largest 21"),
+        (np.array([0] * 500 + [721]), ["0", "176", "352", "544", "720"], "largest 721"),
+        (
+            np.append(np.arange(500).repeat(9), 9000),
+            ["0", "121", "242", "374", "495"],
+            "the last bar holds all from 495 on",
+        ),
+        (np.array([0.0, 1.0]), ["0", "0.25", "0.5", "0.75", "1"], "largest 1"),
+    ],
+)
+def test_a_histogram_is_marked_with_values_that_it_has(
+    values: np.ndarray, marks: list[str], note: str
+) -> None:
+    drawn = charts.histogram("some", values, "")
+    assert note in drawn
+    assert re.findall(r'text-anchor="middle">([^<]*)<', drawn) == marks
