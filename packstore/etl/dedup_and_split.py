@@ -1,6 +1,6 @@
 """Drops duplicates, and splits off examples for validation.
 
-Both compare 8-byte hashes of the records' words (:mod:`packstore.tokenizer.records.keys`), so the
+Both compare 8-byte hashes of the records' words (:mod:`packstore.tokenizer.records.shapes`), so the
 result does not depend on the number of workers, and memory is 8 bytes for each record.
 """
 

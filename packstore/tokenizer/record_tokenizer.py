@@ -11,13 +11,18 @@ from packstore.config import REWARD_FIELDS, RunConfig, SelectConfig, TokenizeCon
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.encode import assemble
-from packstore.tokenizer.records.carry import carried_values, parse_carry, to_columns
-from packstore.tokenizer.records.fields import check_feedback, feedback_field, names_of, unused
-from packstore.tokenizer.records.ids import id_sequences
-from packstore.tokenizer.records.keys import record_keys
+from packstore.tokenizer.records.fields import (
+    carried_values,
+    check_feedback,
+    feedback_field,
+    names_of,
+    parse_carry,
+    to_columns,
+    unused,
+)
 from packstore.tokenizer.records.overlong import fit
-from packstore.tokenizer.records.sequences import Draft, Mode, Sequences, Tokens
-from packstore.tokenizer.records.shapes import DEFAULT_REWARDS, parse_record
+from packstore.tokenizer.records.sequences import Draft, Mode, Sequences, Tokens, id_sequences
+from packstore.tokenizer.records.shapes import DEFAULT_REWARDS, parse_record, record_keys
 from packstore.tokenizer.refusals import Refused, raise_if_error
 from packstore.tokenizer.rendered import PLAIN_FIELDS, check_responses, draft_plain, draft_record
 from packstore.tokenizer.tokenizer import FAST, Tokenizer

@@ -10,14 +10,24 @@ from typing import Any
 import numpy as np
 
 from packstore.config import TokenizeConfig
+from packstore.errors import TokenizerError, sentence
+from packstore.tokenizer.chat.assistant_spans import (
+    after_empty_thinking,
+    is_plain,
+    left_out,
+    quotes_arguments,
+    render_turns,
+    shows_tools,
+)
 from packstore.tokenizer.chat.messages import (
     map_strings,
     says_something,
     strip_thinking,
+    text_arguments,
     without_thinking,
 )
 from packstore.tokenizer.chat.sandbox import as_json
-from packstore.tokenizer.chats import draft_messages
+from packstore.tokenizer.chat.template import ChatTemplate, Message, Tools
 from packstore.tokenizer.control import free_characters, holds
 from packstore.tokenizer.records.sequences import Draft, Mode
 from packstore.tokenizer.records.shapes import Parsed
@@ -33,7 +43,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 def draft_plain(record: object, hint: str, mode: Mode, unicode: bool) -> tuple[Draft, Draft] | None:
     """Drafts a pair of plain texts that needs no policy: a fast path.
 
-    Packing 50,000 such pairs, 48 MB, takes 7.9 s of CPU, and 8.8 s without it (Qwen3, `auto`).
+    Packing 50,000 such pairs, 48 MB, takes 7.9 s of CPU, and 8.8 s without it (Qwen3).
 
     Args:
         record: a record of kind ``preference`` with canonical field names, from which nothing is
@@ -57,7 +67,7 @@ def draft_plain(record: object, hint: str, mode: Mode, unicode: bool) -> tuple[D
     first, second = prompt + chosen, prompt + rejected
     if chosen.isspace() or rejected.isspace() or holds(first, hint) or holds(second, hint):
         return None
-    if unicode and not _is_unicode(first + second):
+    if unicode and _surrogate(first + second):
         return None
     start = len(prompt)
     return (
@@ -66,20 +76,8 @@ def draft_plain(record: object, hint: str, mode: Mode, unicode: bool) -> tuple[D
     )
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
-    """Strips thinking if so configured, and checks the responses.
-
-    Raises:
-        Refused: ``empty_side`` or ``identical_sides``.
-    """
+    """Strips thinking if so configured, and refuses empty and identical responses."""
     if config.thinking == "strip":
         prompt, *responses = [_strip(part) for part in (parsed.prompt, *parsed.responses)]
         prompt = parsed.prompt if isinstance(prompt, str) else prompt
@@ -89,7 +87,8 @@ def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
             if _is_empty(response):
                 raise Refused("empty_side", f"response {i + 1} of {len(parsed.responses)}")
     first, *others = parsed.responses
-    if config.on["identical_sides"] != "keep" and others and all(_same(first, o) for o in others):
+    alike = others and all(_is_same(first, other) for other in others)
+    if alike and config.on["identical_sides"] != "keep":
         raise Refused("identical_sides", "all responses are alike")
     return parsed
 
@@ -100,68 +99,62 @@ def draft_record(
     """Returns the texts of a record's sequences, and events to note.
 
     Raises:
-        Refused: the template or a policy refuses the record.
+        Refused: the template or an answer of the settings refuses the record.
         TokenizerError: the record has messages, and there is no chat template.
     """
     parsed, guard, events = _handle_specials(parsed, tokenizer, config)
     if isinstance(parsed.prompt, str):
         mode: Mode = "literal" if config.on["special_tokens"] == "keep" else "control"
-        drafts = [
-            Draft(
-                text=parsed.prompt + str(response),
-                spans=[(len(parsed.prompt), len(parsed.prompt) + len(response))],
-                mode=mode,
-            )
-            for response in parsed.responses
-        ]
+        start = len(parsed.prompt)
+        texts = [parsed.prompt + str(response) for response in parsed.responses]
+        drafts = [Draft(text, [(start, len(text))], mode) for text in texts]
     else:
-        drafts, noted = draft_messages(parsed, tokenizer, config, guard)
+        drafts, noted = _draft_messages(parsed, tokenizer, config, guard)
         events += noted
         names = [n for d in drafts for n in tokenizer.controls.findall(d.text)] if guard else []
         if not tokenizer.separable.issuperset(names):
-            must = "this tokenizer cannot encode text beside its control tokens by itself"
-            raise Refused("special_tokens", must)
+            detail = "this tokenizer cannot encode text beside its control tokens by itself"
+            raise Refused("special_tokens", detail)
     return [_check_unicode(draft, config, events) for draft in drafts], events
 
 
 def _handle_specials(
     parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig
 ) -> tuple[Parsed, str, list[str]]:
-    """Applies the policy for control strings in the record's own text."""
+    """Answers control strings in the record's own text; returns a guard inserted into them."""
     value: list[Any] = [parsed.prompt, parsed.responses, parsed.tools, parsed.variables]
     try:
         if isinstance(parsed.prompt, str):
             written = "\n".join([parsed.prompt, *value[1]])
-            if not holds(written, tokenizer.control_hint):
-                return parsed, "", []
-        elif _harmless(parsed, tokenizer.control_hint):
-            return parsed, "", []
+            harmless = not holds(written, tokenizer.control_hint)
         else:
-            written = as_json(value)
+            harmless = _is_harmless(parsed, tokenizer.control_hint)
+            written = "" if harmless else as_json(value)
     except TypeError as error:  # records made in Python may hold any object
         raise Refused("wrong_type", f"tools and tool calls must be JSON values: {error}") from error
-    found = tokenizer.controls.search(written)
-    if not found:
+    match = None if harmless else tokenizer.controls.search(written)
+    if not match:
         return parsed, "", []
-    policy = config.on["special_tokens"]
-    if policy in ("drop", "error"):
-        raise Refused("special_tokens", f"the text holds {found[0]!r}")
-    if policy == "control" or isinstance(parsed.prompt, str):
-        how = "control" if policy == "control" else "literal"
-        return parsed, "", [f"special_tokens_{how}"]
+    answer = config.on["special_tokens"]
+    if answer in ("drop", "error"):
+        raise Refused("special_tokens", f"the text holds {match[0]!r}")
+    if answer == "control":
+        return parsed, "", ["special_tokens_control"]
+    events = ["special_tokens_literal"]
+    if isinstance(parsed.prompt, str):
+        return parsed, "", events
     template = tokenizer.template_for(parsed.tools, {})
-    source = template.source if template else ""
-    [guard] = free_characters(written + source, 1)
+    [guard] = free_characters(written + (template.source if template else ""), 1)
 
     def protect(text: str) -> str:
         return tokenizer.controls.sub(lambda match: guard.join(match[0]), text)
 
     prompt, responses, tools, own = map_strings(value, protect)
     parsed = replace(parsed, prompt=prompt, responses=responses, tools=tools, variables=own)
-    return parsed, guard, ["special_tokens_literal"]
+    return parsed, guard, events
 
 
-def _harmless(parsed: Parsed, hint: str) -> bool:
+def _is_harmless(parsed: Parsed, hint: str) -> bool:
     """Returns True if messages are plain text throughout and certainly hold no control string.
 
     JSON around them cannot form one, as its brackets differ from those of control strings.
@@ -180,20 +173,149 @@ def _harmless(parsed: Parsed, hint: str) -> bool:
     return True
 
 
-def _check_unicode(draft: Draft, config: TokenizeConfig, events: list[str]) -> Draft:
-    if draft.text.isascii():
-        return draft
+def _draft_messages(
+    parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig, guard: str
+) -> tuple[list[Draft], list[str]]:
+    """Renders a record of messages; returns its sequences, and events to note."""
+    variables = {**config.template_variables, **(parsed.variables or {})}
+    template = tokenizer.template_for(parsed.tools, variables)
+    if template is None:
+        raise TokenizerError(
+            sentence(
+                f"tokenizer {tokenizer.name}",
+                "chat messages need a chat template",
+                "none",
+                "Set chat_template: a Jinja file, chatml or plain",
+            )
+        )
+    drafts: list[Draft] = []
+    events: list[str] = []
+    written = template.written_prompt
+    prompt = _as_taken(template, list(parsed.prompt))  # type: ignore[arg-type]
+    prompts: dict[int, str] = {}
+    for response in parsed.responses:
+        messages = [*prompt, *_as_taken(template, list(response))]  # type: ignore[arg-type]
+        prompts = {n: text for n, text in prompts.items() if n == len(prompt)}
+        last_only = config.supervised_turns == "last"
+        try:
+            text, spans = render_turns(
+                template, messages, len(prompt), parsed.tools, last_only=last_only, prompts=prompts
+            )
+        except Refused as refused:
+            raise _explained(refused, template, messages, parsed.tools, config) from None
+        bare = [after_empty_thinking(text, span) for span in spans]
+        if bare != spans:
+            spans = bare
+            events.append("empty_thinking")
+        tools = None if drafts else parsed.tools  # checking one side for shown tools suffices
+        events += _remarks(template, messages, len(prompt), tools, text, config)
+        if written and text.endswith(written):
+            events.append("generation_prompt_always")
+            if config.append_eos:  # it follows the answer
+                text = text.removesuffix(written)
+        keeps = config.overlong == "truncate_prompt"
+        system_end = _system_end(template, messages, parsed.tools, text) if keeps else 0
+        drafts.append(
+            Draft(text, spans, "guarded" if guard else "control", guard, system_end, True)
+        )
+    return drafts, events
+
+
+def _as_taken(template: ChatTemplate, messages: list[Message]) -> list[Message]:
+    """Replaces null content if the template needs text."""
+    if not any("tool_calls" in message for message in messages) or template.takes_null:
+        return messages
+    return [{**m, "content": ""} if m["content"] is None else m for m in messages]
+
+
+def _explained(
+    refused: Refused,
+    template: ChatTemplate,
+    messages: list[Message],
+    tools: Tools,
+    config: TokenizeConfig,
+) -> Refused:
+    """Names the cause of a refusal: a turn that is not found may not have been rendered."""
+    if refused.reason != "template_refused":
+        return refused
     try:
-        draft.text.encode()
+        missing = left_out(template, messages, tools, template.render(messages, tools))
+    except Refused:
+        if any(text_arguments(messages)):
+            detail = f"{refused.detail}; arguments that are JSON text may have to be objects"
+            return Refused(refused.reason, detail)
+        return refused
+    return _unrendered(missing) if missing and config.on["unrendered"] != "keep" else refused
+
+
+def _unrendered(name: str) -> Refused:
+    return Refused("unrendered", f"{name} cannot be found in the rendered text")
+
+
+def _remarks(
+    template: ChatTemplate,
+    messages: list[Message],
+    first: int,
+    tools: Tools,
+    text: str,
+    config: TokenizeConfig,
+) -> list[str]:
+    """Events to note for a dialogue: empty turns, and parts missing from its rendering.
+
+    Refuses the record instead if the settings do not keep it.
+    """
+    if not tools and is_plain(template, messages, text):
+        return []
+    events = []
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    learned = turns[-1:] if config.supervised_turns == "last" else turns
+    empty = [i for i in learned if not says_something(messages[i])]
+    if empty and any(says_something(messages[i]) for i in turns):
+        if config.on["empty_turn"] != "keep":
+            raise Refused("empty_turn", f"message {empty[0] + 1} is empty")
+        events.append("empty_turn")
+    missing = left_out(template, messages, tools, text)
+    if missing is None and not shows_tools(template, messages, tools, text):
+        missing = "the tools"
+    if missing is not None:
+        if config.on["unrendered"] != "keep":
+            raise _unrendered(missing)
+        events.append("unrendered")
+    if quotes_arguments(messages, text):
+        events.append("arguments_quoted")
+    thoughts = [messages[i].get("reasoning_content") or "" for i in learned]
+    if any(thought.strip() not in text for thought in thoughts):
+        events.append("reasoning_unrendered")
+    return events
+
+
+def _system_end(template: ChatTemplate, messages: list[Message], tools: Tools, text: str) -> int:
+    if messages[0]["role"] not in ("system", "developer"):
+        return 0
+    try:
+        system = template.render(messages[:1], tools).removesuffix(template.written_prompt)
+    except Refused:  # many templates raise for a dialogue without a user turn
+        return 0
+    return len(system) if text.startswith(system) else 0
+
+
+def _check_unicode(draft: Draft, config: TokenizeConfig, events: list[str]) -> Draft:
+    if not (surrogate := _surrogate(draft.text)):
+        return draft
+    if config.on["invalid_unicode"] != "keep":
+        raise Refused("invalid_unicode", f"surrogates not allowed: {surrogate!a}")
+    if "unicode_replaced" not in events:
+        events.append("unicode_replaced")
+    return draft._replace(text=_SURROGATES.sub("�", draft.text))
+
+
+def _surrogate(text: str) -> str:
+    """The first lone surrogate of a text; empty: it is valid Unicode."""
+    try:
+        text.encode()
     except UnicodeEncodeError as error:
-        if config.on["invalid_unicode"] != "keep":
-            raise Refused(
-                "invalid_unicode", f"{error.reason}: {error.object[error.start]!a}"
-            ) from None
-        if "unicode_replaced" not in events:
-            events.append("unicode_replaced")
-        return draft._replace(text=_SURROGATES.sub("�", draft.text))
-    return draft
+        return text[error.start]
+    return ""
 
 
 def _strip(part: Any) -> Any:
@@ -202,12 +324,12 @@ def _strip(part: Any) -> Any:
     return part if _is_ids(part) else without_thinking(part)
 
 
+def _is_same(a: Any, b: Any) -> bool:
+    return bool(np.array_equal(a, b) if _is_ids(a) else a == b)
+
+
 def _is_ids(value: object) -> bool:
     return isinstance(value, np.ndarray)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return bool(np.array_equal(a, b)) if _is_ids(a) else bool(a == b)
 
 
 def _is_empty(response: Any) -> bool:

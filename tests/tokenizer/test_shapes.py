@@ -6,7 +6,7 @@ import pytest
 from packstore.config import PackConfig, TokenizeConfig
 from packstore.errors import RecordError
 from packstore.tokenizer import RecordTokenizer, detect_kind
-from packstore.tokenizer.chat.implicit import ASSISTANT, HUMAN, split_messages, split_texts
+from packstore.tokenizer.chat.messages import ASSISTANT, HUMAN, split_messages, split_texts
 from packstore.tokenizer.records.shapes import parse_record
 from packstore.tokenizer.refusals import Refused
 

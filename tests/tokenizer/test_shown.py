@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from packstore.config import TokenizeConfig
 from packstore.errors import RecordError
 from packstore.tokenizer import RecordTokenizer
-from packstore.tokenizer.chat.shown import left_out
+from packstore.tokenizer.chat.assistant_spans import left_out
 from packstore.tokenizer.chat.template import ChatTemplate
 from packstore.tokenizer.refusals import Refused
 

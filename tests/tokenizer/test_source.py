@@ -13,7 +13,7 @@ from packstore.errors import MissingExtraError, TokenizerError
 from packstore.format.schema import CARRY_TYPES
 from packstore.tokenizer import load_tokenizer
 from packstore.tokenizer.engines import ENGINES
-from packstore.tokenizer.records.carry import TYPES
+from packstore.tokenizer.records.fields import TYPES
 
 
 class AutoLike:

@@ -12,8 +12,7 @@ from packstore.cli import main
 from packstore.config import TokenizeConfig
 from packstore.errors import ConfigError, TokenizerError
 from packstore.tokenizer import RecordTokenizer, load_tokenizer
-from packstore.tokenizer.records.keys import record_keys
-from packstore.tokenizer.records.shapes import parse_record
+from packstore.tokenizer.records.shapes import parse_record, record_keys
 
 TALK = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
