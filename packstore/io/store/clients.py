@@ -38,11 +38,7 @@ _MEMORY = threading.Lock()
 
 
 def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Returns the fsspec filesystem of `url`, and the path in it.
-
-    Raises:
-        ImportError: the package of the filesystem is not installed.
-    """
+    """Returns the fsspec filesystem of `url`, and the path in it."""
     from fsspec import get_filesystem_class
     from fsspec.core import url_to_fs
 
@@ -81,30 +77,24 @@ def creates_exclusively(fs: Any) -> bool:
 
 
 def is_s3fs(fs: Any) -> bool:
-    """Returns True if a filesystem or its class is s3fs; another may be registered for S3."""
+    """Returns True for s3fs; another filesystem may be registered for S3."""
     return _client(fs) == "s3fs"
-
-
-def _make_parent(fs: Any, path: str) -> None:
-    """Creates the folder of a file on filesystems with real folders (sftp, …)."""
-    if not creates_exclusively(fs):
-        fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
 
 def put_file(fs: Any, local_path: str, path: str) -> None:
     """Uploads a file, a few parts in memory at a time."""
-    how: dict[str, dict[str, Any]] = {
+    options: dict[str, dict[str, Any]] = {
         "s3fs": {"chunksize": PART_BYTES, "max_concurrency": PARTS_AT_ONCE},
         "gcsfs": {"chunksize": PART_BYTES},
         "adlfs": {"max_concurrency": PARTS_AT_ONCE},
     }
-    _make_parent(fs, path)
-    fs.put_file(local_path, path, **how.get(_client(fs), {}))
+    fs.put_file(local_path, path, **options.get(_client(fs), {}))
 
 
 def put_bytes(fs: Any, path: str, data: bytes, **how: Any) -> None:
     """Puts bytes over any file that is there."""
-    _make_parent(fs, path)
+    if not creates_exclusively(fs):  # real folders (sftp, …)
+        fs.makedirs(path.rpartition("/")[0], exist_ok=True)
     fs.pipe_file(path, data, **how)
 
 
@@ -119,26 +109,24 @@ def create(fs: Any, path: str, data: bytes) -> None:
 def ls(fs: Any, path: str, url: str = "") -> list[tuple[str, dict[str, Any]]]:
     """Lists name and details of the entries of a folder; empty if it is missing.
 
-    Raises:
-        StorageError: `url` is given, and its bucket is missing.
+    With `url`, a missing bucket is refused.
     """
     fs.invalidate_cache()
     try:
-        found = fs.ls(path, detail=True)
+        entries = [(entry["name"].strip("/"), entry) for entry in fs.ls(path, detail=True)]
     except (FileNotFoundError, NotADirectoryError):
         if url:
             refuse_missing_bucket(fs, path, url)
         return []
     # Some stores also list the folder itself, an empty object.
-    inside = [e for e in found if e["name"].strip("/") != path.strip("/")]
-    return [(e["name"].rstrip("/").rpartition("/")[2], e) for e in inside]
+    return [(name.rpartition("/")[2], entry) for name, entry in entries if name != path.strip("/")]
 
 
 def glob(fs: Any, pattern: str, url: str) -> dict[str, Any]:
-    """Returns matches by path; raises :class:`StorageError` if the bucket is missing."""
+    """Returns matches by path; refuses a missing bucket."""
     with contextlib.suppress(FileNotFoundError):  # raised by gcsfs
-        if found := fs.glob(pattern, detail=True):
-            return dict(found)
+        if matches := fs.glob(pattern, detail=True):
+            return dict(matches)
     refuse_missing_bucket(fs, pattern, url)
     return {}
 

@@ -9,6 +9,7 @@ Azure's Blob service error codes, and the statuses in the documentation of Googl
 from __future__ import annotations
 
 import errno
+import itertools
 import socket
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -127,12 +128,13 @@ def cause_of(error: BaseException) -> Cause | None:
         if isinstance(link, socket.gaierror):
             passing = True if link.errno == socket.EAI_AGAIN else None
             return _UNREACHABLE._replace(what="no such host", passing=passing)
-        text = str(link)
-        if found := next((cause for part, cause in _TEXTS if part in text), None):
-            return found
-    for names in zip(*map(_names, chain), strict=True):
-        if name := next((n for several in names for n in several if n in _CAUSES), None):
-            return _CAUSES[name]
+        for part, cause in _TEXTS:
+            if part in str(link):
+                return cause
+    for kind in zip(*map(_names, chain), strict=True):
+        for name in itertools.chain(*kind):
+            if name in _CAUSES:
+                return _CAUSES[name]
     return None
 
 
@@ -159,15 +161,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _names(error: BaseException) -> tuple[list[str], ...]:
     """Returns the names to look an error up by, the most specific first."""
-    kinds = type(error).__mro__
     number = error.errno if isinstance(error, OSError) else None
-    return (
-        [_code(error) or ""],
-        [kind.__name__ for kind in kinds if kind.__module__ != "builtins"],
-        [_status(error)],
-        [errno.errorcode.get(number or 0, "")],
-        [kind.__name__ for kind in kinds if kind.__module__ == "builtins"],
-    )
+    classes, builtin = list[str](), list[str]()
+    for kind in type(error).__mro__:
+        (builtin if kind.__module__ == "builtins" else classes).append(kind.__name__)
+    numbers = [errno.errorcode.get(number or 0, "")]
+    return [_code(error) or ""], classes, [_status(error)], numbers, builtin
 
 
 def _code(error: BaseException) -> str | None:
@@ -183,5 +182,5 @@ def _status(error: BaseException) -> str:
     if isinstance(answer, dict):  # botocore
         return str(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
     names = ("status_code", "status", "code")  # azure and requests, aiohttp, gcsfs
-    found = (str(getattr(holder, name, "")) for holder in (error, answer) for name in names)
-    return next(filter(str.isdecimal, found), "")
+    values = (str(getattr(holder, name, "")) for holder in (error, answer) for name in names)
+    return next(filter(str.isdecimal, values), "")

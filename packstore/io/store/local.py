@@ -24,11 +24,8 @@ def is_local(fs: Any) -> bool:
 
 
 def only_regular(path: str) -> str:
-    """Returns `path`; raises for a device or pipe, which may block or never end.
-
-    Links are followed: download caches consist of them, and hashes check the bytes.
-    """
-    mode = os.stat(path).st_mode
+    """Returns `path`; raises for a device or pipe, which may block or never end."""
+    mode = os.stat(path).st_mode  # follows links: download caches consist of them
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "a device or pipe where a file must be")
     return path
@@ -62,11 +59,8 @@ def will_read(path: str, start: int, end: int) -> None:
 def map_part(path: str, start: int, end: int) -> memoryview:
     """Returns bytes `start` to `end` of a file, as a view of the page cache.
 
-    Maps all pages at once: page faults one by one would cost more than a copy.
-
-    Raises:
-        OSError: the file cannot be opened.
-        IntegrityError: it is too short; access to missing pages would crash.
+    Maps all pages at once: page faults one by one would cost more than a copy. A file that is too
+    short is refused, as access to missing pages would crash.
     """
     aligned = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     with _opened(only_regular(path)) as handle:
@@ -79,11 +73,7 @@ def map_part(path: str, start: int, end: int) -> memoryview:
 
 
 def make_folder(path: str) -> list[str]:
-    """Creates a folder and its parents, durably; returns the new ones, outermost first.
-
-    Raises:
-        NotADirectoryError: a file is in the way.
-    """
+    """Creates a folder and its parents, durably; returns the new ones, outermost first."""
     if os.path.isdir(path):
         return []
     parent = os.path.dirname(os.path.abspath(path))
@@ -100,14 +90,12 @@ def make_folder(path: str) -> list[str]:
 
 def in_its_folder(full: str, put: Callable[[], None]) -> None:
     """Creates the folder of a file and calls `put`; repeats if an ending job has removed it."""
-    for last in (False, False, True):
-        try:
+    for _ in range(2):
+        with contextlib.suppress(FileNotFoundError):
             make_folder(os.path.dirname(full))
             return put()
-        except FileNotFoundError:
-            if last:
-                raise
-    return None
+    make_folder(os.path.dirname(full))
+    return put()
 
 
 def create(full: str, data: bytes) -> None:
@@ -172,14 +160,12 @@ def _write_new(path: str, data: bytes) -> None:
 def _rename_new(source: str, target: str) -> bool:
     """Renames a file unless the new name is taken; returns False if the system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
     here, no_replace = -100, 1  # AT_FDCWD, RENAME_NOREPLACE
-    if rename(here, os.fsencode(source), here, os.fsencode(target), no_replace) == 0:
-        return True
-    if ctypes.get_errno() == errno.EEXIST:
+    paths = here, os.fsencode(source), here, os.fsencode(target)
+    done = rename is not None and rename(*paths, no_replace) == 0
+    if rename is not None and not done and ctypes.get_errno() == errno.EEXIST:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
-    return False
+    return done
 
 
 def finish_file(file: IO[bytes], durable: bool) -> None:

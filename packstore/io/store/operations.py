@@ -80,8 +80,7 @@ def abort_upload(location: Location, upload: Upload) -> None:
 def run_parallel(calls: Iterable[Callable[[], object]], at_once: int = AT_ONCE) -> None:
     """Runs all calls, `at_once` at a time; raises the first error once none is running."""
     with ThreadPoolExecutor(at_once, "packstore-store") as pool:
-        for _ in pool.map(lambda call: call(), calls):
-            pass
+        list(pool.map(lambda call: call(), calls))
 
 
 def remove_all(location: Location, paths: Iterable[str]) -> None:
@@ -110,8 +109,7 @@ def replace_bytes(location: Location, path: str, data: bytes) -> None:
 def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
     """Copies a file inside a store, server-side if possible; replaces a file at `to`.
 
-    A local copy is a hard link if the disk supports them. Returns False, and does nothing, if the
-    two locations are in different stores.
+    A local copy is a hard link if the disk supports them. Returns False for two different stores.
     """
     fs, full = source.filesystem(path)
     other, there = target.filesystem(to)
@@ -143,7 +141,7 @@ def removing_empty_folders(location: Location) -> Iterator[None]:
 def _age(entry: dict[str, Any]) -> float | None:
     """Returns the age by the latest timestamp: a linked or moved file keeps its `mtime`."""
     names = ("LastModified", "mtime", "last_modified", "updated", "created")
-    ages = (_since(entry.get(name)) for name in names)
+    ages = [_since(entry.get(name)) for name in names]
     return min((age for age in ages if age is not None), default=None)
 
 

@@ -41,9 +41,6 @@ def retrying(
         policy: number of attempts, and time.
         refusals: maximum attempts at errors that rarely pass (permissions).
         pause: sleeps for so many seconds; returns True to stop retrying.
-
-    Raises:
-        StorageError: the store refuses, or still fails at the last attempt; a note counts them.
     """
     if _retries.get():
         return call()

@@ -36,19 +36,17 @@ _PAYER = "if its bucket lets the requester pay, add the storage option requester
 
 
 def named_place(url: str) -> str:
-    """Returns `url`; raises where a filesystem would open another place than intended.
+    """Returns `url`; refuses one where a filesystem would open another place than intended.
 
-    Raises:
-        StorageError: it is empty (the current folder), or its login contains ``/``, ``?`` or
-            ``#``, so that part of the password would be read as the host.
+    Empty is the current folder; a ``/``, ``?`` or ``#`` in a login makes the rest of it the host.
     """
     if not url:
-        must, do = "a place must have a name", "Write . for the current folder"
-        raise StorageError(sentence("storage", must, "none", do))
+        remedy = "Write . for the current folder"
+        raise StorageError(sentence("storage", "a place must have a name", "none", remedy))
     if any(login.cut for login in logins(url)):
-        must = "a login in a URL must not hold a slash, question mark or hash"
-        do = "Write %2F, %3F or %23 for it, and %40 for an @ behind the host and its port"
-        raise StorageError(sentence(display(url), must, "one", do))
+        rule = "a login in a URL must not hold a slash, question mark or hash"
+        remedy = "Write %2F, %3F or %23 for it, and %40 for an @ behind the host and its port"
+        raise StorageError(sentence(display(url), rule, "one", remedy))
     return url
 
 
@@ -73,8 +71,8 @@ def missing_filesystem(url: str, error: ImportError) -> MissingExtraError:
     if scheme in EXTRAS:
         cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
         return missing_extra(f"{scheme}:// storage", EXTRAS[scheme], cause)
-    must = "the package of its filesystem must be installed"
-    return MissingExtraError(sentence(display(url), must, str(error)))
+    rule = "the package of its filesystem must be installed"
+    return MissingExtraError(sentence(display(url), rule, str(error)))
 
 
 def means_exists(error: BaseException) -> bool:
@@ -128,8 +126,8 @@ class Secrets:
         link: BaseException | None = error
         while link is not None:
             if self.hide(str(link)) != str(link):
-                own = (k for k in type(error).__mro__ if k.__module__ == "builtins")
-                kind = next((k for k in own if issubclass(k, OSError)), Exception)
+                kinds = (k for k in type(error).__mro__ if k.__module__ == "builtins")
+                kind = next((k for k in kinds if issubclass(k, OSError)), Exception)
                 return kind(f"{type(error).__name__}: {self.hide(str(error))}")
             link = link.__cause__ or link.__context__
         return error
