@@ -17,6 +17,7 @@ The rules were read in NVIDIA-NeMo/Megatron-Bridge at commit 067f987 (2026-08-22
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -27,9 +28,7 @@ import pyarrow.parquet as pq
 
 from packstore.format.arrays import Bool, Examples, Int32, Int64, Packs, range_indices, to_offsets
 from packstore.format.schema import list_of
-from packstore.io.store.local import finish_file
 from packstore.io.store.staging import Staging
-from packstore.io.store.storage_errors import as_storage_errors
 from packstore.pack.fill import unpack
 
 SCHEMA = pa.schema(
@@ -77,64 +76,29 @@ class Figures:
         }
 
 
-class Shards:
-    """Writes row groups to one file after another.
-
-    Args:
-        staging: the folder of the files.
-        stem: begin of their names.
-        limit: bytes of a file, about.
-
-    Attributes:
-        paths: name of each file -> its path in the folder.
-    """
-
-    def __init__(self, staging: Staging, stem: str, limit: int) -> None:
-        self.paths: dict[str, str] = {}
-        self._staging, self._stem, self._limit = staging, stem, limit
-        self._path = ""
-        self._file: Any = None
-        self._writer: Any = None
-
-    def write(self, batch: pa.RecordBatch) -> None:
-        """Adds a row group; closes a file that is large enough."""
-        if self._writer is None:
-            self._path = self._staging.path()
-            self.paths[f"{self._stem}-{len(self.paths):05d}.idx.parquet"] = self._path
-        with as_storage_errors("write", self._path, {}):
-            if self._writer is None:
-                self._file = open(self._path, "xb")  # noqa: SIM115  # closed by close()
-                self._writer = pq.ParquetWriter(
-                    self._file,
-                    SCHEMA,
-                    compression="zstd",
-                    use_dictionary=False,
-                    write_statistics=False,
-                )
-            self._writer.write_table(pa.Table.from_batches([batch]), batch.num_rows)
-            full = self._file.tell() >= self._limit
-        if full:
-            self.close()
-
-    def close(self) -> None:
-        """Closes the open file."""
-        if self._writer is not None:
-            with as_storage_errors("write", self._path, {}):
-                self._writer.close()
-                finish_file(self._file, self._staging.durable)
-            self._writer = None
+def write_files(
+    batches: Iterator[pa.RecordBatch], staging: Staging, stem: str, limit: int
+) -> dict[str, str]:
+    """Writes row groups to files of about `limit` bytes; returns the local path of each by name."""
+    paths: dict[str, str] = {}
+    options: dict[str, Any] = {"use_dictionary": False, "write_statistics": False}
+    batch = next(batches, None)
+    while batch is not None:
+        with (
+            staging.file() as file,
+            pq.ParquetWriter(file, SCHEMA, compression="zstd", **options) as writer,
+        ):
+            while batch is not None and file.tell() < limit:
+                writer.write_table(pa.Table.from_batches([batch]), batch.num_rows)
+                batch = next(batches, None)
+        paths[f"{stem}-{len(paths):05d}.idx.parquet"] = file.name
+    return paths
 
 
 class RowMaker:
-    """Converts packs to rows; sequences that no longer fit once padded move to later rows.
+    """Converts packs to rows of at most `pack_size` tokens, and counts them in `figures`.
 
-    Args:
-        pack_size: most tokens of a row; no sequence occupies more.
-        multiple: each sequence is padded to a multiple of this.
-        pad_id: the padding token.
-
-    Attributes:
-        figures: sums over the rows made.
+    Each sequence is padded to a multiple; those that no longer fit their row move to later ones.
     """
 
     def __init__(self, pack_size: int, multiple: int, pad_id: int) -> None:
@@ -144,9 +108,8 @@ class RowMaker:
 
     def add(self, packs: Packs) -> pa.RecordBatch:
         """Returns one row per pack, and rows of moved sequences once these fill rows."""
-        own = replace(unpack(packs), columns={})
         waiting = self._rest.num_examples
-        examples = Examples.concat([self._rest, own])
+        examples = Examples.concat([self._rest, replace(unpack(packs), columns={})])
         sizes = self._sizes(examples)
         rows: list[list[int]] = []
         over = list(range(waiting))
@@ -164,12 +127,10 @@ class RowMaker:
         self._rest = examples.take(np.array(rest, np.int64))
         return self._batch(examples, sizes, rows + full)
 
-    def finish(self) -> pa.RecordBatch | None:
-        """Returns the last row, if sequences are left."""
-        left = self._rest.num_examples
-        if not left:
-            return None
-        return self._batch(self._rest, self._sizes(self._rest), [list(range(left))])
+    def finish(self) -> Iterator[pa.RecordBatch]:
+        """Yields the last row, if sequences are left."""
+        if left := self._rest.num_examples:
+            yield self._batch(self._rest, self._sizes(self._rest), [list(range(left))])
 
     def _next_fit(self, sequences: list[int], sizes: Int64) -> list[list[int]]:
         """Assigns the sequences to rows, in order; the last row may be empty."""

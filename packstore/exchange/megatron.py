@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -19,7 +19,9 @@ from packstore.io.store.operations import remove_empty
 from packstore.io.store.staging import Staging
 
 if TYPE_CHECKING:
-    from packstore.exchange._megatron_rows import Figures
+    from pyarrow import RecordBatch
+
+    from packstore.exchange._megatron_rows import Figures, RowMaker
     from packstore.io.dataset.dataset import Dataset
     from packstore.progress import Progress
 
@@ -80,7 +82,7 @@ class MegatronOptions(ExportOptions):
 def _run(
     dataset: Dataset, place: Location, options: MegatronOptions, progress: Progress
 ) -> Exported:
-    from packstore.exchange._megatron_rows import RowMaker, Shards
+    from packstore.exchange._megatron_rows import RowMaker, write_files
 
     if not len(dataset):
         raise ConfigError(sentence(dataset.url, "must hold at least one pack", "none"))
@@ -92,44 +94,39 @@ def _run(
     rows = RowMaker(pack_size, options.multiple, _pad_id(dataset, options))
     try:
         with Staging(place) as staging:
-            shards = Shards(staging, f"packed_{pack_size}", FILE_BYTES)
-            try:
-                for group, packs in enumerate(dataset.iter_packs(), 1):
-                    shards.write(rows.add(packs))
-                    progress("export", group, len(dataset.row_groups), "row groups")
-                if (last := rows.finish()) is not None:
-                    shards.write(last)
-            finally:
-                shards.close()
-            figures = rows.figures
+            stem, batches = f"packed_{pack_size}", _batches(dataset, rows, progress)
+            paths = write_files(batches, staging, stem, FILE_BYTES)
             with staging.file() as file:
-                file.write(json.dumps([figures.metadata(pack_size)]).encode())
-            _publish(place, staging, {**shards.paths, METADATA: file.name}, earlier)
+                file.write(json.dumps([rows.figures.metadata(pack_size)]).encode())
+            _publish(place, staging, {**paths, METADATA: file.name}, earlier)
     finally:
         if is_new:
             remove_empty(place, "")
-    if figures.hidden:
+    if (figures := rows.figures).hidden:
         log.warning(
             "%s supervised tokens follow nothing but EOS at the end of their sequence, which "
             "Megatron-Bridge takes for filling: they are not supervised there",
             f"{figures.hidden:,}",
         )
     return Exported(
-        files=[place.join(name).display for name in (*shards.paths, METADATA)],
+        files=[place.join(name).display for name in (*paths, METADATA)],
         facts=_facts(place, figures, pack_size, options),
     )
+
+
+def _batches(dataset: Dataset, rows: RowMaker, progress: Progress) -> Iterator[RecordBatch]:
+    for group, packs in enumerate(dataset.iter_packs(), 1):
+        yield rows.add(packs)
+        progress("export", group, len(dataset.row_groups), "row groups")
+    yield from rows.finish()
 
 
 def _publish(
     place: Location, staging: Staging, files: Mapping[str, str], earlier: Sequence[str]
 ) -> None:
-    """Puts the files in place; the metadata goes first and comes last, so it marks a whole export.
+    """Replaces files of an earlier export by `files`, name -> local path, the metadata last.
 
-    Args:
-        place: the folder.
-        staging: the folder of the local files.
-        files: name -> local path, the metadata last.
-        earlier: names of the files of an earlier export.
+    Earlier metadata go first, so that metadata always mark a whole export.
     """
     stored: list[str] = []
     try:
@@ -173,12 +170,12 @@ def _pack_size(dataset: Dataset, options: MegatronOptions) -> int:
     size, m = options.pack_size or dataset.manifest.pack_size, options.multiple
     if size % m:
         up = -(-size // m) * m
-        must = f"must be a multiple of pad_seq_to_mult, {m}"
-        raise ConfigError(sentence("pack_size", must, str(size), f"Give pack_size {up}"))
+        rule = f"must be a multiple of pad_seq_to_mult, {m}"
+        raise ConfigError(sentence("pack_size", rule, str(size), f"Give pack_size {up}"))
     longest = dataset.manifest.statistics.longest_sequence - 1
     if -(-longest // m) * m > size:
-        must = f"must hold the longest sequence, which takes up {-(-longest // m) * m}"
-        raise ConfigError(sentence("pack_size", must, str(size), "Give a larger pack_size"))
+        rule = f"must hold the longest sequence, which takes up {-(-longest // m) * m}"
+        raise ConfigError(sentence("pack_size", rule, str(size), "Give a larger pack_size"))
     return size
 
 
@@ -190,8 +187,8 @@ def _pad_id(dataset: Dataset, options: MegatronOptions) -> int:
         return eos
     if options.multiple == 1:
         return 0  # unused
-    must = "its EOS must be known to fill sequences up"
-    raise ConfigError(sentence(dataset.url, must, "none", "Give pad_id"))
+    rule = "its EOS must be known to fill sequences up"
+    raise ConfigError(sentence(dataset.url, rule, "none", "Give pad_id"))
 
 
 EXPORTER = Exporter(

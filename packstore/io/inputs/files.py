@@ -34,15 +34,7 @@ _KNOWN = f"one of {' '.join(SUFFIXES)}, and {' or '.join(COMPRESSIONS)} after it
 
 @dataclass(frozen=True)
 class Input:
-    """One input file.
-
-    Attributes:
-        ordinal: position among the inputs, from 0.
-        path: as given by the user, without secrets.
-        location: of the file.
-        format: a name in :data:`packstore.io.inputs.pieces.FORMATS`.
-        compression: ``gzip``, ``zstd`` or None.
-    """
+    """One input file: its position from 0, and its path as the user would write it."""
 
     ordinal: int
     path: str
@@ -74,11 +66,7 @@ class Block:
     payload: Any = field(repr=False)
 
     def parse(self) -> Rows:
-        """Parses the payload into records.
-
-        Raises:
-            InputError: a record violates the format; the text names its place.
-        """
+        """Parses the payload into records."""
         ordinals, values = FORMATS.load(self.format).parse(self.payload, self.path, self.first)
         return Rows(self.source, self.path, self.unit, ordinals, values)
 
@@ -97,11 +85,6 @@ class InputReader:
         inputs: the input files; empty if the input is in memory.
         paths: ordinal of each input -> its path in :meth:`sources`.
         ends: True if the input is known to be finite: files, tables, and objects with a length.
-
-    Raises:
-        InputError: no files, or a file of unknown format; while iterating: a file is broken, or
-            there are no records.
-        StorageError: the store refuses.
     """
 
     def __init__(
@@ -124,9 +107,9 @@ class InputReader:
         elif isinstance(source, Iterable) and not isinstance(source, Mapping | bytes):
             self._memory = ("<iterable>", source)
         else:  # a mapping iterates over names
-            must = "must be a path, a list of paths, a table, or an iterable of records"
-            do = "Give one split, or a list of records" if isinstance(source, Mapping) else ""
-            raise InputError(sentence("input", must, f"a {type(source).__name__}", do))
+            rule = "must be a path, a list of paths, a table, or an iterable of records"
+            remedy = "Give one split, or a list of records" if isinstance(source, Mapping) else ""
+            raise InputError(sentence("input", rule, f"a {type(source).__name__}", remedy))
         self.inputs = tuple(inputs)
         self.paths = {item.ordinal: item.path for item in inputs}
         if self._memory:
@@ -189,12 +172,7 @@ def expand(
     source: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[Input]:
-    """Returns the files of paths, globs, folders and URLs; keeps the order of lists, sorts others.
-
-    Raises:
-        InputError: no files, a file of unknown format, or a packed dataset.
-        StorageError: the store refuses.
-    """
+    """Returns the files of paths, globs, folders, URLs; keeps the order of lists, sorts others."""
     given = [source] if isinstance(source, str | os.PathLike) else source
     inputs: list[Input] = []
     for url in given:

@@ -49,19 +49,13 @@ def cut(records: Iterable[Any], block_bytes: int, size: Callable[[Any], int]) ->
 def refuse_equal_names(names: Sequence[str], where: str) -> None:
     """Raises :class:`InputError` if two columns have one name."""
     if len(set(names)) != len(names):
-        twice = Counter(names).most_common(1)[0][0]
-        must = "the names of the columns must differ"
-        raise InputError(sentence(where, must, f"{quote(twice)} twice"))
+        twice = f"{quote(Counter(names).most_common(1)[0][0])} twice"
+        raise InputError(sentence(where, "the names of the columns must differ", twice))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """Options of :attr:`Format.read`.
-
-    Attributes:
-        block_bytes: bytes of a piece; a longer record makes a longer piece.
-        json_columns: columns with JSON values, in formats whose cells are text.
-    """
+    """Bytes of a piece, which one longer record may exceed; columns whose text is JSON."""
 
     block_bytes: int
     json_columns: frozenset[str] = frozenset()
@@ -125,12 +119,7 @@ def format_of(path: str) -> tuple[str | None, str | None]:
 
 
 def place_of(path: str, ordinal: int) -> str:
-    """Returns the place of a record, in the form of :meth:`packstore.format.arrays.Rows.where`.
-
-    Args:
-        path: of its input, as in `sources`.
-        ordinal: of its line, row or item, from 0.
-    """
+    """Returns the place of a record, in the form of :meth:`packstore.format.arrays.Rows.where`."""
     form, _ = format_of(path)
     units = {"<table>": "row", "<iterable>": "item"}
     unit = FORMATS.load(form).unit if form else units.get(path, "record")

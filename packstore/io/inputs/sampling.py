@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import NamedTuple, Protocol, TypeVar
 
 from packstore.format.arrays import Int64
@@ -24,8 +23,6 @@ class _Counted(Protocol):
 
 
 B = TypeVar("B", bound=_Counted)
-
-_draw = itemgetter(0)
 
 
 class RowGroup(NamedTuple):
@@ -67,14 +64,8 @@ def sample_blocks(
     """Draws one block of every run of neighbours, in input order; keeps only these in memory.
 
     Runs are as short as `records` allows; their lengths are powers of two, except the last. Each
-    block of a run is equally likely. The sample has at least one block.
-
-    Args:
-        blocks: all blocks of the input.
-        records: maximum number of records; at least a third as many are drawn, if the input has
-            so many and the blocks are of similar size.
-        seed: decides which block of a run is drawn.
-        report: called with the number of records read so far.
+    block of a run is equally likely. At most `records` are drawn, or one block; at least a third as
+    many, if the input has so many and blocks are of similar size. `report` gets the records read.
     """
     kept: list[tuple[int, B]] = []  # the block of each run with the least random number
     run, held, total, number = 1, 0, 0, 0
@@ -86,15 +77,19 @@ def sample_blocks(
         if number % run:
             drawn.append(kept.pop())
             held -= drawn[1][1].records
-        kept.append(min(drawn, key=_draw))
+        kept.append(_least(drawn))
         held += kept[-1][1].records
         while held > records and len(kept) > 1:
             run *= 2
-            kept = [min(kept[i : i + 2], key=_draw) for i in range(0, len(kept), 2)]
+            kept = [_least(kept[i : i + 2]) for i in range(0, len(kept), 2)]
             held = sum(block.records for _, block in kept)
     return [block for _, block in kept], Sampling(
         records=held, total=total, places=len(kept), run=run, last_run=number % run + 1, seed=seed
     )
+
+
+def _least(drawn: list[tuple[int, B]]) -> tuple[int, B]:
+    return min(drawn, key=lambda pair: pair[0])
 
 
 def head_blocks(blocks: Iterable[B], records: int, seed: int) -> tuple[list[B], Sampling]:

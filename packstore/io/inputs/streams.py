@@ -66,38 +66,33 @@ class _Decompressed(io.RawIOBase):
         except PackstoreError:
             raise
         except OSError as error:
-            must = f"must be a complete {self._compression} file"
-            found, do = f"other bytes ({error})", "Check the suffix of its name, or copy it again"
+            rule = f"must be a complete {self._compression} file"
+            other, remedy = (
+                f"other bytes ({error})",
+                "Check the suffix of its name, or copy it again",
+            )
             if "Truncated" in str(error):
-                found, do = "an end in the middle of the compressed stream", "Copy the file again"
-            raise InputError(sentence(self._path, must, found, do)) from error
+                other, remedy = "an end in the middle of the compressed stream", "Copy it again"
+            raise InputError(sentence(self._path, rule, other, remedy)) from error
         self._given += count
         if self._given > MAX_RATIO * self._raw.bytes + FREE_BYTES:
-            must = f"must not decompress to more than {MAX_RATIO} times its bytes"
-            found = f"{self._given} bytes out of {self._raw.bytes}"
-            raise InputError(sentence(self._path, must, found, "Compress it in smaller steps"))
+            rule = f"must not decompress to more than {MAX_RATIO} times its bytes"
+            ratio = f"{self._given} bytes out of {self._raw.bytes}"
+            raise InputError(sentence(self._path, rule, ratio, "Compress it in smaller steps"))
         return count
 
 
 def decompressed(raw: HashedStream, compression: str | None, path: str) -> io.BufferedReader:
-    """Opens a buffered stream of the plain bytes.
-
-    Reads raise :class:`InputError` if the bytes have another compression or end early.
-    """
+    """Opens a buffered stream of the plain bytes; broken ones raise :class:`InputError`."""
     plain = raw if compression is None else _Decompressed(raw, compression, path)
     return io.BufferedReader(plain, CHUNK)
 
 
 @contextlib.contextmanager
 def staged(stream: BinaryIO) -> Iterator[BinaryIO]:
-    """Copies `stream` to a temporary file, which is seekable.
-
-    Raises:
-        StorageError: no space for it.
-    """
-    with contextlib.ExitStack() as stack:
+    """Copies `stream` to a temporary file, which is seekable."""
+    with tempfile.TemporaryFile() as copy:
         with as_storage_errors("write", tempfile.gettempdir(), {}):
-            copy = stack.enter_context(tempfile.TemporaryFile())
             shutil.copyfileobj(stream, copy, CHUNK)
             copy.seek(0)
         yield copy
