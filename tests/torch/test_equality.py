@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import product
@@ -136,10 +135,11 @@ def cell_gradients(
 
 
 def on_rank(model: Any) -> dict[tuple[str, int, str, str], dict[str, Tensor]]:
-    """All cells on one of several ranks, under DDP."""
+    """The cells of a backend on one of several ranks, under DDP."""
     policy = DistributedDataParallel(PackedPolicy(use_packed_attention(model)))
     where = dist.get_rank(), dist.get_world_size()
-    return {cell: cell_gradients(model, policy, cell, *where) for cell in CELLS}
+    cells = [cell for cell in CELLS if cell[-1] == "sdpa"]
+    return {cell: cell_gradients(model, policy, cell, *where) for cell in cells}
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -161,37 +161,32 @@ def test_matrix(kit: SimpleNamespace, tmp_path: Path, world: int) -> None:
                 assert gradient.abs().max() > 1e-6, parameter
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
-def test_float64(kit: SimpleNamespace, name: str, backend: str, layout: str, packing: str) -> None:
+def test_float64(kit: SimpleNamespace, name: str, backend: str, layout: str) -> None:
     model = kit.tiny_model(name)
     model.set_attn_implementation("plain_for_tests")
     loss = unpacked(model, EXAMPLES, REFERENCE)
     expected = gradients(model, loss)
     use_packed_attention(model, backend)
-    found = train_step(kit, model, PACKINGS[packing], layout)
-    assert abs(found - loss) < 1e-9
-    for parameter, gradient in gradients(model).items():
-        assert (gradient - expected[parameter]).abs().max() < 1e-9, parameter
-        assert gradient.abs().max() > 1e-6, parameter
+    for packing, sizes in PACKINGS.items():
+        assert abs(train_step(kit, model, sizes, layout) - loss) < 1e-9, packing
+        for parameter, gradient in gradients(model).items():
+            assert (gradient - expected[parameter]).abs().max() < 1e-9, (packing, parameter)
+            assert gradient.abs().max() > 1e-6, parameter
 
 
-@pytest.mark.parametrize("chunk", [0, 4])
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-@pytest.mark.parametrize("backend", ["reference", "sdpa"])
-def test_float32_against_the_model_as_it_comes(
-    kit: SimpleNamespace, backend: str, layout: str, chunk: int
-) -> None:
+def test_float32_against_the_model_as_it_comes(kit: SimpleNamespace, layout: str) -> None:
+    """By the default backend, from logits and from hidden states."""
     model = kit.tiny_model(dtype=torch.float32)
     model.set_attn_implementation("eager")
     loss = unpacked(model, EXAMPLES, REFERENCE)
     expected = gradients(model, loss)
-    use_packed_attention(model, backend)
-    for packing in PACKINGS.values():
-        found = train_step(kit, model, packing, layout, chunk)
-        assert abs(found - loss) < 1e-5
+    use_packed_attention(model)
+    for sizes, chunk in product(PACKINGS.values(), (0, 4)):
+        assert abs(train_step(kit, model, sizes, layout, chunk) - loss) < 1e-5
         for parameter, gradient in gradients(model).items():
             assert (gradient - expected[parameter]).abs().max() < 1e-5, parameter
 
@@ -205,17 +200,6 @@ def test_gradient_checkpointing_and_a_config_that_caches(kit: SimpleNamespace, l
     assert torch.equal(train_step(kit, model, [[6]], layout), plain)
     for parameter, gradient in gradients(model).items():
         assert torch.equal(gradient, expected[parameter]), parameter
-
-
-@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-def test_a_cache_that_the_caller_asks_for_changes_nothing(
-    kit: SimpleNamespace, layout: str
-) -> None:
-    model = use_packed_attention(kit.tiny_model())
-    batch = collate(kit.packed(EXAMPLES, [6], layout), "preference")
-    inputs = batch.model_inputs()
-    plain = model(**inputs).logits
-    assert torch.equal(model(**{**inputs, "use_cache": True}).logits, plain)
 
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
@@ -251,33 +235,3 @@ def test_padded_inputs_of_an_unchanged_model_give_the_same_loss(kit: SimpleNames
         logits = batch.unpad(model(**batch.model_inputs("padded")).logits)
         out = loss_fn(segment_logps(batch, logits=logits), batch, REFERENCE)
         assert abs(out.loss - expected) < 1e-6  # transformers' own mask adds float32 constants
-
-
-def test_policy_equal_to_reference_gives_ln_2(kit: SimpleNamespace) -> None:
-    model = use_packed_attention(kit.tiny_model())
-    batch = collate(kit.packed(EXAMPLES, [2, 4], "shared_prefix"), "preference")
-    logps = model_logps(model, batch)
-    out = PreferenceLoss("dpo", beta=BETA)(logps, batch, logps)
-    assert out.loss.item() == pytest.approx(math.log(2), abs=1e-15)
-
-
-def test_swapping_the_sides_negates_the_margin(kit: SimpleNamespace) -> None:
-    model = use_packed_attention(kit.tiny_model())
-    swap = np.arange(12).reshape(-1, 2)[:, ::-1].ravel()
-    tokens = [np.arange(*EXAMPLES.sequence_offsets[i : i + 2]) for i in swap]
-    lengths = EXAMPLES.lengths[swap]
-    swapped = Examples(
-        input_ids=EXAMPLES.input_ids[np.concatenate(tokens)],
-        supervised=EXAMPLES.supervised[np.concatenate(tokens)],
-        sequence_offsets=np.concatenate([[0], np.cumsum(lengths)]),
-        example_offsets=EXAMPLES.example_offsets,
-        reward=EXAMPLES.reward[swap],
-        example_ids=EXAMPLES.example_ids,
-    )
-    margins = []
-    for examples, reference in ((EXAMPLES, REFERENCE), (swapped, REFERENCE[swap.copy()])):
-        batch = collate(kit.packed(examples, [6], "shared_prefix"), "preference")
-        out = PreferenceLoss("dpo")(model_logps(model, batch), batch, reference)
-        margins.append(float(out.metrics["rewards/margins"][0]))
-    assert margins[0] == pytest.approx(-margins[1], abs=1e-12)
-    assert abs(margins[0]) > 1e-3

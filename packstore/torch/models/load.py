@@ -29,7 +29,6 @@ def load_model(
     dtype: DType = "float32",
     attention: str = "auto",
     trainable: bool = False,
-    disable_dropout: bool = True,
 ) -> Any:
     """Loads a causal LM that takes packed batches, in evaluation mode, on the CPU.
 
@@ -39,7 +38,6 @@ def load_model(
         dtype: dtype of the weights.
         attention: backend of packed attention, see :func:`use_packed_attention`.
         trainable: False freezes all weights; True with an adapter trains the adapter only.
-        disable_dropout: False keeps the dropout of the model, see :func:`use_packed_attention`.
 
     Raises:
         ConfigError: the model does not exist or load, or its files lack a weight.
@@ -48,8 +46,7 @@ def load_model(
     """
     name = os.fspath(path)
     if is_adapter(name):
-        settings: Any = {"attention": attention, "disable_dropout": disable_dropout}
-        base = load_model(adapter_base(name), dtype=dtype, **settings)
+        base = load_model(adapter_base(name), dtype=dtype, attention=attention)
         return add_adapter(base, name, trainable)
     try:
         from transformers import AutoModelForCausalLM
@@ -65,7 +62,7 @@ def load_model(
         must = "it must be a folder or hub name of a causal LM that transformers loads"
         raise ConfigError(sentence(where, must, quote(str(error), 200))) from error
     _check_weights(name, loading)
-    use_packed_attention(model, attention, disable_dropout=disable_dropout)
+    use_packed_attention(model, attention)
     return model.requires_grad_(trainable).eval()
 
 
@@ -74,16 +71,8 @@ def add_lora(
 ) -> Any:
     """Adds a new LoRA adapter (Hu et al., 2021) to a frozen model; untrained, it changes nothing.
 
-    Args:
-        model: a model from :func:`load_model`.
-        rank: rank of the adapter.
-        alpha: the adapter's output is scaled by ``alpha / rank``.
-        dropout: dropout of the adapter's input.
-        targets: names of the modules to adapt; empty: all linear layers except the head.
-
-    Raises:
-        ConfigError: the model has no such modules.
-        MissingExtraError: peft is not installed.
+    Its output is scaled by ``alpha / rank``, `dropout` is that of its input, and empty `targets`
+    are all linear layers except the head.
     """
     peft = _peft()
     config = peft.LoraConfig(
@@ -115,11 +104,7 @@ def is_adapter(path: str | PathLike[str]) -> bool:
 
 
 def adapter_base(path: str | PathLike[str]) -> str:
-    """Returns the folder or hub name of the model that an adapter was trained on.
-
-    Raises:
-        ConfigError: the adapter does not name one.
-    """
+    """Returns the folder or hub name of the model that an adapter was trained on."""
     file = Path(path, ADAPTER_FILE)
     base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
@@ -128,17 +113,7 @@ def adapter_base(path: str | PathLike[str]) -> str:
 
 
 def add_adapter(model: Any, path: str, trainable: bool) -> Any:
-    """Loads the adapter in a folder onto its model.
-
-    Args:
-        model: a model from :func:`load_model`.
-        path: folder of the adapter.
-        trainable: False freezes the adapter.
-
-    Raises:
-        ConfigError: the adapter does not fit this model, or its files lack a weight.
-        MissingExtraError: peft is not installed.
-    """
+    """Loads the adapter in a folder onto its model; refuses one that is not whole or not of it."""
     peft = _peft()
     try:
         with warnings.catch_warnings():
@@ -161,12 +136,7 @@ def _check_folder(name: str) -> None:
 
 
 def _check_weights(name: str, loading: Mapping[str, Any]) -> None:
-    """Refuses a model with weights that the library initialised at random.
-
-    Args:
-        name: folder or hub name of the model.
-        loading: the loading report of ``from_pretrained``.
-    """
+    """Refuses a model with weights that the library initialised at random, by its report."""
     missing = sorted(loading["missing_keys"])
     if missing:
         must = "its files must hold every weight of the model that its config.json describes"

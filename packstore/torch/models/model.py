@@ -19,7 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from packstore.errors import BackendError, sentence
 from packstore.registry import missing_extra
-from packstore.torch.attention import ATTENTION, Attend, Settings
+from packstore.torch.attention import ATTENTION, Settings
 from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.models.mask import (
     LAYOUT,
@@ -128,11 +128,12 @@ def _tables_by_length(model: nn.Module, text: Any) -> bool:
     if not rotary:
         return any(map(by_length, rope_kinds(text)))
     # HunYuan's config calls its fixed tables dynamic; its module does not.
-    kinds = {module: module.rope_type for module in rotary}
-    for module, kind in kinds.items():
-        if "dynamic" in str(kind) and _forget_calls not in module._forward_pre_hooks.values():
+    kinds = {str(module.rope_type) for module in rotary}
+    for module in rotary:
+        known = _forget_calls in module._forward_pre_hooks.values()
+        if "dynamic" in str(module.rope_type) and not known:
             module.register_forward_pre_hook(_forget_calls)
-    return any("dynamic" in str(kind) or "longrope" in str(kind) for kind in kinds.values())
+    return any("dynamic" in kind or "longrope" in kind for kind in kinds)
 
 
 def _forget_calls(module: Any, _: Any) -> None:
@@ -172,7 +173,10 @@ def _register(backend: str) -> str:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise missing_extra("use_packed_attention", "train", error) from error
-    attend = _load(backend)
+    if backend == "auto":  # imported late, as it loads torch's compiler, which takes a second
+        from packstore.torch.attention._auto import attend
+    else:
+        attend = ATTENTION.load(backend)
 
     def packed_attention(
         module: nn.Module,
@@ -217,15 +221,6 @@ def _register(backend: str) -> str:
     AttentionMaskInterface.register(name, _requested_mask)
     skip_row_search()
     return name
-
-
-def _load(backend: str) -> Attend:
-    if backend != "auto":
-        return ATTENTION.load(backend)
-    # Imported late, as it loads torch's compiler, which takes a second.
-    from packstore.torch.attention import _auto
-
-    return _auto.attend
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -39,11 +39,9 @@ def lora(model: nn.Module) -> Any:
 ORDERS: dict[str, list[Wrap]] = {
     "ddp": [DistributedDataParallel],
     "compile": [compiled],
-    "peft": [lora],
     "ema": [AveragedModel],
     "peft, compile, ddp": [lora, compiled, DistributedDataParallel],
     "compile, peft": [compiled, lora],
-    "ddp, compile": [DistributedDataParallel, compiled],
     "compile, ddp": [compiled, DistributedDataParallel],
     "peft, ddp, compile": [lora, DistributedDataParallel, compiled],
 }
