@@ -19,8 +19,8 @@ from packstore.config import CHECK_RETRIES, MEANINGFUL, REASONS, PackConfig
 from packstore.errors import ConfigError, PackstoreError, quote
 from packstore.etl.dedup_and_split import Seen
 from packstore.etl.estimate import SAMPLE, Estimate, Measured, estimate, estimate_of
-from packstore.etl.provenance import ASKED_TO_GO, absent_fields
 from packstore.etl.sources import RecordExampleReader, Tokenize, open_examples
+from packstore.etl.totals import ASKED_TO_GO, absent_fields
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Rows, Sample, Tally, example_id
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.inputs.files import BLOCK_BYTES, Block

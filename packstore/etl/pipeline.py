@@ -12,6 +12,7 @@ before, only for the keys of their examples.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,21 +21,23 @@ from typing import Any
 
 from packstore.config import PackConfig
 from packstore.errors import ConfigError, WrongEngineError
-from packstore.etl.background import beside
+from packstore.etl.background import beside, warm_up
 from packstore.etl.dedup_and_split import Selection, duplicates
 from packstore.etl.engines import ENGINES
-from packstore.etl.finished import finished_before
-from packstore.etl.partitions.resume import Partition, Written
-from packstore.etl.partitions.scale import check_growth, warn_of_reads
-from packstore.etl.partitions.slices import ReadKeys, split
+from packstore.etl.partitions.resume import Partition, Written, check_growth
+from packstore.etl.partitions.slices import ReadKeys, split, warn_of_reads
 from packstore.etl.partitions.work import InTask, PackPartitions
-from packstore.etl.provenance import Counting, RecordTotals, commit, run_of, shape_of
+from packstore.etl.provenance import finished_before, run_of
 from packstore.etl.rejects import RejectsFile
-from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
-from packstore.etl.warm_up import warm_up
-from packstore.format.arrays import Int64
+from packstore.etl.sources import ExampleReader, RecordExampleReader, Tokenize, open_examples
+from packstore.etl.totals import Counting, RecordTotals
+from packstore.format.arrays import Int64, Tally
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.manifest.partition_notes import PartitionNotes
+from packstore.io.dataset.pack_index import put_index
+from packstore.io.manifest.manifest import build_manifest
+from packstore.io.manifest.partition_notes import Finished, PartitionNotes
+from packstore.io.shards.shard import PackShape
+from packstore.io.shards.statistics import PackCounter
 from packstore.io.store.location import Location
 from packstore.io.write.write_job import WriteJob, writing
 from packstore.pack.algorithms import STRATEGIES
@@ -163,41 +166,50 @@ def _pack(
     notes = [
         PartitionNotes(_absolute(job.location), run_of(reader, part)) for part, job in parts.items()
     ]
+    for note in notes:
+        if others := note.of_others():
+            text = "%d finished partitions of other jobs are there: see `packstore clean`"
+            log.info(text, others)
     counting = Counting(progress)
     inputs = [item.location for item in reader.inputs]
     options = jobs[0].location.storage_options
+    shape = PackShape(
+        kind=reader.kind,
+        layout=config.layout,
+        pack_size=config.pack_size,
+        carry=reader.carry,
+        vocab_size=reader.vocab_size,
+    )
     with RejectsFile(config.rejects, options, inputs) as rejects:
         totals = RecordTotals(parts, reader, config, rejects, counting)
-        made = _partitions(reader, notes, config, totals, counting)
-        with contextlib.closing(made):
-            written: list[list[Written]] = []
-            places = [job.location for job in jobs]
-            for partition in made:
+        work = partial(PackPartitions, notes=notes, shape=shape, config=config, paths=reader.paths)
+        written: list[list[Written]] = []
+        with contextlib.closing(_partitions(work, reader, config, totals, counting)) as partitions:
+            for partition in partitions:
                 if not written:  # the job would fail at its end
+                    places = [job.location for job in jobs]
                     check_growth(partition, config.partitions or 1, places)
                 written.append(partition.written)
-    for number, (part, job) in enumerate(parts.items()):
-        own = [one[number] for one in written]
-        known = totals.of_part(names[number]), _planning(own, config), totals.provenance(part)
-        shards = [shard for one in own for shard in one.shards]
-        commit(job, shape_of(reader, config), config, shards, known)
-    for one in notes:
-        one.remove()
+    by_dataset = zip(*written, strict=True)
+    for name, (part, job), packs in zip(names, parts.items(), by_dataset, strict=True):
+        about = totals.of_part(name), _planning(packs, config), totals.provenance(part)
+        _commit(job, shape, config, [shard for some in packs for shard in some.shards], about)
+    for note in notes:
+        note.remove()
 
 
 def _partitions(
+    packing: Callable[[Tokenize | None], PackPartitions],
     reader: ExampleReader,
-    notes: Sequence[PartitionNotes],
     config: PackConfig,
     totals: RecordTotals,
     counting: Counting,
 ) -> Generator[Partition, None, None]:
     """Yields all partitions in order, each packed and written, or taken over from a note."""
     counting.read(0)
-    for other in notes:
-        if others := other.of_others():
-            text = "%d finished partitions of other jobs are there: see `packstore clean`"
-            log.info(text, others)
+    if not isinstance(reader, RecordExampleReader) or not reader.inputs:
+        yield from packing(None).of_parts(reader, counting, totals.add)
+        return
     number = config.partitions or 1
     on_cluster = number > 1 and config.engine != "local"
     engine = ENGINES.load(config.engine)
@@ -205,25 +217,20 @@ def _partitions(
     def run(work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         return engine(work, items, config.num_workers)
 
-    tokenize = reader.tokenize() if isinstance(reader, RecordExampleReader) else None
-    work = PackPartitions(tokenize, notes, shape_of(reader, config), config, reader.paths)
-    if not isinstance(reader, RecordExampleReader) or not reader.inputs:
-        yield from work.of_parts(reader, counting, totals.add)
-        return
     inputs = [replace(i, location=_absolute(i.location)) for i in reader.inputs]
     slices = split(list(zip(inputs, reader.sizes, strict=True)), number)
     if on_cluster:
         warn_of_reads(slices, len(inputs))
     repeated: list[Int64 | None] = [None] * number
     if config.dedup != "none" and number > 1:
-        keys = ReadKeys(reader.tokenize(), config)
-        found = run(InTask(keys), slices) if on_cluster else keys(slices, run, counting.keyed)
-        known = list(found)
-        repeated = [*duplicates([k for k, _ in known], [ids for _, ids in known])]
+        read = ReadKeys(reader.tokenize(), config)
+        keyed = run(InTask(read), slices) if on_cluster else read(slices, run, counting.keyed)
+        keys, ids = zip(*keyed, strict=True)
+        repeated = [*duplicates(keys, ids)]
     items = list(zip(range(number), slices, repeated, strict=True))
-    taken = 0
-    made = run(InTask(work), items) if on_cluster else work(items, run, counting, totals.add)
-    for partition in made:
+    work, taken = packing(reader.tokenize()), 0
+    done = run(InTask(work), items) if on_cluster else work(items, run, counting, totals.add)
+    for partition in done:
         if on_cluster:
             counting.read(partition.contents.tally.read)
             totals.add(partition.contents)
@@ -239,6 +246,25 @@ def _planning(written: Sequence[Written], config: PackConfig) -> dict[str, Any]:
     """Merges the statistics of all plans."""
     planned = [w.planning for w in written if w.planning]
     return {**merged_statistics(planned), "partitions": config.partitions}
+
+
+def _commit(
+    job: WriteJob,
+    shape: PackShape,
+    config: PackConfig,
+    shards: Sequence[Finished],
+    about: tuple[Tally, Mapping[str, Any], Mapping[str, Any]],
+) -> None:
+    """Puts the pack index and commits the shards; `about` is tally, planning and provenance."""
+    counter = PackCounter()
+    for part in shards:
+        counter.merge(part.counter)
+    infos = [part.shard for part in shards]
+    manifest = build_manifest(shape, config, infos, counter, *about)
+    sizes = itertools.chain(job.earlier(), (part.sizes for part in shards))
+    index = put_index(job.location, sizes, job.version)
+    job.confirm(infos)
+    job.commit(job.whole(replace(manifest, pack_index=index)))
 
 
 def _absolute(location: Location) -> Location:

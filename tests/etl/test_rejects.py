@@ -137,7 +137,7 @@ def test_partitions_that_are_taken_over(
         raise KeyboardInterrupt
 
     wanted = {"rejects": str(out)} if before else {}
-    monkeypatch.setattr("packstore.etl.pipeline.commit", stop)
+    monkeypatch.setattr("packstore.etl.pipeline._commit", stop)
     with pytest.raises(KeyboardInterrupt):
         packstore.pack(sources, str(tmp_path / "b"), tokenizer, **settings, **wanted)
     monkeypatch.undo()

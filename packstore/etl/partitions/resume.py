@@ -15,9 +15,12 @@ from typing import Any
 import msgspec
 
 from packstore.etl.partitions.slices import Item
-from packstore.etl.provenance import Contents
+from packstore.etl.totals import Contents
 from packstore.io.inputs.files import Input
+from packstore.io.manifest import commit
+from packstore.io.manifest.manifest import manifest_bytes
 from packstore.io.manifest.partition_notes import Finished, PartitionNotes
+from packstore.io.store.location import Location
 from packstore.version import VERSION
 
 Versions = dict[int, str]
@@ -48,12 +51,12 @@ class Partition:
     @property
     def packs(self) -> int:
         """Number of packs, over all datasets."""
-        return sum(part.shard.rows for one in self.written for part in one.shards)
+        return sum(shard.shard.rows for written in self.written for shard in written.shards)
 
     def note(self, notes: Sequence[PartitionNotes], item: Item, versions: Versions) -> None:
         """Puts its note into each dataset, with the versions of its inputs before the read."""
-        for one, own in zip(notes, self.written, strict=True):
-            one.put(item[0], Note(identity(item), versions, self.contents, own))
+        for place, written in zip(notes, self.written, strict=True):
+            place.put(item[0], Note(identity(item), versions, self.contents, written))
 
 
 class Note(msgspec.Struct):
@@ -76,7 +79,7 @@ def identity(item: Item) -> str:
 
 
 def taken_over(
-    notes: Sequence[PartitionNotes], item: Item, hashes: dict[int, str]
+    notes: Sequence[PartitionNotes], item: Item, hashes: dict[int, str], rejects: bool
 ) -> Partition | None:
     """Returns the partition of an earlier run; None if it has no note, or anything has changed.
 
@@ -86,22 +89,25 @@ def taken_over(
         notes: notes of each dataset.
         item: the partition.
         hashes: ordinal of an input -> its sha256; new ones are added.
+        rejects: the job collects rejects, so the earlier run must have, too.
     """
     number, slices, _ = item
-    noted = [found for one in notes if (found := one.read(number, Note)) is not None]
+    noted = [note for place in notes if (note := place.read(number, Note)) is not None]
     same = identity(item)
     if len(noted) < len(notes) or any(note.identity != same for note in noted):
         return None
     contents, versions = noted[0].contents, noted[0].versions
-    for one in slices:
-        ordinal = one.input.ordinal
-        if not _is_same(one.input, contents.sources[ordinal], versions[ordinal], hashes):
-            return None
-    made = Partition(contents, [note.written for note in noted], resumed=True)
-    if not all(n.are_whole(w.shards) for n, w in zip(notes, made.written, strict=True)):
+    if rejects and not contents.rejects:
         return None
-    made.note(notes, item, versions)
-    return made
+    for part in slices:
+        ordinal = part.input.ordinal
+        if not _is_same(part.input, contents.sources[ordinal], versions[ordinal], hashes):
+            return None
+    partition = Partition(contents, [note.written for note in noted], resumed=True)
+    if not all(n.are_whole(w.shards) for n, w in zip(notes, partition.written, strict=True)):
+        return None
+    partition.note(notes, item, versions)
+    return partition
 
 
 def _is_same(item: Input, source: Mapping[str, Any], version: str, hashes: dict[int, str]) -> bool:
@@ -112,6 +118,17 @@ def _is_same(item: Input, source: Mapping[str, Any], version: str, hashes: dict[
         return False
     if item.ordinal not in hashes:
         with item.location.open_read() as file:
-            digest = hashlib.file_digest(file, "sha256")
-        hashes[item.ordinal] = digest.hexdigest()
+            hashes[item.ordinal] = hashlib.file_digest(file, "sha256").hexdigest()
     return bool(hashes[item.ordinal] == source["sha256"])
+
+
+def check_growth(first: Partition, partitions: int, places: Sequence[Location]) -> None:
+    """Refuses a job whose manifests would be larger than readers accept, by its first partition.
+
+    Raises:
+        FormatError: a manifest would have more than 1.5 times the bytes allowed.
+    """
+    for place, written in zip(places, first.written, strict=True):
+        size = partitions * manifest_bytes([shard.shard for shard in written.shards])
+        if size > 1.5 * commit.MAX_MANIFEST_BYTES:
+            raise commit.too_large(place.display, f"about {size} from {partitions} partitions")

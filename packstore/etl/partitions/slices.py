@@ -6,6 +6,7 @@ from the sizes of the inputs and the number of partitions, so every machine read
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,12 @@ mix a sorted file worse; blocks of less than 200 kB take up to a fifth longer to
 
 MIN_BLOCK_BYTES = 4 << 10
 
+MANY_READS = 8
+"""Reads of each file, by tasks of a cluster, above which two fifths of their time and more are
+reading (``benchmarks/scale.py``)."""
+
+log = logging.getLogger("packstore")
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -59,10 +66,6 @@ class Slice:
     first: int
     step: int
     block_bytes: int
-
-    def holds(self, block: int) -> bool:
-        """Returns whether the file's block of this number belongs to the slice."""
-        return block % self.step == self.first
 
 
 Item = tuple[int, Sequence[Slice], Int64 | None]
@@ -81,7 +84,7 @@ def split(inputs: Sequence[tuple[Input, int]], partitions: int) -> list[list[Sli
         inputs: each input and its bytes.
         partitions: number of partitions.
     """
-    found: list[list[Slice]] = [[] for _ in range(partitions)]
+    slices: list[list[Slice]] = [[] for _ in range(partitions)]
     total = max(sum(size for _, size in inputs), 1)
     mixed = total // (partitions * BLOCKS) if partitions > 1 else BLOCK_BYTES
     block_bytes = max(MIN_BLOCK_BYTES, min(BLOCK_BYTES, mixed))
@@ -94,10 +97,20 @@ def split(inputs: Sequence[tuple[Input, int]], partitions: int) -> list[list[Sli
         wanted = -(-seen * partitions * each // total) - -(-before * partitions * each // total)
         shares = max(1, min(max(readers, wanted), partitions, -(-size // block_bytes)))
         for first in range(shares):
-            one = Slice(item, first, shares, block_bytes)
-            found[(share + first) % partitions].append(one)
+            slices[(share + first) % partitions].append(Slice(item, first, shares, block_bytes))
         share += shares
-    return found
+    return slices
+
+
+def warn_of_reads(slices: Sequence[Sequence[Slice]], files: int) -> None:
+    """Logs if tasks of a cluster read each file many times."""
+    reads = sum(map(len, slices)) / files
+    if reads > MANY_READS:
+        log.warning(
+            "%d partitions take blocks of %d files, so each file is read %.0f times: reading may "
+            "take longer than packing. With %d files it would be read %d times",
+            *(len(slices), files, reads, 4 * len(slices), READERS),
+        )
 
 
 @dataclass(frozen=True)
@@ -129,15 +142,15 @@ def blocks_of(
     """
     takers: dict[int, list[tuple[Owner, Slice]]] = {}
     for owner, slices in partitions:
-        for one in slices:
-            takers.setdefault(one.input.ordinal, []).append((owner, one))
+        for part in slices:
+            takers.setdefault(part.input.ordinal, []).append((owner, part))
     for ordinal in sorted(takers):
-        one = takers[ordinal][0][1]
-        version = one.input.location.object_version()
-        reader = InputReader([], config=config, block_bytes=one.block_bytes)
-        for number, block in enumerate(reader.read_file(one.input)):
-            for owner, own in takers[ordinal]:
-                if own.holds(number):
+        _, first = takers[ordinal][0]
+        version = first.input.location.object_version()
+        reader = InputReader([], config=config, block_bytes=first.block_bytes)
+        for number, block in enumerate(reader.read_file(first.input)):
+            for owner, part in takers[ordinal]:
+                if number % part.step == part.first:
                     yield owner, block
         read = ReadFile(ordinal, reader.sources()[-1], version)
         for owner, _ in takers[ordinal]:
@@ -145,29 +158,18 @@ def blocks_of(
 
 
 def in_turn(
-    work: Callable[[Any], Any] | None, pairs: Iterable[tuple[Owner, Any]], run: Run
+    work: Callable[[Block], Any], pairs: Iterable[tuple[Owner, Block]], run: Run
 ) -> Iterator[tuple[Owner, Any]]:
-    """Yields each owner with the result of `work` on its item; an item None stays None."""
+    """Yields each owner with the result of `work` on its block."""
     owners: deque[Owner] = deque()
 
-    def items() -> Iterator[Any]:
-        for owner, item in pairs:
+    def blocks() -> Iterator[Block]:
+        for owner, block in pairs:
             owners.append(owner)
-            yield item
+            yield block
 
-    for result in run(_Unless(work), items()):
+    for result in run(work, blocks()):
         yield owners.popleft(), result
-
-
-class _Unless:
-    """Applies a function to items, and returns None for None."""
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-        self.suits_threads = getattr(work, "suits_threads", False)
-
-    def __call__(self, item: Any) -> Any:
-        return None if item is None else self._work(item)
 
 
 class ReadKeys:
@@ -194,13 +196,11 @@ class ReadKeys:
             run: tokenizes the blocks.
             on_keys: called with the number of keys of each block.
         """
-        found: list[tuple[list[U64], list[Int64]]] = [
-            ([np.empty(0, np.uint64)], [np.empty(0, np.int64)]) for _ in partitions
-        ]
+        keys = [[np.empty(0, np.uint64)] for _ in partitions]
+        ids = [[np.empty(0, np.int64)] for _ in partitions]
         pairs = blocks_of(enumerate(partitions), self._config)
         for number, (examples, _) in in_turn(self._tokenize, pairs, run):
-            found[number][0].append(dedup_keys(examples, self._config))
-            found[number][1].append(examples.example_ids)
+            keys[number].append(dedup_keys(examples, self._config))
+            ids[number].append(examples.example_ids)
             on_keys(examples.num_examples)
-        for keys, ids in found:
-            yield np.concatenate(keys), np.concatenate(ids)
+        yield from zip(map(np.concatenate, keys), map(np.concatenate, ids), strict=True)

@@ -21,10 +21,10 @@ from packstore.etl.background import ahead
 from packstore.etl.dedup_and_split import Selection
 from packstore.etl.partitions.resume import Partition, Versions, Written, taken_over
 from packstore.etl.partitions.slices import Item, ReadFile, Run, blocks_of, in_turn
-from packstore.etl.provenance import Contents, Counting
 from packstore.etl.rejects import CompressedRejects
 from packstore.etl.sources import Part
 from packstore.etl.spill import Spill, filled
+from packstore.etl.totals import Contents, Counting
 from packstore.format import seeds
 from packstore.format.arrays import Tally
 from packstore.io.inputs.files import Block
@@ -54,8 +54,8 @@ class Spilled:
     def add(self, part: Part) -> None:
         """Adds the examples of the next block."""
         examples, tally = part
-        for spill, own in zip(self.spills, self._select(examples, tally).values(), strict=True):
-            spill.append(own, sizes(own, self._config.layout, self._config.pad_to_multiple))
+        for spill, kept in zip(self.spills, self._select(examples, tally).values(), strict=True):
+            spill.append(kept, sizes(kept, self._config.layout, self._config.pad_to_multiple))
         self._rejects.add(tally.rejected)
         self._tally.add(tally)
 
@@ -80,7 +80,7 @@ class PackPartitions:
     """Packs and writes partitions. Picklable, for the tasks of a cluster.
 
     Args:
-        tokenize: turns a block into examples; None: the caller passes examples (:meth:`of_parts`).
+        tokenize: turns a block into examples; None: the caller passes them (:meth:`of_parts`).
         notes: notes of each dataset, with its location and the name of the run.
         shape: properties that all packs share.
         config: all settings.
@@ -97,7 +97,7 @@ class PackPartitions:
     ) -> None:
         self._tokenize, self._notes = tokenize, notes
         self._shape, self._config, self._paths = shape, config, paths
-        self._hashes = dict[int, str]()
+        self._hashes, self._begun = dict[int, str](), list[Spilled]()
 
     def __call__(
         self,
@@ -114,90 +114,80 @@ class PackPartitions:
             counting: counts the records read and the packs written.
             on_read: called for each before it is written; may raise to refuse it.
         """
+        assert self._tokenize is not None
+        tokenize = self._tokenize
         at_once = -(-(self._config.partitions or 1) // PASSES)
-        remaining = iter(items)
+        remaining, collects = iter(items), self._config.rejects is not None
 
-        def pairs(opened: contextlib.ExitStack) -> Iterator[tuple[Any, Block | None]]:
+        def groups() -> Iterator[tuple[list[Spilled | Partition], Iterable[tuple[Spilled, Part]]]]:
             while some := list(itertools.islice(remaining, at_once)):
-                begun = [self._resumed(item) or self._begin(item, opened) for item in some]
-                reading = [(one, one.slices) for one in begun if isinstance(one, Spilled)]
-                yield from blocks_of(reading, self._config, Spilled.read)
-                yield begun, None
+                group = [
+                    taken_over(self._notes, item, self._hashes, collects) or self._begin(item)
+                    for item in some
+                ]
+                reading = [(one, one.slices) for one in group if isinstance(one, Spilled)]
+                blocks = blocks_of(reading, self._config, Spilled.read)
+                yield group, in_turn(tokenize, blocks, run)
 
-        return self._made(
-            lambda opened: in_turn(self._tokenize, pairs(opened), run), counting, on_read
-        )
+        return self._made(groups(), counting or Counting(), on_read)
 
     def of_parts(
         self, parts: Iterable[Part], counting: Counting, on_read: Callable[[Contents], None]
     ) -> Iterator[Partition]:
         """Yields the only partition, of examples that come from no files: it cannot be resumed."""
-
-        def pairs(opened: contextlib.ExitStack) -> Iterator[tuple[Any, Part | None]]:
-            only = self._begin((0, (), None), opened)
-            for part in parts:
-                yield only, part
-            yield [only], None
-
-        return self._made(pairs, counting, on_read)
+        only = self._begin((0, (), None))
+        return self._made([([only], ((only, part) for part in parts))], counting, on_read)
 
     def _made(
         self,
-        tokenized: Callable[[contextlib.ExitStack], Iterator[tuple[Any, Part | None]]],
-        counting: Counting | None,
+        groups: Iterable[tuple[list[Spilled | Partition], Iterable[tuple[Spilled, Part]]]],
+        counting: Counting,
         on_read: Callable[[Contents], None],
     ) -> Iterator[Partition]:
-        """Writes partitions while the next ones are read."""
-        counting = counting or Counting()
+        """Writes the partitions of each group while those of the next one are read."""
         stop = threading.Event()
 
-        def read(opened: contextlib.ExitStack) -> Iterator[Spilled | Partition]:
-            with contextlib.closing(ahead(tokenized(opened))) as parts:
-                for owner, part in parts:
-                    if stop.is_set():
-                        return
-                    if part is None:
-                        yield from owner
-                        continue
-                    owner.add(part)
-                    counting.read(part[1].read)
+        def read() -> Iterator[list[Spilled | Partition]]:
+            for group, parts in groups:
+                with contextlib.closing(ahead(parts)) as tokenized:
+                    for partition, part in tokenized:
+                        if stop.is_set():
+                            return
+                        partition.add(part)
+                        counting.read(part[1].read)
+                yield group
 
-        with (
-            contextlib.ExitStack() as opened,
-            contextlib.closing(ahead(read(opened), stop=stop)) as ready,
-        ):
-            for one in ready:
-                if isinstance(one, Partition):
-                    counting.read(one.contents.tally.read)
-                    on_read(one.contents)
-                    counting.wrote(one.packs)
-                    yield one
-                    continue
-                contents = one.contents()
-                on_read(contents)
-                yield self._write(one, contents, counting)
+        try:
+            with contextlib.closing(ahead(read(), stop=stop)) as ready:
+                for partition in itertools.chain.from_iterable(ready):
+                    if isinstance(partition, Spilled):
+                        contents = partition.contents()
+                        on_read(contents)
+                        yield self._write(partition, contents, counting)
+                    else:
+                        counting.read(partition.contents.tally.read)
+                        on_read(partition.contents)
+                        counting.wrote(partition.packs)
+                        yield partition
+        finally:
+            while self._begun:
+                self._begun.pop().close()
 
-    def _begin(self, item: Item, opened: contextlib.ExitStack) -> Spilled:
-        one = Spilled(item, self._config, self._paths)
-        opened.callback(one.close)
-        return one
+    def _begin(self, item: Item) -> Spilled:
+        self._begun.append(Spilled(item, self._config, self._paths))
+        return self._begun[-1]
 
-    def _resumed(self, item: Item) -> Partition | None:
-        found = taken_over(self._notes, item, self._hashes)
-        if found is None or self._config.rejects is None:
-            return found
-        return found if found.contents.rejects else None  # the earlier run kept no rejects
-
-    def _write(self, one: Spilled, contents: Contents, counting: Counting) -> Partition:
+    def _write(self, spilled: Spilled, contents: Contents, counting: Counting) -> Partition:
         """Plans, fills and writes a partition, and puts its note."""
-        written = []
-        for spill, notes in zip(one.spills, self._notes, strict=True):
-            written.append(self._write_packs(one.number, spill, notes, counting))
-        one.close()
-        made = Partition(contents, written)
-        if one.slices:
-            made.note(self._notes, one.item, one.versions)
-        return made
+        written = [
+            self._write_packs(spilled.number, spill, notes, counting)
+            for spill, notes in zip(spilled.spills, self._notes, strict=True)
+        ]
+        spilled.close()
+        partition = Partition(contents, written)
+        if spilled.slices:
+            partition.note(self._notes, spilled.item, spilled.versions)
+        return partition
 
     def _write_packs(
         self, number: int, spill: Spill, notes: PartitionNotes, counting: Counting

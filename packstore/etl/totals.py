@@ -1,0 +1,192 @@
+"""Adds up the records of all partitions, and checks them against the settings."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from packstore.config import MEANINGFUL, PackConfig
+from packstore.errors import ConfigError, DropRateError, InputError, sentence
+from packstore.etl.dedup_and_split import DUPLICATES, Selection, of_part
+from packstore.etl.provenance import provenance_of
+from packstore.etl.rejects import RejectsFile
+from packstore.etl.sources import ExampleReader
+from packstore.format.arrays import Tally
+from packstore.io.write.write_job import WriteJob
+from packstore.progress import Progress
+
+ASKED_TO_GO = (*DUPLICATES.values(), "unpaired_feedback")
+"""Reasons to drop that a setting requests; they do not count against `max_drop_rate`."""
+
+log = logging.getLogger("packstore")
+
+
+class Counting:
+    """Reports the progress over all partitions: records read, packs written."""
+
+    def __init__(self, report: Progress | None = None) -> None:
+        self._report: Progress = report or (lambda *_: None)
+        self._total: int | None = None
+        self._keys = self._read = self._written = 0
+
+    def keyed(self, examples: int) -> None:
+        """Adds examples of the pass that reads only keys."""
+        self._keys += examples
+        self._report("compare", self._keys, None, "records")
+
+    def read(self, records: int, last: bool = False) -> None:
+        """Adds records; `last`: no more will follow."""
+        self._read += records
+        self._report("read", self._read, self._read if last else None, "records")
+
+    def wrote(self, packs: int, left: int | None = None) -> None:
+        """Adds packs; `left`: number of packs still to write, if known."""
+        self._written += packs
+        total = None if left is None else self._written + left
+        if packs or self._total is None:
+            self._report("write", self._written, total, "packs")
+        self._total = total
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """The records of a partition.
+
+    Attributes:
+        examples: number of examples of each dataset, in the order of :attr:`Selection.parts`.
+        tally: counts of all records.
+        sources: ordinal of an input -> its path, bytes, hash and records; only of files.
+        rejects: the dropped records, compressed; empty without setting `rejects`.
+    """
+
+    examples: list[int]
+    tally: Tally
+    sources: dict[int, dict[str, Any]]
+    rejects: bytes
+
+
+class RecordTotals:
+    """Adds up the records of all partitions, and checks them once all are read.
+
+    `jobs` has the job of each part under its name; a single job is part None.
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str | None, WriteJob],
+        reader: ExampleReader,
+        config: PackConfig,
+        rejects: RejectsFile,
+        counting: Counting,
+    ) -> None:
+        self._jobs, self._reader, self._config = jobs, reader, config
+        self._rejects, self._counting = rejects, counting
+        self._names = Selection(config, config.seed).parts
+        self._kept = dict.fromkeys(self._names, 0)
+        self._tally = Tally()
+        self._sources = dict[int, dict[str, Any]]()
+        self._missing = config.partitions or 1
+
+    def add(self, contents: Contents) -> None:
+        """Adds the next partition, if possible before it is written.
+
+        Raises:
+            PackstoreError: after the last partition, if the input contradicts the settings.
+            InputError: a file changed while its partitions were read.
+        """
+        self._rejects.add_compressed(contents.rejects)
+        self._tally.add(contents.tally)
+        for name, examples in zip(self._names, contents.examples, strict=True):
+            self._kept[name] += examples
+        for ordinal, source in contents.sources.items():
+            if self._sources.setdefault(ordinal, source) != source:
+                must = "must stay as it is while it is packed"
+                raise InputError(sentence(source["path"], must, "that it changed", "Run it again"))
+        self._missing -= 1
+        if not self._missing:
+            self._check()
+
+    def _check(self) -> None:
+        self._counting.read(0, last=True)
+        self._rejects.publish()
+        for reason, count in sorted(self._tally.dropped.items()):
+            first = next((s for s in self._tally.samples if s.reason == reason), None)
+            text = "" if first is None else f"; the first: {first.where}: {first.detail}"
+            log.warning("dropped %s records: %s%s", f"{count:,}", reason, text)
+        _check_drops(self._tally, self._config)
+        _check_fields(self._tally, self._config, next(iter(self._jobs.values())))
+        for name, number in self._kept.items():
+            if not number:
+                fraction = self._config.validation_fraction
+                raise DropRateError(
+                    sentence(
+                        "input",
+                        f"both parts must get a record with validation_fraction {fraction}",
+                        f"none for {name}, of {sum(self._kept.values()):,}",
+                        "Choose another fraction, or seed",
+                    )
+                )
+        for part, job in self._jobs.items():
+            job.refuse_again(self.provenance(part))
+
+    def of_part(self, name: str) -> Tally:
+        """Returns the tally of the dataset of a part."""
+        return of_part(self._tally, name, self._kept)
+
+    def provenance(self, part: str | None) -> dict[str, Any]:
+        """Returns the provenance of the dataset of a part, after the last partition."""
+        inputs = self._reader.inputs
+        sources = [self._sources[i.ordinal] for i in inputs] if inputs else None
+        return provenance_of(self._reader, part, self._config, sources)
+
+
+def absent_fields(tally: Tally, config: PackConfig) -> list[tuple[str, str]]:
+    """Returns the mapped fields that no record has, with their names in the input."""
+    return [
+        (name, written)
+        for name, written in config.fields.items()
+        if tally.kept and not tally.used[written] and not tally.unused[written]
+    ]
+
+
+def _check_fields(tally: Tally, config: PackConfig, job: WriteJob) -> None:
+    """Raises :class:`ConfigError` if no record has a field that is mapped; logs unused fields.
+
+    Mapped fields are not checked on append: they suited the first records of the dataset.
+    """
+    for name, written in absent_fields(tally, config) if job.extends is None else ():
+        raise ConfigError(
+            sentence(
+                f"setting fields, {name}={written}",
+                "a record must have the field that is mapped",
+                f"none of {tally.read:,}",
+                "Correct its name, or map nothing",
+            )
+        )
+    log.info("fields used: %s", ", ".join(sorted(tally.used)))
+    counts = {n: f"{n} ({count:,} records)" for n, count in sorted(tally.unused.items())}
+    if meaningful := [text for name, text in counts.items() if name in MEANINGFUL]:
+        log.warning("fields not used: %s", ", ".join(meaningful))
+    if further := counts.keys() - MEANINGFUL:
+        log.info("further fields not used: %s", ", ".join(sorted(further)))
+
+
+def _check_drops(tally: Tally, config: PackConfig) -> None:
+    """Raises :class:`DropRateError` if too many records were dropped."""
+    asked = sum(tally.dropped[reason] for reason in ASKED_TO_GO)
+    dropped = tally.read - tally.kept - asked
+    if tally.kept and dropped <= config.max_drop_rate * tally.read:
+        return
+    reasons = ", ".join(f"{n:,} {reason}" for reason, n in tally.dropped.most_common())
+    example = next((s for s in tally.samples if s.reason in tally.dropped), None)
+    where = f" (first: {example.where}: {example.detail})" if example else ""
+    must, remedy = "at least one record must remain", "Run `packstore doctor` on the input"
+    if tally.dropped["overlong"] == max(tally.dropped.values(), default=0):
+        remedy = "Raise pack_size or max_length, or set overlong to truncate_prompt"
+    if tally.kept:
+        must = f"at most {config.max_drop_rate:.0%} of the records may be dropped"
+        remedy += ", or allow more with max_drop_rate"
+    share = f"{dropped:,} of {tally.read:,} dropped: {reasons}{where}"
+    raise DropRateError(sentence("input", must, share, remedy))
