@@ -27,14 +27,9 @@ class SizeConfig(Settings):
 
     pack_size: int = setting(8192, "most tokens of a pack", low=2)
     layout: Literal["concat", "shared_prefix"] = setting(
-        "concat", "layout of an example's sequences in a pack: each whole, or a prompt stored once"
+        "concat", "sequences whole, or prompts once"
     )
-    pad_to_multiple: int = setting(
-        1,
-        "reserve space to pad each sequence to a multiple of this many tokens at load, as context "
-        "parallelism requires; nothing is padded on disk",
-        low=1,
-    )
+    pad_to_multiple: int = setting(1, "room to pad sequences to a multiple of N", low=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,49 +37,32 @@ class TokenizeConfig(SizeConfig):
     """Settings by which a record becomes token ids and supervision."""
 
     kind: Literal["auto", "preference", "sft", "ranked"] = setting(
-        "auto", "kind of the records; auto: decided by the fields of the first record"
+        "auto", "of the records; auto: by the first"
     )
     fields: Mapping[str, str] = setting(
-        dict,
-        "field names of the input, e.g. prompt=question (repeatable)",
-        flag="field",
-        metavar="FIELD=NAME",
+        dict, "field names of the input (repeatable)", flag="field", metavar="FIELD=NAME"
     )
     carry: tuple[str, ...] = setting(
-        (),
-        "a scalar field to keep as a column of the examples, with a type of string, int64, "
-        "float64, bool (repeatable)",
-        metavar="NAME[:TYPE]",
+        (), "scalar field to keep as a column (repeatable)", metavar="NAME[:TYPE]"
     )
     chat_template: str | None = setting(
-        None,
-        "for chat messages: a Jinja file or text, or chatml, plain; default: the tokenizer's",
-        metavar="TEMPLATE",
+        None, "Jinja file or text, chatml or plain", metavar="TEMPLATE"
     )
     template_variables: Mapping[str, Any] = setting(
-        dict,
-        "variables of the chat template, values as JSON, e.g. enable_thinking=false (repeatable); "
-        "chat_template_kwargs of a record takes precedence",
-        flag="template_variable",
+        dict, "for the chat template, as JSON (repeatable)", flag="template_variable"
     )
-    append_eos: bool | None = setting(
-        None, "end each response with EOS; default: for plain text, not where a template ends turns"
-    )
-    add_bos: bool | None = setting(
-        None, "begin each sequence with BOS (never twice); default: as the tokenizer file says"
-    )
-    supervised_turns: Literal["all", "last"] = setting(
-        "all", "supervised assistant turns of the response"
-    )
+    append_eos: bool | None = setting(None, "end responses with EOS; default: of plain text")
+    add_bos: bool | None = setting(None, "begin with BOS; default: as the tokenizer says")
+    supervised_turns: Literal["all", "last"] = setting("all", "of the assistant in the response")
     thinking: Literal["template", "strip"] = setting(
-        "template", "reasoning of assistant turns: as the template renders it, or removed first"
+        "template", "reasoning as rendered, or removed"
     )
-    max_length: int | None = setting(None, "most tokens of one sequence; default: pack_size", low=2)
+    max_length: int | None = setting(None, "most tokens of a sequence; default: pack_size", low=2)
     overlong: Literal["drop", "error", "truncate_prompt", "truncate_response"] = setting(
-        "drop", "records that do not fit max_length or pack_size"
+        "drop", "records that do not fit"
     )
     on: Mapping[str, str] = setting(
-        dict, "answer to a reason for refusing records (repeatable)", metavar="REASON=ANSWER"
+        dict, "answer to a reason to refuse (repeatable)", metavar="REASON=ANSWER"
     )
 
     def __post_init__(self) -> None:
@@ -122,15 +100,9 @@ class SelectConfig(Settings):
     """Selection of records: duplicates and validation split."""
 
     dedup: Literal["none", "pair", "prompt"] = setting(
-        "none", "drop records that repeat an earlier one, or an earlier prompt"
+        "none", "drop records, or prompts, that repeat"
     )
-    validation_fraction: float = setting(
-        0.0,
-        "fraction of the prompts held out: writes OUT/train and OUT/validation, with no prompt in "
-        "both",
-        low=0,
-        below=1,
-    )
+    validation_fraction: float = setting(0.0, "of the prompts, held out", low=0, below=1)
 
     @property
     def selects(self) -> bool:
@@ -147,23 +119,10 @@ the last one, which stays open, does not count; and minutes of work, which a kil
 class PlanConfig(SizeConfig):
     """Assignment of examples to packs, and order of the packs."""
 
-    shuffle: bool = setting(
-        True,
-        "plan the examples in random order, so that a pack holds examples from all of the input, "
-        "and shuffle the packs; otherwise packs hold neighbours, in input order",
-    )
-    strategy: str = setting(
-        "pool",
-        "packing strategy: pool, first_fit_decreasing, first_fit_shuffle, sequential, none",
-    )
-    seed: int = setting(0, "source of every random choice", low=-(1 << 63), high=(1 << 63) - 1)
-    partitions: int | None = setting(
-        None,
-        "number of parts of the input that are planned and written separately, and that a rerun "
-        "takes over; the result depends on it, but not on the workers or the engine; default: one "
-        "for each GiB of the input files, as they are stored",
-        low=1,
-    )
+    shuffle: bool = setting(True, "mix the whole input, and the packs")
+    strategy: str = setting("pool", "packer; a wrong name lists all")
+    seed: int = setting(0, "of every random choice", low=-(1 << 63), high=(1 << 63) - 1)
+    partitions: int | None = setting(None, "parts planned apart; default: one per GiB", low=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,16 +130,10 @@ class WriteConfig(Settings):
     """Storage of packs in files."""
 
     format: Literal["parquet", "arrow"] = setting("parquet", "file format of the shards")
-    labels: Literal["plain", "spans"] = setting(
-        "plain", "store labels as a plain column for any reader, or as spans at half the size"
-    )
+    labels: Literal["plain", "spans"] = setting("plain", "a column, or spans at half the size")
     # Readers refuse row groups of more than 512 MiB; a token takes 32 bytes at worst.
-    row_group_tokens: int = setting(
-        131_072, "approximate tokens of a row group", low=1, high=1 << 24
-    )
-    shard_tokens: int = setting(
-        1 << 26, "approximate tokens of a shard: 100 to 200 MB of Parquet, 540 MB of Arrow", low=1
-    )
+    row_group_tokens: int = setting(131_072, "about, of a row group", low=1, high=1 << 24)
+    shard_tokens: int = setting(1 << 26, "about, of a shard", low=1)
     overwrite: bool = setting(False, "replace an existing dataset")
 
 
@@ -188,25 +141,17 @@ class WriteConfig(Settings):
 class WorkConfig(Settings):
     """Settings of reading and tokenizing; none of them changes a byte of the result."""
 
-    engine: str = setting("local", "engine that runs the workers: local, ray")
-    num_workers: int | None = setting(
-        None,
-        "processes that tokenize; default: one per core, if chats take seconds",
-        low=0,
-    )
+    engine: str = setting("local", "that runs the workers: local, ray")
+    num_workers: int | None = setting(None, "processes; default: by the input and the cores", low=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(WorkConfig):
     """Settings of the job; none of them changes a byte of the result."""
 
-    max_drop_rate: float = setting(
-        0.1, "fail if a larger fraction of records is dropped (0 to 1)", low=0, high=1
-    )
+    max_drop_rate: float = setting(0.1, "fail if more is dropped, 0 to 1", low=0, high=1)
     rejects: str | None = setting(
-        None,
-        "file or URL to which each dropped record is written: place, reason, detail, as JSON lines",
-        metavar="FILE",
+        None, "JSON lines of dropped records, with the reason", metavar="FILE"
     )
 
 

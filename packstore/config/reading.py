@@ -49,16 +49,11 @@ class ReadConfig(Settings):
     """Settings by which a loader fetches row groups; none of them changes a batch."""
 
     on_error: Literal["raise", "quarantine"] = setting(
-        "raise",
-        "a row group that cannot be read, after the retries of its store: raise, or replace its "
-        "packs by others of weight 0",
+        "raise", "a row group that cannot be read: raise, or other packs of weight 0 instead"
     )
     requests: int = setting(24, "row groups fetched and decoded at the same time", low=1)
     read_ahead_bytes: int | None = setting(
-        None,
-        "approximate bytes of decoded row groups to read ahead; default: 4 MB from a local disk, "
-        "16 MB from a store",
-        low=0,
+        None, "of decoded row groups, about; default: 4 MB, from a store 16 MB", low=0
     )
     cache_dir: str | None = setting(
         None, "local folder that caches what is read of shards; default: no cache"
@@ -84,19 +79,13 @@ class RetryConfig(Settings):
     """
 
     attempts: int | None = setting(
-        None, "most attempts of one request; default: as many as `seconds` allow", low=1
+        None, "most attempts of one request; default: as `seconds` allow", low=1
     )
     backoff: float = setting(
-        0.5,
-        "seconds before the second attempt; doubled before each further, times 0.5 to 1.5",
-        low=0,
+        0.5, "seconds before the second attempt; doubled before each further", low=0
     )
-    longest_wait: float = setting(
-        20.0, "most seconds between two attempts, times 0.5 to 1.5", low=0
-    )
-    seconds: float = setting(
-        120.0, "seconds after the first attempt at which the last one begins", low=0
-    )
+    longest_wait: float = setting(20.0, "most seconds between two attempts", low=0)
+    seconds: float = setting(120.0, "after the first attempt at which the last one begins", low=0)
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:

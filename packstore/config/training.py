@@ -21,60 +21,40 @@ class TrainDataConfig(Settings):
     """Settings of data and batching."""
 
     dataset: str = setting(..., "folder or URL of the packed dataset", metavar="PATH")
-    validation: str | None = setting(
-        None, "folder or URL of a packed dataset to validate on", metavar="PATH"
-    )
+    validation: str | None = setting(None, "packed dataset to validate on", metavar="PATH")
     ref_logps: str | None = setting(
-        None, "side dataset of reference log-probs; then no reference model runs", metavar="SIDE"
+        None, "side dataset, in place of a reference model", metavar="SIDE"
     )
     validation_ref_logps: str | None = setting(
         None, "the same for the validation set", metavar="SIDE"
     )
     storage_options: Mapping[str, str] = setting(
-        dict,
-        "passed to the fsspec filesystem, e.g. endpoint_url=… (repeatable)",
-        flag="storage-option",
+        dict, "for fsspec, e.g. endpoint_url=… (repeatable)", flag="storage-option"
     )
-    examples_per_step: int = setting(
-        64, "batch size: most examples of one optimizer step, over all ranks", low=1
-    )
+    examples_per_step: int = setting(64, "most examples of an optimizer step", low=1)
     packs_per_batch: int | None = setting(
-        None, "packs of one forward call on one rank; default: 1", low=1
+        None, "of one forward call on one rank; default: 1", low=1
     )
     epochs: int = setting(1, "passes over the dataset", low=1)
     max_steps: int | None = setting(None, "most optimizer steps", low=1)
-    num_workers: int = setting(0, "processes that read; 0: threads of this one", low=0)
+    num_workers: int = setting(0, "processes that read; 0: threads", low=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainModelConfig(Settings):
     """Settings of model and precision."""
 
-    model: str = setting(
-        ..., "folder or hub name of a causal LM, or of a LoRA adapter to train on", metavar="PATH"
-    )
-    reference_model: str | None = setting(
-        None,
-        "folder or hub name of the reference model; default: the starting model",
-        metavar="PATH",
-    )
-    dtype: Literal["float32", "bfloat16", "float64"] = setting("float32", "dtype of the weights")
+    model: str = setting(..., "folder or hub name of a causal LM or LoRA adapter", metavar="PATH")
+    reference_model: str | None = setting(None, "default: the starting model", metavar="PATH")
+    dtype: Literal["float32", "bfloat16", "float64"] = setting("float32", "of the weights")
     mixed_precision: Literal["auto", "none", "bf16"] = setting(
-        "auto",
-        "precision of autocast; auto: bf16 for float32 weights on CUDA devices of compute "
-        "capability 8 or newer, else none; a resumed run keeps its own",
+        "auto", "auto: bf16 where it is fast"
     )
     attention: str = setting("auto", "backend of packed attention")
-    gradient_checkpointing: bool = setting(
-        False, "recompute each layer in the backward pass, to save memory"
-    )
-    compile: Literal["none", "layers"] = setting(
-        "none", "layers: compile each decoder layer with torch.compile, which takes a minute"
-    )
+    gradient_checkpointing: bool = setting(False, "recompute layers in the backward pass")
+    compile: Literal["none", "layers"] = setting("none", "each decoder layer by torch.compile")
     lora: Mapping[str, Any] = setting(
-        dict,
-        "train a LoRA adapter: rank=16, and alpha (16), dropout (0), targets (all linear layers)",
-        metavar="NAME=VALUE",
+        dict, "adapter: rank=16, alpha, dropout, targets", metavar="NAME=VALUE"
     )
 
 
@@ -83,13 +63,11 @@ class TrainLossConfig(Settings):
     """Settings of the loss."""
 
     loss: str | Mapping[str, float | Mapping[str, float]] = setting(
-        "dpo",
-        "name of the loss, such as dpo, ipo or sft (a wrong name lists all); in a file also a mix "
-        "{name: weight, …}",
+        "dpo", "dpo, sft, …; a wrong name lists all"
     )
     loss_parameters: Mapping[str, Any] = setting(
         dict,
-        "keywords of PreferenceLoss: beta=0.1, sft_weight=0.2, pairs=all, … (repeatable)",
+        "of PreferenceLoss, e.g. beta=0.1 (repeatable)",
         flag="loss-parameter",
         metavar="NAME=VALUE",
     )
@@ -101,39 +79,25 @@ class TrainOptimizerConfig(Settings):
 
     learning_rate: float = setting(1e-6, "highest learning rate", low=0)
     schedule: Literal["cosine", "constant"] = setting(
-        "cosine", "learning rate after the warm-up: cosine decay to 0, or constant"
+        "cosine", "after the warm-up: to 0, or constant"
     )
-    warmup: float = setting(
-        0.1, "steps of linear warm-up; below 1: as a fraction of all steps", low=0
-    )
-    weight_decay: float = setting(
-        0.0, "weight decay of matrices; norms and biases have none", low=0
-    )
-    max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0: no clipping", low=0)
+    warmup: float = setting(0.1, "linear, in steps; below 1: of all steps", low=0)
+    weight_decay: float = setting(0.0, "of matrices; norms and biases have none", low=0)
+    max_grad_norm: float = setting(1.0, "clip gradients to it; 0: never", low=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRunConfig(Settings):
     """Settings of outputs and their intervals."""
 
-    output: str = setting(
-        ..., "local folder of the run: checkpoints, metrics, final model", metavar="DIR"
-    )
-    seed: int = setting(0, "source of every random choice")
-    resume: str = setting(
-        "auto", "auto: from the newest checkpoint of the output, if any; never; or a checkpoint"
-    )
-    log_every: int = setting(10, "steps between two lines of metrics", low=1)
-    eval_every: int | None = setting(
-        None, "steps between validations; default: at the end only", low=1
-    )
-    save_every: int | None = setting(
-        None, "steps between checkpoints; default: at the best validations and the end", low=1
-    )
+    output: str = setting(..., "local folder of checkpoints, metrics, model", metavar="DIR")
+    seed: int = setting(0, "of every random choice")
+    resume: str = setting("auto", "auto (newest), never, or a checkpoint")
+    log_every: int = setting(10, "steps between lines of metrics", low=1)
+    eval_every: int | None = setting(None, "steps between validations; default: at the end", low=1)
+    save_every: int | None = setting(None, "steps between checkpoints; default: few", low=1)
     trackers: tuple[str, ...] = setting(
-        (),
-        "trackers of Accelerate to log to, such as mlflow (repeatable); TensorBoard if installed",
-        flag="tracker",
+        (), "of Accelerate, e.g. mlflow (repeatable)", flag="tracker"
     )
 
 

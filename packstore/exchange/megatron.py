@@ -37,18 +37,14 @@ FILE_BYTES = 192 << 20
 class MegatronOptions(ExportOptions):
     """Options of this format; those named as in Megatron-Bridge have its meaning."""
 
-    pack_size: int | None = setting(
-        None, "Bridge's packed_sequence_size: most tokens of a row; default: the dataset's", low=1
-    )
+    pack_size: int | None = setting(None, "most tokens of a row; default: the dataset's", low=1)
     pad_seq_to_mult: int | None = setting(
-        None, "pad each sequence to a multiple of this; default: by the parallelism", low=1
+        None, "pad sequences to it; default: by the parallelism", low=1
     )
     context_parallel: int = setting(1, "Bridge's context_parallel_size", low=1)
     tensor_parallel: int = setting(1, "Bridge's tensor_model_parallel_size", low=1)
     sequence_parallel: bool = setting(False, "Bridge's sequence_parallel")
-    pad_cu_seqlens: bool = setting(
-        False, "for CUDA graphs: static shapes, which need full rows and the metadata"
-    )
+    pad_cu_seqlens: bool = setting(False, "static shapes, for CUDA graphs")
     pad_id: int | None = setting(
         None, "the padding token; default: the tokenizer's EOS", low=0, high=2**31 - 1
     )
