@@ -1,4 +1,4 @@
-"""The finished parts of an unfinished side dataset, from which a killed run resumes."""
+"""Finished parts of an unfinished side dataset, from which a killed run resumes, on any ranks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import orjson
+import torch.distributed as dist
 
-from packstore.errors import DatasetExistsError, IntegrityError, sentence
+from packstore.errors import DatasetExistsError, IntegrityError, PackstoreError, sentence
 from packstore.format.arrays import Float32, Int64
 from packstore.io.store.location import Location
 from packstore.io.store.operations import remove_all
+from packstore.torch.metrics import distributed
+
+T = TypeVar("T")
 
 PARTS = 1024
 """Largest number of parts; a killed run loses one part per rank."""
@@ -66,8 +71,11 @@ class Parts:
         for _, path, sha256 in self._files():
             data = self.location.read_bytes(path)
             if hashlib.sha256(data).hexdigest() != sha256:
-                where, must = self.location.join(path).display, "its hash must be that of its name"
-                raise IntegrityError(sentence(where, must, "another", "Run the command again"))
+                where, needed = (
+                    self.location.join(path).display,
+                    "its hash must be that of its name",
+                )
+                raise IntegrityError(sentence(where, needed, "another", "Run the command again"))
             head, _, rest = data.partition(b"\n")
             examples, sequences = orjson.loads(head)
             ids = np.frombuffer(rest, "<i8", examples)
@@ -85,3 +93,29 @@ class Parts:
         """Number, path and hash of each part, by number."""
         matches = (_NAME.fullmatch(entry.name) for entry in self.location.files(self.folder))
         return [(int(m[1]), f"{self.folder}/{m[0]}", m[2]) for m in matches if m]
+
+
+def run_on_rank_zero(make: Callable[[], T]) -> T:
+    """Runs `make` on rank 0; returns its result or raises its error on all ranks. Collective.
+
+    Raises:
+        PackstoreError: that of rank 0; on other ranks, also in the place of any other error.
+    """
+    if not distributed():
+        return make()
+    result: list[Any] = [None, None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            result[0] = make()
+        except PackstoreError as error:
+            result[1] = error
+        except Exception as error:  # out of memory, say: the others would wait for ever
+            failure, result[1] = error, PackstoreError(f"rank 0 ended with {error!r}.")
+    dist.broadcast_object_list(result)
+    if failure is not None:
+        raise failure
+    if result[1] is not None:
+        raise result[1]
+    value: T = result[0]
+    return value

@@ -46,8 +46,7 @@ from packstore.torch.metrics import distributed
 from packstore.torch.models.compatibility import check_model
 from packstore.torch.models.unwrap import evaluating
 from packstore.torch.reference.arithmetic import Precision, autocast, choose_precision
-from packstore.torch.reference.rank_zero import run_on_rank_zero
-from packstore.torch.reference.ref_parts import PARTS, Parts, Values
+from packstore.torch.reference.ref_parts import PARTS, Parts, Values, run_on_rank_zero
 from packstore.torch.reference.reference_fingerprint import Provenance, describe_reference
 
 
@@ -100,6 +99,9 @@ def write_ref_logps(
     config = BatchConfig.of(**chosen)
     location = Location(url, storage_options or {})
 
+    def parts_of(provenance: Provenance) -> Parts:
+        return Parts(location, fingerprint([dataset.manifest.fingerprint, provenance])[:16])
+
     def begin() -> tuple[Provenance, list[int]]:
         require_exclusive(location)
         refuse_existing(location, overwrite, SIDE)
@@ -109,9 +111,6 @@ def write_ref_logps(
             provenance[name] = getattr(config, name)
         numbers = {number for number, _ in _parts(dataset, _cutter(dataset, config))}
         return provenance, parts_of(provenance).missing(numbers)
-
-    def parts_of(provenance: Provenance) -> Parts:
-        return Parts(location, fingerprint([dataset.manifest.fingerprint, provenance])[:16])
 
     def finish() -> None:
         with SideWriter(
@@ -205,7 +204,7 @@ def _values(batch: PackedBatch, logps: Tensor) -> Values:
     real = batch.weights.numpy() > 0
     wide: Float32 = logps.numpy()
     if not np.isfinite(wide).all():
-        must = "the model must give finite log-probs"
-        example = np.repeat(ids, counts)[~np.isfinite(wide)][0]
-        raise FormatError(sentence(f"example {example}", must, "NaN or infinity"))
+        where = f"example {np.repeat(ids, counts)[~np.isfinite(wide)][0]}"
+        needed = "the model must give finite log-probs"
+        raise FormatError(sentence(where, needed, "NaN or infinity"))
     return ids[real], counts[real], wide[np.repeat(real, counts)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 from collections import defaultdict
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -30,7 +32,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from packstore.errors import FormatError, StorageError, sentence
-from packstore.torch.training.random_state import random_state
 
 FORMAT = 1
 MODEL, OPTIMIZER, STATE = "model", "optimizer.safetensors", "state.json"
@@ -131,9 +132,10 @@ def save_checkpoint(
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
-            do = "Make room; the checkpoints before it are as they were"
-            must = "it must be possible to write it"
-            raise StorageError(sentence(f"checkpoint {final}", must, str(error), do)) from error
+            needed = "it must be possible to write it"
+            remedy = "Make room; the checkpoints before it are as they were"
+            where = f"checkpoint {final}"
+            raise StorageError(sentence(where, needed, str(error), remedy)) from error
         raise
     accelerator.wait_for_everyone()
 
@@ -203,8 +205,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def step_of(checkpoint: Path) -> int:
     """Returns the step in a checkpoint's name."""
-    found = _NAME.fullmatch(checkpoint.name)
-    return int(found[1]) if found else 0
+    match = _NAME.fullmatch(checkpoint.name)
+    return int(match[1]) if match else 0
 
 
 def best_checkpoint(folder: Path) -> Path | None:
@@ -219,3 +221,36 @@ def prune(folder: Path) -> None:
     every = checkpoints(folder)
     for path in {*every[:-2]} - {best_checkpoint(folder)}:
         shutil.rmtree(path)
+
+
+def random_state() -> dict[str, Any]:
+    """Returns the state of this process's generators."""
+    version, numbers, gauss = random.getstate()
+    legacy: Any = np.random.get_state()  # noqa: NPY002 (models and libraries still draw from it)
+    kind, keys, *rest = legacy
+    state = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [kind, keys.tolist(), *rest],
+        "torch": _hex(torch.get_rng_state()),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = _hex(torch.cuda.get_rng_state())
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restores the generators of this process."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(tuple(state["numpy"]))  # noqa: NPY002
+    torch.set_rng_state(_tensor(state["torch"]))
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+
+
+def _hex(state: torch.Tensor) -> str:
+    return state.numpy().tobytes().hex()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

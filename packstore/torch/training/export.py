@@ -16,13 +16,8 @@ from packstore.torch.training.checkpoint import commit, save_model
 from packstore.version import VERSION
 
 TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "chat_template*",
-    "*.model",
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
+    *("chat_template*", "*.model"),
 )
 
 
@@ -44,7 +39,8 @@ def export_model(accelerator: Any, policy: nn.Module, config: TrainConfig, card:
         if accelerator.is_main_process:
             source = Path(config.model)
             for file in (file for pattern in TOKENIZER_FILES for file in source.glob(pattern)):
-                shutil.copy(file, partial / file.name)
+                if file.is_file():
+                    shutil.copy(file, partial / file.name)
             (partial / "README.md").write_text(card, encoding="utf-8")
             commit(partial, final)
     except BaseException:
@@ -68,42 +64,38 @@ def model_card(
     from huggingface_hub import ModelCardData  # comes with transformers
 
     front = ModelCardData(base_model=config.model, library_name="transformers", tags=["packstore"])
-    told = manifest.provenance.get("tokenizer") or {}
+    tokenizer = manifest.provenance.get("tokenizer") or {}
     facts = {
         "starting model": config.model,
         "dataset": config.dataset,
         "dataset fingerprint": manifest.fingerprint,
         "examples of the dataset": f"{manifest.totals.examples:,} of kind {manifest.kind}",
-        "tokenizer sha256": told.get("sha256", "not recorded"),
+        "tokenizer sha256": tokenizer.get("sha256", "not recorded"),
         "loss": str(config.loss),
         "loss parameters": _as_text(config.loss_parameters),
         "optimizer steps": f"{step:,} of {config.examples_per_step:,} examples at most",
         "packstore": VERSION,
     }
     settings = "\n".join(f"{n}: {_as_text(v)}" for n, v in config.recorded().items())
-    return "\n".join(
-        [
-            "---",
-            front.to_yaml(),
-            "---",
-            f"# {Path(config.output).name}",
-            "",
-            "Trained with `packstore train` on packed data.",
-            "",
-            _table(("what", "value"), facts),
-            "",
-            "## Results",
-            "",
-            _table(("metric", "value"), {n: f"{v:.6g}" for n, v in results.items()}),
-            "",
-            "## Settings",
-            "",
-            "```yaml",
-            settings,
-            "```",
-            "",
-        ]
-    )
+    return f"""---
+{front.to_yaml()}
+---
+# {Path(config.output).name}
+
+Trained with `packstore train` on packed data.
+
+{_table(("what", "value"), facts)}
+
+## Results
+
+{_table(("metric", "value"), {n: f"{v:.6g}" for n, v in results.items()})}
+
+## Settings
+
+```yaml
+{settings}
+```
+"""
 
 
 def _table(head: tuple[str, str], rows: Mapping[str, object]) -> str:

@@ -144,10 +144,9 @@ class Loop:
         """
         for name in ("loss", "grad_norm", "eval/loss"):
             if not math.isfinite(record.get(name, 0.0)):
-                where = f"training, step {self.step}"
-                do = "Lower learning_rate or lengthen warmup; earlier checkpoints are as they were"
-                must = "loss and gradient must be finite"
-                raise DivergedError(sentence(where, must, f"{name} {record[name]}", do))
+                where, needed = f"training, step {self.step}", "loss and gradient must be finite"
+                remedy = "Lower learning_rate or lengthen warmup; earlier checkpoints are unchanged"
+                raise DivergedError(sentence(where, needed, f"{name} {record[name]}", remedy))
 
     def _write(self, record: dict[str, float]) -> None:
         for sink in self.sinks:

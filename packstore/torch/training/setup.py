@@ -31,9 +31,14 @@ from packstore.torch.models.probe import probe_model
 from packstore.torch.models.routers import router_settings
 from packstore.torch.models.unwrap import unwrapped
 from packstore.torch.reference.arithmetic import choose_precision
-from packstore.torch.training.checkpoint import MODEL, RunState, load_optimizer, read_state
+from packstore.torch.training.checkpoint import (
+    MODEL,
+    RunState,
+    load_optimizer,
+    read_state,
+    set_random_state,
+)
 from packstore.torch.training.optimizer import fuse_updates, make_optimizer, make_schedule
-from packstore.torch.training.random_state import set_random_state
 from packstore.torch.training.reference import (
     REF_ADAPTER,
     OwnAdapter,
@@ -114,16 +119,17 @@ def prepare(config: TrainConfig) -> Run:
     if state is not None:
         config = keep_precision(config, state.config)
         check_unchanged(config, state.config)
-    dataset, validation = _open(config, config.dataset), None
-    if config.validation is not None:
-        validation = _open(config, config.validation)
-    _check_data(config, loss_fn, dataset, validation)
+    options = dict(config.storage_options) or None
+    dataset = open_dataset(config.dataset, options)
+    validation = None if config.validation is None else open_dataset(config.validation, options)
+    both = [dataset] if validation is None else [dataset, validation]
+    _check_data(config, loss_fn, both)
     accelerator = _make_accelerator(config)
     precision = accelerator.mixed_precision
     config = replace(config, mixed_precision="none" if precision == "no" else precision)
     _seed(config.seed)
     model = _make_model(config, checkpoint, loss_fn)
-    for data in filter(None, (dataset, validation)):
+    for data in both:
         check_model(data, model)
     _check_routers(loss_fn, model)
     _probe(accelerator, model)
@@ -143,11 +149,7 @@ def prepare(config: TrainConfig) -> Run:
     fuse_updates(optimizer.optimizer)
     total = count_steps(config, loader, state)
     schedule = make_schedule(optimizer.optimizer, config, total)
-    stored = (
-        [config.ref_logps]
-        if validation is None
-        else [config.ref_logps, config.validation_ref_logps]
-    )
+    stored = [config.ref_logps, config.validation_ref_logps][: len(both)]
     needed = loss_fn.reference and not all(stored)
     online = _online(config, accelerator, policy) if needed else of_the_batch
     run = Run(
@@ -240,7 +242,7 @@ def _make_accelerator(config: TrainConfig) -> Any:
         from accelerate.utils import parse_flag_from_env
     except ImportError as error:
         raise missing_extra("packstore train", "train", error) from error
-    trackers = tracker_names(config)
+    trackers = tracker_names(config.trackers)
     try:
         cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
         ranks = PartialState(cpu=cpu)
@@ -255,9 +257,9 @@ def _make_accelerator(config: TrainConfig) -> Any:
             project_dir=config.output,
         )
     except ValueError as error:  # Accelerate keeps its first state for the whole process
-        must = "Accelerate must take the settings of device and precision"
-        do = "Start a new process for a run with others"
-        raise ConfigError(sentence("training", must, quote(str(error), 200), do)) from error
+        needed = "Accelerate must take the settings of device and precision"
+        remedy = "Start a new process for a run with others"
+        raise ConfigError(sentence("training", needed, quote(str(error), 200), remedy)) from error
     if accelerator.is_main_process:
         make_output(config)
     _shard_exactly(accelerator)
@@ -282,20 +284,14 @@ def _seed(seed: int, rank: int = 0) -> None:
     set_seed((seed + rank) % 2**32)  # numpy's limit
 
 
-def _open(config: TrainConfig, url: str) -> Dataset:
-    return open_dataset(url, dict(config.storage_options) or None)
-
-
-def _check_data(
-    config: TrainConfig, loss_fn: PreferenceLoss, dataset: Dataset, validation: Dataset | None
-) -> None:
+def _check_data(config: TrainConfig, loss_fn: PreferenceLoss, both: list[Dataset]) -> None:
     """Refuses data that the loss cannot use, before any model is loaded."""
-    both = [dataset] if validation is None else [dataset, validation]
-    for one in both:
-        if one.manifest.kind == "sft" and not loss_fn.only_sft:
-            must = f"loss {config.loss!r} compares responses, so the dataset must hold several"
-            do = "Use loss: sft, or a dataset of preferences"
-            raise CompatibilityError(sentence(f"dataset {one.url}", must, "kind 'sft'", do))
+    for dataset in both:
+        if dataset.manifest.kind == "sft" and not loss_fn.only_sft:
+            where = f"dataset {dataset.url}"
+            needed = f"loss {config.loss!r} compares responses, so the dataset must hold several"
+            remedy = "Use loss: sft, or a dataset of preferences"
+            raise CompatibilityError(sentence(where, needed, "kind 'sft'", remedy))
     check_same_tokenizer(both)
 
 

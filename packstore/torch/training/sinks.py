@@ -1,4 +1,7 @@
-"""Outputs of metrics: the console, a file of JSON lines, and Accelerate's trackers."""
+"""Outputs of metrics: a file of JSON lines, the console, and Accelerate's trackers.
+
+A record is a mapping with a `step`; those of a validation have names ``eval/…``.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from packstore.config.training import TrainConfig
 from packstore.errors import MissingExtraError, UnknownNameError, quote
 
 logger = logging.getLogger("packstore")
 
-COLUMNS: dict[str, tuple[str, str]] = {
+TRAINING: dict[str, tuple[str, str]] = {
     "loss": ("loss", ".4f"),
     "rewards/accuracies": ("accuracy", ".1%"),
     "rewards/margins": ("margin", ".3f"),
@@ -35,14 +37,20 @@ COLUMNS: dict[str, tuple[str, str]] = {
 }
 """Metric -> its name on the console, and its format."""
 
+VALIDATION = {
+    "eval/loss": "loss",
+    "eval/rewards/accuracies": "accuracy",
+    "eval/rewards/margins": "margin",
+}
+
 Record = Mapping[str, float]
 
 
 class Sink(Protocol):
-    """Writes metric records; each has a `step`."""
+    """Writes metric records."""
 
     def write(self, record: Record) -> None:
-        """Writes one record: of training, or of a validation with names ``eval/…``."""
+        """Writes one record."""
 
     def close(self) -> None:
         """Closes the sink."""
@@ -53,38 +61,32 @@ class JsonLines:
 
     Args:
         path: path of the file.
-        step: step that the run resumes from; lines of later steps are removed.
+        step: step that the run resumes from; lines of later steps, and those after a line that is
+            no record, are removed.
     """
 
     def __init__(self, path: Path, step: int) -> None:
-        keep_until(path, step)
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError, TypeError):
+                break
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Writes and flushes one line."""
-        values = {n: None if _is_odd(v) else v for n, v in record.items()}
+        values = {n: v if math.isfinite(v) else None for n, v in record.items()}
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
-
-
-def keep_until(path: Path, step: int) -> None:
-    """Removes lines after `step`, and an incomplete last line, from a file."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            break
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    partial.replace(path)
 
 
 class ConsoleLines:
@@ -109,13 +111,19 @@ class ConsoleLines:
 
     def write(self, record: Record) -> None:
         """Writes one line."""
-        trained = "loss" in record
-        line = training_line(record, self._total) if trained else evaluation_line(record)
+        step = int(record["step"])
+        if "loss" in record:
+            columns = [(n, *column) for n, column in TRAINING.items() if n in record]
+            values = "  ".join(f"{short} {record[name]:{how}}" for name, short, how in columns)
+            line = f"step {step:,}/{self._total:,}  {values}"
+        else:
+            parts = [f"{short} {record[n]:.4f}" for n, short in VALIDATION.items() if n in record]
+            line = f"validation after step {step:,}: {', '.join(parts)}"
         if self._bar is None:
             logger.info("%s", line)
         else:
             self._bar.console.print(line, highlight=False)
-            self._bar.update(self._task, completed=int(record["step"]), refresh=True)
+            self._bar.update(self._task, completed=step, refresh=True)
 
     def close(self) -> None:
         """Stops the progress bar."""
@@ -124,7 +132,7 @@ class ConsoleLines:
 
 
 class Trackers:
-    """Writes to the trackers of Accelerate: TensorBoard, Weights & Biases and others."""
+    """Writes to the trackers of Accelerate, which closes them at the end of the training."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -135,10 +143,10 @@ class Trackers:
         self._accelerator.log(values, step=int(record["step"]))
 
     def close(self) -> None:
-        """Does nothing: Accelerate closes trackers at the end of the training."""
+        """Does nothing."""
 
 
-def tracker_names(config: TrainConfig) -> list[str]:
+def tracker_names(wanted: tuple[str, ...]) -> list[str]:
     """Returns the trackers to log to: those of the settings, and TensorBoard if installed.
 
     Raises:
@@ -148,7 +156,6 @@ def tracker_names(config: TrainConfig) -> list[str]:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     installed = {str(name) for name in get_available_trackers()}
-    wanted = dict.fromkeys(config.trackers)
     for name in wanted:
         if name not in LOGGER_TYPE_TO_CLASS:
             choices = ", ".join(LOGGER_TYPE_TO_CLASS)
@@ -158,23 +165,4 @@ def tracker_names(config: TrainConfig) -> list[str]:
                 f"tracker {name} needs the package {name!r}, which is not installed. "
                 f"Run: pip install {name}"
             )
-    return [*wanted, *({"tensorboard"} & installed - set(wanted))]
-
-
-def training_line(record: Record, total_steps: int) -> str:
-    """Returns the metrics of training as one line."""
-    columns = [(n, *column) for n, column in COLUMNS.items() if n in record]
-    values = "  ".join(f"{short} {record[name]:{how}}" for name, short, how in columns)
-    return f"step {int(record['step']):,}/{total_steps:,}  {values}"
-
-
-def evaluation_line(record: Record) -> str:
-    """Returns a validation as one sentence."""
-    named = {"eval/loss": "loss", "eval/rewards/accuracies": "accuracy"}
-    named["eval/rewards/margins"] = "margin"
-    parts = [f"{short} {record[n]:.4f}" for n, short in named.items() if n in record]
-    return f"validation after step {int(record['step']):,}: {', '.join(parts)}"
-
-
-def _is_odd(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+    return list(dict.fromkeys([*wanted, *({"tensorboard"} & installed)]))

@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from packstore.config.training import TrainConfig
-from packstore.errors import ConfigError
+from packstore.errors import ConfigError, PackstoreError
 from packstore.testing import random_examples
 from packstore.torch import PackedPolicy, PreferenceLoss, collate, use_packed_attention
+from packstore.torch.reference.ref_parts import run_on_rank_zero
 
 pytest.importorskip("accelerate", reason="training needs accelerate")
 
@@ -86,6 +87,10 @@ def by_hand(model: Any, batch: Any) -> dict[str, Any]:
 def on_rank(task: dict[str, Any]) -> dict[str, Any]:
     """Both ways, in one start of the processes."""
     hand = by_hand(task["model"], task["batch"])
+    try:
+        run_on_rank_zero(lambda: 1 / 0)
+    except (ZeroDivisionError, PackstoreError) as error:  # else the other rank would wait
+        hand["failure"] = type(error).__name__
     return {"hand": hand, "accelerate": by_accelerate(task["settings"])}
 
 
@@ -101,6 +106,7 @@ def test_log_probs_stay_exact_and_weights_tied(kit: SimpleNamespace, tmp_path: P
     lower = deepcopy(model)  # weights alone: a buffer of rounded frequencies would be another model
     for weight in lower.parameters():
         weight.data = weight.data.bfloat16()
+    failures = []
     expected = PackedPolicy(use_packed_attention(lower))(batch)
     for found in launch(__file__, task, 2, tmp_path):
         sharded, hand = found["accelerate"], found["hand"]
@@ -116,5 +122,7 @@ def test_log_probs_stay_exact_and_weights_tied(kit: SimpleNamespace, tmp_path: P
         name, said = hand["refused"]
         assert name == "rounded"
         assert "output_dtype=None" in said
+        failures.append(hand["failure"])
+    assert failures == ["ZeroDivisionError", "PackstoreError"]
     lines = Path(settings["output"], "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(lines[0])["loss"] == pytest.approx(math.log(2), abs=1e-7)

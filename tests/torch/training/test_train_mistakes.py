@@ -25,7 +25,7 @@ from packstore.errors import (
 from packstore.io.store.location import Location
 from packstore.torch.training import checkpoint as checkpoint_module
 from packstore.torch.training.checkpoint import checkpoints
-from packstore.torch.training.sinks import keep_until
+from packstore.torch.training.sinks import JsonLines
 from packstore.torch.training.train import train
 
 pytestmark = [  # PEFT's, with transformers 5.23
@@ -112,7 +112,7 @@ def test_lines_that_are_no_records_end_the_kept_ones(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     for line in ("{", "[1]", '{"a": 1}', '{"step": null}', "3"):
         file.write_text(f'{{"step": 1}}\n{line}\n')
-        keep_until(file, 5)
+        JsonLines(file, 5).close()
         assert file.read_text() == '{"step": 1}\n'
 
 
