@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import pyarrow as pa
 
@@ -38,14 +38,16 @@ from packstore.io.shards.shard_bytes import ShardBytes
 from packstore.io.store import local
 from packstore.io.store.location import Location
 
-Fetched: TypeAlias = Any
-"""A fetched, unverified row group: its bytes, or a batch whose buffers are views."""
+Fetched: TypeAlias = bytes | memoryview
+"""The bytes of a fetched row group, not yet verified; of a mapped file, a view."""
 
 _REMEDY = "The file was damaged or replaced: copy the dataset again, or run `packstore verify`"
 
 
 class ShardReader:
     """Reads the row groups of one shard.
+
+    Methods raise StorageError for a missing shard, and IntegrityError for damaged bytes.
 
     Args:
         location: the dataset.
@@ -64,20 +66,14 @@ class ShardReader:
         cache: Cache | None = None,
     ) -> None:
         self.shard = shard
+        self.where = location.join(shard.path).display
         self._location, self._manifest, self._data = location, manifest, data
         self._cache = cache
-        self.where = location.join(shard.path).display
         self._lock = threading.Lock()
-        self._parquet: ParquetShard | None = None
-        self._arrow: ArrowFile | None = None
+        self._opened: ParquetShard | ArrowFile | None = None
 
     def read_packs(self, group: int) -> Packs:
-        """Returns row group `group` as packs, verified.
-
-        Raises:
-            StorageError: the shard is missing, or the store refuses.
-            IntegrityError: a checksum does not match.
-        """
+        """Returns row group `group` as packs, verified."""
         return self.decode(group, self.fetch(group))
 
     def read_columns(self, group: int, names: Sequence[str]) -> pa.RecordBatch:
@@ -85,39 +81,43 @@ class ShardReader:
 
         For Parquet, fetches the bytes from the first to the last of them, and verifies the
         checksums of their pages.
-
-        Raises:
-            StorageError: the shard is missing, or the store refuses.
-            IntegrityError: a checksum does not match.
         """
         with self._naming(f"row group {group}"):
-            if self._manifest.file_format == "arrow":
-                return self._batch(group, self._arrow_batch(group))
-            return self._parquet_shard().columns(group, names, self._read)
+            file = self._file()
+            if isinstance(file, ParquetShard):
+                return file.columns(group, names, self._read)
+        data = self.fetch(group)
+        with self._naming(f"row group {group}"):
+            return self._batch(group, data)
 
     def fetch(self, group: int) -> Fetched:
-        """Returns the unverified bytes of row group `group`; raises like :meth:`read_packs`."""
+        """Returns the bytes of row group `group`, not yet verified."""
         with self._naming(f"row group {group}"):
-            if self._manifest.file_format == "arrow":
-                return self._arrow_batch(group)
-            start, end = self._parquet_shard().range(group)
-            crc32 = int(self.shard.row_groups.crc32[group])
-            return self._cached(start, end, lambda data: crc32_of(data) == crc32)
+            file = self._file()
+            start, end = file.range(group)
+            mapped = self._data is None and self._cache is None and self._path is not None
+            if mapped and isinstance(file, ArrowFile):
+                return local.map_part(self._path or "", start, end)
+
+            def good(data: bytes) -> bool:
+                if isinstance(file, ParquetShard):
+                    return crc32_of(data) == int(self.shard.row_groups.crc32[group])
+                with contextlib.suppress(FormatError, *DECODER_ERRORS):
+                    self._batch(group, data)
+                    return True
+                return False
+
+            return self._cached(start, end, good)
 
     def expect(self, group: int) -> None:
         """Makes the system prefetch row group `group` of a mapped file from disk; never raises."""
         with contextlib.suppress(PackstoreError, *DECODER_ERRORS):
-            start, end = self._arrow_file().ranges[group]
-            local.will_read(self._path, start, end)
+            local.will_read(self._path or "", *self._file().range(group))
 
     def decode(self, group: int, fetched: Fetched) -> Packs:
-        """Verifies and decodes the bytes of row group `group`.
-
-        Raises:
-            IntegrityError: a checksum does not match.
-        """
+        """Verifies and decodes the bytes of row group `group`."""
         with self._naming(f"row group {group}"):
-            manifest = self._manifest
+            manifest, groups = self._manifest, self.shard.row_groups
             packs = from_arrow(
                 self._batch(group, fetched),
                 manifest.kind,
@@ -125,82 +125,64 @@ class ShardReader:
                 where=self.where,
                 allocate=pooled_array,
             )
-            self._check_packs(packs, group)
+            sizes = (len(packs), len(packs.example_ids), len(packs.signed_ids))
+            columns = (groups.rows, groups.examples, groups.tokens)
+            expected = tuple(int(column[group]) for column in columns)
+            if sizes != expected:
+                must = f"must have (rows, examples, tokens) {expected}"
+                raise IntegrityError(f"{must}; found {sizes}")
+            check_structure(packs, manifest.layout, manifest.pack_size, self.where)
             packs.example_ids += self.shard.example_id_base
             return packs
 
-    def _batch(self, group: int, fetched: Fetched) -> pa.RecordBatch:
-        if isinstance(fetched, bytes):
-            self._check_crc32(group, crc32_of(fetched))
-            batch = self._parquet_shard().batch(group, fetched)
-        else:
-            batch = fetched
+    def _batch(self, group: int, data: Fetched) -> pa.RecordBatch:
+        """Verifies the checksum of a row group, and decodes it to Arrow."""
+        file, groups = self._file(), self.shard.row_groups
+        if isinstance(file, ArrowFile):
+            batch = file.batch(data)
             batch.validate()
-            self._check_crc32(group, batch_crc32(batch))
-        expected = int(self.shard.row_groups.rows[group])
-        if batch.num_rows != expected:
-            raise IntegrityError(f"must have {expected} rows; found {batch.num_rows}")
+            crc32 = batch_crc32(batch)
+        else:
+            batch, crc32 = None, crc32_of(data)
+        if crc32 != groups.crc32[group]:
+            raise IntegrityError("must have the crc32 that the manifest tells")
+        if isinstance(file, ParquetShard):
+            batch = file.batch(group, bytes(data))
+        if batch.num_rows != groups.rows[group]:
+            raise IntegrityError(f"must have {groups.rows[group]} rows; found {batch.num_rows}")
         return batch
 
-    def _check_packs(self, packs: Packs, group: int) -> None:
-        groups = self.shard.row_groups
-        found = (len(packs), len(packs.example_ids), len(packs.signed_ids))
-        figures = (groups.rows, groups.examples, groups.tokens)
-        expected = tuple(int(figure[group]) for figure in figures)
-        if found != expected:
-            raise IntegrityError(f"must have (rows, examples, tokens) {expected}; found {found}")
-        check_structure(packs, self._manifest.layout, self._manifest.pack_size, self.where)
-
-    def _parquet_shard(self) -> ParquetShard:
-        """Footer of a Parquet file, checked against the manifest; read once."""
+    def _file(self) -> ParquetShard | ArrowFile:
+        """Returns the footer, checked against the manifest; reads it once."""
         with self._lock:
-            if self._parquet is None:
-                parquet = ParquetShard(self._read_footer(), self.shard)
-                self._check(parquet.schema, parquet.num_groups)
-                self._parquet = parquet
-            return self._parquet
+            if self._opened is None:
+                kind = ArrowFile if self._manifest.file_format == "arrow" else ParquetShard
+                file = kind(self._footer(), self.shard)
+                expected, groups = self._manifest.stored_schema, len(self.shard.row_groups)
+                if not file.schema.equals(expected) or file.schema.metadata != expected.metadata:
+                    raise IntegrityError("its schema must be the one that the manifest declares")
+                if file.num_groups != groups:
+                    raise IntegrityError(f"must have {groups} row groups; found {file.num_groups}")
+                self._opened = file
+            return self._opened
 
-    def _read_footer(self) -> bytes:
+    def _footer(self) -> bytes:
         """Reads the footer and verifies its hash: a damaged footer can crash the parser."""
-        size, length = self.shard.bytes, self.shard.footer_bytes
+        size, sha256 = self.shard.bytes, self.shard.footer_sha256
 
         def good(data: bytes) -> bool:
-            return hashlib.sha256(data).hexdigest() == self.shard.footer_sha256
+            return hashlib.sha256(data).hexdigest() == sha256
 
-        footer = self._cached(size - length, size, good)
+        footer = self._cached(size - self.shard.footer_bytes, size, good)
         if not good(footer):
             raise IntegrityError("its footer must have the sha256 that the manifest tells")
         return footer
 
-    def _arrow_file(self) -> ArrowFile:
-        """Footer of an Arrow file; read once."""
-        with self._lock:
-            if self._arrow is None:
-                arrow = ArrowFile(self._read_footer(), self.shard.bytes)
-                self._check(arrow.schema, len(arrow.ranges))
-                self._arrow = arrow
-            return self._arrow
-
     @property
-    def _path(self) -> str:
+    def _path(self) -> str | None:
         """Path of a shard on the local disk."""
-        return os.path.join(self._location.local_path or "", self.shard.path)
-
-    def _arrow_batch(self, group: int) -> pa.RecordBatch:
-        """Returns a batch of the Arrow file; a local file is mapped, without copies."""
-        arrow = self._arrow_file()
-        start, end = arrow.ranges[group]
-        if self._data is None and self._cache is None and self._location.local_path is not None:
-            return arrow.batch(local.map_part(self._path, start, end))
-
-        def good(data: bytes) -> bool:
-            with contextlib.suppress(FormatError, *DECODER_ERRORS):
-                batch = arrow.batch(data)
-                batch.validate()
-                return batch_crc32(batch) == int(self.shard.row_groups.crc32[group])
-            return False
-
-        return arrow.batch(self._cached(start, end, good))
+        root = self._location.local_path
+        return None if root is None else os.path.join(root, self.shard.path)
 
     def _cached(self, start: int, end: int, good: Callable[[bytes], bool]) -> bytes:
         if self._cache is None:
@@ -214,21 +196,9 @@ class ShardReader:
         else:
             data = self._location.read_bytes(self.shard.path, start, end)
         if len(data) != end - start:
-            found = f"only {start + len(data)} bytes"
-            raise IntegrityError(f"must have {self.shard.bytes} bytes; found {found}")
+            must = f"must have {self.shard.bytes} bytes"
+            raise IntegrityError(f"{must}; found only {start + len(data)} bytes")
         return data
-
-    def _check_crc32(self, group: int, found: int) -> None:
-        if found != self.shard.row_groups.crc32[group]:
-            raise IntegrityError("must have the crc32 that the manifest tells")
-
-    def _check(self, schema: pa.Schema, groups: int) -> None:
-        expected = self._manifest.stored_schema
-        if not schema.equals(expected) or schema.metadata != expected.metadata:
-            raise IntegrityError("its schema must be the one that the manifest declares")
-        if groups != len(self.shard.row_groups):
-            must = f"must have {len(self.shard.row_groups)} row groups"
-            raise IntegrityError(f"{must}; found {groups}")
 
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:

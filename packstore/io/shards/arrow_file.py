@@ -15,6 +15,7 @@ import struct
 import pyarrow as pa
 
 from packstore.errors import IntegrityError
+from packstore.io.shards.shard import ShardInfo
 
 _MAGIC = b"ARROW1"
 _TAIL = 4 + len(_MAGIC)  # after the table: its length, and the magic word
@@ -29,22 +30,28 @@ class ArrowFile:
 
     Args:
         footer: the end of the file, from the flatbuffers table on; already verified by hash.
-        size: of the whole file.
+        shard: the manifest's entry of the shard.
 
     Attributes:
         schema: of all batches.
-        ranges: byte range of each record batch: start, end (exclusive).
+        num_groups: number of record batches.
 
     Raises:
         IntegrityError: a batch would lie outside the file.
     """
 
-    def __init__(self, footer: bytes, size: int) -> None:
+    def __init__(self, footer: bytes, shard: ShardInfo) -> None:
         # The batches of this file cannot be read, but its schema can.
         self.schema = pa.ipc.open_file(pa.BufferReader(_MAGIC + b"\0\0" + footer)).schema
-        self.ranges = [(at, at + head + body) for at, head, body in _blocks(footer[:-_TAIL])]
-        if any(not 0 <= start < end <= size for start, end in self.ranges):
+        blocks = _blocks(footer[:-_TAIL])
+        self._ranges = [(start, start + head + body) for start, head, body in blocks]
+        self.num_groups = len(blocks)
+        if any(not 0 <= start < end <= shard.bytes for start, end in self._ranges):
             raise IntegrityError("its record batches must lie in the file")
+
+    def range(self, group: int) -> tuple[int, int]:
+        """Returns the byte range of a record batch in the file: start, end (exclusive)."""
+        return self._ranges[group]
 
     def batch(self, data: bytes | memoryview) -> pa.RecordBatch:
         """Returns the record batch in `data`; its buffers are views of `data`."""

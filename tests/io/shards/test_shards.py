@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import threading
 import zlib
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from packstore.errors import (
-    DatasetExistsError,
     DatasetNotFoundError,
     FormatError,
     IntegrityError,
@@ -193,38 +191,6 @@ def test_a_missing_temporary_folder(kit, monkeypatch):
     with pytest.raises(StorageError, match="cannot write; found no such file"):
         writer.write(kit.some_packs(40))
     writer.abort()
-
-
-def test_equal_jobs_at_once(kit, tmp_path):
-    """One commits; the losers do not take the shards of the winner with them."""
-    made = kit.Written(str(tmp_path / "ds"))
-    start, outcomes = threading.Barrier(4, timeout=120), []
-
-    def job() -> None:
-        start.wait()
-        try:
-            with made.writer(shard_tokens=1) as writer:
-                writer.write(kit.some_packs(60))
-                manifest = made.manifest(writer, shard_tokens=1)
-                start.wait()
-                commit_manifest(made.location, manifest)
-        except DatasetExistsError:
-            outcomes.append("exists")
-        except BaseException as error:
-            outcomes.append(repr(error))
-            start.abort()
-        else:
-            outcomes.append("won")
-
-    threads = [threading.Thread(target=job) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(outcomes) == ["exists"] * 3 + ["won"]
-    ds = open_dataset(made.location.url)
-    assert ds.verify().ok
-    assert len(all_files(made.location.url)) == len(ds.manifest.shards) + 2
 
 
 def damaged(path: str, change) -> bytes:
