@@ -10,26 +10,26 @@ import glob
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from exchange_datasets import chats, files, pairs
 
 import packstore
-from packstore import export
+from packstore import Dataset, export
 from packstore.cli import main
-from packstore.errors import CompatibilityError, ConfigError, DatasetExistsError
-from packstore.exchange.megatron import MegatronOptions
-from packstore.format.arrays import Examples, to_offsets
-from packstore.io.store.location import Location
+from packstore.errors import CompatibilityError, ConfigError, DatasetExistsError, StorageError
 
 EOS = 49
+"""No token of the records; it is put at some of their ends."""
+
+Pack = Callable[..., Dataset]
 
 
 @dataclass
@@ -149,60 +149,51 @@ class Reader:
         )
 
 
-def sequences(examples: Examples) -> list[tuple[list[int], list[int]]]:
+def sequences(records: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
     """Ids and, for each token, whether it is supervised."""
-    parts = [slice(*examples.sequence_offsets[i : i + 2]) for i in range(examples.num_sequences)]
-    ids, on = examples.input_ids, examples.supervised.astype(int)
-    return [(ids[part].tolist(), on[part].tolist()) for part in parts]
+    return [(r["input_ids"], [int(label != -100) for label in r["labels"]]) for r in records]
 
 
-def without_eos(dataset_kit: SimpleNamespace, n: int, seed: int, **how: Any) -> Any:
-    """A dataset in which EOS occurs at the end of sequences only, there in half of them."""
-    from packstore.testing import random_examples
-
-    examples = random_examples(n, seed=seed, kind="sft", vocab_size=EOS)
-    last = examples.sequence_offsets[1:] - 1
-    examples.input_ids[last[::2]] = EOS
-    tokenizer = {"vocab_size": 50, "eos_id": EOS}
-    return dataset_kit.write(how.pop("url"), examples, kind="sft", tokenizer=tokenizer, **how)
+def ending(n: int, seed: int) -> list[dict[str, Any]]:
+    """Chats of which every second ends with EOS."""
+    records = chats(n, seed)
+    for record in records[::2]:
+        record["input_ids"][-1] = record["labels"][-1] = EOS
+    return records
 
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 @pytest.mark.parametrize("spec", ["", "/packed_300-*.idx.parquet"])
-def test_each_sequence_comes_back(
-    layout: str, spec: str, tmp_path: Path, kit: SimpleNamespace
-) -> None:
-    dataset = kit.dataset(50, kind="sft", layout=layout, per_pack=7)
+def test_each_sequence_comes_back(layout: str, spec: str, tmp_path: Path, packed: Pack) -> None:
+    records = chats(50)
+    dataset = packed(records, layout=layout)
     exported = export("megatron", dataset, tmp_path / "out")
-    expected = sequences(kit.examples(dataset))
+    expected = sequences(records)
     reader = Reader(f"{tmp_path}/out{spec}", packed_sequence_size=300)
-    stored = [(i, m, s) for i, m, s in reader.rows()]
-    assert len(stored) == len(dataset) == exported.facts["rows"]
-    for batch, packs in zip(reader, range(len(dataset)), strict=True):
-        bounds = batch.cu_seqlens
-        for start, stop in pairwise(bounds):
+    assert len(list(reader.rows())) == len(dataset) == exported.facts["rows"]
+    for batch in reader:
+        for start, stop in pairwise(batch.cu_seqlens):
             if all(batch.padding_mask[start:stop]):
                 continue
             ids, on = expected.pop(0)
             assert batch.tokens[start:stop] == ids[:-1]
             assert batch.labels[start:stop] == ids[1:]
-            assert batch.loss_mask[start:stop] == on[1:], packs
+            assert batch.loss_mask[start:stop] == on[1:]
             assert batch.position_ids[start:stop] == [*range(len(ids) - 1)]
     assert not expected
 
 
-@pytest.mark.parametrize("mult", [2, 4, 16, 24])
+@pytest.mark.parametrize("mult", [2, 4, 16])
 @pytest.mark.parametrize("static", [False, True])
-def test_aligned(mult: int, static: bool, tmp_path: Path, kit: SimpleNamespace) -> None:
-    dataset = without_eos(kit, 60, mult, url=str(tmp_path / "a"), per_pack=9)
-    size = 240
+def test_sequences_are_aligned(mult: int, static: bool, tmp_path: Path, packed: Pack) -> None:
+    records, size = ending(60, mult), 240
     exported = export(
-        *("megatron", dataset, tmp_path / "out"),
-        pad_seq_to_mult=mult, pack_size=size, pad_cu_seqlens=static,
+        *("megatron", packed(records, pack_size=100), tmp_path / "out"),
+        pad_seq_to_mult=mult, pack_size=size, pad_cu_seqlens=static, pad_id=EOS,
     )  # fmt: skip
     metadata = str(tmp_path / "out" / "metadata.json")
     reader = Reader(f"{tmp_path}/out", size, mult=mult, static=static, metadata=metadata)
-    expected, shapes, filled = sequences(kit.examples(dataset)), set(), 0
+    expected, shapes, filled = sequences(records), set(), 0
     for batch in reader:
         physical, logical = batch.cu_seqlens_padded, batch.cu_seqlens
         assert physical is not None
@@ -210,9 +201,8 @@ def test_aligned(mult: int, static: bool, tmp_path: Path, kit: SimpleNamespace) 
         for i, (start, stop) in enumerate(pairwise(physical)):
             assert start % mult == 0
             length = logical[i + 1] - logical[i]
-            assert batch.padding_mask[start:stop] == [False] * length + [True] * (
-                stop - start - length
-            )
+            padding = [False] * length + [True] * (stop - start - length)
+            assert batch.padding_mask[start:stop] == padding
             if length == 0:
                 assert not any(batch.loss_mask[start:stop])
                 continue
@@ -226,13 +216,11 @@ def test_aligned(mult: int, static: bool, tmp_path: Path, kit: SimpleNamespace) 
     assert not expected
     assert exported.facts["tokens of filling"] >= filled > 0
     assert not static or len(shapes) == 1
-    assert exported.facts["pad_cu_seqlens"] is static
 
 
-def test_the_metadata(tmp_path: Path, kit: SimpleNamespace) -> None:
-    """As `create_packing_strategy` counts: a sequence is as long as its inputs, filled."""
-    dataset = without_eos(kit, 61, 5, url=str(tmp_path / "a"), per_pack=9)
-    export("megatron", dataset, tmp_path / "out", pad_seq_to_mult=4)
+def test_metadata_count_as_create_packing_strategy(tmp_path: Path, packed: Pack) -> None:
+    """A sequence is as long as its inputs, filled."""
+    export("megatron", packed(ending(61, 5)), tmp_path / "out", pad_seq_to_mult=4, pad_id=EOS)
     rows = [[*s, len(i)] for i, _, s in Reader(f"{tmp_path}/out", 300).rows()]
     bins = [[b - a - 1 for a, b in pairwise(r)] for r in rows]
     sums, count = [sum(b) for b in bins], sum(map(len, bins))
@@ -249,43 +237,44 @@ def test_the_metadata(tmp_path: Path, kit: SimpleNamespace) -> None:
     ]
 
 
-def test_what_no_longer_fits_goes_to_other_rows(tmp_path: Path, kit: SimpleNamespace) -> None:
-    dataset = without_eos(kit, 200, 2, url=str(tmp_path / "a"), per_pack=10)
-    options = {"pad_seq_to_mult": 12, "pack_size": 120}
+def test_sequences_that_no_longer_fit_go_to_other_rows(tmp_path: Path, packed: Pack) -> None:
+    records = ending(200, 2)
+    dataset, options = packed(records), {"pad_seq_to_mult": 12, "pack_size": 300, "pad_id": EOS}
     exported = export("megatron", dataset, tmp_path / "out", **options)
-    rows = list(Reader(f"{tmp_path}/out", 120).rows())
+    rows = list(Reader(f"{tmp_path}/out", 300).rows())
     sums = [len(ids) - len(starts) for ids, _, starts in rows]
-    assert max(sums) <= 120
+    assert max(sums) <= 300
     assert sum(len(starts) for _, _, starts in rows) == 200
-    assert exported.facts["sequences moved to other rows"] >= 50
-    assert len(rows) < 1.2 * sum(sums) / 120 + 1
+    assert exported.facts["sequences moved to other rows"] >= 20
+    assert len(rows) < 1.2 * sum(sums) / 300 + 1
     found = sorted(
         (ids[a:b], mask[a:b])
         for ids, mask, starts in rows
         for a, b in pairwise([*starts, len(ids)])
     )
     expected = []
-    for ids, on in sequences(kit.examples(dataset)):
+    for ids, on in sequences(records):
         rest = -(len(ids) - 1) % 12
         expected.append((ids + [EOS] * rest, on[1:] + [0] * (rest + 1)))
     assert found == sorted(expected)
 
 
 @pytest.mark.parametrize(
-    ("cp", "tp", "sp", "multiple"),
-    [(1, 1, False, 1), (1, 4, True, 4), (1, 4, False, 1), (2, 1, False, 4), (2, 1, True, 4),
-     (2, 4, True, 8), (4, 2, True, 8), (3, 4, True, 12), (8, 1, False, 16), (2, 3, True, 12)],
-)  # fmt: skip
-def test_the_multiple_of_the_parallelism(cp: int, tp: int, sp: bool, multiple: int) -> None:
-    options = MegatronOptions(context_parallel=cp, tensor_parallel=tp, sequence_parallel=sp)
-    assert options.multiple == multiple
-    by_hand = math.lcm(2 * cp if cp > 1 else 1, cp * tp if sp and tp > 1 else 1)
-    assert options.multiple == by_hand
+    ("cp", "tp", "sp"),
+    [(1, 1, False), (1, 4, True), (1, 4, False), (2, 1, True), (2, 4, True), (3, 4, True)],
+)
+def test_the_multiple_of_the_parallelism(
+    cp: int, tp: int, sp: bool, tmp_path: Path, packed: Pack
+) -> None:
+    multiple = math.lcm(2 * cp if cp > 1 else 1, cp * tp if sp and tp > 1 else 1)
+    parallel = {"context_parallel": cp, "tensor_parallel": tp, "sequence_parallel": sp}
+    parallel = {"pack_size": 240, **parallel}
+    dataset = packed(chats(5))
+    exported = export("megatron", dataset, tmp_path / "out", pad_id=EOS, **parallel)
+    assert exported.facts["pad_seq_to_mult"] == multiple
     if multiple > 1:
         with pytest.raises(ConfigError, match=f"must be a multiple of {multiple} with this"):
-            MegatronOptions(
-                context_parallel=cp, tensor_parallel=tp, sequence_parallel=sp, pad_seq_to_mult=1
-            )
+            export("megatron", dataset, tmp_path / "x", pad_seq_to_mult=1, **parallel)
 
 
 @pytest.mark.parametrize(
@@ -301,21 +290,15 @@ def test_the_multiple_of_the_parallelism(cp: int, tp: int, sp: bool, multiple: i
 )
 @pytest.mark.parametrize("mult", [2, 3, 4])
 def test_eos_at_the_end(
-    tail: list[int], on: list[int], lost: int, mult: int, tmp_path: Path, kit: SimpleNamespace
+    tail: list[int], on: list[int], lost: int, mult: int, tmp_path: Path, packed: Pack
 ) -> None:
     """Tokens that the reader takes for padding are not supervised; all others stay."""
-    parts = [([3] * n + tail, [0] * n + on) for n in range(6)]
-    examples = Examples(
-        input_ids=np.array([t for ids, _ in parts for t in ids], np.int32),
-        supervised=np.array([w for _, mask in parts for w in mask], bool),
-        sequence_offsets=to_offsets(np.array([len(ids) for ids, _ in parts])),
-        example_offsets=np.arange(7),
-        reward=np.ones(6, np.float32),
-        example_ids=np.arange(6),
-    )
-    tokenizer = {"vocab_size": 50, "eos_id": EOS}
-    dataset = kit.write(str(tmp_path / "a"), examples, kind="sft", tokenizer=tokenizer)
-    exported = export("megatron", dataset, tmp_path / "out", pad_seq_to_mult=mult)
+    records = []
+    for n in range(6):
+        labels = [token if weight else -100 for token, weight in zip(tail, on, strict=True)]
+        records.append({"input_ids": [3] * n + tail, "labels": [-100] * n + labels})
+    options = {"pad_seq_to_mult": mult, "pad_id": EOS}
+    exported = export("megatron", packed(records), tmp_path / "out", **options)
     assert exported.facts["not supervised any more"] == 6 * lost
     total = 0
     for batch in Reader(f"{tmp_path}/out", 300, mult=mult):
@@ -325,13 +308,11 @@ def test_eos_at_the_end(
     assert total == 6 * (sum(on) - lost)
 
 
-def test_refusals(tmp_path: Path, kit: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    for kind in ("preference", "ranked"):
-        with pytest.raises(CompatibilityError, match=rf"of kind sft; found kind {kind}"):
-            export("megatron", kit.dataset(6, kind=kind), out)
-    dataset = kit.dataset(9, kind="sft")
-    longest = dataset.manifest.statistics.longest_sequence
+def test_refusals(tmp_path: Path, packed: Pack, capsys: pytest.CaptureFixture[str]) -> None:
+    out, records = tmp_path / "out", chats(9)
+    with pytest.raises(CompatibilityError, match="of kind sft; found kind preference"):
+        export("megatron", packed(pairs(6)), out)
+    dataset, longest = packed(records), max(len(r["input_ids"]) for r in records)
     with pytest.raises(ConfigError, match="its EOS must be known to fill sequences up"):
         export("megatron", dataset, out, pad_seq_to_mult=4)
     with pytest.raises(ConfigError, match=r"multiple of pad_seq_to_mult, 16.*Give pack_size 304"):
@@ -345,73 +326,45 @@ def test_refusals(tmp_path: Path, kit: SimpleNamespace, capsys: pytest.CaptureFi
     export("megatron", dataset, out, pack_size=longest - 1)
     with pytest.raises(DatasetExistsError, match="must not exist yet"):
         export("megatron", dataset, out)
-    before = kit.left(out)
     (out / "mine.parquet").write_text("mine")
     assert main(["export", "megatron", dataset.url, str(out), "--overwrite"]) == 0
     assert "packed_sequence_size" in capsys.readouterr().out
-    assert (
-        kit.left(out) == ["metadata.json", "mine.parquet", "packed_300-00000.idx.parquet"] != before
-    )
+    assert files(out) == ["metadata.json", "mine.parquet", "packed_300-00000.idx.parquet"]
 
 
-def test_a_failed_export_leaves_nothing(
-    tmp_path: Path, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+def test_an_export_that_ends_half_way_has_no_metadata(
+    tmp_path: Path, packed: Pack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset, out = kit.dataset(60, kind="sft"), tmp_path / "out"
-    read = type(dataset).read_packs
+    """A first one leaves nothing; a reader who waits for metadata never mixes two exports."""
+    dataset, out = packed(chats(200)), tmp_path / "out"
+    monkeypatch.setattr("packstore.exchange.megatron.FILE_BYTES", 600)
+    left: list[list[str]] = []
 
-    def fail(self: Any, group: int) -> Any:
-        if group > 1:
-            raise ConfigError("no more.")
-        return read(self, group)
+    def interrupted(stage: str, done: int, total: int | None, unit: str) -> None:
+        left.append(files(out))
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(type(dataset), "read_packs", fail)
-    with pytest.raises(ConfigError):
-        export("megatron", dataset, out)
+    with pytest.raises(KeyboardInterrupt):
+        export("megatron", dataset, out, progress=interrupted)
     assert not out.exists()
-
-
-def test_an_overwrite_that_ends_half_way_has_no_metadata(
-    tmp_path: Path, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So a reader who waits for it never takes old and new files for one export."""
-    dataset, out = kit.dataset(60, kind="sft"), tmp_path / "out"
-    monkeypatch.setattr("packstore.exchange.megatron.FILE_BYTES", 600)
     export("megatron", dataset, out)
-    before = kit.left(out)
-    put, left = Location.put_file, []
-
-    def killed(self: Any, path: str, name: str) -> None:
-        if name.endswith("00001.idx.parquet"):
-            left.extend(kit.left(out))
-            raise KeyboardInterrupt
-        put(self, path, name)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Location, "put_file", killed)
-        with pytest.raises(KeyboardInterrupt):
-            export("megatron", dataset, out, overwrite=True)
-    assert "metadata.json" in before
-    assert "metadata.json" not in left
-    export("megatron", dataset, out, overwrite=True)
-    assert kit.left(out) == before
-    whole = kit.dataset(10, kind="sft")
-    export("megatron", whole, out, overwrite=True)
-    assert len(kit.left(out)) < len(before)
-    assert len(list(Reader(f"{out}", 300).rows())) == len(whole)
+    before = files(out)
+    assert len(before) > 3
+    # A folder in the place of a file that the export puts: the put fails.
+    export("megatron", packed(chats(20)), out, overwrite=True)
+    assert len(files(out)) < len(before)
+    (out / before[2]).mkdir()
+    with pytest.raises(StorageError):
+        export("megatron", dataset, out, overwrite=True)
+    assert files(out) == [before[2]]
+    (out / before[2]).rmdir()
+    export("megatron", dataset, out)
+    assert files(out) == before
+    assert len(list(Reader(f"{out}", 300).rows())) == len(dataset)
 
 
-def test_several_files_and_another_store(
-    tmp_path: Path, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dataset = kit.dataset(60, kind="sft")
-    monkeypatch.setattr("packstore.exchange.megatron.FILE_BYTES", 600)
-    exported = export("megatron", dataset, tmp_path / "out")
-    assert len(exported.files) > 3
-    rows = list(Reader(f"{tmp_path}/out", 300).rows())
-    assert len(rows) == len(dataset)
-    there = export("megatron", dataset, "memory://exchange/bridge", overwrite=True)
-    assert len(there.files) == len(exported.files)
+def test_on_another_store(packed: Pack) -> None:
+    there = export("megatron", packed(chats(20)), "memory://exchange/bridge", overwrite=True)
     assert there.files[-1] == "memory://exchange/bridge/metadata.json"
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from exchange_datasets import chats, files, pairs
 
-from packstore import export
+from packstore import Dataset, export
 from packstore.cli import main
-from packstore.errors import CompatibilityError, DatasetExistsError, InputError, PackstoreError
+from packstore.errors import CompatibilityError, DatasetExistsError, InputError
+
+Pack = Callable[..., Dataset]
 
 
 def load(path: Path) -> list[dict[str, Any]]:
@@ -20,75 +23,71 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-@pytest.mark.parametrize("pairs", [1, 31, 999, 2001])
-def test_rows_are_the_packs(tmp_path: Path, kit: SimpleNamespace, layout: str, pairs: int) -> None:
-    dataset = kit.dataset(pairs, layout=layout, per_pack=1 if pairs > 31 else 3)
-    whole = kit.rows(kit.dataset(pairs, per_pack=1 if pairs > 31 else 3))
+@pytest.mark.parametrize(("n", "pack_size"), [(1, 300), (60, 300), (2001, 40)])
+def test_inputs_and_targets_as_its_reader_cuts_them(
+    tmp_path: Path, packed: Pack, layout: str, n: int, pack_size: int
+) -> None:
+    """As `DPOPackedDataset.global_collate_fn` does: also of more rows than a batch of a pickle."""
+    records = pairs(n)
+    dataset = packed(records, layout=layout, pack_size=pack_size)
     exported = export("nemo", dataset, tmp_path / "x.npy")
-    assert load(tmp_path / "x.npy") == whole
-    assert exported.facts["longest pack"] == max(len(r["input_ids"]) for r in whole)
-
-
-def test_inputs_and_targets_as_its_reader_cuts_them(tmp_path: Path, kit: SimpleNamespace) -> None:
-    """As `DPOPackedDataset.global_collate_fn` does."""
-    dataset = kit.dataset(12)
-    export("nemo", dataset, tmp_path / "x.npy")
-    examples, s = kit.examples(dataset), 0
-    for item in load(tmp_path / "x.npy"):
+    rows, sequences = load(tmp_path / "x.npy"), []
+    for item in rows:
         bounds = item["seq_boundaries"]
         assert len(item["reward"]) == len(item["lengths"]) == len(bounds) - 1
-        for start, stop, length in zip(bounds, bounds[1:], item["lengths"], strict=False):
-            part = slice(*examples.sequence_offsets[s : s + 2])
-            ids, on = examples.input_ids[part], examples.supervised[part]
-            assert item["input_ids"][start : stop - 1] == ids[:-1].tolist()
-            assert item["labels"][start + 1 : stop] == np.where(on, ids, -100)[1:].tolist()
-            assert length == len(ids)
-            s += 1
-    assert s == examples.num_sequences
+        for start, stop, length, reward in zip(
+            bounds, bounds[1:], item["lengths"], item["reward"], strict=False
+        ):
+            inputs, targets = item["input_ids"][start : stop - 1], item["labels"][start + 1 : stop]
+            assert length == stop - start
+            sequences.append((inputs, targets, np.float32(reward)))
+    expected = []
+    for record in records:
+        for side in ("chosen", "rejected"):
+            ids = record["prompt"] + record[side]
+            labels = [-100] * len(record["prompt"]) + record[side]
+            expected.append((ids[:-1], labels[1:], np.float32(record[f"{side}_reward"])))
+    assert sequences == expected
+    assert len(rows) == len(dataset)
+    assert exported.facts["longest pack"] == max(len(row["input_ids"]) for row in rows)
 
 
 def test_an_existing_file_is_replaced_only_if_asked(
-    tmp_path: Path, kit: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, packed: Pack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dataset, out = kit.dataset(), tmp_path / "x.npy"
+    dataset, out = packed(pairs(9)), tmp_path / "x.npy"
     out.write_text("mine")
     with pytest.raises(DatasetExistsError, match=r"x.npy: must not exist yet; found a file"):
         export("nemo", dataset, out)
     assert out.read_text(encoding="utf-8") == "mine"
     export("nemo", dataset, out, overwrite=True)
-    assert load(out) == kit.rows(dataset)
+    assert len(load(out)) == len(dataset)
     assert main(["export", "nemo", dataset.url, str(tmp_path)]) == 1
     assert "found a folder. Name a file." in capsys.readouterr().err
 
 
-def test_a_failed_export_leaves_nothing(
-    tmp_path: Path, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dataset, folder = kit.dataset(), tmp_path / "out"
+def test_a_failed_export_leaves_nothing(tmp_path: Path, packed: Pack) -> None:
+    dataset, folder = packed(pairs(90)), tmp_path / "out"
+    assert len(dataset.row_groups) > 1
     folder.mkdir()
-    read = type(dataset).read_packs
 
-    def fail(self: Any, group: int) -> Any:
-        if group:
-            raise InputError("no more.")
-        return read(self, group)
+    def fail(stage: str, done: int, total: int | None, unit: str) -> None:
+        raise InputError("no more.")
 
-    monkeypatch.setattr(type(dataset), "read_packs", fail)
     with pytest.raises(InputError):
-        export("nemo", dataset, folder / "x.npy")
-    assert kit.left(folder) == []
+        export("nemo", dataset, folder / "x.npy", progress=fail)
+    assert files(folder) == []
 
 
-def test_other_kinds_are_refused(tmp_path: Path, kit: SimpleNamespace) -> None:
-    for kind in ("sft", "ranked"):
-        with pytest.raises(CompatibilityError, match=rf"of kind preference; found kind {kind}"):
-            export("nemo", kit.dataset(5, kind=kind), tmp_path / "x.npy")
+def test_other_kinds_are_refused(tmp_path: Path, packed: Pack) -> None:
+    with pytest.raises(CompatibilityError, match=r"of kind preference; found kind sft"):
+        export("nemo", packed(chats(5)), tmp_path / "x.npy")
     assert not (tmp_path / "x.npy").exists()
 
 
-def test_on_another_store(kit: SimpleNamespace) -> None:
-    dataset = kit.dataset()
-    exported = export("nemo", dataset, "memory://exchange/x.npy")
+def test_on_another_store(packed: Pack) -> None:
+    dataset = packed(pairs(9))
+    exported = export("nemo", dataset, "memory://exchange/x.npy", overwrite=True)
     assert exported.files == ["memory://exchange/x.npy"]
-    with pytest.raises(PackstoreError, match="must not exist yet"):
+    with pytest.raises(DatasetExistsError, match="must not exist yet"):
         export("nemo", dataset, "memory://exchange/x.npy")
