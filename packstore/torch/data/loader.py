@@ -3,25 +3,58 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from packstore.config import BatchConfig
 from packstore.errors import ConfigError, PackstoreError, WorkerError, sentence
+from packstore.format.arrays import Int64
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.data.batches import Batches, Mark
+from packstore.torch.batch.collate import collate
 from packstore.torch.data.dataset import PackedDataset
-from packstore.torch.data.position import Position, Unseen
-from packstore.torch.data.steps import WINDOW, StepPlan, check_fits
+from packstore.torch.data.position import Position, Unseen, shared_integers
+from packstore.torch.data.ranks import assign_ranks, cut_of, settled
+from packstore.torch.data.steps import WINDOW, Step, StepCutter, StepPlan, check_fits
 from packstore.torch.data.stream import PackStream, StoredPacks
+
+_CHUNK = 32
+"""Batches whose packs are looked up at once."""
 
 _INSIDE = "in DataLoader worker process"
 """Part of torch's message for an error inside a worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """The loader's position after a batch was yielded.
+
+    Attributes:
+        index: index of the step in the epoch.
+        start, stop: range of its packs among those not yet yielded when the iteration began.
+        done: batches of the step that were yielded.
+        batches: batches of the step.
+    """
+
+    index: int
+    start: int
+    stop: int
+    done: int
+    batches: int
+
+    def position(self, unseen: Unseen, cut: Mapping[str, Any]) -> Position:
+        """Returns the mark as a :class:`Position`."""
+        if self.done == self.batches:
+            return unseen.after(self.stop, self.index + 1)
+        return replace(unseen.after(self.start, self.index), batches=self.done, cut=cut)
 
 
 class PackedDataLoader:
@@ -74,14 +107,14 @@ class PackedDataLoader:
         self.data, self.config = data, BatchConfig.of(**batching)
         self._options: dict[str, Any] = {
             "batch_size": None,
-            "collate_fn": _as_it_is,
+            "collate_fn": _unchanged,
             "num_workers": num_workers,
             "pin_memory": pin_memory,
             "prefetch_factor": prefetch,
             "multiprocessing_context": multiprocessing_context if num_workers else None,
         }
         self._lasting = persistent_workers
-        self._batches = Batches(data, self.config)
+        self._batches = _Batches(data, self.config)
         self._loader: DataLoader[Any] | None = None
         self._length: tuple[object, int] = (None, 0)
         _check_budget(data.stream, self.config.tokens_per_batch)
@@ -116,10 +149,10 @@ class PackedDataLoader:
             yield batch
         data.position = unseen.after(len(unseen), steps)
 
-    def _running(self, once: bool) -> Iterable[tuple[PackedBatch, Mark]]:
+    def _running(self, once: bool) -> Iterable[tuple[PackedBatch, _Mark]]:
         """The batches of this process, or of workers; with `once`, not of persistent ones."""
         if self._options["num_workers"]:
-            return _naming_the_dead(self._torch_loader(once))
+            return _watched(self._torch_loader(once))
         if self._options["pin_memory"] and torch.accelerator.is_available():
             return ((batch.pin_memory(), mark) for batch, mark in self._batches)
         return self._batches
@@ -162,43 +195,130 @@ class PackedDataLoader:
         self.data.load_state_dict(state)
 
 
-def _naming_the_dead(loader: DataLoader[Any]) -> Iterator[Any]:
+class _Batches(IterableDataset[tuple[PackedBatch, _Mark]]):
+    """Yields the batches of one rank from a position on; in one of n workers, every n-th."""
+
+    def __init__(self, data: PackedDataset, config: BatchConfig) -> None:
+        self.data, self.config = data, config
+        self.cut = cut_of(config, data.world_size)
+        self._start = Position()
+        # Epoch, next, step and batches, in memory shared with persistent workers.
+        self._cells = shared_integers(4)
+
+    def begin(self, position: Position) -> Position:
+        """Starts the next iteration at `position`; returns it as these settings express it."""
+        self._start = start = self._expressed(position)
+        cells = [self.data.epoch, start.next, start.step, start.batches]
+        self._cells.copy_(torch.tensor(cells))
+        return start
+
+    def count(self, position: Position) -> int:
+        """Counts the batches of this rank from `position` on."""
+        start = self._expressed(position)
+        cutter = self._cutter(start)
+        if cutter.fixed is None:
+            return sum(len(step.edges) - 1 for step in cutter) - start.batches
+        return -(-cutter.end // (self.data.world_size * self.config.width)) - start.batches
+
+    def __iter__(self) -> Iterator[tuple[PackedBatch, _Mark]]:
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        epoch, first, steps, done = self._cells.tolist()
+        start = self._start
+        if not len(start.given):
+            start = Position(first, steps, batches=done)
+        stream = self.data.stream
+        if self.data.epoch != epoch:
+            self.data.epoch = epoch
+            stream.set_epoch(epoch)
+        cutter = self._cutter(start)
+        turns = itertools.islice(self._turns(cutter, start), number, None, workers)
+        ahead = deque[tuple[_Turn, Int64]]()
+        reading = stream.read(self._wanted(cutter.unseen, turns, ahead))
+        # The pack index opens while the first packs are read.
+        lookup = threading.Thread(target=_look_up, args=(stream, start.next))
+        lookup.start()
+        for packs in reading:
+            lookup.join()
+            (step, mark, _, fillers), sources = ahead.popleft()
+            info = step.info(mark.index, mark.done - 1, self.data.world_size)
+            batch = collate(packs, stream.kind, sources=sources, step=info, fillers=fillers)
+            yield batch, mark
+
+    def _turns(self, cutter: StepCutter, start: Position) -> Iterator[_Turn]:
+        """Yields the batches of this rank, in all workers."""
+        skipped = start.batches
+        for index, step in enumerate(cutter, start=start.step):
+            shares = assign_ranks(step, self.data.rank, self.data.world_size, self.config)
+            for done, (places, fillers) in enumerate(shares[skipped:], start=skipped + 1):
+                mark = _Mark(index, step.start, step.stop, done, len(shares))
+                yield step, mark, places, fillers
+            skipped = 0
+
+    def _wanted(
+        self, unseen: Unseen, turns: Iterator[_Turn], ahead: deque[tuple[_Turn, Int64]]
+    ) -> Iterator[Int64]:
+        """Yields the indices of each batch's packs; appends batch and sources to `ahead`."""
+        size = 1  # the first batch without delay; later ones in chunks, which is cheaper
+        while chunk := list(itertools.islice(turns, size)):
+            indices = unseen[np.concatenate([places for _, _, places, _ in chunk])]
+            sources, first = self.data.stream.sources(indices), 0
+            for turn in chunk:
+                part = slice(first, first := first + len(turn[2]))
+                ahead.append((turn, sources[part]))
+                yield indices[part]
+            size = _CHUNK
+
+    def _expressed(self, position: Position) -> Position:
+        """Converts `position` to the step boundaries of these settings."""
+        return position if position.cut == self.cut else settled(self.data.stream, position)
+
+    def _cutter(self, start: Position) -> StepCutter:
+        stream = self.data.stream
+        return StepCutter(stream, Unseen(len(stream), start), self.config, self.data.world_size)
+
+
+_Turn = tuple[Step, _Mark, Int64, int]
+"""A batch of one rank: its step, mark, the places of its packs, and how many are fillers."""
+
+
+def _look_up(stream: PackStream, index: int) -> None:
+    if index < len(stream):
+        with contextlib.suppress(PackstoreError):  # raised again where the size is needed
+            stream.sizes(np.array([index]))
+
+
+def _watched(loader: DataLoader[Any]) -> Iterator[Any]:
     """Yields the workers' batches; raises WorkerError if one died, and errors inside them as is."""
     running = iter(loader)
     try:
         yield from running
     except (RuntimeError, OSError, EOFError) as error:
-        try:
-            found = _of_the_dead(error, getattr(running, "_workers", ()))
-        except RuntimeError as later:  # torch's, on the signal that a worker has ended
-            found = str(later)
-        if not found:
+        text = str(error) or repr(error)
+        if isinstance(error, PackstoreError) or _INSIDE in text:
+            raise
+        if "(pid" not in text:  # the pipe or shared memory broke before torch noticed
+            text += _dead(getattr(running, "_workers", ()))
+        if "(pid" not in text:
             raise
         must = "workers must live until the epoch ends"
         do = "Look for the out-of-memory killer and a full /dev/shm; num_workers=0 needs no workers"
-        raise WorkerError(sentence("PackedDataLoader", must, found, do)) from error
-
-
-def _of_the_dead(error: Exception, workers: Sequence[BaseProcess]) -> str:
-    """The message about workers that died; empty if `error` has another cause."""
-    found = str(error) or repr(error)
-    if isinstance(error, PackstoreError) or _INSIDE in found:
-        return ""
-    if "(pid" not in found:  # the pipe or shared memory broke before torch noticed
-        found += _dead(workers)
-    return found if "(pid" in found else ""
+        raise WorkerError(sentence("PackedDataLoader", must, text, do)) from error
 
 
 def _dead(workers: Sequence[BaseProcess]) -> str:
     """Names the workers that have ended or are ending."""
+    names = ""
     for worker in workers:
-        with contextlib.suppress(RuntimeError):  # torch's, on the signal that a worker has ended
+        try:
             worker.join(1)
-    ended = [f" (pid {worker.pid})" for worker in workers if worker.exitcode]
-    return "".join(ended)
+            names += f" (pid {worker.pid})" if worker.exitcode else ""
+        except RuntimeError as error:  # torch's, on the signal that a worker has ended
+            names += f" {error}"
+    return names
 
 
-def _as_it_is(item: Any) -> Any:
+def _unchanged(item: Any) -> Any:
     return item
 
 
