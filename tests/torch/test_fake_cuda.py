@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 SUPPORT = Path(__file__).parents[1] / "support"
 
 KNOWN_WAITS: dict[str, int] = {}

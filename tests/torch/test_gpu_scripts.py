@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LACKING = ("numba", "llvmlite", "polars", "datasets", "isal", "torchdata", "duckdb", "jsonschema")
 
@@ -30,7 +32,7 @@ PathFinder.find_spec = staticmethod(find_spec)
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[SimpleNamespace]:
     """The modules of the script."""
-    names = ("fast", "parts", "predictions", "prepare", "session", "sizes")
+    names = ("prepare", "session", "sizes")
     sys.path.insert(0, str(BENCHMARKS))
     try:
         yield SimpleNamespace(**{n: importlib.import_module(f"gpu.{n}") for n in names})
@@ -78,30 +80,6 @@ def test_stage_1_without_what_the_machine_lacks(data: Path, tmp_path: Path) -> N
     assert done.stdout.splitlines()[-1] == f"right: {len(cases)}"
 
 
-def test_ways_to_train_give_one_loss(gpu: SimpleNamespace, tmp_path: Path) -> None:
-    only = r"^llama.*(/shared_prefix|/padding_free|/padded|/same loss)$"
-    session = gpu.session.Session(2, tmp_path, 100, gpu.sizes.DRY, only)
-    gpu.fast.stage(session)
-    cases = cases_of(tmp_path, 2)
-    assert cases["llama-1.2b/hh/256/same loss"]["right"]
-    rates = [case["pairs_per_second"] for case in cases.values() if "loss" in case]
-    assert len(rates) == 3
-    assert min(rates) > 0
-
-
-def test_parts(gpu: SimpleNamespace, tmp_path: Path) -> None:
-    only = r"head.*(packstore|logits)$|profile/llama.*concat|gather/hh|attention/sdpa"
-    session = gpu.session.Session(3, tmp_path, 100, gpu.sizes.DRY, only)
-    gpu.parts.stage(session)
-    cases = cases_of(tmp_path, 3)
-    assert {case["verdict"] for case in cases.values()} == {"measured"}
-    head = cases["head/100x32/packstore"]
-    assert head["error"] < 1e-5 < cases["head/100x32/logits"]["error"]
-    shares = cases["profile/llama-1.2b/concat"]["shares"]
-    assert sum(shares.values()) == pytest.approx(1)
-
-
-@pytest.mark.slow
 def test_all_stages(data: Path, tmp_path: Path) -> None:
     """Also a training run that is killed and resumed; peers of the head may be absent."""
     pytest.importorskip("accelerate", reason="training needs accelerate")
@@ -161,14 +139,6 @@ def test_a_process_that_dies_is_followed_by_one_that_goes_on(
     assert gpu.session.supervise([sys.executable, str(script)], path, 100) == 0
     verdicts = {name: case["verdict"] for name, case in cases_of(tmp_path, 1).items()}
     assert verdicts == {"first": "measured", "crash": "unfinished", "last": "measured"}
-
-
-def test_misses_of_predictions(gpu: SimpleNamespace) -> None:
-    case = "llama-1.2b/hh/8192/concat"
-    found = gpu.predictions.misses(case, {"pairs_per_second": 120.0, "peak_gib": 15.0})
-    assert found["misses"] == ["pairs_per_second: predicted 173, measured 120 (-31%)"]
-    assert found["predicted"] == {"pairs_per_second": 173, "peak_gib": 14.7}
-    assert gpu.predictions.misses("another case", {"pairs_per_second": 120.0}) == {}
 
 
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:

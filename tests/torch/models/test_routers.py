@@ -22,8 +22,6 @@ from packstore.testing import random_examples
 from packstore.torch import (
     Metrics,
     PackedBatch,
-    PackedDataLoader,
-    PackedDataset,
     PackedPolicy,
     PreferenceLoss,
     StepDivisor,
@@ -200,33 +198,6 @@ def test_each_example_weighs_the_same_whatever_the_loss_counts(
             loss_fn(packed_logps(model, batches[0]), batches[0], divisor=StepDivisor(3))
 
 
-def test_steps_of_a_loader_over_batches_and_ranks(
-    kit: SimpleNamespace, tmp_path: Path, exact: None
-) -> None:
-    """The divisor that batches carry; gradients are averaged over two ranks, run in turn."""
-    sizes = [1, 2, 1, 3, 2, 1, 1, 1]
-    examples = random_examples(sum(sizes), seed=5)
-    data = kit.write(
-        str(tmp_path), kit.packed(examples, sizes, "shared_prefix"), layout="shared_prefix"
-    )
-    model = moe(kit)
-    plain = copy.deepcopy(model)
-    policy = PackedPolicy(use_packed_attention(model, "reference"))
-    loss_fn = PreferenceLoss("cpo", beta=BETA)
-    found: dict[str, Tensor] = {}
-    seen: list[PackedBatch] = []
-    for rank in range(2):
-        packs = PackedDataset(data, rank=rank, world_size=2, shuffle=False)
-        for batch in PackedDataLoader(packs, accumulation=4, tail="drop"):
-            loss_fn(policy(batch), batch).loss.backward()
-            seen.append(batch)
-        for name, gradient in take_gradients(model).items():
-            found[name] = found.get(name, 0.0) + gradient / 2
-    assert {(b.step.batches, b.step.ranks) for b in seen if b.step} == {(4, 2)}
-    _, expected = plain_step(plain, seen, COEFFICIENT)
-    assert_equal(found, expected, 1e-9)
-
-
 @pytest.mark.filterwarnings("ignore")  # PEFT's and torch's own
 def test_checkpointing_and_adapters_keep_its_gradient(kit: SimpleNamespace) -> None:
     peft = pytest.importorskip("peft", reason="adapters")
@@ -284,6 +255,7 @@ def test_wrappers_pass_it_on(kit: SimpleNamespace, tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's own, in dynamo
 def test_a_compiler_passes_it_on(kit: SimpleNamespace) -> None:
     class Policy(nn.Module):
@@ -326,11 +298,7 @@ def test_when_it_is_added(kit: SimpleNamespace, caplog: pytest.LogCaptureFixture
         metrics(model, PreferenceLoss("cpo", router_aux_loss_coef=0.1))
     with pytest.raises(ConfigError, match="router_aux_loss_coef must be at least 0; found -1"):
         PreferenceLoss(router_aux_loss_coef=-1.0)
-    for name in (
-        "llama",
-        "deepseek_v3",
-        "jetmoe",
-    ):  # without experts, without that loss, without a word
+    for name in ("llama", "deepseek_v3", "jetmoe"):  # without that loss, without a word
         assert "aux_loss" not in metrics(use_packed_attention(kit.tiny_family(name, torch.float32)))
     assert not [r for r in caplog.records if r.levelno > logging.INFO]
 
