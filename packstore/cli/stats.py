@@ -6,7 +6,6 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.table import Table
 
 from packstore.cli import Command
 from packstore.cli._messages import progress_of
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from packstore.progress import Progress
 
 PERCENTILES = {"min": 0, "p1": 1, "p10": 10, "median": 50, "p90": 90, "p99": 99, "max": 100}
-BARS = 40
 GROUPS = 40
 """Groups of a table, the largest."""
 
@@ -71,8 +69,6 @@ def _run(args: argparse.Namespace) -> int:
         console.print(figures_table(title, columns, rows))
     if len(groups) > GROUPS:
         console.print(f"the largest {GROUPS} of {number(len(groups))} groups; --json has all")
-    for name in ("examples per pack", "sequence length"):
-        console.print(_histogram(name, values[name]))
     return 0
 
 
@@ -192,22 +188,6 @@ def _page(dataset: Dataset, values: dict[str, Any], tables: Any) -> str:
         ],
         tables=tables,
     )
-
-
-def _histogram(name: str, values: Any) -> Table:
-    """Returns a histogram of `values` with at most twelve bars of equal width."""
-    low, high = int(values.min()), int(values.max())
-    width = max(1, -(-(high - low + 1) // 12))
-    edges = np.arange(low, high + width + 1, width)
-    counts, _ = np.histogram(values, edges)
-    table = Table(title=name, show_header=False, box=None, title_justify="left", title_style="bold")
-    table.add_column(justify="right", style="cyan")
-    table.add_column(justify="right")
-    table.add_column()
-    for start, count in zip(edges, counts, strict=False):
-        label = f"{start:,}" if width == 1 else f"{start:,}–{start + width - 1:,}"
-        table.add_row(label, f"{count:,}", "█" * round(BARS * count / max(counts.max(), 1)))
-    return table
 
 
 COMMAND = Command(

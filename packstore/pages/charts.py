@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -37,6 +36,8 @@ RUN = {
 }
 """Title of a chart of a training run -> name and metric of each curve."""
 
+RUN_COLUMNS = ("metric", "first", "last", "lowest", "at step", "highest", "at step")
+
 
 def charts_page(
     title: str,
@@ -59,36 +60,29 @@ def charts_page(
 
 def train_page(title: str, subtitle: str, path: Path) -> str:
     """Returns the page of a training run from its ``metrics.jsonl``; null is no value."""
-    records: list[dict[str, float]] = []
+    points: dict[str, list[tuple[float, float]]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record = json.loads(line)
         except ValueError:  # the last line of a run that was killed
             continue
-        records.append({n: math.nan if value is None else value for n, value in record.items()})
-    points: dict[str, list[tuple[float, float]]] = {}
-    for record in records:
-        for name, value in record.items():
-            if name not in ("step", "epoch") and math.isfinite(value):
-                points.setdefault(name, []).append((record["step"], value))
+        for name in record.keys() - {"step", "epoch"}:
+            if record[name] is not None and np.isfinite(record[name]):
+                points.setdefault(name, []).append((record["step"], record[name]))
     rows = []
-    for name, own in points.items():
-        (low_step, low), (high_step, high) = (f(own, key=lambda p: p[1]) for f in (min, max))
-        ends = (own[0][1], own[-1][1], low)
-        cells = [f"{value:.5g}" for value in ends]
-        rows.append([name, *cells, f"{low_step:,.0f}", f"{high:.5g}", f"{high_step:,.0f}"])
-    steps = max((record["step"] for record in records), default=0)
-    last = {name: f"{own[-1][1]:.5g}" for name, own in points.items() if name.endswith("loss")}
-    columns = ("metric", "first", "last", "lowest", "at step", "highest", "at step")
+    for name, curve in sorted(points.items()):
+        (low_step, low), (high_step, high) = (f(curve, key=lambda p: p[1]) for f in (min, max))
+        values = [f"{value:.5g}" for value in (curve[0][1], curve[-1][1], low)]
+        rows.append([name, *values, f"{low_step:,.0f}", f"{high:.5g}", f"{high_step:,.0f}"])
     return charts_page(
         title,
         subtitle,
-        facts={"steps": f"{steps:,.0f}", **last},
+        facts={f"last {name}": row[2] for name, *row in rows if name.endswith("loss")},
         charts=[
             curves(chart, "step", {name: points.get(metric, []) for name, metric in named.items()})
             for chart, named in RUN.items()
         ],
-        tables={"All metrics": (columns, rows)},
+        tables={"All metrics": (RUN_COLUMNS, rows)},
     )
 
 
@@ -97,39 +91,34 @@ def histogram(title: str, values: npt.NDArray[np.generic], unit: str) -> str:
 
     If the largest 1 % are outliers, the last bar holds them all, with a note.
     """
-    numbers = np.asarray(values, np.float64)
+    numbers, whole = np.asarray(values, np.float64), values.dtype.kind in "iub"
     low, high, top = float(numbers.min()), float(np.quantile(numbers, 0.99)), float(numbers.max())
-    whole = values.dtype.kind in "iub"
     if high - low < (1 if whole else 1e-12) or top - low <= FAR * (high - low):
         high = top
-    step = max((high - low) / BARS, 1.0 if whole else 1e-12)
+    step = max((high - low) / BARS, 1e-12)
     step = float(np.ceil(step)) if whole else step
     bars = max(1, min(BARS, int((high - low) // step) + 1))
-    place = np.minimum(((numbers - low) // step).astype(np.int64), bars - 1)
-    counts = np.bincount(place, minlength=bars)
-    width = (WIDTH - LEFT - RIGHT) / bars
-    levels = [level for level in _ticks(0, int(counts.max())) if level == int(level)]
+    places = np.minimum((numbers - low) // step, bars - 1).astype(np.int64)
+    counts = np.bincount(places, minlength=bars).tolist()
+    levels = [level for level in _ticks(0, max(counts)) if level == int(level)]
     shapes = []
-    for i, count in enumerate(counts.tolist()):
-        height = (HEIGHT - TOP - BOTTOM) * count / levels[-1]
-        end = max(low + (i + 1) * step, top if i == bars - 1 else low)
+    for i, count in enumerate(counts):
+        (left, upper), (right, base) = (
+            _point(i / bars, count / levels[-1]),
+            _point((i + 1) / bars, 0),
+        )
+        end = top if i == bars - 1 else low + (i + 1) * step
         name = f"{_short(low + i * step)} to {_short(end)} {unit}: {count:,}"
         shapes.append(
-            f'<rect class="bar" x="{LEFT + i * width:.1f}" y="{HEIGHT - BOTTOM - height:.1f}" '
-            f'width="{max(width - 1, 0.5):.1f}" height="{height:.1f}">'
-            f"<title>{as_html(name)}</title></rect>"
+            f'<rect class="bar" x="{left:.1f}" y="{upper:.1f}" width="{right - left - 0.8:.1f}" '
+            f'height="{base - upper:.1f}"><title>{as_html(name)}</title></rect>'
         )
-    ticks = np.linspace(0, bars, 5)
-    if whole:  # at the start of bars, or at the middle of bars with a single value
-        firsts = np.unique(np.linspace(0, bars - 1, 5).round())
-        ticks = firsts + 0.5 if step == 1 else firsts
-    names = low + (np.floor(ticks) if whole else ticks) * step
-    marks = [(float(t) / bars, _short(float(name))) for t, name in zip(ticks, names, strict=True)]
-    heights = [(level / levels[-1], _short(level)) for level in levels]
     note = f"median {_short(float(np.median(numbers)))}, largest {_short(top)} {unit}".rstrip()
     if top > high:
         note += f"; the last bar holds all from {_short(low + (bars - 1) * step)} on"
-    return _figure(title, note, marks, heights, shapes)
+    return _figure(
+        title, note, _marks(low, low + bars * step), _marks(0, levels[-1], levels), shapes
+    )
 
 
 def curves(title: str, unit: str, series: Mapping[str, Points]) -> str:
@@ -144,29 +133,23 @@ def curves(title: str, unit: str, series: Mapping[str, Points]) -> str:
     if not drawn:
         return ""
     xs, ys = (np.array([p[axis] for kept in drawn.values() for p in kept]) for axis in (0, 1))
-    left, right = float(xs.min()), float(xs.max())
+    left, right = float(xs.min()), max(float(xs.max()), float(xs.min()) + 1e-12)
     levels = _ticks(float(ys.min()), float(ys.max()))
     low, high = levels[0], levels[-1]
     shapes, keys = [], []
     for i, (name, kept) in enumerate(drawn.items()):
-        places = [
-            _point((x - left) / max(right - left, 1e-12), (y - low) / (high - low)) for x, y in kept
-        ]
+        places = [_point((x - left) / (right - left), (y - low) / (high - low)) for x, y in kept]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         shapes.append(f'<polyline class="curve s{i % 6}" points="{path}"/>')
-        radius = 3 if len(kept) <= 60 else 1.5
         shapes += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="point s{i % 6}">'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" class="point s{i % 6}">'
             f"<title>{as_html(f'{name}, {unit} {place:,.0f}: {value:.6g}')}</title></circle>"
             for (x, y), (place, value) in zip(places, kept, strict=True)
         ]
-        keys.append(f'<span class="key s{i % 6}">{as_html(name)}</span>')
-    heights = [((y - low) / (high - low), _short(y)) for y in levels]
-    steps = [x for x in _ticks(left, right) if left <= x <= right and x == int(x)] or [left]
-    marks = [((x - left) / max(right - left, 1e-12), _short(x)) for x in steps]
-    last = ", ".join(f"{name} {kept[-1][1]:.4g}" for name, kept in drawn.items())
-    legend = f'<p class="soft keys">{"".join(keys)}</p>' if len(drawn) > 1 else ""
-    return _figure(title, f"at the end: {last}", marks, heights, shapes, legend)
+        text = as_html(f"{name}, at the end {kept[-1][1]:.4g}")
+        keys.append(f'<span class="key s{i % 6}">{text}</span>')
+    legend = f'<p class="soft keys">{"".join(keys)}</p>'
+    return _figure(title, "", _marks(left, right), _marks(low, high, levels), shapes, legend)
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -177,6 +160,14 @@ def _ticks(low: float, high: float) -> list[float]:
     step = power * next(m for m in (1, 2, 5, 10) if 5 * power * m >= (high - low) * (1 - 1e-9))
     first, last = np.floor(low / step + 1e-9), np.ceil(high / step - 1e-9)
     return [float(f"{step * i:.6g}") for i in np.arange(first, last + 1)]
+
+
+def _marks(
+    low: float, high: float, levels: Sequence[float] | None = None
+) -> list[tuple[float, str]]:
+    """Returns place (a fraction of the axis) and text of each tick from `low` to `high`."""
+    inside = [x for x in levels or _ticks(low, high) if low <= x <= high] or [low]
+    return [((x - low) / (high - low), _short(x)) for x in inside]
 
 
 def _thinned(points: Points) -> list[tuple[float, float]]:

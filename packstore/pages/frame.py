@@ -53,16 +53,19 @@ def page(
         sections: HTML.
         style: CSS besides that of all pages.
         script: JavaScript, which may not contain ``</script``.
-        data: a JSON value for the script, the text of the element ``#data``.
+        data: a JSON value for the script: the text of the element ``#data``.
         connect: True: the script may ask the server that the page came from.
     """
     css = asset("style.css") + style
-    scripts = f"<script>{script}</script>\n" if script else ""
-    if data is not None:
-        scripts = f'<script type="application/json" id="data">{embedded(data)}</script>\n' + scripts
+    policy = f"default-src 'none'; style-src '{_digest(css)}'; base-uri 'none'; form-action 'none'"
+    scripts = ""
+    if script:
+        policy += f"; script-src '{_digest(script)}'" + ("; connect-src 'self'" if connect else "")
+        scripts = f'<script type="application/json" id="data">{embedded(data)}</script>\n'
+        scripts += f"<script>{script}</script>\n"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy(css, script, connect)}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{as_html(title)}</title>\n<style>{css}</style></head><body>\n"
         f'<h1 dir="auto">{as_html(title)}</h1>\n'
@@ -70,13 +73,6 @@ def page(
         + "\n".join(sections)
         + f"\n<footer>packstore {VERSION}</footer>\n{scripts}</body></html>\n"
     )
-
-
-def policy(style: str, script: str, connect: bool) -> str:
-    """Returns the Content-Security-Policy of a page with this style and script."""
-    allowed = f"default-src 'none'; style-src '{_digest(style)}'; base-uri 'none'"
-    allowed += f"; script-src '{_digest(script)}'" if script else ""
-    return f"{allowed}; form-action 'none'" + ("; connect-src 'self'" if connect else "")
 
 
 def embedded(value: object) -> str:

@@ -114,7 +114,7 @@ def test_verify(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_stats(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = output(capsys, "stats", str(dataset))
-    for text in ("sequence length", "examples per pack", "median", "█"):
+    for text in ("sequence length", "examples per pack", "median"):
         assert text in out
     figures = json.loads(output(capsys, "stats", str(dataset), "--json"))
     assert figures["reward gap"]["mean"] == 1.0
