@@ -203,7 +203,8 @@ function select(i) {
   at("token").textContent = block.title;
   const box = article.querySelector(".tokens");
   box.focus({ preventScroll: true });
-  (mark(box, state.pack, state.pack.sequences[i]) || article).scrollIntoView({ block: "start" });
+  const hit = mark(box, state.pack, state.pack.sequences[i]);
+  (hit || article).scrollIntoView({ block: hit ? "center" : "start" });
   history.replaceState(null, "", `#${state.pack.number}.${i}`);
 }
 
@@ -272,9 +273,7 @@ document.addEventListener("keydown", (event) => {
 
 // Returns the text around the match if a sequence is sought, else null.
 function match(pack, own, query) {
-  const bound = (text, other) => (text === "" ? other : Number(text));
   if (query.side && own.side !== query.side) return null;
-  if (own.length < bound(query.shortest, 0) || own.length > bound(query.longest, Infinity)) return null;
   const [, file, line] = /^(.*):(\d+)$/.exec(query.q) || [];
   const [, path, place] = /^(.*), \w+ (\d+)$/s.exec(own.place) || [];
   if (query.q === own.id || (line && line === place && path.endsWith(file))) return ["", "", ""];
@@ -298,7 +297,7 @@ function line(pack, own, i, [before, hit, after]) {
 // Searches pack by pack, from the shown one on and around, until it is stopped or has found enough.
 async function search() {
   const mine = ++state.search;
-  const query = Object.fromEntries(["q", "side", "shortest", "longest"].map((name) => [name, at(name).value.trim()]));
+  const query = Object.fromEntries(["q", "side"].map((name) => [name, at(name).value.trim()]));
   const all = numbers || { length: about.packs };
   const begin = state.pack ? (numbers ? numbers.indexOf(state.pack.number) : state.pack.number) : 0;
   at("hits").replaceChildren();

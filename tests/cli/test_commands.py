@@ -42,18 +42,6 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -
     return capsys.readouterr().out
 
 
-def test_pack_states_the_counts(
-    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tmp_path / "pairs.jsonl"
-    same = {"prompt": "p", "chosen": "same", "rejected": "same"}
-    write_jsonl(source, [*PAIRS, same])
-    out = output(capsys, "pack", str(source), str(tmp_path / "out"), "--tokenizer", str(tokenizer))
-    assert "preference dataset" in out
-    assert "dropped: identical_sides  │ 1" in out or "identical_sides" in out
-    assert "31" in out
-
-
 def test_inspect(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = output(capsys, "inspect", str(dataset))
     for text in (
@@ -99,44 +87,6 @@ def test_show_refuses(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     assert main(["show", str(dataset), "--tokenizer", str(other)]) == 1
     assert "must be the tokenizer that" in capsys.readouterr().err
-
-
-def test_verify(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "ok: 1 shards" in output(capsys, "verify", str(dataset))
-    (shard,) = (dataset / "data").iterdir()
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
-    out = output(capsys, "verify", str(dataset), code=1)
-    assert "sha256" in out
-    assert shard.name in out
-
-
-def test_stats(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = output(capsys, "stats", str(dataset))
-    for text in ("sequence length", "examples per pack", "median"):
-        assert text in out
-    figures = json.loads(output(capsys, "stats", str(dataset), "--json"))
-    assert figures["reward gap"]["mean"] == 1.0
-    assert figures["sequence length"]["count"] == 60
-
-
-def test_doctor(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = tmp_path / "pairs.jsonl"
-    pairs = [{**pair, "prompt": pair["prompt"] + "\n"} for pair in PAIRS]  # not glued
-    records = [*pairs, pairs[3], {**pairs[4], "rejected": ""}, {"prompt": "p", "chosen": "c"}]
-    write_jsonl(source, records)
-    arguments = ["doctor", str(source), "--tokenizer", str(tokenizer)]
-    out = output(capsys, *arguments, code=1)
-    for text in ("33 records", "empty_side", "missing_field", "duplicate_records", "line 32"):
-        assert text in out
-    write_jsonl(source, [*pairs, pairs[3]])
-    assert "remark: duplicate_records" in output(capsys, *arguments)
-    assert main([*arguments, "--strict"]) == 1
-    capsys.readouterr()
-    write_jsonl(source, pairs)
-    assert "nothing to remark" in output(capsys, *arguments, "--strict")
-    assert "problem: no_eos" in output(capsys, *arguments, "--no-append-eos", code=1)
 
 
 def test_every_setting_is_a_flag_with_its_default_in_the_help(

@@ -161,38 +161,6 @@ def test_what_cannot_be_seen_is_spelled() -> None:
     assert frame.as_html("<\x1b") == r"&lt;\x1b"
 
 
-COLOURS = re.compile(r"--([\w-]+): (#[0-9a-f]{3,6})")
-GROUNDS = {
-    "ink": ("paper", "raised", "prompt", "chosen", "rejected", "response", "unsupervised", "mark"),
-    "soft": ("paper", "raised"),
-}
-
-
-def luminance(colour: str) -> float:
-    digits = colour[1:] if len(colour) == 7 else "".join(c * 2 for c in colour[1:])
-    parts = np.array([int(digits[i : i + 2], 16) for i in (0, 2, 4)]) / 255
-    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
-    return float(linear @ (0.2126, 0.7152, 0.0722))
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_text_can_be_read(theme: str) -> None:
-    """A contrast of at least 4.5 (WCAG 2.2, 1.4.3), of lines and shapes 3 (1.4.11)."""
-    light, dark = frame.asset("style.css").split("@media", 1)
-    named = dict(COLOURS.findall(light))
-    if theme == "dark":
-        named |= dict(COLOURS.findall(dark))
-
-    def contrast(a: str, b: str) -> float:
-        low, high = sorted(luminance(named[name]) for name in (a, b))
-        return (high + 0.05) / (low + 0.05)
-
-    for ink, grounds in GROUNDS.items():
-        assert {g: contrast(ink, g) for g in grounds if contrast(ink, g) < 4.5} == {}
-    shapes = [name for name in named if re.fullmatch(r"c\d|\w+-line|accent", name)]
-    assert {s: contrast(s, "paper") for s in shapes if contrast(s, "paper") < 3} == {}
-
-
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
 def test_a_browser_makes_no_element_of_a_record(hostile: Dataset, tmp_path: Path) -> None:
     written(hostile, tmp_path)
