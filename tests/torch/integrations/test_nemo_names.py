@@ -83,16 +83,6 @@ def test_settings(kit: SimpleNamespace, loss: str, others: dict[str, Any]) -> No
     assert abs(parity - fair) > 1e-4
 
 
-def test_one_name_inside() -> None:
-    averaged = {"ref_policy_kl_penalty": 0.2, "preference_average_log_probs": True}
-    names = {loss: loss_from_nemo({"preference_loss": loss, **averaged}) for loss in LOSS_NAMES}
-    assert names["dpo"].terms[0].name == "dpo_norm"
-    assert names["ipo"].terms[0].name == "ipo"
-    assert names["rpo_sq"].terms[0].name == "rpo_sq"
-    assert all(loss.terms[0].averaged for loss in names.values())
-    assert loss_from_nemo({"ref_policy_kl_penalty": 0.2}).terms[0].parameters == {"beta": 0.2}
-
-
 def test_metrics(kit: SimpleNamespace) -> None:
     batch, logps, ref = made(kit)
     settings = {"ref_policy_kl_penalty": 0.2, "preference_loss_weight": 0.5}

@@ -19,7 +19,6 @@ from ranks import launch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 from packstore.format.arrays import Packs, to_offsets
@@ -80,19 +79,6 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, gradient in expected.items():
         assert (gradient - found[name]).abs().max() < 1e-9, name
         assert gradient.abs().max() > 1e-6, name
-
-
-def under_ddp(model: Any, loss_fn: PreferenceLoss) -> dict[str, Any]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    policy, metrics = DistributedDataParallel(PackedPolicy(model)), Metrics()
-    step = batches(rank, world)[: STEP_PACKS // world]
-    divisor = count_step(step, loss_fn).averaged(world)
-    for i, batch in enumerate(step):
-        policy.require_backward_grad_sync = i == len(step) - 1
-        out = loss_fn(policy(batch), batch, divisor=divisor)
-        out.loss.backward()
-        metrics.add(out.metrics)
-    return {"gradients": take_gradients(model), "metrics": metrics.means()}
 
 
 def under_fsdp(model: Any, loss_fn: PreferenceLoss) -> dict[str, Any]:
@@ -199,7 +185,6 @@ def on_rank(task: dict[str, Any]) -> dict[str, Any]:
     with_sft = loss_of(sft_weight=0.3)
     found = {
         "sums": all_reduce_sums([1.0 + rank, torch.tensor(0.1)]),
-        "ddp": under_ddp(prepare(task["model"]), with_sft),
         "fsdp": under_fsdp(prepare(deepcopy(task["model"])), with_sft),
     }
     if task["accelerate"]:
@@ -222,15 +207,6 @@ def _has(package: str) -> bool:
     import importlib.util
 
     return importlib.util.find_spec(package) is not None
-
-
-def test_two_processes_under_ddp(kit: SimpleNamespace, ranks: list[dict[str, Any]]) -> None:
-    model = prepare(kit.tiny_model())
-    loss, expected = whole_step(model, loss_of(sft_weight=0.3), STEP_PACKS)
-    for found in ranks:
-        assert_equal(found["ddp"]["gradients"], expected)
-        assert found["ddp"]["metrics"]["loss"] == pytest.approx(loss, abs=1e-12)
-        assert found["sums"] == pytest.approx([3.0, 0.2])
 
 
 def test_two_processes_under_fsdp(kit: SimpleNamespace, ranks: list[dict[str, Any]]) -> None:

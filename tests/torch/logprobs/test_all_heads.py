@@ -67,6 +67,7 @@ def accepted(kit: SimpleNamespace, name: str, batch: PackedBatch) -> Any:
     return model
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 def test_its_head(kit: SimpleNamespace, batch: PackedBatch, name: str) -> None:

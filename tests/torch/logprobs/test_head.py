@@ -17,20 +17,10 @@ from packstore.torch.logprobs.head import PackedPolicy, find_head, packed_logps
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "mistral": {},
-    "gemma": {},
     "gemma2": {"final_logit_softcapping": 3.0, "attn_logit_softcapping": None},
-    "gemma3_text": {"final_logit_softcapping": 3.0},
-    "xlstm": {},
     "phi": {},
-    "phi3": {},
     "cohere": {"logit_scale": 0.25},
-    "cohere2": {"logit_scale": 0.25},
     "granite": {"logits_scaling": 4.0},
-    "olmo2": {},
-    "gpt_neox": {},
 }
 
 
@@ -60,15 +50,6 @@ def test_families(kit: SimpleNamespace, batch: PackedBatch, exact: None, name: s
     assert wanted.keys() == given.keys()
     for parameter, gradient in given.items():
         torch.testing.assert_close(gradient, wanted[parameter], rtol=0, atol=1e-8)
-
-
-def test_what_the_config_says(kit: SimpleNamespace) -> None:
-    heads = {name: find_head(kit.tiny_family(name, **FAMILIES[name])) for name in FAMILIES}
-    assert heads["cohere"].logit_scale == heads["granite"].logit_scale == 0.25
-    assert heads["gemma2"].softcap == heads["gemma3_text"].softcap == 3.0
-    assert heads["llama"].softcap is None
-    assert heads["phi"].bias is not None
-    assert heads["llama"].bias is None
 
 
 def test_tied_weights(kit: SimpleNamespace, batch: PackedBatch) -> None:
@@ -215,37 +196,6 @@ def test_a_vocabulary_that_grew_and_half_precision(kit: SimpleNamespace) -> None
     assert find_head(model).weight.shape == (kit.VOCAB + 3, 32)
 
 
-def test_the_proof_knows_no_autocast(kit: SimpleNamespace, batch: PackedBatch) -> None:
-    plain, mixed = (
-        use_packed_attention(kit.tiny_model("llama", dtype=torch.float32)) for _ in range(2)
-    )
-    with torch.autocast("cpu", torch.bfloat16):
-        found = packed_logps(mixed, batch)
-    assert (found - packed_logps(plain, batch)).abs().max() < 1
-
-
-def test_a_decoder_that_the_model_calls_without_its_base_model(
-    kit: SimpleNamespace, batch: PackedBatch
-) -> None:
-    model = use_packed_attention(kit.tiny_family("opt", torch.float32), "reference")
-    expected = segment_logps(batch, logits=model(**batch.model_inputs()).logits)
-    assert (packed_logps(model, batch) - expected).abs().max() < 1e-4
-    assert expected.abs().max() > 1
-
-
-def test_heads_with_layers_before_them_are_refused(kit: SimpleNamespace) -> None:
-    model = kit.tiny_family("electra", torch.float32, is_decoder=True)
-    with pytest.raises(CompatibilityError, match=r"hidden states of its width, 128; .*Use logits"):
-        find_head(model)
-
-
-@of_peft
-def test_an_adapter_on_the_head_is_named(kit: SimpleNamespace) -> None:
-    model = lora(kit.tiny_family("llama", torch.float32), target_modules=["lm_head"])
-    with pytest.raises(CompatibilityError, match=r"found an adapter over it \(peft\.tuners\.lora"):
-        find_head(model)
-
-
 @pytest.mark.filterwarnings("ignore")  # torch's own, in dynamo
 def test_a_compiler_is_not_stripped(kit: SimpleNamespace, batch: PackedBatch) -> None:
     """The backbone is called without the head: what compiles the model's own call would not run."""
@@ -277,15 +227,11 @@ def test_a_compiler_is_not_stripped(kit: SimpleNamespace, batch: PackedBatch) ->
     assert frames
 
 
-@pytest.mark.parametrize("proved", [False, True])
-def test_a_forward_call_that_accelerate_changed(
-    kit: SimpleNamespace, batch: PackedBatch, proved: bool
-) -> None:
+def test_a_forward_call_that_accelerate_changed(kit: SimpleNamespace, batch: PackedBatch) -> None:
     """Its mixed precision would be passed over; the head is not to blame."""
     accelerate = pytest.importorskip("accelerate", reason="accelerate is in the extra train")
     model = use_packed_attention(kit.tiny_model(dtype=torch.float32))
-    if proved:
-        find_head(model)
+    find_head(model)  # proved before
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     try:

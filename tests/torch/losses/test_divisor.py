@@ -47,19 +47,6 @@ def test_count_of_a_step_is_the_sum_of_its_counts(step: list[PackedBatch], avera
     assert count_step([], loss_of()) == StepDivisor(1, None, 1)
 
 
-def test_counts_of_other_kinds(kit: SimpleNamespace, step: list[PackedBatch]) -> None:
-    ranked = collate(kit.packed(random_examples(4, kind="ranked"), [4], "concat"), "ranked")
-    for pairs in ("best_vs_rest", "all", "adjacent"):
-        loss_fn = loss_of(pairs=pairs)
-        out = loss_fn(torch.zeros(ranked.num_segments), ranked, torch.zeros(ranked.num_segments))
-        assert loss_fn.count(ranked).count == out.count
-    single = collate(kit.packed(random_examples(4, kind="sft"), [4], "concat"), "sft")
-    loss_fn = PreferenceLoss("sft")
-    assert loss_fn.count(single).count == loss_fn(torch.zeros(4), single).count
-    packs = loss_of(reduction="pack_mean", sft_weight=1.0, sft_average="sequence_sum")
-    assert count_step(step, packs) == StepDivisor(len(SIZES), len(SIZES), sum(SIZES))
-
-
 def planned(batches: list[PackedBatch], examples: int, index: int = 0) -> Iterator[PackedBatch]:
     for i, batch in enumerate(batches):
         yield batch.replace(step=StepInfo(index, i, len(batches), examples))

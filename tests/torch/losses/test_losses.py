@@ -138,15 +138,7 @@ def test_formula_and_its_derivatives(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_order_of_pairs_does_not_matter(name: str) -> None:
-    pairs, order = random_pairs(), torch.randperm(12)
-    shuffled = Pairs(*(getattr(pairs, field)[order] for field in pairs.__dataclass_fields__))
-    both = [load(name)(x, **parameters(name)) for x in (pairs, shuffled)]
-    assert torch.equal(both[0][order], both[1])
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_gradcheck_and_independence_of_pairs(name: str) -> None:
+def test_no_pair_depends_on_another(name: str) -> None:
     pairs = random_pairs()
     leaves = [x.requires_grad_() for x in (pairs.chosen, pairs.rejected)]
 
@@ -154,22 +146,20 @@ def test_gradcheck_and_independence_of_pairs(name: str) -> None:
         both = replace(pairs, chosen=chosen, rejected=rejected)
         return load(name)(both, **parameters(name))
 
-    assert torch.autograd.gradcheck(run, leaves)
     jacobian = torch.autograd.functional.jacobian(run, tuple(leaves))[0]
     assert torch.equal(jacobian, jacobian.diagonal().diag())
     assert jacobian.diagonal().abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [0.0, 1.0, 100.0, 1e4])
-def test_finite_at_any_margin(name: str, dtype: torch.dtype, size: float) -> None:
+@pytest.mark.parametrize("name", LOSSES)
+def test_finite_at_any_margin(name: str, size: float) -> None:
     values = [
-        torch.tensor(x, dtype=dtype).requires_grad_()
+        torch.tensor(x).requires_grad_()
         for x in ([-size, 0.0, 0.0, -size], [0.0, -size, -size, 0.0])
     ]
-    half = torch.tensor([0.0, 0.0, -size, -size], dtype=dtype)
-    count, reward = torch.full_like(half, 3), torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=dtype)
+    half = torch.tensor([0.0, 0.0, -size, -size])
+    count, reward = torch.full_like(half, 3), torch.tensor([1.0, 0.0, 1.0, 0.0])
     pairs = Pairs(*values, half, half.flip(0), count, count, reward, reward.flip(0))
     losses = load(name)(pairs, **{**parameters(name), **({} if name == "sft" else {"beta": 1.0})})
     losses.sum().backward()
@@ -177,25 +167,6 @@ def test_finite_at_any_margin(name: str, dtype: torch.dtype, size: float) -> Non
     for value in values:
         if value.grad is not None:
             assert value.grad.isfinite().all()
-
-
-def gradient(name: str, pairs: Pairs, **given: float) -> Tensor:
-    chosen = pairs.chosen.detach().requires_grad_()
-    load(name)(replace(pairs, chosen=chosen), **given).sum().backward()
-    assert chosen.grad is not None
-    return chosen.grad
-
-
-def test_rpo_bwd_kl_has_the_gradient_of_cdpo_with_a_smoothing_of_its_own() -> None:
-    pairs = replace(random_pairs(), rejected_reward=torch.zeros(12, dtype=torch.float64))
-    for gap in (0.0, 0.4, 3.0):
-        same = replace(pairs, chosen_reward=torch.full_like(pairs.chosen, gap))
-        torch.testing.assert_close(
-            gradient("rpo_bwd_kl", same, beta=B, eta=1.0),
-            gradient("cdpo", same, beta=B, label_smoothing=float(s(-gap))),
-            rtol=0,
-            atol=1e-12,
-        )
 
 
 def test_identities() -> None:

@@ -27,7 +27,6 @@ from packstore.torch import (
     PackedDataset,
     PackedPolicy,
     PreferenceLoss,
-    pack_in_memory,
     use_packed_attention,
 )
 from packstore.torch.losses.divisor import count_step
@@ -197,44 +196,16 @@ def uncounted(data: Dataset) -> Dataset:
     return Dataset(data.location, replace(data.manifest, pack_index=None), data.version)
 
 
-def records_of(kind: str) -> list[dict[str, Any]]:
-    """The examples as token ids that were never packed."""
-    examples, made = examples_of(kind), []
-    for e in range(sum(SIZES)):
-        first, last = examples.example_offsets[e : e + 2]
-        cuts = [slice(*examples.sequence_offsets[i : i + 2]) for i in range(first, last)]
-        ids = [examples.input_ids[own] for own in cuts]
-        labels = [np.where(examples.supervised[own], examples.input_ids[own], -100) for own in cuts]
-        scores = examples.reward[first:last].tolist()
-        made.append(
-            {
-                "preference": {
-                    **dict(zip(("chosen", "rejected"), ids, strict=False)),
-                    **dict(zip(("chosen_labels", "rejected_labels"), labels, strict=False)),
-                },
-                "sft": {"input_ids": ids[0], "labels": labels[0]},
-                "ranked": {
-                    "prompt": [],
-                    "responses": ids,
-                    "response_labels": labels,
-                    "scores": scores,
-                },
-            }[kind]
-        )
-    return made
-
-
 @pytest.mark.parametrize("name", ["sft term by token", "sft", "best", "all", "adjacent"])
 def test_every_stream_counts(kit: SimpleNamespace, tmp_path: Path, name: str) -> None:
     """Counts of a step, in each of its batches, are the sums over these batches."""
     kind, loss_fn = LOSSES[name][0], loss_of(name)
-    data, records = stored(kit, tmp_path, kind), records_of(kind)
+    data = stored(kit, tmp_path, kind)
     concat = stored(kit, tmp_path / "concat", kind, "concat")
     how = {"accumulation": 3, "tail": "pad"}
     loaders: dict[str, Any] = {
         "stored": PackedDataLoader(PackedDataset(data), **how),
         "mix": PackedDataLoader(PackedDataset.mix({data: 1, concat: 1}), **how),
-        "in memory": pack_in_memory(records, 100, "shared_prefix"),
     }
     for stream, loader in loaders.items():
         step, several = [], 0

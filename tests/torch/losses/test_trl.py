@@ -1,4 +1,4 @@
-"""Each loss against TRL's and Liger's own functions, and the traps between their names and ours."""
+"""Each loss against TRL's own function, and the traps between its names and ours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from packstore.testing import random_examples
-from packstore.torch import PackedBatch, PreferenceLoss, collate, segment_logps
+from packstore.torch import PackedBatch, PreferenceLoss, collate
 from packstore.torch import segment_token_counts as token_counts
 
 pytestmark = pytest.mark.slow
@@ -141,12 +141,6 @@ def test_trl_ignores_label_smoothing_for_the_sigmoid_loss(trl: Any, batch: Packe
     assert abs(ours(batch, policy, ref, "cdpo", label_smoothing=0.2) - expected) > 1e-2
 
 
-def test_trl_has_no_alpha_divergence_in_float64(trl: Any, batch: PackedBatch) -> None:
-    settings = SAME["alpha_divergence"][2]
-    with pytest.raises(KeyError):
-        theirs(trl, batch, rows(batch, 0), rows(batch, 1), "sigmoid", settings)
-
-
 @pytest.mark.parametrize("kind", ["cpo", "simpo", "orpo"])
 def test_trl_without_a_reference(batch: PackedBatch, kind: str) -> None:
     pytest.importorskip("trl", reason="TRL's own losses")
@@ -173,98 +167,3 @@ def test_trl_without_a_reference(batch: PackedBatch, kind: str) -> None:
     expected = CPOTrainer.cpo_loss(trainer, seen[0::2], seen[1::2])[0].mean()
     gamma = {"gamma": 0.4} if kind == "simpo" else {}
     assert abs(ours(batch, policy, policy, kind, **gamma) - expected) < 1e-10
-
-
-def test_trl_chunked_log_probs(batch: PackedBatch) -> None:
-    kernels = pytest.importorskip("trl.kernels", reason="TRL's log-probs without logits")
-    hidden, weight, _ = head(batch)
-    targets = batch.targets
-    apply = kernels.ChunkedLogProbFunction.apply
-    logps = apply(hidden[targets.rows], weight, None, targets.ids, 1.0, 16, 5.0, 0.5, ())[0]
-    expected = torch.zeros(batch.num_segments).index_add(0, targets.segments, logps)
-    found = segment_logps(
-        batch, hidden=hidden, weight=weight, logit_scale=0.5, softcap=5.0, chunk_size=99
-    )
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-    a, b = (torch.autograd.grad(x.square().sum(), [hidden, weight]) for x in (found, expected))
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-def head(batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden `[T, H]`, weight `[V, H]`, and the row of each padded place `[S, longest]`, or -1."""
-    generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(batch.num_tokens, 8, generator=generator).requires_grad_()
-    weight = (0.3 * torch.randn(50, 8, generator=generator)).requires_grad_()
-    starts, lengths = batch.cu_seqlens[:-1, None], batch.lengths[:, None]
-    place = torch.arange(int(lengths.max()))
-    return hidden, weight, (starts + place).where(place < lengths, -1)
-
-
-LIGER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    # our loss: Liger's class, our parameters, its settings
-    "dpo": ("DPO", {}, {"loss_type": "sigmoid"}),
-    "hinge": ("DPO", {}, {"loss_type": "hinge"}),
-    "exo_pair": ("DPO", {"label_smoothing": 0.01}, {"loss_type": "exo_pair"}),
-    "nca_pair": ("DPO", {}, {"loss_type": "nca_pair"}),
-    "robust": ("DPO", {"label_smoothing": 0.2}, {"loss_type": "robust"}),
-    "bco_pair": ("DPO", {}, {"loss_type": "bco_pair"}),
-    "sppo_hard": ("DPO", {}, {"loss_type": "sppo_hard"}),
-    "apo_zero": ("DPO", {}, {"loss_type": "apo_zero"}),
-    "apo_down": ("DPO", {}, {"loss_type": "apo_down"}),
-    "discopop": ("DPO", {"tau": 0.2}, {"loss_type": "discopop", "discopop_tau": 0.2}),
-    "simpo": ("SimPO", {"gamma": 0.4}, {"gamma": 0.4, "compute_nll_loss": False}),
-    "cpo": ("CPO", {}, {"compute_nll_loss": False}),
-}
-
-
-def liger(batch: PackedBatch, kind: str, **settings: Any) -> tuple[Tensor, list[Tensor]]:
-    """Loss and gradients of Liger's fused loss, on padded rows, chosen ones first."""
-    losses = pytest.importorskip("liger_kernel.chunked_loss", reason="Liger's own losses")
-    hidden, weight, places = head(batch)
-    places = torch.cat([places[0::2], places[1::2]])
-    labels = batch.labels[places.clamp(min=0)].masked_fill(places < 0, -100)
-    chosen = getattr(losses, f"LigerFusedLinear{kind}Loss")
-    reference = {"use_ref_model": False} if kind == "DPO" else {}
-    loss_fn = chosen(beta=BETA, compiled=False, **reference, **settings)
-    rows = hidden[places.clamp(min=0)]
-    loss = loss_fn(weight, rows[:, :-1].contiguous(), labels[:, 1:].contiguous())[0]
-    return loss, list(torch.autograd.grad(loss, [hidden, weight]))
-
-
-def fused(batch: PackedBatch, name: str, **parameters: Any) -> tuple[Tensor, list[Tensor]]:
-    hidden, weight, _ = head(batch)
-    logps = segment_logps(batch, hidden=hidden, weight=weight, chunk_size=99)
-    loss_fn = PreferenceLoss(name, beta=BETA, **parameters)
-    loss = loss_fn(logps, batch, torch.zeros_like(logps)).loss
-    return loss, list(torch.autograd.grad(loss, [hidden, weight]))
-
-
-@pytest.mark.parametrize("name", LIGER)
-def test_liger(batch: PackedBatch, name: str) -> None:
-    kind, parameters, settings = LIGER[name]
-    smoothing = {k: v for k, v in parameters.items() if k == "label_smoothing"}
-    expected, wanted = liger(batch, kind, **settings, **smoothing)
-    found, given = fused(batch, name, **parameters)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    for a, b in zip(given, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["simpo", "cpo"])
-def test_liger_adds_a_likelihood_by_default(batch: PackedBatch, name: str) -> None:
-    kind, parameters, settings = LIGER[name]
-    settings = {k: v for k, v in settings.items() if k != "compute_nll_loss"}
-    expected, _ = liger(batch, kind, **settings)
-    plain, _ = fused(batch, name, **parameters)
-    with_sft, _ = fused(batch, name, **parameters, sft_weight=1.0)
-    assert expected - plain > 1
-    torch.testing.assert_close(with_sft, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_liger_odds_ratio(batch: PackedBatch) -> None:
-    expected, _ = liger(batch, "ORPO", compute_nll_loss=False)
-    hidden, weight, _ = head(batch)
-    logps = segment_logps(batch, hidden=hidden, weight=weight)
-    found, _ = fused(batch, "orpo")
-    likelihood = (logps / token_counts(batch))[0::2].mean()
-    torch.testing.assert_close(found + likelihood, expected, rtol=1e-5, atol=1e-5)

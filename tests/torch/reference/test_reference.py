@@ -164,44 +164,6 @@ def test_a_killed_run_goes_on(
     assert same_files(out, str(tmp_path / "whole"))
 
 
-def test_another_model_takes_over_nothing(
-    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, out = model_of(kit), str(tmp_path / "ref")
-    with monkeypatch.context() as patch:
-        kill_after(patch, 5)
-        with pytest.raises(Killed):
-            write_ref_logps(model, pairs, out)
-    with torch.no_grad():
-        model.lm_head.weight += 0.1
-    write_ref_logps(model, pairs, out)
-    write_ref_logps(model, pairs, str(tmp_path / "whole"))
-    assert values(out) == values(str(tmp_path / "whole"))
-
-
-def test_a_result_is_read_when_the_next_batch_runs(
-    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[str] = []
-
-    class Policy(module.PackedPolicy):
-        def forward(self, batch: Any) -> Any:
-            seen.append("run")
-            return super().forward(batch)
-
-    class Fetched(module.Fetched):
-        def __call__(self) -> Any:
-            seen.append("read")
-            return super().__call__()
-
-    monkeypatch.setattr(module, "PackedPolicy", Policy)
-    monkeypatch.setattr(module, "Fetched", Fetched)
-    write_ref_logps(model_of(kit), pairs, str(tmp_path / "ref"), packs_per_batch=2)
-    assert seen.count("run") == seen.count("read") > 3
-    assert seen[:5] == ["run", "run", "read", "run", "read"]
-    assert seen[-2:] == ["read", "read"]
-
-
 def on_rank(task: dict[str, Any]) -> int:
     """One of the ranks."""
     from transformers import AutoModelForCausalLM

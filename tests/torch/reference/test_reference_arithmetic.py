@@ -20,7 +20,6 @@ from packstore.cli import main
 from packstore.errors import CompatibilityError
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.side.side import SideWriter, open_side
-from packstore.torch import use_packed_attention
 from packstore.torch.attention import flash
 from packstore.torch.models.load import load_model
 from packstore.torch.reference import arithmetic
@@ -28,7 +27,6 @@ from packstore.torch.reference.arithmetic import choose_precision
 from packstore.torch.reference.reference import write_ref_logps
 from packstore.torch.reference.reference_fingerprint import check_reference
 from packstore.torch.training.checkpoint import read_state
-from packstore.torch.training.evaluate import evaluate
 from packstore.torch.training.train import train
 
 
@@ -95,64 +93,6 @@ def test_other_arithmetic_is_refused(
     with pytest.raises(CompatibilityError, match=f"its {name} must be that of the") as caught:
         train(**settings, output=str(tmp_path / "refused"))
     assert do in str(caught.value)
-
-
-def test_what_it_says_of_its_arithmetic(made: dict[str, Any], tmp_path: Path) -> None:
-    told = open_side(precompute(made, tmp_path / "a", "--mixed-precision", "bf16"))
-    wanted = {
-        "weight_dtype": "float32",
-        "autocast_dtype": "bfloat16",
-        "attention": "sdpa",
-        "head_dtype": "float32",
-        "device": "cpu",
-    }
-    assert {name: told.manifest.provenance[name] for name in wanted} == wanted
-    told = open_side(precompute(made, tmp_path / "b", "--dtype", "bfloat16"))
-    assert told.manifest.provenance["weight_dtype"] == "bfloat16"
-    assert told.manifest.provenance["autocast_dtype"] is None
-
-
-def test_an_autocast_around_the_call_is_that_of_the_flag(
-    made: dict[str, Any], tmp_path: Path
-) -> None:
-    model, dataset = load_model(made["model"]), open_dataset(made["dataset"])
-    with torch.autocast("cpu", torch.bfloat16):
-        around = write_ref_logps(model, dataset, str(tmp_path / "around"))
-        check_reference(around, model, dataset)
-    named = write_ref_logps(model, dataset, str(tmp_path / "named"), mixed_precision="bf16")
-    assert named.manifest.shards == around.manifest.shards
-    assert named.manifest.provenance == around.manifest.provenance
-    with pytest.raises(CompatibilityError, match="autocast_dtype"):
-        check_reference(named, model, dataset)
-    with torch.autocast("cpu", torch.bfloat16):
-        plain = write_ref_logps(model, dataset, str(tmp_path / "again"), mixed_precision="none")
-    assert plain.manifest.provenance == around.manifest.provenance
-
-
-def test_rounded_weights_are_another_model_to_the_last_bit(
-    made: dict[str, Any], kit: SimpleNamespace, tmp_path: Path
-) -> None:
-    """float32 weights, and the same rounded to bfloat16 and widened again."""
-    dataset = open_dataset(made["dataset"])
-    rounded = kit.tiny_model(dtype=torch.float32)
-    with torch.no_grad():
-        for weight in rounded.parameters():
-            weight.copy_(weight.bfloat16())
-    side = write_ref_logps(use_packed_attention(rounded), dataset, str(tmp_path / "ref"))
-    model = load_model(made["model"])
-    with pytest.raises(CompatibilityError, match="its model_sha256 must be that of the"):
-        check_reference(side, model, dataset)
-
-
-def test_backend_and_device_are_those_of_the_training(made: dict[str, Any], tmp_path: Path) -> None:
-    """A model is on the CPU when a run begins; `auto` is what it will be on the run's device."""
-    dataset = open_dataset(made["dataset"])
-    model = load_model(made["model"])
-    side = write_ref_logps(model, dataset, str(tmp_path / "ref"))
-    with pytest.raises(CompatibilityError, match="its device must be that of the training, 'mps'"):
-        check_reference(side, model, dataset, device=torch.device("mps"))
-    named = load_model(made["model"], attention="sdpa")
-    check_reference(side, named, dataset)
 
 
 def test_a_side_dataset_that_does_not_say_is_refused(made: dict[str, Any], tmp_path: Path) -> None:
@@ -284,9 +224,3 @@ def test_a_resumed_run_keeps_its_precision(
     assert "mixed_precision was" not in caplog.text
     last = max((tmp_path / "checkpoints").iterdir())
     assert read_state(last).config["mixed_precision"] == "none"
-
-
-def test_evaluate_refuses_a_precision_that_does_not_exist(made: dict[str, Any]) -> None:
-    model, dataset = load_model(made["model"]), open_dataset(made["dataset"])
-    with pytest.raises(ValueError, match="mixed_precision"):
-        evaluate(model, dataset, loss="sft", mixed_precision="fp8")  # type: ignore[arg-type]

@@ -30,7 +30,6 @@ from packstore.torch import (
     use_packed_attention,
 )
 from packstore.torch.losses.figures import GroupedMetrics
-from packstore.torch.reference.reference import write_ref_logps
 from packstore.torch.training.evaluate import evaluate, evaluate_batches
 from packstore.torch.training.reference import SecondModel
 
@@ -161,39 +160,6 @@ def test_a_row_for_each_example(kit: SimpleNamespace, pairs: Dataset, packs: int
     assert "rows" not in evaluate(policy, pairs, **given)
 
 
-def test_rows_of_other_losses(kit: SimpleNamespace, pairs: Dataset, tmp_path: Path) -> None:
-    policy, reference = (use_packed_attention(m) for m in models(kit))
-    single = evaluate(policy, pairs, loss="sft", rows=True)["rows"]
-    single = polars.from_arrow(single)
-    assert single.columns == ["example_id", "logps", "loss", "source"]
-    nll = [-row[0] / len(record(i)["chosen"]) for i, row in enumerate(single["logps"].to_list())]
-    assert single["loss"].to_list() == pytest.approx(nll, abs=1e-9)
-    both = PreferenceLoss({"dpo": 0.5, "ipo": 2.0}, sft_weight=0.3)
-    alone = [PreferenceLoss(name) for name in ("dpo", "ipo")]
-    mixed, dpo, ipo = (
-        polars.from_arrow(
-            evaluate(policy, pairs, loss=loss, reference=reference, rows=True)["rows"]
-        )["loss"]
-        for loss in (both, *alone)
-    )
-    expected = 0.5 * dpo + 2.0 * ipo + 0.3 * single["loss"]
-    assert mixed.to_list() == pytest.approx(expected.to_list(), abs=1e-9)
-    answers = [{"responses": [[5], [6, 7], [8]], "scores": [2, s, 0]} for s in (1, 2)]
-    tied = {"responses": [[5], [6]], "scores": [1, 1]}
-    ranked = [{"prompt": [1, i], **row} for i, row in enumerate([*answers, tied])]
-    dataset = packstore.pack(ranked, str(tmp_path / "ranked"), pack_size=60)
-    frame = polars.from_arrow(evaluate(policy, dataset, reference=reference, rows=True)["rows"])
-    assert [len(row) for row in frame["logps"]] == [3, 3, 2]
-    means = []
-    for u, v in zip(
-        frame["logps"].to_list()[0][1:], frame["ref_logps"].to_list()[0][1:], strict=True
-    ):
-        first = frame["logps"][0][0] - frame["ref_logps"][0][0]
-        means.append(0.1 * (first - (u - v)))
-    assert frame["rewards/margins"][0] == pytest.approx(sum(means) / 2, abs=1e-9)
-    assert math.isnan(frame["loss"][2])
-
-
 def test_by_input_file(kit: SimpleNamespace, tmp_path: Path) -> None:
     """Told apart by the example ids; also during training, where few metrics are recorded."""
     rows = [record(i) for i in range(N)]
@@ -221,15 +187,6 @@ def test_by_input_file(kit: SimpleNamespace, tmp_path: Path) -> None:
     for name in ("examples", "loss", "rewards/accuracies", "rewards/margins"):
         value = recorded["by"]["y.jsonl"][name]
         assert value == pytest.approx(plain["rare"][name], abs=1e-9)
-
-
-def test_precomputed_reference(kit: SimpleNamespace, pairs: Dataset, tmp_path: Path) -> None:
-    policy, reference = (use_packed_attention(m) for m in models(kit))
-    side = write_ref_logps(reference, pairs, str(tmp_path / "ref"))
-    found = evaluate(policy, pairs, side=[side], by="source")
-    online = evaluate(policy, pairs, reference=reference, by="source")
-    expected = {None: online["metrics"], **online["by"]}
-    assert_equal(found, expected, atol=1e-4)  # stored in float32
 
 
 def test_sft_gives_perplexity(kit: SimpleNamespace, pairs: Dataset) -> None:

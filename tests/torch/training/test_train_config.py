@@ -7,8 +7,6 @@ import dataclasses
 import json
 import logging
 import re
-import subprocess
-import sys
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -117,19 +115,6 @@ def test_wrong_files(tmp_path: Path, text: str | None, kind: type, message: str)
         file.write_text(text)
     with pytest.raises(kind, match=message):
         read_settings(file)
-
-
-def test_the_command_line_is_read_without_torch() -> None:
-    code = (
-        "import sys, packstore.cli\n"
-        "try: packstore.cli.main(['train', '--help'])\n"
-        "except SystemExit: print('torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
-    )
-    assert "--examples-per-step N" in done.stdout
-    assert done.stdout.splitlines()[-1] == "False"
 
 
 def test_warmup_is_steps_or_a_share() -> None:

@@ -14,7 +14,6 @@ pytest.importorskip("accelerate", reason="training needs accelerate")
 
 from safetensors.torch import load_file
 
-from packstore.cli import main
 from packstore.config.training import TrainConfig
 from packstore.errors import (
     ConfigError,
@@ -22,7 +21,6 @@ from packstore.errors import (
     FormatError,
     StorageError,
 )
-from packstore.io.store.location import Location
 from packstore.torch.training import checkpoint as checkpoint_module
 from packstore.torch.training.checkpoint import checkpoints
 from packstore.torch.training.sinks import JsonLines
@@ -58,23 +56,11 @@ def test_a_run_that_diverges_ends_with_an_error(
         assert all(w.isfinite().all() for w in weights.values())
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
-@pytest.mark.parametrize("name", ["learning_rate", "warmup", "weight_decay", "max_grad_norm"])
-def test_settings_must_be_finite(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"setting {name} must be a number; found -?(nan|inf)"):
-        TrainConfig(**MUST, **{name: value})
-
-
 @pytest.mark.parametrize("name", ["output", "model", "dataset", "ref_logps"])
 def test_an_empty_text_is_no_setting(name: str) -> None:
     """An empty output would be the folder that the command runs in."""
     with pytest.raises(ConfigError, match=f"setting {name} must not be empty"):
         TrainConfig(**{**MUST, name: ""})
-
-
-def test_an_empty_place_is_no_place() -> None:
-    with pytest.raises(StorageError, match="a place must have a name"):
-        Location("")
 
 
 def test_a_seed_of_any_sign_and_size(made: dict[str, Any], tmp_path: Path) -> None:
@@ -114,34 +100,6 @@ def test_lines_that_are_no_records_end_the_kept_ones(tmp_path: Path) -> None:
         file.write_text(f'{{"step": 1}}\n{line}\n')
         JsonLines(file, 5).close()
         assert file.read_text() == '{"step": 1}\n'
-
-
-def evaluation(made: dict[str, Any]) -> list[str]:
-    model = made["model"]
-    return ["evaluate", made["dataset"], "--model", model, "--reference-model", model]
-
-
-def test_a_page_that_cannot_be_written_is_told_before_the_work(
-    made: dict[str, Any], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def never(*_: Any, **__: Any) -> None:
-        raise AssertionError("it computes")
-
-    monkeypatch.setattr("packstore.torch.training.evaluate.evaluate", never)
-    for page in (tmp_path / "none" / "x.html", tmp_path):
-        assert main([*evaluation(made), "--device", "cpu", "--html", str(page)]) == 1
-        assert "cannot be written" in capsys.readouterr().err
-
-
-def test_beta_is_given_once(made: dict[str, Any], capsys: Any) -> None:
-    assert main([*evaluation(made), "--beta", "0.2", "--loss-parameter", "beta=0.1"]) == 1
-    assert "give --beta or --loss-parameter beta, not both" in capsys.readouterr().err
-
-
-def test_a_dataset_is_no_side_dataset(made: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
-    command = ["evaluate", made["dataset"], "--model", made["model"]]
-    assert main([*command, "--ref-logps", made["dataset"]]) == 1
-    assert "Name the folder that `packstore ref-logps` wrote" in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_the_checkpoints_before(

@@ -17,7 +17,6 @@ pytest.importorskip("peft", reason="LoRA needs peft")
 from packstore.errors import CompatibilityError
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.side.side import SideWriter, open_side
-from packstore.torch import packed_logps
 from packstore.torch.models.load import load_model
 from packstore.torch.reference.reference import write_ref_logps
 from packstore.torch.training.train import train
@@ -133,13 +132,3 @@ def test_a_run_that_goes_on_looks_again_only_at_what_is_new(
     again = another_side(made, tmp_path / "again")
     assert train(**{**settings, "ref_logps": again, "max_steps": 2}).step == 2
     assert train(**{**settings, "ref_logps": again, "max_steps": 3}).step == 3
-
-
-def test_values_are_those_of_the_model(made: dict[str, Any]) -> None:
-    from packstore.torch import PackedDataLoader, PackedDataset
-
-    model = load_model(made["model"])
-    data = PackedDataset(made["dataset"], side=[made["ref_logps"]])
-    for batch in PackedDataLoader(data, tail="pad"):
-        with torch.no_grad():
-            assert torch.equal(packed_logps(model, batch), batch.ref_logps)
