@@ -210,7 +210,7 @@ class RecordExampleReader:
         threads = not self._renders and (name in (None, FAST) or (name == "tokenizers" and few))
         stage = RecordTokenizer(self.tokenizer, self._config, self.kind)
         seed, sources = self._config.seed, len(self.inputs)
-        watch = EngineWatch.of(self.tokenizer, self._config, self.kind, seed, sources)
+        watch = EngineWatch(stage, seed, sources)
         return Tokenize(stage, threads, watch)
 
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:

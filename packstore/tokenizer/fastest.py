@@ -9,8 +9,6 @@ import itertools
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -107,10 +105,12 @@ def _probed(tokenizer: Tokenizer) -> list[Int32 | Int64]:
 
 def agreeing(tokenizer: Tokenizer, rows: Rows, config: TokenizeConfig, kind: str) -> Tokenizer:
     """Returns `tokenizer`, or one with the reference if they differ on the first of `rows`."""
+    if tokenizer.engine_name != FAST:
+        return tokenizer
     first = replace(rows, ordinals=rows.ordinals[:FIRST], values=rows.values[:FIRST])
+    stage = RecordTokenizer(tokenizer, config, kind)
     try:
-        if watch := EngineWatch.of(tokenizer, config, kind):
-            watch(first, RecordTokenizer(tokenizer, config, kind)(first)[0])
+        EngineWatch(stage)(first, stage(first)[0])
     except WrongEngineError as error:
         log.warning("tokenizer engine %s is not used: %s", FAST, error)
         return tokenizer.with_engine("tokenizers")
@@ -118,45 +118,27 @@ def agreeing(tokenizer: Tokenizer, rows: Rows, config: TokenizeConfig, kind: str
 
 
 class EngineWatch:
-    """Tokenizes a sample of each block's records again with the reference, and compares.
+    """Tokenizes a sample of the faster engine's records again with the reference, and compares.
 
     The sample depends on the seed and each record's place in the input, not on workers, partitions
     or blocks. Picklable.
 
     Args:
-        tokenizer: the tokenizer of the job.
-        config: the settings.
-        kind: ``preference``, ``sft`` or ``ranked``.
+        stage: tokenizes the records of the job.
         seed: seed of the sample.
         sources: number of inputs of the job; the first records of each are in the sample.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, config: TokenizeConfig, kind: str, seed: int, sources: int
-    ) -> None:
-        self._tokenizer, self._config, self._kind, self._seed = tokenizer, config, kind, seed
+    def __init__(self, stage: RecordTokenizer, seed: int = 0, sources: int = 1) -> None:
+        self._stage, self._seed = stage, seed
         self._first = -(-FEWEST // max(sources, 1))
-
-    @classmethod
-    def of(
-        cls,
-        tokenizer: Tokenizer | None,
-        config: TokenizeConfig,
-        kind: str,
-        seed: int = 0,
-        sources: int = 1,
-    ) -> EngineWatch | None:
-        """Makes a watch over the faster engine; None for the reference."""
-        if tokenizer is None or tokenizer.engine_name != FAST:
-            return None
-        return cls(tokenizer, config, kind, seed, sources)
+        self._reference: RecordTokenizer | None = None
 
     def __call__(self, rows: Rows, examples: Examples) -> None:
-        """Compares the examples of `rows` with those of the reference.
-
-        Raises:
-            WrongEngineError: an example differs.
-        """
+        """Compares the examples of `rows` with those of the reference."""
+        tokenizer = self._stage.tokenizer
+        if tokenizer is None or tokenizer.engine_name != FAST:
+            return
         ordinals = np.array(rows.ordinals, np.int64)
         ids = example_id(rows.source, 0) + ordinals
         chosen = self.chosen(ordinals, ids)
@@ -164,6 +146,9 @@ class EngineWatch:
             return
         values = [rows.values[i] for i in chosen]
         sample = replace(rows, ordinals=ordinals[chosen].tolist(), values=values)
+        if self._reference is None:
+            reference = tokenizer.with_engine("tokenizers")
+            self._reference = RecordTokenizer(reference, self._stage.config, self._stage.kind)
         expected, _ = self._reference(sample)
         for i, number in enumerate(ids[chosen]):
             fast, slow = (
@@ -174,11 +159,11 @@ class EngineWatch:
                     sentence(
                         sample.where(i),
                         f"tokenizer engine {FAST} must give the ids of the reference",
-                        self._difference(fast, slow),
+                        _difference(tokenizer, fast, slow),
                         f"Remove it from the environment (pip uninstall {FAST})",
                     )
                 )
-                error.tokenizer = self._tokenizer.sha256
+                error.tokenizer = tokenizer.sha256
                 raise error
 
     def chosen(self, ordinals: Int64, ids: Int64) -> Int64:
@@ -186,21 +171,15 @@ class EngineWatch:
         drawn = seeds.keys_at(ids.view(np.uint64), self._seed, "engine watch")
         return np.flatnonzero((ordinals < self._first) | (drawn < 2**64 // ONE_IN))
 
-    @cached_property
-    def _reference(self) -> RecordTokenizer:
-        return RecordTokenizer(self._tokenizer.with_engine("tokenizers"), self._config, self._kind)
 
-    def _difference(self, fast: Examples, slow: Examples) -> str:
-        """The text where two examples differ, and its ids."""
-        if fast.num_examples != slow.num_examples:
-            return "that it drops a record which the reference keeps, or keeps one that it drops"
-        n = min(len(fast.input_ids), len(slow.input_ids))
-        differ = np.flatnonzero(fast.input_ids[:n] != slow.input_ids[:n])
-        start = max((int(differ[0]) if len(differ) else n) - 2, 0)
-        ours, theirs = (e.input_ids[start : start + _SHOWN].tolist() for e in (fast, slow))
-        if ours == theirs:
-            return "other supervised tokens"
-        return f"{quote(self._tokenizer.decode(theirs))} as {ours}, not {theirs}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: v for name, v in self.__dict__.items() if name != "_reference"}
+def _difference(tokenizer: Tokenizer, fast: Examples, slow: Examples) -> str:
+    """The text where two examples differ, and its ids."""
+    if fast.num_examples != slow.num_examples:
+        return "that it drops a record which the reference keeps, or keeps one that it drops"
+    n = min(len(fast.input_ids), len(slow.input_ids))
+    differ = np.flatnonzero(fast.input_ids[:n] != slow.input_ids[:n])
+    start = max((int(differ[0]) if len(differ) else n) - 2, 0)
+    ours, theirs = (e.input_ids[start : start + _SHOWN].tolist() for e in (fast, slow))
+    if ours == theirs:
+        return "other supervised tokens"
+    return f"{quote(tokenizer.decode(theirs))} as {ours}, not {theirs}"

@@ -80,10 +80,6 @@ class RecordTokenizer:
         tokenizer: the tokenizer; None only if all records are token ids.
         config: the settings.
         kind: ``preference``, ``sft`` or ``ranked``.
-
-    Raises:
-        TokenizerError: the settings require BOS or EOS, and the tokenizer has none.
-        ConfigError: a carried column is not possible.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, config: TokenizeConfig, kind: str) -> None:
@@ -107,12 +103,7 @@ class RecordTokenizer:
                 raise TokenizerError(sentence(f"tokenizer {tokenizer.name}", must, "none"))
 
     def __call__(self, rows: Rows) -> tuple[Examples, Tally]:
-        """Returns the examples of `rows`, in order, and the tally of all records.
-
-        Raises:
-            RecordError: a record breaks a rule whose policy is ``error``.
-            TokenizerError: there is text without a tokenizer, or messages without a chat template.
-        """
+        """Returns the examples of `rows`, in order, and the tally of all records."""
         block, trusting = _Block(), self._trusting
         names = names_of(rows.values)
         hint = self._hint if REWARD_FIELDS.isdisjoint(names) else ""
@@ -159,11 +150,7 @@ class RecordTokenizer:
             tally.unscored = tally.kept - tally.scored
 
     def _prepare(self, block: _Block, i: int, value: object) -> None:
-        """Adds record `i` to the block.
-
-        Raises:
-            Refused: the record cannot become an example.
-        """
+        """Adds record `i` to the block."""
         parsed = check_responses(parse_record(value, self.kind, self.config), self.config)
         carried = carried_values(value, self.carry) if isinstance(value, dict) else []
         if isinstance(parsed.prompt, np.ndarray):

@@ -96,12 +96,7 @@ def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
 def draft_record(
     parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig
 ) -> tuple[list[Draft], list[str]]:
-    """Returns the texts of a record's sequences, and events to note.
-
-    Raises:
-        Refused: the template or an answer of the settings refuses the record.
-        TokenizerError: the record has messages, and there is no chat template.
-    """
+    """Returns the texts of a record's sequences, and events to note."""
     parsed, guard, events = _handle_specials(parsed, tokenizer, config)
     if isinstance(parsed.prompt, str):
         mode: Mode = "literal" if config.on["special_tokens"] == "keep" else "control"

@@ -96,10 +96,6 @@ def load_tokenizer(source: object, *, chat_template: str | None = None) -> Token
         chat_template: ``chatml`` or ``plain``, a Jinja file, Jinja text, or the name of one of the
             tokenizer's templates; None: the tokenizer's default, and for records with tools its
             ``tool_use``, if any.
-
-    Raises:
-        TokenizerError: the tokenizer does not exist or load.
-        MissingExtraError: the engine's package is not installed.
     """
     where = "tokenizer"
     if isinstance(source, str | PathLike):
@@ -147,10 +143,6 @@ def recorded_tokenizer(
         path: path given by the user, or None.
         where: name of the dataset in error texts.
         do: remedy if the tokenizer is missing.
-
-    Raises:
-        TokenizerError: it does not load, or its path is unknown.
-        CompatibilityError: the dataset was packed with another tokenizer.
     """
     recorded = provenance.get("tokenizer") or {}
     chosen = path or recorded.get("path")

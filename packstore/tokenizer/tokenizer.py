@@ -70,12 +70,7 @@ class Tokenizer:
         return [token for token in (self.bos_token, self.eos_token, self.pad_token) if token]
 
     def with_engine(self, name: str, engine: Engine | None = None) -> Self:
-        """Returns the tokenizer with another engine: `engine`, or a new one by `name`.
-
-        Raises:
-            TokenizerError: the engine does not support this kind of tokenizer.
-            MissingExtraError: the engine's package is not installed.
-        """
+        """Returns the tokenizer with another engine: `engine`, or a new one by `name`."""
         other = replace(self, engine_name=name)
         other.__dict__["engine"] = engine or ENGINES.load(name).beside(self.engine)  # type: ignore[attr-defined]
         return other
@@ -122,32 +117,20 @@ class Tokenizer:
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """The compiled chat template.
-
-        Raises:
-            TokenizerError: the template has a syntax error.
-        """
+        """The compiled chat template."""
         if self.chat_template is None:
             return None
         return ChatTemplate(self.chat_template, self._token_strings())
 
     @cached_property
     def tool_use_template(self) -> ChatTemplate | None:
-        """The compiled chat template for records with tools, if it differs.
-
-        Raises:
-            TokenizerError: the template has a syntax error.
-        """
+        """The compiled chat template for records with tools, if it differs."""
         if self.tool_template is None:
             return None
         return ChatTemplate(self.tool_template, self._token_strings())
 
     def template_for(self, tools: Tools, variables: Mapping[str, Any]) -> ChatTemplate | None:
-        """Returns the chat template for a record with these tools and variables, as transformers.
-
-        Raises:
-            TokenizerError: the template has a syntax error.
-        """
+        """Returns the chat template of a record with these tools and variables, as transformers."""
         template = self.tool_use_template if tools else None
         template = template or self.template
         if template is None or not variables:

@@ -142,8 +142,10 @@ def test_records_that_can_be_read_only_once_fail(model, tmp_path, spoil):
 
 
 def test_the_sample_does_not_depend_on_blocks(tokenizer):
+    stage = RecordTokenizer(tokenizer("small"), PackConfig(), "preference")
+
     def chosen(seed, ordinals):
-        watch = fastest.EngineWatch(tokenizer("small"), PackConfig(), "preference", seed, 2)
+        watch = fastest.EngineWatch(stage, seed, 2)
         return watch.chosen(ordinals, example_id(3, 0) + ordinals)
 
     ordinals = np.arange(50_000)

@@ -48,9 +48,6 @@ def render_turns(
         The text and the spans of the turns. A turn starts after the generation prompt, as at
         inference, and includes the template's end-of-turn text, but not a generation prompt that
         the template writes after the last turn.
-
-    Raises:
-        Refused: ``template_refused``, or ``unsupervised`` without an assistant turn.
     """
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
@@ -171,9 +168,6 @@ class Finder:
         """Start and end of each assistant message's content, found by marks around it.
 
         The start is None if the template drops the mark there, or writes something before it.
-
-        Raises:
-            Refused: ``template_refused``: the marks change the text.
         """
         marked = [
             _mark(message, *marks) if message["role"] == "assistant" else message

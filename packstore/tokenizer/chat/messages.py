@@ -49,9 +49,6 @@ def normalize_messages(value: object) -> list[Message]:
     parts; a tool call or reasoning as a separate message, which is merged into its assistant
     message. A turn with calls only has the record's content, or null; arguments that are JSON text
     stay text.
-
-    Raises:
-        Refused: ``wrong_type`` or ``bad_role``.
     """
     if isinstance(value, dict):
         value = [value]
@@ -84,11 +81,7 @@ def normalize_messages(value: object) -> list[Message]:
 
 
 def parsed_json(messages: object) -> object:
-    """Parses messages that are JSON text, as in text columns.
-
-    Raises:
-        Refused: ``wrong_type``.
-    """
+    """Parses messages that are JSON text, as in text columns."""
     if isinstance(messages, str) and messages.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(messages)
@@ -98,11 +91,7 @@ def parsed_json(messages: object) -> object:
 
 
 def normalize_tools(value: object) -> Tools:
-    """Normalises tool descriptions, given as a list or its JSON text; None without tools.
-
-    Raises:
-        Refused: ``wrong_type``.
-    """
+    """Normalises tool descriptions, given as a list or its JSON text; None without tools."""
     if isinstance(value, str):
         value = _json(value, "tools") if value.strip() else None
     if not value:
@@ -116,9 +105,6 @@ def normalize_variables(value: object) -> dict[str, Any] | None:
     """Normalises variables of the chat template, given as an object or its JSON text.
 
     None without variables. Null values count as absent: tables fill missing variables with null.
-
-    Raises:
-        Refused: ``wrong_type``.
     """
     if isinstance(value, str):
         value = _json(value, "chat_template_kwargs") if value.strip() else None
@@ -244,11 +230,7 @@ def _json(text: str, what: str) -> Any:
 
 
 def split_messages(dialogues: Sequence[list[Message]]) -> tuple[list[Message], list[list[Message]]]:
-    """Splits off the longest common prefix of messages that all sides follow by the assistant.
-
-    Raises:
-        Refused: ``no_common_prompt``.
-    """
+    """Splits off the longest common prefix of messages that all sides follow by the assistant."""
     cut = _common_turns(dialogues, lambda message: bool(message["role"] == "assistant"))
     return dialogues[0][:cut], [dialogue[cut:] for dialogue in dialogues]
 
@@ -258,9 +240,6 @@ def split_texts(texts: Sequence[str]) -> tuple[str, list[str]]:
 
     The prompt is the longest common prefix of turns, with the header of the assistant turn that
     follows.
-
-    Raises:
-        Refused: ``no_common_prompt``.
     """
     turns = [re.split(f"(?={HUMAN}|{ASSISTANT})", text) for text in texts]
     cut = _common_turns(turns, lambda turn: turn.startswith(ASSISTANT))

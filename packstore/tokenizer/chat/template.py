@@ -59,10 +59,6 @@ class ChatTemplate:
         source: Jinja text.
         tokens: name -> string of a token, None if the tokenizer has none.
         variables: JSON values that the template uses by name, such as ``enable_thinking``.
-
-    Raises:
-        TokenizerError: on construction, if the template has a syntax error or is too long; on
-            rendering, if it takes too long.
     """
 
     source: str
@@ -143,11 +139,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False
     ) -> str:
-        """Renders a dialogue; with `prompt`, followed by the generation prompt.
-
-        Raises:
-            Refused: ``template_refused``, with the template's message.
-        """
+        """Renders a dialogue; with `prompt`, followed by the generation prompt."""
         return self._render(messages, tools, add_generation_prompt=prompt)
 
     def render_spans(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:

@@ -34,9 +34,6 @@ class Engine(Protocol):
         Args:
             texts: the texts.
             control: True: the strings of `specials` become their ids; False: they are plain text.
-
-        Raises:
-            TokenizerError: the library refuses the text.
         """
 
     def decode(self, ids: Sequence[int]) -> str:

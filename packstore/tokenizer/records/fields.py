@@ -65,11 +65,7 @@ class Fields:
         return None
 
     def need(self, name: str) -> Any:
-        """Returns the value.
-
-        Raises:
-            Refused: ``missing_field``.
-        """
+        """Returns the value."""
         if (value := self.get(name)) is None:
             raise self.missing(name)
         return value
@@ -99,9 +95,6 @@ class Fields:
         """Returns the reward of a side, or None.
 
         A field under a synonym is a reward only if it holds a number.
-
-        Raises:
-            Refused: ``wrong_type``.
         """
         for place, spelling in enumerate(self.spellings(name)):
             if (value := self._record.get(spelling)) is None:
@@ -113,11 +106,7 @@ class Fields:
         return None
 
     def rewards(self) -> tuple[float, float] | None:
-        """Returns the rewards of the chosen and the rejected side, or None.
-
-        Raises:
-            Refused: ``wrong_type``, or ``one_reward`` if only one side has a reward.
-        """
+        """Returns the rewards of the chosen and the rejected side, or None."""
         chosen, rejected = self.reward("chosen_reward"), self.reward("rejected_reward")
         if chosen is not None and rejected is not None:
             return chosen, rejected
@@ -130,11 +119,7 @@ class Fields:
 
 
 def number(value: object, name: str) -> float:
-    """Converts `value` to a float.
-
-    Raises:
-        Refused: ``wrong_type``: `value` is not a finite number.
-    """
+    """Converts `value` to a float."""
     if not _is_number(value) or not math.isfinite(value):  # type: ignore[arg-type]
         raise Refused("wrong_type", f"{name} must be a finite number, found {quote(value)}")
     return float(value)  # type: ignore[arg-type]
@@ -182,11 +167,7 @@ def feedback_field(values: Iterable[object], names: Collection[str]) -> str | No
 
 
 def check_feedback(record: object, name: str) -> None:
-    """Refuses a record whose label says that its answer is bad.
-
-    Raises:
-        Refused: ``unpaired_feedback``.
-    """
+    """Refuses a record whose label says that its answer is bad."""
     if isinstance(record, Mapping) and record.get(name) in _FALSE:
         do = "Pair good and bad answers by their prompt (kind preference)"
         raise Refused("unpaired_feedback", f"{name} {record[name]!r}", do)
@@ -207,9 +188,6 @@ def typed_carry(config: TokenizeConfig, records: Sequence[object]) -> tuple[str,
         config: the settings.
         records: the first records of the input. Mixed integers and floats are ``float64``; a column
             without values is ``string``.
-
-    Raises:
-        ConfigError: see :func:`parse_carry`.
     """
     types = parse_carry(config)
     return tuple(
@@ -227,11 +205,7 @@ def _type_of(name: str, records: Sequence[object]) -> str:
 
 
 def parse_carry(config: TokenizeConfig) -> dict[str, str]:
-    """Returns the names of carried columns and their types, by default ``string``.
-
-    Raises:
-        ConfigError: a type is unknown, or a name is reserved.
-    """
+    """Returns the names of carried columns and their types, by default ``string``."""
     found: dict[str, str] = {}
     for entry in config.carry:
         name, _, written = entry.rpartition(":") if ":" in entry else (entry, "", "string")
@@ -248,11 +222,7 @@ def parse_carry(config: TokenizeConfig) -> dict[str, str]:
 
 
 def carried_values(record: Mapping[str, Any], types: Mapping[str, str]) -> list[Any]:
-    """Returns the carried values of one record.
-
-    Raises:
-        Refused: ``missing_field``, ``wrong_type`` or ``invalid_unicode``.
-    """
+    """Returns the carried values of one record."""
     return [_carried(record, name, type_name) for name, type_name in types.items()]
 
 

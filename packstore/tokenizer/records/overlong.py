@@ -21,9 +21,6 @@ def fit(sequences: list[Tokens], config: TokenizeConfig, specials: frozenset[int
         sequences: the example.
         config: the settings.
         specials: ids of control tokens, which a truncated response keeps at its end.
-
-    Raises:
-        Refused: ``overlong``.
     """
     prompts = [_prompt_length(s) for s in sequences]
     shared = [

@@ -151,11 +151,7 @@ def holds_ids(value: object) -> bool:
 
 
 def as_ids(value: object, name: str) -> Int32:
-    """Converts a list or an array of ids to int32 `[N]`.
-
-    Raises:
-        Refused: ``wrong_type``; names the field `name`.
-    """
+    """Converts a list or an array of ids to int32 `[N]`."""
     array = _whole_numbers(value)
     if array is None or (len(array) and (array.min() < 0 or array.max() > MAX_ID)):
         must = f"{name} must be token ids, whole numbers in 0..{MAX_ID}"
@@ -175,11 +171,7 @@ def _whole_numbers(value: object) -> Any:
 
 
 def supervised_ids(ids: Int32, labels: object, name: str) -> Bool:
-    """Returns the supervision mask of ids, bool `[N]`, from their labels; without labels all True.
-
-    Raises:
-        Refused: ``wrong_type``; names the field `name`.
-    """
+    """Returns the supervision mask of ids, bool `[N]`, by their labels; without, all True."""
     if labels is None:
         return np.ones(len(ids), np.bool_)
     told = _whole_numbers(labels)
@@ -191,11 +183,7 @@ def supervised_ids(ids: Int32, labels: object, name: str) -> Bool:
 
 
 def masked_ids(ids: Int32, mask: object) -> Bool:
-    """Returns a mask of zeros and ones as bool `[N]`.
-
-    Raises:
-        Refused: ``wrong_type``.
-    """
+    """Returns a mask of zeros and ones as bool `[N]`."""
     on = np.asarray(mask).astype(np.bool_)
     if on.shape != ids.shape:
         raise Refused("wrong_type", "a mask must have one value for each of input_ids")
@@ -215,9 +203,6 @@ def id_sequences(
         responses: int32 `[M]` each.
         supervised: supervision mask of each response; None: all tokens.
         tokenizer: tokenizer with the vocabulary and BOS, if there is one.
-
-    Raises:
-        Refused: ``wrong_type``: an id is outside the vocabulary.
     """
     sequences = []
     for i, response in enumerate(responses):

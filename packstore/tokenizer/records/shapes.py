@@ -65,11 +65,7 @@ class Parsed:
 
 
 def detect_kind(record: object, config: TokenizeConfig, where: str = "the first record") -> str:
-    """Returns the kind of the settings, or else of the record's fields.
-
-    Raises:
-        RecordError: the record has the fields of no kind.
-    """
+    """Returns the kind of the settings, or else of the record's fields."""
     if config.kind != "auto":
         return config.kind
     if isinstance(record, dict) and (kind := kind_of(Fields(record, config))):
@@ -108,22 +104,14 @@ def _proposed(record: object, config: TokenizeConfig) -> str:
 
 
 def parse_record(record: object, kind: str, config: TokenizeConfig) -> Parsed:
-    """Parses a record to prompt, responses and rewards.
-
-    Raises:
-        Refused: the record has no shape of this kind.
-    """
+    """Parses a record to prompt, responses and rewards."""
     if not isinstance(record, dict):
         raise Refused("not_an_object", f"a record must be an object, found {quote(record)}")
     return parse_fields(Fields(record, config), kind)
 
 
 def parse_fields(fields: Fields, kind: str) -> Parsed:
-    """Parses the fields of a record to prompt, responses and rewards.
-
-    Raises:
-        Refused: the record has no shape of this kind.
-    """
+    """Parses the fields of a record to prompt, responses and rewards."""
     return {"preference": _parse_pair, "sft": _parse_sft, "ranked": _parse_ranked}[kind](fields)
 
 
@@ -244,11 +232,7 @@ def _assemble(
 
 
 def _split(fields: Fields, texts: list[str]) -> tuple[str, list[str]]:
-    """Splits two whole texts into their common prompt and the rest of each side.
-
-    Raises:
-        Refused: ``missing_field`` if they might be two responses without a prompt.
-    """
+    """Splits two whole texts into their common prompt and the rest of each side."""
     if not is_hh(texts):
         refused = fields.missing("prompt")
         if fields.likely("prompt") is None:
