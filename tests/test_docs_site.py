@@ -38,7 +38,7 @@ DOCS = ROOT / "docs"
 QUICKSTART = DOCS / "quickstart.md"
 ELSEWHERE = {
     "architecture.md": "tests/test_house.py",
-    "attention.md": "tests/torch/models/test_isolation.py",
+    "attention.md": "tests/torch/models/test_probe.py",
     "exchange.md": "tests/exchange",
     "losses.md": "tests/torch/losses/test_divisor.py",
     "parallel.md": "tests/torch/parallel/test_parallel.py",

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from packstore.errors import ConfigError
 from packstore.testing import random_examples
@@ -300,6 +301,23 @@ def test_sizes_from_the_manifest(
     assert shapes == {(*sizes.values(), sizes["max_seqlen"])}
     with pytest.raises(ConfigError, match="at least one pack"):
         static_sizes(manifest, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, in dynamo
+def test_compiled_once(kit: SimpleNamespace) -> None:
+    """Batches of fixed shape need no second compilation."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    model = use_packed_attention(kit.tiny_model(), "sdpa")
+    compiled = torch.compile(model, backend=counter, dynamic=False)
+    frames = []
+    for seed in range(3):
+        inputs = pad_batch(make(kit, seed), **SIZES).model_inputs()
+        difference = compiled(**inputs).logits - model(**inputs).logits
+        assert difference.abs().max() < 1e-9
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[1] == frames[2] > 0
 
 
 def test_a_share_travels(kit: SimpleNamespace) -> None:
