@@ -9,8 +9,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import Sample
@@ -23,7 +22,7 @@ _NUMBER = re.compile(r"([0-9]+)$")
 
 
 class RejectsFile:
-    """Collects lines in a local file and publishes it once all records were read.
+    """Collects lines in a temporary file and publishes it once all records were read.
 
     An existing file is replaced only then, and stays if the job ends before. A context manager.
 
@@ -37,36 +36,28 @@ class RejectsFile:
     """
 
     def __init__(
-        self,
-        url: str | None,
-        storage_options: Mapping[str, Any],
-        inputs: Sequence[Location] = (),
+        self, url: str | None, storage_options: Mapping[str, Any], inputs: Sequence[Location] = ()
     ) -> None:
         self._place = None if url is None else Location(url, storage_options)
-        self._file: IO[bytes] | None = None
-        if self._place is None:
-            return
-        taken = {_identity(location) for location in inputs}
-        if _identity(self._place) in taken or self._place.is_dir():
-            must = "rejects must name a file that is no input and no folder"
-            raise ConfigError(sentence(self._place.display, must))
+        if self._place is not None:
+            taken = {_identity(location) for location in inputs}
+            if _identity(self._place) in taken or self._place.is_dir():
+                must = "rejects must name a file that is no input and no folder"
+                raise ConfigError(sentence(self._place.display, must))
         with as_storage_errors("write", tempfile.gettempdir(), {}):
             self._file = tempfile.TemporaryFile()  # noqa: SIM115  # closed by __exit__
 
     def add_compressed(self, data: bytes) -> None:
         """Adds lines of :class:`CompressedRejects`."""
         inflate = zlib.decompressobj()
-        self._write(inflate.decompress(data, _CHUNK))
-        while inflate.unconsumed_tail:
-            self._write(inflate.decompress(inflate.unconsumed_tail, _CHUNK))
+        with as_storage_errors("write", tempfile.gettempdir(), {}):
+            while data:
+                self._file.write(inflate.decompress(data, _CHUNK))
+                data = inflate.unconsumed_tail
 
     def publish(self) -> None:
-        """Moves or uploads the finished file to its URL, in one step.
-
-        Raises:
-            StorageError: no space, no permission, or the store refuses.
-        """
-        if self._place is None or self._file is None:
+        """Moves or uploads the finished file to its URL, in one step."""
+        if self._place is None:
             return
         with Staging(self._place, BESIDE) as staging:
             with staging.file() as file:
@@ -77,19 +68,8 @@ class RejectsFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def _write(self, data: bytes) -> None:
-        if self._file is not None and data:
-            with as_storage_errors("write", tempfile.gettempdir(), {}):
-                self._file.write(data)
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 class CompressedRejects:
@@ -102,14 +82,14 @@ class CompressedRejects:
     def add(self, samples: Sequence[Sample] | None) -> None:
         """Adds the dropped records of a block."""
         if samples:
-            self._parts.append(self._deflate.compress(lines_of(samples)))
+            self._parts.append(self._deflate.compress(_lines_of(samples)))
 
     def finish(self) -> bytes:
         """Returns all lines, for :meth:`RejectsFile.add_compressed`."""
         return b"".join([*self._parts, self._deflate.flush()])
 
 
-def lines_of(samples: Iterable[Sample]) -> bytes:
+def _lines_of(samples: Iterable[Sample]) -> bytes:
     """Returns a JSON line for each (`place`, `reason` and `detail`), in the order of places."""
     lines = (
         json.dumps({"place": s.where, "reason": s.reason, "detail": s.detail}, ensure_ascii=False)
@@ -121,8 +101,8 @@ def lines_of(samples: Iterable[Sample]) -> bytes:
 
 def _number(sample: Sample) -> int:
     """Returns the line, row or item of a record; 0 if its place has none."""
-    found = _NUMBER.search(sample.where)
-    return int(found[1]) if found else 0
+    match = _NUMBER.search(sample.where)
+    return int(match[1]) if match else 0
 
 
 def _identity(location: Location) -> str:

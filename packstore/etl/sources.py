@@ -8,19 +8,22 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any
 
-from packstore.config import PARTITION_BYTES, PackConfig
-from packstore.errors import ConfigError, spelled
-from packstore.etl.dataset_source import DatasetExampleReader, only_one
+import numpy as np
+
+from packstore.config import PARTITION_BYTES, PackConfig, PlanConfig, SelectConfig, WriteConfig
+from packstore.errors import ConfigError, RecordError, sentence, spelled
 from packstore.etl.engines import ENGINES
-from packstore.format.arrays import Examples, Rows, Tally
+from packstore.format.arrays import Examples, Rows, Sample, Tally, to_offsets
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.inputs.files import BLOCK_BYTES, Block, Input, InputReader
-from packstore.io.inputs.sampling import Sampling, head_blocks, sample_blocks
+from packstore.io.inputs.sampling import Sampling, head_blocks, sample_blocks, sample_groups
+from packstore.pack.fill import unpack
+from packstore.pack.layout import sizes
 from packstore.tokenizer import (
     RecordTokenizer,
     Tokenizer,
@@ -42,55 +45,6 @@ FEW_CORES = 4
 
 SIZES_AT_ONCE = 16
 """Files whose sizes are requested concurrently."""
-
-
-class ExampleReader(Protocol):
-    """A source of examples.
-
-    Attributes:
-        kind: ``preference``, ``sft`` or ``ranked``.
-        carry: carried columns, name -> type.
-        vocab_size: token ids are below it, if known.
-        inputs: the files to read; empty if the examples do not come from files.
-        paths: ordinal of each input -> its path, as the manifest names it.
-        partitions: number of partitions of the input.
-    """
-
-    kind: str
-    carry: dict[str, str]
-    vocab_size: int | None
-
-    @property
-    def inputs(self) -> tuple[Input, ...]: ...  # noqa: D102
-
-    @property
-    def paths(self) -> dict[int, str]: ...  # noqa: D102
-
-    @property
-    def partitions(self) -> int: ...  # noqa: D102
-
-    def __iter__(self) -> Iterator[Part]:
-        """Yields examples and the tally of their records, part by part, in input order."""
-
-    def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """Returns sources, tokenizer and settings, for the manifest.
-
-        Args:
-            sources: entries of the inputs; None: those read here, complete after the last part.
-        """
-
-    def sample(
-        self, records: int, seed: int, report: Callable[[int], None] | None = None
-    ) -> Sampling:
-        """Reduces the source to a sample, from all over the input; every iteration then yields it.
-
-        The sample of an iterable of unknown length is its first records.
-
-        Args:
-            records: maximum size of the sample.
-            seed: seed of the sample.
-            report: called with the number of records read so far.
-        """
 
 
 def open_examples(
@@ -118,7 +72,13 @@ def open_examples(
 
 
 class RecordExampleReader:
-    """Reads records and tokenizes them in workers."""
+    """Reads records and tokenizes them in workers.
+
+    Attributes:
+        kind: ``preference``, ``sft`` or ``ranked``.
+        carry: carried columns, name -> type.
+        vocab_size: token ids are below it, if known.
+    """
 
     def __init__(
         self,
@@ -161,7 +121,15 @@ class RecordExampleReader:
     def sample(
         self, records: int, seed: int, report: Callable[[int], None] | None = None
     ) -> Sampling:
-        """See :meth:`ExampleReader.sample`."""
+        """Reduces the source to a sample, from all over the input; every iteration then yields it.
+
+        The sample of an iterable of unknown length is its first records.
+
+        Args:
+            records: maximum size of the sample.
+            seed: seed of the sample.
+            report: called with the number of records read so far.
+        """
         if self._reader.ends:
             self._blocks, sample = sample_blocks(self._blocks, records, seed, report)
         else:
@@ -200,7 +168,7 @@ class RecordExampleReader:
         """Number of partitions: as set, else one per :data:`PARTITION_BYTES` of the files."""
         if self.inputs:
             return self._config.partitions or max(1, -(-sum(self.sizes) // PARTITION_BYTES))
-        return only_one(self._config)
+        return _only_one(self._config)
 
     def tokenize(self) -> Tokenize:
         """Returns the picklable function that turns a block into a part."""
@@ -222,6 +190,14 @@ class RecordExampleReader:
             "settings": replace(self._config, partitions=self.partitions).recorded(),
             "package_version": VERSION,
         }
+
+
+def _only_one(config: PackConfig) -> int:
+    """Refuses `partitions` for input that is not files of records."""
+    if (config.partitions or 1) > 1:
+        must = "the input must be files of records"
+        raise ConfigError(sentence(f"partitions={config.partitions}", must, "another input"))
+    return 1
 
 
 def _are_dialogues(rows: Rows, config: PackConfig, kind: str) -> bool:
@@ -276,3 +252,85 @@ class Tokenize:
         if self._watch is not None:
             self._watch(rows, examples)
         return examples, tally
+
+
+class DatasetExampleReader:
+    """Yields the examples of a packed dataset, in its order."""
+
+    def __init__(self, dataset: Dataset, config: PackConfig) -> None:
+        manifest = dataset.manifest
+        if config.overlong.startswith("truncate"):
+            raise ConfigError(
+                f"overlong={config.overlong!r} needs the records: a packed dataset does not store "
+                "its texts. Pack the records again, or set overlong to drop or error."
+            )
+        if config.selects:
+            raise ConfigError(
+                "dedup and validation_fraction need the records: a packed dataset does not store "
+                "its texts. Pack the records again."
+            )
+        if names := config.needing_records:
+            must = f"{', '.join(names)} must be left out, as it is repacked without tokenizing"
+            raise ConfigError(sentence(dataset.url, must, "", "Pack the records again"))
+        if config.kind not in ("auto", manifest.kind):
+            raise ConfigError(
+                f"kind must be auto or that of the dataset, {manifest.kind}; found {config.kind}."
+            )
+        self.kind = manifest.kind
+        self.carry = dict(manifest.carry)
+        self.vocab_size = manifest.vocab_size
+        self._dataset, self._config = dataset, config
+        self._groups: Sequence[int] = range(len(dataset.row_groups))
+        self.inputs: tuple[Input, ...] = ()
+        self.paths: dict[int, str] = {}
+        self.partitions = _only_one(config)
+
+    def __iter__(self) -> Iterator[tuple[Examples, Tally]]:
+        rows = to_offsets(self._dataset.row_groups.rows)
+        for group in self._groups:
+            packs = self._dataset.read_packs(group)
+            examples = unpack(packs)
+            kept = None if self._config.rejects is None else list[Sample]()
+            tally = Tally(read=examples.num_examples, rejected=kept)
+            where = f"{self._dataset.url}, packs {rows[group]}–{rows[group + 1] - 1}"
+            yield self._fitting(examples, tally, where), tally
+
+    def sample(
+        self, records: int, seed: int, report: Callable[[int], None] | None = None
+    ) -> Sampling:
+        """Reduces the source to a sample of row groups; every iteration then yields it."""
+        self._groups, sample = sample_groups(self._dataset.row_groups.examples, records, seed)
+        return sample
+
+    def _fitting(self, examples: Examples, tally: Tally, where: str) -> Examples:
+        """Returns the examples that are not too long; counts the others."""
+        config = self._config
+        longest = np.maximum.reduceat(examples.lengths, examples.example_offsets[:-1])
+        tokens = sizes(examples, config.layout, config.pad_to_multiple)
+        fits = (longest <= config.sequence_limit) & (tokens <= config.pack_size)
+        for i in np.flatnonzero(~fits):
+            detail = f"{tokens[i]} tokens, longest sequence {longest[i]}"
+            if config.overlong == "error":
+                must = f"an example must fit pack_size {config.pack_size}"
+                raise RecordError(sentence(where, must, detail, "Raise pack_size or max_length"))
+            tally.drop("overlong", where, detail)
+        return examples if fits.all() else examples.take(np.flatnonzero(fits))
+
+    def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        """Returns the dataset's provenance, with this repacking and its settings added."""
+        manifest = self._dataset.manifest
+        stages = (SelectConfig, PlanConfig, WriteConfig)
+        names = {"max_length", "overlong", *(f.name for stage in stages for f in fields(stage))}
+        recorded = replace(self._config, partitions=self.partitions).recorded()
+        settings = {name: value for name, value in recorded.items() if name in names}
+        kept = {k: v for k, v in manifest.provenance.items() if k != "repacked_from"}
+        return {
+            **kept,
+            "repacked_from": {"path": self._dataset.url, "fingerprint": manifest.fingerprint},
+            "settings": {**manifest.provenance.get("settings", {}), **settings},
+            "package_version": VERSION,
+        }
+
+
+ExampleReader = RecordExampleReader | DatasetExampleReader
+"""A source of examples."""

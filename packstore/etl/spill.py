@@ -12,8 +12,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -43,39 +41,22 @@ MAX_BUCKETS = 256
 _AT_ONCE = 2048
 """Examples copied from a segment to a bucket at once."""
 
-Part = tuple[Examples, Int32, Int64]
-
 
 class Spill:
-    """Collects :class:`Examples` on disk; a context manager that removes its files at the end.
-
-    They are in the system's folder for temporary files (``TMPDIR``).
-    """
+    """Collects :class:`Examples` in the system's folder for temporary files (``TMPDIR``)."""
 
     def __init__(self) -> None:
         try:
-            self._temporary = tempfile.TemporaryDirectory(prefix="packstore-")
+            self._folder = tempfile.TemporaryDirectory(prefix="packstore-")
         except OSError as error:
             raise _full(error) from error
-        self._folder = self._temporary.name
         self._segments: list[_Store] = []
-        self._lengths = Path(self._folder, "lengths")
+        self._lengths = Path(self._folder.name, "lengths")
         self.num_examples = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Removes its files."""
-        self._temporary.cleanup()
+        self._folder.cleanup()
 
     def append(self, examples: Examples, lengths: Int32) -> None:
         """Appends `examples`.
@@ -92,23 +73,23 @@ class Spill:
         if not self._segments or self._segments[-1].id_bytes >= SEGMENT_BYTES:
             self._segments.append(self._store("segment", len(self._segments)))
         self._segments[-1].append(examples)
-        _append(self._lengths, np.ascontiguousarray(lengths, np.int32))
+        _append(self._lengths, np.ascontiguousarray(lengths, np.int32).data)
         self.num_examples += examples.num_examples
 
     def lengths(self) -> Int32:
         """Returns int32 `[E]`, the lengths passed to :meth:`append`."""
         return np.fromfile(self._lengths, np.int32) if self.num_examples else np.empty(0, np.int32)
 
-    def parts(self, order: Int32, offsets: Int64) -> Iterator[Part]:
-        """Yields all packs, some at a time. Can be called only once.
+    def packs(self, packing: Plan, config: PackConfig) -> Iterator[Packs]:
+        """Yields the packs in plan order, about a row group at a time. Can be called only once."""
+        step = max(1, config.row_group_tokens // config.pack_size)
+        for examples, order, offsets in self._buckets(packing.order, packing.offsets):
+            for first in range(0, len(offsets) - 1, step):
+                cut = offsets[first : first + step + 1]
+                yield fill(examples, cut - cut[0], config.layout, order[cut[0] : cut[-1]])
 
-        Args:
-            order: int32 `[E]`, the examples, pack by pack.
-            offsets: int64 `[P + 1]`; pack i has ``order[offsets[i]:offsets[i + 1]]``.
-
-        Returns:
-            For each part its examples, their order in its packs, and its offsets.
-        """
+    def _buckets(self, order: Int32, offsets: Int64) -> Iterator[tuple[Examples, Int32, Int64]]:
+        """Yields examples of neighbouring packs, their order in these, and the packs' offsets."""
         if not self.num_examples:
             return
         if len(self._segments) == 1:
@@ -120,9 +101,10 @@ class Spill:
         buckets = [self._store("bucket", b) for b in range(number)]
         self._scatter(order, offsets[cuts], buckets)
         for bucket, first, last in zip(buckets, cuts[:-1], cuts[1:], strict=True):
-            own = order[offsets[first] : offsets[last]]
-            # The examples of a bucket are in input order.
-            yield bucket.examples(), _ranks(own), _from_zero(offsets[first : last + 1])
+            chosen = order[offsets[first] : offsets[last]]
+            ranks = np.empty(len(chosen), np.int32)  # the examples of a bucket are in input order
+            ranks[chosen.argsort()] = np.arange(len(chosen), dtype=np.int32)
+            yield bucket.examples(), ranks, offsets[first : last + 1] - offsets[first]
             bucket.remove()
 
     def _scatter(self, order: Int32, cuts: Int64, buckets: list[_Store]) -> None:
@@ -144,14 +126,14 @@ class Spill:
         self._segments = []
 
     def _store(self, kind: str, number: int) -> _Store:
-        return _Store(Path(self._folder), f"{kind}-{number:05d}")
+        return _Store(f"{self._folder.name}/{kind}-{number:05d}")
 
 
 class _Store:
     """Files with some examples, in the order in which they were added."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
+    def __init__(self, prefix: str) -> None:
+        self._paths = {name: Path(f"{prefix}-{name}") for name in (*_DTYPES, "columns")}
         self._columns: dict[str, np.dtype] = {}
         self._tokens = self._sequences = 0
 
@@ -161,44 +143,38 @@ class _Store:
         return 4 * self._tokens
 
     def append(self, examples: Examples) -> None:
-        """Adds some examples.
-
-        Raises:
-            StorageError: the disk is full or unwritable.
-        """
-        offsets = {
-            "sequence_offsets": examples.sequence_offsets + self._tokens,
-            "example_offsets": examples.example_offsets + self._sequences,
-        }
+        """Adds some examples."""
+        begun = {"sequence_offsets": self._tokens, "example_offsets": self._sequences}
         for name, dtype in _DTYPES.items():
-            array = offsets[name] if name in offsets else getattr(examples, name)
-            if name in offsets and self._sequences:
-                array = array[1:]  # its first offset is already there
-            _append(self._path(name), np.ascontiguousarray(array, dtype))
+            array = getattr(examples, name)
+            if name in begun:
+                array = array + begun[name]
+                if self._sequences:
+                    array = array[1:]  # its first offset is already there
+            _append(self._paths[name], np.ascontiguousarray(array, dtype).data)
         if examples.columns:
             self._columns = {name: column.dtype for name, column in examples.columns.items()}
-            _append(self._path("columns"), _stream(examples))
+            columns = {name: pa.array(column) for name, column in examples.columns.items()}
+            batch, sink = pa.RecordBatch.from_pydict(columns), pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, batch.schema) as writer:
+                writer.write_batch(batch)
+            _append(self._paths["columns"], sink.getvalue())
         self._tokens += examples.num_tokens
         self._sequences += examples.num_sequences
 
     def examples(self) -> Examples:
         """Returns all examples as memory-mapped arrays: only pages that are used are read."""
         arrays = {
-            name: np.memmap(self._path(name), dtype, mode="r").view(np.ndarray)
+            name: np.memmap(self._paths[name], dtype, mode="r").view(np.ndarray)
             for name, dtype in _DTYPES.items()
         }
         return Examples(**arrays, columns=self._read_columns())
-
-    def remove(self) -> None:
-        """Deletes the files."""
-        for name in (*_DTYPES, "columns"):
-            self._path(name).unlink(missing_ok=True)
 
     def _read_columns(self) -> dict[str, Column]:
         if not self._columns:
             return {}
         batches: list[pa.RecordBatch] = []
-        with pa.OSFile(str(self._path("columns"))) as file:
+        with pa.OSFile(str(self._paths["columns"])) as file:
             while file.tell() < file.size():
                 batches += pa.ipc.open_stream(file)
         table = pa.Table.from_batches(batches)
@@ -206,45 +182,16 @@ class _Store:
             name: np.array(table[name].to_pylist(), dtype) for name, dtype in self._columns.items()
         }
 
-    def _path(self, name: str) -> Path:
-        return self._folder / f"{self._name}-{name}"
+    def remove(self) -> None:
+        """Deletes the files."""
+        for path in self._paths.values():
+            path.unlink(missing_ok=True)
 
 
-def filled(spill: Spill, packing: Plan, config: PackConfig) -> Iterator[Packs]:
-    """Yields the packs in plan order, about a row group at a time."""
-    step = max(1, config.row_group_tokens // config.pack_size)
-    for examples, order, offsets in spill.parts(packing.order, packing.offsets):
-        for first in range(0, len(offsets) - 1, step):
-            cut = offsets[first : first + step + 1]
-            yield fill(examples, cut - cut[0], config.layout, order[cut[0] : cut[-1]])
-
-
-def _stream(examples: Examples) -> pa.Buffer:
-    """Returns the carried columns as Arrow IPC."""
-    batch = pa.RecordBatch.from_pydict({n: pa.array(c) for n, c in examples.columns.items()})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    return sink.getvalue()
-
-
-def _ranks(values: Int32) -> Int32:
-    """Returns the rank of each value."""
-    ranks = np.empty(len(values), np.int32)
-    ranks[values.argsort()] = np.arange(len(values), dtype=np.int32)
-    return ranks
-
-
-def _from_zero(offsets: Int64) -> Int64:
-    begun: Int64 = offsets - offsets[0]
-    return begun
-
-
-def _append(path: Path, data: Column | pa.Buffer) -> None:
+def _append(path: Path, data: memoryview | pa.Buffer) -> None:
     try:
         with open(path, "ab") as file:
-            # Not tofile, whose error for a full disk lacks the errno.
-            file.write(data.data if isinstance(data, np.ndarray) else data)
+            file.write(data)  # not numpy's tofile, whose error for a full disk lacks the errno
     except OSError as error:
         raise _full(error) from error
 

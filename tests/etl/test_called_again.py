@@ -12,7 +12,6 @@ from small_jobs import trained_tokenizer, write_jsonl
 from tokenizers import Tokenizer
 
 import packstore
-from packstore.cli import main
 from packstore.errors import DatasetExistsError
 from packstore.io.dataset.dataset import Dataset
 
@@ -72,25 +71,6 @@ def test_pack(
     assert THERE in caplog.text
     assert (again.version, again.manifest.fingerprint) == (1, first.manifest.fingerprint)
     assert files(again) == before
-
-
-def test_the_command_succeeds(
-    source: str, tmp_path: Path, tokenizer: Tokenizer, capfd: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    command = [
-        "pack",
-        source,
-        str(tmp_path / "ds"),
-        "--tokenizer",
-        str(tmp_path / "tokenizer.json"),
-    ]
-    assert main(command) == 0
-    first = capfd.readouterr().out
-    assert main(command) == 0
-    assert capfd.readouterr().out == first
-    assert main([*command, "--pack-size", "512"]) == 1
-    assert "pack_size 8192 then, 512 now" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("partitions", [1, 2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from small_jobs import SETTINGS, pairs
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import packstore
-from packstore.cli import main
 from packstore.errors import (
     CompatibilityError,
     ConfigError,
@@ -24,7 +22,6 @@ from packstore.errors import (
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.maintain.clean import clean
 from packstore.io.side.side import SideWriter
-from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
@@ -231,29 +228,3 @@ def test_loading_side_data_and_packing_anew(tmp_path: Path) -> None:
     assert anew.manifest.lineage == grown.manifest.lineage
     with pytest.raises(CompatibilityError, match="lineage"):
         list(PackedDataset(pack(tmp_path / "other", pairs(30)).url, seed=0, side=[url]))
-
-
-def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, records in (("a", pairs(60)), ("b", pairs(40, 60))):
-        with open(tmp_path / f"{name}.jsonl", "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(r) + "\n" for r in records)
-    a = pack(tmp_path / "a", str(tmp_path / "a.jsonl")).url
-    assert main(["append", a, str(tmp_path / "b.jsonl")]) == 0
-    assert "version 2: 100 examples" in capsys.readouterr().out
-    assert main(["inspect", a, "--version", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["totals"]["examples"] == 60
-    assert main(["verify", a, "--version", "3"]) == 1
-    assert "must have version 3; found 1 to 2" in capsys.readouterr().err
-    assert main(["concat", a, a, str(tmp_path / "out")]) == 0
-    assert "200 examples" in capsys.readouterr().out
-    Location(a).create_bytes("data/x.parquet", b"1234")
-    assert main(["clean", a, "--older-than", "0"]) == 1
-    assert "no_writers=True (--no-writers)" in capsys.readouterr().err
-    anyway = ["--older-than", "0", "--no-writers"]
-    assert main(["clean", a, *anyway]) == 0
-    assert "would remove 1 files, 4 bytes" in capsys.readouterr().out
-    assert main(["clean", a, *anyway, "--delete"]) == 0
-    assert main(["clean", a, "--older-than", "soon"]) == 1
-    assert "nothing to remove" not in capsys.readouterr().out
-    assert main(["clean", a]) == 0
-    assert "nothing to remove" in capsys.readouterr().out

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import packstore
@@ -85,19 +84,6 @@ def test_input_in_order_of_length_is_estimated_within_the_stated_error(
         overlong += abs(choice.overlong - true.overlong) <= choice.overlong_error
     assert packs >= 18
     assert overlong >= 18
-
-
-def test_every_file_has_its_share(ordered: Path, tmp_path: Path, truth: Estimate) -> None:
-    """Short ones in the first file: what lies in the second counts as much as it is large."""
-    half = len(LENGTHS) // 2
-    files = [
-        write(tmp_path / "short.jsonl", LENGTHS[:half]),
-        write(tmp_path / "long.jsonl", LENGTHS[half:]),
-    ]
-    (true,) = truth.choices
-    (choice,) = sampled([str(f) for f in files]).choices
-    assert abs(choice.packs - true.packs) <= choice.packs_error
-    assert choice.packs_error < 0.2 * true.packs
 
 
 def test_the_sample_is_decided_by_the_seed(ordered: Path) -> None:
@@ -192,87 +178,3 @@ def test_the_recommendation_is_true(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert "all packs but the emptiest" in out
     else:
         assert "no pack size that was tried fills to 99 %" in out
-
-
-def test_the_command_says_how_it_sampled(ordered: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", str(ordered), "--sample", "900", "--pack-size", str(LONG)]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "sampled " in out
-    assert f" of {len(LENGTHS):,} records of kind preference from " in out
-    assert "seed 0" in out
-    assert "two standard errors" in out
-    arguments = ["estimate", str(ordered), "--sample", "900", "--seed", "5", "--json"]
-    assert main(arguments) == 0
-    sample = json.loads(capsys.readouterr().out)["sample"]
-    assert sample["seed"] == 5
-    assert sample["total"] == len(LENGTHS)
-    assert 300 < sample["records"] <= 900
-    assert sample["places"] > 3
-
-
-def test_the_error_is_that_of_neighbouring_places() -> None:
-    from packstore.etl.estimate import standard_error
-
-    rng = np.random.default_rng(0)
-    values = rng.normal(100, 10, 400)
-    ones = np.ones(400)
-    error = standard_error(values, ones, ones, 0.0)
-    assert error == pytest.approx(10 * np.sqrt(400), rel=0.2)
-    assert standard_error(np.sort(values), ones, ones, 0.0) < error / 5
-    assert standard_error(values, ones, ones, 0.75) == pytest.approx(error / 2)
-    assert standard_error(values, ones, 3 * ones, 0.0) == pytest.approx(3 * error)
-    assert standard_error(values, ones, ones, 1.0) == 0
-
-
-@pytest.mark.parametrize("order", ["rising", "falling", "sawtooth", "shuffled"])
-@pytest.mark.parametrize("wanted", [1000, 6000])
-def test_stated_errors_hold_on_any_order(order: str, wanted: int) -> None:
-    """Two standard errors hold for nine samples of ten, also where a fixed interval would not."""
-    from packstore.etl.estimate import standard_error
-    from packstore.io.inputs.sampling import sample_groups
-
-    # Blocks of equal bytes: where records are short there are many of them.
-    records = np.sort(np.random.default_rng(0).lognormal(3, 0.6, 611).astype(np.int64) + 1)[::-1]
-    if order == "falling":
-        records = records[::-1]
-    elif order == "sawtooth":
-        records = np.concatenate([records[i::7] for i in range(7)])
-    elif order == "shuffled":
-        records = np.random.default_rng(1).permutation(records)
-    tokens = np.full(611, 10_000.0)
-    true, hits, runs = tokens.sum() / records.sum(), 0, 100
-    for seed in range(runs):
-        chosen, sample = sample_groups(records, wanted, seed)
-        own, held = tokens[chosen], records[chosen]
-        assert sample.records == held.sum() <= wanted
-        assert sample.total == records.sum()
-        weights = np.full(len(chosen), float(sample.run))
-        weights[-1] = sample.last_run
-        mean = (weights @ own) / (weights @ held)
-        known = sample.records / records.sum()
-        error = standard_error(own, held, weights, known) / (weights @ own)
-        hits += abs(mean - true) <= 2 * error * mean
-    assert hits >= 88
-
-
-def test_blocks_larger_than_the_sample_leave_one() -> None:
-    from packstore.io.inputs.sampling import sample_groups
-
-    for blocks in range(1, 9):
-        chosen, sample = sample_groups(np.full(blocks, 100), 50, 0)
-        assert (len(chosen), sample.last_run, sample.total) == (1, blocks, 100 * blocks)
-
-
-def test_every_block_of_a_run_has_the_same_chance() -> None:
-    from collections import Counter
-
-    from packstore.io.inputs.sampling import sample_groups
-
-    drawn: Counter[int] = Counter()
-    for seed in range(400):
-        chosen, sample = sample_groups(np.full(11, 10), 40, seed)
-        assert (sample.run, sample.last_run, len(chosen)) == (4, 3, 3)
-        assert [c // 4 for c in chosen] == [0, 1, 2]
-        drawn.update(chosen)
-    assert all(70 < drawn[i] < 130 for i in range(8))
-    assert all(100 < drawn[i] < 167 for i in range(8, 11))

@@ -6,13 +6,11 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stores import Store
 
 import packstore
 
@@ -103,16 +101,4 @@ def test_on_a_local_disk(fractions: tuple[float, ...], tmp_path: Path) -> None:
     for n, fraction in enumerate(fractions):
         job = Job(tmp_path / str(n), str(tmp_path / str(n) / "ds"), {})
         assert job.run(moment=round(acts * fraction)) == 0
-        job.assert_undisturbed(undisturbed.manifest())
-
-
-@pytest.mark.slow
-def test_on_s3(s3: Store, tmp_path: Path) -> None:
-    undisturbed = Job(tmp_path / "whole", f"{s3.url}/whole", s3.options)
-    start = time.monotonic()
-    undisturbed.run()
-    seconds = time.monotonic() - start
-    for n in range(1, 6):
-        job = Job(tmp_path / str(n), f"{s3.url}/{n}", s3.options)
-        job.run(seconds=seconds * (0.5 + n / 12))
         job.assert_undisturbed(undisturbed.manifest())

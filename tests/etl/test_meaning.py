@@ -112,23 +112,6 @@ def test_a_dialogue_in_csv(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert found.manifest.records.packed == 1
 
 
-def test_manifests_without_them_stay_as_they_are(do_pack: Pack) -> None:
-    written = json.loads(do_pack(PAIRS).manifest.to_json())
-    for name in ("fields_used", "fields_not_used"):
-        written["records"].pop(name, None)
-    old = Manifest.from_json(json.dumps(written).encode())
-    assert (old.records.fields_used, old.records.fields_not_used) == ({}, {})
-    assert "fields_used" not in json.loads(old.to_json())["records"]
-
-
-def test_datasets_together_add_their_fields_up(do_pack: Pack, tmp_path: Path) -> None:
-    parts = [do_pack(PAIRS), do_pack([{**r, "weight": 2.0} for r in SCORED])]
-    whole = packstore.concat([p.url for p in parts], tmp_path / "whole").manifest.records
-    assert whole.fields_used["prompt"] == 40
-    assert whole.fields_used["score_chosen"] == 20
-    assert whole.fields_not_used == {"weight": 20}
-
-
 def test_the_log_names_them_once(do_pack: Pack, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "packstore"):
         do_pack([{**r, "system": "be kind", "lang": "en"} for r in SCORED])

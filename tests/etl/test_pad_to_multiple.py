@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from small_jobs import write_jsonl
 
 import packstore
-from packstore.config import PlanConfig
-from packstore.errors import ConfigError, InputError
 
 RNG = np.random.default_rng(0)
 RECORDS = [
@@ -74,41 +68,3 @@ def test_what_fits_only_without_padding(tmp_path: Path, overlong: str) -> None:
         assert np.add.reduceat(padded, packs.sequence_offsets[:-1]).max() <= 24
     whole = packstore.pack(records, tmp_path / "whole", pack_size=24, overlong="error")
     assert whole.manifest.records.packed == 10
-
-
-def test_a_plan_rounds_lengths_up() -> None:
-    made = packstore.plan([3, 8, 9, 4], config=PlanConfig(pack_size=24, pad_to_multiple=M))
-    assert made.lengths.tolist() == [8, 8, 16, 8]
-    assert (made.tokens, made.aligned_tokens, made.num_packs) == (24, 40, 2)
-    assert (made.fill_rate, made.aligned_fill_rate) == (24 / 48, 40 / 48)
-    with pytest.raises(InputError, match=r"1 to 20 tokens .*found 24"):
-        packstore.plan([17], config=PlanConfig(pack_size=20, pad_to_multiple=M))
-    with pytest.raises(ConfigError, match="pad_to_multiple must be at least 1; found 0"):
-        PlanConfig(pad_to_multiple=0)
-
-
-def test_commands_tell_both_fills(tmp_path: Path) -> None:
-    source = tmp_path / "in.jsonl"
-    write_jsonl(source, RECORDS)
-
-    def run(*command: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "packstore", *command],
-            capture_output=True, encoding="utf-8", check=False, timeout=120,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    more = ["--pad-to-multiple", str(M), "--on", "identical_sides=keep"]
-    choices = json.loads(run("estimate", str(source), "--pack-sizes", "96", *more, "--json"))[
-        "choices"
-    ]
-    packed = packstore.pack(
-        source, tmp_path / "out", pack_size=96, pad_to_multiple=M, on={"identical_sides": "keep"}
-    )
-    planning = packed.manifest.statistics.planning
-    (choice,) = (c for c in choices if (c["layout"], c["strategy"]) == ("concat", "pool"))
-    for name in ("fill_rate", "aligned_fill_rate"):
-        assert choice[name] == pytest.approx(planning[name])
-    text = f"fill: {planning['fill_rate']:.2%}, {planning['aligned_fill_rate']:.2%} once"
-    assert text in run("stats", str(tmp_path / "out"))

@@ -20,11 +20,9 @@ from packstore.config import PackConfig
 from packstore.errors import (
     ConfigError,
     DatasetNotFoundError,
-    DropRateError,
     FormatError,
-    RecordError,
 )
-from packstore.etl.partitions.slices import split, warn_of_reads
+from packstore.etl.partitions.slices import split
 from packstore.io.inputs.files import Input
 from packstore.io.maintain.clean import clean
 from packstore.io.manifest import commit
@@ -85,28 +83,6 @@ def test_partitions_hold_what_one_would(
     assert again.manifest.to_json() == made.manifest.to_json()
 
 
-@pytest.mark.parametrize("passes", [1, 4, 10])
-def test_partitions_are_read_some_at_a_time(
-    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: int
-) -> None:
-    """However many at once: the same bytes, and no file is read more often than that."""
-    settings: dict[str, Any] = {**SETTINGS, "partitions": 10, "num_workers": 0}
-    whole = packstore.pack(sources, tmp_path / "whole", **settings)
-    opened, open_read = Counter[str](), Location.open_read
-
-    def counted(self: Location, path: str = "", **how: Any) -> Any:
-        opened[self.url] += not path
-        return open_read(self, path, **how)
-
-    monkeypatch.setattr("packstore.etl.partitions.work.PASSES", passes)
-    monkeypatch.setattr(Location, "open_read", counted)
-    made = packstore.pack(sources, tmp_path / "out", **settings)
-    assert made.manifest.to_json() == whole.manifest.to_json()
-    reads = [opened[Location(source).url] for source in sources]
-    assert reads[0] <= passes + 1  # the first tells the kind of the records
-    assert max(reads[1:]) <= passes
-
-
 @pytest.mark.parametrize("stage", ["read", "write"])
 def test_a_job_that_is_stopped_leaves_no_temporary_files(
     sources: list[str], tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
@@ -126,15 +102,6 @@ def test_a_job_that_is_stopped_leaves_no_temporary_files(
     assert not list(spill.iterdir())
     left = (p for p in (tmp_path / "out").rglob("*") if p.is_file())
     assert {p.parent.name for p in left} <= {"data", "partitions"}
-
-
-def test_one_file_is_enough(sources: list[str], tmp_path: Path) -> None:
-    made = packstore.pack(sources[2], tmp_path / "out", partitions=4, num_workers=0, **SETTINGS)
-    assert examples(made) == Counter(range(RECORDS))
-    parts = Counter(s.path.split("-")[1] for s in made.manifest.shards)
-    assert len(parts) == 4
-    assert made.manifest.provenance["sources"][0]["records"] == RECORDS
-    assert made.verify().ok
 
 
 @pytest.mark.parametrize(
@@ -157,20 +124,6 @@ def test_every_block_is_in_one_partition(sizes: list[int], number: int) -> None:
     assert shares.max() <= sum(sizes) / number + 0.05 * sum(sizes)
 
 
-@pytest.mark.parametrize("files", [1, 3, 40, 400])
-def test_a_partition_takes_blocks_from_all_over(files: int) -> None:
-    size, number = 10**9 // files, 8
-    inputs = [(Input(i, str(i), Location(f"/{i}"), "jsonl", None), size + i) for i in range(files)]
-    for part in split(inputs, number):
-        ordinals = [one.input.ordinal for one in part]
-        assert ordinals == sorted(ordinals)
-        # Each file, or at least 15 of them at equal distances.
-        assert len(ordinals) == files if files <= 8 else len(ordinals) >= 15
-        assert np.diff([-1, *ordinals, files]).max() <= max(2, files // 12)
-    reads = sum(map(len, split(inputs, number)))
-    assert reads == {1: 8, 3: 24, 40: 160, 400: 800}[files]
-
-
 @pytest.mark.parametrize(("files", "reads"), [(1000, 7.364), (4000, 7.364), (256_000, 1)])
 def test_large_files_are_read_few_times_and_partitions_are_alike(files: int, reads: float) -> None:
     """4 TB in 3,682 partitions, a GiB each."""
@@ -180,42 +133,6 @@ def test_large_files_are_read_few_times_and_partitions_are_alike(files: int, rea
     assert sum(map(len, found)) / files == reads
     sizes = [sum(size / one.step for one in part) for part in found]
     assert max(sizes) < 1.06 * sum(sizes) / number
-
-
-def test_small_files_and_more_partitions_than_blocks(tmp_path: Path) -> None:
-    few = [write(tmp_path / f"{i}.jsonl", i, 3) for i in range(2)]
-    made = packstore.pack(few, tmp_path / "out", partitions=7, num_workers=0, **SETTINGS)
-    assert len(examples(made)) == 6
-    assert made.verify().ok
-
-
-@pytest.mark.parametrize(
-    ("line", "settings", "error"),
-    [
-        (
-            '{"prompt": [1], "chosen": "text", "rejected": [2]}',
-            {"on": {"wrong_type": "error"}},
-            None,
-        ),
-        ('{"prompt": [1], "chosen": [2]}', {}, RecordError),
-        ('{"prompt": [1], "chosen": [2], "rejected": [3]}', {"max_drop_rate": 0.0}, DropRateError),
-    ],
-)
-def test_a_failing_partition_leaves_shards_to_clean(
-    tmp_path: Path, line: str, settings: dict[str, Any], error: type[Exception] | None
-) -> None:
-    sources = [write(tmp_path / f"{i}.jsonl", i, 300) for i in range(3)]
-    with open(sources[-1], "a", encoding="utf-8") as file:
-        file.write(line + "\n")
-        file.write('{"prompt": [1], "chosen": [2], "rejected": [2]}\n')
-    with pytest.raises(error or packstore.errors.PackstoreError):
-        packstore.pack(
-            sources, tmp_path / "out", partitions=3, num_workers=0, **SETTINGS, **settings
-        )
-    out = tmp_path / "out"
-    assert {p.parent.name for p in out.rglob("*") if p.is_file()} <= {"data", "partitions"}
-    with pytest.raises(DatasetNotFoundError):
-        packstore.open(out)
 
 
 def test_a_manifest_that_would_be_too_large_is_told_after_the_first_partition(
@@ -230,20 +147,6 @@ def test_a_manifest_that_would_be_too_large_is_told_after_the_first_partition(
     assert not [*(tmp_path / "b" / "data").glob("*-p00007-*")]
     monkeypatch.setattr(commit, "MAX_MANIFEST_BYTES", of_shards * 3)
     packstore.pack(sources, tmp_path / "b", partitions=8, num_workers=0, **SETTINGS)
-
-
-@pytest.mark.parametrize(("files", "told"), [(10, True), (400, False)])
-def test_files_that_would_be_read_many_times(
-    files: int, told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    inputs = [
-        (Input(i, f"{i}.jsonl", Location(f"{i}.jsonl"), "jsonl", None), 1 << 32)
-        for i in range(files)
-    ]
-    slices = split(inputs, 100)
-    warn_of_reads(slices, files)
-    texts = ["is read 10 times", "With 400 files it would be read 4 times"]
-    assert [text in caplog.text for text in texts] == [told, told]
 
 
 @pytest.fixture(scope="module")

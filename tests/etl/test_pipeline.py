@@ -21,7 +21,6 @@ from tokenizers import Tokenizer
 import packstore
 from packstore.errors import (
     ConfigError,
-    DatasetExistsError,
     DatasetNotFoundError,
     DropRateError,
 )
@@ -277,20 +276,6 @@ def test_counts_add_up_and_too_many_drops_fail(do_pack: Pack) -> None:
         do_pack(PAIRS, pack_size=8)
 
 
-def test_an_existing_dataset_is_kept(do_pack: Pack, tokenizer: Tokenizer) -> None:
-    first = do_pack(PAIRS)
-    with pytest.raises(DatasetExistsError, match="overwrite"):
-        packstore.pack(PAIRS, first.url, tokenizer, pack_size=300)
-    again = packstore.pack(PAIRS[:9], first.url, tokenizer, pack_size=256, overwrite=True)
-    assert (again.version, again.manifest.pairs) == (2, 9)
-    current = packstore.open(first.url)
-    assert current.manifest.pairs == 9
-    ids = pq.read_table(current.shard_urls)["example_ids"].combine_chunks().flatten()
-    assert sorted(ids.to_pylist()) == list(range(9))
-    assert packstore.open(first.url, version=1).manifest.pairs == 60
-    assert first.verify().ok
-
-
 def test_a_failing_job_leaves_nothing_but_shards_for_clean(
     do_pack: Pack, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,18 +405,3 @@ def test_a_part_for_validation(do_pack: Pack, tokenizer: Tokenizer, tmp_path: Pa
         do_pack(PAIRS[:2], validation_fraction=1e-9)
     with pytest.raises(ConfigError, match="validation_fraction must be below 1"):
         do_pack(PAIRS, validation_fraction=1.0)
-
-
-@pytest.mark.slow
-def test_the_same_selection_for_any_number_of_workers(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    many = [{**r, "prompt": f"{j % 200} {r['prompt']}" * 20} for j in range(300) for r in PAIRS]
-    source = write_jsonl(tmp_path / "pairs.jsonl", many)
-    found = set()
-    for n in (1, 2, None):
-        out = tmp_path / f"out-{n}"
-        packstore.pack(source, out, tokenizer, pack_size=2048, num_workers=n, dedup="prompt",
-                       validation_fraction=0.1)  # fmt: skip
-        parts = [packstore.open(str(out / name)) for name in ("train", "validation")]
-        assert sum(p.manifest.pairs for p in parts) == 200 * 60
-        found.add(str([(shard_bytes(p), p.manifest.to_json()) for p in parts]))
-    assert len(found) == 1

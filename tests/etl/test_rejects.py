@@ -13,7 +13,6 @@ from small_jobs import trained_tokenizer, write_jsonl
 from tokenizers import Tokenizer
 
 import packstore
-from packstore.cli import main
 from packstore.errors import ConfigError, DropRateError, RecordError
 from packstore.io.store.location import Location
 
@@ -98,28 +97,6 @@ def test_every_dropped_record_in_order(
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".jsonl") == ["ds", "plain"]
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        {"num_workers": 0},
-        {"num_workers": 2},
-        pytest.param({"engine": "ray", "num_workers": 2}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_partitions(
-    run: dict[str, Any], sources: list[str], tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    if "engine" in run:
-        pytest.importorskip("ray", reason="the engine ray needs it")
-    settings = {**LOOSE, "dedup": "pair", "partitions": 4}
-    once, again = tmp_path / "once.jsonl", tmp_path / "again.jsonl"
-    packstore.pack(sources, str(tmp_path / "a"), tokenizer, rejects=str(once), **settings)
-    packstore.pack(sources, str(tmp_path / "b"), tokenizer, rejects=str(again), **settings, **run)
-    assert once.read_bytes() == again.read_bytes()
-    assert sorted(told(once)) == sorted(expected(sources))
-
-
 @pytest.mark.parametrize("before", [True, False])
 def test_partitions_that_are_taken_over(
     before: bool,
@@ -176,27 +153,6 @@ def test_anywhere_that_fsspec_reaches(
     whole = fsspec.filesystem("memory").cat_file("/rejects/deep/r.jsonl").decode()
     assert len(whole.splitlines()) == len(expected(sources)) - 2
     Location("memory://rejects/deep").remove("r.jsonl")
-
-
-def test_what_is_packed_anew_and_what_is_appended(
-    sources: list[str], tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    out, rejects = str(tmp_path / "ds"), tmp_path / "rejects"
-    first = packstore.pack(sources[0], out, str(tmp_path / "tokenizer.json"), **LOOSE)
-    less = first.manifest.statistics.longest_sequence - 1
-    settings = {"max_length": less, "max_drop_rate": 0.9, "rejects": str(rejects)}
-    small = packstore.pack(out, str(tmp_path / "small"), **settings)
-    dropped = small.manifest.records.dropped["overlong"]
-    assert [line["reason"] for line in read(rejects)] == ["overlong"] * dropped
-    assert read(rejects)[0]["place"].startswith(f"{out}, packs 0–")
-    command = ["append", out, sources[1], "--max-drop-rate", "0.9", "--rejects", str(rejects)]
-    assert main(command) == 0
-    capsys.readouterr()
-    assert {line["place"].partition(",")[0] for line in read(rejects)} == {sources[1]}
-    clean = write_jsonl(tmp_path / "clean.jsonl", [{**ONE, "prompt": "Why? "}])
-    packstore.append(out, clean, rejects=str(rejects))
-    assert rejects.read_bytes() == b""
 
 
 def test_refuses_an_input_and_a_folder(

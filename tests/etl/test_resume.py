@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from packstore.errors import (
 from packstore.io.maintain.clean import clean
 from packstore.io.manifest.manifest import commit_manifest
 from packstore.io.store.location import Location
-from packstore.io.write.write_job import WriteJob, writing
+from packstore.io.write.write_job import WriteJob
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 CUT: dict[str, Any] = {"partitions": 4, "row_group_tokens": 512, "shard_tokens": 1500}
@@ -110,21 +109,6 @@ def test_a_rerun_takes_over_the_finished_partitions(
     assert clean(place).leftovers == []
 
 
-def test_a_small_input_is_one_partition(
-    place: str, pack: Callable[..., Any], source: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is taken over as a whole, also where only the commit was missing."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        before = break_put(patch, ".index", KeyboardInterrupt())
-        pack(place, source)
-    assert partitions(before) == {"p00000"}
-    with caplog.at_level(logging.INFO, "packstore"):
-        assert watched(lambda: pack(place, source)) == []
-    assert "took over 1 of 1 partitions" in caplog.text
-    settings = packstore.open(place).manifest.provenance["settings"]
-    assert settings["partitions"] == 1
-
-
 def test_the_bytes_of_the_input_decide_the_number_of_partitions(
     pack: Callable[..., Any], source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,53 +141,6 @@ def test_a_partition_that_changed_is_made_again(
     after = watched(lambda: pack(place, source, **CUT))
     assert partitions(after) == {"p00001", "p00003"}
     assert files(place) == whole
-
-
-def test_another_job_leaves_the_notes_alone(
-    place: str,
-    pack: Callable[..., Any],
-    source: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    before = stop_in_partition(2, KeyboardInterrupt(), lambda: pack(place, source, **CUT))
-    left = files(place)
-    with caplog.at_level(logging.INFO, "packstore"):
-        new = pack(place, source, **CUT, seed=7)
-    assert "2 finished partitions of other jobs are there" in caplog.text
-    assert files(place).items() >= left.items()
-    report = clean(place, delete=True)
-    assert {item.spared for item in report.leftovers} == {"it is too young"}
-    assert {item.path for item in report.leftovers} == left.keys()
-    with pytest.raises(DatasetExistsError, match="seed 7 then, 0 now"):
-        pack(place, source, **CUT)
-    clean(place, delete=True, older_than=0, no_writers=True)
-    assert not set(before) & set(files(place))
-    assert new.verify().ok
-    assert clean(place).leftovers == []
-
-
-def test_what_is_no_file_is_made_again(place: str, pack: Callable[..., Any]) -> None:
-    """Its content is not known before it is read."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        before = break_put(patch, ".index", KeyboardInterrupt())
-        pack(place)
-    assert {path.partition("/")[0] for path in files(place)} == {"data"}
-    assert watched(lambda: pack(place)) == before
-    assert packstore.open(place).verify().ok
-
-
-def test_a_bad_job_leaves_shards_to_clean(place: str, pack: Callable[..., Any]) -> None:
-    """An equal job may be about to commit them."""
-    for error in (RuntimeError("a defect"), DatasetExistsError("too late.")):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(type(error)):  # noqa: PT012
-            break_put(patch, 5, error)
-            pack(place)
-        assert {path.partition("/")[0] for path in files(place)} == {"data"}
-    pack(place, pack_size=96)
-    clean(place, delete=True, older_than=0, no_writers=True)
-    shards = {shard.path for shard in packstore.open(place).manifest.shards}
-    assert {path for path in files(place) if path.startswith("data/")} == shards
 
 
 def test_many_writers_at_once_have_one_winner(place: str, pack: Callable[..., Any]) -> None:
@@ -254,16 +191,6 @@ def test_a_version_that_came_meanwhile_is_not_replaced(
     assert clean(place).leftovers == []
 
 
-def test_a_job_that_lost_a_shard_stops(place: str, pack: Callable[..., Any]) -> None:
-    location = Location(place)
-    shards = pack(place).manifest.shards
-    with writing(location, overwrite=True) as job:
-        job.confirm(shards)
-        location.remove(shards[1].path)
-        with pytest.raises(StorageError, match=r"must stay .* 1 of its [0-9]+ files missing"):
-            job.confirm(shards)
-
-
 def test_a_reader_never_sees_a_mixture(place: str, pack: Callable[..., Any]) -> None:
     """While it is replaced again and again, every version read is one that was written."""
     pack(place, pairs(40))
@@ -286,55 +213,3 @@ def test_a_reader_never_sees_a_mixture(place: str, pack: Callable[..., Any]) -> 
     reader.join()
     assert failures == []
     assert seen <= {(n - 39, tuple(range(n))) for n in range(40, 47)}
-
-
-def test_clean_removes_what_no_version_names(
-    place: str, pack: Callable[..., Any], tmp_path: Path
-) -> None:
-    location = Location(place)
-    with pytest.raises(DatasetNotFoundError, match="must be a dataset, or the place of an"):
-        clean(place)
-    for n in (40, 41, 42):
-        pack(place, pairs(n), overwrite=True)
-    whole = files(place)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        break_put(patch, 3, KeyboardInterrupt())
-        pack(place, pairs(43), overwrite=True)
-    location.create_bytes("data/from-somewhere.parquet", b"12345")
-    left = files(place)
-    report = clean(place, delete=True)
-    assert {x.spared for x in report.leftovers} == {"it is too young"}
-    assert {x.path for x in report.leftovers} == left.keys() - whole.keys()
-    assert files(place) == left
-    everything: dict[str, Any] = {"delete": True, "older_than": 0, "no_writers": True}
-    clean(place, **everything)
-    assert files(place) == whole
-    clean(place, **everything, keep_versions=2)
-    with pytest.raises(DatasetNotFoundError, match="must have version 1; found 2 to 3"):
-        packstore.open(place, version=1)
-    for version in (2, 3):
-        assert packstore.open(place, version=version).verify().ok
-    named = [packstore.open(place, version=v).manifest for v in (2, 3)]
-    shards = {s.path for m in named for s in m.shards}
-    assert {p for p in files(place) if p.startswith("data/")} == shards
-
-
-@pytest.fixture
-def umask() -> Iterator[Callable[[int], None]]:
-    import os
-
-    before = os.umask(0)
-    os.umask(before)
-    yield lambda mask: os.umask(mask) and None
-    os.umask(before)
-
-
-@pytest.mark.parametrize("mask", [0o027, 0o077])
-def test_files_have_the_users_umask(
-    tmp_path: Path, pack: Callable[..., Any], umask: Callable[[int], None], mask: int
-) -> None:
-    umask(mask)
-    pack(str(tmp_path / "ds"))
-    found = itertools.chain([tmp_path / "ds"], (tmp_path / "ds").rglob("*"))
-    modes = {(p.is_dir(), p.stat().st_mode & 0o777) for p in found}
-    assert modes == {(True, 0o777 & ~mask), (False, 0o666 & ~mask)}

@@ -11,47 +11,8 @@ import numpy as np
 import pytest
 
 import packstore
-from packstore.format.arrays import Int32
-from packstore.pack.algorithms import STRATEGIES
-from packstore.pack.plan import Plan, plan
 
 SOURCES = 40
-
-
-def sorted_by_source(n: int = 100_000) -> Int32:
-    """Lengths of pairs; example i is of source ``i * SOURCES // n``."""
-    lengths = np.random.default_rng(0).lognormal(np.log(600), 0.8, n)
-    return np.clip(np.rint(lengths), 1, 4096).astype(np.int32)
-
-
-def sources_per_example(made: Plan) -> float:
-    source = made.order.astype(np.int64) * SOURCES // made.num_examples
-    packs = np.split(source, made.offsets[1:-1])
-    return sum(len(np.unique(p)) for p in packs) / made.num_examples
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES.names())
-def test_every_strategy_draws_from_the_whole_input(strategy: str) -> None:
-    lengths = sorted_by_source()
-    made = plan(lengths, pack_size=4096, strategy=strategy)
-    kept = plan(lengths, pack_size=4096, strategy=strategy, shuffle=False)
-    assert made.shuffle
-    assert made.statistics()["shuffle"] is True
-    assert not kept.shuffle
-    if strategy != "none":  # a pack of one has one source
-        own = np.diff(made.offsets)
-        drawn = SOURCES * (1 - (1 - 1 / SOURCES) ** own)
-        assert sources_per_example(made) >= 0.98 * drawn.sum() / made.num_examples
-    if strategy in ("pool",):
-        assert made.fill_rate >= 0.9995
-        assert abs(made.num_packs - kept.num_packs) <= 0.0005 * kept.num_packs
-
-
-def test_without_shuffle_the_order_is_that_of_the_input() -> None:
-    made = plan([3, 3, 4, 1, 9], pack_size=10, strategy="sequential", shuffle=False)
-    np.testing.assert_array_equal(made.order, np.arange(5))
-    shuffled = plan(np.ones(1000, np.int32), pack_size=10, strategy="sequential")
-    assert (np.diff(shuffled.order) == 1).mean() < 0.01
 
 
 def records(n: int = 6000) -> list[dict[str, Any]]:

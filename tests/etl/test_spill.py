@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from packstore.config import PackConfig
 from packstore.etl import spill as spilling
 from packstore.etl.spill import Spill
 from packstore.format.arrays import Examples, to_offsets
+from packstore.pack.fill import unpack
+from packstore.pack.layout import sizes
+from packstore.pack.plan import plan
+from packstore.testing import assert_examples_equal
 
 
 def some_examples(number: int, first: int) -> Examples:
@@ -39,26 +43,17 @@ def test_packs_come_back_in_the_order_of_the_plan(
     monkeypatch.setattr(spilling, "MAX_BUCKETS", 7)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     parts = [some_examples(n, first) for n, first in [(50, 0), (1, 50), (120, 51), (9, 171)]]
-    whole = Examples.concat(parts)
-    order = np.random.default_rng(1).permutation(180)
-    offsets = np.concatenate([np.arange(0, 180, 3), [180]])
-    with Spill() as spill:
-        for part in [*parts[:2], Examples.empty(), *parts[2:]]:
-            spill.append(part, np.add.reduceat(part.lengths, part.example_offsets[:-1])
-                         if part.num_examples else np.empty(0, np.int32))  # fmt: skip
-        np.testing.assert_array_equal(
-            spill.lengths(), np.add.reduceat(whole.lengths, whole.example_offsets[:-1])
-        )
-        found = []
-        for examples, own, cuts in spill.parts(order, offsets):
-            found += [examples.take(own[a:b]) for a, b in itertools.pairwise(cuts)]
-        expected = [whole.take(order[a:b]) for a, b in itertools.pairwise(offsets)]
-        assert len(found) == len(expected)
-        for got, want in zip(found, expected, strict=True):
-            for name in ("input_ids", "supervised", "sequence_offsets", "example_offsets",
-                         "reward", "example_ids"):  # fmt: skip
-                np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
-            for name, column in want.columns.items():
-                assert got.columns[name].dtype == column.dtype
-                np.testing.assert_array_equal(got.columns[name], column)
+    whole, spill = Examples.concat(parts), Spill()
+    for part in [*parts[:2], Examples.empty(), *parts[2:]]:
+        spill.append(part, sizes(part, "concat"))
+    np.testing.assert_array_equal(spill.lengths(), sizes(whole, "concat"))
+    config = PackConfig(pack_size=128, row_group_tokens=256)
+    packing = plan(spill.lengths(), config=config)
+    packs = Examples.concat([unpack(packs) for packs in spill.packs(packing, config)])
+    expected = whole.take(packing.order)
+    assert_examples_equal(packs, expected)
+    for name, column in expected.columns.items():
+        assert packs.columns[name].dtype == column.dtype
+        np.testing.assert_array_equal(packs.columns[name], column)
+    spill.close()
     assert not list(tmp_path.iterdir())  # nothing stays in the temporary folder

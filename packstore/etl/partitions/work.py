@@ -23,7 +23,7 @@ from packstore.etl.partitions.resume import Partition, Versions, Written, taken_
 from packstore.etl.partitions.slices import Item, ReadFile, Run, blocks_of, in_turn
 from packstore.etl.rejects import CompressedRejects
 from packstore.etl.sources import Part
-from packstore.etl.spill import Spill, filled
+from packstore.etl.spill import Spill
 from packstore.etl.totals import Contents, Counting
 from packstore.format import seeds
 from packstore.format.arrays import Tally
@@ -202,7 +202,7 @@ class PackPartitions:
         run = f"{notes.run}-p{number:05d}"
         with (
             ShardWriter(notes.location, self._shape, config, run) as writer,
-            contextlib.closing(ahead(filled(spill, packing, config), 2)) as made,
+            contextlib.closing(ahead(spill.packs(packing, config), 2)) as made,
         ):
             left = packing.num_packs
             for packs in made:
