@@ -1,119 +1,48 @@
-"""Feeds changed files to every parser, in child processes, and counts what becomes of them.
+"""Feeds changed files and datasets to all that reads them; run in a process that a crash may end.
 
-    nice -n 15 python tests/fuzz/run.py [--inputs 60000] [--targets manifest jsonl]
+    python tests/fuzz/run.py files COUNT TARGET...   so many inputs of each parser, and those kept
+    python tests/fuzz/run.py datasets FIRST COUNT    so many hostile datasets, by every reader
+    python tests/fuzz/run.py sound                   the datasets before they are changed
 
-Writes benchmarks/results/fuzz.json. An input that crashes the process, hangs, or raises what is no
-PackstoreError is saved under tests/fuzz/corpus, where the tests run it from then on.
+An input that ends the process or raises what is no PackstoreError belongs into tests/fuzz/corpus,
+where the tests run it from then on. The last number printed before a crash is that of the input.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import io
 import itertools
-import json
-import mmap
+import logging
+import re
 import resource
-import struct
-import subprocess
 import sys
 import tempfile
-import time
-from collections import Counter
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+import hostile_values  # noqa: E402
 from fuzz_targets import CORPUS, TARGETS, make_input  # noqa: E402
 
+import packstore  # noqa: E402
+import packstore.torch as pt  # noqa: E402
+from packstore.cli import main as cli  # noqa: E402
 from packstore.errors import PackstoreError  # noqa: E402
+from packstore.exchange import export  # noqa: E402
+from packstore.io.side.side import open_side  # noqa: E402
 
-HANG_S = 60
-ROOM = 2 << 30
-STATE = struct.Struct("<qqq")  # number that is being run, accepted, refused
-KEPT = 3  # inputs of one kind and target that are kept
-
-
-def child(name: str, first: int, last: int, state_path: str) -> None:
-    """Runs inputs, telling in a mapped file which one it is at."""
-    run = TARGETS[name].run
-    size = (
-        int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
-        * resource.getpagesize()
-    )
-    resource.setrlimit(resource.RLIMIT_AS, (size + ROOM,) * 2)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with open(state_path, "r+b") as file:
-        state = mmap.mmap(file.fileno(), STATE.size)
-    accepted = refused = 0
-    for number in range(first, last):
-        STATE.pack_into(state, 0, number, accepted, refused)
-        data = make_input(name, number)
-        try:
-            run(data)
-            accepted += 1
-        except PackstoreError:
-            refused += 1
-        except BaseException as error:
-            print(json.dumps([number, f"{type(error).__name__}: {error}"[:300]]), flush=True)
-    STATE.pack_into(state, 0, last, accepted, refused)
+MEMORY = 1 << 30
+"""Bytes that reading may take."""
 
 
-def fuzz(name: str, inputs: int, folder: str) -> dict[str, Any]:
-    """Runs the inputs of a target; returns the outcomes."""
-    counts: Counter[str] = Counter()
-    examples: dict[str, list[str]] = {}
-    begun, first, errors = time.monotonic(), 0, Path(folder, "err")
-    while first < inputs:
-        state_path, out = Path(folder, "state"), Path(folder, "out")
-        state_path.write_bytes(STATE.pack(first, 0, 0))
-        with open(out, "wb") as stdout, open(errors, "wb") as stderr:
-            command = [sys.executable, __file__, "--child", name, str(first), str(inputs)]
-            process = subprocess.Popen([*command, str(state_path)], stdout=stdout, stderr=stderr)
-            at, since = -1, time.monotonic()
-            hung = False
-            while process.poll() is None:
-                time.sleep(0.2)
-                now, _, _ = STATE.unpack(state_path.read_bytes())
-                if now != at:
-                    at, since = now, time.monotonic()
-                elif time.monotonic() - since > HANG_S:
-                    hung = True
-                    process.kill()
-                    process.wait()
-        at, accepted, refused = STATE.unpack(state_path.read_bytes())
-        counts["accepted"] += accepted
-        counts["refused"] += refused
-        for line in out.read_text(encoding="utf-8").splitlines():
-            number, what = json.loads(line)
-            counts["unnamed"] += 1
-            keep(name, number, "unnamed", what, examples)
-        if at < inputs:
-            kind = "hung" if hung else "crashed"
-            counts[kind] += 1
-            told = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-            keep(name, at, kind, f"exit {process.returncode}: {' '.join(told)}"[:300], examples)
-        first = at + 1
-    seconds = round(time.monotonic() - begun, 1)
-    return {"inputs": inputs, **dict(sorted(counts.items())), "seconds": seconds, **examples}
-
-
-def keep(name: str, number: int, kind: str, what: str, examples: dict[str, list[str]]) -> None:
-    print(f"  {name} {number} {kind}: {what}", flush=True)
-    told = examples.setdefault(f"{kind}_examples", [])
-    if what.partition(":")[0] + what[-20:] in {t.partition(":")[0] + t[-20:] for t in told}:
-        return
-    if len(told) < KEPT:
-        told.append(what)
-        folder = CORPUS / name
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{kind}-{number}").write_bytes(make_input(name, number))
-
-
-def feed(names: list[str], inputs: int) -> None:
-    """A few inputs of each target and all that were kept of it, in this process; for the tests."""
+def files(count: int, names: list[str]) -> None:
     for name in names:
-        made = (make_input(name, 10**9 + number) for number in range(inputs))
+        made = (make_input(name, 10**9 + number) for number in range(count))
         kept = (path.read_bytes() for path in sorted(CORPUS.glob(f"{name}/*")))
         for data in itertools.chain(made, kept):
             try:
@@ -123,37 +52,91 @@ def feed(names: list[str], inputs: int) -> None:
         print(name, flush=True)
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--feed"]:
-        feed(sys.argv[3:], int(sys.argv[2]))
-        return
-    if sys.argv[1:2] == ["--child"]:
-        child(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
-        return
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--inputs", type=int, default=60_000, help="for each target")
-    parser.add_argument("--targets", nargs="*", default=list(TARGETS))
-    parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results" / "fuzz.json"))
-    args = parser.parse_args()
-    import pyarrow
+def datasets(first: int, count: int) -> None:
+    refused = 0
+    for number in range(len(hostile_values.COMBINATIONS)):
+        hostile_values.seed(number)
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    limit = (int(status.split("VmData:")[1].split()[0]) << 10) + MEMORY
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    for number in range(first, first + count):
+        print(number, flush=True)
+        with tempfile.TemporaryDirectory(prefix="hostile-") as parent:
+            done = hostile_values.make(number, Path(parent, "ds"))
+            for name, read in readers(f"{parent}/ds", number):
+                try:
+                    read()
+                except PackstoreError:
+                    refused += 1
+                except Exception as error:
+                    raise AssertionError(f"dataset {number}, {name}: {done}") from error
+    print("refused", refused)
 
-    out = Path(args.out)
-    results = json.loads(out.read_text(encoding="utf-8"))["targets"] if out.exists() else {}
-    for name in args.targets:
-        with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-            results[name] = fuzz(name, args.inputs, folder)
-        print(name, results[name], flush=True)
-        total: Counter[str] = Counter()
-        for found in results.values():
-            total.update({k: v for k, v in found.items() if isinstance(v, int)})
-        document = {
-            "python": sys.version.split()[0],
-            "pyarrow": pyarrow.__version__,
-            "total": dict(total),
-            "targets": results,
-        }
-        out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+def sound() -> None:
+    for number in range(len(hostile_values.COMBINATIONS)):
+        name, stored = hostile_values.seed(number)
+        with tempfile.TemporaryDirectory(prefix="hostile-") as parent:
+            for path, data in stored.items():
+                there = Path(parent, "ds", path)
+                there.parent.mkdir(parents=True, exist_ok=True)
+                there.write_bytes(data)
+            for reader, read in readers(f"{parent}/ds", number):
+                # Not every format holds every kind, and what is appended are pairs.
+                expected = PackstoreError if reader in ("nemo", "megatron", "append") else ()
+                with contextlib.suppress(expected):
+                    read()
+        print(name, flush=True)
+
+
+def readers(url: str, number: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """All that reads packs; what is written goes beside the dataset."""
+
+    def opened() -> Any:
+        return packstore.open(url)
+
+    def epoch(**how: Any) -> None:
+        batching = {"tokens_per_batch": how.pop("tokens")} if "tokens" in how else {}
+        data = pt.PackedDataset(url, **how)
+        for place, batch in enumerate(pt.PackedDataLoader(data, tail="pad", **batching)):
+            _ = batch.weights, batch.target_index, batch.segment_ids, batch.layout
+            with contextlib.suppress(PackstoreError):
+                batch.model_inputs(("hf", "flash", "padded")[(number + place) % 3])
+
+    def command(*words: str) -> None:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            status = cli(list(words))
+        assert status in (0, 1, 2), f"status {status}"
+        assert not re.search(r"Traceback|[\x00-\x08\x0b-\x1f\x7f-\x9f]", out.getvalue())
+
+    more = [{"prompt": [5], "chosen": [8, 9], "rejected": [7]}]
+    again = {"pack_size": 48, "max_drop_rate": 1.0, "num_workers": 0}
+    yield "packs", lambda: list(opened().iter_packs())
+    yield "batches", lambda: [b.validate(full=True) for b in opened().iter_batches()]
+    yield "sizes", lambda: opened().pack_index
+    yield "scan", lambda: packstore.scan(url, tokens=True).collect()
+    yield "verify", lambda: opened().verify(jobs=1)
+    yield "epoch", epoch
+    yield "budget", lambda: epoch(shuffle=False, tokens=80)
+    yield "join", lambda: epoch(side=[f"{url}/side"])
+    yield "side", lambda: [b.to_pydict() for b in open_side(f"{url}/side").iter_batches()]
+    yield "nemo", lambda: export("nemo", url, f"{url}-nemo")
+    yield "megatron", lambda: export("megatron", url, f"{url}-megatron")
+    yield "pack", lambda: packstore.pack(url, f"{url}-anew", **again)
+    yield "concat", lambda: packstore.concat([url, url], f"{url}-twice").verify(jobs=1)
+    yield "show", lambda: command("show", url, "--pack", "0", "--count", "2", "--ids")
+    yield "stats", lambda: command("inspect" if number % 2 else "stats", url)
+    yield "append", lambda: packstore.append(url, more, num_workers=0).verify(jobs=1)
 
 
 if __name__ == "__main__":
-    main()
+    logging.disable()
+    warnings.simplefilter("ignore")
+    what, *arguments = sys.argv[1:]
+    if what == "files":
+        files(int(arguments[0]), arguments[1:])
+    elif what == "datasets":
+        datasets(int(arguments[0]), int(arguments[1]))
+    else:
+        sound()

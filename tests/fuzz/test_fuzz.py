@@ -1,42 +1,63 @@
-"""Changed files in every parser: no crash, no hang, no error without a name."""
+"""Changed files and hostile datasets: no crash, no hang, no error without a name."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import hostile_values
 import pytest
 from fuzz_targets import TARGETS
 
-INPUTS = 150
 ABORTS = ("dishonest_parquet", "dishonest_spans")
 """Broken size statistics in a footer whose hash is right: pyarrow 26 ends the process, as
 docs/security.md says. A release that does not is welcome."""
 
 
-def feed(*names: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs the script in a process whose freed memory is filled, and whose heap is checked."""
+    filled = {"MALLOC_PERTURB_": "165", "MALLOC_CHECK_": "3", "OMP_NUM_THREADS": "1"}
     script = Path(__file__).with_name("run.py")
     return subprocess.run(
-        [sys.executable, str(script), "--feed", str(INPUTS), *names],
+        [sys.executable, str(script), *map(str, arguments)],
         capture_output=True,
         encoding="utf-8",
-        timeout=300,
+        timeout=3000,
         check=False,
+        env={**os.environ, **filled},
     )
 
 
-def test_changed_files() -> None:
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
+def test_changed_files(count: int) -> None:
     names = [name for name in TARGETS if name not in ABORTS]
-    done = feed(*names)
+    done = run("files", count, *names)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ABORTS)
 def test_changed_files_with_hashes_that_fit(name: str) -> None:
-    done = feed(name)
+    done = run("files", 150, name)
     if done.returncode == -6:
         assert "level histogram size mismatch" in done.stderr
     else:
         assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(300, marks=pytest.mark.slow)])
+def test_hostile_datasets(count: int) -> None:
+    done = run("datasets", 10**8, count)
+    assert done.returncode == 0, done.stdout[-300:] + done.stderr[-3000:]
+    assert int(done.stdout.split()[-1]) > count
+
+
+@pytest.mark.slow
+def test_what_is_changed_was_sound_before() -> None:
+    """Else nothing of it would be read."""
+    done = run("sound")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.split()) == len(hostile_values.COMBINATIONS)

@@ -56,10 +56,6 @@ def test_many_threads_read(ds, kit):
     assert not failures
 
 
-def test_repr_tells_what_it_is(ds):
-    assert "kind='preference', packs=90, examples=90" in repr(ds)
-
-
 def test_find(ds, tmp_path):
     found = find_dataset(tmp_path / "ds")
     assert found is not None
@@ -90,18 +86,6 @@ def tampered(ds, change) -> tuple[str, ...]:
     return report.problems
 
 
-def test_verify_compares_every_count(ds):
-    def lie(m):
-        m["totals"]["supervised_tokens"] += 1
-        m["shards"][0]["supervised_tokens"] += 1
-        m["shards"][1]["row_groups"]["longest"][0] += 1
-
-    problems = tampered(ds, lie)
-    assert len(problems) == 2
-    assert "must have supervised_tokens" in problems[0]
-    assert "must have longest" in problems[1]
-
-
 def test_verify_compares_statistics(ds):
     def lie(m):
         m["statistics"]["longest_sequence"] += 1
@@ -111,19 +95,6 @@ def test_verify_compares_statistics(ds):
     problems = tampered(ds, lie)
     assert len(problems) == 3
     assert all(p.startswith(ds.url) for p in problems)
-
-
-def test_verify_finds_all_problems(ds):
-    for shard in ds.manifest.shards[:2]:
-        path = Path(ds.url) / shard.path
-        data = bytearray(path.read_bytes())
-        data[50] ^= 1
-        path.write_bytes(data)
-    problems = ds.verify().problems
-    for shard in ds.manifest.shards[:2]:
-        about = [p for p in problems if shard.path in p]
-        assert any("sha256" in p for p in about)
-        assert any("row group 0" in p for p in about)
 
 
 def test_verify_finds_broken_rules(ds):

@@ -22,7 +22,7 @@ PROFILES: dict[str, dict[str, Any]] = {
     "spans": {"labels": "spans"},
     "arrow": {"format": "arrow"},
 }
-FLIPS = 400
+FLIPS = 120
 """Of each region, about."""
 
 SURE = {"row group", "footer", "pack index", "manifest", "side data", "side manifest"}

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packstore.errors import FormatError
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.order import PackOrder
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.shards.shard import RowGroups
 
@@ -79,27 +77,3 @@ def test_text_of_any_layout_reads_the_same(small: Dataset) -> None:
         found = Manifest.from_json(text.encode())
         assert found.to_json() == expected.to_json()
         assert found.fingerprint == expected.fingerprint
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [(b'"path"', b'"path'), (b"{", b"["), (b",\n  {", b"\n  {"), (b"}\n ]", b"},\n ]")],
-)
-def test_damaged_lines_are_refused(small: Dataset, old: bytes, new: bytes) -> None:
-    data = enlarged(small.manifest, 3).to_json()
-    begin = data.index(b'"shards"')
-    assert old in data[begin:]
-    with pytest.raises(FormatError, match=r"must be (valid JSON|a JSON object)"):
-        Manifest.from_json(data[:begin] + data[begin:].replace(old, new, 1))
-
-
-def test_a_seek_looks_at_few_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cost of a seek is independent of the position: no array has the dataset's size."""
-    order = PackOrder(np.full(20_000, 32))
-    order.locate(np.arange(8))
-    tracemalloc.start()
-    for position in (0, len(order) // 2, len(order) - 512):
-        order.locate(np.arange(position, position + 512))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 512 * 8 * 60

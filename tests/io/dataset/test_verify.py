@@ -143,22 +143,3 @@ def test_any_number_of_jobs_finds_the_same(stored: Dataset) -> None:
     assert told == [("verify", n + 1, shards, "shards") for n in range(shards)] * 4
     with pytest.raises(ConfigError, match="jobs must be at least 1; found 0"):
         stored.verify(jobs=0)
-
-
-def test_little_is_in_memory(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of a Parquet shard, and not the shard."""
-    data: Dataset = kit.Written(str(tmp_path / "ds")).dataset(
-        [kit.some_packs(300)], row_group_tokens=60, shard_tokens=1 << 20
-    )
-    monkeypatch.setattr(shard_bytes, "WINDOW_BYTES", 500)
-    held: list[int] = []
-    advance = shard_bytes.ShardBytes._advance
-
-    def watched(self: Any, keep: int) -> bool:
-        held.append(len(self._window))
-        return advance(self, keep)
-
-    monkeypatch.setattr(shard_bytes.ShardBytes, "_advance", watched)
-    assert data.verify().ok
-    (shard,) = data.manifest.shards
-    assert max(held) < shard.bytes / 10

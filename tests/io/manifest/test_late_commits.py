@@ -218,28 +218,3 @@ def test_a_cleaner_wakes_after_a_commit(place: str, monkeypatch: pytest.MonkeyPa
     clean(place, delete=True)
     assert removed == ["data/0.parquet"]
     assert packstore.open(place).verify().ok
-
-
-def test_cleaners_in_threads_beside_each_other(place: str) -> None:
-    for n in (30, 31, 32):
-        packstore.pack(pairs(n), place, overwrite=True, **SETTINGS)
-    start, errors = threading.Barrier(4), list[Exception]()
-
-    def run() -> None:
-        start.wait()
-        try:
-            clean(place, delete=True, older_than=0, no_writers=True, keep_versions=1)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    newest = packstore.open(place)
-    assert newest.verify().ok
-    named = {s.path for s in newest.manifest.shards}
-    assert {f"data/{e.name}" for e in Location(place).files("data")} >= named
-    assert clean(place).leftovers == []

@@ -14,7 +14,6 @@ from packstore.errors import (
     DatasetExistsError,
     DatasetNotFoundError,
     FormatError,
-    UnsupportedFormatError,
 )
 from packstore.io.manifest import commit as module
 from packstore.io.manifest.commit import manifest_path, refuse_existing, without_hash
@@ -75,15 +74,6 @@ def test_unknown_fields_are_ignored(good):
     assert parsed(good, extend).to_json() == good
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"format_version": 2}, {"format_version": 0}, {"features": ["label_spans", "encryption"]}],
-)
-def test_what_a_newer_writer_needs_is_refused(good, change):
-    with pytest.raises(UnsupportedFormatError, match=r"the place: .*Upgrade packstore"):
-        parsed(good, lambda m: m.update(change))
-
-
 def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Paths of all fields that a reader needs."""
     for name, inner in value.items():
@@ -102,7 +92,7 @@ def test_every_field_is_needed_and_typed(good):
     paths = [p for p in fields(json.loads(good)) if p not in OPTIONAL]
     assert len(paths) > 50
     for path in paths:
-        for wrong in (None, "absent", [[-1]], -0.5, {"": []}, 1 << 70):
+        for wrong in (None, "absent", [[-1]], {"": []}):
             value = copy.deepcopy(json.loads(good))
             at = value
             for step in path[:-1]:
@@ -110,8 +100,7 @@ def test_every_field_is_needed_and_typed(good):
             if wrong == "absent":
                 del at[path[-1]]
             else:
-                may_be_huge = wrong == 1 << 70 and type(at[path[-1]]) is float
-                if may_be_huge or (type(wrong) is dict and path[-1] in OPEN):
+                if type(wrong) is dict and path[-1] in OPEN:
                     continue
                 at[path[-1]] = wrong
             with pytest.raises(FormatError, match="the place") as caught:
@@ -119,56 +108,6 @@ def test_every_field_is_needed_and_typed(good):
             message = str(caught.value)
             assert path[-1].rstrip("s").replace("_", " ") in message.replace("_", " ")
             assert "\n" not in message
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda m: m["records"].update(read=99), "records read must be those packed and those dr"),
-        (lambda m: m["records"].update(read=61, packed=59), "records packed must be the examples"),
-        (lambda m: m["totals"].update(tokens=1), "total tokens must be the sum over shards"),
-        (lambda m: m["totals"].update(packs=1), "total packs must be the sum over shards"),
-        (lambda m: m["shards"].append(m["shards"][0]), "total packs must be the sum"),
-        (lambda m: m["shards"][0]["row_groups"]["rows"].append(0), "columns of one length"),
-        (lambda m: m["shards"][0]["row_groups"].update(crc32="0"), "8 hexadecimal digits"),
-        (lambda m: m["shards"][0]["row_groups"]["tokens"].__setitem__(0, 1), "its tokens must be"),
-        (lambda m: m["shards"][0].update(path="../x"), "stay inside the dataset"),
-        (lambda m: m["shards"][0].update(path="/etc/passwd"), "stay inside the dataset"),
-        (lambda m: m["shards"][0].update(path="s3://b/x"), "stay inside the dataset"),
-        (lambda m: m["shards"][0].update(path=m["shards"][1]["path"]), "different paths"),
-        (
-            lambda m: m["shards"][0].update(sha256="0" * 63),
-            r"field shards\[0\].sha256: must be 64 hexadecimal digits in lower case; found '000",
-        ),
-        (lambda m: m["shards"][0].update(footer_bytes=1 << 40), "its footer must fit in the file"),
-        (lambda m: m.update(pack_size=2), "at most pack_size tokens"),
-        (lambda m: m.update(kind="sft"), "sequences must be 1 times the examples"),
-        (lambda m: m.update(kind="kto"), "be one of: preference, sft, ranked; found 'kto'"),
-        (
-            lambda m: m.update(kind="dpo"),
-            r"found 'dpo' of a development version\. Pack the records again with this version\.",
-        ),
-        (lambda m: m.update(carry={"a": "complex"}), "its type must be one of: string"),
-        (lambda m: m["provenance"].update(tokenizer=3), "field provenance.tokenizer: must be"),
-        (
-            lambda m: m["provenance"]["sources"][0].update(sha256=[]),
-            r"sources\[0\].sha256: must be",
-        ),
-        (lambda m: m["provenance"]["sources"][0].update(bytes=-1), r"sources\[0\].bytes: must be"),
-        (lambda m: m["provenance"].update(combined_from=[3]), r"combined_from\[0\]: must be"),
-        (
-            lambda m: m["provenance"]["sources"].append({}),
-            r"provenance.sources\[1\]: must have a field 'path'",
-        ),
-        (
-            lambda m: m["totals"].update(bytes=True),
-            r"the place, field totals.bytes: must be a whole number; found True\.",
-        ),
-    ],
-)
-def test_contradictions_are_named(good, change, message):
-    with pytest.raises(FormatError, match=message):
-        parsed(good, change)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b"1e999"])
@@ -228,14 +167,6 @@ def test_an_existing_dataset_is_refused(kit, place):
         with pytest.raises(DatasetExistsError, match=r"version 1 of one. Name another place, or"):
             action(made.location, False)
     assert refuse_existing(made.location, overwrite=True) == 2
-
-
-def test_the_slower_of_two_writers_is_told(kit, place, monkeypatch):
-    made = kit.Written(place)
-    ds = made.dataset([kit.some_packs(20)])
-    monkeypatch.setattr(module, "versions", lambda *_: {})
-    with pytest.raises(DatasetExistsError, match="only one writer may commit"):
-        commit_manifest(made.location, ds.manifest)
 
 
 def test_a_huge_manifest_is_neither_written_nor_read(kit, place, monkeypatch):

@@ -59,15 +59,3 @@ def test_buckets_begin_at_powers_of_two(kit):
         str(2**20): 1,
         str(2**30): 2,
     }
-
-
-def test_no_packs():
-    assert PackCounter().statistics(100, {}) == Statistics(
-        fill_rate=0.0,
-        examples_per_pack=Spread(min=0, mean=0.0, max=0),
-        longest_sequence=0,
-        most_segments=0,
-        shortest_pack=0,
-        length_histogram={},
-        planning={},
-    )

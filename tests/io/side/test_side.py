@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 from dataclasses import replace
@@ -144,14 +143,6 @@ def test_what_it_tells(ds, tmp_path) -> None:
     assert not any(c.has_dictionary_page or c.is_stats_set for c in columns)
 
 
-def test_the_same_bytes_each_time(ds, tmp_path) -> None:
-    for name in ("a", "b"):
-        derived(str(tmp_path / name), ds)
-    files = [{p.name: p.read_bytes() for p in (tmp_path / n).rglob("*.*")} for n in ("a", "b")]
-    assert files[0] == files[1]
-    assert len(files[0]) == 2
-
-
 def test_it_is_no_dataset_and_a_dataset_is_none(ds, tmp_path) -> None:
     url = derived(str(tmp_path / "side"), ds)
     with pytest.raises(DatasetNotFoundError, match="must be a dataset"):
@@ -190,22 +181,6 @@ def test_a_failed_job_leaves_shards_to_clean(ds, place, monkeypatch, shard_rows)
         open_side(place)
 
 
-def test_a_failed_job_keeps_what_another_committed(ds, tmp_path) -> None:
-    """An equal job was faster: the shards that it made are of that one."""
-    url = str(tmp_path / "side")
-    slow = SideWriter(url, ds, {"int64": "int64"})
-    packs = [(p.example_ids, {"int64": p.example_ids}) for p in ds.iter_packs()]
-    for ids, values in packs:
-        slow.write(ids, values)
-    slow._flush(slow.examples)
-    with SideWriter(url, ds, {"int64": "int64"}) as fast:
-        for ids, values in packs:
-            fast.write(ids, values)
-    slow.abort()
-    assert len(plainly(url)) == 90
-    assert len(files_of(tmp_path / "side")) == 2
-
-
 def test_the_writer_that_commits_first_wins(ds, place, caplog) -> None:
     writer = SideWriter(place, ds, {"int64": "int64"})
     with pytest.raises(DatasetBusyError, match=r"found 'side data', process \d+ of this machine"):
@@ -225,21 +200,6 @@ def test_the_writer_that_commits_first_wins(ds, place, caplog) -> None:
         SideWriter(place, ds, {"int64": "int64"})
     assert len(plainly(place)) == 90
     assert clean(place).leftovers == []
-
-
-def test_what_a_killed_writer_left_goes(ds, place, monkeypatch) -> None:
-    monkeypatch.setattr(module, "SHARD_ROWS", 20)
-    writer = SideWriter(place, ds, {"int64": "int64"})
-    for packs in ds.iter_packs():
-        writer.write(packs.example_ids, {"int64": packs.example_ids})
-    location = writer._location
-    location.remove(f"_packstore/writers/{location.files('_packstore/writers')[0].name}")
-    assert len(location.files("data")) == 4
-    clean(place, delete=True)
-    assert len(location.files("data")) == 4
-    report = clean(place, delete=True, older_than=0, no_writers=True)
-    assert sum(x.path.startswith("data/") for x in report.removable) == 4
-    assert [*location.files("data"), *location.files("_packstore/writers")] == []
 
 
 @pytest.mark.parametrize(
@@ -312,14 +272,6 @@ def test_missing_ids_and_other_counts(ds, tmp_path) -> None:
         table.ref_logps(rows, np.array([2, 3]))
 
 
-def test_of_no_examples(kit, written, tmp_path) -> None:
-    ds = written.dataset([kit.some_packs(0)])
-    table = SideTable(open_side(derived(str(tmp_path / "side"), ds)))
-    assert not len(table.find(np.empty(0, np.int64)))
-    with pytest.raises(CompatibilityError, match="none for 1 of 1"):
-        table.find(np.array([1]))
-
-
 def test_what_is_refused_before_anything_is_read(kit, ds, tmp_path) -> None:
     side = open_side(derived(str(tmp_path / "side"), ds)).manifest
     check_side(side, ds.manifest, "here")
@@ -335,7 +287,7 @@ def test_what_is_refused_before_anything_is_read(kit, ds, tmp_path) -> None:
             check_side(replace(side, **change), ds.manifest, "here")
 
 
-@pytest.mark.parametrize("place", range(0, 3000, 97))
+@pytest.mark.parametrize("place", range(0, 3000, 700))
 def test_every_damage_is_found(ds, tmp_path, place) -> None:
     side = open_side(derived(str(tmp_path / "side"), ds))
     path = Path(side.url) / side.manifest.shards[0].path
@@ -364,17 +316,6 @@ def test_a_shard_that_is_gone_or_another(ds, tmp_path) -> None:
     path.unlink()
     with pytest.raises(StorageError, match="-00000-"):
         SideTable(side)
-
-
-def test_a_manifest_that_is_no_json(ds, tmp_path) -> None:
-    url = derived(str(tmp_path / "side"), ds)
-    path = tmp_path / "side" / "_packstore" / "side-000001.json"
-    value = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({**value, "unknown": 1}))
-    assert len(open_side(url)) == 90
-    path.write_text("{")
-    with pytest.raises(FormatError, match=r"side-000001\.json: must be valid JSON"):
-        open_side(url)
 
 
 def test_lineage(tmp_path) -> None:

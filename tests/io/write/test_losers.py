@@ -9,9 +9,8 @@ import pytest
 from small_jobs import SETTINGS, pairs
 
 import packstore
-from packstore.errors import DatasetExistsError, MissingFilesError, StorageError
+from packstore.errors import MissingFilesError, StorageError
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.maintain.clean import clean
 from packstore.io.manifest.commit import manifest_path
 from packstore.io.store.location import Location
 from packstore.io.write.write_job import WriteJob
@@ -76,30 +75,6 @@ def test_the_same_job_restarted_elsewhere(
     dataset = packstore.open(place)
     assert dataset.version == 1
     assert dataset.verify().ok
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_put_whose_answer_is_lost(
-    place: str, monkeypatch: pytest.MonkeyPatch, lost: bool
-) -> None:
-    """Its manifest arrives after the job has ended with an error."""
-    create, sent = Location.create_bytes, list[tuple[str, bytes]]()
-
-    def no_answer(self: Location, path: str, data: bytes) -> None:
-        if path != manifest_path(1):
-            create(self, path, data)
-            return
-        sent.append((path, data))
-        raise DatasetExistsError("it is there.") if lost else StorageError("no answer.")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Location, "create_bytes", no_answer)
-        with pytest.raises(StorageError):
-            packstore.pack(RECORDS, place, **SETTINGS)
-    Location(place).create_bytes(*sent[0])
-    assert packstore.open(place).verify().ok
-    clean(place, delete=True, older_than=0, no_writers=True)
-    assert packstore.open(place).verify().ok
 
 
 @pytest.mark.parametrize("how", ["pack", "append", "concat"])
