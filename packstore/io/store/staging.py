@@ -60,9 +60,13 @@ class Staging:
     def file(self) -> Iterator[IO[bytes]]:
         """Opens a new file, complete once the context ends without an error; it has a `name`."""
         path = self.path()
-        with as_storage_errors("write", path, {}), open(path, "xb") as file:
-            yield file
-            local.finish_file(file, self.durable)
+        try:
+            with open(path, "xb") as file:
+                yield file
+                local.finish_file(file, self.durable)
+        except OSError:  # errors of other kinds are not the store's
+            with as_storage_errors("write", path, {}):
+                raise
 
     def store(self, local_path: str, path: str) -> None:
         """Moves or uploads a finished file of the folder to `path` in the place."""
