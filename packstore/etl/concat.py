@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -127,35 +127,35 @@ def concat(
     """
     if isinstance(datasets, str | Dataset):
         raise ConfigError("concat takes a list of datasets; found one.")
-    parts = [d if isinstance(d, Dataset) else open_dataset(d, storage_options) for d in datasets]
-    told = [Member(d.url, d.manifest) for d in parts]
-    check_members(told)
+    opened = [d if isinstance(d, Dataset) else open_dataset(d, storage_options) for d in datasets]
+    members = [Member(d.url, d.manifest) for d in opened]
+    check_members(members)
     location = Location(out, storage_options or {})
-    there = None if overwrite else _concatenated_before(location, told)
+    there = None if overwrite else _concatenated_before(location, members)
     if there is not None:
         there.require_files()
         log.info("%s: already there, of the same datasets", there.url)
         return there
-    for part in parts:
-        part.require_files()
-    run = fingerprint([d.manifest.fingerprint for d in parts])[:12]
+    for dataset in opened:
+        dataset.require_files()
+    run = fingerprint([d.manifest.fingerprint for d in opened])[:12]
     with writing(location, overwrite, "concat") as job:
-        for given, part in zip(datasets, parts, strict=True):
-            newest = isinstance(given, Dataset) or part.version == job.version - 1
-            if not newest and _same_place(part.location, location):
+        for given, dataset in zip(datasets, opened, strict=True):
+            newest = isinstance(given, Dataset) or dataset.version == job.version - 1
+            if not newest and _same_place(dataset.location, location):
                 raise too_late(location)  # its newest version is meant, and another was committed
-        manifest = _copied(job, parts, run)
+        manifest = _copied(job, opened, run)
         job.confirm(manifest.shards)
         job.commit(manifest)
     return job.committed
 
 
-def _concatenated_before(location: Location, parts: Sequence[Member]) -> Dataset | None:
-    """Returns the dataset at `location` if it was concatenated from `parts`, in order."""
+def _concatenated_before(location: Location, members: Sequence[Member]) -> Dataset | None:
+    """Returns the dataset at `location` if it was concatenated from `members`, in order."""
     there = find_dataset(location.url, location.storage_options)
     if there is None:
         return None
-    now = [origin for part in parts for origin in origins(part)]
+    now = [origin for member in members for origin in origins(member)]
     before = there.manifest.provenance.get("combined_from")
     return there if without_paths(before) == without_paths(now) else None
 
@@ -166,21 +166,25 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
     Settings of tokenizing are left out if the new source is `packed`.
     """
     for name in settings:
-        if name not in _ADJUSTABLE and name in {f.name for f in fields(PackConfig)}:
+        if name not in _ADJUSTABLE and name in PackConfig.names():
             must = f"append packs with the settings of the dataset, so {name} must be left out"
             raise ConfigError(sentence(base.url, must))
+    given = settings.get("on", {})
+    for reason, answer in given.items():
+        if answer not in ("drop", "error"):
+            must = f"append packs as the dataset does: on, {reason}, may be drop or error"
+            raise ConfigError(sentence(base.url, must, quote(answer)))
     manifest = base.manifest
-    known = {f.name for f in fields(PackConfig)} - {f.name for f in fields(RunConfig)}
-    known -= {"partitions"}  # from the bytes of the new records
     recorded = manifest.provenance["settings"]
+    # The number of partitions follows from the bytes of the new records.
+    decided = {*PackConfig.names()} - {*RunConfig.names(), "partitions"}
     values = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in recorded.items()
-        if name in known
+        if name in decided
     }
-    told = manifest.provenance.get("tokenizer") or {}
     if values.get("chat_template") not in (None, "chatml", "plain"):
-        values["chat_template"] = told.get("chat_template")
+        values["chat_template"] = (manifest.provenance["tokenizer"] or {}).get("chat_template")
     values |= {
         "kind": manifest.kind,
         "layout": manifest.layout,
@@ -194,53 +198,47 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
     if packed:
         for name in PackConfig.of(**values).needing_records:
             del values[name]
-    given = settings.get("on", {})
-    if kept := [reason for reason, answer in given.items() if answer not in ("drop", "error")]:
-        must = f"append packs as the dataset does: on, {kept[0]}, may be drop or error"
-        raise ConfigError(sentence(base.url, must, quote(given[kept[0]])))
-    answers = {**recorded.get("on", {}), **given}
-    return PackConfig.of(**{**values, **settings, **({"on": answers} if given else {})})
+    if given:
+        settings = {**settings, "on": {**recorded.get("on", {}), **given}}
+    return PackConfig.of(**{**values, **settings})
 
 
 def _tokenizer_of(base: Dataset) -> Any:
     """Returns the path of the tokenizer in the manifest; None if packed without one."""
-    told = base.manifest.provenance.get("tokenizer")
-    if told is None:
+    recorded = base.manifest.provenance.get("tokenizer")
+    if recorded is None:
         return None
-    if not told.get("path") or not os.path.exists(told["path"]):
+    path = recorded.get("path")
+    if not path or not os.path.exists(path):
         must = "its tokenizer must be named: its manifest has no path that exists here"
         raise TokenizerError(sentence(base.url, must, "", "Give the tokenizer (--tokenizer PATH)"))
-    return told["path"]
+    return path
 
 
-def _copied(job: WriteJob, parts: Sequence[Dataset], run: str) -> Manifest:
-    """Copies the shards of all parts, puts the pack index, and returns the manifest."""
-    number, renamed = 0, list[Member]()
+def _copied(job: WriteJob, datasets: Sequence[Dataset], run: str) -> Manifest:
+    """Copies the shards of all datasets, puts the pack index, and returns the manifest."""
+    number, members = 0, list[Member]()
     with Staging(job.location, (FOLDER, DATA)) as staging:
         copies = list[Callable[[], None]]()
-        for part in parts:
+        for dataset in datasets:
             shards = []
-            for shard in part.manifest.shards:
-                if _same_place(part.location, job.location):
-                    shards.append(shard)
-                else:
-                    suffix = part.manifest.file_format
+            for shard in dataset.manifest.shards:
+                if not _same_place(dataset.location, job.location):
+                    suffix = dataset.manifest.file_format
                     path = f"{DATA}/{run}-{number:05d}-{shard.sha256[:16]}.{suffix}"
-                    copies.append(partial(_copy, part.location, shard, job.location, path, staging))
-                    shards.append(replace(shard, path=path))
+                    copies.append(
+                        partial(_copy, dataset.location, shard, job.location, path, staging)
+                    )
+                    shard = replace(shard, path=path)
+                shards.append(shard)
                 number += 1
-            renamed.append(Member(part.url, replace(part.manifest, shards=tuple(shards))))
+            members.append(Member(dataset.url, replace(dataset.manifest, shards=tuple(shards))))
         run_parallel(copies, COPIES_AT_ONCE)
-        merged = merge(renamed)
+        merged = merge(members)
         if not merged.shards:
             return merged
-        return replace(merged, pack_index=put_index(job.location, _sizes(parts), job.version))
-
-
-def _sizes(parts: Sequence[Dataset]) -> Iterator[Any]:
-    for part in parts:
-        for number in range(len(part.manifest.shards)):
-            yield part.shard_sizes(number)
+        sizes = (d.shard_sizes(i) for d in datasets for i in range(len(d.manifest.shards)))
+        return replace(merged, pack_index=put_index(job.location, sizes, job.version))
 
 
 def _same_place(a: Location, b: Location) -> bool:

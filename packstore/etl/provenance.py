@@ -89,10 +89,6 @@ def finished_before(
         places: part -> location of its dataset; a single dataset is part None.
         open_examples: opens the input; called if a dataset is at one of the places.
         config: all settings.
-
-    Raises:
-        DatasetExistsError: a dataset of other input or settings is there; names the differences.
-        MissingFilesError: files of the dataset are missing.
     """
     newest = {part: _newest(place) for part, place in places.items()}
     there = {part: dataset for part, dataset in newest.items() if dataset is not None}

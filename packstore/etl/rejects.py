@@ -30,9 +30,6 @@ class RejectsFile:
         url: local path or any fsspec URL; None: collect nothing.
         storage_options: options of its fsspec filesystem.
         inputs: input files of the job; `url` must not be one of them.
-
-    Raises:
-        ConfigError: `url` is a folder, or one of `inputs`.
     """
 
     def __init__(

@@ -54,12 +54,7 @@ def open_examples(
     storage_options: dict[str, Any],
     block_bytes: int = BLOCK_BYTES,
 ) -> ExampleReader:
-    """Opens `source` for packing, its records in blocks of about `block_bytes`.
-
-    Raises:
-        ConfigError: a packed dataset together with a tokenizer.
-        PackstoreError: the source or the tokenizer cannot be read.
-    """
+    """Opens `source` for packing, its records in blocks of about `block_bytes`."""
     dataset = source if isinstance(source, Dataset) else find_dataset(source, storage_options)
     if dataset is None:
         return RecordExampleReader(source, tokenizer, config, storage_options, block_bytes)

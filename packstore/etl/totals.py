@@ -90,12 +90,7 @@ class RecordTotals:
         self._missing = config.partitions or 1
 
     def add(self, contents: Contents) -> None:
-        """Adds the next partition, if possible before it is written.
-
-        Raises:
-            PackstoreError: after the last partition, if the input contradicts the settings.
-            InputError: a file changed while its partitions were read.
-        """
+        """Adds the next partition, if possible before it is written."""
         self._rejects.add_compressed(contents.rejects)
         self._tally.add(contents.tally)
         for name, examples in zip(self._names, contents.examples, strict=True):

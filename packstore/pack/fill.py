@@ -31,11 +31,6 @@ def fill(
         order: int32 or int64 `[E]`, indices of the examples to pack, in order; None: all in order.
         pack_offsets: int64 `[P + 1]`; pack i holds ``examples[pack_offsets[i]:pack_offsets[i+1]]``.
         layout: ``concat`` or ``shared_prefix``.
-
-    Raises:
-        ConfigError: `pack_offsets` does not cover the examples, or has an empty pack.
-        UnknownNameError: `layout` is unknown.
-        FormatError: a token id is negative.
     """
     number = examples.num_examples if order is None else len(order)
     if (
@@ -109,11 +104,7 @@ def gather(examples: Examples, order: Int32 | Int64) -> Examples:
 
 
 def unpack(packs: Packs) -> Examples:
-    """Returns the examples of the packs, in order: the exact inverse of :func:`fill`.
-
-    Raises:
-        FormatError: boundaries and lengths contradict each other.
-    """
+    """Returns the examples of the packs, in order: the exact inverse of :func:`fill`."""
     examples = to_offsets(packs.num_responses)
     starts = to_offsets(packs.segment_lengths)
     _check(packs, starts, examples)
@@ -136,10 +127,6 @@ def convert(packs: Packs, layout: str) -> Packs:
     """Converts packs to another layout; lossless in both directions.
 
     From ``shared_prefix`` to ``concat`` packs grow, possibly beyond the planned pack size.
-
-    Raises:
-        FormatError: boundaries and lengths contradict each other.
-        UnknownNameError: `layout` is unknown.
     """
     return fill(unpack(packs), packs.example_offsets, layout)
 

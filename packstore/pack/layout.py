@@ -15,11 +15,7 @@ from packstore.pack.kernels import jit
 
 
 def segment_offsets(examples: Examples, layout: str) -> Int32:
-    """Returns the number of leading tokens that each sequence omits in a layout: int32 `[S]`.
-
-    Raises:
-        UnknownNameError: `layout` is unknown.
-    """
+    """Returns the number of leading tokens that each sequence omits in a layout: int32 `[S]`."""
     if layout == "concat":
         return np.zeros(examples.num_sequences, np.int32)
     if layout == "shared_prefix":
@@ -46,9 +42,6 @@ def sizes(examples: Examples, layout: str, multiple: int = 1) -> Int32:
         examples: the examples.
         layout: ``concat`` or ``shared_prefix``.
         multiple: multiple to which each sequence is padded at load.
-
-    Raises:
-        UnknownNameError: `layout` is unknown.
     """
     physical = round_up(examples.lengths - segment_offsets(examples, layout), multiple)
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(physical, dtype=np.int64)])

@@ -47,9 +47,6 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
         items: picklable; at most two for each worker are held at a time.
         num_workers: processes that work, this one included; None: threads of this process if
             ``work.suits_threads``, else one process per core, once it has worked for some time.
-
-    Raises:
-        PackstoreError: a worker died (memory, time, or killed); errors of `work` are unchanged.
     """
     threads = num_workers is None and getattr(work, "suits_threads", False)
     most = min(_cores(), MAX_THREADS if threads else MAX_PROCESSES)

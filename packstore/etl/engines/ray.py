@@ -31,9 +31,6 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
         work: picklable; stored once, and loaded once by each worker.
         items: picklable; at most two per worker are held at a time.
         num_workers: tasks at a time; None: as many as the cluster has cores.
-
-    Raises:
-        PackstoreError: a task was lost in every attempt; errors of `work` are unchanged.
     """
     started = not ray.is_initialized()
     if started:

@@ -123,11 +123,7 @@ def _is_same(item: Input, source: Mapping[str, Any], version: str, hashes: dict[
 
 
 def check_growth(first: Partition, partitions: int, places: Sequence[Location]) -> None:
-    """Refuses a job whose manifests would be larger than readers accept, by its first partition.
-
-    Raises:
-        FormatError: a manifest would have more than 1.5 times the bytes allowed.
-    """
+    """Refuses a job whose manifests would be larger than readers accept, by its first partition."""
     for place, written in zip(places, first.written, strict=True):
         size = partitions * manifest_bytes([shard.shard for shard in written.shards])
         if size > 1.5 * commit.MAX_MANIFEST_BYTES:
