@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -68,18 +67,6 @@ def cases_of(out: Path, stage: int) -> dict[str, Any]:
     return cases
 
 
-def test_stage_1_without_what_the_machine_lacks(data: Path, tmp_path: Path) -> None:
-    only = "head/7|isolation/sdpa|packed|waits/Llama|graph|attention/sdpa"
-    arguments = ("--cpu-dry-run", "--data", str(data), "--out", str(tmp_path), "--only", only)
-    done = run(tmp_path, *arguments, "--stage", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    cases = cases_of(tmp_path, 1)
-    assert {case["verdict"] for case in cases.values()} == {"right"}
-    assert sum(name.startswith("attention") for name in cases) == 7 * 2  # layouts, windows
-    assert sum(name.startswith("packed = padded") for name in cases) == 3 * 2
-    assert done.stdout.splitlines()[-1] == f"right: {len(cases)}"
-
-
 def test_all_stages(data: Path, tmp_path: Path) -> None:
     """Also a training run that is killed and resumed; peers of the head may be absent."""
     pytest.importorskip("accelerate", reason="training needs accelerate")
@@ -111,14 +98,6 @@ def test_an_exception_of_any_class_is_recorded(gpu: SimpleNamespace, tmp_path: P
     verdicts = {name: case["verdict"] for name, case in cases_of(tmp_path, 1).items()}
     assert verdicts == {"fails": "FAILED", "absent": "absent", "wrong": "WRONG", "next": "right"}
     assert "OwnError: broken" in session.cases["fails"]["why"]
-
-
-def test_no_case_begins_when_the_budget_is_short(gpu: SimpleNamespace, tmp_path: Path) -> None:
-    session = gpu.session.Session(1, tmp_path, 1.3, gpu.sizes.DRY)
-    assert session.case("endless", lambda: signal.pause(), seconds=1) is False
-    assert session.cases["endless"]["why"].startswith("OverBudgetError")
-    session.case("late", lambda: pytest.fail("begun"), seconds=1)
-    assert session.cases["late"]["verdict"] == "skipped"
 
 
 def test_a_process_that_dies_is_followed_by_one_that_goes_on(

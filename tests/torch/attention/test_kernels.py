@@ -75,20 +75,26 @@ def weights_of(q: Tensor, k: Tensor, scale: float, left: int, softcap: float) ->
     return scores.masked_fill(hidden, float("-inf")).softmax(-1)
 
 
+def called(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: Any, window_size: Any, **given: Any
+) -> Tensor:
+    """What the kernels compute from arguments that all versions name alike."""
+    left, right = window_size
+    assert given["causal"] is True
+    assert right in (-1, 0, None)
+    seen["deterministic"] = given["deterministic"]
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    cu_q, cu_k, max_q, max_k = (given[name] for name in names)
+    left = -1 if left is None else left
+    return by_definition(q, k, v, (cu_q, cu_k, max_q, max_k), softmax_scale, left, given["softcap"])
+
+
 def flash_attn_2(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
     softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False, block_table=None,
 ):  # fmt: skip
-    assert dropout_p == 0
-    assert causal is True
-    assert alibi_slopes is None
-    assert block_table is None
-    left, right = window_size
-    assert right in (-1, 0)
-    seen["deterministic"] = deterministic
-    offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return by_definition(q, k, v, offsets, softmax_scale, left, softcap)
+    return called(**locals())
 
 
 def flash_attn_3(
@@ -97,13 +103,8 @@ def flash_attn_3(
     v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1,
     pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False,
 ):  # fmt: skip
-    assert seqused_q is seqused_k is qv is None
-    assert causal is True
-    left, right = window_size
-    assert right in (-1, 0)
-    seen["deterministic"] = deterministic
-    offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return by_definition(q, k, v, offsets, softmax_scale, left, softcap)
+    assert qv is None
+    return called(**locals())
 
 
 def flash_attn_4(
@@ -116,13 +117,7 @@ def flash_attn_4(
     disable_scheduler_metadata=False, gather_bwd_recompute_p=False, gather_bwd_token_chunk=None,
 ):  # fmt: skip
     assert qv is None
-    assert causal is True
-    left, right = window_size
-    assert (left is None) == (right is None)
-    seen["deterministic"] = deterministic
-    offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    left = -1 if left is None else left
-    return by_definition(q, k, v, offsets, softmax_scale, left, softcap), None
+    return called(**locals()), None
 
 
 def varlen_attn_2_11(
