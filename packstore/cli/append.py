@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import argparse
 
-from packstore.cli import Command
+from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
-from packstore.cli.common import (
-    add_json,
-    add_source,
-    add_storage_options,
-    print_dataset,
-    source_of,
-)
 from packstore.cli.settings import add_settings, read_settings
 from packstore.config import PackConfig, RunConfig
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="DATASET", help="folder or URL of a packed dataset")
-    add_source(parser, "files, globs, folders or URLs of records")
+    common.add_source(parser, "files, globs, folders or URLs of records")
     parser.add_argument("--tokenizer", metavar="PATH", help="default: the one of the manifest")
-    add_json(parser)
-    add_storage_options(parser, source=True)
+    common.add_json(parser)
+    common.add_storage_options(parser, source=True)
     add_settings(parser, "records", PackConfig, ("fields", "on", "partitions"))
     add_settings(parser, "running", RunConfig)
 
@@ -33,19 +26,19 @@ def _run(args: argparse.Namespace) -> int:
     with progress_of("append", args) as progress:
         dataset = append(
             args.dataset,
-            source_of(args),
+            common.source_of(args),
             args.tokenizer,
             storage_options=args.storage_option,
             source_storage_options=args.source_storage_option,
             progress=progress,
             **read_settings(args, PackConfig),
         )
-    print_dataset(args, dataset)
+    common.print_dataset(args, dataset)
     return 0
 
 
 COMMAND = Command(
-    examples="  packstore append s3://bucket/prefs-8k 'new/*.jsonl.gz' --tokenizer Qwen3/\n",
-    configure=_configure,
-    run=_run,
+    "  packstore append s3://bucket/prefs-8k 'new/*.jsonl.gz' --tokenizer Qwen3/\n",
+    _configure,
+    _run,
 )

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from packstore.cli import Command
-from packstore.cli.common import add_json, add_storage_options, print_result, stdout_console
+from packstore.cli import Command, common
 from packstore.config import CHECK_RETRIES
 
 if TYPE_CHECKING:
@@ -18,8 +17,8 @@ _MARKS = {True: ("ok", None), False: ("FAILED", "red"), None: ("–", "dim")}
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="folder or URL: of a dataset, or for a new one")
-    add_json(parser)
-    add_storage_options(parser)
+    common.add_json(parser)
+    common.add_storage_options(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -30,13 +29,13 @@ def _run(args: argparse.Namespace) -> int:
     if not args.json:
         return print_findings(findings)
     results = list(findings)
-    print_result([finding._asdict() for finding in results])
+    common.print_result([finding._asdict() for finding in results])
     return int(any(finding.ok is False for finding in results))
 
 
 def print_findings(findings: Iterable[Finding]) -> int:
     """Prints each finding as soon as it is known; returns the exit code."""
-    console, failed = stdout_console(), False
+    console, failed = common.stdout_console(), False
     for finding in findings:
         mark, style = _MARKS[finding.ok]
         console.print(f"{mark:6} {finding.what:12} {finding.text}", style=style)
@@ -45,8 +44,7 @@ def print_findings(findings: Iterable[Finding]) -> int:
 
 
 COMMAND = Command(
-    examples="  packstore check s3://bucket/new --storage-option "
-    "endpoint_url=https://s3.example:9000\n",
-    configure=_configure,
-    run=_run,
+    "  packstore check s3://bucket/new --storage-option endpoint_url=https://s3.example:9000\n",
+    _configure,
+    _run,
 )

@@ -6,8 +6,7 @@ import argparse
 import re
 from collections import Counter
 
-from packstore.cli import Command
-from packstore.cli.common import add_dataset, add_json, number, print_result, stdout_console
+from packstore.cli import Command, common
 from packstore.errors import ConfigError
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -15,7 +14,7 @@ _SHOWN = 40
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    add_dataset(parser)
+    common.add_dataset(parser)
     parser.add_argument("--delete", action="store_true", help="remove the files; else list them")
     parser.add_argument(
         "--keep-versions", type=int, metavar="N", help="keep the N newest versions only"
@@ -32,7 +31,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="no job writes there, anywhere: any age is allowed",
     )
     parser.add_argument("--all", action="store_true", help="list every file")
-    add_json(parser)
+    common.add_json(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -47,21 +46,21 @@ def _run(args: argparse.Namespace) -> int:
         storage_options=args.storage_option,
     )
     if args.json:
-        print_result(report)
+        common.print_result(report)
         return 0
-    console = stdout_console()
+    console = common.stdout_console()
     shown = report.leftovers if args.all else report.leftovers[:_SHOWN]
     for item in shown:
         spared = f" (spared: {item.spared})" if item.spared else ""
-        console.print(f"{item.path}  {number(item.bytes)} bytes  {item.why}{spared}")
+        console.print(f"{item.path}  {item.bytes:,} bytes  {item.why}{spared}")
     for why, count in Counter(item.why for item in report.leftovers[len(shown) :]).items():
-        console.print(f"… and {number(count)} more: {why}")
+        console.print(f"… and {count:,} more: {why}")
     if not report.lists_uploads and "://" in report.url:
         console.print("unfinished uploads: this store does not list them", style="dim")
     if report.writer:
         console.print(f"{report.writer} may be writing here: only its age spares what it wrote")
     files = report.removable
-    amount = f"{number(len(files))} files, {number(sum(item.bytes for item in files))} bytes"
+    amount = f"{len(files):,} files, {sum(item.bytes for item in files):,} bytes"
     if not files:
         console.print("nothing to remove", style="green")
     elif report.deleted:
@@ -79,9 +78,9 @@ def _seconds(text: str) -> float:
 
 
 COMMAND = Command(
-    examples="  packstore clean s3://bucket/prefs-8k --delete\n"
+    "  packstore clean s3://bucket/prefs-8k --delete\n"
     "  packstore clean prefs-8k --keep-versions 2 --delete\n"
     "  packstore clean prefs-8k --older-than 0 --no-writers --delete\n",
-    configure=_configure,
-    run=_run,
+    _configure,
+    _run,
 )

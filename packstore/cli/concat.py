@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from packstore.cli import Command
-from packstore.cli.common import add_json, add_storage_options, print_dataset
+from packstore.cli import Command, common
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -14,8 +13,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("out", metavar="OUT", help="folder or URL of the new dataset")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
-    add_json(parser)
-    add_storage_options(parser)
+    common.add_json(parser)
+    common.add_storage_options(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -24,12 +23,10 @@ def _run(args: argparse.Namespace) -> int:
     dataset = concat(
         args.datasets, args.out, overwrite=args.overwrite, storage_options=args.storage_option
     )
-    print_dataset(args, dataset)
+    common.print_dataset(args, dataset)
     return 0
 
 
 COMMAND = Command(
-    examples="  packstore concat s3://bucket/jan s3://bucket/feb s3://bucket/year\n",
-    configure=_configure,
-    run=_run,
+    "  packstore concat s3://bucket/jan s3://bucket/feb s3://bucket/year\n", _configure, _run
 )

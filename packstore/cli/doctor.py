@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from packstore.cli import Command
+from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
-from packstore.cli.common import (
-    add_json,
-    add_source,
-    add_storage_options,
-    number,
-    print_result,
-    source_of,
-    stdout_console,
-)
 from packstore.cli.settings import add_settings, read_settings
 from packstore.config import PackConfig, TokenizeConfig, WorkConfig
 
@@ -28,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    add_source(parser)
+    common.add_source(parser)
     parser.add_argument("--tokenizer", metavar="PATH", required=True, help="as for packstore pack")
     parser.add_argument(
         "--sample", type=int, metavar="N", help="most records to look at, from all over (all)"
     )
     parser.add_argument("--strict", action="store_true", help="remarks count as problems")
-    add_json(parser)
-    add_storage_options(parser)
+    common.add_json(parser)
+    common.add_storage_options(parser)
     add_settings(parser, "tokenization", TokenizeConfig)
     add_settings(parser, "running", WorkConfig)
 
@@ -45,7 +36,7 @@ def _run(args: argparse.Namespace) -> int:
 
     with progress_of("doctor", args) as progress:
         diagnosis = doctor(
-            source_of(args),
+            common.source_of(args),
             args.tokenizer,
             sample=args.sample,
             storage_options=args.storage_option,
@@ -53,7 +44,7 @@ def _run(args: argparse.Namespace) -> int:
             **read_settings(args, PackConfig),
         )
     if args.json:
-        print_result({"ok": diagnosis.ok, **dataclasses.asdict(diagnosis)})
+        common.print_result({"ok": diagnosis.ok, **dataclasses.asdict(diagnosis)})
     else:
         print_diagnosis(diagnosis)
     return 0 if diagnosis.ok and not (args.strict and diagnosis.findings) else 1
@@ -63,8 +54,8 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     """Prints the findings as a table."""
     from packstore.etl.doctor import meaning
 
-    console = stdout_console()
-    console.print(f"{number(diagnosis.records)} records of kind {diagnosis.kind}")
+    console = common.stdout_console()
+    console.print(f"{diagnosis.records:,} records of kind {diagnosis.kind}")
     table = Table()
     table.add_column("check", no_wrap=True)
     table.add_column("records", justify="right")
@@ -74,7 +65,7 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
         style = "red" if finding.level == "problem" else "yellow"
         table.add_row(
             Text(f"{finding.level}: {finding.check}", style),
-            number(finding.records),
+            common.number(finding.records),
             f"{finding.records / max(diagnosis.records, 1):.1%}",
             "\n".join(filter(None, (meaning(finding.check), *finding.examples))),
         )
@@ -85,7 +76,7 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
 
 
 COMMAND = Command(
-    examples="  packstore doctor chats.jsonl --tokenizer Qwen3/ --pack-size 4096 --strict\n",
-    configure=_configure,
-    run=_run,
+    "  packstore doctor chats.jsonl --tokenizer Qwen3/ --pack-size 4096 --strict\n",
+    _configure,
+    _run,
 )

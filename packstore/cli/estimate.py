@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from packstore.cli import Command
+from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
-from packstore.cli.common import (
-    add_json,
-    add_source,
-    add_storage_options,
-    number,
-    print_result,
-    source_of,
-    stdout_console,
-)
 from packstore.cli.settings import add_settings, read_settings
 from packstore.config import PackConfig, TokenizeConfig, WorkConfig
 from packstore.pages import charts, frame
@@ -57,7 +48,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    add_source(parser)
+    common.add_source(parser)
     parser.add_argument("--tokenizer", metavar="PATH", help="as for packstore pack")
     tried = parser.add_argument_group("what is tried", argument_default=argparse.SUPPRESS)
     for one, many, read, text in (
@@ -70,8 +61,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     for name, text in NUMBERS.items():
         tried.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=text)
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts")
-    add_json(parser)
-    add_storage_options(parser)
+    common.add_json(parser)
+    common.add_storage_options(parser)
     add_settings(parser, "tokenization", TokenizeConfig)
     add_settings(parser, "running", WorkConfig)
 
@@ -85,7 +76,7 @@ def _run(args: argparse.Namespace) -> int:
     options: dict[str, Any] = {n: value for n, value in vars(args).items() if n in named}
     with progress_of("estimate", args) as progress:
         result = estimate(
-            source_of(args),
+            common.source_of(args),
             args.tokenizer,
             **options,
             storage_options=args.storage_option,
@@ -96,7 +87,7 @@ def _run(args: argparse.Namespace) -> int:
         frame.write(args.html, _page(result, ", ".join(args.source)))
     if args.json:
         names = ("kind", "sample", "scale", "recommended", "choices")
-        print_result({name: getattr(result, name) for name in names})
+        common.print_result({name: getattr(result, name) for name in names})
     else:
         print_estimate(result)
     return 0
@@ -104,7 +95,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def print_estimate(result: Estimate) -> None:
     """Prints the choices as a table, with a recommendation if there are several."""
-    console = stdout_console()
+    console = common.stdout_console()
     console.print(_summary(result))
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in COLUMNS:
@@ -122,16 +113,16 @@ def _summary(result: Estimate) -> str:
     tally, sample = result.tally, result.sample
     of_kind = f"records of kind {result.kind}"
     if sample.whole:
-        text = f"{number(tally.read)} {of_kind}"
+        text = f"{tally.read:,} {of_kind}"
     elif sample.total is None:
-        text = f"the first {number(tally.read)} {of_kind}"
+        text = f"the first {tally.read:,} {of_kind}"
     else:
         text = (
-            f"sampled {number(tally.read)} of {number(sample.total)} {of_kind} "
-            f"from {number(sample.places)} places, seed {sample.seed}"
+            f"sampled {tally.read:,} of {sample.total:,} {of_kind} "
+            f"from {sample.places:,} places, seed {sample.seed}"
         )
-    text += f", {number(tally.kept)} usable"
-    dropped = ", ".join(f"{reason} {number(n)}" for reason, n in tally.dropped.most_common())
+    text += f", {tally.kept:,} usable"
+    dropped = ", ".join(f"{reason} {n:,}" for reason, n in tally.dropped.most_common())
     text += f" (dropped: {dropped})" if dropped else ""
     if result.scale > 1:
         text += f"; counts scaled by {result.scale:.4g}"
@@ -141,7 +132,7 @@ def _summary(result: Estimate) -> str:
     overlong = max(c.overlong_error or 0 for c in result.choices)
     if packs or overlong:
         text += (
-            f": packs within {packs:.1%}, too long within {number(overlong)} "
+            f": packs within {packs:.1%}, too long within {overlong:,} "
             "(two standard errors, by the differences of neighbouring places)"
         )
     return text
@@ -172,16 +163,16 @@ def _settings(choice: Choice) -> str:
 
 def _row(choice: Choice) -> tuple[str, ...]:
     return (
-        number(choice.pack_size),
+        common.number(choice.pack_size),
         choice.layout,
         choice.strategy,
         f"{choice.fill_rate:.2%}",
         f"{choice.aligned_fill_rate:.2%}",
         f"{choice.tokens_saved:.1%}",
-        number(choice.packs),
+        common.number(choice.packs),
         f"{choice.examples_per_pack:.1f}",
-        number(choice.overlong),
-        number(choice.steps),
+        common.number(choice.overlong),
+        common.number(choice.steps),
         f"{choice.examples_per_step:.1f}",
     )
 
@@ -209,8 +200,7 @@ def _page(result: Estimate, source: str) -> str:
 
 
 COMMAND = Command(
-    examples="  packstore estimate prefs.jsonl --tokenizer Qwen3/ --world-size 8 "
-    "--html estimate.html\n",
-    configure=_configure,
-    run=_run,
+    "  packstore estimate prefs.jsonl --tokenizer Qwen3/ --world-size 8 --html estimate.html\n",
+    _configure,
+    _run,
 )

@@ -8,16 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from packstore.cli import Command
+from packstore.cli import Command, common
 from packstore.cli._model import add_model, loaded, ranks, say
-from packstore.cli.common import (
-    add_dataset,
-    add_json,
-    open_dataset,
-    print_result,
-    stdout_console,
-    two_columns,
-)
 from packstore.cli.settings import KeyValue, json_or_text
 from packstore.errors import CompatibilityError, ConfigError, sentence
 from packstore.pages import charts, frame
@@ -33,7 +25,7 @@ FACTS = ("examples", "loss", "perplexity", "rewards/accuracies", *MARGINS)
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    add_dataset(parser, versions=True)
+    common.add_dataset(parser, versions=True)
     add_model(parser)
     reference = parser.add_mutually_exclusive_group()
     reference.add_argument(
@@ -56,11 +48,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--examples", metavar="FILE", help="also write Parquet, a row for each example"
     )
-    add_json(parser)
+    common.add_json(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
-    dataset = open_dataset(args)
+    dataset = common.open_dataset(args)
     kind = dataset.manifest.kind
     for path in filter(None, (args.html, args.examples)):
         frame.check_writable(path)
@@ -106,10 +98,10 @@ def _run(args: argparse.Namespace) -> int:
     if args.html:
         frame.write(args.html, _page(args, dataset, loss, metrics, rows))
     if args.json:
-        print_result({"metrics": metrics})
+        common.print_result({"metrics": metrics})
         return 0
     shown = {metric: _text(metric, value) for metric, value in metrics.items()}
-    stdout_console().print(two_columns(f"{args.model} on {dataset.url}", shown))
+    common.stdout_console().print(common.two_columns(f"{args.model} on {dataset.url}", shown))
     return 0
 
 
@@ -149,11 +141,11 @@ def _text(name: str, value: float) -> str:
 
 
 COMMAND = Command(
-    examples="  packstore evaluate held-out-8k --model run/model --ref-logps held-out-ref\n"
+    "  packstore evaluate held-out-8k --model run/model --ref-logps held-out-ref\n"
     "  packstore evaluate held-out-8k --model run/model --ref-logps ref --html evaluation.html\n"
     "  packstore evaluate held-out-8k --model run/model --ref-logps ref --examples rows.parquet\n"
     "  packstore evaluate chats-8k --model my-sft-model --json\n"
     "  torchrun --nproc-per-node 8 -m packstore evaluate prefs-8k --model run --ref-logps ref\n",
-    configure=_configure,
-    run=_run,
+    _configure,
+    _run,
 )

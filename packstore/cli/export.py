@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from packstore.cli import Command
+from packstore.cli import Command, common
 from packstore.cli._messages import add_message_options, progress_of
-from packstore.cli.common import (
-    add_dataset,
-    add_json,
-    number,
-    print_result,
-    stdout_console,
-    two_columns,
-)
 from packstore.cli.settings import add_settings, read_settings
 from packstore.exchange import EXPORTERS, export
 
@@ -30,9 +22,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add_message_options(sub)
-        add_dataset(sub)
+        common.add_dataset(sub)
         sub.add_argument("out", metavar=exporter.out[0], help=exporter.out[1])
-        add_json(sub)
+        common.add_json(sub)
         add_settings(sub, "format", exporter.options)
 
 
@@ -48,22 +40,22 @@ def _run(args: argparse.Namespace) -> int:
             **read_settings(args, options),
         )
     if args.json:
-        print_result({"format": args.to, "files": exported.files, **exported.facts})
+        common.print_result({"format": args.to, "files": exported.files, **exported.facts})
         return 0
     rows = {
         name: f"{value:.2%}" if isinstance(value, float) else value
         for name, value in exported.facts.items()
     }
     files = exported.files
-    rows["files"] = files[0] if len(files) == 1 else f"{number(len(files))}, first {files[0]}"
-    stdout_console().print(two_columns(f"exported {args.dataset} as {args.to}", rows))
+    rows["files"] = files[0] if len(files) == 1 else f"{len(files):,}, first {files[0]}"
+    common.stdout_console().print(common.two_columns(f"exported {args.dataset} as {args.to}", rows))
     return 0
 
 
 COMMAND = Command(
-    examples="  packstore export megatron chats-8k bridge-8k --context-parallel 2\n"
+    "  packstore export megatron chats-8k bridge-8k --context-parallel 2\n"
     "  packstore export nemo prefs-8k packed_8192_seed0.npy\n"
     "  packstore export megatron --help\n",
-    configure=_configure,
-    run=_run,
+    _configure,
+    _run,
 )

@@ -7,22 +7,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from packstore.cli import Command
-from packstore.cli.common import (
-    add_dataset,
-    figures_table,
-    number,
-    open_dataset,
-    print_json,
-    stdout_console,
-    two_columns,
-)
+from packstore.cli import Command, common
 from packstore.config.job import job_of, to_yaml
 from packstore.io.manifest.commit import with_hash
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    add_dataset(parser, versions=True)
+    common.add_dataset(parser, versions=True)
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print the manifest itself")
     shown.add_argument(
@@ -31,22 +22,22 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    dataset = open_dataset(args)
+    dataset = common.open_dataset(args)
     m = dataset.manifest
     if args.json:
-        print_json(with_hash(m.to_json()).decode())
+        common.print_json(with_hash(m.to_json()).decode())
         return 0
     if args.as_config:
         sys.stdout.write(to_yaml(job_of(m.provenance, dataset.url)))
         return 0
-    console = stdout_console()
+    console = common.stdout_console()
     stats, totals = m.statistics, m.totals
     per_pack = stats.examples_per_pack
     rows: dict[str, object] = {
         "version": dataset.version,
         "kind": f"{m.kind} (K = {m.num_responses or 'stored per example'})",
         "layout": m.layout,
-        "packs": f"{number(totals.packs)} of {number(m.pack_size)} tokens",
+        "packs": f"{totals.packs:,} of {m.pack_size:,} tokens",
         "fill rate": f"{m.fill_rate:.2%}",
         "strategy": f"{m.strategy}, packs {m.pack_order}, seed {m.seed}",
         "examples": totals.examples,
@@ -54,25 +45,27 @@ def _run(args: argparse.Namespace) -> int:
         "sequences": totals.sequences,
         "tokens": totals.tokens,
         "tokens unpacked": totals.logical_tokens,
-        "supervised tokens": f"{number(totals.supervised_tokens)} "
+        "supervised tokens": f"{totals.supervised_tokens:,} "
         f"({totals.supervised_tokens / max(totals.tokens, 1):.1%})",
         "longest sequence": stats.longest_sequence,
         "shortest pack": stats.shortest_pack,
         "most segments": stats.most_segments,
-        "files": f"{len(m.shards)} {m.file_format}, {number(totals.bytes)} bytes, "
+        "files": f"{len(m.shards)} {m.file_format}, {totals.bytes:,} bytes, "
         f"{8 * totals.bytes / max(totals.tokens, 1):.1f} bits per token",
         "features": ", ".join(m.features) or "none",
         "fingerprint": m.fingerprint,
     }
-    console.print(two_columns(f"dataset {dataset.url}", rows))
+    console.print(common.two_columns(f"dataset {dataset.url}", rows))
     counts = {"read": m.records.read, "packed": m.records.packed}
     counts |= {f"dropped: {reason}": count for reason, count in m.records.dropped.items()}
     counts |= {f"noted: {event}": count for event, count in m.records.noted.items()}
     every = max(m.records.read, 1)
-    shares = [(what, number(count), f"{count / every:.1%}") for what, count in counts.items()]
-    console.print(figures_table("records", ("what", "records", "share"), shares))
-    console.print(two_columns("planning", _flat(stats.planning)))
-    console.print(two_columns("provenance", _flat(_short(m.provenance))))
+    shares = [
+        (what, common.number(count), f"{count / every:.1%}") for what, count in counts.items()
+    ]
+    console.print(common.figures_table("records", ("what", "records", "share"), shares))
+    console.print(common.two_columns("planning", _flat(stats.planning)))
+    console.print(common.two_columns("provenance", _flat(_short(m.provenance))))
     return 0
 
 
@@ -97,8 +90,8 @@ def _flat(value: Any, prefix: str = "") -> dict[str, object]:
 
 
 COMMAND = Command(
-    examples="  packstore inspect s3://bucket/prefs-8k --json > manifest.json\n"
+    "  packstore inspect s3://bucket/prefs-8k --json > manifest.json\n"
     "  packstore inspect prefs-8k --as-config > job.yaml\n",
-    configure=_configure,
-    run=_run,
+    _configure,
+    _run,
 )

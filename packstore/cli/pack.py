@@ -7,17 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from packstore.cli import Command
+from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
-from packstore.cli.common import (
-    add_json,
-    add_storage_options,
-    number,
-    print_dataset,
-    print_result,
-    stdout_console,
-    two_columns,
-)
 from packstore.cli.settings import add_settings, read_settings
 from packstore.config import (
     PackConfig,
@@ -50,8 +41,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="only lint and plan a sample, and try OUT"
     )
-    add_json(parser)
-    add_storage_options(parser, source=True)
+    common.add_json(parser)
+    common.add_storage_options(parser, source=True)
     add_settings(parser, "packing", PlanConfig)
     add_settings(parser, "tokenization", TokenizeConfig)
     add_settings(parser, "selection", SelectConfig)
@@ -70,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
     with progress_of("pack", args) as progress:
         dataset = pack(**job, progress=progress)
     if args.json:
-        print_dataset(args, dataset)
+        common.print_dataset(args, dataset)
     else:
         _print(dataset)
     return 0
@@ -120,7 +111,7 @@ def _dry_run(args: argparse.Namespace, job: dict[str, Any]) -> int:
     with progress_of("dry run", args) as progress:
         result = dry_run(**job, progress=progress)
     if args.json:
-        print_result(
+        common.print_result(
             {
                 "ok": result.ok,
                 "diagnosis": result.diagnosis,
@@ -144,22 +135,22 @@ def _print(dataset: Dataset) -> None:
         "records packed": m.records.packed,
         **{f"dropped: {reason}": count for reason, count in m.records.dropped.items()},
         **{f"noted: {event}": count for event, count in m.records.noted.items()},
-        "packs": f"{number(m.num_packs)} of {number(m.pack_size)} tokens",
+        "packs": f"{m.num_packs:,} of {m.pack_size:,} tokens",
         "fill rate": f"{m.fill_rate:.2%}",
         "examples per pack": f"{per_pack.min} to {per_pack.max}, mean {per_pack.mean:.2f}",
         "tokens": m.totals.tokens,
         "bytes": m.totals.bytes,
         "shards": len(m.shards),
     }
-    stdout_console().print(two_columns(f"{m.kind} dataset {dataset.url}", rows))
+    common.stdout_console().print(common.two_columns(f"{m.kind} dataset {dataset.url}", rows))
 
 
 COMMAND = Command(
-    examples="  packstore pack 'raw/*.jsonl.gz' s3://bucket/prefs-8k --tokenizer Qwen3/\n"
+    "  packstore pack 'raw/*.jsonl.gz' s3://bucket/prefs-8k --tokenizer Qwen3/\n"
     "  packstore pack qa.csv qa-4k --tokenizer t.json --field prompt=question --pack-size 4096\n"
     "  packstore pack prefs-8k prefs-32k --pack-size 32768 --layout shared_prefix\n"
     "  packstore pack --config job.yaml --dry-run\n"
     "  zcat raw.gz | packstore pack - prefs-8k --tokenizer tokenizer.json\n",
-    configure=_configure,
-    run=_run,
+    _configure,
+    _run,
 )

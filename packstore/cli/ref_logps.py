@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import argparse
 
-from packstore.cli import Command
+from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
 from packstore.cli._model import add_model, loaded, ranks, say
-from packstore.cli.common import (
-    add_dataset,
-    add_json,
-    open_dataset,
-    print_result,
-    stdout_console,
-    two_columns,
-)
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    add_dataset(parser, versions=True)
+    common.add_dataset(parser, versions=True)
     parser.add_argument("out", metavar="OUT", help="folder or URL of the side dataset")
     add_model(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
-    add_json(parser)
+    common.add_json(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
-    dataset = open_dataset(args)
+    dataset = common.open_dataset(args)
     with ranks(args.device) as device:
         from packstore.torch.reference.reference import write_ref_logps
 
@@ -47,16 +39,16 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     facts = {"examples": len(side), **side.manifest.provenance}
     if args.json:
-        print_result({"url": side.url, **facts})
+        common.print_result({"url": side.url, **facts})
     else:
-        stdout_console().print(two_columns(f"side dataset {side.url}", facts))
+        common.stdout_console().print(common.two_columns(f"side dataset {side.url}", facts))
     return 0
 
 
 COMMAND = Command(
-    examples="  torchrun --nproc-per-node 8 -m packstore ref-logps prefs-8k ref-8k "
+    "  torchrun --nproc-per-node 8 -m packstore ref-logps prefs-8k ref-8k "
     "--model my-sft-model\n"
     "The same command again continues a run that was killed.\n",
-    configure=_configure,
-    run=_run,
+    _configure,
+    _run,
 )

@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from packstore.cli import Command
-from packstore.cli.common import (
-    add_dataset,
-    add_json,
-    decoder_of,
-    open_dataset,
-    print_json,
-    stdout_console,
-)
+from packstore.cli import Command, common
 from packstore.errors import ConfigError, visible
 from packstore.format.arrays import IGNORE_INDEX, Packs, ids_of
 from packstore.pages import frame
@@ -31,18 +23,18 @@ log = logging.getLogger("packstore")
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    add_dataset(parser, versions=True)
+    common.add_dataset(parser, versions=True)
     parser.add_argument("--pack", type=int, default=0, metavar="N", help="first pack to show")
     parser.add_argument("--count", type=int, default=1, metavar="N", help="packs to show")
     parser.add_argument("--tokenizer", metavar="PATH", help="default: the dataset's")
     parser.add_argument("--ids", action="store_true", help="show token ids instead of text")
-    add_json(parser)
+    common.add_json(parser)
     bound = f"at most {MOST_PACKS} or {MOST_BYTES // 1_000_000} MB"
     parser.add_argument("--html", metavar="FILE", help=f"write a page instead, {bound}")
 
 
 def _run(args: argparse.Namespace) -> int:
-    dataset = open_dataset(args)
+    dataset = common.open_dataset(args)
     if not 0 <= args.pack < len(dataset):
         raise ConfigError(
             f"--pack must lie in 0..{len(dataset) - 1} for this dataset; found {args.pack}."
@@ -51,7 +43,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--count must be at least 1; found {args.count}.")
     if args.html:
         frame.check_writable(args.html)
-    reader = PackReader(dataset, None if args.ids else decoder_of(dataset, args.tokenizer))
+    reader = PackReader(dataset, None if args.ids else common.decoder_of(dataset, args.tokenizer))
     numbers = range(args.pack, min(args.pack + args.count, len(dataset)))
     if args.html:
         page, left_out = pack_page(reader, numbers)
@@ -62,9 +54,9 @@ def _run(args: argparse.Namespace) -> int:
         m = dataset.manifest
         about = {"url": dataset.url, "kind": m.kind, "layout": m.layout, "pack_size": m.pack_size}
         packs = [_plain(reader, number) for number in numbers]
-        print_json(json.dumps({**about, "packs": packs}) + "\n")
+        common.print_json(json.dumps({**about, "packs": packs}) + "\n")
     else:
-        console = stdout_console()
+        console = common.stdout_console()
         console.print(_legend(console.is_terminal))
         for number in numbers:
             for line in _lines(reader, number, console.is_terminal):
@@ -133,9 +125,9 @@ def _painted(reader: PackReader, pack: Packs, sequence: dict[str, Any], colour: 
 
 
 COMMAND = Command(
-    examples="  packstore show s3://bucket/prefs-8k --pack 17 --count 2 --tokenizer t.json\n"
+    "  packstore show s3://bucket/prefs-8k --pack 17 --count 2 --tokenizer t.json\n"
     "  packstore show prefs-8k --pack 100 --count 50 --html packs.html\n"
     "  packstore show prefs-8k --json | jq '.packs[0].sequences'\n",
-    configure=_configure,
-    run=_run,
+    _configure,
+    _run,
 )

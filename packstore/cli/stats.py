@@ -7,17 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from packstore.cli import Command
+from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
-from packstore.cli.common import (
-    add_dataset,
-    add_json,
-    figures_table,
-    number,
-    open_dataset,
-    print_result,
-    stdout_console,
-)
 from packstore.errors import ConfigError, quote
 from packstore.format.arrays import SOURCE_SHIFT, Packs
 from packstore.pages import charts, frame
@@ -37,14 +28,14 @@ Figures = dict[str, dict[str, float]]
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    add_dataset(parser, versions=True)
-    add_json(parser)
+    common.add_dataset(parser, versions=True)
+    common.add_json(parser)
     parser.add_argument("--by", metavar="COLUMN", help="also by a carried column, or by file")
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts")
 
 
 def _run(args: argparse.Namespace) -> int:
-    dataset = open_dataset(args)
+    dataset = common.open_dataset(args)
     known = [FILE, *dataset.manifest.carry]
     if args.by not in (None, *known):
         raise ConfigError(f"--by must be one of: {', '.join(known)}; found {quote(args.by)}.")
@@ -60,15 +51,15 @@ def _run(args: argparse.Namespace) -> int:
     if args.html:
         frame.write(args.html, _page(dataset, values, tables))
     if args.json:
-        print_result({**summary, "by": groups})
+        common.print_result({**summary, "by": groups})
         return 0
-    console = stdout_console()
+    console = common.stdout_console()
     console.print(f"dataset {dataset.url}")
     console.print(f"fill: {_fill(dataset)}")
     for title, (columns, rows) in tables.items():
-        console.print(figures_table(title, columns, rows))
+        console.print(common.figures_table(title, columns, rows))
     if len(groups) > GROUPS:
-        console.print(f"the largest {GROUPS} of {number(len(groups))} groups; --json has all")
+        console.print(f"the largest {GROUPS} of {len(groups):,} groups; --json has all")
     return 0
 
 
@@ -154,7 +145,7 @@ def _cells(figures: Figures) -> tuple[list[str], list[list[str]]]:
 
 
 def _short(value: float) -> str:
-    return number(int(value)) if value == int(value) else number(value)
+    return common.number(int(value)) if value == int(value) else common.number(value)
 
 
 def _fill(dataset: Dataset) -> str:
@@ -174,10 +165,10 @@ def _page(dataset: Dataset, values: dict[str, Any], tables: Any) -> str:
         f"{dataset.url}: kind {m.kind}, fingerprint {m.fingerprint[:12]}",
         facts={
             "fill": _fill(dataset),
-            "packs": number(len(dataset)),
-            "examples": number(m.totals.examples),
-            "tokens": number(m.totals.tokens),
-            "pack size": number(m.pack_size),
+            "packs": common.number(len(dataset)),
+            "examples": common.number(m.totals.examples),
+            "tokens": common.number(m.totals.tokens),
+            "pack size": common.number(m.pack_size),
             "layout": m.layout,
             "strategy": m.strategy,
         },
@@ -191,8 +182,7 @@ def _page(dataset: Dataset, values: dict[str, Any], tables: Any) -> str:
 
 
 COMMAND = Command(
-    examples="  packstore stats prefs-8k --json\n"
-    "  packstore stats prefs-8k --by lang --html stats.html\n",
-    configure=_configure,
-    run=_run,
+    "  packstore stats prefs-8k --json\n  packstore stats prefs-8k --by lang --html stats.html\n",
+    _configure,
+    _run,
 )

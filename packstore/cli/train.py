@@ -9,9 +9,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from packstore.cli import Command
+from packstore.cli import Command, common
 from packstore.cli._model import join_logs
-from packstore.cli.common import add_json, print_result, stdout_console, two_columns
 from packstore.cli.settings import add_settings, read_settings
 from packstore.config.training import (
     TrainConfig,
@@ -32,7 +31,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--example", choices=("dpo", "sft"), help="print a CONFIG to begin with")
     parser.add_argument("--html", metavar="FILE", help="also write a page with the curves")
-    add_json(parser)
+    common.add_json(parser)
     add_settings(parser, "data", TrainDataConfig)
     add_settings(parser, "model", TrainModelConfig)
     add_settings(parser, "loss", TrainLossConfig)
@@ -64,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
     if not first:
         return 0
     if args.json:
-        print_result(result)
+        common.print_result(result)
         return 0
     metrics_of_run = {**result.metrics, **result.evaluation}
     rows: dict[str, object] = {
@@ -73,15 +72,15 @@ def _run(args: argparse.Namespace) -> int:
         **{name: f"{value:.6g}" for name, value in metrics_of_run.items()},
         "model": str(result.model),
     }
-    stdout_console().print(two_columns(f"trained {config.output}", rows))
+    common.stdout_console().print(common.two_columns(f"trained {config.output}", rows))
     return 0
 
 
 COMMAND = Command(
-    examples="  packstore train dpo.yaml --learning-rate 5e-7 --loss ipo --output run-2\n"
+    "  packstore train dpo.yaml --learning-rate 5e-7 --loss ipo --output run-2\n"
     "  packstore train dpo.yaml --html run.html\n"
     "  packstore train --model Qwen3-0.6B --dataset chats-8k --loss sft --output sft-run\n"
     "  accelerate launch -m packstore train dpo.yaml        # several GPUs or nodes\n",
-    configure=_configure,
-    run=_run,
+    _configure,
+    _run,
 )

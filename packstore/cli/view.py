@@ -6,14 +6,13 @@ import argparse
 import threading
 import webbrowser
 
-from packstore.cli import Command
-from packstore.cli.common import add_dataset, decoder_of, open_dataset
+from packstore.cli import Command, common
 from packstore.pages.packs import PackReader
 from packstore.pages.server import PackServer
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    add_dataset(parser, versions=True)
+    common.add_dataset(parser, versions=True)
     parser.add_argument("--tokenizer", metavar="PATH", help="default: the dataset's")
     parser.add_argument("--ids", action="store_true", help="show token ids instead of text")
     parser.add_argument(
@@ -23,8 +22,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    dataset = open_dataset(args)
-    decode = None if args.ids else decoder_of(dataset, args.tokenizer)
+    dataset = common.open_dataset(args)
+    decode = None if args.ids else common.decoder_of(dataset, args.tokenizer)
     with PackServer(PackReader(dataset, decode), args.port) as server:
         print(f"{server.url} (Ctrl-C ends it)", flush=True)
         if not args.no_browser:
@@ -38,7 +37,5 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    examples="  packstore view s3://bucket/prefs-8k --port 8765 --no-browser\n",
-    configure=_configure,
-    run=_run,
+    "  packstore view s3://bucket/prefs-8k --port 8765 --no-browser\n", _configure, _run
 )
