@@ -73,18 +73,11 @@ def test_derived_columns(
     assert batch.target_index.tolist() == (batch.labels != -100).nonzero().flatten().tolist()
     assert batch.rewards.tolist() == examples.reward.tolist()
     assert batch.kv_index is None or layout == "shared_prefix"
-
-
-def test_types(kit: SimpleNamespace) -> None:
-    batch = collate(kit.packed(EXAMPLES, [6], "shared_prefix"), "preference")
-    int64 = "input_ids labels position_ids segment_ids target_index kv_index example_ids pack_ids"
-    int32 = "cu_seqlens cu_seqlens_k lengths num_responses"
-    for names, dtype in (
-        (int64, torch.int64),
-        (int32, torch.int32),
-        ("rewards weights", torch.float32),
-    ):
-        assert {getattr(batch, name).dtype for name in names.split()} == {dtype}
+    int64 = ("input_ids", "labels", "position_ids", "segment_ids", "target_index", "pack_ids")
+    assert {getattr(batch, name).dtype for name in (*int64, "example_ids")} == {torch.int64}
+    int32 = ("cu_seqlens", "cu_seqlens_k", "lengths", "num_responses")
+    assert {getattr(batch, name).dtype for name in int32} == {torch.int32}
+    assert {batch.rewards.dtype, batch.weights.dtype} == {torch.float32}
     assert type(batch.max_seqlen) is type(batch.max_seqlen_k) is int
 
 

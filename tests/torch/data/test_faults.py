@@ -260,23 +260,7 @@ class DeadlyPacks(StoredPacks):
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_worker_of_our_loader_that_is_killed_is_an_error_of_ours(stored: Dataset) -> None:
+def test_a_worker_that_is_killed_is_named(stored: Dataset) -> None:
     loader = PackedDataLoader(PackedDataset(DeadlyPacks(stored, lanes=4)), num_workers=1)
     with pytest.raises(WorkerError, match=r"^PackedDataLoader: workers must live .*\(pid"):
-        list(loader)
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_worker_that_is_killed_is_named(stored: Dataset) -> None:
-    class Deadly(PackedDataset):
-        def __iter__(self) -> Iterator[Any]:
-            for i, packs in enumerate(super().__iter__()):
-                if i == 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                yield packs
-
-    from torch.utils.data import DataLoader
-
-    loader = DataLoader(Deadly(stored.url, lanes=4), batch_size=None, num_workers=1)
-    with pytest.raises(RuntimeError, match=r"DataLoader worker .*\d+.* (killed|exited)"):
         list(loader)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -217,13 +216,6 @@ def test_all_ranks_together_read_little_more_than_the_dataset(
         data = PackedDataset(stored, lanes=16, rank=rank, world_size=8)
         assert len(list(PackedDataLoader(data, packs_per_batch=2))) == 50
     assert groups <= len(read) <= 1.1 * groups
-
-
-def test_pickles(stored: Dataset) -> None:
-    data = make(stored)
-    first = [packs_of(p)[0] for p in data]
-    copy = pickle.loads(pickle.dumps(data))
-    assert [packs_of(p)[0] for p in copy] == first
 
 
 def test_rank_of_the_launcher(stored: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
