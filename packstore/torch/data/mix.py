@@ -34,8 +34,8 @@ TURNS = 8
 """Pack i of a mix belongs to turn ``i % TURNS``, which uses the packs of each source with the same
 remainder: if the number of ranks divides it, each rank reads separate lanes of every source."""
 
-_TURN_PACKS = 128
-"""A source with fewer packs in a turn is read whole by every rank."""
+_SMALL = 1024
+"""A mix with a source of fewer packs has one turn."""
 
 _BLOCK = 4096
 """Packs of a turn that are ordered at once."""
@@ -53,11 +53,7 @@ class MixedPacks:
     """The packs of several streams in proportion to their weights; a :class:`PackStream`.
 
     Every epoch restarts each source in the order of that epoch; each further pass over a source
-    within an epoch has another order. The arguments are those of :meth:`PackedDataset.mix`.
-
-    Raises:
-        ConfigError: there are no sources, or a value is out of range.
-        CompatibilityError: sources differ in kind, tokenizer or chat template.
+    within an epoch has another order. Arguments and errors are those of :meth:`PackedDataset.mix`.
     """
 
     def __init__(
@@ -71,15 +67,14 @@ class MixedPacks:
         if not sources or not all(0 < weight < float("inf") for weight in weights):
             raise ConfigError(f"a mix needs weights above 0; found {list(weights)}.")
         _check_compatible(sources)
-        self._sources = sources
-        self.kind = sources[0].kind
+        self._sources, self.kind = sources, sources[0].kind
         self.datasets = [stream.datasets[0] for stream in sources]
         settings = [[stream.identity for stream in sources], weights, until]
         self.identity: Identity = {"mix": fingerprint(settings)[:16]}
         self._lengths = np.array([len(stream) for stream in sources])
         totals = [dataset.manifest.totals for dataset in self.datasets]
         rates = np.array(weights) * [t.packs / t.examples for t in totals]
-        turns = 1 if self._lengths.min() < _TURN_PACKS * TURNS else TURNS
+        turns = 1 if self._lengths.min() < _SMALL else TURNS
         self._order = MixOrder(rates / rates.sum(), turns)
         self._length = self._order.length(self._lengths, until)
         self._epoch = 0
@@ -107,19 +102,13 @@ class MixedPacks:
         parts = next(self._split(iter([indices])))
         sizes = [self._pass(*key).sizes(np.array(at)) for key, (_, at) in parts.items()]
         counts = [part.counts for part in sizes if part.counts is not None]
-        whole = PackSizes(
-            np.concatenate([part.tokens for part in sizes]),
-            np.concatenate([part.examples for part in sizes]),
-            np.concatenate([part.squares for part in sizes]),
-            counts=np.concatenate(counts) if len(counts) == len(sizes) else None,
-        )
+        columns = zip(*((part.tokens, part.examples, part.squares) for part in sizes), strict=True)
+        joined = np.concatenate(counts) if len(counts) == len(sizes) else None
+        whole = PackSizes(*map(np.concatenate, columns), counts=joined)
         return whole.take(np.argsort(np.concatenate([rows for rows, _ in parts.values()])))
 
     def read(self, batches: Iterable[Int64]) -> Iterator[list[Packs]]:
-        """Yields the packs at each array of positions; see :class:`PackStream`.
-
-        Every source has its own read-ahead, which asks for its next positions.
-        """
+        """Yields the packs at each array of positions; every source has its own read-ahead."""
         split, ahead = self._split(iter(batches)), deque[_Parts]()
         current = 0  # the batch that is put together, the first of `ahead`
 
@@ -215,11 +204,12 @@ class MixOrder:
 
     def length(self, lengths: Int64, until: str) -> int:
         """Counts the packs before one of a source repeats, or until each came once."""
-        ends = []
-        for turn in range(self._turns):
-            for source, packs in enumerate(lengths.tolist()):
-                number = len(range(turn, packs, self._turns)) - (until == "all")
-                ends.append(self._place(turn, source, number) * self._turns + turn)
+        ends: list[int] = []
+        for turn, (source, packs) in itertools.product(
+            range(self._turns), enumerate(lengths.tolist())
+        ):
+            number = len(range(turn, packs, self._turns)) - (until == "all")
+            ends.append(self._place(turn, source, number) * self._turns + turn)
         return max(ends) + 1 if until == "all" else min(ends)
 
     def _block(self, turn: int, block: int) -> tuple[Int64, Int64]:
