@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,37 +32,22 @@ STRICT = ("tokenizers", FAST)
 """Engines that raise an error for text with lone surrogates."""
 
 
+@dataclass
 class _Block:
-    """The records of a block in the stage, with their sequences.
+    """The records of a block in the stage, with their sequences; `plain` counts the fast path."""
 
-    Attributes:
-        records: index in the block of each record not refused so far.
-        counts: number of sequences of each record.
-        rewards: rewards of all sequences.
-        carried: carried values of each record.
-        keys: hashes of prompt and record of each record, if needed.
-        drafts: the sequences that are text.
-        ids: the sequences that are ids, by their index among all sequences.
-        refused: refusals, by index in the block.
-        events: events to note, by index in the block.
-        used: field name -> records in which it was used, without plain pairs.
-        plain: number of plain pairs, which took the fast path.
-        scored: indices of the records with rewards.
-    """
-
-    def __init__(self) -> None:
-        self.records: list[int] = []
-        self.counts: list[int] = []
-        self.rewards: list[float] = []
-        self.carried: list[list[Any]] = []
-        self.keys: list[tuple[int, int]] = []
-        self.drafts: list[Draft] = []
-        self.ids: dict[int, Tokens] = {}
-        self.refused: dict[int, Refused] = {}
-        self.events: dict[int, list[str]] = {}
-        self.used: Counter[str] = Counter()
-        self.plain = 0
-        self.scored: set[int] = set()
+    records: list[int] = field(default_factory=list)  # in the block, of each not refused so far
+    counts: list[int] = field(default_factory=list)  # sequences of each of these
+    rewards: list[float] = field(default_factory=list)  # of each sequence
+    carried: list[list[Any]] = field(default_factory=list)
+    keys: list[tuple[int, int]] = field(default_factory=list)  # hashes of prompt and record
+    drafts: list[Draft] = field(default_factory=list)  # the sequences that are text
+    ids: dict[int, Tokens] = field(default_factory=dict)  # the others, by number
+    refused: dict[int, Refused] = field(default_factory=dict)  # by index in the block
+    events: dict[int, list[str]] = field(default_factory=dict)  # by index in the block
+    used: Counter[str] = field(default_factory=Counter)  # field -> records, without plain pairs
+    plain: int = 0
+    scored: set[int] = field(default_factory=set)  # records with rewards
 
     def add_pair(self, i: int, drafts: tuple[Draft, Draft]) -> None:
         """Adds record `i`, which has no carried values and no rewards."""
@@ -119,15 +105,17 @@ class RecordTokenizer:
             except Refused as error:
                 # Its traceback references the block: a cycle that would leak memory in long jobs.
                 block.refused[i] = error.with_traceback(None)
+        sequences = Sequences.of([])
         try:
-            sequences = self._encode(block)
+            if self.tokenizer is not None and block.drafts:
+                sequences = assemble(self.tokenizer, block.drafts, self.config)
         except TokenizerError:
             if not trusting:
                 raise
             self._trusting = False
             return self(rows)
         firsts = to_offsets(np.array(block.counts, np.int64))
-        sequences = self._judge(block, sequences, firsts)
+        sequences = self._judge(block, sequences.with_rows(block.ids, insert=True), firsts)
         tally = Tally(read=len(rows.values), rejected=[] if self._keeps_rejects else None)
         for i in sorted({*block.refused, *block.events}):
             if refused := block.refused.get(i):
@@ -136,18 +124,14 @@ class RecordTokenizer:
                 continue
             for event in dict.fromkeys(block.events[i]):
                 tally.note(event, rows.where(i))
-        self._count(tally, block, rows, names - {feedback or ""})
-        return self._examples(rows, block, sequences, firsts), tally
-
-    def _count(self, tally: Tally, block: _Block, rows: Rows, names: set[str]) -> None:
-        """Counts used and unused fields, and pairs with rewards."""
         block.used.update(dict.fromkeys(PLAIN_FIELDS, block.plain) if block.plain else {})
-        records = [rows.values[i] for i in block.records]
         tally.used = block.used
-        tally.unused = unused(records, names, block.used)
+        records = [rows.values[i] for i in block.records]
+        tally.unused = unused(records, names - {feedback or ""}, block.used)
         if self.kind == "preference":
             tally.scored = len(block.scored - block.refused.keys())
             tally.unscored = tally.kept - tally.scored
+        return self._examples(rows, block, sequences, firsts), tally
 
     def _prepare(self, block: _Block, i: int, value: object) -> None:
         """Adds record `i` to the block."""
@@ -156,8 +140,7 @@ class RecordTokenizer:
         if isinstance(parsed.prompt, np.ndarray):
             events: list[str] = []
             sides = (parsed.prompt, parsed.responses, parsed.supervised)
-            found = id_sequences(*sides, self.tokenizer)
-            block.ids.update(enumerate(found, len(block.rewards)))
+            block.ids.update(enumerate(id_sequences(*sides, self.tokenizer), len(block.rewards)))
         else:
             drafts, events = draft_record(parsed, self._needed(), self.config)
             block.drafts += drafts
@@ -178,13 +161,6 @@ class RecordTokenizer:
             must = "it must be given, as the records hold text"
             raise TokenizerError(sentence("setting tokenizer", must, "none"))
         return self.tokenizer
-
-    def _encode(self, block: _Block) -> Sequences:
-        """Encodes the sequences of all records, in order."""
-        found = Sequences.of([])
-        if self.tokenizer is not None and block.drafts:
-            found = assemble(self.tokenizer, block.drafts, self.config)
-        return found.with_rows(block.ids, insert=True)
 
     def _judge(self, block: _Block, sequences: Sequences, firsts: Int64) -> Sequences:
         """Refuses records by the policies, and truncates overlong ones if set."""

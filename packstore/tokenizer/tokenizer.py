@@ -136,12 +136,11 @@ class Tokenizer:
         if template is None or not variables:
             return template
         key = template.source, json.dumps(variables, sort_keys=True)
-        found = self._varied.get(key)
-        if found is None:
+        if key not in self._varied:
             if len(self._varied) >= VARIED_TEMPLATES:
                 self._varied.clear()
-            found = self._varied[key] = template.with_variables(variables)
-        return found
+            self._varied[key] = template.with_variables(variables)
+        return self._varied[key]
 
     @cached_property
     def _varied(self) -> dict[tuple[str, str], ChatTemplate]:

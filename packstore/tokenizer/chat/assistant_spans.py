@@ -72,9 +72,9 @@ def after_empty_thinking(text: str, span: Span) -> Span:
     Templates write it before answers without reasoning; its opening tag may be in the prompt.
     """
     start, end = span
-    found = _EMPTY_THINKING.match(text, start, end)
-    if found and (found[1] or text[:start].rstrip("\n").endswith("<think>")):
-        return found.end(), end
+    block = _EMPTY_THINKING.match(text, start, end)
+    if block and (block[1] or text[:start].rstrip("\n").endswith("<think>")):
+        return block.end(), end
     return span
 
 
@@ -97,11 +97,11 @@ class Finder:
 
     def spans(self, turns: Sequence[int]) -> list[Span]:
         """Returns the span of each turn."""
-        found: list[Span] = []
+        spans: list[Span] = []
         for i in turns:
-            start = self.start(i, found[-1][1] if found else 0)
-            found.append((start, max(start, self._end(i))))
-        return found
+            start = self.start(i, spans[-1][1] if spans else 0)
+            spans.append((start, max(start, self._end(i))))
+        return spans
 
     def start(self, i: int, low: int) -> int:
         """Returns the start of message `i`: after the generation prompt, and at least `low`."""
@@ -174,12 +174,12 @@ class Finder:
             for message, marks in zip(self._messages, self._marks, strict=True)
         ]
         text = self._template.render(marked, self._tools)
-        bare, *found = re.split("([" + "".join(itertools.chain(*self._marks)) + "])", text)
+        bare, *parts = re.split("([" + "".join(itertools.chain(*self._marks)) + "])", text)
         places = {}
-        for mark, after in zip(found[::2], found[1::2], strict=True):
+        for mark, after in zip(parts[::2], parts[1::2], strict=True):
             places[mark] = len(bare)
             bare += after
-        if bare != self._text or 2 * len(places) != len(found):
+        if bare != self._text or 2 * len(places) != len(parts):
             raise Refused("template_refused", "the text of a turn depends on its content")
         contents: dict[int, tuple[int | None, int]] = {}
         for i, (opens, closes) in enumerate(self._marks):
@@ -219,18 +219,18 @@ def is_plain(template: ChatTemplate, messages: list[Message], text: str) -> bool
 
     Short texts that may occur by chance, as part of the template, are not certain.
     """
-    at = 0
+    end = 0
     for message in messages:
         words = message["content"]
         if len(message) != 2 or not words:
             return False
-        found = text.find(words, at)
-        if found < 0:
+        start = text.find(words, end)
+        if start < 0:
             words = words.strip()
-            found = text.find(words, at)
-            if found < 0 or not words:
+            start = text.find(words, end)
+            if start < 0 or not words:
                 return False
-        at = found + len(words)
+        end = start + len(words)
         if _may_be_chance(template, words):
             return False
     return True
@@ -245,17 +245,12 @@ def left_out(
 ) -> str | None:
     """Names the first turn or call that is not in `text`; None if all are.
 
-    A part is in the text if changing it changes the text: templates may render it in another form.
-
-    Args:
-        template: the chat template.
-        messages: the dialogue.
-        tools: tool descriptions.
-        text: the rendering of the dialogue.
+    A part is in the text, the rendering of the dialogue, if changing it changes the text: templates
+    may render it in another form.
     """
-    found = list(_changes(messages))
-    marks = free_characters(template.source + text + as_json([messages, tools]), len(found))
-    changes = [(*change, mark) for change, mark in zip(found, marks, strict=True)]
+    parts = list(_changes(messages))
+    marks = free_characters(template.source + text + as_json([messages, tools]), len(parts))
+    changes = [(*change, mark) for change, mark in zip(parts, marks, strict=True)]
     changed = list(messages)
     for i, part, _, mark in changes:
         changed[i] = _marked(changed[i], part, mark)

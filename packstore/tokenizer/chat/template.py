@@ -98,8 +98,7 @@ class ChatTemplate:
             return ""
         text, end = written_last(marked, marks)
         header = whole.partition(words[3])[0]
-        found = text == whole and before.endswith(end) and header.endswith(end)
-        return end if found else ""
+        return end if text == whole and before.endswith(end) and header.endswith(end) else ""
 
     @cached_property
     def takes_null(self) -> bool:

@@ -36,25 +36,19 @@ class Fields:
     Args:
         record: the record.
         config: the settings.
-        synonyms: canonical name -> accepted names.
 
     Attributes:
         used: the record's names of the fields that were returned.
     """
 
-    def __init__(
-        self,
-        record: Mapping[str, Any],
-        config: TokenizeConfig,
-        synonyms: Mapping[str, tuple[str, ...]] = SPELLINGS,
-    ) -> None:
-        self._record, self.config, self._synonyms = record, config, synonyms
+    def __init__(self, record: Mapping[str, Any], config: TokenizeConfig) -> None:
+        self._record, self.config = record, config
         self.used: set[str] = set()
 
     def spellings(self, name: str) -> tuple[str, ...]:
         """Returns the names that a field may have: the mapped one, or all synonyms."""
         mapped = self.config.fields.get(name)
-        return (mapped,) if mapped else self._synonyms.get(name, (name,))
+        return (mapped,) if mapped else SPELLINGS.get(name, (name,))
 
     def get(self, name: str) -> Any:
         """Returns the value, or None; a tensor as an array."""
@@ -73,17 +67,17 @@ class Fields:
     def missing(self, name: str) -> Refused:
         """Returns the refusal of a record that lacks a field, with a field to map."""
         names = self.spellings(name)
-        there = ", ".join(map(repr, self._record)) or "none"
-        found = f"no field {names[0]!r} among {there}"
+        detail = f"no field {names[0]!r} among {', '.join(map(repr, self._record)) or 'none'}"
         if null := next((n for n in names if n in self._record), None):
-            found = f"field {null!r} is null"
-        likely = self.likely(name)
-        do = f"Name the field that holds it (--field {name}={likely})" if likely else "Correct it"
-        return Refused("missing_field", found, do)
+            detail = f"field {null!r} is null"
+        if likely := self.likely(name):
+            remedy = f"Name the field that holds it (--field {name}={likely})"
+            return Refused("missing_field", detail, remedy)
+        return Refused("missing_field", detail)
 
     def likely(self, name: str) -> str | None:
         """Returns a field of the record that is probably the canonical one under another name."""
-        known = {n for names in (self._synonyms, LIKELY) for c in names for n in self.spellings(c)}
+        known = {n for names in (SPELLINGS, LIKELY) for c in names for n in self.spellings(c)}
         free = [n for n, v in self._record.items() if n not in known and not _is_empty(v)]
         for wanted in LIKELY.get(name, ()):
             if wanted in free:
@@ -114,8 +108,8 @@ class Fields:
             return None
         have, lack = ("chosen", "rejected") if rejected is None else ("rejected", "chosen")
         has = next(n for n in self.spellings(f"{have}_reward") if n in self.used)
-        do = f"Name the field of the other side, {lack}_reward, or leave both out"
-        raise Refused("one_reward", f"{has!r} alone, and nothing for {lack}", do)
+        remedy = f"Name the field of the other side, {lack}_reward, or leave both out"
+        raise Refused("one_reward", f"{has!r} alone, and nothing for {lack}", remedy)
 
 
 def number(value: object, name: str) -> float:
@@ -131,14 +125,8 @@ def names_of(values: Iterable[object]) -> set[str]:
 
 
 def unused(records: Sequence[Any], names: Collection[str], used: Counter[str]) -> Counter[str]:
-    """Counts, by field name, the records with a non-empty value that was not used.
-
-    Args:
-        records: mappings.
-        names: names of their fields.
-        used: name -> number of records in which it was used.
-    """
-    found: Counter[str] = Counter()
+    """Counts by field the records with a non-empty value that was not used; `used` were."""
+    counts: Counter[str] = Counter()
     # Field names may be data that differ in each record; meaningful ones come first.
     for name in sorted(names, key=lambda name: (name not in MEANINGFUL, name))[:MAX_FIELDS]:
         if used[name]:
@@ -146,17 +134,12 @@ def unused(records: Sequence[Any], names: Collection[str], used: Counter[str]) -
         else:
             count = sum(not _is_empty(record.get(name)) for record in records)
         if count > 0:
-            found[name.encode(errors="replace").decode()] += count
-    return found
+            counts[name.encode(errors="replace").decode()] += count
+    return counts
 
 
 def feedback_field(values: Iterable[object], names: Collection[str]) -> str | None:
-    """Returns the name of the field that labels each answer as good or bad, if there is one.
-
-    Args:
-        values: records.
-        names: names of their fields.
-    """
+    """Returns the name of the field that labels each answer as good or bad, if there is one."""
     for name in FEEDBACK:
         if name not in names:
             continue
@@ -169,8 +152,8 @@ def feedback_field(values: Iterable[object], names: Collection[str]) -> str | No
 def check_feedback(record: object, name: str) -> None:
     """Refuses a record whose label says that its answer is bad."""
     if isinstance(record, Mapping) and record.get(name) in _FALSE:
-        do = "Pair good and bad answers by their prompt (kind preference)"
-        raise Refused("unpaired_feedback", f"{name} {record[name]!r}", do)
+        remedy = "Pair good and bad answers by their prompt (kind preference)"
+        raise Refused("unpaired_feedback", f"{name} {record[name]!r}", remedy)
 
 
 def _is_empty(value: object) -> bool:
@@ -182,12 +165,9 @@ def _is_number(value: object) -> bool:
 
 
 def typed_carry(config: TokenizeConfig, records: Sequence[object]) -> tuple[str, ...]:
-    """Returns the setting `carry` with a type for every column, inferred from records if missing.
+    """Returns the setting `carry` with a type for every column, inferred from the first records.
 
-    Args:
-        config: the settings.
-        records: the first records of the input. Mixed integers and floats are ``float64``; a column
-            without values is ``string``.
+    Mixed integers and floats are ``float64``; a column without values is ``string``.
     """
     types = parse_carry(config)
     return tuple(
@@ -197,28 +177,25 @@ def typed_carry(config: TokenizeConfig, records: Sequence[object]) -> tuple[str,
 
 
 def _type_of(name: str, records: Sequence[object]) -> str:
-    values = (record.get(name) for record in records if isinstance(record, Mapping))
-    found = {type(value) for value in values}
-    if found & {int, float} and bool not in found:
-        return "float64" if float in found else "int64"
-    return "bool" if found & {bool} else "string"
+    kinds = {type(record.get(name)) for record in records if isinstance(record, Mapping)}
+    if kinds & {int, float} and bool not in kinds:
+        return "float64" if float in kinds else "int64"
+    return "bool" if bool in kinds else "string"
 
 
 def parse_carry(config: TokenizeConfig) -> dict[str, str]:
     """Returns the names of carried columns and their types, by default ``string``."""
-    found: dict[str, str] = {}
+    types: dict[str, str] = {}
     for entry in config.carry:
         name, _, written = entry.rpartition(":") if ":" in entry else (entry, "", "string")
         if written not in TYPES:
-            choices = ", ".join(TYPES)
-            raise ConfigError(
-                sentence("setting carry", f"a type must be one of: {choices}", quote(written))
-            )
-        if name in COLUMNS or name in found or not name:
+            must = f"a type must be one of: {', '.join(TYPES)}"
+            raise ConfigError(sentence("setting carry", must, quote(written)))
+        if name in COLUMNS or name in types or not name:
             must = "a name must not be empty, named twice, or a column of the format"
             raise ConfigError(sentence("setting carry", must, quote(name)))
-        found[name] = written
-    return found
+        types[name] = written
+    return types
 
 
 def carried_values(record: Mapping[str, Any], types: Mapping[str, str]) -> list[Any]:

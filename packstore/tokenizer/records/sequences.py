@@ -174,12 +174,12 @@ def supervised_ids(ids: Int32, labels: object, name: str) -> Bool:
     """Returns the supervision mask of ids, bool `[N]`, by their labels; without, all True."""
     if labels is None:
         return np.ones(len(ids), np.bool_)
-    told = _whole_numbers(labels)
-    if told is None or told.shape != ids.shape or ((told != ids) & (told != IGNORE_INDEX)).any():
+    array = _whole_numbers(labels)
+    ignored = array == IGNORE_INDEX
+    if array is None or array.shape != ids.shape or ((array != ids) & ~ignored).any():
         must = f"each label of {name} must be the id at its place, or {IGNORE_INDEX}"
         raise Refused("wrong_type", f"{must}, found {quote(labels)}")
-    on: Bool = told != IGNORE_INDEX
-    return on
+    return np.asarray(~ignored)
 
 
 def masked_ids(ids: Int32, mask: object) -> Bool:

@@ -33,6 +33,13 @@ from packstore.tokenizer.records.sequences import (
 )
 from packstore.tokenizer.refusals import Refused
 
+_TELLING = {
+    "ranked": ("responses",),
+    "preference": ("chosen", "rejected"),
+    "sft": ("messages", "response", "input_ids"),
+}
+"""Kind -> fields that tell it, in this order."""
+
 DEFAULT_REWARDS = (1.0, 0.0)
 """Default rewards of chosen and rejected."""
 
@@ -68,51 +75,34 @@ def detect_kind(record: object, config: TokenizeConfig, where: str = "the first 
     """Returns the kind of the settings, or else of the record's fields."""
     if config.kind != "auto":
         return config.kind
-    if isinstance(record, dict) and (kind := kind_of(Fields(record, config))):
-        return kind
-    found = f"fields {', '.join(map(repr, record))}" if isinstance(record, dict) else quote(record)
-    must = "it must have chosen and rejected, or messages, or responses and scores, or input_ids"
-    do = f"Name the fields: {_proposed(record, config)}"
-    raise RecordError(sentence(where, must, found, do))
-
-
-def kind_of(fields: Fields) -> str | None:
-    """Returns the kind of a record by its fields; None if they fit none."""
-    if fields.get("responses") is not None:
-        return "ranked"
-    if fields.get("chosen") is not None or fields.get("rejected") is not None:
-        return "preference"
-    if any(fields.get(name) is not None for name in ("messages", "response", "input_ids")):
-        return "sft"
-    return None
-
-
-def _proposed(record: object, config: TokenizeConfig) -> str:
-    """Flags that would probably map the fields of a record of no kind, by their names."""
+    flags = "--field chosen=better --field rejected=worse, for example"
+    written = quote(record)
     if isinstance(record, dict):
         fields = Fields(record, config)
-        for names in (
-            ("chosen", "rejected"),
-            ("messages",),
-            ("responses", "scores"),
-            ("response",),
-        ):
-            if likely := [(n, fields.likely(n)) for n in names if fields.likely(n)]:
-                likely += [("prompt", p)] if (p := fields.likely("prompt")) else []
-                return " ".join(f"--field {name}={there}" for name, there in sorted(likely))
-    return "--field chosen=better --field rejected=worse, for example"
+        for kind, names in _TELLING.items():
+            if any(fields.get(name) is not None for name in names):
+                return kind
+        flags = _proposed(fields) or flags
+        written = f"fields {', '.join(map(repr, record))}"
+    must = "it must have chosen and rejected, or messages, or responses and scores, or input_ids"
+    raise RecordError(sentence(where, must, written, f"Name the fields: {flags}"))
+
+
+def _proposed(fields: Fields) -> str:
+    """Flags that would probably map the fields of a record of no kind, by their names."""
+    for names in (("chosen", "rejected"), ("messages",), ("responses", "scores"), ("response",)):
+        if likely := [(n, fields.likely(n)) for n in names if fields.likely(n)]:
+            likely += [("prompt", p)] if (p := fields.likely("prompt")) else []
+            return " ".join(f"--field {name}={field}" for name, field in sorted(likely))
+    return ""
 
 
 def parse_record(record: object, kind: str, config: TokenizeConfig) -> Parsed:
     """Parses a record to prompt, responses and rewards."""
     if not isinstance(record, dict):
         raise Refused("not_an_object", f"a record must be an object, found {quote(record)}")
-    return parse_fields(Fields(record, config), kind)
-
-
-def parse_fields(fields: Fields, kind: str) -> Parsed:
-    """Parses the fields of a record to prompt, responses and rewards."""
-    return {"preference": _parse_pair, "sft": _parse_sft, "ranked": _parse_ranked}[kind](fields)
+    parsers = {"preference": _parse_pair, "sft": _parse_sft, "ranked": _parse_ranked}
+    return parsers[kind](Fields(record, config))
 
 
 def _parse_ranked(fields: Fields) -> Parsed:
@@ -202,14 +192,13 @@ def _assemble(
         first, *names = _names(responses)
         ids = [as_ids(side, name) for side, name in zip(responses, names, strict=True)]
         if prompt is None:  # whole sequences, divided by their labels
-            if any(own is None for own in labels):
+            if any(label is None for label in labels):
                 refused = fields.missing("prompt")
                 refused.remedy += ", or add the labels of whole sequences"
                 raise refused
             prompt = []
-        if any(own is not None for own in labels):
-            masks = zip(ids, labels, names, strict=True)
-            supervised = [supervised_ids(*one) for one in masks]
+        if any(label is not None for label in labels):
+            supervised = list(map(supervised_ids, ids, labels, names))
         prompt, responses = as_ids(prompt, first), ids
     elif all(isinstance(s, str) for s in sides):
         if prompt is None:
