@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 
 import numpy as np
 
 from packstore.errors import ConfigError, PackstoreError, quote, sentence
-from packstore.format.arrays import Int64
+from packstore.format.arrays import Int64, PackSizes
 from packstore.format.rules import check_packs
 from packstore.io.dataset.pack_index import PackIndex
 from packstore.io.dataset.reader import ShardReader
 from packstore.io.manifest.manifest import Manifest
-from packstore.io.shards.shard import FileHashes, ShardInfo, describe_shard
+from packstore.io.shards.shard import FileHashes, describe_shard
 from packstore.io.shards.shard_bytes import ShardBytes
 from packstore.io.shards.statistics import (
     PackCounter,
@@ -57,8 +56,8 @@ class VerifyReport:
 
 
 @dataclass
-class _Findings:
-    """Problems and totals of one shard."""
+class _Checked:
+    """Problems and totals of one shard, or of all."""
 
     problems: list[str] = field(default_factory=list)
     counter: PackCounter = field(default_factory=PackCounter)
@@ -66,12 +65,20 @@ class _Findings:
     bytes: int = 0
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
+    def noting(self) -> Iterator[None]:
         """Turns errors in this context into problems."""
         try:
             yield
         except PackstoreError as error:
             self.problems.append(str(error))
+
+    def compare(self, where: str, recorded: object, real: object, names: Iterable[str]) -> None:
+        """Adds a problem for each named attribute that is wrong in the manifest."""
+        for name in names:
+            a, b = getattr(recorded, name), getattr(real, name)
+            if not np.array_equal(a, b):
+                must = f"must have {name} {quote(a, 80)}, as the manifest says"
+                self.problems.append(sentence(where, must, quote(b, 80)))
 
 
 def verify(
@@ -83,66 +90,61 @@ def verify(
     """
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs must be at least 1; found {jobs}.")
-    where = location.display
-    whole, ids = _Findings(), list[Int64]()
-    counter, problems, index = whole.counter, whole.problems, None
+    where, whole, index = location.display, _Checked(), None
     if manifest.pack_index is not None:
-        with whole.noted():
+        with whole.noting():
             index = PackIndex(location, manifest, manifest.pack_index)
-    for done, found in enumerate(_each_shard(location, manifest, index, jobs), 1):
-        problems += found.problems
-        ids += found.example_ids
-        whole.bytes += found.bytes
-        counter.merge(found.counter)
+    for done, checked in enumerate(_each_shard(location, manifest, index, jobs), 1):
+        whole.problems += checked.problems
+        whole.example_ids += checked.example_ids
+        whole.bytes += checked.bytes
+        whole.counter.merge(checked.counter)
         if progress is not None:
             progress("verify", done, len(manifest.shards), "shards")
-    totals = counter.totals(whole.bytes)
-    if not problems:
-        real = counter.statistics(manifest.pack_size, manifest.statistics.planning)
-        problems += _differences(where, manifest.totals, totals, _names(totals))
-        problems += _differences(where, manifest.statistics, real, _names(real))
-    every = np.concatenate([np.empty(0, np.int64), *ids])
-    every.sort()
-    problems += _repeated_ids(where, every)
-    return VerifyReport(where, tuple(problems), totals, len(manifest.shards))
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    return tuple(f.name for f in dataclasses.fields(value))
+    totals = whole.counter.totals(whole.bytes)
+    if not whole.problems:
+        real = whole.counter.statistics(manifest.pack_size, manifest.statistics.planning)
+        whole.compare(where, manifest.totals, totals, vars(totals))
+        whole.compare(where, manifest.statistics, real, vars(real))
+    ids = np.concatenate([np.empty(0, np.int64), *whole.example_ids])
+    ids.sort()
+    repeated = ids[1:][ids[1:] == ids[:-1]]
+    if len(repeated):
+        first = f"{len(repeated)} that repeat, the first of them {repeated[0]}"
+        whole.problems.append(sentence(where, "example ids must be distinct", first))
+    return VerifyReport(where, tuple(whole.problems), totals, len(manifest.shards))
 
 
 def _each_shard(
     location: Location, manifest: Manifest, index: PackIndex | None, jobs: int | None
-) -> Iterator[_Findings]:
-    """Yields findings in the order of the shards; buffers only a few."""
+) -> Iterator[_Checked]:
+    """Yields what was found in each shard, in order; buffers only a few."""
     threads = jobs or min(JOBS, os.cpu_count() or 1)
     numbers = iter(range(len(manifest.shards)))
-    waiting: deque[Future[_Findings]] = deque()
+    waiting: deque[Future[_Checked]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         while True:
             for number in itertools.islice(numbers, 2 * threads - len(waiting)):
-                waiting.append(pool.submit(_verify_shard, location, manifest, number, index))
+                waiting.append(pool.submit(_check_shard, location, manifest, number, index))
             if not waiting:
                 return
             yield waiting.popleft().result()
 
 
-def _verify_shard(
+def _check_shard(
     location: Location, manifest: Manifest, number: int, index: PackIndex | None
-) -> _Findings:
-    shard, found = manifest.shards[number], _Findings()
+) -> _Checked:
+    shard, checked = manifest.shards[number], _Checked()
     where = location.join(shard.path).display
-    with found.noted():
-        found.bytes = location.size(shard.path)
-        file = ShardBytes(location, shard)
-    if found.problems:
-        return found
-    if found.bytes != shard.bytes:
-        found.problems += [_differs(where, "bytes", shard.bytes, found.bytes)]
+    with checked.noting():
+        checked.bytes = location.size(shard.path)
+    if checked.problems:
+        return checked
+    checked.compare(where, shard, checked, ("bytes",))
+    file, figures, first_row = ShardBytes(location, shard), list[Int64](), 0
     reader = ShardReader(location, manifest, shard, file)
-    first_row, figures = 0, list[Int64]()
     for group, rows in enumerate(shard.row_groups.rows.tolist()):
-        with found.noted():
+        with checked.noting():
             packs = reader.read_packs(group)
             check_packs(
                 packs,
@@ -153,61 +155,29 @@ def _verify_shard(
                 first_row=first_row,
             )
             figures.append(pack_figures(packs, manifest.kind))
-            found.counter.add(figures[-1], packs.lengths)
-            found.example_ids.append(packs.example_ids)
+            checked.counter.add(figures[-1], packs.lengths)
+            checked.example_ids.append(packs.example_ids)
         first_row += rows
-    with found.noted():
-        found.problems += _check_hashes(where, shard, file)
-    if not found.problems:
-        hashes = FileHashes(**{name: getattr(shard, name) for name in _names(FileHashes)})
-        info = describe_shard(shard.path, figures, hashes, shard.row_groups.crc32)
-        found.problems += _differences(where, shard, info, ("sequences", "supervised_tokens"))
-        found.problems += _differences(where, shard.row_groups, info.row_groups, ("longest",))
-        if index is not None:
-            with found.noted():
-                found.problems += _index_differences(index, number, np.concatenate(figures))
-    return found
+    with checked.noting():
+        hashes = file.hashes()  # reads the rest
+        checked.compare(where, shard, SimpleNamespace(**hashes), hashes)
+    if not checked.problems:
+        stored = FileHashes(**{f.name: getattr(shard, f.name) for f in fields(FileHashes)})
+        real = describe_shard(shard.path, figures, stored, shard.row_groups.crc32)
+        checked.compare(where, shard, real, ("sequences", "supervised_tokens"))
+        checked.compare(where, shard.row_groups, real.row_groups, ("longest",))
+    if index is not None and not checked.problems:
+        with checked.noting():
+            _compare_index(index, number, pack_sizes(np.concatenate(figures)), checked)
+    return checked
 
 
-def _check_hashes(where: str, shard: ShardInfo, file: ShardBytes) -> list[str]:
-    """Reads the rest of a shard; returns a sentence for each hash that does not match."""
-    return [
-        _differs(where, name, getattr(shard, name), value)
-        for name, value in file.hashes().items()
-        if value != getattr(shard, name)
-    ]
-
-
-def _index_differences(index: PackIndex, number: int, figures: Int64) -> list[str]:
-    """Returns a sentence for each column of the pack index that differs from the packs."""
-    told = index.shard(number)
-    where, real = f"{index.where}, row group {number}", pack_sizes(figures)
-    return [
-        sentence(where, f"must have the {name} of each pack of its shard", "others")
-        for name in _names(real)
-        if getattr(told, name) is not None
-        and not np.array_equal(getattr(told, name), getattr(real, name))
-    ]
-
-
-def _differences(where: str, told: object, real: object, names: tuple[str, ...]) -> list[str]:
-    """Returns a sentence for each named attribute that is wrong in the manifest."""
-    return [
-        _differs(where, name, a, b)
-        for name in names
-        if not np.array_equal(a := getattr(told, name), b := getattr(real, name))
-    ]
-
-
-def _differs(where: str, name: str, told: object, real: object) -> str:
-    must = f"must have {name} {quote(told, 80)}, as the manifest says"
-    return sentence(where, must, quote(real, 80))
-
-
-def _repeated_ids(where: str, every: Int64) -> list[str]:
-    """Returns a sentence if two of the sorted ids are equal."""
-    repeated = every[1:][every[1:] == every[:-1]]
-    if not len(repeated):
-        return []
-    first = f"{len(repeated)} that repeat, the first of them {repeated[0]}"
-    return [sentence(where, "example ids must be distinct", first)]
+def _compare_index(index: PackIndex, number: int, real: PackSizes, checked: _Checked) -> None:
+    """Adds a problem for each column of the pack index that differs from the packs."""
+    recorded = index.shard(number)
+    for name in (column.name for column in fields(PackSizes)):
+        values = getattr(recorded, name)
+        if values is not None and not np.array_equal(values, getattr(real, name)):
+            must = f"must have the {name} of each pack of its shard"
+            place = f"{index.where}, row group {number}"
+            checked.problems.append(sentence(place, must, "others"))
