@@ -10,7 +10,7 @@ from packstore.cli import Command, common
 from packstore.config import CHECK_RETRIES
 
 if TYPE_CHECKING:
-    from packstore.io.maintain.preflight import Finding
+    from packstore.io.maintain.preflight import Trial
 
 _MARKS = {True: ("ok", None), False: ("FAILED", "red"), None: ("–", "dim")}
 
@@ -33,7 +33,7 @@ def _run(args: argparse.Namespace) -> int:
     return int(any(finding.ok is False for finding in results))
 
 
-def print_findings(findings: Iterable[Finding]) -> int:
+def print_findings(findings: Iterable[Trial]) -> int:
     """Prints each finding as soon as it is known; returns the exit code."""
     console, failed = common.stdout_console(), False
     for finding in findings:

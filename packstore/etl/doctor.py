@@ -102,7 +102,7 @@ class DryRun:
 
     diagnosis: Diagnosis | None
     estimate: Estimate
-    findings: tuple[preflight.Finding, ...]
+    findings: tuple[preflight.Trial, ...]
 
     @property
     def ok(self) -> bool:
@@ -242,22 +242,22 @@ def _findings(tally: Tally, config: PackConfig) -> Iterator[Finding]:
             yield Finding(f"field_not_used: {name}", "remark", count, ())
 
 
-def _version(place: Location, config: PackConfig) -> Iterator[preflight.Finding]:
+def _version(place: Location, config: PackConfig) -> Iterator[preflight.Trial]:
     there = find_dataset(place.url, place.storage_options)
     if there is not None:
         then = "the job replaces it" if config.overwrite else "another job needs --overwrite"
         ok = True if config.overwrite else None
-        yield preflight.Finding("version", ok, f"version {there.version} is there; {then}")
+        yield preflight.Trial("version", ok, f"version {there.version} is there; {then}")
 
 
-def _drops(planned: Estimate, config: PackConfig) -> preflight.Finding:
+def _drops(planned: Estimate, config: PackConfig) -> preflight.Trial:
     """Compares the share of dropped records with `max_drop_rate`."""
     tally, (choice,) = planned.tally, planned.choices
     dropped = sum(n for reason, n in tally.dropped.items() if reason not in ASKED_TO_GO)
     rest = choice.overlong / max(choice.overlong + choice.examples, 1)
     rate = (dropped + rest * tally.kept) / max(tally.read, 1)
     text = f"{rate:.1%} are dropped; max_drop_rate allows {config.max_drop_rate:.0%}"
-    return preflight.Finding("records", rate <= config.max_drop_rate, text)
+    return preflight.Trial("records", rate <= config.max_drop_rate, text)
 
 
 class _TokenLint:

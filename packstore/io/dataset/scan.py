@@ -84,19 +84,14 @@ class ExampleSource:
         """Type of each column."""
         import polars as pl
 
-        carried = {
-            "string": pl.String,
-            "int64": pl.Int64,
-            "float64": pl.Float64,
-            "bool": pl.Boolean,
-        }
-        types = self._dataset.manifest.carry
+        types = {"string": pl.String, "int64": pl.Int64, "float64": pl.Float64, "bool": pl.Boolean}
+        carry = self._dataset.manifest.carry
         lists = pl.List(pl.List(pl.Int32))
         return {
             **dict.fromkeys(("example_id", *_PLACES), pl.Int64),
             "lengths": pl.List(pl.Int32),
             "rewards": pl.List(pl.Float32),
-            **{name: carried[types[own]] for name, own in self._carried.items()},
+            **{name: types[carry[stored]] for name, stored in self._carried.items()},
             **(dict.fromkeys(_TOKENS, lists) if self._tokens else {}),
         }
 
@@ -107,14 +102,7 @@ class ExampleSource:
         n_rows: int | None,
         batch_size: int | None,
     ) -> Iterator[DataFrame]:
-        """Yields the rows of `predicate` among the first `n_rows`, as Polars asks for them.
-
-        Args:
-            with_columns: the columns to return; None: all.
-            predicate: condition of the rows; None: all.
-            n_rows: number of rows to read; None: all.
-            batch_size: number of rows of a frame; a hint.
-        """
+        """Yields the rows of `predicate` among the first `n_rows`, as Polars asks for them."""
         import polars as pl
 
         names = list(self.schema) if with_columns is None else with_columns
@@ -169,9 +157,7 @@ class ExampleSource:
         arrays["pack"] = as_arrow(np.repeat(np.arange(first, end), counts), pa.int64())
         shard = int(dataset.row_groups.shard[group])
         arrays["shard"] = as_arrow(np.full(int(counts.sum()), shard), pa.int64())
-        found = pl.from_arrow(pa.table({name: arrays[name] for name in names}))
-        assert isinstance(found, pl.DataFrame)
-        return found
+        return pl.DataFrame(pa.table({name: arrays[name] for name in names}))
 
     def _arrays_of_columns(self, group: int, names: Sequence[str]) -> dict[str, Any]:
         manifest = self._dataset.manifest
@@ -188,10 +174,10 @@ class ExampleSource:
             ids, examples = flat["example_ids"]
             arrays["counts"] = np.diff(examples)
             arrays["example_id"] = as_arrow(ids + base, pa.int64())
-            if per_response:
-                offsets = self._responses(flat, len(ids))
             for name in per_response:
-                arrays[name] = _lists(flat[_STORED[name]][0], offsets)
+                k = KINDS[manifest.kind]
+                counts = flat["num_responses"][0] if k is None else np.full(len(ids), k)
+                arrays[name] = _lists(flat[_STORED[name]][0], to_offsets(counts))
             for name in self._carried.keys() & set(names):
                 column = batch.column(self._carried[name])
                 column.validate(full=True)
@@ -199,12 +185,6 @@ class ExampleSource:
                 if len(arrays[name]) != len(ids):
                     raise FormatError(f"column {name} must have {len(ids)} values [columns-agree].")
         return arrays
-
-    def _responses(self, flat: Mapping[str, tuple[Any, Int64]], examples: int) -> Int64:
-        """Returns the offsets of the responses of each example."""
-        fixed = KINDS[self._dataset.manifest.kind]
-        counts = flat["num_responses"][0] if fixed is None else np.full(examples, fixed)
-        return to_offsets(counts)
 
 
 def _arrays_of_packs(
@@ -237,9 +217,10 @@ def _whole_sequences(packs: Packs) -> Int32:
     omitted = packs.segment_offsets
     place = np.arange(int(lengths.sum())) - np.repeat(to_offsets(lengths)[:-1], lengths)
     shared = place < np.repeat(omitted, lengths)
-    at = place + np.where(shared, np.repeat(first, lengths), np.repeat(starts - omitted, lengths))
-    found: Int32 = packs.signed_ids[at]
-    return found
+    base = np.where(shared, np.repeat(first, lengths), np.repeat(starts - omitted, lengths))
+    source = place + base
+    whole: Int32 = packs.signed_ids[source]
+    return whole
 
 
 def _lists(values: Any, offsets: Int64) -> Any:

@@ -32,18 +32,18 @@ TRIAL_BYTES = 12 << 20
 """Bytes written and read to measure speed: enough for a multipart upload."""
 
 
-class Finding(NamedTuple):
-    """One line of the report; `ok` is None if the test was skipped."""
+class Trial(NamedTuple):
+    """One test of a location; `ok` is None if it was skipped."""
 
     what: str
     ok: bool | None
     text: str
 
 
-def check(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[Finding]:
+def check(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[Trial]:
     """Tests a location as a job would use it: lists, reads, writes, commits, measures speed.
 
-        >>> all(finding.ok is not False for finding in packstore.check("s3://bucket/prefs-8k"))
+        >>> all(trial.ok is not False for trial in packstore.check("s3://bucket/prefs-8k"))
         True
 
     Args:
@@ -53,31 +53,31 @@ def check(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list
             :data:`packstore.config.CHECK_RETRIES`.
 
     Returns:
-        A finding for each test. A failed one has `ok` False, and its text ends with the remedy.
+        A line for each test. A failed one has `ok` False, and its text ends with the remedy.
     """
     return list(preflight(Location(url, {**CHECK_RETRIES, **(storage_options or {})})))
 
 
-def preflight(location: Location) -> Iterator[Finding]:
-    """Yields the findings of :func:`check`, each as soon as it is known."""
-    yield Finding("versions", True, _versions(location))
+def preflight(location: Location) -> Iterator[Trial]:
+    """Yields the lines of :func:`check`, each as soon as it is known."""
+    yield Trial("versions", True, _versions(location))
     listed = _tried("list", lambda: _list(location))
     yield listed
     if not listed.ok:
-        yield Finding("read", None, "what cannot be listed is not tried further")
+        yield Trial("read", None, "what cannot be listed is not tried further")
         return
     yield from _read(location)
     if location.url.startswith(READ_ONLY):
-        yield Finding("write", None, "not tried: this place can only be read")
+        yield Trial("write", None, "not tried: this place can only be read")
         return
     yield from _trial(location)
 
 
-def _tried(what: str, try_it: Callable[[], str]) -> Finding:
+def _tried(what: str, try_it: Callable[[], str]) -> Trial:
     try:
-        return Finding(what, True, try_it())
+        return Trial(what, True, try_it())
     except PackstoreError as error:
-        return Finding(what, False, told(error))
+        return Trial(what, False, told(error))
 
 
 def _versions(location: Location) -> str:
@@ -99,18 +99,18 @@ def _list(location: Location) -> str:
     return f"{found} files directly in it, {statistics.median(times) * 1000:.0f} ms a request"
 
 
-def _read(location: Location) -> Iterator[Finding]:
+def _read(location: Location) -> Iterator[Trial]:
     try:
         known = versions(location)
         if not known:
-            yield Finding("dataset", True, "none here yet")
+            yield Trial("dataset", True, "none here yet")
             return
         dataset = open(location.url, location.storage_options)
     except PackstoreError as error:
-        yield Finding("dataset", False, told(error))
+        yield Trial("dataset", False, told(error))
         return
     shards = dataset.manifest.shards
-    yield Finding("dataset", True, f"version {dataset.version}, {len(shards)} shards")
+    yield Trial("dataset", True, f"version {dataset.version}, {len(shards)} shards")
     ends = {"first shard": 0, "last shard": len(dataset.row_groups) - 1}
     for what, group in ends.items() if shards else ():
         yield _tried(what, lambda group=group: _read_group(dataset, group))  # type: ignore[misc]
@@ -123,41 +123,48 @@ def _read_group(dataset: Dataset, group: int) -> str:
     return f"a row group of {len(packs)} packs, checksums right, {ms:.0f} ms"
 
 
-def _trial(location: Location) -> Iterator[Finding]:
+def _trial(location: Location) -> Iterator[Trial]:
     """Tests permissions, conditional puts, speed, and removal, with two files."""
     small = f".packstore-check-{uuid.uuid4().hex}"
     large, made = f"{small}-large", _missing_folders(location)
+
+    def write() -> str:
+        location.create_bytes(small, b"first")
+        return "allowed"
+
+    def write_again() -> str:
+        try:
+            location.create_bytes(small, b"second")
+        except DatasetExistsError:
+            return "only one of two writers can win"
+        must = "must refuse to put a file over one that is there (If-None-Match: *)"
+        found = "that it replaced it, so two writers could both commit"
+        do = "Name another store, or a newer release of it"
+        raise IntegrityError(sentence(location.display, must, found, do))
+
+    def clean_up() -> str:
+        location.remove(small)
+        location.remove(large)
+        for upload in uploads(location) or ():
+            if upload.path == large:
+                abort_upload(location, upload)
+        return "nothing is left"
+
     try:
-        written = _tried("write", lambda: _create(location, small))
+        written = _tried("write", write)
         yield written
         if written.ok:
             if location.creates_exclusively:
-                yield _tried("commit", lambda: _create_again(location, small))
+                yield _tried("commit", write_again)
             else:
-                yield Finding("commit", False, told(not_exclusive(location)))
+                yield Trial("commit", False, told(not_exclusive(location)))
             yield _tried("speed", lambda: _measure(location, large))
     finally:
-        removed = _tried("clean up", lambda: _remove(location, small, large))
+        removed = _tried("clean up", clean_up)
         for folder in made:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
     yield removed
-
-
-def _create(location: Location, name: str) -> str:
-    location.create_bytes(name, b"first")
-    return "allowed"
-
-
-def _create_again(location: Location, name: str) -> str:
-    try:
-        location.create_bytes(name, b"second")
-    except DatasetExistsError:
-        return "only one of two writers can win"
-    must = "must refuse to put a file over one that is there (If-None-Match: *)"
-    found = "that it replaced it, so two writers could both commit"
-    do = "Name another store, or a newer release of it, or let one job write at a time"
-    raise IntegrityError(sentence(location.display, must, found, do))
 
 
 def _measure(location: Location, name: str) -> str:
@@ -178,15 +185,6 @@ def _measure(location: Location, name: str) -> str:
         raise IntegrityError(sentence(location.display, must, f"{len(back)} others", do))
     mb = len(data) / 1e6
     return f"writes {mb / put:.0f} MB/s, reads {mb / got:.0f} MB/s ({mb:.0f} MB in one stream)"
-
-
-def _remove(location: Location, small: str, large: str) -> str:
-    location.remove(small)
-    location.remove(large)
-    for upload in uploads(location) or ():
-        if upload.path == large:
-            abort_upload(location, upload)
-    return "nothing is left"
 
 
 def _missing_folders(location: Location) -> list[str]:
