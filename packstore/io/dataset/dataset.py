@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -114,27 +114,17 @@ class Dataset:
     @cached_property
     def row_groups(self) -> RowGroupTable:
         """All row groups, in file order."""
-        parts = [shard.row_groups for shard in self.manifest.shards]
-        counts = list(map(len, parts))
-
-        def whole(columns: Iterable[Int64]) -> Int64:
-            return np.concatenate([np.empty(0, np.int64), *columns])
-
-        names = ("rows", "examples", "tokens", "longest")
-        return RowGroupTable(
-            shard=np.repeat(np.arange(len(parts), dtype=np.int64), counts),
-            index=whole(map(np.arange, counts)),
-            **{name: whole(getattr(part, name) for part in parts) for name in names},
-        )
+        parts = [
+            (np.full(len(g), n), np.arange(len(g)), g.rows, g.examples, g.tokens, g.longest)
+            for n, g in enumerate(shard.row_groups for shard in self.manifest.shards)
+        ]
+        none = [np.empty(0, np.int64)] * 6
+        return RowGroupTable(*map(np.concatenate, zip(none, *parts, strict=True)))
 
     @property
     def group_rows(self) -> Int64:
         """int64 `[G]`, packs of each row group, for :class:`PackOrder`."""
         return self.row_groups.rows
-
-    def group_tokens(self, group: int) -> int:
-        """Returns the tokens of a row group."""
-        return int(self.row_groups.tokens[group])
 
     @cached_property
     def group_offsets(self) -> Int64:
@@ -254,10 +244,11 @@ class Dataset:
         """
         location, manifest, cache = self.location, self.manifest, self.cache
 
+        @functools.lru_cache(OPEN_SHARDS)
         def reader(_: int, shard: int) -> ShardReader:
             return ShardReader(location, manifest, manifest.shards[shard], cache=cache)
 
-        return functools.lru_cache(OPEN_SHARDS)(reader)
+        return reader
 
 
 def open(

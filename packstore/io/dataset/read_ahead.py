@@ -140,7 +140,9 @@ class ReadAhead:
         for i in np.argsort(first).tolist():
             group = int(distinct[i])
             if group not in self._open:
-                self._open[group] = _OpenGroup(int(self._dataset.group_tokens(group) * TOKEN_BYTES))
+                self._open[group] = _OpenGroup(
+                    int(self._dataset.row_groups.tokens[group] * TOKEN_BYTES)
+                )
                 self._waiting.append(group)
             self._open[group].uses += int(counts[i])
         visited, last = np.unique(lanes[::-1], return_index=True)

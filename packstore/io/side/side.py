@@ -86,8 +86,8 @@ class SideWriter:
             package_version=VERSION,
             shards=(),
         )
-        self._manifest.check(self._location.display)
         head = self._manifest
+        head.check(self._location.display)
         self._run = fingerprint([head.fingerprint, head.columns, head.provenance])[:12]
         opened = writing(self._location, overwrite, "side data", SIDE)
         with contextlib.ExitStack() as stack:
@@ -150,7 +150,6 @@ class SideWriter:
         Raises:
             ConfigError: an example of the dataset has no values.
             DatasetExistsError: another writer committed first.
-            StorageError: no space, no permission, or the store refuses.
         """
         if self.examples != self._expected:
             must = f"a side dataset must hold each of {self._expected} examples of its dataset once"

@@ -35,12 +35,7 @@ class Side:
         return self.location.display
 
     def iter_batches(self) -> Iterator[pa.RecordBatch]:
-        """Yields all rows by shard, sorted by id in each; verifies hashes.
-
-        Raises:
-            StorageError: a shard is missing, or the store refuses.
-            IntegrityError: a checksum does not match.
-        """
+        """Yields all rows by shard, sorted by id in each; verifies hashes."""
         for shard in self.manifest.shards:
             where = self.location.join(shard.path).display
             data = read_stored(self.location, shard)
@@ -48,11 +43,11 @@ class Side:
                 source = pa.BufferReader(data)
                 file = pq.ParquetFile(source, page_checksum_verification=True, pre_buffer=False)
                 schema = file.schema_arrow
-                found = (file.metadata.num_rows, schema.names)
-                fits = schema.equals(self.manifest.schema) and found[0] == shard.rows
-                if not fits or schema.metadata != self.manifest.schema.metadata:
+                rows, expected = file.metadata.num_rows, self.manifest.schema
+                fits = schema.equals(expected) and schema.metadata == expected.metadata
+                if not fits or rows != shard.rows:
                     must = f"it must have {shard.rows} rows of the columns that the manifest tells"
-                    raise IntegrityError(sentence(where, must, str(found)))
+                    raise IntegrityError(sentence(where, must, str((rows, schema.names))))
                 for group in map(file.metadata.row_group, range(file.num_row_groups)):
                     check_group(group, group.num_rows)
                 (batch,) = file.read(use_threads=False).combine_chunks().to_batches()

@@ -56,17 +56,13 @@ class SideTable:
                     self._columns[name] = _settled(values[order])
 
     def find(self, example_ids: Int64) -> Int64:
-        """Returns the rows of these examples, int64 `[E]`.
-
-        Raises:
-            CompatibilityError: an example has no values.
-        """
+        """Returns the rows of these examples, int64 `[E]`; CompatibilityError if one has none."""
         rows = np.searchsorted(self._ids, example_ids)
         rows[rows == len(self._ids)] = 0
         missing = example_ids[self._ids[rows] != example_ids] if len(self._ids) else example_ids
         if len(missing):
-            must = "every example must have its values"
             found = f"none for {len(missing)} of {len(example_ids)}, the first of them {missing[0]}"
+            must = "every example must have its values"
             raise CompatibilityError(sentence(self.url, must, found, _REMEDY))
         return rows
 
@@ -80,8 +76,7 @@ class SideTable:
     def ref_logps(self, rows: Int64, num_responses: npt.NDArray[np.integer]) -> Float32:
         """Returns the value of each sequence of these examples, float32 `[S]`.
 
-        Raises:
-            CompatibilityError: an example has another number of sequences.
+        CompatibilityError if an example has another number of sequences.
         """
         values, offsets = self._columns[REF_LOGPS], self._offsets
         assert offsets is not None
