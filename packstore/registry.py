@@ -68,12 +68,12 @@ class Registry(Generic[T]):
         """
         module, _, attribute = self._entries[self.check(name)].partition(":")
         try:
-            found: Any = getattr(importlib.import_module(module), attribute)
+            loaded: Any = getattr(importlib.import_module(module), attribute)
         except ImportError as error:
             if name not in self._extras:
                 raise
             raise missing_extra(f"{self.what} {name!r}", self._extras[name], error) from error
-        return found  # type: ignore[no-any-return]
+        return loaded  # type: ignore[no-any-return]
 
 
 def missing_extra(what: str, extra: str, error: ImportError) -> MissingExtraError:

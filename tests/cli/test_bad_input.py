@@ -164,11 +164,3 @@ def test_a_folder_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFix
 def test_no_dataset(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([command, "nowhere"])
     check(code, capsys.readouterr().err, ["nowhere", "must be a dataset"])
-
-
-def test_wrong_usage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["pakc"], ["pack", "x"], ["pack", "a", "b", "--pack-size", "many"]):
-        with pytest.raises(SystemExit) as stop:
-            main(arguments)
-        assert stop.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_jobs import write_jsonl
+from small_jobs import trained_tokenizer, write_jsonl
 
 from packstore.cli import main
 
@@ -20,56 +20,59 @@ LONG = "a-folder-whose-name-is-longer-than-any-cell-of-a-table-would-be-if-it-we
 RECORDS = [
     {"prompt": f"Question {i}? ", "chosen": f"Answer {i}.", "rejected": "No."} for i in range(20)
 ]
-TOKENIZER = {
-    "version": "1.0",
-    "model": {"type": "WordLevel", "vocab": {"a": 0, "é": 1, "?": 2}, "unk_token": "a"},
-    "pre_tokenizer": {"type": "Whitespace"},
-}
 PLAIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
 """A locale without Unicode."""
 
 
-def write(path: Path, records: list[dict[str, str]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_jsonl(path, records)
-    return path
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer, records with an empty response, and a dataset."""
+    """A folder with a tokenizer, records with an empty response, and datasets of both layouts."""
     folder = tmp_path_factory.mktemp("output") / LONG
-    source = write(folder / "pairs.jsonl", [*RECORDS, {**RECORDS[0], "rejected": ""}])
-    tokenizer = folder / "tokenizer.json"
-    tokenizer.write_text(json.dumps(TOKENIZER))
-    assert main(["pack", str(source), str(folder / "packed"), "--tokenizer", str(tokenizer)]) == 0
+    folder.mkdir(parents=True)
+    source = write_jsonl(folder / "pairs.jsonl", [*RECORDS, {**RECORDS[0], "rejected": ""}])
+    trained_tokenizer(["Question Answer No."]).save(str(folder / "t.json"))
+    packed = str(folder / "packed")
+    assert main(["pack", source, packed, "--tokenizer", str(folder / "t.json")]) == 0
+    assert main(["pack", packed, str(folder / "shared"), "--layout", "shared_prefix"]) == 0
+    other = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    (folder / "other.json").write_text(json.dumps({"version": "1.0", "model": other}))
     return folder
 
 
+TABLE = [
+    ("doctor {0}/pairs.jsonl --tokenizer {0}/t.json", 1, ["{0}/pairs.jsonl, line 21: resp"]),
+    ("pack {0}/packed {0}/again --overwrite", 0, ["preference dataset {0}/again\n"]),
+    ("inspect {0}/packed", 0, [" {0}/pairs.jsonl ", "preference (K = 2)", "dropped: empty_side"]),
+    ("stats {0}/packed", 0, ["dataset {0}/packed\n", "sequence length", "median"]),
+    ("show {0}/packed", 0, ["{0}/pairs.jsonl, line 7 · rejected · reward 0 · tokens "]),
+    ("show {0}/packed", 0, ["Question 3?⟦ Answer 3.</s>⟧", "Question 3?⟦ No.</s>⟧"]),
+    ("show {0}/packed --ids", 0, ["supervised text stands in ⟦ ⟧"]),
+    ("show {0}/shared", 0, ["shared with the first segment", "⟦ No.</s>⟧"]),
+    ("show {0}/packed --pack 99", 1, ["--pack must lie in 0..0"]),
+    ("show {0}/packed --tokenizer {0}/other.json", 1, ["must be the tokenizer that"]),
+    ("estimate {0}/pairs.jsonl --tokenizer {0}/t.json", 0, ["  padded  saved  packs "]),
+    ("verify {0}/packed", 0, ["ok: 1 shards, 1 packs, 20 examples"]),
+    ("clean {0}/packed", 0, ["nothing to remove"]),
+    ("check {0}/new", 0, ["ok     write "]),
+]
+
+
 @pytest.mark.parametrize("width", ["40", "400"])
-@pytest.mark.parametrize(
-    ("command", "text"),
-    [
-        ("doctor {0}/pairs.jsonl --tokenizer {0}/tokenizer.json", "{0}/pairs.jsonl, line 21: resp"),
-        ("pack {0}/packed {0}/again --overwrite", "preference dataset {0}/again\n"),
-        ("inspect {0}/packed", " {0}/pairs.jsonl "),
-        ("stats {0}/packed", "dataset {0}/packed\n"),
-        ("show {0}/packed", "{0}/pairs.jsonl, line 7 · rejected · reward 0 · tokens "),
-        ("estimate {0}/pairs.jsonl --tokenizer {0}/tokenizer.json", "  padded  saved  packs "),
-    ],
-    ids=lambda text: text.split()[0] if " {" in text else "",
-)
-def test_no_cell_is_folded(
+@pytest.mark.parametrize(("command", "code", "texts"), TABLE, ids=lambda v: str(v)[:20])
+def test_what_commands_print_in_any_width(
     folder: Path,
     command: str,
-    text: str,
+    code: int,
+    texts: list[str],
     width: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", width)
-    main([part.format(folder) for part in command.split()])
-    assert text.format(folder) in capsys.readouterr().out
+    assert main([part.format(folder) for part in command.split()]) == code
+    printed = capsys.readouterr()
+    for text in texts:
+        assert text.format(folder) in printed.out + printed.err
 
 
 def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[bytes]:
@@ -87,8 +90,8 @@ def test_names_beyond_the_locale(folder: Path) -> None:
     records = [{"问": r["prompt"], "来源": "甲", **r} for r in RECORDS]
     for record in records:
         del record["prompt"]
-    os.replace(write(folder / "source.jsonl", records), here + "/数据.jsonl".encode())
-    os.link(folder / "tokenizer.json", here + "/分词.json".encode())
+    os.replace(write_jsonl(folder / "source.jsonl", records), here + "/数据.jsonl".encode())
+    os.link(folder / "t.json", here + "/分词.json".encode())
     written = ["--tokenizer", "分词.json", "--field", "prompt=问", "--carry", "来源"]
     options = [os.fsdecode(text.encode()) for text in written]  # as this test's locale has them
     source, out, missing = (os.fsdecode(f"{n}".encode()) for n in ("数据.jsonl", "果", "无.jsonl"))
@@ -116,3 +119,23 @@ def test_a_terminated_command_says_so() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 128 + signal.SIGTERM
     assert done.stderr.decode() == "packstore: terminated\n"
+
+
+def test_into_a_closed_pipe(folder: Path) -> None:
+    command = f"{sys.executable} -m packstore show packed --count 9 | head -n 1"
+    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_an_unexpected_error_is_one_line_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("packstore.io.dataset.dataset.open", fail)  # a defect cannot be asked for
+    assert main(["inspect", "any"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("packstore: internal error: 'ZeroDivisionError: division by zero'.")
+    with pytest.raises(ZeroDivisionError):
+        main(["inspect", "any", "--debug"])

@@ -1,0 +1,116 @@
+"""The front page, help and usage errors: what is read before a command does anything."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import pytest
+
+from packstore import cli
+from packstore.cli import COMMANDS, main
+from packstore.cli.settings import read_settings
+from packstore.config import PackConfig
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("pak", "packstore: error: argument COMMAND: invalid choice: 'pak'"),
+        ("pack", "packstore pack: error: SOURCE and OUT must be given"),
+        ("pack x", "packstore pack: error: SOURCE and OUT must be given"),
+        ("pack a b --pack-sise 3", "--pack-sise 3. Did you mean --pack-size? See `packstore pack "),
+        ("pack a b --layout shared", "Did you mean shared_prefix? See `packstore pack --help`."),
+        ("export nem a b", "Did you mean nemo? See `packstore export --help`."),
+        ("stats a --jsn", "unrecognized arguments: --jsn. Did you mean --json? See "),
+        ("verify a --jobs 2x", "error: --jobs must be a whole number; found '2x'. See "),
+        ("pack a b --field foo", "must have the form FIELD=NAME; found 'foo'. See "),
+        ("inspect a --storage-option k=[", "must be JSON if it begins with a bracket"),
+        ("evaluate a --model m --ref-model m", "Did you mean --reference-model? See "),
+        ("estimate a --pack-sizes many", "must be whole numbers, comma-separated. See "),
+    ],
+)
+def test_usage_errors_are_one_line(
+    text: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(text.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2
+    assert expected in line
+
+
+def test_the_front_page_has_an_example_of_every_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == 0
+    page = capsys.readouterr().out
+    assert max(map(len, page.splitlines())) <= 80
+    assert len(COMMANDS) == 16
+    for name in COMMANDS:
+        assert f"\n  {name} " in page
+        assert f"$ packstore {name} " in page
+        with pytest.raises(SystemExit) as caught:
+            main([name, "--help"])
+        assert caught.value.code == 0
+        assert f"examples:\n  packstore {name} " in capsys.readouterr().out
+
+
+def test_help_of_a_command_begins_with_a_short_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, usage in (
+        ("pack", "usage: packstore pack [options] SOURCE … OUT"),
+        ("doctor", "usage: packstore doctor --tokenizer PATH [options] SOURCE …"),
+        ("export megatron", "usage: packstore export megatron [options] DATASET FOLDER"),
+        ("train", "usage: packstore train [options] [CONFIG]"),
+    ):
+        for line in (["help", *words.split()], [*words.split(), "--help"]):
+            with pytest.raises(SystemExit) as caught:
+                main(line)
+            assert caught.value.code == 0
+            assert capsys.readouterr().out.splitlines()[0] == usage
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yields a parser, and those of all commands below it."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for sub in action.choices.values():
+                yield from parsers(sub)
+
+
+def test_the_help_of_every_flag_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = {}
+    for parser in parsers(cli.parser()):
+        page = parser.format_help().splitlines()
+        for action in parser._actions:
+            if action.option_strings and action.help:
+                text = action.help.replace("%%", "%")
+                if not any(line.endswith(text) for line in page):
+                    long[f"{parser.prog} {action.option_strings[0]}"] = text
+    assert long == {}
+
+
+def test_flags_reach_the_settings() -> None:
+    args = cli.parser(["pack"]).parse_args(
+        ["pack", "a", "b", "c", "--pack-size", "512", "--field", "prompt=q", "--carry", "x",
+         "--carry", "y:int64", "--no-append-eos", "--max-drop-rate", "0.1",
+         "--template-variable", "enable_thinking=false", "--storage-option", "key=12"]
+    )  # fmt: skip
+    assert args.places == ["a", "b", "c"]
+    assert args.storage_option == {"key": "12"}
+    assert read_settings(args, PackConfig) == {
+        "pack_size": 512,
+        "fields": {"prompt": "q"},
+        "carry": ("x", "y:int64"),
+        "template_variables": {"enable_thinking": False},
+        "append_eos": False,
+        "max_drop_rate": 0.1,
+    }
+    (subs,) = (
+        a for a in cli.parser(["pack"])._actions if isinstance(a, argparse._SubParsersAction)
+    )
+    flags = {option for action in subs.choices["pack"]._actions for option in action.option_strings}
+    for name, field in PackConfig.__dataclass_fields__.items():
+        assert "--" + field.metadata.get("flag", name).replace("_", "-") in flags
