@@ -79,6 +79,8 @@ class PackedDataset(IterableDataset[Packs]):
         if isinstance(source, Dataset):
             columns = SideColumns(source, side) if side else None
             source = StoredPacks(source, seed, shuffle, lanes, reading, columns)
+        elif side:
+            raise ConfigError("side data joins a dataset; give it to the datasets of the stream.")
         self.stream: PackStream = source
         self.stream.set_epoch(0)
         self.rank, self.world_size = placement(rank, world_size)
@@ -136,8 +138,9 @@ class PackedDataset(IterableDataset[Packs]):
     @property
     def quarantined(self) -> list[str]:
         """Row groups that this process skipped (`on_error` quarantine), as shard and row group."""
-        groups = sorted(getattr(self.stream, "quarantined", ()))
-        return [self.stream.datasets[0].group_name(group) for group in groups]
+        streams = getattr(self.stream, "streams", [self.stream])
+        stored = [stream for stream in streams if isinstance(stream, StoredPacks)]
+        return [s.dataset.group_name(group) for s in stored for group in sorted(s.quarantined)]
 
     @property
     def start(self) -> Position:

@@ -67,7 +67,7 @@ class MixedPacks:
         if not sources or not all(0 < weight < float("inf") for weight in weights):
             raise ConfigError(f"a mix needs weights above 0; found {list(weights)}.")
         _check_compatible(sources)
-        self._sources, self.kind = sources, sources[0].kind
+        self.streams, self.kind = sources, sources[0].kind
         self.datasets = [stream.datasets[0] for stream in sources]
         settings = [[stream.identity for stream in sources], weights, until]
         self.identity: Identity = {"mix": fingerprint(settings)[:16]}
@@ -160,9 +160,9 @@ class MixedPacks:
         """Returns the source in the order of its pass `number` in this epoch."""
         key = source, number
         if key not in self._passes:
-            if len(self._passes) >= _OPEN_PASSES * len(self._sources):
+            if len(self._passes) >= _OPEN_PASSES * len(self.streams):
                 del self._passes[next(iter(self._passes))]
-            self._passes[key] = copy.copy(self._sources[source])
+            self._passes[key] = copy.copy(self.streams[source])
             self._passes[key].set_epoch(self._epoch + (number << _PASS_SHIFT))
         return self._passes[key]
 

@@ -222,6 +222,8 @@ def test_refusals(stored: list[Dataset], kit: SimpleNamespace, tmp_path: Path) -
         PackedDataset.mix({})
     with pytest.raises(ConfigError, match="until must be first or all; found 'last'"):
         PackedDataset.mix({a: 1}, until="last")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="side data joins a dataset"):
+        PackedDataset(PackedDataset.mix({a: 1}).stream, side=["side"])
     with pytest.raises(ConfigError, match="source 0 of the mix must be a dataset"):
         PackedDataset.mix({PackedDataset.mix({a: 1}): 1})
     packs = kit.packed(random_examples(4, kind="sft"), [2, 2], "concat")

@@ -103,6 +103,8 @@ def test_any_cut_continued_on_any_ranks_is_the_whole(
         assert batches == [of_rank[: len(batches[0])] for of_rank in whole]
         rest, _ = take(memory, world, mode, after, None)
         assert rest == [of_rank[len(batches[0]) :] for of_rank in whole]
+        if whole[0]:
+            assert whole[0][0][2].index == (state["step"] if state else 0)
         seen += [i for of_rank in batches for i in real(of_rank)]
         state = after
     assert sorted(seen) == sorted(memory.packs.example_ids.tolist())
