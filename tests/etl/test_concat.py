@@ -21,7 +21,6 @@ from packstore.errors import (
 )
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.maintain.clean import clean
-from packstore.io.side.side import SideWriter
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
@@ -200,31 +199,3 @@ def test_a_dataset_is_packed_anew_to_be_appended(tmp_path: Path) -> None:
     grown = packstore.append(a, str(tmp_path / "b"))
     assert grown.verify().ok
     assert {t for _, t in examples(grown)} == {t for d in (a, b) for _, t in examples(d)}
-
-
-def test_loading_side_data_and_packing_anew(tmp_path: Path) -> None:
-    """The loader's orders, joined values and repacking work on what was combined."""
-    pytest.importorskip("torch")
-    from packstore.torch import PackedDataset
-
-    grown = packstore.append(pack(tmp_path / "a", pairs(60)), pairs(40, 60))
-    ids = np.array([example for example, _ in examples(grown)])
-    url = str(tmp_path / "side")
-    with SideWriter(url, grown, {"ref_logps": "list<float32>"}) as side:
-        side.write(ids, {"ref_logps": np.repeat(ids % 1000, 2).astype(np.float32)})
-    orders = []
-    for seed in (0, 0, 1):
-        seen = []
-        for packs in PackedDataset(grown.url, seed=seed, side=[url]):
-            seen += packs.example_ids.tolist()
-            assert packs.ref_logps is not None
-            expected = np.repeat(packs.example_ids % 1000, 2)
-            np.testing.assert_array_equal(packs.ref_logps, expected)
-        orders.append(seen)
-        assert sorted(seen) == sorted(ids.tolist())
-    assert orders[0] == orders[1] != orders[2]
-    anew = pack(tmp_path / "anew", grown, pack_size=128)
-    assert sorted(examples(anew)) == sorted(examples(grown))
-    assert anew.manifest.lineage == grown.manifest.lineage
-    with pytest.raises(CompatibilityError, match="lineage"):
-        list(PackedDataset(pack(tmp_path / "other", pairs(30)).url, seed=0, side=[url]))

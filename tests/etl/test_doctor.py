@@ -136,14 +136,3 @@ def test_every_place_is_told_as_the_reader_tells_it(tokenizer: Path, tmp_path: P
     assert found["duplicate_records"].examples == (f"{source}, line 3",)
     assert found["empty_side"].examples[0].startswith(f"{source}, line 5")
     assert found["empty_prompt"].examples == (f"{source}, line 7",)
-
-
-def test_no_flag_without_a_meaning(capsys: pytest.CaptureFixture[str]) -> None:
-    from packstore.cli import main
-
-    for command in ("doctor", "estimate"):
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        text = capsys.readouterr().out
-        assert "--max-drop-rate" not in text
-        assert "--num-workers" in text

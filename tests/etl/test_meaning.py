@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import packstore
 from packstore.errors import ConfigError, DropRateError, RecordError
-from packstore.etl.doctor import doctor
 from packstore.io.manifest.manifest import Manifest
 
 Record = dict[str, Any]
@@ -96,22 +94,6 @@ def test_fields_are_in_the_manifest(do_pack: Pack, partitions: int) -> None:
     assert again.records == found
 
 
-def test_scores_in_csv_are_rewards(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    source = tmp_path / "scored.csv"
-    source.write_text("prompt,chosen,rejected,score_chosen,score_rejected\np,a,b,4.5,2\n")
-    dataset = packstore.pack(source, tmp_path / "out", tokenizer, pack_size=64)
-    assert [packs.reward.tolist() for packs in dataset.iter_packs()] == [[4.5, 2.0]]
-
-
-def test_a_dialogue_in_csv(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    source = tmp_path / "chats.csv"
-    turns = [{"from": "human", "value": "p"}, {"from": "gpt", "value": "a"}]
-    text = json.dumps(turns).replace('"', '""')
-    source.write_text(f'conversations\n"{text}"\n')
-    found = packstore.pack(source, tmp_path / "out", tokenizer, chat_template="plain")
-    assert found.manifest.records.packed == 1
-
-
 def test_the_log_names_them_once(do_pack: Pack, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "packstore"):
         do_pack([{**r, "system": "be kind", "lang": "en"} for r in SCORED])
@@ -131,25 +113,6 @@ def test_the_log_warns_of_reversed_and_missing_rewards(
     text = caplog.text
     assert "reward_reversed" in text
     assert "reward_default" in text
-
-
-def test_doctor_names_them(tokenizer: Tokenizer) -> None:
-    def checks(records: list[Record], **settings: Any) -> dict[str, tuple[str, int]]:
-        found = doctor(records, tokenizer, pack_size=256, **settings).findings
-        return {f.check: (f.level, f.records) for f in found}
-
-    extra = {**SCORED[0], "images": ["a"], "lang": "en", "score_chosen": 1}
-    found = checks([*SCORED[1:], extra, PAIRS[0]])
-    assert found["field_not_used: images"] == ("remark", 1)
-    assert found["reward_reversed"] == ("problem", 1)
-    assert found["reward_default"] == ("remark", 1)
-    assert not any("lang" in check for check in found)
-    assert checks(PAIRS, fields={"tools": "tolls"})["mapped_field_absent: tools=tolls"] == (
-        "problem",
-        20,
-    )
-    feedback = [{"prompt": "p", "completion": " a", "label": bool(i)} for i in range(2)]
-    assert checks(feedback)["unpaired_feedback"] == ("problem", 1)
 
 
 @pytest.mark.parametrize("partitions", [1, 2])

@@ -13,7 +13,7 @@ from small_jobs import trained_tokenizer, write_jsonl
 from tokenizers import Tokenizer
 
 import packstore
-from packstore.errors import ConfigError, DropRateError, RecordError
+from packstore.errors import ConfigError, DropRateError
 from packstore.io.store.location import Location
 
 ONE = {"prompt": "What is it? ", "chosen": "It is one.", "rejected": "No idea."}
@@ -134,15 +134,6 @@ def test_a_job_that_drops_too_much_tells_which(
             max_drop_rate=0.01,
         )  # fmt: skip
     assert told(out) == [line for line in expected(sources) if line[1] != "duplicate_pair"]
-
-
-def test_a_job_that_stops_before_its_end_leaves_none(
-    sources: list[str], tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    out, before = tmp_path / "rejects.txt", sorted(p.name for p in tmp_path.iterdir())
-    with pytest.raises(RecordError):
-        packstore.pack(sources, str(tmp_path / "ds"), tokenizer, rejects=str(out))
-    assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
 def test_anywhere_that_fsspec_reaches(

@@ -79,13 +79,3 @@ def test_a_selection_does_not_depend_on_the_shuffle(tmp_path: Path) -> None:
         )
     assert chosen[0] == chosen[1]
     assert max(max(ids) for ids in chosen[0]) < 600
-
-
-def test_append_keeps_the_setting(tmp_path: Path) -> None:
-    some = records(300)
-    for shuffle in (True, False):
-        out = tmp_path / str(shuffle)
-        packstore.pack(some[:200], out, pack_size=512, shuffle=shuffle)
-        packstore.append(out, some[200:])
-        plans = packstore.open(out).manifest.statistics.planning["parts"]
-        assert [p["shuffle"] for p in plans] == [shuffle, shuffle]

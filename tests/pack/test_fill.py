@@ -179,14 +179,6 @@ def test_every_sequence_is_compared_with_the_first() -> None:
     np.testing.assert_array_equal(shared_prefix_offsets(examples), [0, 1, 3])
 
 
-def test_arrays_that_cannot_be_written_to_will_do() -> None:
-    examples = random_examples(5)
-    for name in ("input_ids", "supervised", "sequence_offsets", "example_offsets"):
-        getattr(examples, name).flags.writeable = False
-    offsets = np.array([0, 5])
-    assert_examples_equal(unpack(fill(examples, offsets, "shared_prefix")), examples)
-
-
 @pytest.mark.parametrize("offsets", [[], [0], [0, 4], [1, 5], [0, 2, 2, 5], [0, 6]])
 def test_offsets_that_do_not_cover_the_examples(offsets: list[int]) -> None:
     with pytest.raises(ConfigError, match="pack_offsets: they must increase strictly from 0 to 5"):

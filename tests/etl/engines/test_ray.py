@@ -65,12 +65,6 @@ class DieOnce:
         return x * x
 
 
-def fail_at_7(x: int) -> int:
-    if x == 7:
-        raise ValueError("seven")
-    return x
-
-
 def die(x: int) -> int:
     os._exit(9)
 
@@ -84,11 +78,6 @@ def test_a_lost_task_is_run_again(tmp_path: Path) -> None:
     mark = tmp_path / "died"
     assert list(run(DieOnce(mark), range(20), 2)) == [x * x for x in range(20)]
     assert mark.exists()
-
-
-def test_an_error_of_the_work_arrives_unchanged() -> None:
-    with pytest.raises(ValueError, match="seven"):
-        list(run(fail_at_7, range(20), 2))
 
 
 def test_what_is_lost_every_time_is_an_error() -> None:
