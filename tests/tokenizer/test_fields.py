@@ -214,7 +214,7 @@ def test_token_ids_pass_through(rows, sequences, byte_level):
         ("sft", {"input_ids": [5, 6, 7], "labels": [5, -100, 7]}, [([5, 6, 7], [0, 0, 1])]),
         ("sft", {"input_ids": [1, 2], "completion_mask": [0, 1]}, [([1, 2], [0, 1])]),
         ("ranked", {"prompt": [1], "responses": np.array([[2], [3]]), "scores": [1, 0]},
-         [([1, 2], [0, 1]), ([1, 3], [0, 1])]),
+         [([1, 2], [0, 1]), ([1, 3], [0, 1])])
     ]  # fmt: skip
     for tokenizer in (None, byte_level(bos=True)):
         for kind, given, expected in cases:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from packstore.config import TokenizeConfig
+from packstore.config import REASONS, PackConfig, TokenizeConfig
+from packstore.errors import TokenizerError
 from packstore.format.arrays import Rows
+from packstore.testing import assert_examples_equal
 from packstore.tokenizer import RecordTokenizer
-from packstore.tokenizer.refusals import REASONS
 
 texts = st.text(max_size=12) | st.sampled_from(
     ["", " ", "a b", "x<|im_end|>", "</s>", "\n", "\n\nAssistant:", "é", "é", "\ud800", "😀"]
@@ -109,8 +113,7 @@ def drop_nulls(record):
 
 
 @pytest.mark.parametrize(
-    "file",
-    ["pairs/chat_en.jsonl", "pairs/hh_harmless_raw.jsonl.gz", "pairs/pandalm_scored.jsonl"],
+    "file", ["pairs/chat_en.jsonl", "pairs/hh_harmless_raw.jsonl.gz", "pairs/pandalm_scored.jsonl"]
 )
 def test_exchanging_sides_exchanges_the_sequences(tokenizer, records, rows, sequences, file):
     some = records(file)[:150]
@@ -119,3 +122,39 @@ def test_exchanging_sides_exchanges_the_sequences(tokenizer, records, rows, sequ
     one, two = sequences(work(rows(some))[0]), sequences(work(rows(exchanged))[0])
     assert one[0::2] == two[1::2]
     assert one[1::2] == two[0::2]
+
+
+TEXTS = ["", " \n", "a", "hé<", "|im_end|> b", "x<|im_end|>", "汉字 " * 9, "\ud800", 3, None]
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {},
+        {"special_tokens": "control", "empty_side": "keep", "identical_sides": "keep"},
+        {"special_tokens": "drop", "invalid_unicode": "keep"},
+    ],
+)
+def test_pairs_of_plain_text_take_a_short_way_to_the_same(tokenizer, answers):
+    """Hashes for `dedup` are made on the long way only."""
+    values = [
+        dict(zip(("prompt", "chosen", "rejected"), texts, strict=True))
+        for texts in itertools.product(TEXTS, repeat=3)
+    ]
+    values += [{**values[-1], "chosen_reward": 2.5}, {"chosen": "a"}, [], "text"]
+    answers = {"missing_field": "drop", "one_reward": "drop", **answers}
+    short, long = (
+        RecordTokenizer(tokenizer("qwen3"), PackConfig(on=answers, dedup=dedup), "preference")
+        for dedup in ("none", "pair")
+    )
+    for some in (values, values[:7]):
+        (found, tally), (expected, other) = (work(as_rows(some)) for work in (short, long))
+        assert tally == other
+        assert_examples_equal(found, replace(expected, keys=None))
+
+
+@pytest.mark.parametrize("engine", ["tokenizers", "fastokens"])
+def test_what_is_no_unicode_is_refused(tokenizer, engine):
+    for text in ("\ud800", "a\udfffb" * 100):
+        with pytest.raises(TokenizerError):
+            tokenizer("qwen3", engine=engine).engine.encode_batch(["a", text], control=False)

@@ -6,6 +6,7 @@ The tokenizer has one token for each byte, but for control strings and the merge
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -278,6 +279,23 @@ CASES = {
         settings=on(empty_turn="keep"),
         **SFT,
     ),
+    "an empty turn before the last": Case(
+        {"messages": [user("u"), said(""), user("v"), said("b")]},
+        ["[user]u<|end|>[assistant]<|end|>[user]v<|end|>[assistant]«b<|end|>»"],
+        settings={"supervised_turns": "last"},
+        **SFT,
+    ),
+    "an empty turn of the prompt": Case(
+        {**P, "prompt": [user("u"), said(" "), user("p")]},
+        ["[user]u<|end|>[assistant] <|end|>" + text for text in CHATTED],
+        tokenizer=TURNS,
+    ),
+    "nothing but an empty turn": Case(
+        {"messages": [user("u"), said("")]},
+        ["[user]u<|end|>[assistant]«<|end|>»"],
+        settings=on(empty_side="keep"),
+        **SFT,
+    ),
     "no answer": Case({"messages": [user("u")]}, "unsupervised", **SFT),
     "a role left out": Case(
         {**P, "prompt": [system("s"), user("p")]},
@@ -456,3 +474,10 @@ def test_a_record(name, rows, sequences, byte_level):
 
 def test_every_reason_has_a_case():
     assert {c.expected for c in CASES.values() if isinstance(c.expected, str)} == REASONS.keys()
+
+
+def test_the_page_lists_every_reason():
+    page = (Path(__file__).parents[2] / "docs/tokenizing.md").read_text(encoding="utf-8")
+    for name, (rule, answers) in REASONS.items():
+        choices = ", ".join(f"`{answer}`" for answer in answers) or "the setting `overlong`"
+        assert f"| `{name}` | {rule} | {choices} |" in page

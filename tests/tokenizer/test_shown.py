@@ -99,20 +99,20 @@ def test_null_is_never_written_as_none(run, byte_level, template):
         (
             JSON.replace("c.function.arguments", "'x'"),
             {"messages": [USER, CALLING]},
-            "the arguments of f in message 2",
+            "the arguments of f in message 2"
         ),
         (
             "{% for m in messages %}{% if m.content %}[{{ m.role }}]{{ m.content }};{% endif %}"
             "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}",
             {"messages": [USER, CALLING]},
-            "the call of f in message 2",
+            "the call of f in message 2"
         ),
         (skipping("tool"), {"messages": [USER, ANSWER, RESULT, ANSWER]}, "message 3"),
         (skipping("tool"), {"messages": [USER, {**ANSWER, "content": "t"}, {**RESULT, "content":
          "r"}, ANSWER]}, "message 3"),
         (skipping("system"), {"messages": [{"role": "system", "content": "s"}, USER, ANSWER]},
-         "message 1"),
-    ],
+         "message 1")
+    ]
 )  # fmt: skip
 def test_what_the_template_leaves_out(run, byte_level, template, record, detail):
     tokenizer = byte_level(template=template)
@@ -129,15 +129,12 @@ def test_what_the_template_leaves_out(run, byte_level, template, record, detail)
     assert dict(tally.noted) == {"unrendered": 1}
 
 
-def test_tools_that_no_side_shows(run, byte_level):
+def test_tools_and_calls_that_no_side_shows(run, byte_level):
+    calls = {"prompt": [USER], "chosen": "c", "rejected": [CALLING]}
+    assert dict(run(byte_level(template=SILENT), calls)[1].dropped) == {"unrendered": 1}
     pair = {"prompt": [USER], "chosen": "c", "rejected": "r", "tools": json.dumps(TOOLS)}
     assert dict(run(byte_level(template=SILENT), pair)[1].dropped) == {"unrendered": 1}
     assert not run(byte_level(template=JSON), pair)[1].dropped
-
-
-def test_a_side_that_calls_counts_for_itself(run, byte_level):
-    pair = {"prompt": [USER], "chosen": "c", "rejected": [CALLING]}
-    assert dict(run(byte_level(template=SILENT), pair)[1].dropped) == {"unrendered": 1}
 
 
 @pytest.mark.parametrize(
@@ -159,41 +156,16 @@ def test_empty_arguments_need_not_be_shown(run, byte_level):
         assert not run(byte_level(template=template), {"messages": talk}, kind="sft")[1].dropped
 
 
-EMPTY = {"role": "assistant", "content": " "}
-
-
-def test_an_empty_turn_among_others(run, byte_level):
-    tokenizer = byte_level(template=SILENT)
-    talk = {"messages": [USER, EMPTY, USER, ANSWER]}
-    assert dict(run(tokenizer, talk, kind="sft")[1].dropped) == {"empty_turn": 1}
-    with pytest.raises(RecordError, match="message 2"):
-        run(tokenizer, talk, kind="sft", on={"empty_turn": "error"})
-    texts, tally = run(tokenizer, talk, kind="sft", on={"empty_turn": "keep"})
-    assert texts[0][1] == " <|end|>It is 4.<|end|>"
-    assert dict(tally.noted) == {"empty_turn": 1}
-    # Neither a turn of the prompt is learned, nor one before the last where only that one is.
-    pair = {"prompt": [USER, EMPTY, USER], "chosen": "c", "rejected": "r"}
-    assert not run(tokenizer, pair)[1].dropped
-    assert not run(tokenizer, talk, kind="sft", supervised_turns="last")[1].dropped
-
-
-def test_a_response_that_is_all_empty_has_its_own_policy(run, byte_level):
-    texts, tally = run(
-        byte_level(template=SILENT),
-        {"messages": [USER, EMPTY]},
-        kind="sft",
-        on={"empty_side": "keep"},
-    )
-    assert len(texts) == 1
-    assert not tally.dropped + tally.noted
-
-
 def test_arguments_that_the_template_quotes_are_counted(run, byte_level):
     tokenizer = byte_level(template=JSON)
     talk = {"messages": [USER, CALLING]}
     texts, tally = run(tokenizer, talk, kind="sft")
     assert texts[0][1] == '(f:"{\\"x\\":1}")<|end|>'
     assert dict(tally.noted) == {"arguments_quoted": 1}
+    refusing = byte_level(template=JSON.replace("| tojson }})", "| items | list }})"))
+    _, tally = run(refusing, talk, kind="sft")
+    assert dict(tally.dropped) == {"template_refused": 1}
+    assert "may have to be objects" in tally.samples[0].detail
 
 
 @pytest.mark.parametrize("name", ["chatml", "plain"])
@@ -239,14 +211,6 @@ def test_ids_of_tool_use_are_those_of_transformers(
     [(ids, _)] = sequences(examples)
     assert ids == qwen.apply_chat_template(talk, TOOLS, return_dict=False)
     assert not tally.noted
-
-
-def test_a_template_that_cannot_take_text_arguments_is_named(run, byte_level):
-    tokenizer = byte_level(template=JSON.replace("| tojson }})", "| items | list }})"))
-    talk = {"messages": [USER, CALLING]}
-    _, tally = run(tokenizer, talk, kind="sft")
-    assert dict(tally.dropped) == {"template_refused": 1}
-    assert "may have to be objects" in tally.samples[0].detail
 
 
 TRL = importlib.util.find_spec("trl")

@@ -5,11 +5,9 @@ import pickle
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from packstore.errors import TokenizerError
 from packstore.tokenizer.chat.builtin_templates import BUILTIN
 from packstore.tokenizer.chat.messages import normalize_messages, normalize_tools
 from packstore.tokenizer.chat.template import ChatTemplate
-from packstore.tokenizer.refusals import Refused
 
 TALK = [
     {"role": "system", "content": "Be <b>brief</b> & kind."},
@@ -34,6 +32,7 @@ FEATURES = {
     "{% endfor %}{{ ns.a }}",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}-"
     "{% endfor %}",
+    "scope": "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }}",
     "prompt": "{% if add_generation_prompt %}P{% else %}N{% endif %}",
     **BUILTIN,
 }
@@ -96,30 +95,6 @@ def test_the_date_never_changes():
 
 
 @pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        ("{{ raise_exception('no system role') }}", "no system role"),
-        ("{{ messages[0].nothing.more }}", "UndefinedError"),
-        ("{{ 'a' + messages[0] }}", "TypeError"),
-        ("{{ messages.append(1) }}", "SecurityError"),
-        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
-        ("{% for i in range(99999999) %}{% endfor %}", "OverflowError"),
-        ("{% for i in range(90000) %}{{ 'xxxxxxxxxx' * 100 }}{% endfor %}", "characters"),
-    ],
-)
-def test_what_a_template_refuses(source, text):
-    with pytest.raises(Refused) as caught:
-        ours(source).render(TALK)
-    assert caught.value.reason == "template_refused"
-    assert text in caught.value.detail
-
-
-def test_a_syntax_error_is_found_at_once():
-    with pytest.raises(TokenizerError, match="line 2"):
-        ours("\n{% for %}")
-
-
-@pytest.mark.parametrize(
     "expression",
     [
         "m.content", "m.role ~ m.keys()|list|length", "m.items()|list|length", "m.get('content')",
@@ -131,8 +106,8 @@ def test_a_syntax_error_is_found_at_once():
         "m.count - 10**9 + 2**40 - 1", "m.count + 0.5", "m.flag + 1", "loop.first ~ loop.index0",
         "loop.last ~ loop.length ~ loop.cycle('x', 'y')", "loop.previtem is defined", "ns.n + 1",
         "loop.nextitem is defined", "loop.nothing is defined", "ns.nothing is defined",
-        "loop._length is defined", "ns.__init__ is defined", "ns.m.role", "'%s' % m.role",
-    ],
+        "loop._length is defined", "ns.__init__ is defined", "ns.m.role", "'%s' % m.role"
+    ]
 )  # fmt: skip
 def test_short_ways_give_what_jinja_gives(expression):
     """Frequent attributes are looked up in a quicker way than Jinja's, with the same result."""
@@ -160,11 +135,6 @@ def test_generation_spans():
     assert [text[a:b] for a, b in spans] == ["Hello\n!", "\U00100000 \U00100001!"]
     assert template.marks_generation
     assert not ours("{{ generation }}{# {% generation %} #}").marks_generation
-
-
-def test_generation_hides_what_is_set_inside(rendered):
-    source = "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }}"
-    assert ours(source).render(TALK) == rendered(source, TALK)
 
 
 def test_pickles():
