@@ -22,36 +22,25 @@ from packstore.registry import Registry
 ROOT = Path(__file__).parents[1]
 
 
-def python(code: str) -> str:
+def run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, *command]
+    return subprocess.run(words, cwd=cwd, capture_output=True, encoding="utf-8", check=False)
+
+
+def python(code: str, cwd: Path | None = None) -> str:
     """Runs `code` in a fresh interpreter; returns its output."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = run("-c", code, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
 
 
 def tool(*command: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=ROOT,
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
+    done = run("-m", *command, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_layers() -> None:
-    command = "from importlinter.cli import lint_imports_command; lint_imports_command()"
-    done = subprocess.run(
-        [sys.executable, "-c", command],
-        cwd=ROOT,
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("from importlinter.cli import lint_imports_command; lint_imports_command()", ROOT)
 
 
 @pytest.mark.slow
@@ -143,13 +132,7 @@ def test_mypy_sees_the_signature_of_the_call(tmp_path: Path) -> None:
         "packstore.pack(1)\n"
         "packstore.estimate('a', 'b', layouts=['wide'])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(script)],
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-        cwd=ROOT,
-    )
+    done = run("-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(script), cwd=ROOT)
     assert 'Revealed type is "packstore.io.dataset.dataset.Dataset"' in done.stdout, done.stdout
     for error in (
         'Missing positional argument "out" in call to "pack"',

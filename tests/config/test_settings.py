@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ from small_jobs import trained_tokenizer, write_jsonl
 from tokenizers import Tokenizer
 
 import packstore
-from packstore.cli import main
-from packstore.config import PackConfig, PlanConfig
-from packstore.errors import ConfigError, DropRateError, RecordError
+from packstore.config import PackConfig
+from packstore.errors import ConfigError
 from packstore.tokenizer import load_tokenizer
 
 PAIRS: list[dict[str, Any]] = [
@@ -72,23 +70,6 @@ def test_given_at_its_default_it_is_no_setting(
     assert longer.manifest.totals.examples == 40
 
 
-@pytest.mark.parametrize("command", ["doctor", "estimate"])
-def test_commands_that_write_nothing_offer_nothing_about_it(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    out = capsys.readouterr().out
-    assert "--max-drop-rate" not in out
-
-
-@pytest.mark.parametrize("seed", [99999999999999999999, -(1 << 63) - 1, 1 << 63])
-def test_a_seed_has_64_bits(seed: int) -> None:
-    with pytest.raises(ConfigError, match=f"setting seed must be at (most|least) .*found {seed}"):
-        PlanConfig(seed=seed)
-    assert PlanConfig(seed=(1 << 63) - 1).seed
-
-
 def test_bpe_dropout_is_switched_off(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,25 +115,3 @@ def test_carried_columns_have_the_type_of_their_values(
     (group,) = packed.iter_packs()
     told = dict(zip(group.example_ids.tolist(), group.columns["n"].tolist(), strict=True))
     assert told == {i: r["n"] for i, r in enumerate(records) if r["n"] is not None}
-
-
-def test_a_declared_type_that_is_another_says_which_it_is(
-    source: Path, tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    with pytest.raises(DropRateError, match=r"'id' must be string, found 0 \(carry id:int64\)"):
-        packstore.pack(str(source), str(tmp_path / "ds"), tokenizer, carry=["id:string"])
-
-
-def test_append_has_the_flag_that_its_error_advises(
-    source: Path, tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    out = str(tmp_path / "ds")
-    packstore.pack(str(source), out, str(tmp_path / "tokenizer.json"))
-    more = tmp_path / "more.jsonl"
-    lines = [json.dumps({**p, "prompt": "Another. "}) for p in PAIRS]
-    more.write_text("\n".join([*lines, '{"prompt": "p", "chosen": "c"}']), encoding="utf-8")
-    with pytest.raises(RecordError, match="--on missing_field=drop"):
-        packstore.append(out, str(more))
-    assert main(["append", out, str(more), "--on", "missing_field=drop"]) == 0
-    assert "40 examples" in capsys.readouterr().out
