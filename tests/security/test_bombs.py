@@ -27,14 +27,14 @@ MB = 1 << 20
 READ = """
 import sys
 from packstore.errors import PackstoreError
-from packstore.io.inputs import pieces, streams
+from packstore.io.inputs import files, pieces
 from packstore.io.shards import parquet as shards
 from packstore.io.inputs import tables
 from packstore.io.inputs.files import InputReader
 from packstore.io.dataset.dataset import open as open_dataset
 
 # Smaller than they are, so that the bombs can be.
-pieces.MAX_RECORD_BYTES, streams.FREE_BYTES, tables.BATCH_BYTES = 8 << 20, 4 << 20, 32 << 20
+pieces.MAX_RECORD_BYTES, files.FREE_BYTES, tables.BATCH_BYTES = 8 << 20, 4 << 20, 32 << 20
 shards.MAX_GROUP_BYTES = 32 << 20
 for path in sys.stdin.read().split():
     try:

@@ -25,8 +25,8 @@ import pyarrow.parquet as pq
 
 from packstore.io.dataset.pack_index import PackIndex
 from packstore.io.dataset.reader import ShardReader
+from packstore.io.inputs.files import HashedStream, decompressed
 from packstore.io.inputs.pieces import FORMATS, ReadOptions
-from packstore.io.inputs.streams import HashedStream, decompressed
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.side_manifest import SideManifest
 from packstore.io.manifest.stored_file import StoredFile

@@ -20,13 +20,7 @@ MAX_RECORD_BYTES = 64 << 20
 
 
 class Piece(NamedTuple):
-    """A part of a file: at least one whole record, and at most about `block_bytes`.
-
-    Attributes:
-        first: ordinal of its first line, row or item in the file, from 0.
-        records: number of records.
-        payload: the argument of `parse`; picklable.
-    """
+    """A part of a file, about `block_bytes` of whole records; `first` is the first's ordinal."""
 
     first: int
     records: int
@@ -67,8 +61,7 @@ class Format:
 
     Attributes:
         unit: unit of ordinals: ``line``, ``row`` or ``item``.
-        read: ``(stream, path, options)`` -> pieces, in order; the path is for error texts. Reads
-            the stream to its end, so that all of it is hashed.
+        read: ``(stream, path, options)`` -> pieces, in order, to the end of the stream.
         parse: ``(payload, path, first)`` -> ordinals and values of the records of a piece.
         random_access: True if `stream` must be seekable.
     """

@@ -123,17 +123,14 @@ class Location:
         urls = paths if local.is_local(fs) else [fs.unstrip_protocol(p) for p in paths]
         return [Location(url, self.storage_options) for url in urls]
 
-    def open_read(self, path: str = "", **how: Any) -> io.BufferedReader:
-        """Opens the file as a binary stream whose errors are all :class:`StorageError`.
-
-        `how` are options of fsspec's ``open``, such as ``cache_type``.
-        """
+    def open_read(self, path: str = "") -> io.BufferedReader:
+        """Opens the file as a binary stream whose errors are all :class:`StorageError`."""
         fs, full = self.filesystem(path)
 
         def opened() -> Any:
             if local.is_local(fs):
                 return io.FileIO(local.only_regular(full))
-            return fs.open(full, "rb", **how)
+            return fs.open(full, "rb")
 
         raw = self.request("read", path, opened)
         request, guard = partial(self.request, "read", path), partial(self.guard, "read", path)
