@@ -168,11 +168,13 @@ class PackedLoss:
 
     def __init__(self, loss_fn: PreferenceLoss, reference: nn.Module | None = None) -> None:
         if loss_fn.sft_weight and loss_fn.sft_average == "token":
-            must = (
+            needed = (
                 "the SFT term must be divided by the number of pairs, which is all that it counts"
             )
-            do = "Use sft_average='sequence_mean' or 'sequence_sum', or a loop of your own"
-            raise ConfigError(sentence("transformers' Trainer", must, "a mean over tokens", do))
+            remedy = "Use sft_average='sequence_mean' or 'sequence_sum', or a loop of your own"
+            raise ConfigError(
+                sentence("transformers' Trainer", needed, "a mean over tokens", remedy)
+            )
         self.loss_fn, self.reference = loss_fn, reference
         self.metrics, self.held_out = Metrics(), Metrics()
         self.routers: RouterSettings | None = None

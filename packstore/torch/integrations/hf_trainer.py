@@ -102,7 +102,7 @@ def _check_whole(dataset: Any) -> None:
     """Refuses a dataset of packs, or one of several, that yields only this rank's share."""
     for one in dataset.values() if isinstance(dataset, dict) else [dataset]:
         if isinstance(one, PackedDataset) and one.world_size != 1:
-            must = "the trainer deals packs to the ranks, so the dataset must not"
+            needed = "the trainer deals packs to the ranks, so the dataset must not"
             found = f"a PackedDataset of rank {one.rank} of {one.world_size}"
-            do = "Make it with rank=0, world_size=1"
-            raise ConfigError(sentence("PackedTrainerMixin", must, found, do))
+            remedy = "Make it with rank=0, world_size=1"
+            raise ConfigError(sentence("PackedTrainerMixin", needed, found, remedy))

@@ -67,9 +67,9 @@ def loss_from_nemo(settings: Mapping[str, Any], *, pack_mean: bool = False) -> P
             f"choose one of: {', '.join(LOSS_NAMES)}."
         )
     if not beta:
-        must = "ref_policy_kl_penalty must be above 0"
-        do = "NeMo-Aligner's own configuration sets 0.2"
-        raise ConfigError(sentence("NeMo-Aligner's settings", must, quote(beta), do))
+        needed = "ref_policy_kl_penalty must be above 0"
+        remedy = "NeMo-Aligner's own configuration sets 0.2"
+        raise ConfigError(sentence("NeMo-Aligner's settings", needed, quote(beta), remedy))
     averaged = _flag(given, "preference_average_log_probs")
     sft_averaged = averaged
     if given["sft_average_log_probs"] is not None:

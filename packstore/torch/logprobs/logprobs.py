@@ -113,8 +113,8 @@ def _check_head(hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> N
     width = hidden.shape[-1]
     shapes = [tuple(x.shape) for x in (weight, bias) if x is not None]
     if len(shapes[0]) != 2 or shapes[0][1] != width or shapes[1:] not in ([], [shapes[0][:1]]):
-        must = f"weight must be [V, {width}], as hidden is [T, {width}], and bias [V]"
-        raise ConfigError(sentence("segment_logps", must, " and ".join(map(str, shapes))))
+        needed = f"weight must be [V, {width}], as hidden is [T, {width}], and bias [V]"
+        raise ConfigError(sentence("segment_logps", needed, " and ".join(map(str, shapes))))
 
 
 def _sum_by_segment(logps: Tensor, targets: Targets, num_segments: int) -> Tensor:

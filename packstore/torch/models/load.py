@@ -86,7 +86,7 @@ def add_lora(
         return peft.get_peft_model(model, config)
     except ValueError as error:
         must = f"the model must have modules named {', '.join(targets) or 'anything linear'}"
-        raise ConfigError(sentence("lora_targets", must, quote(str(error), 200))) from error
+        raise ConfigError(sentence("lora: targets", must, quote(str(error), 200))) from error
 
 
 def checkpoint_gradients(model: Any) -> None:

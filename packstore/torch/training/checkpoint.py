@@ -162,8 +162,8 @@ def read_state(checkpoint: Path) -> RunState:
             raise ValueError("another format")
         return RunState(**values)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        must = f"it must be a checkpoint of format {FORMAT}"
-        raise FormatError(sentence(f"checkpoint {checkpoint}", must, str(error))) from error
+        needed = f"it must be a checkpoint of format {FORMAT}"
+        raise FormatError(sentence(f"checkpoint {checkpoint}", needed, str(error))) from error
 
 
 def load_optimizer(
@@ -183,9 +183,11 @@ def load_optimizer(
     try:
         tensors = load_file(checkpoint / OPTIMIZER)
     except (OSError, SafetensorError) as error:
-        must = f"{OPTIMIZER} must hold the optimizer's state"
-        do = "Remove this checkpoint, to go on from the one before"
-        raise FormatError(sentence(f"checkpoint {checkpoint}", must, str(error), do)) from error
+        needed = f"{OPTIMIZER} must hold the optimizer's state"
+        remedy = "Remove this checkpoint, to go on from the one before"
+        raise FormatError(
+            sentence(f"checkpoint {checkpoint}", needed, str(error), remedy)
+        ) from error
     for name, tensor in tensors.items():
         parameter, _, entry = name.rpartition(".")
         of_parameter[parameter][entry] = tensor

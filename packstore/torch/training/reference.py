@@ -78,21 +78,18 @@ class OwnAdapter:
             logps: Tensor = self.policy(batch)
             return logps
 
-    def _as_reference(self) -> AbstractContextManager[None]:
-        if REF_ADAPTER in self.adapted.peft_config:
-            return _active(self.adapted, REF_ADAPTER)
-        off: AbstractContextManager[None] = self.adapted.disable_adapter()
-        return off
-
-
-@contextmanager
-def _active(adapted: Any, name: str) -> Iterator[None]:
-    before = adapted.active_adapter
-    adapted.set_adapter(name, inference_mode=True)
-    try:
-        yield
-    finally:
-        adapted.set_adapter(before)
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        if REF_ADAPTER not in self.adapted.peft_config:
+            with self.adapted.disable_adapter():
+                yield
+            return
+        before = self.adapted.active_adapter
+        self.adapted.set_adapter(REF_ADAPTER, inference_mode=True)
+        try:
+            yield
+        finally:
+            self.adapted.set_adapter(before)
 
 
 def check_precomputed(

@@ -29,21 +29,21 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
         ConfigError: a required checkpoint is missing, an unexpected one exists, or the output holds
             a model without checkpoints.
     """
-    found = checkpoints(Path(config.output, "checkpoints"))
-    if not found:
+    saved = checkpoints(Path(config.output, "checkpoints"))
+    if not saved:
         _check_new(config.output)
     if config.resume not in ("auto", "never"):
         chosen = Path(config.resume)
-        later = [path.name for path in found if step_of(path) > step_of(chosen)]
+        later = [path.name for path in saved if step_of(path) > step_of(chosen)]
         if later and chosen.is_dir():
-            must = "its output must have no later checkpoints"
-            do = "Remove them, or choose another output"
-            raise ConfigError(sentence(f"resume {chosen}", must, ", ".join(later), do))
+            needed = "its output must have no later checkpoints"
+            remedy = "Remove them, or choose another output"
+            raise ConfigError(sentence(f"resume {chosen}", needed, ", ".join(later), remedy))
         return chosen
-    if found and config.resume == "never":
-        do = "Choose another output, or resume: auto"
-        raise ConfigError(sentence(f"output {config.output}", "it must be new", found[-1].name, do))
-    return found[-1] if found else None
+    if saved and config.resume == "never":
+        where, remedy = f"output {config.output}", "Choose another output, or resume: auto"
+        raise ConfigError(sentence(where, "it must be new", saved[-1].name, remedy))
+    return saved[-1] if saved else None
 
 
 def make_output(config: TrainConfig) -> None:
@@ -55,8 +55,8 @@ def make_output(config: TrainConfig) -> None:
     try:
         Path(config.output).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        where, must = f"output {config.output}", "the output must be a folder that can be written"
-        raise StorageError(sentence(where, must, str(error.strerror), "Name another")) from error
+        where, needed = f"output {config.output}", "the output must be a folder that can be written"
+        raise StorageError(sentence(where, needed, str(error.strerror), "Name another")) from error
 
 
 def _check_new(output: str) -> None:
@@ -81,9 +81,9 @@ def check_unchanged(config: TrainConfig, before: Mapping[str, Any]) -> None:
     for name in changed:
         text = f"{name} was {quote(before.get(name))} and is {quote(now[name])}"
         if name in FIXED:
-            must = "a run that goes on must keep its model and loss"
-            do = "Choose another output to begin a new run"
-            raise ConfigError(sentence(f"checkpoint in {config.output}", must, text, do))
+            needed = "a run that goes on must keep its model and loss"
+            remedy = "Choose another output to begin a new run"
+            raise ConfigError(sentence(f"checkpoint in {config.output}", needed, text, remedy))
         logger.warning("since the checkpoint, %s", text)
 
 

@@ -67,7 +67,7 @@ def trainer_of(
     )
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_its_defaults(
     transformers: Any, kit: SimpleNamespace, tmp_path: Path, precision: str
 ) -> None:

@@ -209,12 +209,14 @@ def _has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+@pytest.mark.slow
 def test_two_processes_under_fsdp(kit: SimpleNamespace, ranks: list[dict[str, Any]]) -> None:
     _, expected = whole_step(prepare(kit.tiny_model()), loss_of(sft_weight=0.3), STEP_PACKS)
     for found in ranks:
         assert_equal(found["fsdp"]["gradients"], expected)
 
 
+@pytest.mark.slow
 def test_two_processes_under_accelerate(kit: SimpleNamespace, ranks: list[dict[str, Any]]) -> None:
     pytest.importorskip("accelerate", reason="one of the trainers")
     _, expected = whole_step(prepare(kit.tiny_model()), loss_of(sft_weight=0.3), STEP_PACKS)
@@ -223,6 +225,7 @@ def test_two_processes_under_accelerate(kit: SimpleNamespace, ranks: list[dict[s
         assert_equal(found["accelerate"]["gradients"], expected)
 
 
+@pytest.mark.slow
 def test_two_processes_under_the_trainer(kit: SimpleNamespace, ranks: list[dict[str, Any]]) -> None:
     """Each rank gets its own packs, none twice, though Accelerate dispatches by default."""
     pytest.importorskip("accelerate", reason="the Trainer needs it")

@@ -58,6 +58,7 @@ def test_gradient_checkpointing(
     assert len(attended) == 2  # forward, and again in backward
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor.*:UserWarning")  # torch's own, in dynamo
 def test_a_compiled_model_serves_every_batch(kit: SimpleNamespace) -> None:
     """And compiles no more after the first few: no graph holds the segments of one batch."""
