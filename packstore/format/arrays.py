@@ -257,7 +257,6 @@ class PackSizes:
 
     All are int64 `[P]` except the last.
 
-
     Attributes:
         tokens: physical tokens.
         examples: examples (for kind ``preference``: pairs).

@@ -113,19 +113,10 @@ def check_tokens(
 
 
 def check_structure(packs: Packs, layout: str, pack_size: int, where: str) -> None:
-    """Checks the rules that indexing relies on, without reading tokens.
+    """Checks the rules that indexing relies on, without reading tokens; see :func:`check_packs`.
 
     Every reader of stored packs calls it, as hashes do not prove who wrote a file: a negative
     length could otherwise cause a write outside an array.
-
-    Args:
-        packs: the packs.
-        layout: ``concat`` or ``shared_prefix``.
-        pack_size: most tokens of a pack.
-        where: name of the packs in error texts.
-
-    Raises:
-        FormatError: a rule is broken; names the first one and the row.
     """
     need = _Need(where, 0)
     segments = _check_structure(packs, pack_size, need)
@@ -134,12 +125,7 @@ def check_structure(packs: Packs, layout: str, pack_size: int, where: str) -> No
 
 
 class _Need:
-    """Raises at the first value that breaks a rule.
-
-    Args:
-        where: name of the packs.
-        first_row: number of the first pack in `where`.
-    """
+    """Raises at the first value that breaks a rule; `first_row` is that of the first pack."""
 
     def __init__(self, where: str, first_row: int) -> None:
         self._where, self._first_row = where, first_row
@@ -150,9 +136,9 @@ class _Need:
             return
         bad = int(np.argmin(ok))
         pack = bad if offsets is None else int(np.searchsorted(offsets, bad, "right")) - 1
-        found = "" if offsets is None else f"element {bad - int(offsets[pack])} of the row"
+        element = "" if offsets is None else f"element {bad - int(offsets[pack])} of the row"
         place = f"{self._where}, row {self._first_row + pack}"
-        raise FormatError(sentence(place, f"{RULES[rule]} [{rule}]", found))
+        raise FormatError(sentence(place, f"{RULES[rule]} [{rule}]", element))
 
 
 def _check_ids(ids: Int32, offsets: Int64, vocab_size: int | None, need: _Need) -> None:

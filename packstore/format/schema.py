@@ -91,15 +91,9 @@ def pack_schema(
 
 
 def check_kind(kind: str, where: str, do: str) -> None:
-    """Refuses an unknown kind.
+    """Raises :class:`FormatError` unless `kind`, of a manifest, is in `KINDS`.
 
-    Args:
-        kind: of a manifest.
-        where: name of the manifest in error texts.
-        do: remedy if it was written by a development version, which named preferences ``dpo``.
-
-    Raises:
-        FormatError: it is not in `KINDS`.
+    `do` is the remedy for one of a development version, which named preferences ``dpo``.
     """
     if kind in KINDS:
         return
@@ -116,30 +110,15 @@ def require_kind(kind: str) -> None:
 
 
 def check_features(version: object, features: list[str], where: str) -> None:
-    """Refuses a dataset that this reader does not support.
-
-    Raises:
-        UnsupportedFormatError: a higher format version, or an unknown required feature.
-    """
+    """Raises UnsupportedFormatError for a higher version, or an unknown required feature."""
+    upgrade = "Upgrade packstore to read this dataset"
     if not isinstance(version, int) or version < 1 or version > FORMAT_VERSION:
-        raise UnsupportedFormatError(
-            sentence(
-                where,
-                f"the format version must be 1 to {FORMAT_VERSION}",
-                repr(version),
-                "Upgrade packstore to read this dataset",
-            )
-        )
+        must = f"the format version must be 1 to {FORMAT_VERSION}"
+        raise UnsupportedFormatError(sentence(where, must, repr(version), upgrade))
     for name in features:
         if name not in FEATURES:
-            raise UnsupportedFormatError(
-                sentence(
-                    where,
-                    f"required features must be among: {', '.join(FEATURES)}",
-                    repr(name),
-                    "Upgrade packstore to read this dataset",
-                )
-            )
+            must = f"required features must be among: {', '.join(FEATURES)}"
+            raise UnsupportedFormatError(sentence(where, must, repr(name), upgrade))
 
 
 def to_arrow(packs: Packs, schema: pa.Schema) -> pa.RecordBatch:
@@ -266,17 +245,13 @@ def _runs(spans: Int32, span_offsets: Int64, token_offsets: Int64) -> Int64:
     return np.diff(flat, prepend=0, append=token_offsets[-1])
 
 
-def _same_rows(rule: str, name: str, found: Int64, expected: Int64) -> None:
+def _same_rows(rule: str, name: str, offsets: Int64, expected: Int64) -> None:
     """Refuses a column whose row lengths differ from those of the other columns."""
-    if not np.array_equal(found, expected):
-        row = int(np.argmax(np.diff(found) != np.diff(expected)))
-        raise FormatError(
-            sentence(
-                f"row {row}",
-                f"column {name} must have {np.diff(expected)[row]} elements there [{rule}]",
-                str(np.diff(found)[row]),
-            )
-        )
+    if not np.array_equal(offsets, expected):
+        lengths, needed = np.diff(offsets), np.diff(expected)
+        row = int(np.argmax(lengths != needed))
+        must = f"column {name} must have {needed[row]} elements there [{rule}]"
+        raise FormatError(sentence(f"row {row}", must, str(lengths[row])))
 
 
 def _list_array(values: Column, offsets: Int64, type_: pa.DataType) -> pa.ListArray:
@@ -287,13 +262,9 @@ def _list_array(values: Column, offsets: Int64, type_: pa.DataType) -> pa.ListAr
 def flat_column(batch: pa.RecordBatch, name: str, value: pa.DataType | None) -> tuple[Any, Int64]:
     """Returns values and int64 `[P + 1]` offsets of a list column; numbers are views.
 
-    Args:
-        batch: rows of a shard.
-        name: name of the column.
-        value: required type of its values; None: any.
-
     Raises:
-        FormatError: the column is missing, has another type, holds nulls, or its offsets decrease.
+        FormatError: the column is missing, does not hold lists of type `value` (None: any), holds
+            nulls, or its offsets decrease.
     """
     position = batch.schema.get_field_index(name)
     if position < 0:

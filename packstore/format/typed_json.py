@@ -36,12 +36,7 @@ _WORDS = {
 
 
 def decode(data: bytes, kind: type[T], where: str) -> T:
-    """Decodes JSON text to type `kind`; ignores fields that the type lacks.
-
-    Args:
-        data: the text.
-        kind: a dataclass or struct; msgspec checks the constraints of its fields.
-        where: its place, for error texts.
+    """Decodes JSON text to a dataclass or struct; ignores fields that the type lacks.
 
     Raises:
         FormatError: the text is not JSON, or a field is missing or of another type.

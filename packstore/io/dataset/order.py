@@ -135,8 +135,8 @@ class PackOrder:
         table = np.empty(len(row), np.int64)
         by_stratum = np.lexsort((ties, self._strata[packs], owner))
         table[np.lexsort((wanted, owner))] = row[by_stratum]
-        found: Int64 = table[to_offsets(sizes)[which] + rows]
-        return found
+        chosen: Int64 = table[to_offsets(sizes)[which] + rows]
+        return chosen
 
 
 def permuted(values: Int64, sizes: Int64, keys: U64) -> Int64:

@@ -86,10 +86,7 @@ class ParquetShard:
     ) -> pa.RecordBatch:
         """Decodes some columns of a row group and verifies the checksums of their pages.
 
-        Args:
-            group: number of the row group.
-            names: of the columns.
-            read: returns bytes `start` to `end` of the file; called once.
+        `read` returns bytes `start` to `end` of the file; called once.
         """
         start, end = self.range(group, names)
         part = _FileSlice(self._shard.bytes)
@@ -98,26 +95,17 @@ class ParquetShard:
 
 
 def check_group(group: pq.RowGroupMetaData, rows: int, values: int = MAX_VALUES) -> None:
-    """Refuses a row group that exceeds the limits by its footer.
+    """Raises IntegrityError for a row group that by its footer exceeds the limits.
 
-    Args:
-        group: metadata in the footer.
-        rows: number of rows in the manifest.
-        values: maximum values of a column.
-
-    Raises:
-        IntegrityError: it has another number of rows, exceeds a limit, or has a dictionary.
+    Also if it has other than `rows` rows, a column of over `values` values, or a dictionary.
     """
     columns = [group.column(i) for i in range(group.num_columns)]
     size = sum(column.total_uncompressed_size for column in columns)
     most, limit = max(column.num_values for column in columns), min(values, MAX_VALUES)
+    decompressed = f"at most {MAX_GROUP_BYTES} bytes when decompressed"
     figures = [
         (group.num_rows == rows, f"{rows} rows", group.num_rows),
-        (
-            0 <= size <= MAX_GROUP_BYTES,
-            f"at most {MAX_GROUP_BYTES} bytes when decompressed",
-            size,
-        ),
+        (0 <= size <= MAX_GROUP_BYTES, decompressed, size),
         (most <= limit, f"at most {limit} values a column", most),
     ]
     for column in columns:
@@ -134,13 +122,7 @@ def byte_range(
 ) -> tuple[int, int]:
     """Returns the byte range of column chunks in a file of `size` bytes: start, end (exclusive).
 
-    Args:
-        group: metadata in the footer; its chunks are contiguous.
-        size: of the file.
-        columns: numbers of the columns; none: all.
-
-    Raises:
-        IntegrityError: the range is outside the file, or exceeds the limit.
+    `columns` are the numbers of the columns, default all; the chunks are contiguous.
     """
     chunks = [group.column(i) for i in columns or range(group.num_columns)]
     start = min(c.data_page_offset for c in chunks)
