@@ -90,19 +90,6 @@ def pack_schema(
     return pa.schema([pa.field(n, t, nullable=False) for n, t in columns.items()], metadata)
 
 
-def check_kind(kind: str, where: str, do: str) -> None:
-    """Raises :class:`FormatError` unless `kind`, of a manifest, is in `KINDS`.
-
-    `do` is the remedy for one of a development version, which named preferences ``dpo``.
-    """
-    if kind in KINDS:
-        return
-    must = f"field kind must be one of: {', '.join(KINDS)}"
-    if kind == "dpo":
-        raise FormatError(sentence(where, must, "'dpo' of a development version", do))
-    raise FormatError(sentence(where, must, quote(kind)))
-
-
 def require_kind(kind: str) -> None:
     """Raises :class:`UnknownNameError` unless `kind`, of a call, is in `KINDS`."""
     if kind not in KINDS:

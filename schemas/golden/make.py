@@ -22,6 +22,7 @@ from packstore.config import PackConfig
 from packstore.format.arrays import IGNORE_INDEX, Examples, Tally, example_id, to_offsets
 from packstore.format.schema import KINDS, LAYOUTS
 from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.manifest import build_manifest, commit_manifest
 from packstore.io.shards.shard import PackShape
 from packstore.io.side.side import SideWriter
@@ -186,10 +187,12 @@ def write(golden: Golden, folder: Path, packs: list[list[int]]) -> None:
     with ShardWriter(location, shape, config, run="0123456789ab") as writer:
         offsets = to_offsets(np.array([len(p) for p in packs]))
         writer.write(fill(examples(golden, numbers), offsets, golden.layout))
-        shards = writer.close()
+        finished = writer.finish()
+        shards = [part.shard for part in finished]
     tally = Tally(read=len(numbers))
     manifest = build_manifest(shape, config, shards, writer.counter, tally, {}, provenance)
-    commit_manifest(location, replace(manifest, pack_index=writer.pack_index))
+    index = put_index(location, (part.sizes for part in finished), 1)
+    commit_manifest(location, replace(manifest, pack_index=index))
 
 
 def side_row(kind: str, number: int) -> Row:

@@ -107,18 +107,10 @@ def commit(
     name: str = DATASET,
     version: int | None = None,
 ) -> int:
-    """Writes the text of a manifest, with its hash, if its number is still free.
+    """Writes the text of a manifest, with its hash, if its number is free; returns the number.
 
-    Args:
-        location: the dataset.
-        data: the text.
-        overwrite: replace an existing dataset.
-        name: prefix of the manifest's name.
-        version: from :func:`refuse_existing` at the start of the job; None: the next number.
-
-    Returns:
-        The number. Also returned if `version` already has the same text: an equal job committed
-        first, or this put was sent twice.
+    `version` is that of :func:`refuse_existing` at the start of the job; None: the next number. The
+    same text under it counts as written: an equal job was first, or this put was sent twice.
 
     Raises:
         DatasetExistsError: another writer committed first.

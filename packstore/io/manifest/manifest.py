@@ -25,7 +25,6 @@ from packstore.format.schema import (
     KINDS,
     LAYOUTS,
     check_features,
-    check_kind,
     pack_schema,
 )
 from packstore.format.typed_json import (
@@ -306,7 +305,7 @@ class _About(msgspec.Struct):
 def check_manifest(manifest: Manifest, where: str) -> None:
     """Raises :class:`FormatError` if the parts of a manifest contradict each other."""
     records, totals, shards = manifest.records, manifest.totals, manifest.shards
-    check_kind(manifest.kind, where, "Pack the records again with this version")
+    require_choice(where, "field kind", KINDS, kind=manifest.kind)
     require_choice(where, "field layout", LAYOUTS, layout=manifest.layout)
     require_choice(where, "field file_format", FILE_FORMATS, file_format=manifest.file_format)
     require(

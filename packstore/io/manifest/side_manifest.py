@@ -12,8 +12,8 @@ import orjson
 import pyarrow as pa
 
 from packstore.errors import CompatibilityError, UnsupportedFormatError, quote, sentence
-from packstore.format.schema import CARRY_TYPES, check_kind, list_of
-from packstore.format.typed_json import Positive, Sha256, Whole, decode, require
+from packstore.format.schema import CARRY_TYPES, KINDS, list_of
+from packstore.format.typed_json import Positive, Sha256, Whole, decode, require, require_choice
 from packstore.io.manifest.manifest import (
     Manifest,
     check_column,
@@ -131,7 +131,7 @@ class SideManifest:
             must = f"provenance {quote(name)} must be a text, a number, a boolean or null"
             require(ok, where, must, {"value": quote(value)})
         require_different_paths([s.path for s in self.shards], where)
-        check_kind(self.kind, where, "Make the side data again")
+        require_choice(where, "field kind", KINDS, kind=self.kind)
 
 
 def check_side(side: SideManifest, data: Manifest, where: str) -> None:
