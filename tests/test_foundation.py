@@ -74,6 +74,7 @@ def test_registry_names_the_choices() -> None:
             {"row_group_tokens": 1 << 30},
             "row_group_tokens must be at most 16777216; found 1073741824",
         ),
+        ({"max_drop_rate": float("nan")}, "max_drop_rate must be a number; found nan"),
         ({"seed": 1 << 63}, "seed must be at most 9223372036854775807; found 9223372036854775808"),
         ({"seed": -(1 << 63) - 1}, "seed must be at least -9223372036854775808"),
         ({"layout": "padded"}, "layout must be one of: concat, shared_prefix"),

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = CONFIG["project"]
 SCRIPT = runpy.run_path(str(ROOT / "tests" / "try_release.py"))
 
 
@@ -26,6 +27,15 @@ def test_the_license_is_the_one_that_is_declared() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert PROJECT["license"] == citation["license"] == "Apache-2.0"
     assert PROJECT["license-files"] == ["LICENSE"]
+
+
+def test_the_wheel_holds_pages_and_example_configs() -> None:
+    package = ROOT / "packstore"
+    patterns = CONFIG["tool"]["setuptools"]["package-data"]["packstore"]
+    held = {path for pattern in patterns for path in package.glob(pattern)}
+    used = {p for p in package.rglob("*.*") if p.suffix not in (".py", ".md", ".pyc")}
+    assert held == used
+    assert package / "cli" / "examples" / "dpo.yaml" in held
 
 
 def test_the_smoke_test_has_a_part_for_every_extra() -> None:

@@ -185,4 +185,7 @@ def test_a_browser_makes_no_element_of_a_record(hostile: Dataset, tmp_path: Path
     on = [i for i in range(own["start"], own["stop"]) if pack["ids"][i] >= 0]
     text = "".join(pack["texts"][i] or "" for i in on)
     assert "</script><img src=x" in text
-    assert text in unescape(re.sub(r"<[^>]*>", "", drawn[0]))
+    spans = re.findall(r'<span class="(.*?)" data-t="\d+">(.*?)</span>', drawn[0], re.DOTALL)
+    supervised = "".join(unescape(part) for role, part in spans if role == "chosen on")
+    assert supervised.replace("↵\n", "\n") == text
+    assert {role for role, _ in spans} == {"prompt", "chosen on"}
