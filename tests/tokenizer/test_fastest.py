@@ -19,11 +19,8 @@ from packstore.tokenizer import RecordTokenizer, fastest
 from packstore.tokenizer.engines.fastokens import FastokensEngine
 
 KINDS = {
-    "nemo/dummy-dpo.jsonl": "preference",
     "pairs/chat_zh.jsonl": "preference",
     "pairs/hh_harmless.jsonl.gz": "preference",
-    "pairs/toolcall_zh.jsonl": "preference",
-    "ranked/oasst_k2_6.jsonl": "ranked",
     "sft/reason_tool.jsonl": "sft",
 }
 SETTINGS = {"pack_size": 256, "row_group_tokens": 1024, "num_workers": 0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import re
 import unicodedata
 
@@ -34,6 +35,14 @@ SFT_FILES = ["sft/nemo_dummy.jsonl", "sft/reason_tool.jsonl", "sft/toolcall_en.j
 TOKENIZERS = ["qwen3", "mistral", "mistral_model", "t5", "small"]
 
 
+def crossed(rows, columns):
+    """All pairs; those with neither the first row nor the first column are slow."""
+    return [
+        pytest.param(a, b, marks=() if a == rows[0] or b == columns[0] else pytest.mark.slow)
+        for a, b in itertools.product(rows, columns)
+    ]
+
+
 @functools.cache
 def plain_encoder(shared_data, name):
     """Text -> ids, by the library itself, without special tokens; and (BOS, EOS)."""
@@ -62,8 +71,7 @@ def responses_of(record):
     return [record.get(f"{side}_response", record.get(side)) for side in ("chosen", "rejected")]
 
 
-@pytest.mark.parametrize("file", TEXT_FILES)
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize(("file", "name"), crossed(TEXT_FILES, TOKENIZERS))
 def test_plain_text(shared_data, tokenizer, records, rows, sequences, file, name):
     some = records(file)[: 40 if "ranked" in file else 150]
     kind = detect_kind(some[0], CONFIG)
@@ -86,12 +94,13 @@ def test_plain_text(shared_data, tokenizer, records, rows, sequences, file, name
     assert examples.example_ids.tolist() == [i for i, r in enumerate(some) if r in kept]
 
 
-@pytest.mark.parametrize("file", CHAT_FILES)
 @pytest.mark.parametrize(
-    ("name", "template"), [("qwen3", None), ("mistral", "plain"), ("t5", "plain"), ("small", None)]
+    ("file", "named"),
+    crossed(CHAT_FILES, [("qwen3", None), ("mistral", "plain"), ("t5", "plain"), ("small", None)]),
 )
-def test_chat(shared_data, tokenizer, records, rows, sequences, rendered, file, name, template):
-    some = records(file)[:80]
+def test_chat(shared_data, tokenizer, records, rows, sequences, rendered, file, named):
+    name, template = named
+    some = records(file)[:60]
     ours = tokenizer(name, template)
     kind = detect_kind(some[0], CONFIG)
     examples, tally = RecordTokenizer(ours, CONFIG, kind)(rows(some))
@@ -131,8 +140,7 @@ TURNS = {
 
 
 @pytest.mark.parametrize("turns", ["all", "last"])
-@pytest.mark.parametrize("file", SFT_FILES)
-@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize(("file", "name"), crossed(SFT_FILES, list(TURNS)))
 def test_turns_of_a_dialogue(
     shared_data, tokenizer, records, rows, sequences, rendered, file, name, turns
 ):
