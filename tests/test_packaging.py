@@ -33,7 +33,8 @@ def test_the_wheel_holds_pages_and_example_configs() -> None:
     package = ROOT / "packstore"
     patterns = CONFIG["tool"]["setuptools"]["package-data"]["packstore"]
     held = {path for pattern in patterns for path in package.glob(pattern)}
-    used = {p for p in package.rglob("*.*") if p.suffix not in (".py", ".md", ".pyc")}
+    files = {p for p in package.rglob("*.*") if p.parent.name != "__pycache__"}
+    used = {p for p in files if p.suffix not in (".py", ".md")}
     assert held == used
     assert package / "cli" / "examples" / "dpo.yaml" in held
 
