@@ -21,6 +21,7 @@ import torch
 import varlen_kernels
 from torch import Tensor
 from torch.nn.attention import varlen
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from packstore.errors import BackendError, MissingExtraError
 from packstore.testing import random_examples
@@ -325,9 +326,21 @@ def test_gradients_of_copies_are_summed_in_float32(
 ) -> None:
     """256 + 1 + ... + 1: with bfloat16 sums each 1 is lost."""
     monkeypatch.setattr(torch_varlen, "BLOCK", block)
+    dtypes: list[torch.dtype] = []
+
+    class Sums(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten.index_add_.default:
+                dtypes.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
     index = torch.tensor([1] * 9 + [0])
     grad = torch.tensor([256.0] + [1.0] * 8 + [5.0]).bfloat16()[:, None, None]
-    found = torch_varlen.summed(grad, index, torch.zeros(3, 1, 1, dtype=torch.bfloat16))
+    with Sums():
+        found = torch_varlen.summed(grad, index, torch.zeros(3, 1, 1, dtype=torch.bfloat16))
+    assert set(dtypes) == {torch.float32}
     assert found.flatten().tolist() == [5, 264, 0]
     assert found.dtype == torch.bfloat16
 
