@@ -189,19 +189,6 @@ class PreferenceLoss:
         metrics = {"loss": detached((whole, term[1])), **metrics}
         return LossOutput(loss, *term, sft_sum, sft_count, metrics)
 
-    def pair_rewards(
-        self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns implicit rewards of each pair of weight above 0: `[n]` chosen, `[n]` rejected.
-
-        Sums over tokens, also for a loss that compares means. Arguments and errors are those of a
-        call; not for the loss ``sft``, which has no pairs.
-        """
-        sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
-        index, weights = self._weights(batch, logps)
-        pairs = sums.take(index.chosen, index.rejected)
-        return self._beta * pairs.u[weights > 0], self._beta * pairs.v[weights > 0]
-
     def per_example(
         self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:

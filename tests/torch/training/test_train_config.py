@@ -18,7 +18,7 @@ from packstore.cli import main
 from packstore.cli import train as command
 from packstore.cli.settings import read_settings as read_flags
 from packstore.config.training import TrainConfig, lora_settings, read_settings
-from packstore.errors import ConfigError, UnknownNameError
+from packstore.errors import ConfigError
 from packstore.torch.training.optimizer import warmup_steps
 from packstore.torch.training.sinks import ConsoleLines, JsonLines
 
@@ -94,27 +94,6 @@ def test_every_setting_has_a_flag() -> None:
 def test_wrong_values(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainConfig.of(**settings)
-
-
-@pytest.mark.parametrize(
-    ("text", "kind", "message"),
-    [
-        (
-            "modle: x",
-            UnknownNameError,
-            "unknown setting 'modle'.*mean 'model'",
-        ),
-        ("- a", ConfigError, "it must hold settings, name: value"),
-        ("a: [", ConfigError, "it must be YAML"),
-        (None, ConfigError, "it must be a readable file"),
-    ],
-)
-def test_wrong_files(tmp_path: Path, text: str | None, kind: type, message: str) -> None:
-    file = tmp_path / "config.yaml"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(kind, match=message):
-        read_settings(file)
 
 
 def test_warmup_is_steps_or_a_share() -> None:
