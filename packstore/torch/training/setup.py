@@ -34,7 +34,12 @@ from packstore.torch.reference.arithmetic import choose_precision
 from packstore.torch.training.checkpoint import (
     MODEL,
     RunState,
+    check_unchanged,
+    count_steps,
+    find_checkpoint,
+    keep_precision,
     load_optimizer,
+    make_output,
     read_state,
     set_random_state,
 )
@@ -47,13 +52,6 @@ from packstore.torch.training.reference import (
     check_precomputed,
     load_reference,
     of_the_batch,
-)
-from packstore.torch.training.resume import (
-    check_unchanged,
-    count_steps,
-    find_checkpoint,
-    keep_precision,
-    make_output,
 )
 from packstore.torch.training.sinks import tracker_names
 
