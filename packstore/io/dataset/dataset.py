@@ -22,7 +22,7 @@ from packstore.io.dataset.reader import Fetched, ShardReader
 from packstore.io.dataset.verify import VerifyReport, verify
 from packstore.io.manifest.commit import require_files
 from packstore.io.manifest.manifest import Manifest, read_manifest
-from packstore.io.store.location import Location
+from packstore.io.store.location import Location, PerProcess
 from packstore.progress import Progress
 
 OPEN_SHARDS = 64
@@ -230,25 +230,21 @@ class Dataset:
         """Returns the reader of the shard of a row group, and its number in the shard."""
         table = self.row_groups
         shard, index = int(table.shard[group]), int(table.index[group])
-        return self._readers(os.getpid(), shard), index
+        return self._readers.get()(shard), index
 
     @cached_property
     def _sizes(self) -> SizeTable:
         return SizeTable(self.location, self.manifest)
 
     @cached_property
-    def _readers(self) -> Callable[[int, int], ShardReader]:
-        """Returns the reader of a shard, by process id and number; keeps the last ones used.
-
-        A forked process needs its own: threads of its parent may hold locks of the others.
-        """
+    def _readers(self) -> PerProcess[Callable[[int], ShardReader]]:
+        """Returns the reader of a shard, by number; keeps the last ones used."""
         location, manifest, cache = self.location, self.manifest, self.cache
 
-        @functools.lru_cache(OPEN_SHARDS)
-        def reader(_: int, shard: int) -> ShardReader:
+        def reader(shard: int) -> ShardReader:
             return ShardReader(location, manifest, manifest.shards[shard], cache=cache)
 
-        return reader
+        return PerProcess(lambda: functools.lru_cache(OPEN_SHARDS)(reader))
 
 
 def open(

@@ -1,9 +1,8 @@
 """Reads and writes files in a local folder or at any fsspec URL.
 
 A :class:`Location` is a URL with its options, and pickles as these. Each process opens its own
-filesystem, as the asynchronous clients of object stores hang after a fork. All errors are a
-:class:`StorageError` of one line that names the location, without the secrets in its URL or
-options.
+filesystem. All errors are a :class:`StorageError` of one line that names the location, without the
+secrets in its URL or options.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from packstore.config import RetryConfig
 from packstore.errors import DatasetExistsError, FormatError, StorageError, display, quote, sentence
@@ -32,6 +31,23 @@ T = TypeVar("T")
 
 _VERSIONS = ("VersionId", "version_id", "generation", "ETag", "etag", "e_tag", "md5Hash")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]*")
+
+
+class PerProcess(Generic[T]):
+    """A value that each process makes for itself.
+
+    After a fork, asynchronous clients of stores hang, and threads that are gone may hold locks.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make, self._pid = make, 0
+        self._value: T
+
+    def get(self) -> T:
+        """Returns the value of this process."""
+        if self._pid != os.getpid():
+            self._value, self._pid = self._make(), os.getpid()
+        return self._value
 
 
 class Entry(NamedTuple):
@@ -75,13 +91,13 @@ class Location:
     @property
     def local_path(self) -> str | None:
         """The absolute path on the local disk; None for other stores."""
-        fs, root = self._open()
+        fs, root = self.filesystem()
         return root if local.is_local(fs) else None
 
     @property
     def creates_exclusively(self) -> bool:
         """True if exactly one of many concurrent :meth:`create_bytes` is known to succeed."""
-        fs, _ = self._open()
+        fs, _ = self.filesystem()
         return local.is_local(fs) or clients.creates_exclusively(fs)
 
     def join(self, path: str) -> Location:
@@ -117,7 +133,7 @@ class Location:
 
     def glob(self) -> list[Location]:
         """Lists the files that match the URL as a pattern (``*``, ``**``, ``?``, ``[...]``)."""
-        fs, full = self._open()
+        fs, full = self.filesystem()
         matches = self.request("list", "", lambda: clients.glob(fs, full, self.url))
         paths = sorted(path for path, info in matches.items() if info["type"] == "file")
         urls = paths if local.is_local(fs) else [fs.unstrip_protocol(p) for p in paths]
@@ -230,21 +246,19 @@ class Location:
 
     def filesystem(self, path: str = "") -> tuple[Any, str]:
         """Returns the filesystem of this process, and the full path of `path` in it."""
-        fs, root = self._open()
+        fs, root = self._opened.get()
         return fs, f"{root.rstrip('/')}/{path}" if path else root
 
+    @cached_property
+    def _opened(self) -> PerProcess[tuple[Any, str]]:
+        return PerProcess(self._open)
+
     def _open(self) -> tuple[Any, str]:
-        cached = self.__dict__.get("_filesystem")
-        if cached is None or cached[0] != os.getpid():
-            options = self._split_options[1]
-            with self.guard("open"):
-                try:
-                    fs, root = clients.open_filesystem(self.url, options)
-                except ImportError as error:
-                    raise missing_filesystem(self.url, error) from error
-            cached = (os.getpid(), fs, root)
-            object.__setattr__(self, "_filesystem", cached)
-        return cached[1], cached[2]
+        with self.guard("open"):
+            try:
+                return clients.open_filesystem(self.url, self._split_options[1])
+            except ImportError as error:
+                raise missing_filesystem(self.url, error) from error
 
     @property
     def retries(self) -> RetryConfig:
