@@ -121,12 +121,7 @@ def dedup_keys(examples: Examples, config: SelectConfig) -> U64:
 def duplicates(keys: Sequence[U64], ids: Sequence[Int64]) -> list[Int64]:
     """Finds the examples whose key also belongs to a smaller id, in any part of the input.
 
-    Args:
-        keys: uint64 `[n]` of each part.
-        ids: example ids of the keys, int64 `[n]` of each part.
-
-    Returns:
-        The ids found in each part, int64, sorted.
+    Takes keys (uint64) and example ids (int64) of each part, `[n]`; returns the sorted ids of each.
     """
     every = np.concatenate([np.empty(0, np.uint64), *keys])
     every.sort()

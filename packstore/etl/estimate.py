@@ -211,15 +211,7 @@ def estimate_of(
     total: int,
     packs_per_step: int = 1,
 ) -> Estimate:
-    """Plans all combinations.
-
-    Args:
-        kind: of the records.
-        measured, drawn: the sample.
-        combinations: all settings of each, and the sample as they truncate it.
-        total: number of records to scale to.
-        packs_per_step: packs of an optimizer step, over all ranks.
-    """
+    """Plans all combinations."""
     tally = measured.tally
     tally.dropped.pop("overlong", None)
     if not tally.kept:
@@ -242,10 +234,6 @@ def estimate_of(
 
 class Measured:
     """Sizes of the examples of a sample, added place by place.
-
-    Args:
-        layouts: layouts to measure.
-        multiple: multiple to which sequences are padded.
 
     Attributes:
         tally: counts of records.

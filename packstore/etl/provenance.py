@@ -45,13 +45,7 @@ def provenance_of(
 
     `lineage` is a hash of all that decides the ids of the examples and their tokens. It does not
     cover which examples are in, nor which tokens are supervised. A repacked dataset keeps the
-    lineage of its source.
-
-    Args:
-        reader: the input.
-        part: name of the part; None: a single dataset.
-        config: all settings.
-        sources: entries of the inputs; None: those read by `reader`.
+    lineage of its source. Without `sources`, the entries of the inputs are those that were read.
     """
     about, named = reader.provenance(sources), {"part": part} if part else {}
     if "repacked_from" in about:
@@ -84,11 +78,6 @@ def finished_before(
     """Returns the datasets that this job has committed before, by part: schedulers repeat jobs.
 
     The input is read only if all else agrees, and then hashed, not tokenized.
-
-    Args:
-        places: part -> location of its dataset; a single dataset is part None.
-        open_examples: opens the input; called if a dataset is at one of the places.
-        config: all settings.
     """
     newest = {part: _newest(place) for part, place in places.items()}
     there = {part: dataset for part, dataset in newest.items() if dataset is not None}

@@ -118,12 +118,8 @@ class RecordExampleReader:
     ) -> Sampling:
         """Reduces the source to a sample, from all over the input; every iteration then yields it.
 
-        The sample of an iterable of unknown length is its first records.
-
-        Args:
-            records: maximum size of the sample.
-            seed: seed of the sample.
-            report: called with the number of records read so far.
+        The sample of an iterable of unknown length is its first records. `report` is called with
+        the number of records read so far.
         """
         if self._reader.ends:
             self._blocks, sample = sample_blocks(self._blocks, records, seed, report)
@@ -204,13 +200,7 @@ def _are_dialogues(rows: Rows, config: PackConfig, kind: str) -> bool:
 
 
 def _faster_pays(tokenizer: Tokenizer, first: list[Block], blocks: Iterator[Block]) -> bool:
-    """Returns True if the input is large enough for a faster engine to pay.
-
-    Args:
-        tokenizer: the tokenizer.
-        first: the blocks read so far; the others that are read are added.
-        blocks: the other blocks of the input.
-    """
+    """Returns True if the input is large enough for a faster engine to pay; adds to `first`."""
     number = size = 0
     while not pays(tokenizer, size):
         if number == len(first):

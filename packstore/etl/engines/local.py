@@ -62,8 +62,7 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
             workers.add(lambda: work)
         for item in items:
             if workers.number < most and time.monotonic() >= start:
-                for _ in range(most - 1):
-                    workers.add(_Process(work).load)
+                workers.add_processes(work, most - 1)
             pending.append(workers.submit(item))
             if len(pending) > 2 * most:
                 yield pending.popleft().result()
@@ -93,13 +92,17 @@ class _Workers:
 
     def add(self, load: Callable[[], Callable[[Any], Any]]) -> None:
         """Adds a worker: what `load` returns; if it fails, so does the next item."""
-        if isinstance(process := getattr(load, "__self__", None), _Process):
-            self._processes.append(process)
         thread = threading.Thread(
             target=self._work, args=(load,), name="packstore-work", daemon=True
         )
         thread.start()
         self._threads.append(thread)
+
+    def add_processes(self, work: Callable[[Any], Any], number: int) -> None:
+        """Starts worker processes; each takes items once it has loaded the work."""
+        for _ in range(number):
+            self._processes.append(_Process(work))
+            self.add(self._processes[-1].load)
 
     def submit(self, item: Any) -> Future[Any]:
         """Returns the result to be of an item."""

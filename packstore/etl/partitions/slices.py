@@ -79,10 +79,6 @@ def split(inputs: Sequence[tuple[Input, int]], partitions: int) -> list[list[Sli
     The input is cut into shares, and partition p takes the shares p, p + partitions, …. Share i of
     a file of m shares is its blocks i, i + m, i + 2 m, …. As many partitions read a file as it has
     shares, and each skips the other blocks, so compressed files work too.
-
-    Args:
-        inputs: each input and its bytes.
-        partitions: number of partitions.
     """
     slices: list[list[Slice]] = [[] for _ in range(partitions)]
     total = max(sum(size for _, size in inputs), 1)
@@ -173,12 +169,7 @@ def in_turn(
 
 
 class ReadKeys:
-    """Finds the keys that `dedup` compares, and their example ids. Picklable.
-
-    Args:
-        tokenize: turns a block into examples.
-        config: all settings.
-    """
+    """Finds the keys that `dedup` compares, and their example ids. Picklable."""
 
     def __init__(self, tokenize: Callable[[Block], Part], config: PackConfig) -> None:
         self._tokenize, self._config = tokenize, config

@@ -77,15 +77,7 @@ class Spilled:
 
 
 class PackPartitions:
-    """Packs and writes partitions. Picklable, for the tasks of a cluster.
-
-    Args:
-        tokenize: turns a block into examples; None: the caller passes them (:meth:`of_parts`).
-        notes: notes of each dataset, with its location and the name of the run.
-        shape: properties that all packs share.
-        config: all settings.
-        paths: ordinal of each input -> its path, for the places of duplicates.
-    """
+    """Packs and writes partitions. Picklable, for the tasks of a cluster."""
 
     def __init__(
         self,
