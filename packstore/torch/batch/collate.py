@@ -47,8 +47,8 @@ def collate(
     parts = [packs] if isinstance(packs, Packs) else packs
     lengths = np.concatenate([p.lengths for p in parts], dtype=np.int32)
     if ref_logps is None:
-        own = [p.ref_logps for p in parts if p.ref_logps is not None]
-        ref_logps = np.concatenate(own) if len(own) == len(parts) else None
+        stored = [p.ref_logps for p in parts if p.ref_logps is not None]
+        ref_logps = np.concatenate(stored) if len(stored) == len(parts) else None
     if ref_logps is not None and len(ref_logps) != len(lengths):
         raise ConfigError(
             f"ref_logps must have one value for each of {len(lengths)} sequences; "

@@ -213,8 +213,8 @@ class PackedDataset(IterableDataset[Packs]):
         """
         for name, expected in self._identity().items():
             if state.get(name) != expected:
-                found = quote(state[name]) if name in state else "none"
-                raise stale(f"{name} must be {quote(expected)}", found)
+                value = quote(state[name]) if name in state else "none"
+                raise stale(f"{name} must be {quote(expected)}", value)
         epoch = state.get("epoch")
         if not isinstance(epoch, int):
             raise stale("epoch must be a whole number", quote(epoch))
@@ -237,10 +237,10 @@ class PackedDataset(IterableDataset[Packs]):
         """The share of worker `number`, from :attr:`position` on."""
         unseen = Unseen(self.num_packs, self.position)
         step, turn = self.world_size * workers, self.position.step
-        own = range(self.rank + self.world_size * number, len(unseen), step)
+        share = range(self.rank + self.world_size * number, len(unseen), step)
         # The first pack alone, so that it does not wait for others.
-        cuts = [0, *range(1, len(own), _TOGETHER), len(own)] if own else []
-        places = (np.array(own[a:b]) for a, b in pairwise(cuts))
+        cuts = [0, *range(1, len(share), _TOGETHER), len(share)] if share else []
+        places = (np.array(share[a:b]) for a, b in pairwise(cuts))
         given = 0
         for packs in self.stream.read(map(unseen.__getitem__, places)):
             for pack in packs:

@@ -76,8 +76,14 @@ def pack_in_memory(
     tokens = sizes(examples, layout)
     longest = int(tokens.argmax())
     if tokens[longest] > pack_size:
-        must, do = f"it must fit pack_size {pack_size}", "Raise pack_size, or leave the record out"
-        raise RecordError(sentence(f"record {longest}", must, f"{tokens[longest]} tokens", do))
+        raise RecordError(
+            sentence(
+                f"record {longest}",
+                f"it must fit pack_size {pack_size}",
+                f"{tokens[longest]} tokens",
+                "Raise pack_size, or leave the record out",
+            )
+        )
     made = plan(tokens, pack_size=pack_size, shuffle=False)
     packs = fill(examples, made.offsets, layout, made.order)
     if ref_logps is not None:
@@ -126,7 +132,7 @@ def _examples(
         max_length=None,
         # Rollouts may be equal. What is dropped is refused below, with its place.
         on={
-            **{reason: "drop" if own == "error" else own for reason, own in config.on.items()},
+            **{name: "drop" if answer == "error" else answer for name, answer in config.on.items()},
             "identical_sides": "keep",
         },
     )
@@ -135,8 +141,8 @@ def _examples(
     try:
         examples, tally = RecordTokenizer(None, config, kind)(rows)
     except TokenizerError as error:
-        must, do = "they must be token ids", "Tokenize them, or pack them by packstore.pack"
-        raise RecordError(sentence("records", must, "text", do)) from error
+        do = "Tokenize them, or pack them by packstore.pack"
+        raise RecordError(sentence("records", "they must be token ids", "text", do)) from error
     if tally.dropped:
         bad = tally.samples[0]
         must = f"it must be an example [{bad.reason}]"

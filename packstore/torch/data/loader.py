@@ -301,9 +301,14 @@ def _watched(loader: DataLoader[Any]) -> Iterator[Any]:
             text += _dead(getattr(running, "_workers", ()))
         if "(pid" not in text:
             raise
-        must = "workers must live until the epoch ends"
-        do = "Look for the out-of-memory killer and a full /dev/shm; num_workers=0 needs no workers"
-        raise WorkerError(sentence("PackedDataLoader", must, text, do)) from error
+        raise WorkerError(
+            sentence(
+                "PackedDataLoader",
+                "workers must live until the epoch ends",
+                text,
+                "Look for the out-of-memory killer and a full /dev/shm; num_workers=0 needs none",
+            )
+        ) from error
 
 
 def _dead(workers: Sequence[BaseProcess]) -> str:

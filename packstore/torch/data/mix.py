@@ -1,10 +1,9 @@
 """Mixes datasets in fixed proportions of their examples.
 
-The source of each pack follows from a formula, so the packs of each source before any position are
-known at once, the order does not depend on ranks and workers, and the position is one number: pack
-`k` of a source that gives a share `r` of the packs comes at the time ``(k + phase) / r``, and the
-packs of all sources are ordered by time. At every position each source is within a few packs of
-its share.
+The source of each pack follows from a formula, so the order does not depend on ranks and workers:
+pack `k` of a source that gives a share `r` of the packs comes at the time ``(k + phase) / r``, and
+the packs of all sources are ordered by time. At every position each source is within a few packs
+of its share.
 
 Packs are not changed, so each belongs to one source; ``batch.sources`` gives the source index of
 each example. Example ids are unique within a source only: source and id together identify an
@@ -23,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packstore.config import fingerprint
-from packstore.errors import CompatibilityError, ConfigError, quote, sentence
+from packstore.errors import CompatibilityError, ConfigError, quote
 from packstore.format.arrays import Int64, Packs, PackSizes, range_indices
 from packstore.torch.data.stream import Identity, PackStream
 from packstore.torch.models.compatibility import check_same_tokenizer
@@ -248,17 +247,15 @@ class MixOrder:
 
 
 def _check_compatible(sources: Sequence[PackStream]) -> None:
-    do = "Mix only what was made for one training"
+    kinds = [stream.kind for stream in sources]
+    if len(set(kinds)) > 1:
+        raise CompatibilityError(f"sources of the mix must be of one kind; found {quote(kinds)}.")
     for i, stream in enumerate(sources):
         if isinstance(stream, MixedPacks) or not len(stream):
             raise ConfigError(f"source {i} of the mix must be a dataset that holds packs.")
-        if stream.kind != sources[0].kind:
-            must = f"must be of kind {sources[0].kind!r} as source 0"
-            raise CompatibilityError(sentence(f"source {i} of the mix", must, stream.kind, do))
     manifests = [stream.datasets[0].manifest for stream in sources]
     check_same_tokenizer(manifests)
     recorded = [manifest.provenance.get("tokenizer") or {} for manifest in manifests]
-    hashes = [tokenizer.get("chat_template_sha256") for tokenizer in recorded]
-    if len(set(hashes) - {None}) > 1:
-        must = "all must be rendered with one chat template"
-        raise CompatibilityError(sentence("sources of the mix", must, quote(hashes, 200), do))
+    hashes = {tokenizer.get("chat_template_sha256") for tokenizer in recorded}
+    if len(hashes - {None}) > 1:
+        raise CompatibilityError("sources of the mix must be rendered with one chat template.")

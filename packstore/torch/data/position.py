@@ -168,9 +168,13 @@ class SharedStart:
         if not self._is_news():
             return self._position
         if int(self._cells[_GIVEN]):
-            must = "workers that live on cannot take up a balanced step in its middle"
-            do = "Make a new DataLoader after load_state_dict"
-            raise CompatibilityError(sentence("loader state", must, "", do))
+            raise CompatibilityError(
+                sentence(
+                    "loader state",
+                    "workers that live on cannot take up a balanced step in its middle",
+                    do="Make a new DataLoader after load_state_dict",
+                )
+            )
         return Position(int(self._cells[_NEXT]))
 
     def take(self) -> Position:
@@ -203,7 +207,7 @@ def share(cells: torch.Tensor) -> None:
     cells.share_memory_()  # type: ignore[no-untyped-call]
 
 
-def stale(must: str, found: str) -> CompatibilityError:
+def stale(rule: str, value: str) -> CompatibilityError:
     """Returns the error for a state that does not fit the dataset."""
-    do = "Load it into the dataset, seed and lanes that it was taken from, or start anew"
-    return CompatibilityError(sentence("loader state", must, found, do))
+    remedy = "Load it into the dataset, seed and lanes that it was taken from, or start anew"
+    return CompatibilityError(sentence("loader state", rule, value, remedy))

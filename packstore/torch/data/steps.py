@@ -78,8 +78,8 @@ class Step:
         offsets, first = self.window.count_offsets, self.window.start
         if offsets is None:
             return None
-        own = offsets[self.stop - first] - offsets[self.start - first]
-        return dict(zip(COUNTS, own.tolist(), strict=True))
+        counts = offsets[self.stop - first] - offsets[self.start - first]
+        return dict(zip(COUNTS, counts.tolist(), strict=True))
 
     def info(self, index: int, batch: int, ranks: int) -> StepInfo:
         """Describes the step for one of its batches."""
@@ -299,6 +299,11 @@ def check_fits(tokens: Int64, indices: Int64, budget: int) -> None:
     """
     if len(tokens) and tokens.max() > budget:
         which = int(tokens.argmax())
-        must = f"every pack must fit tokens_per_batch={budget}"
-        found = f"{tokens[which]} tokens in pack {indices[which]} of the epoch's order"
-        raise ConfigError(sentence("batches", must, found, "Raise tokens_per_batch"))
+        raise ConfigError(
+            sentence(
+                "batches",
+                f"every pack must fit tokens_per_batch={budget}",
+                f"{tokens[which]} tokens in pack {indices[which]} of the epoch's order",
+                "Raise tokens_per_batch",
+            )
+        )

@@ -13,7 +13,7 @@ import fsspec.implementations.local  # noqa: F401  (taking longer than opening a
 import numpy as np
 
 from packstore.config import ReadConfig
-from packstore.errors import ConfigError, quote
+from packstore.errors import ConfigError
 from packstore.format.arrays import Int64, Packs, PackSizes
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.order import LANES, PackOrder
@@ -94,8 +94,7 @@ class StoredPacks:
         side: SideColumns | None = None,
     ) -> None:
         if shuffle not in (True, False, "stratified"):
-            must = "True, False or 'stratified'"
-            raise ConfigError(f"shuffle must be {must}; found {quote(shuffle)}.")
+            raise ConfigError(f"shuffle must be True, False or 'stratified'; found {shuffle!r}.")
         self.reading = reading or ReadConfig()
         self.dataset = dataset.cached(self.reading)
         self.kind, self.datasets = dataset.manifest.kind, [self.dataset]

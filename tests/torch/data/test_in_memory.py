@@ -30,7 +30,7 @@ def records() -> list[dict[str, Any]]:
             f"{name}_input_ids": ids.tolist(),
             f"{name}_labels": np.where(on, ids, IGNORE_INDEX).tolist(),
             f"{name}_reward": float(EXAMPLES.reward[s]),
-            f"ref_{name}_logps": torch.tensor(-float(s)),
+            f"ref_{name}_logps": torch.tensor(-0.1 * s * s),
         }
     return made
 
@@ -140,5 +140,5 @@ def test_the_collator_lays_records_end_to_end() -> None:
     batch = inputs["labels"].batch
     assert batch.num_packs == 1
     assert batch.example_ids.tolist() == list(range(N))
-    assert batch.ref_logps.tolist() == [-float(s) for s in range(2 * N)]
+    assert batch.ref_logps.tolist() == pytest.approx([-0.1 * s * s for s in range(2 * N)])
     assert batch.kv_index is not None

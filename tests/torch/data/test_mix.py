@@ -166,7 +166,7 @@ def test_epochs_differ_and_a_copy_is_the_same(stored: list[Dataset]) -> None:
 def test_a_rare_source_and_one_that_repeats(kit: SimpleNamespace, tmp_path: Path) -> None:
     """Its next pack is further than a reader looks ahead; the other passes hundreds of times."""
     datasets = {}
-    for name, n, weight in (("often", 5, 1500.0), ("rare", 2, 1.0)):
+    for name, n, weight in (("often", 5, 1100.0), ("rare", 2, 1.0)):
         packs = kit.packed(random_examples(n), [1] * n, "concat")
         datasets[kit.write(str(tmp_path / name), packs)] = weight
     data = PackedDataset.mix(datasets, until="all", **ALONE)
@@ -228,12 +228,12 @@ def test_refusals(stored: list[Dataset], kit: SimpleNamespace, tmp_path: Path) -
         PackedDataset.mix({PackedDataset.mix({a: 1}): 1})
     packs = kit.packed(random_examples(4, kind="sft"), [2, 2], "concat")
     sft = kit.write(str(tmp_path / "sft"), packs, "sft")
-    with pytest.raises(CompatibilityError, match="source 1 of the mix: must be of kind 'prefer"):
+    with pytest.raises(CompatibilityError, match="sources of the mix must be of one kind; found"):
         PackedDataset.mix({a: 1, sft: 1})
     same = tokenized(a)
     for other in ({}, {"chat_template_sha256": None}):
         assert PackedDataset.mix({same: 1, tokenized(b, **other): 1}).num_packs
     with pytest.raises(CompatibilityError, match="packed with one tokenizer"):
         PackedDataset.mix({same: 1, tokenized(b, sha256="b"): 1})
-    with pytest.raises(CompatibilityError, match=r"sources of the mix: .* one chat template"):
+    with pytest.raises(CompatibilityError, match="with one chat template"):
         PackedDataset.mix({same: 1, tokenized(b, chat_template_sha256="d"): 1})
