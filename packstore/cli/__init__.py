@@ -47,7 +47,7 @@ COMMANDS: Registry[Command] = Registry(
 
 def parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
     """Makes the parser of the command line, with the commands `names` only."""
-    top = Parser(prog="packstore")
+    top = Parser(prog="packstore", description=FRONT_PAGE.partition("\n")[0])
     top.add_argument("--version", action="version", version=f"packstore {VERSION}")
     top.set_defaults(debug=False, quiet=False, log_format="text")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
