@@ -150,7 +150,7 @@ def main() -> int:
     split_pairs(args.data, out)
     pack_all(tokenizer, out)
     make_model(Tokenizer.from_file(str(tokenizer)).get_vocab_size(), out / "start")
-    common = {"examples-per-step": 8, "tokens-per-batch": 2 * PACK_SIZE, "log-every": 5}
+    common = {"examples-per-step": 8, "packs-per-batch": 2, "log-every": 5}
     sft = train(
         {
             **common,
