@@ -2,7 +2,7 @@
 
 The function gets the layout of the row as a keyword of the model's forward call, which most models
 pass through to every layer (``entry.py`` reaches the layers of others). Layers that mix tokens
-otherwise run once per sequence (``mixers.py``), and so do whole models whose attention is not in
+otherwise run once per sequence (``row.py``), and so do whole models whose attention is not in
 the registry (``entry.py``). Anything else that would let segments see each other raises: a missing
 layout, a mask, a cache, several rows, dropout, non-causal attention.
 """

@@ -121,14 +121,15 @@ def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
     sizes[LONG] = _longest(model, config, vocab_size, marks)
     ids = [keys(n, 0, "probe", i) % np.uint64(vocab_size) for i, n in enumerate(sizes)]
     for i, n in enumerate(LEFT_OUT):
-        ids[i][: n + 1] = ids[i - 1][: n + 1] if n else ids[i][: n + 1]
+        if n:  # of one prompt, whose last token both have
+            ids[i][: n + 1] = ids[i - 1][: n + 1]
     device = next(model.parameters()).device
     rows = [torch.from_numpy(x.astype(np.int64)).to(device) for x in ids]
     changed = rows[1].clone()
     changed[::2] = (changed[::2] + 1) % vocab_size
     (*own, moved), attention = _own_logits(model, inner, config, [*rows, changed])
     # transformers computes its softmax and its routers in float32 even with wider weights.
-    rounding = ROUNDING[is_half(model)] * float(torch.cat(own).abs().max())
+    rounding = ROUNDING[is_half(model)] * max(float(x.abs().max()) for x in own)
     effect = float((moved - own[1])[1::2].abs().amax(1).median())
     worst, experts = 0.0, any(getattr(config, name, None) for name in EXPERTS)
     for layout, left_out in (("concat", (0,) * len(sizes)), ("shared_prefix", LEFT_OUT)):

@@ -62,7 +62,7 @@ def accepted(kit: SimpleNamespace, name: str, batch: PackedBatch) -> Any:
         model(**batch.model_inputs())
     except BackendError as error:
         pytest.skip(str(error))
-    except Exception as error:  # it does not run by itself either, see test_all_families.py
+    except Exception as error:  # it does not run by itself either, see test_families.py
         pytest.skip(f"does not run: {error}")
     return model
 
