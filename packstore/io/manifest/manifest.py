@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -134,7 +135,8 @@ class Manifest:
         """Names of the input files, or their whole paths where names repeat."""
         paths = [str(source.get("path")) for source in self.provenance.get("sources") or ()]
         names = [PurePosixPath(path).name for path in paths]
-        return [n if names.count(n) == 1 else p for n, p in zip(names, paths, strict=True)]
+        times = Counter(names)
+        return [n if times[n] == 1 else p for n, p in zip(names, paths, strict=True)]
 
     @property
     def lineage(self) -> str:
