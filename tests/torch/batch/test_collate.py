@@ -114,6 +114,15 @@ def test_rows_of_row_groups(kit: SimpleNamespace, kind: str, layout: str) -> Non
     assert collate([replace(rows[1], stand_in=True), rows[0]], kind).weights.tolist() == [0, 1, 1]
 
 
+def test_the_first_token_of_a_segment_is_no_target(kit: SimpleNamespace) -> None:
+    """Nothing predicts it, even if its label is set."""
+    supervised = np.ones_like(EXAMPLES.supervised)
+    examples = replace(EXAMPLES, supervised=supervised)
+    batch = collate(kit.packed(examples, [2, 4], "concat"), "preference")
+    firsts = set(batch.cu_seqlens[:-1].tolist())
+    assert batch.target_index.tolist() == [i for i in range(batch.num_tokens) if i not in firsts]
+
+
 def test_fillers_and_reference(kit: SimpleNamespace) -> None:
     packs = kit.packed(EXAMPLES, [1, 3, 2], "concat")
     batch = collate(packs, "preference", ref_logps=np.arange(12, dtype=np.float32), fillers=1)
