@@ -95,8 +95,8 @@ def _sinks(run: Run) -> list[Sink]:
     accelerator, config = run.accelerator, run.config
     if accelerator.log_with:
         flat = {n: str(v) for n, v in config.recorded().items()}
-        # Also the name of TensorBoard's folder.
-        accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tensorboard"), flat)
+        project = "packstore" if config.trackers else "tensorboard"  # also the name of its folder
+        accelerator.init_trackers(os.environ.get("WANDB_PROJECT", project), flat)
     if not accelerator.is_main_process:
         return []
     step, output = run.start.step if run.start else 0, Path(config.output)
