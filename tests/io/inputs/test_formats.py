@@ -353,3 +353,15 @@ def test_records_without_end(
     Path(name).write_bytes(data)
     with pytest.raises(InputError, match=text):
         list(InputReader(name, block_bytes=100))
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS.values())
+def test_a_file_that_decompresses_to_far_more(
+    compression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("packstore.io.inputs.files.FREE_BYTES", 1 << 20)
+    suffix = next(s for s, c in COMPRESSIONS.items() if c == compression)
+    for name in (f"x.jsonl{suffix}", f"x.parquet{suffix}"):
+        (tmp_path / name).write_bytes(compress(b"\n" * (16 << 20), compression))
+        with pytest.raises(InputError, match="must not decompress to more than 400 times its"):
+            list(InputReader(tmp_path / name))
