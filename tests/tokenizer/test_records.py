@@ -381,6 +381,13 @@ CASES = {
         tokenizer=TURNS,
         settings={"add_bos": True, "overlong": "truncate_prompt", "max_length": 35},
     ),
+    "the bos of a template stays": Case(
+        {**P, "prompt": [user("u" * 30)]},
+        [f"<s>{'u' * 20}<|end|>[assistant]«{x}<|end|>»" for x in "cr"],
+        ("truncated_prompt",),
+        tokenizer={"template": BOS},
+        settings={"overlong": "truncate_prompt", "max_length": 35},
+    ),
     "a token that merges system and user": Case(
         {**P, "prompt": [system("S"), user("u")]},
         ["Su«c»", "Su«r»"],
