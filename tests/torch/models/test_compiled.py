@@ -61,7 +61,9 @@ def gradients(model: nn.Module, batch: PackedBatch) -> list[Tensor]:
     ("name", "settings", "kinds"),
     [
         ("llama", {}, 1),
-        ("mistral", {"sliding_window": 20}, 2),  # windows beyond the longest sequence are none
+        pytest.param(  # windows beyond the longest sequence are none
+            "mistral", {"sliding_window": 20}, 2, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_one_graph_for_all_layers_and_shapes(
@@ -98,6 +100,7 @@ def test_auto_is_traced_with_any_sizes(kit: SimpleNamespace, as_on_a_gpu: None) 
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_other_backends_run_outside(kit: SimpleNamespace) -> None:
     torch._dynamo.reset()
     model = use_packed_attention(kit.tiny_family("llama", num_hidden_layers=1))

@@ -310,7 +310,13 @@ VISION: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(VISION))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma3",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in VISION if name != "gemma3"),
+    ],
+)
 def test_vision_language_models_take_text(kit: SimpleNamespace, exact: None, name: str) -> None:
     """As by their own attention, from logits and from the head; images are refused."""
     torch.manual_seed(0)
