@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packstore.errors import ConfigError
-from packstore.format.arrays import to_offsets
 from packstore.format.seeds import keys, mixed, permutation
 from packstore.io.dataset.order import PackOrder, permuted
 
@@ -84,21 +83,6 @@ def test_strata_change_no_group_and_lose_no_pack(group_rows, seed, lanes, data):
     assert list(
         zip(*(f.tolist() for f in order.locate(np.array(some, np.int64))), strict=True)
     ) == [every[i] for i in some]
-
-
-def test_strata_are_spread_over_every_stretch():
-    rng = np.random.default_rng(0)
-    rows = rng.integers(30, 35, 2000)
-    pairs = rng.poisson(12, int(rows.sum()))
-    first = to_offsets(rows)
-
-    def noise(order: PackOrder, packs: int) -> float:
-        found, row = order.locate(np.arange(len(order) // packs * packs))
-        return float(pairs[first[found] + row].reshape(-1, packs).sum(1).std())
-
-    for packs, factor in ((8, 1.5), (64, 2.0), (256, 1.6)):
-        plain, spread = PackOrder(rows), PackOrder(rows, strata=pairs)
-        assert noise(spread, packs) * factor < noise(plain, packs)
 
 
 def test_a_batch_is_mixed_as_by_a_full_shuffle():

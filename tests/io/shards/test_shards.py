@@ -17,7 +17,6 @@ from packstore.errors import (
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.manifest.commit import with_hash, without_hash
 from packstore.io.shards.checksums import batch_crc32
-from packstore.io.store.local import map_part
 from packstore.pack.fill import fill
 from packstore.testing import random_examples
 
@@ -157,14 +156,6 @@ def test_a_failing_job_keeps_what_was_there(kit, place):
     assert open_dataset(place).verify().ok
 
 
-def test_an_unwritable_place(kit, tmp_path):
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StorageError, match="found a file where a folder must be"):
-        kit.Written(str(tmp_path / "file" / "ds")).dataset([kit.some_packs(3)])
-    with pytest.raises(StorageError, match="cannot write; found no such file or folder"):
-        kit.Written("/proc/nowhere/ds").dataset([kit.some_packs(3)])
-
-
 def damaged(path: str, change) -> bytes:
     data = Path(path).read_bytes()
     Path(path).write_bytes(change(bytearray(data)))
@@ -221,12 +212,3 @@ def test_a_checksum_covers_lengths_too(kit, written):
     """A damaged message may declare fewer rows over the same buffers."""
     batch = next(written.dataset([kit.some_packs(20)]).iter_batches())
     assert batch_crc32(batch.slice(0, len(batch) - 1)) != batch_crc32(batch)
-
-
-def test_a_part_of_a_file_is_mapped(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(bytes(range(256)) * 64)
-    for start, end in ((0, 1), (5000, 9000), (4096, 16384)):
-        assert bytes(map_part(str(path), start, end)) == path.read_bytes()[start:end]
-    with pytest.raises(IntegrityError, match="found only 16384 bytes"):
-        map_part(str(path), 16000, 16385)

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -122,25 +121,6 @@ def test_anywhere(kit, ds, place) -> None:
     derived(url, ds, overwrite=True)
     assert open_side(url).version == 2
     assert plainly(url).keys() == {i for p in ds.iter_packs() for i in p.example_ids.tolist()}
-
-
-def test_what_it_tells(ds, tmp_path) -> None:
-    url = derived(str(tmp_path / "side"), ds)
-    side = open_side(url)
-    assert (side.manifest.lineage, side.manifest.fingerprint) == (
-        ds.manifest.lineage,
-        ds.manifest.fingerprint,
-    )
-    assert dict(side.manifest.provenance) == PROVENANCE
-    assert side.manifest.columns == COLUMNS
-    assert repr(side).startswith(f"Side({url!r}, version=1, examples=90, ")
-    (shard,) = side.manifest.shards
-    assert shard.path.endswith(f"-00000-{shard.sha256[:16]}.parquet")
-    file = pq.ParquetFile(Path(url) / shard.path)
-    assert file.schema_arrow.equals(side.manifest.schema, check_metadata=True)
-    columns = [file.metadata.row_group(0).column(i) for i in range(file.metadata.num_columns)]
-    assert {c.compression for c in columns} == {"ZSTD"}
-    assert not any(c.has_dictionary_page or c.is_stats_set for c in columns)
 
 
 def test_it_is_no_dataset_and_a_dataset_is_none(ds, tmp_path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from typing import Any
-
 import pytest
 from small_jobs import SETTINGS, pairs
 
@@ -13,68 +10,9 @@ from packstore.errors import MissingFilesError, StorageError
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.commit import manifest_path
 from packstore.io.store.location import Location
-from packstore.io.write.write_job import WriteJob
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 RECORDS = pairs(60)
-
-
-class Job(threading.Thread):
-    """Packs, and stops once where it is told to, by the names of method and path."""
-
-    def __init__(self, place: str) -> None:
-        super().__init__()
-        self.place, self.error, self.reached = place, None, threading.Event()
-        self.go = threading.Event()
-
-    def run(self) -> None:
-        try:
-            packstore.pack(RECORDS, self.place, **SETTINGS)
-        except Exception as error:
-            self.error = error
-        finally:
-            self.reached.set()
-
-    def stop_here(self) -> None:
-        if not self.reached.is_set():
-            self.reached.set()
-            assert self.go.wait(120)
-
-
-@pytest.mark.parametrize("wakes", ["before the look", "before the put"])
-def test_the_same_job_restarted_elsewhere(
-    place: str, monkeypatch: pytest.MonkeyPatch, wakes: str
-) -> None:
-    """The first one wakes while the second, which took over its shards, is about to commit."""
-    first, second = Job(place), Job(place)
-    confirm, create = WriteJob.confirm, Location.create_bytes
-
-    def stopped_confirm(self: WriteJob, shards: Any) -> None:
-        if threading.current_thread() is first and wakes == "before the look":
-            first.stop_here()
-        confirm(self, shards)
-
-    def stopped_create(self: Location, path: str, data: bytes) -> None:
-        if path == manifest_path(1):
-            job = threading.current_thread()
-            assert isinstance(job, Job)
-            job.stop_here()
-        create(self, path, data)
-
-    monkeypatch.setattr(WriteJob, "confirm", stopped_confirm)
-    monkeypatch.setattr(Location, "create_bytes", stopped_create)
-    first.start()
-    assert first.reached.wait(120)
-    second.start()
-    assert second.reached.wait(120)
-    order = (first, second) if wakes == "before the look" else (second, first)
-    for job in order:
-        job.go.set()
-        job.join()
-    assert [job.error for job in order] == [None, None]  # their manifests are the same
-    dataset = packstore.open(place)
-    assert dataset.version == 1
-    assert dataset.verify().ok
 
 
 @pytest.mark.parametrize("how", ["pack", "append", "concat"])
