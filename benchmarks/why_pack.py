@@ -60,7 +60,7 @@ def load(path: str, tokenizer: str, template: str | None, pack_size: int) -> Exa
     with tempfile.TemporaryDirectory() as folder:
         dataset = packstore.pack(
             path, f"{folder}/out", tokenizer, pack_size=pack_size, strategy="none",
-            pack_order="plain", chat_template=template, max_drop_rate=0.9,
+            chat_template=template, max_drop_rate=0.9,
         )  # fmt: skip
         examples = Examples.concat([unpack(packs) for packs in dataset.iter_packs()])
         return examples.take(np.argsort(examples.example_ids))
