@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from exchange_datasets import chats, files, pairs
 
 from packstore import Dataset, export
 from packstore.cli import main
-from packstore.errors import CompatibilityError, DatasetExistsError
+from packstore.errors import CompatibilityError, DatasetExistsError, StorageError
 
 Pack = Callable[..., Dataset]
 
@@ -76,6 +77,22 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, packed: Pack) -> None:
 
     with pytest.raises(ValueError, match="of the caller"):
         export("nemo", dataset, folder / "x.npy", progress=fail)
+    assert files(folder) == []
+
+
+def test_a_file_is_synced_before_it_appears(
+    tmp_path: Path, packed: Pack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some disks tell only then that they are full."""
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    dataset, folder = packed(pairs(9)), tmp_path / "out"
+    folder.mkdir()
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(StorageError, match="cannot write; found no space left on the device"):
+        export("nemo", dataset, folder / "x.npy")
     assert files(folder) == []
 
 
