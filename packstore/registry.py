@@ -46,11 +46,7 @@ class Registry(Generic[T]):
         return tuple(self._entries)
 
     def check(self, name: str) -> str:
-        """Returns `name` if it is known.
-
-        Raises:
-            UnknownNameError: `name` is unknown; lists the choices, and a similar name if any.
-        """
+        """Returns `name` if it is known."""
         if name in self._entries:
             return name
         near = difflib.get_close_matches(str(name), self._entries, n=1)
@@ -60,12 +56,7 @@ class Registry(Generic[T]):
         )
 
     def load(self, name: str) -> T:
-        """Loads the object registered as `name`.
-
-        Raises:
-            UnknownNameError: `name` is unknown.
-            MissingExtraError: a required third-party package is not installed.
-        """
+        """Loads the object registered as `name`."""
         module, _, attribute = self._entries[self.check(name)].partition(":")
         try:
             loaded: Any = getattr(importlib.import_module(module), attribute)

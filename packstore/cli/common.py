@@ -93,12 +93,7 @@ def open_dataset(args: argparse.Namespace) -> Dataset:
 
 
 def decoder_of(dataset: Dataset, path: str | None) -> Callable[[list[int]], str]:
-    """Returns a function from ids to text, with the tokenizer at `path` or the manifest's.
-
-    Raises:
-        TokenizerError: there is no tokenizer.
-        CompatibilityError: the tokenizer is not the one that the dataset was packed with.
-    """
+    """Returns a function from ids to text, with the tokenizer at `path` or the manifest's."""
     from packstore.tokenizer import recorded_tokenizer
 
     remedy = "Give --tokenizer PATH, or --ids"

@@ -30,11 +30,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: str | PathLike[str]) -> dict[str, Any]:
-    """Reads a mapping from a YAML file; lists become tuples.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or holds no mapping.
-    """
+    """Reads a mapping from a YAML file; lists become tuples."""
     try:
         settings = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
@@ -59,10 +55,6 @@ def read_job(path: str | PathLike[str]) -> dict[str, Any]:
     """Reads a job file: arguments of ``packstore.pack``, settings among them.
 
     Relative paths in it count from the current folder, as on the command line.
-
-    Raises:
-        ConfigError: the file cannot be read, holds no mapping, or a name has a wrong value.
-        UnknownNameError: a name is neither an argument nor a setting; suggests the nearest.
     """
     job = read_yaml(path)
     check_names(job, (*ARGUMENTS, *PackConfig.names()), PackConfig.LISTED_BY)
@@ -79,9 +71,6 @@ def job_of(provenance: Mapping[str, Any], out: str) -> dict[str, Any]:
     Args:
         provenance: of the manifest.
         out: folder or URL of the dataset.
-
-    Raises:
-        ConfigError: its manifest records no settings or no input files.
     """
     settings, sources = provenance.get("settings"), provenance.get("sources") or []
     paths = [source.get("path") for source in sources if isinstance(source, Mapping)]

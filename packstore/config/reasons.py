@@ -53,12 +53,7 @@ control ids) and a token that joins prompt and response as part of the response.
 
 
 def answers_of(given: Mapping[str, str]) -> dict[str, str]:
-    """Returns the answer to every reason: the one given, else the default.
-
-    Raises:
-        UnknownNameError: a reason does not exist; suggests the nearest.
-        ConfigError: a reason has no such answer.
-    """
+    """Returns the answer to every reason: the one given, else the default."""
     choices = {name: reason.answers for name, reason in REASONS.items() if reason.answers}
     check_names(given, choices, "`packstore doctor --help`", "reason")
     for name, answer in given.items():

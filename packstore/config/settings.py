@@ -107,11 +107,7 @@ class Settings:
 def check_names(
     given: Iterable[str], known: Iterable[str], listed_by: str, what: str = "setting"
 ) -> None:
-    """Refuses unknown names.
-
-    Raises:
-        UnknownNameError: for the first of them; suggests the nearest.
-    """
+    """Refuses unknown names."""
     known = sorted(known)
     for name in given:
         if name not in known:

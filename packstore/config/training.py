@@ -105,11 +105,7 @@ class TrainRunConfig(Settings):
 class TrainConfig(
     TrainRunConfig, TrainOptimizerConfig, TrainLossConfig, TrainModelConfig, TrainDataConfig
 ):
-    """All settings of a training run; fields of later bases come first.
-
-    Raises:
-        ConfigError: a value has the wrong type or is out of range, or two exclude each other.
-    """
+    """All settings of a training run; fields of later bases come first."""
 
     LISTED_BY = "`packstore train --help`"
 
@@ -134,12 +130,7 @@ LORA: Mapping[str, Any] = {"rank": None, "alpha": 16.0, "dropout": 0.0, "targets
 
 
 def lora_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all members of the setting `lora`.
-
-    Raises:
-        UnknownNameError: a member does not exist.
-        ConfigError: a value is out of range, or the rank is missing.
-    """
+    """Returns all members of the setting `lora`."""
     check_names(given, LORA, "docs/training.md")
     lora = {**LORA, **given}
     if isinstance(lora["targets"], str):
@@ -161,12 +152,7 @@ def lora_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_settings(path: str | PathLike[str]) -> dict[str, Any]:
-    """Reads settings from a YAML file, as keywords of :meth:`TrainConfig.of`.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds no mapping.
-        UnknownNameError: a setting does not exist; suggests the nearest.
-    """
+    """Reads settings from a YAML file, as keywords of :meth:`TrainConfig.of`."""
     settings = read_yaml(path)
     check_names(settings, TrainConfig.names(), TrainConfig.LISTED_BY)
     return settings

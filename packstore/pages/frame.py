@@ -112,11 +112,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def check_writable(path: str) -> None:
-    """Refuses a path that cannot be written, before the work.
-
-    Raises:
-        StorageError: its folder does not exist, or it is a folder.
-    """
+    """Refuses a path that cannot be written, before the work."""
     page = Path(path)
     if page.is_dir() or not page.parent.is_dir():
         reason = "Is a directory" if page.is_dir() else "No such file or directory"
@@ -124,11 +120,7 @@ def check_writable(path: str) -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Writes a page.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Writes a page."""
     try:
         Path(path).write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:

@@ -158,10 +158,6 @@ def pack_page(reader: PackReader, numbers: range | None) -> tuple[str, str]:
     Args:
         reader: reads the packs.
         numbers: packs to embed; None: the page asks a server for packs (:mod:`.server`).
-
-    Raises:
-        StorageError: a file is missing, or the store refuses.
-        IntegrityError: a checksum does not match.
     """
     m = reader.dataset.manifest
     packs: list[dict[str, Any]] = []

@@ -44,9 +44,6 @@ class PackServer(ThreadingHTTPServer):
 
     Attributes:
         url: of the page.
-
-    Raises:
-        StorageError: the port is taken, or not permitted.
     """
 
     daemon_threads = True

@@ -56,11 +56,7 @@ class Position:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], packs: int) -> Self:
-        """Parses the position in `state`, in an epoch of `packs` packs.
-
-        Raises:
-            CompatibilityError: a value is missing, of the wrong type or out of range.
-        """
+        """Parses the position in `state`, in an epoch of `packs` packs."""
         position, step, batches = state.get("next"), state.get("step", 0), state.get("batches", 0)
         cut, mask = state.get("cut", {}), state.get("given", "")
         if not all(isinstance(x, int) and x >= 0 for x in (step, batches)):

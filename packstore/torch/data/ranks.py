@@ -88,11 +88,7 @@ def cut_of(config: BatchConfig, world_size: int) -> dict[str, Any]:
 
 
 def settled(stream: PackStream, position: Position) -> Position:
-    """Converts `position` to the set of yielded packs, from which any settings can resume.
-
-    Raises:
-        CompatibilityError: the settings that it names are invalid.
-    """
+    """Converts `position` to the set of yielded packs, from which any settings can resume."""
     if not position.batches:
         return position
     config, world_size = _settings(position.cut)

@@ -27,11 +27,6 @@ class SideColumns:
     Args:
         dataset: the dataset of the packs.
         sides: side datasets, or their URLs. Each must hold all examples of the dataset.
-
-    Raises:
-        CompatibilityError: a side dataset is of other examples, or does not hold all of them.
-        ConfigError: two columns have the same name.
-        DatasetNotFoundError: a side dataset does not exist.
     """
 
     def __init__(self, dataset: Dataset, sides: Sequence[Side | str | PathLike[str]]) -> None:
@@ -49,12 +44,7 @@ class SideColumns:
         return {**vars(self), "_tables": []}
 
     def join(self, packs: list[Packs]) -> list[Packs]:
-        """Returns the packs with the columns.
-
-        Raises:
-            CompatibilityError: an example has no values, or another number of sequences.
-            IntegrityError: a side dataset is damaged, or an id repeats.
-        """
+        """Returns the packs with the columns."""
         if not self._tables:
             self._tables += map(SideTable, self._sides)
         if not packs:

@@ -122,11 +122,7 @@ class StepCutter:
         """Position where the last step ends at the latest."""
 
     def __iter__(self) -> Iterator[Step]:
-        """Yields the steps in order.
-
-        Raises:
-            ConfigError: a single pack is longer than `tokens_per_batch`.
-        """
+        """Yields the steps in order."""
         start, size = 0, WINDOW
         while start < self.end:
             stop = min(start + max(size // self._unit, 1) * self._unit, self.end)
@@ -251,9 +247,6 @@ def plan_steps(
     """Plans whole `epochs`; leaves the stream at the last one.
 
     Looks up the sizes of all packs, in windows; holds one number per step.
-
-    Raises:
-        ConfigError: a single pack is longer than `tokens_per_batch`.
     """
     examples: list[int] = []
     batches = packs = dropped_packs = dropped_examples = padded = 0
@@ -293,9 +286,6 @@ def check_fits(tokens: Int64, indices: Int64, budget: int) -> None:
         tokens: int64 `[n]`, tokens of each pack.
         indices: int64 `[n]`, positions in the global order.
         budget: most tokens of a batch.
-
-    Raises:
-        ConfigError: a pack is longer; names the longest.
     """
     if len(tokens) and tokens.max() > budget:
         which = int(tokens.argmax())

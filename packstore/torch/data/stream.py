@@ -58,10 +58,6 @@ class PackStream(Protocol):
         """Yields for each array of positions its packs, each as :class:`Packs` of one row.
 
         Reads ahead, so it consumes `batches` before it yields the packs before them.
-
-        Raises:
-            StorageError: a shard is missing, or the store refuses.
-            IntegrityError: a checksum of a shard does not match.
         """
 
 

@@ -38,11 +38,6 @@ def load_model(
         dtype: dtype of the weights.
         attention: backend of packed attention, see :func:`use_packed_attention`.
         trainable: False freezes all weights; True with an adapter trains the adapter only.
-
-    Raises:
-        ConfigError: the model does not exist or load, or its files lack a weight.
-        MissingExtraError: transformers, or peft for an adapter, is not installed.
-        BackendError: the model cannot take packed batches.
     """
     name = os.fspath(path)
     if is_adapter(name):

@@ -57,9 +57,6 @@ def probe_model(model: nn.Module) -> None:
     """Runs :func:`check_isolation` before a model is used, and logs the result.
 
     With nearly random weights in half precision the result may be inconclusive, which is logged.
-
-    Raises:
-        BackendError: see :func:`check_isolation`.
     """
     try:
         logger.info("probe: packed and unpacked logits differ by %.2g", check_isolation(model))
