@@ -55,7 +55,7 @@ control ids) and a token that joins prompt and response as part of the response.
 def answers_of(given: Mapping[str, str]) -> dict[str, str]:
     """Returns the answer to every reason: the one given, else the default."""
     choices = {name: reason.answers for name, reason in REASONS.items() if reason.answers}
-    check_names(given, choices, "`packstore doctor --help`", "reason")
+    check_names(given, choices, "docs/tokenizing.md", "reason")
     for name, answer in given.items():
         if answer not in choices[name]:
             raise ConfigError(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from packstore.config import REASONS, TokenizeConfig
-from packstore.errors import RecordError
+from packstore.errors import ConfigError, RecordError, UnknownNameError
 from packstore.tokenizer import RecordTokenizer
 
 
@@ -488,3 +488,10 @@ def test_the_page_lists_every_reason():
     for name, (rule, answers) in REASONS.items():
         choices = ", ".join(f"`{answer}`" for answer in answers) or "the setting `overlong`"
         assert f"| `{name}` | {rule} | {choices} |" in page
+
+
+def test_answers_that_there_are_not():
+    with pytest.raises(UnknownNameError, match=r"unknown reason 'empty_sides'.*'empty_side'"):
+        TokenizeConfig(on={"empty_sides": "drop"})
+    with pytest.raises(ConfigError, match="on, unsupervised, must be one of: drop, error; found"):
+        TokenizeConfig(on={"unsupervised": "keep"})
