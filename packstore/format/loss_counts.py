@@ -29,14 +29,7 @@ def count_packs(packs: Packs, kind: str) -> Int64:
 
 
 def count_examples(supervised: Int64, rewards: Float32, starts: Int64, kind: str) -> Int64:
-    """Counts the columns of :data:`COUNTS` for each example: int64 `[E, 4]`.
-
-    Args:
-        supervised: int64 `[S]`, supervised tokens of each sequence.
-        rewards: float32 `[S]`.
-        starts: int64 `[E]`, the first sequence of each example.
-        kind: ``preference``, ``sft`` or ``ranked``.
-    """
+    """Counts them for each example, int64 `[E, 4]`; `starts`: its first sequence, int64 `[E]`."""
     if kind != "ranked":
         pairs = np.full(len(starts), int(kind == "preference"), np.int64)
         return np.stack([supervised[starts], pairs, pairs, pairs], axis=1)

@@ -109,11 +109,7 @@ def check_features(version: object, features: list[str], where: str) -> None:
 
 
 def to_arrow(packs: Packs, schema: pa.Schema) -> pa.RecordBatch:
-    """Converts packs to an Arrow batch of `schema`, one row per pack.
-
-    Raises:
-        FormatError: the batch has more than 2^31 - 1 tokens (offsets are 32-bit).
-    """
+    """Converts packs to an Arrow batch of `schema`, one row per pack."""
     if len(packs.signed_ids) > np.iinfo(np.int32).max:
         raise FormatError("one batch of packs holds over 2^31 - 1 tokens; write fewer at once.")
     values: dict[str, tuple[Any, Int64]] = {
@@ -198,11 +194,7 @@ def from_arrow(
 
 
 def _spans(on: Bool, token_offsets: Int64) -> tuple[Int32, Int64]:
-    """Converts supervision to runs: flat start, end pairs, relative to their pack.
-
-    Returns:
-        Pairs, int32 `[2 * runs]`, and their offsets, int64 `[P + 1]`. A run lies in one pack.
-    """
+    """Converts supervision to flat start, end pairs in their pack, and their offsets `[P + 1]`."""
     begins, ends = on.copy(), on.copy()
     begins[1:] &= ~on[:-1]
     ends[:-1] &= ~on[1:]
@@ -249,9 +241,7 @@ def _list_array(values: Column, offsets: Int64, type_: pa.DataType) -> pa.ListAr
 def flat_column(batch: pa.RecordBatch, name: str, value: pa.DataType | None) -> tuple[Any, Int64]:
     """Returns values and int64 `[P + 1]` offsets of a list column; numbers are views.
 
-    Raises:
-        FormatError: the column is missing, does not hold lists of type `value` (None: any), holds
-            nulls, or its offsets decrease.
+    Value type None: any. Raises FormatError for anything else than lists of it without nulls.
     """
     position = batch.schema.get_field_index(name)
     if position < 0:
@@ -276,10 +266,7 @@ def flat_column(batch: pa.RecordBatch, name: str, value: pa.DataType | None) -> 
 
 
 def as_arrow(values: Column, type_: pa.DataType) -> pa.Array:
-    """Views numbers in numpy as an Arrow array, cast to `type_` if needed; copies the rest.
-
-    (``pa.array`` imports pandas, which takes 0.2 to 0.3 s.)
-    """
+    """Views numbers as an Arrow array of a type (``pa.array`` imports pandas); copies the rest."""
     dtype = _NUMPY.get(type_.id)
     if dtype is None:
         return pa.array(values, type_, from_pandas=False)
@@ -288,10 +275,7 @@ def as_arrow(values: Column, type_: pa.DataType) -> pa.Array:
 
 
 def as_numpy(array: pa.Array) -> Any:
-    """Views numbers of an Arrow array as numpy; copies booleans and texts.
-
-    (``to_numpy`` would import pandas.)
-    """
+    """Views numbers of an Arrow array (``to_numpy`` imports pandas); copies booleans and texts."""
     dtype = _NUMPY.get(array.type.id)
     if dtype is None:
         array.validate(full=True)  # offsets of strings may be out of bounds

@@ -36,11 +36,7 @@ _WORDS = {
 
 
 def decode(data: bytes, kind: type[T], where: str) -> T:
-    """Decodes JSON text to a dataclass or struct; ignores fields that the type lacks.
-
-    Raises:
-        FormatError: the text is not JSON, or a field is missing or of another type.
-    """
+    """Decodes JSON text to a dataclass or struct; ignores fields that the type lacks."""
     try:
         if not data.isascii():
             data.decode()  # msgspec does not check UTF-8 in unknown fields

@@ -33,14 +33,9 @@ class Cache:
     folder: str
 
     def read(self, name: str, good: Callable[[bytes], bool], fetch: Callable[[], bytes]) -> bytes:
-        """Returns the cached bytes of that name, or fetches and caches them.
+        """Returns the cached bytes of that name, or fetches and caches those that are `good`.
 
         A folder that fails (full, read-only, removed) is warned of once, and then bypassed.
-
-        Args:
-            name: of the file.
-            good: checks bytes; on False, cached ones are fetched again, fetched ones not cached.
-            fetch: reads the bytes from the store; its errors propagate.
         """
         with self._bypassing_errors():
             with open(os.path.join(self.home(), name), "rb") as file:
@@ -55,11 +50,7 @@ class Cache:
         return data
 
     def home(self) -> str:
-        """Returns the user's folder in the cache; creates it if needed.
-
-        Raises:
-            StorageError: it cannot be created, or other users can write to it.
-        """
+        """Returns the user's folder in the cache; creates it, refuses one open to others."""
         home = os.path.join(self.folder, f"packstore-{os.getuid()}")
         with as_storage_errors("write", home, {}):
             with contextlib.suppress(FileExistsError):

@@ -100,11 +100,7 @@ class Dataset:
         return self.manifest.schema
 
     def cached(self, reading: ReadConfig) -> Dataset:
-        """Returns this dataset with the local cache of the settings, if they name one.
-
-        Raises:
-            StorageError: the cache folder cannot be created, or other users can write to it.
-        """
+        """Returns this dataset with the local cache of the settings, if they name one."""
         if reading.cache_dir is None:
             return self
         cache = Cache(os.path.abspath(reading.cache_dir))
@@ -164,12 +160,7 @@ class Dataset:
         return reader.read_packs(index)
 
     def read_columns(self, group: int, names: Sequence[str]) -> tuple[pa.RecordBatch, str, int]:
-        """Reads columns of a row group as stored, verified by checksum; raises like `read_packs`.
-
-        Returns:
-            The columns (of an Arrow shard: all), the place for error texts, and what is to be added
-            to example ids.
-        """
+        """Returns columns as stored (all of an Arrow shard), their place, and their id base."""
         reader, index = self._reader(group)
         batch = reader.read_columns(index, names)
         return batch, self.group_name(group), reader.shard.example_id_base
@@ -273,12 +264,7 @@ def open(
 def find_dataset(
     source: object, storage_options: Mapping[str, Any] | None = None
 ) -> Dataset | None:
-    """Opens the dataset at `source`; returns None for any other source (file, glob, table).
-
-    Raises:
-        FormatError: a dataset is there, but its manifest is not valid.
-        StorageError: the store refuses.
-    """
+    """Opens the dataset at `source`; returns None for any other source (file, glob, table)."""
     if not isinstance(source, str) and not hasattr(source, "__fspath__"):
         return None
     url = os.fspath(source)

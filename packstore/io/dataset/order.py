@@ -75,13 +75,7 @@ class PackOrder:
         return indices % self.lanes if self.shuffle else np.zeros_like(indices)
 
     def locate(self, indices: Int64) -> tuple[Int64, Int64]:
-        """Returns the row groups of the packs at global `indices`, and the rows in them.
-
-        All are int64 `[n]`; `indices` are in any order.
-
-        Raises:
-            IndexError: an index out of range.
-        """
+        """Returns row groups, and rows in them, of the packs at `indices`, int64 `[n]` each."""
         indices = np.asarray(indices, np.int64)
         if not len(indices):
             return indices, indices

@@ -52,7 +52,7 @@ _NEEDED = ("seq_boundaries", "example_ids")
 
 
 def put_index(location: Location, sizes: Iterable[PackSizes], version: int) -> StoredFile | None:
-    """Writes and stores the index of a version from the sizes of each shard; None without any.
+    """Stores the index of a version from the sizes of each shard; returns None without any.
 
     The number is part of the name: packs of equal sizes have equal indexes, and `clean` may be
     removing that of an old version.
@@ -92,12 +92,7 @@ def _table(sizes: PackSizes) -> pa.Table:
 
 
 class PackIndex:
-    """The index of a dataset, in memory as stored: a few bytes for each pack.
-
-    Raises:
-        StorageError: the file is missing, or the store refuses.
-        IntegrityError: its hash does not match, or its contents are invalid.
-    """
+    """The index of a dataset, in memory as stored, a few bytes for each pack; verified."""
 
     def __init__(self, location: Location, manifest: Manifest, info: StoredFile) -> None:
         self.where = location.join(info.path).display
@@ -114,10 +109,7 @@ class PackIndex:
             raise IntegrityError(sentence(self.where, must, f"{quote(schema.names)}, rows {rows}"))
 
     def shard(self, number: int) -> PackSizes:
-        """Returns the sizes of the packs of a shard; refuses those that contradict the manifest.
-
-        Thread-safe.
-        """
+        """Returns the sizes of the packs of a shard, checked. Thread-safe."""
         with decoding(self.where):
             rows = self._shards[number].rows
             check_group(self._metadata.row_group(number), rows, rows)
@@ -136,10 +128,7 @@ class PackIndex:
 
 
 class SizeTable:
-    """Sizes of the packs of a dataset; caches the most recently used shards. Thread-safe.
-
-    Methods raise StorageError for a missing file, IntegrityError for a wrong checksum.
-    """
+    """Sizes of the packs; caches the most recently used shards. Thread-safe."""
 
     def __init__(self, location: Location, manifest: Manifest) -> None:
         self._location, self._manifest = location, manifest
@@ -185,10 +174,7 @@ class SizeTable:
 def read_columns(
     location: Location, manifest: Manifest, shard: ShardInfo, names: Sequence[str]
 ) -> Iterator[Mapping[str, tuple[Any, Int64]]]:
-    """Yields columns `names` of each row group of `shard`, in order: values and pack offsets.
-
-    For Parquet, fetches and verifies only the pages of these columns; for Arrow, whole batches.
-    """
+    """Yields values and pack offsets of some columns of each row group."""
     reader = ShardReader(location, manifest, shard)
     for group in range(len(shard.row_groups)):
         batch = reader.read_columns(group, names)
@@ -199,10 +185,7 @@ def read_columns(
 
 
 def check_counts(columns: Mapping[str, tuple[Any, Int64]], rows: int) -> None:
-    """Refuses out-of-range offsets; see :func:`packstore.format.rules.check_structure`.
-
-    `rows` is the number of packs. Callers compare the sums with the manifest.
-    """
+    """Refuses out-of-range offsets and counts; callers compare the sums with the manifest."""
     for name, (values, offsets) in columns.items():
         if len(offsets) != rows + 1:
             raise IntegrityError(f"column {name} must have {rows} rows; found {len(offsets) - 1}")

@@ -64,15 +64,7 @@ class _OpenGroup:
 
 
 class ReadAhead:
-    """Yields the packs at given positions, batch by batch.
-
-    Args:
-        dataset: contains the packs.
-        order: maps positions to row groups and rows.
-        batches: int64 arrays of positions; consumed ahead of the packs yielded.
-        config: how far to read ahead, and what to do with a row group that cannot be read.
-        left_out: called with quarantined row groups.
-    """
+    """Yields the packs at given positions, batch by batch; quarantined ones go to `left_out`."""
 
     def __init__(
         self,
@@ -99,12 +91,7 @@ class ReadAhead:
         self._good: Packs | None = None
 
     def __iter__(self) -> Iterator[list[Packs]]:
-        """Yields the packs of each batch, each as :class:`Packs` of one row.
-
-        Raises:
-            StorageError: the store refuses; the text names store, shard, row group and attempts.
-            IntegrityError: a checksum does not match; likewise.
-        """
+        """Yields the packs of each batch, each as :class:`Packs` of one row."""
         try:
             if self._plan(1):
                 yield self._next_batch()  # planned alone, so that it waits for nothing else

@@ -45,17 +45,7 @@ _REMEDY = "The file was damaged or replaced: copy the dataset again, or run `pac
 
 
 class ShardReader:
-    """Reads the row groups of one shard.
-
-    Methods raise StorageError for a missing shard, and IntegrityError for damaged bytes.
-
-    Args:
-        location: the dataset.
-        manifest: of the dataset.
-        shard: one of the manifest's shards.
-        data: the bytes of the file, if the caller provides them.
-        cache: caches row groups and footers.
-    """
+    """Reads the row groups of one shard, from `data` if given; damage is an IntegrityError."""
 
     def __init__(
         self,
@@ -77,11 +67,7 @@ class ShardReader:
         return self.decode(group, self.fetch(group))
 
     def read_columns(self, group: int, names: Sequence[str]) -> pa.RecordBatch:
-        """Returns columns `names` of row group `group` as stored; all columns of an Arrow shard.
-
-        For Parquet, fetches the bytes from the first to the last of them, and verifies the
-        checksums of their pages.
-        """
+        """Returns columns as stored, verified page by page; of an Arrow shard all of them."""
         with self._naming(f"row group {group}"):
             file = self._file()
             if isinstance(file, ParquetShard):

@@ -84,10 +84,7 @@ class _Checked:
 def verify(
     location: Location, manifest: Manifest, progress: Progress | None, jobs: int | None = None
 ) -> VerifyReport:
-    """Verifies a dataset; see :meth:`Dataset.verify`.
-
-    Memory: 16 bytes per example, and for each job two windows and a row group.
-    """
+    """Verifies a dataset in 16 bytes per example, and for each job two windows and a row group."""
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs must be at least 1; found {jobs}.")
     where, whole, index = location.display, _Checked(), None

@@ -155,10 +155,7 @@ def clean(
 
 
 def _is_ours(location: Location) -> bool:
-    """Returns True if packstore has written there: a ``data`` folder may be another program's.
-
-    A first job that failed leaves only shards.
-    """
+    """Returns True if packstore wrote there; a first job that failed leaves only shards."""
     if any(list_folder(location, folder) for folder in (FOLDER, PARTITIONS, WRITERS)):
         return True
     data = list_folder(location, DATA)
@@ -166,11 +163,7 @@ def _is_ours(location: Location) -> bool:
 
 
 class _Cleaner:
-    """Lists and removes files that belong to no version to keep.
-
-    Attributes:
-        uploads: unfinished uploads, as last listed; None if the store cannot list them.
-    """
+    """Lists and removes files that no version to keep names; `uploads`: as last listed."""
 
     def __init__(self, location: Location, keep: int | None, older_than: float) -> None:
         self._location, self._keep, self._older_than = location, keep, older_than

@@ -54,13 +54,7 @@ def versions(location: Location, name: str = DATASET) -> dict[int, int]:
 def read_committed(
     location: Location, version: int | None = None, name: str = DATASET
 ) -> tuple[bytes, str, int]:
-    """Returns the text of a manifest without its hash, its place for error texts, its version.
-
-    Raises:
-        DatasetNotFoundError: no dataset, or no such version, was committed there.
-        FormatError: the manifest is too large.
-        IntegrityError: its hash does not match.
-    """
+    """Returns a manifest's text without its hash, its place for error texts, its version."""
     sizes = versions(location, name)
     number = version if version is not None else max(sizes, default=0)
     if number not in sizes:
@@ -87,11 +81,7 @@ def not_exclusive(location: Location) -> ConfigError:
 
 
 def refuse_existing(location: Location, overwrite: bool, name: str = DATASET) -> int:
-    """Returns the number of the next manifest.
-
-    Raises:
-        DatasetExistsError: a dataset exists, and `overwrite` is False.
-    """
+    """Returns the number of the next manifest."""
     current = max(versions(location, name), default=0)
     if current and not overwrite:
         must, found = "must not hold a dataset yet", f"version {current} of one"
@@ -132,12 +122,7 @@ def commit(
 
 
 def require_files(location: Location, files: Mapping[str, int], must: str, do: str) -> None:
-    """Refuses a dataset that lacks one of `files`, bytes by path; `must` and `do` are for the text.
-
-    Raises:
-        MissingFilesError: a file is missing, or has another size.
-        StorageError: the store refuses.
-    """
+    """Refuses a dataset that lacks one of `files`, bytes by path; `must` and `do`: of the text."""
     folders = {path.rpartition("/")[0] for path in files}
     listed = {f"{folder}/{e.name}": e.size for folder in folders for e in location.files(folder)}
     lacking = [path for path, size in files.items() if listed.get(path) != size]
@@ -163,11 +148,7 @@ def with_hash(text: bytes) -> bytes:
 
 
 def without_hash(data: bytes, where: str) -> bytes:
-    """Verifies and removes the hash; returns the JSON object, or `data` if it has no hash.
-
-    Raises:
-        IntegrityError: the hash does not match, or its field is damaged.
-    """
+    """Verifies and removes the hash; returns the JSON object, or `data` if it has no hash."""
     comma = data.rfind(b",")
     try:
         last = orjson.loads(b"{" + data[comma + 1 :])

@@ -28,22 +28,14 @@ _TOKENIZER += ("chat_template_sha256", "tool_use_template_sha256", "chat_templat
 
 
 class Member(NamedTuple):
-    """One of the datasets to merge: its URL without secrets, and its manifest.
-
-    The paths of its shards are relative to the new dataset.
-    """
+    """A dataset to merge: its URL without secrets; its manifest, with paths from the new one."""
 
     url: str
     manifest: Manifest
 
 
 def merge(members: Sequence[Member]) -> Manifest:
-    """Returns the manifest of the packs of `members` in order; it names no pack index.
-
-    Raises:
-        CompatibilityError: the members are not compatible.
-        ConfigError: no members, or more sources than ids can number.
-    """
+    """Returns the manifest of the packs of `members` in order; it names no pack index."""
     check_members(members)
     manifests = [member.manifest for member in members]
     counter, plans, shards, sources = PackCounter(), list[Any](), list[ShardInfo](), list[Any]()

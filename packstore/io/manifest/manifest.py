@@ -165,13 +165,7 @@ class Manifest:
         return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
 
     def to_json(self) -> bytes:
-        """Returns canonical JSON: equal manifests give equal bytes.
-
-        Fields are in order of declaration, a line for each field and shard.
-
-        Raises:
-            FormatError: a text is not valid Unicode.
-        """
+        """Returns canonical JSON: fields as declared, a line for each field and shard."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         shards = [dump_json(_dump_shard(s)) for s in fields.pop("shards")]
         head = {"format_version": FORMAT_VERSION, "features": fields.pop("features")}
@@ -187,12 +181,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes, where: str = "manifest") -> Manifest:
-        """Parses the manifest in `data`; ignores unknown optional fields.
-
-        Raises:
-            UnsupportedFormatError: a higher version, or an unknown required feature.
-            FormatError: a field is missing, of the wrong type, or contradicts others; names it.
-        """
+        """Parses the manifest in `data`; ignores unknown optional fields."""
         head = decode(data, _Head, where)
         check_features(head.format_version, head.features, where)
         found = bytes(head.pack_index).decode()
@@ -211,15 +200,7 @@ def build_manifest(
     planning: Mapping[str, Any],
     provenance: Mapping[str, Any],
 ) -> Manifest:
-    """Builds the manifest of a dataset that was just written.
-
-    Args:
-        shape, config: properties shared by all packs, and the settings of the job.
-        shards, counter: of all its packs.
-        tally: counts of packed, dropped and noted records.
-        planning: statistics of the plan.
-        provenance: see :class:`Manifest`.
-    """
+    """Builds the manifest of a dataset that was just written; see :class:`Manifest`."""
     manifest = Manifest(
         kind=shape.kind,
         layout=shape.layout,
@@ -253,12 +234,7 @@ def manifest_bytes(shards: Sequence[ShardInfo]) -> int:
 
 
 def read_manifest(location: Location, version: int | None = None) -> tuple[Manifest, int]:
-    """Returns the manifest of a dataset, by default the current one, and its version.
-
-    Raises:
-        DatasetNotFoundError: no dataset, or no such version, was committed there.
-        FormatError: the manifest is not valid.
-    """
+    """Returns the manifest of a dataset, by default the current one, and its version."""
     data, where, number = read_committed(location, version)
     return Manifest.from_json(data, where), number
 

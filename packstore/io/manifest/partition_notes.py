@@ -49,10 +49,7 @@ class Finished:
 
 
 class PartitionNotes:
-    """The notes of one run of a job; safe for concurrent use by threads and machines.
-
-    `run` has 12 hexadecimal digits, the same for a rerun.
-    """
+    """The notes of one run, 12 hexadecimal digits; safe for concurrent threads and machines."""
 
     def __init__(self, location: Location, run: str) -> None:
         self.location, self.run = location, run

@@ -101,12 +101,7 @@ class SideManifest:
 
     @classmethod
     def from_json(cls, data: bytes, where: str = "side manifest") -> Self:
-        """Parses the manifest in `data`; ignores unknown fields.
-
-        Raises:
-            UnsupportedFormatError: a higher version, or any required feature (none exist).
-            FormatError: a field is missing, of the wrong type, or contradicts others.
-        """
+        """Parses the manifest in `data`; ignores unknown fields."""
         head = decode(data, _Head, where)
         if head.side_version != SIDE_VERSION or head.features:
             must = f"its version must be {SIDE_VERSION}, and it must need no features"

@@ -26,19 +26,7 @@ _BLOCK = struct.Struct("<qi4xq")  # offset, bytes of its metadata, bytes of its 
 
 
 class ArrowFile:
-    """Schema and byte ranges from the footer of an Arrow file.
-
-    Args:
-        footer: the end of the file, from the flatbuffers table on; already verified by hash.
-        shard: the manifest's entry of the shard.
-
-    Attributes:
-        schema: of all batches.
-        num_groups: number of record batches.
-
-    Raises:
-        IntegrityError: a batch would lie outside the file.
-    """
+    """Schema and byte ranges from the verified footer of an Arrow file, from its table on."""
 
     def __init__(self, footer: bytes, shard: ShardInfo) -> None:
         # The batches of this file cannot be read, but its schema can.

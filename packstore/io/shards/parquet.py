@@ -29,17 +29,9 @@ _ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED", "DELTA_BINARY_PACKED", "BYTE_STREAM_
 
 
 class ParquetShard:
-    """The parsed footer of a Parquet shard; decodes row groups whose bytes callers read.
+    """The verified footer of a Parquet shard; decodes row groups whose bytes callers read.
 
     Thread-safe.
-
-    Args:
-        footer: the end of the file, already verified by hash.
-        shard: the manifest's entry of the shard.
-
-    Attributes:
-        schema: of the shard.
-        num_groups: number of row groups in the footer.
     """
 
     def __init__(self, footer: bytes, shard: ShardInfo) -> None:
@@ -54,11 +46,7 @@ class ParquetShard:
         self._file = open_parquet(self._slice, self._metadata)
 
     def range(self, group: int, columns: Sequence[str] | None = None) -> tuple[int, int]:
-        """Returns the byte range of a row group, or some of its columns: start, end (exclusive).
-
-        Raises:
-            IntegrityError: by the footer it exceeds the limits or the file.
-        """
+        """Returns the byte range of a row group, or some of its columns: start, end (exclusive)."""
         if columns is None and group in self._ranges:
             return self._ranges[group]
         metadata, groups = self._metadata.row_group(group), self._shard.row_groups
@@ -84,10 +72,7 @@ class ParquetShard:
     def columns(
         self, group: int, names: Sequence[str], read: Callable[[int, int], bytes]
     ) -> pa.RecordBatch:
-        """Decodes some columns of a row group and verifies the checksums of their pages.
-
-        `read` returns bytes `start` to `end` of the file; called once.
-        """
+        """Decodes columns, of bytes `start` to `end` from `read`; verifies checksums of pages."""
         start, end = self.range(group, names)
         part = _FileSlice(self._shard.bytes)
         part.hold(read(start, end), start)
@@ -95,10 +80,7 @@ class ParquetShard:
 
 
 def check_group(group: pq.RowGroupMetaData, rows: int, values: int = MAX_VALUES) -> None:
-    """Raises IntegrityError for a row group that by its footer exceeds the limits.
-
-    Also if it has other than `rows` rows, a column of over `values` values, or a dictionary.
-    """
+    """Refuses a row group with other rows, too many values in a column, or a dictionary."""
     columns = [group.column(i) for i in range(group.num_columns)]
     size = sum(column.total_uncompressed_size for column in columns)
     most, limit = max(column.num_values for column in columns), min(values, MAX_VALUES)
@@ -120,10 +102,7 @@ def check_group(group: pq.RowGroupMetaData, rows: int, values: int = MAX_VALUES)
 def byte_range(
     group: pq.RowGroupMetaData, size: int, columns: Sequence[int] = ()
 ) -> tuple[int, int]:
-    """Returns the byte range of column chunks in a file of `size` bytes: start, end (exclusive).
-
-    `columns` are the numbers of the columns, default all; the chunks are contiguous.
-    """
+    """Returns the bytes, start and end, of contiguous column chunks, default all, in a file."""
     chunks = [group.column(i) for i in columns or range(group.num_columns)]
     start = min(c.data_page_offset for c in chunks)
     end = max(c.data_page_offset + c.total_compressed_size for c in chunks)
@@ -145,12 +124,7 @@ def open_parquet(
 def read_group(
     file: pq.ParquetFile, number: int, columns: Sequence[str] | None = None
 ) -> pa.RecordBatch:
-    """Decodes row group `number`, in this thread; `columns`: names of some columns.
-
-    Raises:
-        IntegrityError: it has no rows.
-        pyarrow.ArrowException, OSError: it cannot be decoded.
-    """
+    """Decodes a row group, or columns of these names, in this thread; raises Arrow's errors."""
     names = None if columns is None else list(columns)
     table = file.read_row_group(number, columns=names, use_threads=False)
     batches: list[pa.RecordBatch] = table.combine_chunks().to_batches()

@@ -91,11 +91,7 @@ class FileHashes:
 
     @classmethod
     def of(cls, file: io.BufferedIOBase) -> FileHashes:
-        """Hashes a file, which ends with a footer, its length in four bytes, and a magic word.
-
-        Raises:
-            IntegrityError: the end of the file is invalid.
-        """
+        """Hashes a file, which ends with a footer, its length in four bytes, and a magic word."""
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         size = file.seek(0, os.SEEK_END)
@@ -113,14 +109,7 @@ class FileHashes:
 def describe_shard(
     path: str, figures: Sequence[Int64], hashes: FileHashes, crc32: Int64 | Checksums
 ) -> ShardInfo:
-    """Builds the manifest's entry of a shard.
-
-    Args:
-        path: relative to the dataset.
-        figures: for each row group, ``statistics.pack_figures`` of its packs.
-        hashes: of the file.
-        crc32: `[G]`, of each row group.
-    """
+    """Builds the manifest's entry of a shard from `pack_figures` and crc32 of each row group."""
     groups = [[len(f), *f[:, :4].sum(axis=0), f[:, 4].max()] for f in figures]
     table = np.ascontiguousarray(np.array(groups, np.int64).reshape(-1, 6).T)
     rows, examples, sequences, tokens, supervised, longest = table

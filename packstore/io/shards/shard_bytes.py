@@ -13,14 +13,9 @@ WINDOW_BYTES = 16 << 20
 
 
 class ShardBytes:
-    """The bytes of a shard, for a reader of its row groups in order.
+    """The bytes of a shard, for a reader of its row groups in order; keeps two windows of them.
 
-    Keeps two windows in memory. Does not map the file: if it were truncated meanwhile, the process
-    would crash.
-
-    Args:
-        location: the dataset.
-        shard: one of its shards; reads at most the size in the manifest.
+    Does not map the file: if it were truncated meanwhile, the process would crash.
     """
 
     def __init__(self, location: Location, shard: ShardInfo) -> None:

@@ -18,17 +18,7 @@ from packstore.io.store.storage_errors import as_storage_errors
 
 
 class ShardFile:
-    """A Parquet or Arrow file; not thread-safe. Methods raise StorageError as the disk refuses.
-
-    Args:
-        path: a new local path.
-        schema: of the packs.
-        config: the file format.
-
-    Attributes:
-        figures: for each row group, ``statistics.pack_figures`` of its packs.
-        counter: totals of its packs.
-    """
+    """A new Parquet or Arrow file at a local path, `figures` of its packs, and their totals."""
 
     def __init__(self, path: str, schema: pa.Schema, config: WriteConfig) -> None:
         self.path, self.counter = path, PackCounter()
@@ -58,10 +48,7 @@ class ShardFile:
             self._writer.write_table(table, max(table.num_rows, 1))
 
     def finish(self, durable: bool) -> tuple[FileHashes, Int64]:
-        """Closes the file; returns its hashes, and int64 `[G]`, the crc32 of each row group.
-
-        With `durable` it survives a power cut.
-        """
+        """Closes the file, if `durable` synced; returns its hashes and row groups' crc32, `[G]`."""
         with as_storage_errors("write", self.path, {}):
             self._writer.close()
             local.finish_file(self._file, durable)

@@ -119,12 +119,7 @@ class PackCounter:
         return int(self.sums[3])
 
     def add(self, figures: Int64, lengths: npt.NDArray[np.integer]) -> None:
-        """Adds some packs.
-
-        Args:
-            figures: of each pack, from :func:`pack_figures`.
-            lengths: `[S]`, logical, of all their sequences.
-        """
+        """Adds packs: their :func:`pack_figures`, and logical lengths `[S]` of their sequences."""
         if not len(figures):
             return
         examples, segments, tokens, supervised = figures[:, :4].T

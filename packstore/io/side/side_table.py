@@ -21,15 +21,7 @@ MAPPED_BYTES = 64 << 20
 
 
 class SideTable:
-    """The values of a side dataset, sorted by example id.
-
-    Reads the side dataset once, completely. Memory: 8 bytes for each example besides its values,
-    and three times as much during loading.
-
-    Raises:
-        StorageError: a shard is missing, or the store refuses.
-        IntegrityError: a checksum does not match, or an id repeats.
-    """
+    """The values of a side dataset by example id, 8 bytes for each besides; read at once."""
 
     def __init__(self, side: Side) -> None:
         self.url = side.url
@@ -74,10 +66,7 @@ class SideTable:
         return np.asarray(values[rows])
 
     def ref_logps(self, rows: Int64, num_responses: npt.NDArray[np.integer]) -> Float32:
-        """Returns the value of each sequence of these examples, float32 `[S]`.
-
-        CompatibilityError if an example has another number of sequences.
-        """
+        """Returns the value of each sequence of these examples, float32 `[S]`."""
         values, offsets = self._columns[REF_LOGPS], self._offsets
         assert offsets is not None
         counts = offsets[rows + 1] - offsets[rows]

@@ -35,17 +35,8 @@ AHEAD = 4
 class ShardWriter:
     """Writes packs as the shards of a dataset; a context manager that aborts on an error.
 
-    The bytes depend only on the packs, the settings and the release of pyarrow. Memory: a few row
-    groups. Methods raise StorageError as the store refuses.
-
-    Args:
-        location: the dataset.
-        shape: properties shared by all packs.
-        config: file format and sizes.
-        run: prefix of all shard names; the same for a rerun of the same job.
-
-    Attributes:
-        counter: totals and statistics of the packs so far.
+    The bytes depend only on packs, settings and pyarrow's release; `run` is the prefix of all
+    names. Memory: a few row groups.
     """
 
     def __init__(self, location: Location, shape: PackShape, config: WriteConfig, run: str) -> None:

@@ -104,12 +104,7 @@ class WriteJob:
         require_files(self.location, files, must, "Run it again")
 
     def commit(self, manifest: Manifest) -> None:
-        """Writes the manifest under the number of this job, then checks that its files exist.
-
-        Raises:
-            DatasetExistsError: another writer committed first.
-            MissingFilesError: the version is committed, but lacks files.
-        """
+        """Writes the manifest under the number of this job, then checks that its files exist."""
         commit_manifest(self.location, manifest, version=self.version)
         require_committed(self.location, manifest.files, self.version)
         # Read back like a reader does. By now the newest version may be another job's.
@@ -121,14 +116,7 @@ class WriteJob:
 def writing(
     location: Location, overwrite: bool, call: str = "pack", name: str = DATASET
 ) -> Iterator[WriteJob]:
-    """Opens a job that writes to `location`, possibly concurrent with others.
-
-    `call` is the name of the job in messages, `name` the prefix of its manifest's name.
-
-    Raises:
-        ConfigError: two writers could both commit there.
-        DatasetExistsError: a dataset exists, and `overwrite` is False.
-    """
+    """Opens a job that writes to `location`; `call` names it in messages, `name` its manifests."""
     require_exclusive(location)
     version = refuse_existing(location, overwrite, name)
     with removing_empty_folders(location), writer_marker(location, call):

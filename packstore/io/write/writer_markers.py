@@ -64,11 +64,7 @@ class Writer(msgspec.Struct):
 
 @contextlib.contextmanager
 def writer_marker(location: Location, call: str) -> Iterator[None]:
-    """Writes a marker of this job for the context; warns of other jobs.
-
-    Raises:
-        StorageError: the location is not writable at all.
-    """
+    """Writes a marker for the context; warns of other jobs. Raises if nothing can be written."""
     path = f"{WRITERS}/{uuid.uuid4().hex}.json"
     marker = Writer(call, _machine(), os.getpid(), _started(os.getpid()))
     try:
@@ -90,10 +86,7 @@ def writer_marker(location: Location, call: str) -> Iterator[None]:
 
 
 def writers(location: Location, besides: str = "") -> list[Writer]:
-    """Lists the jobs that may be writing there: running ones, and those with a young marker.
-
-    `besides` is the path of a marker to ignore.
-    """
+    """Lists the jobs that run or have a young marker there, but not the one at `besides`."""
     found = []
     with contextlib.suppress(PackstoreError):
         for file in list_folder(location, WRITERS):
