@@ -93,10 +93,7 @@ def test_the_readme_runs(quickstart: tuple[Path, dict[str, Any]], tmp_path: Path
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (shell,) = re.findall(r"^```sh\n(.*?)^```$", readme, re.M | re.S)
     commands = [line.split()[1:] for line in shell.splitlines() if line.startswith("packstore ")]
-    assert [command[0] for command in commands if parser().parse_args(command)] == [
-        "pack",
-        "train",
-    ]
+    assert [command[0] for command in commands if parser().parse_args(command)] == ["pack", "train"]
     with inside(tmp_path):
         run_page(ROOT / "README.md", dict(names))
 

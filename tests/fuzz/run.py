@@ -77,10 +77,7 @@ def sound() -> None:
     for number in range(len(hostile_values.COMBINATIONS)):
         name, stored = hostile_values.seed(number)
         with tempfile.TemporaryDirectory(prefix="hostile-") as parent:
-            for path, data in stored.items():
-                there = Path(parent, "ds", path)
-                there.parent.mkdir(parents=True, exist_ok=True)
-                there.write_bytes(data)
+            hostile_values.write(stored, Path(parent, "ds"))
             for reader, read in readers(f"{parent}/ds", number):
                 # Not every format holds every kind, and what is appended are pairs.
                 expected = PackstoreError if reader in ("nemo", "megatron", "append") else ()

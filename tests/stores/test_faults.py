@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 from fault_proxy import Faults, faulty
-from fault_runs import RECORDS, SETTINGS, epoch, epoch_run, pack_run, through
+from fault_runs import RECORDS, SETTINGS, epoch_run, pack_run, rate_of, through
 from stores import Store
 
 import packstore
 from packstore.errors import IntegrityError, StorageError
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.store.location import Location
 from packstore.torch import PackedDataset
 
-RATE = 0.15
+FEW = [0.15] * 3
+MANY = pytest.param([rate_of(seed) for seed in range(60)], marks=pytest.mark.slow)
 
 
 @pytest.fixture
@@ -24,19 +24,15 @@ def good(tmp_path: Path) -> Dataset:
     return packstore.pack(RECORDS, str(tmp_path / "good"), **SETTINGS)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_pack_is_whole_or_not_there(s3: Store, good: Dataset, seed: int) -> None:
-    found = pack_run(s3, RATE, seed, good)
-    assert not found.wrong
-    assert found.faults
-
-
-def test_an_epoch_is_right_or_an_error(s3: Store, good: Dataset) -> None:
+@pytest.mark.parametrize("rates", [FEW, MANY], ids=["few", "many"])
+def test_whole_and_right_or_an_error(s3: Store, good: Dataset, rates: list[float]) -> None:
+    """A pack is whole or not there, and a rerun mends it; an epoch is the right one."""
     packstore.pack(RECORDS, s3.url, storage_options=s3.options, **SETTINGS)
-    for seed in range(3):
-        found = epoch_run(s3, s3.url, RATE, seed, epoch(good, seed=seed))
-        assert not found.wrong
-        assert found.faults
+    for seed, rate in enumerate(rates):
+        for found in (pack_run(s3, rate, seed, good), epoch_run(s3, rate, seed, good)):
+            assert not found.wrong, (seed, found)
+            assert found.faults["requests"]
+            assert rate < 0.1 or len(found.faults) > 1
 
 
 def test_what_is_damaged_on_the_way_up_is_not_stored(s3: Store, tmp_path: Path) -> None:
@@ -54,8 +50,7 @@ def test_what_is_damaged_on_the_way_up_is_not_stored(s3: Store, tmp_path: Path) 
 
 
 def test_damage_in_the_store_names_the_object(s3: Store) -> None:
-    packstore.pack(RECORDS, s3.url, storage_options=s3.options, **SETTINGS)
-    data = open_dataset(s3.url, s3.options)
+    data = packstore.pack(RECORDS, s3.url, storage_options=s3.options, **SETTINGS)
     shard = data.manifest.shards[0]
     fs, path = data.location.filesystem(shard.path)
     fs.pipe_file(path, bytes(shard.bytes))

@@ -30,10 +30,7 @@ def files(place: Location) -> dict[str, int]:
 
 
 def test_a_rerun_goes_on_and_nothing_is_left(
-    store: Store,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = write_jsonl(tmp_path / "pairs.jsonl", RECORDS * 6)
     whole = packstore.pack(source, str(tmp_path / "ds"), **CUT)

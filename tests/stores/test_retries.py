@@ -54,10 +54,7 @@ class Answer(Exception):
 
     def __init__(self, code: str, status: int) -> None:
         super().__init__(f"An error occurred ({code})")
-        self.response = {
-            "Error": {"Code": code},
-            "ResponseMetadata": {"HTTPStatusCode": status},
-        }
+        self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
 
 
 PASSING = [

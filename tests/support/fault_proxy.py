@@ -20,12 +20,34 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-SLOW_DOWN = (
-    b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>SlowDown</Code>'
-    b"<Message>Please reduce your request rate.</Message></Error>"
-)
+LATE_S = STALE_S = 3.0
 LISTING = re.compile(r"[?&]list-type=2(&|$)")
-INTERNAL = SLOW_DOWN.replace(b"SlowDown", b"InternalError")
+XML = '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{}</Code><Message>m</Message></Error>'
+ERRORS = {
+    "error 500": (500, "InternalError"),
+    "error 503": (503, ""),
+    "slow down": (503, "SlowDown"),
+}
+READING, WRITING, REMOVING = {"GET"}, {"PUT", "POST"}, {"PUT", "DELETE"}
+ALL = {"GET", "HEAD", "PUT", "POST", "DELETE"}
+FATES: dict[str, set[str]] = {
+    "refuse": ALL,  # the connection ends before anything is done
+    **dict.fromkeys(ERRORS, ALL),
+    "delay": ALL,
+    "done but lost": ALL,  # it is done, and the connection ends without an answer
+    "done but 500": ALL,  # it is done, and an error is returned
+    "cut": READING,  # half of the body, then the connection ends
+    "truncate": READING,  # half of the body, and headers that fit it
+    "flip": READING,  # one bit of the body
+    "flip up": WRITING,  # one bit of what is sent
+    "cut up": WRITING,  # half of what is sent
+}
+RARE = {
+    "late": REMOVING,  # the connection ends, and it is done up to LATE_S later
+    "stale": READING,  # a listing gets an answer that it got up to STALE_S before
+    "wait": ALL,  # as "delay", up to LATE_S
+}
+"""Faults that are drawn only if `kinds` names them."""
 
 
 @dataclass
@@ -44,7 +66,7 @@ class Faults:
     Attributes:
         rate: share of the requests that fail, 0 to 1.
         seed: of the fates.
-        kinds: which of `FATES`.
+        kinds: which of `FATES` and `RARE`; all of `FATES` if empty.
         after: requests that pass before the first fault.
         most: number of faults, at most.
         counts: how often each was drawn, and the number of requests.
@@ -60,44 +82,19 @@ class Faults:
     def __post_init__(self) -> None:
         self._rng, self._lock = random.Random(self.seed), threading.Lock()
 
-    def draw(self, method: str) -> tuple[str | None, random.Random]:
-        """The fate of the next request, and a generator for its details."""
+    def draw(self, method: str) -> tuple[str, random.Random]:
+        """The fate of the next request, empty if it passes, and a generator for its details."""
         with self._lock:
             self.counts["requests"] += 1
-            own = random.Random(self._rng.random())
+            details = random.Random(self._rng.random())
             fitting = [k for k in self.kinds or FATES if method in (FATES | RARE)[k]]
-            over = self.counts.total() - self.counts["requests"] >= self.most
-            if self._rng.random() >= self.rate or over or self.counts["requests"] <= self.after:
-                return None, own
-            if not fitting:
-                return None, own
+            met = self.counts.total() - self.counts["requests"]
+            spared = self._rng.random() >= self.rate or self.counts["requests"] <= self.after
+            if spared or met >= self.most or not fitting:
+                return "", details
             kind = self._rng.choice(fitting)
             self.counts[kind] += 1
-        return kind, own
-
-
-ALL, READING, WRITING = ("GET", "HEAD", "PUT", "POST", "DELETE"), ("GET",), ("PUT", "POST")
-FATES: dict[str, tuple[str, ...]] = {
-    "refuse": ALL,  # the connection ends before anything is done
-    "error 500": ALL,
-    "error 503": ALL,
-    "slow down": ALL,
-    "delay": ALL,
-    "done but lost": ALL,  # it is done, and the connection ends without an answer
-    "done but 500": ALL,  # it is done, and an error is returned
-    "cut": READING,  # half of the body, then the connection ends
-    "truncate": READING,  # half of the body, and headers that fit it
-    "flip": READING,  # one bit of the body
-    "flip up": WRITING,  # one bit of what is sent
-    "cut up": WRITING,  # half of what is sent
-}
-RARE: dict[str, tuple[str, ...]] = {
-    "late": ("PUT", "DELETE"),  # the connection ends, and it is done up to LATE_S later
-    "stale": READING,  # a listing gets an answer that it got up to STALE_S before
-    "wait": ALL,  # as "delay", up to LATE_S
-}
-"""Faults that are drawn only if `kinds` names them."""
-LATE_S, STALE_S = 3.0, 3.0
+        return kind, details
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -109,11 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._body()
         if kind == "refuse":
             self._hang_up()
-        elif kind == "error 500":
-            self._answer(Answer(500, [("Content-Type", "application/xml")], INTERNAL))
-        elif kind in ("error 503", "slow down"):
-            text = SLOW_DOWN if kind == "slow down" else b""
-            self._answer(Answer(503, [("Content-Type", "application/xml")], text))
+        elif kind in ERRORS:
+            self._fail(kind)
         elif kind == "stale" and (old := self.server.listed(self.path)):
             self._answer(old)
         else:
@@ -125,28 +119,27 @@ class _Handler(BaseHTTPRequestHandler):
             if kind == "flip up" and body:
                 body = flipped(body, rng)
             try:
-                answer = self._forward(body, len(body) // 2 if kind == "cut up" else None)
+                answer = self._forward(body, len(body) // 2 if kind == "cut up" else len(body))
             except (OSError, http.client.HTTPException):
                 self._hang_up()
                 return
             if self.command == "GET" and answer.status == 200 and LISTING.search(self.path):
                 self.server.lists[self.path] = (time.monotonic(), answer)
-            if kind != "late":
-                self._give(kind, answer, rng)
+            self._give(kind, answer, rng)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
 
-    def _give(self, kind: str | None, answer: Answer, rng: random.Random) -> None:
-        if kind in ("done but lost", "cut up"):
+    def _give(self, kind: str, answer: Answer, rng: random.Random) -> None:
+        half = answer.body[: len(answer.body) // 2]
+        if kind in ("done but lost", "cut up", "late"):
             self._hang_up()
         elif kind == "done but 500":
-            self._answer(Answer(500, [("Content-Type", "application/xml")], INTERNAL))
+            self._fail("error 500")
         elif kind == "cut" and answer.body:
-            self._answer(answer, sent=len(answer.body) // 2)
-        elif kind == "truncate" and answer.body:
-            self._answer(
-                Answer(answer.status, answer.headers, answer.body[: len(answer.body) // 2])
-            )
+            self._answer(answer, half)
+            self._hang_up()
+        elif kind == "truncate":
+            self._answer(Answer(answer.status, answer.headers, half))
         elif kind == "flip" and answer.body:
             self._answer(Answer(answer.status, answer.headers, flipped(answer.body, rng)))
         else:
@@ -163,40 +156,39 @@ class _Handler(BaseHTTPRequestHandler):
             return b"".join(parts)
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
-    def _forward(self, body: bytes, sent: int | None) -> Answer:
-        with contextlib.closing(
-            http.client.HTTPConnection(*self.server.behind, timeout=60)
-        ) as connection:
-            connection.putrequest(
-                self.command, self.path, skip_host=True, skip_accept_encoding=True
-            )
+    def _forward(self, body: bytes, sent: int) -> Answer:
+        connection = http.client.HTTPConnection(*self.server.behind, timeout=60)
+        with contextlib.closing(connection):
+            connection.putrequest(self.command, self.path, True, True)
             dropped = ("transfer-encoding", "content-length", "expect", "connection")
             for name, value in self.headers.items():
                 if name.lower() not in dropped:
                     connection.putheader(name, value)
             connection.putheader("Content-Length", str(len(body)))
-            connection.endheaders(body if sent is None else body[:sent])
-            if sent is not None and sent < len(body):
+            connection.endheaders(body[:sent])
+            if sent < len(body):
                 raise OSError("cut on the way up")
             response = connection.getresponse()
-            data = response.read()
             hop = ("transfer-encoding", "connection", "keep-alive")
             headers = [(n, v) for n, v in response.getheaders() if n.lower() not in hop]
-            return Answer(response.status, headers, data)
+            return Answer(response.status, headers, response.read())
 
-    def _answer(self, answer: Answer, sent: int | None = None) -> None:
+    def _fail(self, kind: str) -> None:
+        status, code = ERRORS[kind]
+        body = XML.format(code).encode() if code else b""
+        self._answer(Answer(status, [("Content-Type", "application/xml")], body))
+
+    def _answer(self, answer: Answer, sent: bytes | None = None) -> None:
+        head = self.command == "HEAD"
         self.send_response_only(answer.status)
-        told = {name.lower() for name, _ in answer.headers}
         for name, value in answer.headers:
-            if name.lower() != "content-length" or self.command == "HEAD":
+            if name.lower() != "content-length" or head:
                 self.send_header(name, value)
-        if self.command != "HEAD" or "content-length" not in told:
+        if not head or "content-length" not in {name.lower() for name, _ in answer.headers}:
             self.send_header("Content-Length", str(len(answer.body)))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(answer.body if sent is None else answer.body[:sent])
-        if sent is not None:
-            self._hang_up()
+        if not head:
+            self.wfile.write(answer.body if sent is None else sent)
 
     def _hang_up(self) -> None:
         self.close_connection = True
@@ -237,9 +229,7 @@ def flipped(data: bytes, rng: random.Random) -> bytes:
 def faulty(endpoint: str, faults: Faults) -> Iterator[str]:
     """The endpoint of a proxy before the server at `endpoint`."""
     parts = urlsplit(endpoint)
-    assert parts.hostname
-    assert parts.port
-    server = _Server((parts.hostname, parts.port), faults)
+    server = _Server((str(parts.hostname), parts.port or 80), faults)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import uuid
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from stores import Store
 import packstore
 from packstore.errors import DatasetNotFoundError, PackstoreError
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.dataset import open as open_dataset
 from packstore.torch import PackedDataset
 
 RECORDS = [
@@ -36,61 +35,50 @@ class Outcome:
 
     Attributes:
         error: name of the error and its text; empty if it finished.
-        requests: that it made.
-        faults: that it met, by kind.
+        faults: that it met, by kind, and the number of ``requests``.
         wrong: what must not be, empty if all is well.
     """
 
     error: str
-    requests: int
-    faults: dict[str, int]
-    wrong: str = ""
+    faults: Counter[str]
+    wrong: str
 
 
 def through(store: Store, endpoint: str) -> dict[str, Any]:
     return {**store.through(endpoint).options, **QUICKLY}
 
 
-def content(packs: Iterable[Any]) -> str:
-    """A digest of packs, in their order."""
+def epoch(source: str | Dataset, options: dict[str, Any] | None = None, seed: int = 0) -> str:
+    """A digest of an epoch: opened, ordered, read ahead, checked."""
     digest = hashlib.sha256()
-    for pack in packs:
+    for pack in PackedDataset(source, seed=seed, storage_options=options):
         for name in ("input_ids", "labels", "reward", "lengths", "seq_boundaries", "example_ids"):
             digest.update(getattr(pack, name).tobytes())
     return digest.hexdigest()
 
 
-def epoch(source: str | Dataset, options: dict[str, Any] | None = None, seed: int = 0) -> str:
-    """A digest of an epoch: opened, ordered, read ahead, checked."""
-    return content(PackedDataset(source, seed=seed, storage_options=options))
-
-
 def pack_run(place: Store, rate: float, seed: int, good: Dataset) -> Outcome:
     """Packs through the proxy, then checks the store itself; resumes without the proxy."""
-    own = replace(place, path=f"{place.path}/{uuid.uuid4().hex}")
-    error = wrong = ""
-    faults = Faults(rate, seed)
-    with faulty(own.endpoint, faults) as endpoint:
+    place = replace(place, path=f"{place.path}/{uuid.uuid4().hex}")
+    error, faults = "", Faults(rate, seed)
+
+    def pack(options: dict[str, Any], **more: Any) -> str:
         try:
-            packstore.pack(RECORDS, own.url, storage_options=through(own, endpoint), **SETTINGS)
+            packstore.pack(RECORDS, place.url, storage_options=options, **SETTINGS, **more)
         except PackstoreError as refused:
-            error = f"{type(refused).__name__}: {refused}"
+            return f"{type(refused).__name__}: {refused}"
+        return ""
+
+    with faulty(place.endpoint, faults) as endpoint:
+        error = pack(through(place, endpoint))
     try:
-        there = open_dataset(own.url, own.options)
+        wrong = difference(packstore.open(place.url, place.options), good)
     except DatasetNotFoundError:
-        if not error:
-            wrong = "it said it was done, and nothing is there"
-    else:
-        wrong = difference(there, good)
+        wrong = "" if error else "it said it was done, and nothing is there"
     if error and not wrong:
-        try:
-            packstore.pack(
-                RECORDS, own.url, storage_options=own.options, overwrite=True, **SETTINGS
-            )
-            wrong = difference(open_dataset(own.url, own.options), good)
-        except PackstoreError as refused:
-            wrong = f"the rerun: {refused}"
-    return _outcome(error, faults, wrong)
+        wrong = pack(place.options, overwrite=True)
+        wrong = wrong or difference(packstore.open(place.url, place.options), good)
+    return Outcome(error, faults.counts, wrong)
 
 
 def difference(there: Dataset, good: Dataset) -> str:
@@ -101,22 +89,17 @@ def difference(there: Dataset, good: Dataset) -> str:
     return "" if report.ok else report.problems[0]
 
 
-def epoch_run(place: Store, url: str, rate: float, seed: int, expected: str) -> Outcome:
-    """Reads an epoch through the proxy."""
+def epoch_run(place: Store, rate: float, seed: int, good: Dataset) -> Outcome:
+    """Reads an epoch through the proxy, and one of the same packs on a disk."""
     error = wrong = ""
     faults = Faults(rate, seed)
     with faulty(place.endpoint, faults) as endpoint:
         try:
-            if epoch(url, through(place, endpoint), seed % 7) != expected:
+            if epoch(place.url, through(place, endpoint), seed) != epoch(good, seed=seed):
                 wrong = "other packs were read"
         except PackstoreError as refused:
             error = f"{type(refused).__name__}: {refused}"
-    return _outcome(error, faults, wrong)
-
-
-def _outcome(error: str, faults: Faults, wrong: str) -> Outcome:
-    counts = dict(faults.counts)
-    return Outcome(error, counts.pop("requests", 0), counts, wrong)
+    return Outcome(error, faults.counts, wrong)
 
 
 def rate_of(seed: int) -> float:

@@ -14,9 +14,7 @@ import io
 import itertools
 import json
 import random
-import re
 import tempfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import packstore
+from packstore.io.shards.checksums import row_group_crc32
 from packstore.io.side.side import SideWriter
 
 Files = dict[str, bytes]
@@ -33,97 +32,87 @@ CARRY = ("source:string", "turns:int64", "weight:float64", "checked:bool")
 SIDE = {"tag": "string", "score": "float64", "ref_logps": "list<float32>", "good": "bool"}
 COMBINATIONS = sorted(
     itertools.product(
-        ("preference", "sft", "ranked"),
-        ("concat", "shared_prefix"),
-        ("plain", "spans"),
-        ("parquet", "arrow"),
-        (False, True),
+        *(("preference", "sft", "ranked"), ("concat", "shared_prefix"), ("plain", "spans")),
+        *(("parquet", "arrow"), (False, True)),
     )
 )
-MANIFEST, SIDE_MANIFEST = "_packstore/manifest-000001.json", "_packstore/side-000001.json"
+MANIFEST, SIDE_MANIFEST = "_packstore/manifest-000001.json", "side/_packstore/side-000001.json"
 NUMBERS = (0, 1, 2, 3, 7, -1, -2, -100, 64, 127, 1000, 65_536, 3_000_000, 2**31 - 1, -(2**31))
 LARGE = (2**31, 2**32 + 5, 2**40, 2**62, 2**63 - 1, -(2**63))
-BROKEN = (
-    pa.ArrowException,
-    ArithmeticError,
-    LookupError,
-    OSError,
-    SystemError,
-    TypeError,
-    ValueError,
-)
-"""What pyarrow and Python raise at what is already wrong."""
+BROKEN = (pa.ArrowException, ArithmeticError, AttributeError, LookupError, NotImplementedError)
+BROKEN += (OSError, SystemError, TypeError, ValueError)
+"""Errors of pyarrow and Python at what is already wrong."""
 
-TARGETS = ("shard",) * 11 + ("index",) * 2 + ("side",) * 4 + ("manifest",) * 2
+OURS = {"compression": "zstd", "use_dictionary": False, "write_statistics": False}
+OURS |= {"write_page_checksum": True}
+OTHERS: list[dict[str, Any]] = [
+    *({"compression": name} for name in ("none", "snappy", "gzip", "brotli", "lz4")),
+    {"use_dictionary": True},
+    {"write_page_checksum": False},
+    {"data_page_version": "2.0"},
+    {"store_schema": False},
+    {"write_statistics": True, "write_page_index": True},
+    {"data_page_size": 16},
+    {"version": "1.0"},
+]
+SCALARS = "int8 int16 int32 int64 uint32 float16 float32 float64 bool_ string large_string binary"
+TYPES = [getattr(pa, name)() for name in SCALARS.split()]
+TYPES += [pa.list_(pa.int32()), pa.dictionary(pa.int32(), pa.int32())]
 
 
 def records(kind: str, n: int) -> list[dict[str, Any]]:
     """Records of token ids with something to carry."""
-    rng, found = random.Random(n), []
+    rng, made = random.Random(n), []
     for i in range(n):
-        prompt, sides = (
-            [5, 6, 7][: 1 + i % 3],
-            [[8 + i, x, *[9] * rng.randint(0, 6)] for x in (30, 31, 32)],
-        )
-        carried = {"source": "né"[: i % 3], "turns": i, "weight": i / 3, "checked": i % 2 == 0}
+        sides = [[8 + i, x, *[9] * rng.randint(0, 6)] for x in (30, 31, 32)][: 2 + i % 2]
+        record: dict[str, Any] = {"responses": sides, "scores": [1.0, 0.5, 0.25][: 2 + i % 2]}
         if kind == "preference":
-            record: dict[str, Any] = {"chosen": sides[0], "rejected": sides[1]}
+            record = {"chosen": sides[0], "rejected": sides[1]}
         elif kind == "sft":
             record = {"response": sides[0]}
-        else:
-            count = 2 + i % 2
-            record = {"responses": sides[:count], "scores": [1.0, 0.5, 0.25][:count]}
-        found.append({"prompt": prompt, **record, **carried})
-    return found
+        carried = {"source": "né"[: i % 3], "turns": i, "weight": i / 3, "checked": i % 2 == 0}
+        made.append({"prompt": [5, 6, 7][: 1 + i % 3], **record, **carried})
+    return made
 
 
 @functools.cache
 def seed(number: int) -> tuple[str, Files]:
     """The files of an undamaged dataset, and of a side dataset of it below ``side/``; its name."""
     kind, layout, labels, form, carried = COMBINATIONS[number]
+    how: dict[str, Any] = {"layout": layout, "labels": labels, "format": form, "num_workers": 0}
+    how |= {"pack_size": 32, "row_group_tokens": 64, "carry": CARRY if carried else ()}
     with tempfile.TemporaryDirectory() as folder:
-        url = f"{folder}/ds"
-        data = packstore.pack(
-            records(kind, 9),
-            url,
-            pack_size=32,
-            row_group_tokens=64,
-            layout=layout,
-            labels=labels,
-            format=form,
-            carry=CARRY if carried else (),
-            num_workers=0,
-        )
-        with SideWriter(f"{url}/side", data, SIDE) as side:
+        data = packstore.pack(records(kind, 9), f"{folder}/ds", **how)
+        with SideWriter(f"{folder}/ds/side", data, SIDE) as side:
             for packs in data.iter_packs():
                 ids, counts = packs.example_ids, packs.num_responses
-                values: dict[str, Any] = {
-                    "tag": np.array([f"é{i}" for i in ids], object),
-                    "score": ids / 3,
-                    "ref_logps": np.full(counts.sum(), -1.5, np.float32),
-                    "good": ids % 2 == 0,
-                }
+                values: dict[str, Any] = {"score": ids / 3, "good": ids % 2 == 0}
+                values["tag"] = np.array([f"é{i}" for i in ids], object)
+                values["ref_logps"] = np.full(counts.sum(), -1.5, np.float32)
                 side.write(ids, values, counts)
-        files = (path for path in Path(url).rglob("*") if path.is_file())
-        found = {path.relative_to(url).as_posix(): path.read_bytes() for path in files}
-    return "-".join([kind, layout, labels, form, "carry" if carried else "plain"]), found
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        files = {str(path.relative_to(f"{folder}/ds")): path.read_bytes() for path in paths}
+    return "-".join([kind, layout, labels, form, "carry" if carried else "plain"]), files
 
 
 def make(number: int, folder: Path) -> str:
     """Writes a case into `folder` and, of side data, into ``folder/side``; says what was done."""
     rng = random.Random(number)
     name, files = seed(rng.randrange(len(COMBINATIONS)))
-    files, told = dict(files), [name]
-    for target in {rng.choice(TARGETS): 0 for _ in range(rng.choice((1, 1, 1, 2)))}:
+    files, done = dict(files), [name]
+    for change in rng.choices(tuple(CHANGES), CHANGES.values(), k=rng.choice((1, 1, 1, 2))):
         try:
-            told.append(f"{target}: {CHANGES[target](files, rng)}")
-        except BROKEN as error:  # by the change before
-            told.append(f"{target}: {type(error).__name__}")
+            done.append(f"{change.__name__}: {change(files, rng)}")
+        except BROKEN as error:  # of the change before, or nothing that can be written
+            done.append(f"{change.__name__}: {error!r}")
+    write(files, folder)
+    return "; ".join(done)
+
+
+def write(files: Files, folder: Path) -> None:
     for path, data in files.items():
-        there = folder / path
-        there.parent.mkdir(parents=True, exist_ok=True)
-        there.write_bytes(data)
-    return "; ".join(told)
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)
 
 
 def change_shard(files: Files, rng: random.Random) -> str:
@@ -131,123 +120,87 @@ def change_shard(files: Files, rng: random.Random) -> str:
     manifest = json.loads(files[MANIFEST])
     entry = rng.choice(manifest["shards"])
     batches = read_batches(files[entry["path"]])
-    group = rng.randrange(len(batches))
-    is_arrow = manifest["file_format"] == "arrow"
-    raw = is_arrow and rng.random() < 0.5
-    told = ""
-    for _ in range(0 if raw else rng.choice((1, 1, 1, 2, 3))):
-        batches[group], done = changed(batches[group], rng)
-        told += f"{done}, "
-    try:
-        data, how = encode(batches, is_arrow, rng)
-    except (*BROKEN, NotImplementedError) as error:
-        return f"not written: {error}"
-    if raw:
-        data, how = patched(data, rng)
-    files[entry["path"]] = data
-    try:
-        describe(entry, data, batches if rng.random() < 0.9 else None)
-    except (*BROKEN, AttributeError, NotImplementedError) as error:
-        how += f" (no checksum: {type(error).__name__})"
-    names = (
-        ("packs", "rows"),
-        ("tokens",) * 2,
-        ("examples",) * 2,
-        ("sequences",) * 2,
-        ("bytes",) * 2,
-    )
-    for total, column in names:
-        manifest["totals"][total] = sum(shard[column] for shard in manifest["shards"])
-    manifest["records"]["packed"] = manifest["totals"]["examples"]
-    dropped = manifest["records"]["dropped"]
-    if isinstance(dropped, dict):  # else an earlier change spoilt it
-        manifest["records"]["read"] = sum((manifest["records"]["packed"], *dropped.values()))
+    group, told = rng.randrange(len(batches)), ""
+    arrow = manifest["file_format"] == "arrow"
+    if arrow and rng.random() < 0.5:
+        data, told = patched(files[entry["path"]], rng)
+    else:
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            batches[group], done = changed(batches[group], rng)
+            told += f"{done}, "
+        data = encode([like(b, batches[group].schema) for b in batches], arrow, rng)
+    put(files, entry, entry["path"], data)
+    magic = 6 if arrow else 4
+    entry["footer_bytes"] = int.from_bytes(data[-magic - 4 : -magic], "little") + 4 + magic
+    entry["footer_sha256"] = hashlib.sha256(data[-entry["footer_bytes"] :]).hexdigest()
+    if rng.random() < 0.9:
+        count(entry, batches)
+    entry["row_groups"]["crc32"] = checksums(data, entry["row_groups"]["crc32"])
+    totals, packed = manifest["totals"], manifest["records"]
+    for name in ("rows", "tokens", "examples", "sequences", "bytes"):
+        totals["packs" if name == "rows" else name] = sum(s[name] for s in manifest["shards"])
+    packed["packed"] = totals["examples"]
+    packed["read"] = totals["examples"] + sum(packed["dropped"].values())
     if rng.random() < 0.6:
         manifest.pop("pack_index", None)
     put_manifest(files, MANIFEST, manifest)
-    return f"row group {group}: {told} {how}"
+    return f"row group {group}: {told}"
 
 
 def change_index(files: Files, rng: random.Random) -> str:
     """A figure of the pack index; another one of its column makes up for it, or not."""
     manifest = json.loads(files[MANIFEST])
-    if "pack_index" not in manifest:
-        return "none"
     entry = manifest["pack_index"]
     table = pq.read_table(io.BytesIO(files[entry["path"]]))
-    name = rng.choice(table.column_names)
-    values = table[name].to_pylist()
-    place, other, new = rng.randrange(len(values)), rng.randrange(len(values)), pick(rng)
+    name, new = rng.choice(table.column_names), pick(rng)
+    values, at = table[name].to_pylist(), table.column_names.index(name)
+    place, other = rng.randrange(len(values)), rng.randrange(len(values))
     if rng.random() < 0.6 and values[other] is not None and values[place] is not None:
         values[other] += values[place] - new
     values[place] = new
-    at = table.column_names.index(name)
-    try:
-        column = pa.array(values, table.field(at).type)
-        table = table.set_column(at, table.field(at), column)
-    except (pa.ArrowException, OverflowError):
-        return "nothing"
-    rows = [shard["rows"] for shard in manifest["shards"]]
-    cuts = [0, *itertools.accumulate(rows)]
-    groups = [table.slice(a, b - a) for a, b in itertools.pairwise(cuts)]
-    sink = io.BytesIO()
-    with pq.ParquetWriter(sink, table.schema, **options(rng)) as writer:
-        for part in groups:
-            writer.write_table(part, max(part.num_rows, 1))
-    put(files, entry, sink.getvalue())
+    table = table.set_column(at, table.field(at), pa.array(values, table.field(at).type))
+    cuts = itertools.accumulate([shard["rows"] for shard in manifest["shards"]], initial=0)
+    groups = [table.slice(a, b - a).combine_chunks() for a, b in itertools.pairwise(cuts)]
+    put(files, entry, entry["path"], encode(groups, False, rng))
     put_manifest(files, MANIFEST, manifest)
     return f"{name} {place} is {new}"
 
 
 def change_side(files: Files, rng: random.Random) -> str:
     """Something in the shard of the side dataset; its entry in the manifest fits."""
-    manifest = json.loads(files[f"side/{SIDE_MANIFEST}"])
+    manifest = json.loads(files[SIDE_MANIFEST])
     (entry,) = manifest["shards"]
-    path = f"side/{entry['path']}"
-    (batch,) = read_batches(files[path])
+    (batch,) = read_batches(files[f"side/{entry['path']}"])
     batch, told = changed(batch, rng)
-    try:
-        data, how = encode([batch], False, rng)
-    except (*BROKEN, NotImplementedError) as error:
-        return f"not written: {error}"
-    files[path] = data
-    entry |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    put(files, entry, f"side/{entry['path']}", encode([batch], False, rng))
     if rng.random() < 0.9:
         entry["rows"] = batch.num_rows
-    put_manifest(files, f"side/{SIDE_MANIFEST}", manifest)
-    return f"{told} {how}"
+    put_manifest(files, SIDE_MANIFEST, manifest)
+    return told
 
 
 def change_manifest(files: Files, rng: random.Random) -> str:
     """A field of a manifest, anywhere in it."""
-    name = MANIFEST if rng.random() < 0.8 else f"side/{SIDE_MANIFEST}"
-    manifest = json.loads(files[name])
-    manifest.pop("sha256", None)
-    parent: Any = manifest
-    told = "nothing"
-    while True:
-        keys = list(parent) if isinstance(parent, dict) else range(len(parent))
-        if not len(keys):
-            break
-        key = rng.choice(keys)
-        if not isinstance(parent[key], dict | list) or not parent[key] or rng.random() < 0.1:
-            old = parent[key]
-            near = old + rng.choice((-1, 1, 3)) if isinstance(old, int) else ""
-            found = (pick(rng), rng.choice(LARGE), near, None, "x", [], {}, [1], True, 0.5, -1e308)
-            parent[key] = rng.choice(found)
-            told = f"{name}: {key!r} is {parent[key]!r}"
-            break
+    name = MANIFEST if rng.random() < 0.8 else SIDE_MANIFEST
+    parent = manifest = json.loads(files[name])
+    key: Any = rng.choice([key for key in manifest if key != "sha256"])
+    while isinstance(parent[key], dict | list) and parent[key] and rng.random() < 0.9:
         parent = parent[key]
+        key = rng.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
+    near = parent[key] + rng.choice((-1, 1, 3)) if isinstance(parent[key], int) else ""
+    choices = (pick(rng), rng.choice(LARGE), near, None, "x", [], {}, [1], True, 0.5, -1e308)
+    parent[key] = rng.choice(choices)
     put_manifest(files, name, manifest)
-    return told
+    return f"{name}: {key!r} is {parent[key]!r}"
 
 
-CHANGES: dict[str, Callable[[Files, random.Random], str]] = {
-    "shard": change_shard,
-    "index": change_index,
-    "side": change_side,
-    "manifest": change_manifest,
+CHANGES: dict[Callable[[Files, random.Random], str], int] = {
+    change_shard: 11,
+    change_index: 2,
+    change_side: 4,
+    change_manifest: 2,
 }
+"""Each with its weight."""
 
 
 def pick(rng: random.Random) -> int:
@@ -266,90 +219,67 @@ def read_batches(data: bytes) -> list[pa.RecordBatch]:
 
 def changed(batch: pa.RecordBatch, rng: random.Random) -> tuple[pa.RecordBatch, str]:
     """A batch that is valid for Arrow, and what is wrong with it."""
-    how = rng.choice(
-        ("value",) * 7 + ("balance", "border") * 4 + ("rows", "column", "type", "null", "grow")
-    )
+    how = rng.choices(("values", "schema", "type", "rows", "null"), (15, 1, 1, 1, 1))[0]
     light = [n for n in batch.schema.names if n not in ("input_ids", "labels")]
     name = rng.choice(light if rng.random() < 0.8 else batch.schema.names)
     at = batch.schema.get_field_index(name)
-    rows = batch.to_pydict()[name]
+    field, rows = batch.schema.field(at), batch.column(at).to_pylist()
     if how == "rows":
         order = [rng.randrange(batch.num_rows) for _ in range(rng.randrange(batch.num_rows + 2))]
         return batch.take(pa.array(order, pa.int64())), f"rows {order}"
-    if how == "column":
-        return _other_columns(batch, at, rng)
-    if how == "null" and rows:
+    if how == "schema":
+        return other_schema(batch, at, rng)
+    if how == "type":
+        type_ = rng.choice([*TYPES, *map(pa.list_, TYPES * 2)])
+        field = pa.field(name, type_)
+        try:
+            column = batch.column(at).cast(type_)
+        except BROKEN:
+            column = pa.nulls(len(rows), type_)
+        return batch.set_column(at, field, column), f"{name} is {type_}"
+    if how == "null":
         place = rng.randrange(len(rows))
-        if isinstance(rows[place], list) and rows[place] and rng.random() < 0.5:
+        if isinstance(rows[place], list) and rng.random() < 0.5:
             rows[place][rng.randrange(len(rows[place]))] = None
         else:
             rows[place] = None
-        field = pa.field(name, _nullable(batch.schema.field(at).type))
-        return _with(batch, at, pa.array(rows, field.type), field), f"a null in {name}"
-    if how == "type":
-        type_ = rng.choice(TYPES)
-        type_ = pa.list_(type_) if rng.random() < 0.7 else type_
-        column = pa.nulls(batch.num_rows, type_)
-        try:
-            column = batch.column(at).cast(type_)
-        except (pa.ArrowException, NotImplementedError):
-            column = column.fill_null(0) if pa.types.is_integer(type_) else column
-        return _with(batch, at, column, pa.field(name, type_)), f"{name} is {type_}"
-    if how == "border" and batch.num_rows > 1 and isinstance(rows[0], list):
-        row = rng.randrange(1, batch.num_rows)
-        flat = rows[row - 1] + rows[row]
+        if pa.types.is_list(field.type):
+            field = pa.field(name, pa.list_(pa.field("element", field.type.value_type)))
+        else:
+            field = field.with_nullable(True)
+    else:
+        how = other_values(rows, rng)
+    return batch.set_column(at, field, pa.array(rows, field.type)), f"{how} in {name}"
+
+
+def other_values(rows: list[Any], rng: random.Random) -> str:
+    """Changes a column: a value, the border of two rows, two values of one sum, or a length."""
+    how = rng.choices(("value", "balance", "border", "grow"), (7, 4, 4, 1))[0]
+    row = rng.randrange(len(rows))
+    if not isinstance(rows[row], list):
+        rows[row] = other_value(rows[row], rng)
+        return f"value {rows[row]!r}"
+    items = rows[row]
+    if how == "border":
+        flat = rows[row - 1] + items
         cut = rng.randint(0, len(flat))
         rows[row - 1], rows[row] = flat[:cut], flat[cut:]
-    elif how == "balance" and rows and isinstance(rows[0], list):
-        holder = rng.choice(rows)
-        if len(holder) < 2 or not isinstance(holder[0], int):
-            return batch, "nothing"
+    elif how == "balance" and len(items) > 1 and isinstance(items[0], int):
         by = rng.choice((1, 3, 200, 3000, 100_000, 30_000_000, 2**31 - 40)) * rng.choice((1, -1))
-        one, other = rng.sample(range(len(holder)), 2)
-        holder[one] += by
-        holder[other] -= by
-        if rng.random() < 0.3:
-            holder[rng.randrange(len(holder))] += 1
-    elif how == "grow" and rows and isinstance(rows[0], list):
-        place, most = rng.randrange(len(rows)), rng.choice((1, 3, 40, 100_000))
-        rows[place] = rows[place] * most if rng.random() < 0.7 else []
-    elif rows:
-        place = rng.randrange(len(rows))
-        holder: Any = rows[place] if isinstance(rows[place], list) else rows
-        if not holder:
-            return batch, "nothing"
-        place = rng.randrange(len(holder))
-        holder[place] = _other(holder[place], rng)
-        told = f"value {place} of {name} is {holder[place]!r}"
+        first, second = rng.sample(range(len(items)), 2)
+        items[first] += by
+        items[second] -= by
+        items[rng.randrange(len(items))] += rng.random() < 0.3
+    elif how == "grow":
+        rows[row] = items * rng.choice((0, 1, 3, 40, 100_000))
     else:
-        return batch, "nothing"
-    field = batch.schema.field(at)
-    try:
-        made = _with(batch, at, pa.array(rows, field.type), field)
-    except (pa.ArrowException, OverflowError, TypeError):
-        return batch, "nothing"
-    return made, told if how == "value" else f"{how} in {name}"
+        place = rng.randrange(len(items))
+        items[place] = other_value(items[place], rng)
+        return f"value {items[place]!r}"
+    return how
 
 
-TYPES = (
-    pa.int8(),
-    pa.int16(),
-    pa.int32(),
-    pa.int64(),
-    pa.uint32(),
-    pa.float16(),
-    pa.float32(),
-    pa.float64(),
-    pa.bool_(),
-    pa.string(),
-    pa.large_string(),
-    pa.binary(),
-    pa.list_(pa.int32()),
-    pa.dictionary(pa.int32(), pa.int32()),
-)
-
-
-def _other(value: Any, rng: random.Random) -> Any:
+def other_value(value: Any, rng: random.Random) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, str):
@@ -359,28 +289,15 @@ def _other(value: Any, rng: random.Random) -> Any:
     return value + rng.choice((-3, -1, 1, 5)) if rng.random() < 0.5 else pick(rng)
 
 
-def _nullable(type_: pa.DataType) -> pa.DataType:
-    return pa.list_(pa.field("element", type_.value_type)) if pa.types.is_list(type_) else type_
-
-
-def _with(batch: pa.RecordBatch, at: int, column: pa.Array, field: pa.Field) -> pa.RecordBatch:
-    schema = batch.schema.set(at, field).with_metadata(batch.schema.metadata)
-    columns = list(batch.columns)
-    columns[at] = column
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-def _other_columns(
-    batch: pa.RecordBatch, at: int, rng: random.Random
-) -> tuple[pa.RecordBatch, str]:
-    names = list(batch.schema.names)
+def other_schema(batch: pa.RecordBatch, at: int, rng: random.Random) -> tuple[pa.RecordBatch, str]:
+    """A column is dropped, renamed, swapped or there twice, or metadata are others."""
     how = rng.choice(("drop", "rename", "swap", "twice", "metadata"))
-    fields, columns, metadata = list(batch.schema), list(batch.columns), batch.schema.metadata
-    other = rng.randrange(len(names))
+    fields, columns = list(batch.schema), list(batch.columns)
+    metadata, other = dict(batch.schema.metadata or {b"x": b""}), rng.randrange(len(fields))
     if how == "drop":
         del fields[at], columns[at]
     elif how == "rename":
-        fields[at] = fields[at].with_name(rng.choice(("x", "", names[other], "label_spans")))
+        fields[at] = fields[at].with_name(rng.choice(("x", "", fields[other].name, "label_spans")))
     elif how == "swap":
         columns[at], columns[other] = columns[other], columns[at]
         fields[at] = fields[at].with_type(columns[at].type)
@@ -389,72 +306,37 @@ def _other_columns(
         fields.append(fields[other])
         columns.append(columns[other])
     else:
-        key = rng.choice(list(metadata or {b"x": b""}))
-        metadata = {**(metadata or {}), key: rng.choice((b"", b"2", b"ranked", b"\xff"))}
+        metadata[rng.choice(list(metadata))] = rng.choice((b"", b"2", b"ranked", b"\xff"))
     schema = pa.schema(fields, metadata)
-    return pa.RecordBatch.from_arrays(columns, schema=schema), f"{how} {names[at]} {names[other]}"
+    return pa.RecordBatch.from_arrays(columns, schema=schema), f"{how} {at} {other}"
 
 
-def options(rng: random.Random) -> dict[str, Any]:
-    """Draws the options of a Parquet writer: ours, or others."""
-    ours: dict[str, Any] = {
-        "compression": "zstd",
-        "use_dictionary": False,
-        "write_statistics": False,
-        "write_page_checksum": True,
-    }
-    if rng.random() < 0.85:
-        return ours
-    return ours | rng.choice(
-        (
-            {"compression": rng.choice(("none", "snappy", "gzip", "brotli", "lz4"))},
-            {"use_dictionary": True},
-            {"write_page_checksum": False},
-            {"data_page_version": "2.0"},
-            {"store_schema": False},
-            {"write_statistics": True, "write_page_index": True},
-            {"data_page_size": 16},
-            {"version": "1.0"},
-        )
-    )
-
-
-def encode(batches: list[pa.RecordBatch], arrow: bool, rng: random.Random) -> tuple[bytes, str]:
-    """The bytes of a shard, and how they were encoded."""
-    sink, schema = io.BytesIO(), max((b.schema for b in batches), key=_strangeness(batches))
-    batches = [b if b.schema == schema else _like(b, schema) for b in batches]
-    if arrow:
-        codec = "zstd" if rng.random() < 0.03 else None
-        with pa.ipc.new_file(
-            sink, schema, options=pa.ipc.IpcWriteOptions(compression=codec)
-        ) as file:
-            for batch in batches:
-                file.write_batch(batch)
-        return sink.getvalue(), f"compressed by {codec}" if codec else ""
-    how = options(rng)
-    with pq.ParquetWriter(sink, schema, **how) as writer:
-        for batch in batches:
-            writer.write_table(pa.Table.from_batches([batch]), max(batch.num_rows, 1))
-    return sink.getvalue(), str({k: v for k, v in how.items() if k not in COMMON or v != COMMON[k]})
-
-
-COMMON = options(random.Random(0))
-
-
-def _strangeness(batches: list[pa.RecordBatch]) -> Callable[[pa.Schema], int]:
-    """The schema that fewest batches have counts most."""
-    return lambda schema: -sum(b.schema == schema for b in batches)
-
-
-def _like(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Returns the part of a batch that fits another schema."""
+def like(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The part of a batch that fits another schema; the rest is nothing."""
     columns = []
     for field in schema:
         at = batch.schema.get_field_index(field.name)
-        same = at >= 0 and batch.schema.field(at).type == field.type
-        empty = pa.array([[]] * batch.num_rows if pa.types.is_list(field.type) else [])
-        columns.append(batch.column(at) if same else empty.cast(field.type))
+        fits = at >= 0 and batch.schema.field(at).type == field.type
+        nothing = [[] if pa.types.is_list(field.type) else None] * batch.num_rows
+        columns.append(batch.column(at) if fits else pa.array(nothing, field.type))
     return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def encode(groups: list[Any], arrow: bool, rng: random.Random) -> bytes:
+    """The bytes of a shard, mostly encoded as packstore does."""
+    sink, schema = io.BytesIO(), groups[0].schema
+    odd = rng.random()
+    if arrow:
+        options = pa.ipc.IpcWriteOptions(compression="zstd" if odd < 0.03 else None)
+        with pa.ipc.new_file(sink, schema, options=options) as file:
+            for batch in groups:
+                file.write_batch(batch)
+    else:
+        how: dict[str, Any] = OURS | (rng.choice(OTHERS) if odd < 0.15 else {})
+        with pq.ParquetWriter(sink, schema, **how) as writer:
+            for group in groups:
+                writer.write(group, max(group.num_rows, 1))
+    return sink.getvalue()
 
 
 def patched(data: bytes, rng: random.Random) -> tuple[bytes, str]:
@@ -463,80 +345,49 @@ def patched(data: bytes, rng: random.Random) -> tuple[bytes, str]:
     file = pa.ipc.open_file(source)
     batch = file.get_batch(rng.randrange(file.num_record_batches))
     buffers = [b for column in batch.columns for b in column.buffers() if b is not None and b.size]
-    if not buffers:
-        return data, "nothing"
-    spoiled = bytearray(data)
     if rng.random() < 0.15:
-        start = min(b.address for b in buffers) - source.address
-        place, width = start - 8 * rng.randrange(1, 60), 8
-        new = rng.choice((*NUMBERS, *LARGE))
+        width, new = 8, rng.choice((*NUMBERS, *LARGE))
+        place = min(b.address for b in buffers) - source.address - 8 * rng.randrange(1, 60)
     else:
-        buffer = rng.choice(buffers)
-        width = 4
-        start = buffer.address - source.address
-        place = start + 4 * rng.randrange(max(buffer.size // 4, 1))
-        new = pick(rng)
+        buffer, width, new = rng.choice(buffers), 4, pick(rng)
+        place = buffer.address - source.address + 4 * rng.randrange(max(buffer.size // 4, 1))
+    place = max(place, 8)
     old = int.from_bytes(data[place : place + width], "little", signed=True)
     if rng.random() < 0.3:
         new = old + rng.choice((-5, -1, 1, 2))
-    if place < 8 or not -(2 ** (8 * width - 1)) <= new < 2 ** (8 * width - 1):
-        return data, "nothing"
-    spoiled[place : place + width] = new.to_bytes(width, "little", signed=True)
-    return bytes(spoiled), f"{width} bytes at {place} are {new}, before {old}"
+    number = (new % (1 << 8 * width)).to_bytes(width, "little")
+    return data[:place] + number + data[place + width :], f"{width} bytes at {place}: {new}"
 
 
-def describe(entry: dict[str, Any], data: bytes, batches: list[pa.RecordBatch] | None) -> None:
-    """Makes what the manifest tells of a shard fit its bytes, and the counts of `batches`."""
-    magic = 6 if data.startswith(b"ARROW1") else 4
-    footer = int.from_bytes(data[-magic - 4 : -magic], "little") + 4 + magic
-    entry |= {
-        "bytes": len(data),
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "footer_bytes": footer,
-        "footer_sha256": hashlib.sha256(data[-footer:]).hexdigest(),
-    }
+def count(entry: dict[str, Any], batches: list[pa.RecordBatch]) -> None:
+    """Makes the counts of a shard's entry those of its batches, where these have such columns."""
     groups = entry["row_groups"]
-    if batches is not None:
-        groups["rows"] = [b.num_rows for b in batches]
-        for name, column in (("examples", "example_ids"), ("tokens", "input_ids")):
-            if all(pa.types.is_list(b[column].type) for b in batches if column in b.schema.names):
-                groups[name] = [
-                    len(b[column].values) if column in b.schema.names else 0 for b in batches
-                ]
-        lengths = [b["lengths"] if "lengths" in b.schema.names else [] for b in batches]
-        if all(isinstance(column, pa.ListArray) for column in lengths):
-            entry["sequences"] = sum(len(column.values) for column in lengths)
-        entry |= {name: sum(groups[name]) for name in ("rows", "examples", "tokens")}
-    groups["crc32"] = "".join(f"{crc:08x}" for crc in checksums(data))
+    groups["rows"] = [b.num_rows for b in batches]
+    counts = {
+        name: [len(b[name].values) if isinstance(b[name], pa.ListArray) else 0 for b in batches]
+        for name in ("example_ids", "input_ids", "lengths")
+        if all(b.schema.names.count(name) == 1 for b in batches)
+    }
+    groups["examples"] = counts.get("example_ids", groups["examples"])
+    groups["tokens"] = counts.get("input_ids", groups["tokens"])
+    entry["sequences"] = sum(counts.get("lengths", [entry["sequences"]]))
+    entry |= {name: sum(groups[name]) for name in ("rows", "examples", "tokens")}
 
 
-def checksums(data: bytes) -> list[int]:
-    """crc32 of each row group: of its chunks (Parquet), or of its buffers and shapes (Arrow)."""
-    if not data.startswith(b"ARROW1"):
-        metadata, found = pq.read_metadata(io.BytesIO(data)), []
-        for number in range(metadata.num_row_groups):
-            group = metadata.row_group(number)
-            last = group.column(group.num_columns - 1)
-            start = group.column(0).data_page_offset
-            found.append(
-                zlib.crc32(data[start : last.data_page_offset + last.total_compressed_size])
-            )
-        return found
-    file, found = pa.ipc.open_file(pa.py_buffer(data)), []
-    for number in range(file.num_record_batches):
-        crc = 0
-        for column in file.get_batch(number).columns:
-            shape = (len(column), column.null_count, len(column.values), column.values.null_count)
-            crc = zlib.crc32(repr(shape).encode(), crc)
-            for buffer in column.buffers():
-                crc = crc if buffer is None else zlib.crc32(buffer, crc)
-        found.append(crc)
-    return found
+def checksums(data: bytes, before: str) -> str:
+    """The crc32 of each row group, or those before where the columns are none of packstore's."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        try:
+            return "".join(f"{crc:08x}" for crc in row_group_crc32(file.name))
+        except BROKEN:
+            return before
 
 
-def put(files: Files, entry: dict[str, Any], data: bytes) -> None:
+def put(files: Files, entry: dict[str, Any], path: str, data: bytes) -> None:
     """Puts a file, and what a manifest tells of it."""
-    files[entry["path"]] = data
+    files[path] = data
     entry |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
@@ -544,6 +395,4 @@ def put_manifest(files: Files, path: str, manifest: dict[str, Any]) -> None:
     """Puts a manifest with the hash that fits, as its last field."""
     manifest.pop("sha256", None)
     body = json.dumps(manifest, indent=1, ensure_ascii=False).encode().removesuffix(b"\n}")
-    digest = hashlib.sha256(body).hexdigest()
-    files[path] = body + b',\n "sha256": "%s"\n}\n' % digest.encode()
-    assert re.fullmatch(r"[0-9a-f]{64}", digest)
+    files[path] = body + b',\n "sha256": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode()
