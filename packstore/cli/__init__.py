@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from packstore.cli._messages import add_message_options, fail, set_up
-from packstore.cli._parser import FRONT_PAGE, SUMMARIES, Parser, parse
+from packstore.cli._parser import FRONT_PAGE, SUMMARIES, Parser, add_command
 from packstore.errors import PackstoreError, quote, told
 from packstore.registry import Registry
 from packstore.version import VERSION
@@ -54,13 +54,7 @@ def parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
     for name in names:
         command = COMMANDS.load(name)
         text, example = SUMMARIES[name]
-        sub = commands.add_parser(
-            name,
-            help=text,
-            description=text[0].upper() + text[1:] + ".",
-            epilog=f"examples:\n  {example}\n{command.examples}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        sub = add_command(commands, name, text, f"  {example}\n{command.examples}")
         command.configure(sub)
         add_message_options(sub)
         sub.set_defaults(command=command, parser=sub)
@@ -97,7 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(FRONT_PAGE, end="")
         return 0
     # Other commands are not imported; only an unknown name is compared with all of them.
-    args = parse(parser(given[:1] if given[0] in COMMANDS else COMMANDS), given)
+    top = parser(given[:1] if given[0] in COMMANDS else COMMANDS)
+    args, rest = top.parse_known_args(given)
+    if rest:  # an error of the command, not of the program
+        getattr(args, "parser", top).error(f"unrecognized arguments: {' '.join(rest)}")
     with contextlib.suppress(ValueError):  # only the main thread can set signal handlers
         signal.signal(signal.SIGTERM, _terminate)
     set_up(args)
@@ -117,7 +114,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, PackstoreError):
             fail(args, f"error: {told(error)}")
             return 1
-        what = quote(f"{type(error).__name__}: {error}", 300)
-        report = "please report it, with the traceback that --debug shows"
-        fail(args, f"internal error: {what}. This is a defect of packstore: {report}.")
+        text = quote(f"{type(error).__name__}: {error}", 300)
+        fail(
+            args,
+            f"internal error: {text}. This is a defect of packstore: please report it, with the "
+            "traceback that --debug shows.",
+        )
         return 1

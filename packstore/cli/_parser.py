@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 FRONT_PAGE = """\
 Packed, checked, self-describing preference data: pack once, train anywhere.
@@ -71,10 +71,6 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Returns the help; its usage names what is required."""
-        self.usage = self.usage or self._short_usage()
-        return super().format_help()
-
-    def _short_usage(self) -> str:
         flags = [a for a in self._actions if a.option_strings and a.required]
         words = [self.prog, *(f"{a.option_strings[0]} {a.metavar}" for a in flags), "[options]"]
         for action in self._actions:
@@ -82,7 +78,8 @@ class Parser(argparse.ArgumentParser):
                 name = str(action.metavar or action.dest)
                 name += " …" if action.nargs in (argparse.ONE_OR_MORE, argparse.PARSER) else ""
                 words.append(f"[{name}]" if action.nargs == argparse.OPTIONAL else name)
-        return " ".join(words)
+        self.usage = self.usage or " ".join(words)
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Prints the error without the usage, and exits with code 2."""
@@ -103,10 +100,17 @@ class Parser(argparse.ArgumentParser):
         return f"{message.rstrip('.')}."
 
 
-def parse(parser: argparse.ArgumentParser, given: list[str]) -> argparse.Namespace:
-    """Parses a command line; an unknown option is an error of its command, not of the program."""
-    args, rest = parser.parse_known_args(given)
-    if rest:
-        of_command: argparse.ArgumentParser = getattr(args, "parser", parser)
-        of_command.error(f"unrecognized arguments: {' '.join(rest)}")
-    return args
+def add_command(
+    commands: argparse._SubParsersAction[Any],
+    name: str,
+    summary: str,
+    examples: str,
+) -> argparse.ArgumentParser:
+    """Adds a command, whose help begins with the summary and ends with the examples."""
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )

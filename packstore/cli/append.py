@@ -6,7 +6,6 @@ import argparse
 
 from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
-from packstore.cli.settings import add_settings, read_settings
 from packstore.config import PackConfig, RunConfig
 
 
@@ -16,8 +15,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="PATH", help="default: the one of the manifest")
     common.add_json(parser)
     common.add_storage_options(parser, source=True)
-    add_settings(parser, "records", PackConfig, ("fields", "on", "partitions"))
-    add_settings(parser, "running", RunConfig)
+    common.add_settings(parser, "records", PackConfig, ("fields", "on", "partitions"))
+    common.add_settings(parser, "running", RunConfig)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -26,12 +25,12 @@ def _run(args: argparse.Namespace) -> int:
     with progress_of("append", args) as progress:
         dataset = append(
             args.dataset,
-            common.source_of(args),
+            common.source_of(args.source),
             args.tokenizer,
             storage_options=args.storage_option,
             source_storage_options=args.source_storage_option,
             progress=progress,
-            **read_settings(args, PackConfig),
+            **common.read_settings(args, PackConfig),
         )
     common.print_dataset(args, dataset)
     return 0

@@ -20,10 +20,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "--keep-versions", type=int, metavar="N", help="keep the N newest versions only"
     )
     parser.add_argument(
-        "--older-than",
-        default="7d",
-        metavar="AGE",
-        help="spare what is younger (7d)",
+        "--older-than", default="7d", metavar="AGE", help="spare what is younger (7d)"
     )
     parser.add_argument(
         "--no-writers",

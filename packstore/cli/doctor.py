@@ -11,7 +11,6 @@ from rich.text import Text
 
 from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
-from packstore.cli.settings import add_settings, read_settings
 from packstore.config import PackConfig, TokenizeConfig, WorkConfig
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="remarks count as problems")
     common.add_json(parser)
     common.add_storage_options(parser)
-    add_settings(parser, "tokenization", TokenizeConfig)
-    add_settings(parser, "running", WorkConfig)
+    common.add_settings(parser, "tokenization", TokenizeConfig)
+    common.add_settings(parser, "running", WorkConfig)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -36,12 +35,12 @@ def _run(args: argparse.Namespace) -> int:
 
     with progress_of("doctor", args) as progress:
         diagnosis = doctor(
-            common.source_of(args),
+            common.source_of(args.source),
             args.tokenizer,
             sample=args.sample,
             storage_options=args.storage_option,
             progress=progress,
-            **read_settings(args, PackConfig),
+            **common.read_settings(args, PackConfig),
         )
     if args.json:
         common.print_result({"ok": diagnosis.ok, **dataclasses.asdict(diagnosis)})

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
-from packstore.cli.settings import add_settings, read_settings
 from packstore.config import PackConfig, TokenizeConfig, WorkConfig
 from packstore.pages import charts, frame
 
@@ -63,8 +62,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts")
     common.add_json(parser)
     common.add_storage_options(parser)
-    add_settings(parser, "tokenization", TokenizeConfig)
-    add_settings(parser, "running", WorkConfig)
+    common.add_settings(parser, "tokenization", TokenizeConfig)
+    common.add_settings(parser, "running", WorkConfig)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -76,12 +75,12 @@ def _run(args: argparse.Namespace) -> int:
     options: dict[str, Any] = {n: value for n, value in vars(args).items() if n in named}
     with progress_of("estimate", args) as progress:
         result = estimate(
-            common.source_of(args),
+            common.source_of(args.source),
             args.tokenizer,
             **options,
             storage_options=args.storage_option,
             progress=progress,
-            **read_settings(args, PackConfig),
+            **common.read_settings(args, PackConfig),
         )
     if args.html:
         frame.write(args.html, _page(result, ", ".join(args.source)))

@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 
 from packstore.cli import Command, common
 from packstore.cli._model import add_model, loaded, ranks, say
-from packstore.cli.settings import KeyValue, json_or_text
 from packstore.errors import CompatibilityError, ConfigError, sentence
 from packstore.pages import charts, frame
 
@@ -38,8 +37,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beta", type=float, metavar="X", help="beta of the loss")
     parser.add_argument(
         "--loss-parameter",
-        action=KeyValue,
-        read=json_or_text,
+        action=common.KeyValue,
+        read=common.json_or_text,
         default={},
         metavar="NAME=VALUE",
         help="another parameter of the loss (repeatable)",
@@ -97,11 +96,8 @@ def _run(args: argparse.Namespace) -> int:
         pq.write_table(rows, args.examples)
     if args.html:
         frame.write(args.html, _page(args, dataset, loss, metrics, rows))
-    if args.json:
-        common.print_result({"metrics": metrics})
-        return 0
     shown = {metric: _text(metric, value) for metric, value in metrics.items()}
-    common.stdout_console().print(common.two_columns(f"{args.model} on {dataset.url}", shown))
+    common.print_table(args, f"{args.model} on {dataset.url}", shown, {"metrics": metrics})
     return 0
 
 

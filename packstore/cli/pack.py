@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
-from packstore.cli.settings import add_settings, read_settings
 from packstore.config import (
     PackConfig,
     PlanConfig,
@@ -43,11 +42,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     common.add_json(parser)
     common.add_storage_options(parser, source=True)
-    add_settings(parser, "packing", PlanConfig)
-    add_settings(parser, "tokenization", TokenizeConfig)
-    add_settings(parser, "selection", SelectConfig)
-    add_settings(parser, "files", WriteConfig)
-    add_settings(parser, "running", RunConfig)
+    common.add_settings(parser, "packing", PlanConfig)
+    common.add_settings(parser, "tokenization", TokenizeConfig)
+    common.add_settings(parser, "selection", SelectConfig)
+    common.add_settings(parser, "files", WriteConfig)
+    common.add_settings(parser, "running", RunConfig)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -75,21 +74,18 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
 
         job = read_job(args.config)
     if len(args.places) > 1:
-        *source, out = args.places
-        job |= {"source": source[0] if len(source) == 1 else source, "out": out}
+        job |= {"source": common.source_of(args.places[:-1]), "out": args.places[-1]}
     elif args.places or not {"source", "out"} <= job.keys():
         args.parser.error(
             "SOURCE and OUT must be given, both here or both in a job file (--config)"
         )
-    if args.tokenizer is not None:
-        job["tokenizer"] = args.tokenizer
-    if args.storage_option:
-        job["storage_options"] = args.storage_option
-    if args.source_storage_option is not None:
-        job["source_storage_options"] = args.source_storage_option
-    if isinstance(job["source"], tuple):
-        job["source"] = list(job["source"])
-    return {**job, **read_settings(args, PackConfig)}
+    given = {
+        "tokenizer": args.tokenizer,
+        "storage_options": args.storage_option or None,
+        "source_storage_options": args.source_storage_option,
+        **common.read_settings(args, PackConfig),
+    }
+    return {**job, **{name: value for name, value in given.items() if value is not None}}
 
 
 def _records(stream: BinaryIO) -> Iterator[object]:

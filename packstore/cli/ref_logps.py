@@ -38,16 +38,12 @@ def _run(args: argparse.Namespace) -> int:
     if not say():
         return 0
     facts = {"examples": len(side), **side.manifest.provenance}
-    if args.json:
-        common.print_result({"url": side.url, **facts})
-    else:
-        common.stdout_console().print(common.two_columns(f"side dataset {side.url}", facts))
+    common.print_table(args, f"side dataset {side.url}", facts, {"url": side.url, **facts})
     return 0
 
 
 COMMAND = Command(
-    "  torchrun --nproc-per-node 8 -m packstore ref-logps prefs-8k ref-8k "
-    "--model my-sft-model\n"
+    "  torchrun --nproc-per-node 8 -m packstore ref-logps prefs-8k ref-8k --model my-sft-model\n"
     "The same command again continues a run that was killed.\n",
     _configure,
     _run,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from packstore.cli import Command, common
-from packstore.cli._model import join_logs
-from packstore.cli.settings import add_settings, read_settings
+from packstore.cli._model import join_logs, say
 from packstore.config.training import (
     TrainConfig,
     TrainDataConfig,
@@ -32,11 +30,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--example", choices=("dpo", "sft"), help="print a CONFIG to begin with")
     parser.add_argument("--html", metavar="FILE", help="also write a page with the curves")
     common.add_json(parser)
-    add_settings(parser, "data", TrainDataConfig)
-    add_settings(parser, "model", TrainModelConfig)
-    add_settings(parser, "loss", TrainLossConfig)
-    add_settings(parser, "optimizer", TrainOptimizerConfig)
-    add_settings(parser, "running", TrainRunConfig)
+    common.add_settings(parser, "data", TrainDataConfig)
+    common.add_settings(parser, "model", TrainModelConfig)
+    common.add_settings(parser, "loss", TrainLossConfig)
+    common.add_settings(parser, "optimizer", TrainOptimizerConfig)
+    common.add_settings(parser, "running", TrainRunConfig)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -45,34 +43,29 @@ def _run(args: argparse.Namespace) -> int:
         sys.stdout.write(example.read_text(encoding="utf-8"))
         return 0
     settings: dict[str, Any] = {} if args.config is None else read_file(args.config)
-    config = TrainConfig.of(**{**settings, **read_settings(args, TrainConfig)})
+    config = TrainConfig.of(**{**settings, **common.read_settings(args, TrainConfig)})
     from packstore.torch.training.train import train
 
     join_logs()
-    first = os.environ.get("RANK", "0") == "0"
-    if args.html and first:
+    if args.html and say():
         check_writable(args.html)
     try:
         result = train(config)
     finally:  # the curves of a run that failed are the first to look at
         metrics = Path(config.output) / "metrics.jsonl"
-        if args.html and first and metrics.exists():
+        if args.html and say() and metrics.exists():
             loss = config.loss if isinstance(config.loss, str) else " + ".join(config.loss)
             subtitle = f"model {config.model}, dataset {config.dataset}, loss {loss}"
             write(args.html, train_page(f"Training of {config.output}", subtitle, metrics))
-    if not first:
-        return 0
-    if args.json:
-        common.print_result(result)
-        return 0
-    metrics_of_run = {**result.metrics, **result.evaluation}
-    rows: dict[str, object] = {
-        "steps": result.step,
-        "examples": result.examples,
-        **{name: f"{value:.6g}" for name, value in metrics_of_run.items()},
-        "model": str(result.model),
-    }
-    common.stdout_console().print(common.two_columns(f"trained {config.output}", rows))
+    if say():
+        figures = {**result.metrics, **result.evaluation}
+        rows: dict[str, object] = {
+            "steps": result.step,
+            "examples": result.examples,
+            **{name: f"{value:.6g}" for name, value in figures.items()},
+            "model": str(result.model),
+        }
+        common.print_table(args, f"trained {config.output}", rows, result)
     return 0
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from packstore import cli
 from packstore.cli import COMMANDS, main
-from packstore.cli.settings import read_settings
+from packstore.cli.common import read_settings
 from packstore.config import PackConfig
 
 

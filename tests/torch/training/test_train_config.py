@@ -16,7 +16,7 @@ from rich.console import Console
 
 from packstore.cli import main
 from packstore.cli import train as command
-from packstore.cli.settings import read_settings as read_flags
+from packstore.cli.common import read_settings as read_flags
 from packstore.config.training import TrainConfig, lora_settings, read_settings
 from packstore.errors import ConfigError
 from packstore.torch.training.optimizer import warmup_steps
