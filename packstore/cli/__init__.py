@@ -1,4 +1,4 @@
-"""The command line: one file per command, loaded when it is the one that runs.
+"""The command line: the file of a command is loaded when it is the one that runs.
 
 Exit codes: 0 success, 1 a named error or a failed check, 2 wrong usage, 130 interrupted.
 """
@@ -39,9 +39,16 @@ class Command:
     run: Callable[[argparse.Namespace], int]
 
 
+_GROUPS = {"grow": "append concat", "show": "show view", "keep": "clean verify check"}
+FILES = {name: file for file, names in _GROUPS.items() for name in names.split()}
+"""Command -> its file here, if that has another name."""
+
 COMMANDS: Registry[Command] = Registry(
     "command",
-    {name: f"packstore.cli.{name.replace('-', '_')}:COMMAND" for name in SUMMARIES},
+    {
+        name: f"packstore.cli.{FILES.get(name, word)}:{word.upper()}"
+        for name, word in ((name, name.replace("-", "_")) for name in SUMMARIES)
+    },
 )
 
 

@@ -107,10 +107,11 @@ def add_command(
     examples: str,
 ) -> argparse.ArgumentParser:
     """Adds a command, whose help begins with the summary and ends with the examples."""
-    return commands.add_parser(
+    parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
         description=summary[0].upper() + summary[1:] + ".",
         epilog=f"examples:\n{examples}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    return parser

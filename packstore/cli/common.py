@@ -48,6 +48,21 @@ def stdout_console() -> Console:
     return console
 
 
+def add_flags(parser: Any, flags: Mapping[str, str], **defaults: object) -> None:
+    """Adds flags, from "--flag METAVAR" to help: N is a whole number, X a number.
+
+    A flag without a metavar is a switch.
+    """
+    for words, text in flags.items():
+        flag, _, metavar = words.partition(" ")
+        if metavar:
+            kind = {"N": int, "X": float}.get(metavar, str)
+            default = defaults.get(flag.strip("-").replace("-", "_"), parser.argument_default)
+            parser.add_argument(flag, metavar=metavar, type=kind, default=default, help=text)
+        else:
+            parser.add_argument(flag, action="store_true", help=text)
+
+
 def add_source(parser: argparse.ArgumentParser, help: str = "as for packstore pack") -> None:
     """Adds the positional SOURCE, one or several; :func:`source_of` returns it."""
     parser.add_argument("source", nargs="+", metavar="SOURCE", help=help)
@@ -90,14 +105,6 @@ def open_dataset(args: argparse.Namespace) -> Dataset:
     from packstore.io.dataset.dataset import open as open_
 
     return open_(args.dataset, storage_options=args.storage_option, version=args.version)
-
-
-def decoder_of(dataset: Dataset, path: str | None) -> Callable[[list[int]], str]:
-    """Returns a function from ids to text, with the tokenizer at `path` or the manifest's."""
-    from packstore.tokenizer import recorded_tokenizer
-
-    remedy = "Give --tokenizer PATH, or --ids"
-    return recorded_tokenizer(dataset.manifest.provenance, path, dataset.url, remedy).decode
 
 
 def titled(title: str, **settings: Any) -> Table:
@@ -164,14 +171,19 @@ def print_table(
         stdout_console().print(two_columns(title, rows))
 
 
+def facts_of(dataset: Dataset) -> dict[str, Any]:
+    """Returns facts about the dataset that a job has committed, for JSON."""
+    m = dataset.manifest
+    names = ("kind", "layout", "pack_size", "fill_rate", "records", "totals", "fingerprint")
+    facts = {name: getattr(m, name) for name in names}
+    return {"url": dataset.url, "version": dataset.version, "shards": len(m.shards), **facts}
+
+
 def print_dataset(args: argparse.Namespace, dataset: Dataset) -> None:
     """Prints the dataset that a job has committed, as JSON or in one line."""
     m = dataset.manifest
     if args.json:
-        names = ("kind", "layout", "pack_size", "fill_rate", "records", "totals", "fingerprint")
-        facts = {name: getattr(m, name) for name in names}
-        place = {"url": dataset.url, "version": dataset.version, "shards": len(m.shards)}
-        print_result({**place, **facts})
+        print_result(facts_of(dataset))
     else:
         stdout_console().print(
             f"{dataset.url}, version {dataset.version}: {number(m.totals.examples)} examples in "

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 def _configure(parser: argparse.ArgumentParser) -> None:
     common.add_source(parser)
     parser.add_argument("--tokenizer", metavar="PATH", required=True, help="as for packstore pack")
-    parser.add_argument(
-        "--sample", type=int, metavar="N", help="most records to look at, from all over (all)"
-    )
-    parser.add_argument("--strict", action="store_true", help="remarks count as problems")
+    flags = {
+        "--sample N": "most records to look at, from all over (all)",
+        "--strict": "remarks count as problems",
+    }
+    common.add_flags(parser, flags)
     common.add_json(parser)
     common.add_storage_options(parser)
     common.add_settings(parser, "tokenization", TokenizeConfig)
@@ -74,7 +75,7 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
         console.print("nothing to remark", style="green")
 
 
-COMMAND = Command(
+DOCTOR = Command(
     "  packstore doctor chats.jsonl --tokenizer Qwen3/ --pack-size 4096 --strict\n",
     _configure,
     _run,

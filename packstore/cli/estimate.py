@@ -198,7 +198,7 @@ def _page(result: Estimate, source: str) -> str:
     )
 
 
-COMMAND = Command(
+ESTIMATE = Command(
     "  packstore estimate prefs.jsonl --tokenizer Qwen3/ --world-size 8 --html estimate.html\n",
     _configure,
     _run,

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from packstore.cli import Command, common
 from packstore.cli._model import add_model, loaded, ranks, say
-from packstore.errors import CompatibilityError, ConfigError, sentence
+from packstore.errors import CompatibilityError, ConfigError
 from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
@@ -27,14 +27,13 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     common.add_dataset(parser, versions=True)
     add_model(parser)
     reference = parser.add_mutually_exclusive_group()
-    reference.add_argument(
-        "--reference-model", metavar="PATH", help="reference model, or a LoRA adapter"
-    )
-    reference.add_argument(
-        "--ref-logps", metavar="SIDE", help="side dataset from `packstore ref-logps`"
-    )
-    parser.add_argument("--loss", metavar="NAME", help="default: dpo, or sft for kind sft")
-    parser.add_argument("--beta", type=float, metavar="X", help="beta of the loss")
+    references = {
+        "--reference-model PATH": "reference model, or a LoRA adapter",
+        "--ref-logps SIDE": "side dataset from `packstore ref-logps`",
+    }
+    common.add_flags(reference, references)
+    flags = {"--loss NAME": "default: dpo, or sft for kind sft", "--beta X": "beta of the loss"}
+    common.add_flags(parser, flags)
     parser.add_argument(
         "--loss-parameter",
         action=common.KeyValue,
@@ -43,10 +42,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="another parameter of the loss (repeatable)",
     )
-    parser.add_argument("--html", metavar="FILE", help="also write a page with charts")
-    parser.add_argument(
-        "--examples", metavar="FILE", help="also write Parquet, a row for each example"
-    )
+    files = {
+        "--html FILE": "also write a page with charts",
+        "--examples FILE": "also write Parquet, a row for each example",
+    }
+    common.add_flags(parser, files)
     common.add_json(parser)
 
 
@@ -66,12 +66,8 @@ def _run(args: argparse.Namespace) -> int:
         loss = PreferenceLoss(name, **args.loss_parameter, **beta)
         if kind == "sft" and not loss.only_sft:
             raise CompatibilityError(
-                sentence(
-                    f"--loss {name}",
-                    "an example must have responses to compare",
-                    "a dataset of kind 'sft'",
-                    "Use --loss sft",
-                )
+                f"--loss {name}: an example must have responses to compare; found a dataset of "
+                "kind 'sft'. Use --loss sft."
             )
         if loss.reference and not (args.reference_model or args.ref_logps):
             raise ConfigError(
@@ -136,7 +132,7 @@ def _text(name: str, value: float) -> str:
     return f"{value:.2%}" if name == "rewards/accuracies" else f"{value:.6g}"
 
 
-COMMAND = Command(
+EVALUATE = Command(
     "  packstore evaluate held-out-8k --model run/model --ref-logps held-out-ref\n"
     "  packstore evaluate held-out-8k --model run/model --ref-logps ref --html evaluation.html\n"
     "  packstore evaluate held-out-8k --model run/model --ref-logps ref --examples rows.parquet\n"

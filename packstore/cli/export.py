@@ -43,7 +43,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-COMMAND = Command(
+EXPORT = Command(
     "  packstore export megatron chats-8k bridge-8k --context-parallel 2\n"
     "  packstore export nemo prefs-8k packed_8192_seed0.npy\n"
     "  packstore export megatron --help\n",

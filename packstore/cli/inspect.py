@@ -89,7 +89,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, object]:
     return flat
 
 
-COMMAND = Command(
+INSPECT = Command(
     "  packstore inspect s3://bucket/prefs-8k --json > manifest.json\n"
     "  packstore inspect prefs-8k --as-config > job.yaml\n",
     _configure,

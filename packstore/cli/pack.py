@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
@@ -18,9 +18,6 @@ from packstore.config import (
     WriteConfig,
 )
 
-if TYPE_CHECKING:
-    from packstore.io.dataset.dataset import Dataset
-
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -31,15 +28,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         ".zst), one packed dataset, or - for JSON lines on standard input; OUT: folder or URL of "
         "the new dataset",
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of SOURCE, OUT, settings; flags override"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="PATH", help="tokenizer.json, Hugging Face folder, or .model"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="only lint and plan a sample, and try OUT"
-    )
+    flags = {
+        "--config FILE": "YAML file of SOURCE, OUT, settings; flags override",
+        "--tokenizer PATH": "tokenizer.json, Hugging Face folder, or .model",
+        "--dry-run": "only lint and plan a sample, and try OUT",
+    }
+    common.add_flags(parser, flags)
     common.add_json(parser)
     common.add_storage_options(parser, source=True)
     common.add_settings(parser, "packing", PlanConfig)
@@ -59,10 +53,22 @@ def _run(args: argparse.Namespace) -> int:
 
     with progress_of("pack", args) as progress:
         dataset = pack(**job, progress=progress)
-    if args.json:
-        common.print_dataset(args, dataset)
-    else:
-        _print(dataset)
+    m = dataset.manifest
+    per_pack = m.statistics.examples_per_pack
+    rows: dict[str, object] = {
+        "records read": m.records.read,
+        "records packed": m.records.packed,
+        **{f"dropped: {reason}": count for reason, count in m.records.dropped.items()},
+        **{f"noted: {event}": count for event, count in m.records.noted.items()},
+        "packs": f"{m.num_packs:,} of {m.pack_size:,} tokens",
+        "fill rate": f"{m.fill_rate:.2%}",
+        "examples per pack": f"{per_pack.min} to {per_pack.max}, mean {per_pack.mean:.2f}",
+        "tokens": m.totals.tokens,
+        "bytes": m.totals.bytes,
+        "shards": len(m.shards),
+    }
+    result = common.facts_of(dataset)
+    common.print_table(args, f"{m.kind} dataset {dataset.url}", rows, result)
     return 0
 
 
@@ -99,9 +105,9 @@ def _records(stream: BinaryIO) -> Iterator[object]:
 
 
 def _dry_run(args: argparse.Namespace, job: dict[str, Any]) -> int:
-    from packstore.cli.check import print_findings
     from packstore.cli.doctor import print_diagnosis
     from packstore.cli.estimate import print_estimate
+    from packstore.cli.keep import print_findings
     from packstore.etl.doctor import dry_run
 
     with progress_of("dry run", args) as progress:
@@ -123,25 +129,7 @@ def _dry_run(args: argparse.Namespace, job: dict[str, Any]) -> int:
     return 0 if result.ok else 1
 
 
-def _print(dataset: Dataset) -> None:
-    m = dataset.manifest
-    per_pack = m.statistics.examples_per_pack
-    rows: dict[str, object] = {
-        "records read": m.records.read,
-        "records packed": m.records.packed,
-        **{f"dropped: {reason}": count for reason, count in m.records.dropped.items()},
-        **{f"noted: {event}": count for event, count in m.records.noted.items()},
-        "packs": f"{m.num_packs:,} of {m.pack_size:,} tokens",
-        "fill rate": f"{m.fill_rate:.2%}",
-        "examples per pack": f"{per_pack.min} to {per_pack.max}, mean {per_pack.mean:.2f}",
-        "tokens": m.totals.tokens,
-        "bytes": m.totals.bytes,
-        "shards": len(m.shards),
-    }
-    common.stdout_console().print(common.two_columns(f"{m.kind} dataset {dataset.url}", rows))
-
-
-COMMAND = Command(
+PACK = Command(
     "  packstore pack 'raw/*.jsonl.gz' s3://bucket/prefs-8k --tokenizer Qwen3/\n"
     "  packstore pack qa.csv qa-4k --tokenizer t.json --field prompt=question --pack-size 4096\n"
     "  packstore pack prefs-8k prefs-32k --pack-size 32768 --layout shared_prefix\n"

@@ -42,7 +42,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-COMMAND = Command(
+REF_LOGPS = Command(
     "  torchrun --nproc-per-node 8 -m packstore ref-logps prefs-8k ref-8k --model my-sft-model\n"
     "The same command again continues a run that was killed.\n",
     _configure,

@@ -1,11 +1,13 @@
-"""``packstore show``: decodes packs to text, coloured by the role of each token."""
+"""``packstore show`` and ``packstore view``: packs on a terminal, as a page, or in a browser."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import logging
-from typing import Any
+import threading
+import webbrowser
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.text import Text
@@ -15,25 +17,48 @@ from packstore.errors import ConfigError, visible
 from packstore.format.arrays import IGNORE_INDEX, Packs, ids_of
 from packstore.pages import frame
 from packstore.pages.packs import MOST_BYTES, MOST_PACKS, PackReader, columns_of, pack_page
+from packstore.pages.server import PackServer
+
+if TYPE_CHECKING:
+    from packstore.io.dataset.dataset import Dataset
 
 _STYLES = {"chosen": "green", "rejected": "red"}
 _RESPONSE, _PROMPT, _UNSUPERVISED = "cyan", "dim", "yellow"
 
+_TEXT = {
+    "--tokenizer PATH": "default: the dataset's",
+    "--ids": "show token ids instead of text",
+}
+"""Flags of both commands."""
+
 log = logging.getLogger("packstore")
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def _reader(args: argparse.Namespace, dataset: Dataset) -> PackReader:
+    """Returns the reader of packs, with texts unless ids are asked for."""
+    if args.ids:
+        return PackReader(dataset, None)
+    from packstore.tokenizer import recorded_tokenizer
+
+    tokenizer = recorded_tokenizer(
+        dataset.manifest.provenance,
+        args.tokenizer,
+        dataset.url,
+        "Give --tokenizer PATH, or --ids",
+    )
+    return PackReader(dataset, tokenizer.decode)
+
+
+def _configure_show(parser: argparse.ArgumentParser) -> None:
     common.add_dataset(parser, versions=True)
-    parser.add_argument("--pack", type=int, default=0, metavar="N", help="first pack to show")
-    parser.add_argument("--count", type=int, default=1, metavar="N", help="packs to show")
-    parser.add_argument("--tokenizer", metavar="PATH", help="default: the dataset's")
-    parser.add_argument("--ids", action="store_true", help="show token ids instead of text")
+    flags = {"--pack N": "first pack to show", "--count N": "packs to show", **_TEXT}
+    common.add_flags(parser, flags, pack=0, count=1)
     common.add_json(parser)
     bound = f"at most {MOST_PACKS} or {MOST_BYTES // 1_000_000} MB"
-    parser.add_argument("--html", metavar="FILE", help=f"write a page instead, {bound}")
+    common.add_flags(parser, {"--html FILE": f"write a page instead, {bound}"})
 
 
-def _run(args: argparse.Namespace) -> int:
+def _show(args: argparse.Namespace) -> int:
     dataset = common.open_dataset(args)
     if not 0 <= args.pack < len(dataset):
         raise ConfigError(
@@ -43,7 +68,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--count must be at least 1; found {args.count}.")
     if args.html:
         frame.check_writable(args.html)
-    reader = PackReader(dataset, None if args.ids else common.decoder_of(dataset, args.tokenizer))
+    reader = _reader(args, dataset)
     numbers = range(args.pack, min(args.pack + args.count, len(dataset)))
     if args.html:
         page, left_out = pack_page(reader, numbers)
@@ -124,10 +149,37 @@ def _painted(reader: PackReader, pack: Packs, sequence: dict[str, Any], colour: 
     return text
 
 
-COMMAND = Command(
+def _configure_view(parser: argparse.ArgumentParser) -> None:
+    common.add_dataset(parser, versions=True)
+    flags = {
+        **_TEXT,
+        "--port N": "on 127.0.0.1; default: any free one",
+        "--no-browser": "only print the address",
+    }
+    common.add_flags(parser, flags, port=0)
+
+
+def _view(args: argparse.Namespace) -> int:
+    reader = _reader(args, common.open_dataset(args))
+    with PackServer(reader, args.port) as server:
+        print(f"{server.url} (Ctrl-C ends it)", flush=True)
+        if not args.no_browser:
+            # A text browser would run in the foreground, so that it must not keep others waiting.
+            threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("\nended")
+    return 0
+
+
+SHOW = Command(
     "  packstore show s3://bucket/prefs-8k --pack 17 --count 2 --tokenizer t.json\n"
     "  packstore show prefs-8k --pack 100 --count 50 --html packs.html\n"
     "  packstore show prefs-8k --json | jq '.packs[0].sequences'\n",
-    _configure,
-    _run,
+    _configure_show,
+    _show,
+)
+VIEW = Command(
+    "  packstore view s3://bucket/prefs-8k --port 8765 --no-browser\n", _configure_view, _view
 )

@@ -181,7 +181,7 @@ def _page(dataset: Dataset, values: dict[str, Any], tables: Any) -> str:
     )
 
 
-COMMAND = Command(
+STATS = Command(
     "  packstore stats prefs-8k --json\n  packstore stats prefs-8k --by lang --html stats.html\n",
     _configure,
     _run,

@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-COMMAND = Command(
+TRAIN = Command(
     "  packstore train dpo.yaml --learning-rate 5e-7 --loss ipo --output run-2\n"
     "  packstore train dpo.yaml --html run.html\n"
     "  packstore train --model Qwen3-0.6B --dataset chats-8k --loss sft --output sft-run\n"

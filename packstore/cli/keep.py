@@ -1,0 +1,144 @@
+"""``packstore clean``, ``verify`` and ``check``: look after datasets and their stores."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from packstore.cli import Command, common
+from packstore.cli._messages import progress_of
+from packstore.config import CHECK_RETRIES
+from packstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from packstore.io.maintain.preflight import Trial
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_SHOWN = 40
+_MARKS = {True: ("ok", None), False: ("FAILED", "red"), None: ("–", "dim")}
+
+
+def _configure_clean(parser: argparse.ArgumentParser) -> None:
+    flags = {
+        "--delete": "remove the files; else list them",
+        "--keep-versions N": "keep the N newest versions only",
+        "--older-than AGE": "spare what is younger (7d)",
+        "--no-writers": "no job writes there, anywhere: any age is allowed",
+        "--all": "list every file",
+    }
+    common.add_dataset(parser)
+    common.add_flags(parser, flags, older_than="7d")
+    common.add_json(parser)
+
+
+def _clean(args: argparse.Namespace) -> int:
+    from packstore.io.maintain.clean import clean
+
+    age = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", args.older_than)
+    if age is None:
+        raise ConfigError(
+            f"--older-than must be a number and s, m, h or d; found {args.older_than!r}."
+        )
+    report = clean(
+        args.dataset,
+        delete=args.delete,
+        keep_versions=args.keep_versions,
+        older_than=float(age[1]) * _UNITS[age[2]],
+        no_writers=args.no_writers,
+        storage_options=args.storage_option,
+    )
+    if args.json:
+        common.print_result(report)
+        return 0
+    console = common.stdout_console()
+    shown = report.leftovers if args.all else report.leftovers[:_SHOWN]
+    for item in shown:
+        spared = f" (spared: {item.spared})" if item.spared else ""
+        console.print(f"{item.path}  {item.bytes:,} bytes  {item.why}{spared}")
+    for why, count in Counter(item.why for item in report.leftovers[len(shown) :]).items():
+        console.print(f"… and {count:,} more: {why}")
+    if not report.lists_uploads and "://" in report.url:
+        console.print("unfinished uploads: this store does not list them", style="dim")
+    if report.writer:
+        console.print(f"{report.writer} may be writing here: only its age spares what it wrote")
+    files = report.removable
+    amount = f"{len(files):,} files, {sum(item.bytes for item in files):,} bytes"
+    if not files:
+        console.print("nothing to remove", style="green")
+    elif report.deleted:
+        console.print(f"removed {amount}", style="green")
+    else:
+        console.print(f"would remove {amount}; --delete does")
+    return 0
+
+
+def _configure_verify(parser: argparse.ArgumentParser) -> None:
+    common.add_dataset(parser, versions=True)
+    common.add_flags(parser, {"--jobs N": "shards read at once (default: by the cores)"})
+    common.add_json(parser)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    dataset = common.open_dataset(args)
+    with progress_of("verify", args) as progress:
+        report = dataset.verify(progress, jobs=args.jobs)
+    if args.json:
+        common.print_result({"ok": report.ok, **dataclasses.asdict(report)})
+        return 0 if report.ok else 1
+    console = common.stdout_console()
+    for problem in report.problems:
+        console.print(problem, style="red")
+    totals = report.totals
+    console.print(
+        f"{'ok' if report.ok else f'{len(report.problems):,} problems'}: {report.shards:,} shards, "
+        f"{totals.packs:,} packs, {totals.examples:,} examples, {totals.tokens:,} tokens",
+        style="green" if report.ok else "red",
+    )
+    return 0 if report.ok else 1
+
+
+def _configure_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="folder or URL: of a dataset, or for a new one")
+    common.add_json(parser)
+    common.add_storage_options(parser)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from packstore.io.maintain.preflight import preflight
+    from packstore.io.store.location import Location
+
+    findings = preflight(Location(args.url, {**CHECK_RETRIES, **args.storage_option}))
+    if not args.json:
+        return print_findings(findings)
+    results = list(findings)
+    common.print_result([finding._asdict() for finding in results])
+    return int(any(finding.ok is False for finding in results))
+
+
+def print_findings(findings: Iterable[Trial]) -> int:
+    """Prints each finding as soon as it is known; returns the exit code."""
+    console, failed = common.stdout_console(), False
+    for finding in findings:
+        mark, style = _MARKS[finding.ok]
+        console.print(f"{mark:6} {finding.what:12} {finding.text}", style=style)
+        failed = failed or finding.ok is False
+    return int(failed)
+
+
+CLEAN = Command(
+    "  packstore clean s3://bucket/prefs-8k --delete\n"
+    "  packstore clean prefs-8k --keep-versions 2 --delete\n"
+    "  packstore clean prefs-8k --older-than 0 --no-writers --delete\n",
+    _configure_clean,
+    _clean,
+)
+VERIFY = Command("  packstore verify s3://bucket/prefs-8k && train\n", _configure_verify, _verify)
+CHECK = Command(
+    "  packstore check s3://bucket/new --storage-option endpoint_url=https://s3.example:9000\n",
+    _configure_check,
+    _check,
+)
