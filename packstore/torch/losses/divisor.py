@@ -49,9 +49,10 @@ class StepDivisor:
         DDP and FSDP average gradients over the ranks; Accelerate also divides each loss by
         `gradient_accumulation_steps`.
         """
-        others = (self.sft_count, self.examples)
-        shares = (None if each is None else each / times for each in others)
-        return StepDivisor(self.count / times, *shares)
+        sft_count, examples = (
+            None if value is None else value / times for value in (self.sft_count, self.examples)
+        )
+        return StepDivisor(self.count / times, sft_count, examples)
 
 
 class CountedLoss(Protocol):
@@ -75,11 +76,11 @@ def planned_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor | N
         return None
     counts = step.counts or {}
     examples = float(max(step.examples, 1))
-    by_token = loss_fn.sft_average == "token"
-    sft_count = counts.get("best_tokens") if by_token else step.examples
+    sft_count = counts.get("best_tokens") if loss_fn.sft_average == "token" else step.examples
     if loss_fn.only_sft:
-        whole = None if sft_count is None else float(max(sft_count, 1))
-        return None if whole is None else StepDivisor(whole, examples=examples)
+        if sft_count is None:
+            return None
+        return StepDivisor(float(max(sft_count, 1)), examples=examples)
     count = step.examples if batch.kind == "preference" else counts.get(f"pairs_{loss_fn.pairs}")
     if loss_fn.reduction == "pack_mean":
         count = sft_count = step.packs if batch.kind == "preference" else None
@@ -91,17 +92,13 @@ def planned_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor | N
 
 def own_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor:
     """Returns the count of this batch alone; at least 1, as it may consist of fillers."""
-    own = loss_fn.count(batch)
-    sft = None if own.sft_count is None else max(own.sft_count, 1.0)
-    return StepDivisor(max(own.count, 1.0), sft, max(own.examples or 0.0, 1.0))
+    counted = loss_fn.count(batch)
+    sft = None if counted.sft_count is None else max(counted.sft_count, 1.0)
+    return StepDivisor(max(counted.count, 1.0), sft, max(counted.examples or 0.0, 1.0))
 
 
 def default_divisor(batch: PackedBatch, loss_fn: CountedLoss) -> StepDivisor | None:
-    """Returns the divisor used by default; None: the batch's own count.
-
-    Raises:
-        ConfigError: the batch is one of several of its step, and the step was not counted.
-    """
+    """Returns the divisor used by default; None: the batch's own count."""
     step = batch.step
     if step is None:
         return None
@@ -143,17 +140,23 @@ def count_step(
             missing.
     """
     steps = [batch.step for batch in batches if batch.step is not None]
-    if len(numbers := {step.index for step in steps}) > 1:
+    if len(indices := {step.index for step in steps}) > 1:
         raise ConfigError(
-            f"count_step: batches must be of one optimizer step; found steps {sorted(numbers)}."
+            f"count_step: batches must be of one optimizer step; found steps {sorted(indices)}."
         )
     known = planned_divisor(batches[0], loss_fn) if batches else None
     if known is not None:
         return known
-    if steps and {step.batch for step in steps} != set(range(steps[0].batches)):
-        needed = f"it must get all {steps[0].batches} batches of the step, which nobody counted"
-        given = f"{len({step.batch for step in steps})}"
-        raise ConfigError(sentence("count_step", needed, given, "Collect them until step.last"))
+    numbers = {step.batch for step in steps}
+    if steps and numbers != set(range(steps[0].batches)):
+        raise ConfigError(
+            sentence(
+                "count_step",
+                f"it must get all {steps[0].batches} batches of the step, which nobody counted",
+                str(len(numbers)),
+                "Collect them until step.last",
+            )
+        )
     counts = [loss_fn.count(batch) for batch in batches]
     if not distributed():
         device = None  # the counts are numbers already
@@ -168,12 +171,7 @@ def count_step(
 def check_accumulation(batch: PackedBatch, *, given: bool) -> None:
     """Refuses a planned batch while Accelerate accumulates gradients by its own count.
 
-    Args:
-        batch: the batch whose loss is to be differentiated.
-        given: the caller passed a divisor, which accounts for Accelerate's division.
-
-    Raises:
-        ConfigError: optimizer steps would differ from the loader's, or losses be divided twice.
+    A given divisor accounts for Accelerate's division, if its steps are those of the loader.
     """
     accelerate: Any = sys.modules.get("accelerate.state")
     if batch.step is None or accelerate is None or not accelerate.GradientState._shared_state:

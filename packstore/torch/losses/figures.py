@@ -69,17 +69,7 @@ class GroupedMetrics:
         ref_logps: Tensor | None,
         on_cpu: PackedBatch | None = None,
     ) -> None:
-        """Adds a batch of this rank.
-
-        Args:
-            logps: `[S]`, log-probs of the policy in nats.
-            batch: the batch, on the same device.
-            ref_logps: `[S]`, log-probs of the reference; None: the batch's, or none are needed.
-            on_cpu: the same batch on the CPU, for the names of groups; default: `batch`.
-
-        Raises:
-            ConfigError: `by` is no column of the batch.
-        """
+        """Adds a batch of this rank; `on_cpu` is the same batch on the CPU, for names of groups."""
         parts: dict[str | None, PackedBatch] = {None: batch}
         if self.by is not None:  # for each group, the batch with all other examples at weight 0
             names = np.array(self._values(on_cpu or batch, self.by), object)
@@ -120,9 +110,9 @@ class GroupedMetrics:
             known = dict(enumerate(self._files))
             return [known.get(number, f"source {number}") for number in sources]
         if by not in batch.columns:
-            known_columns = ", ".join([FILE, *batch.columns])
             raise ConfigError(
-                f"by must be a carried or joined column, of {known_columns}; found {quote(by)}."
+                f"by must be a carried or joined column, of {', '.join([FILE, *batch.columns])}; "
+                f"found {quote(by)}."
             )
         column = batch.columns[by]
         if isinstance(column, Tensor):
@@ -159,10 +149,8 @@ class ExampleRows:
     ) -> None:
         """Adds a batch of this rank; arguments as of :meth:`GroupedMetrics.add`."""
         loss, rewards = self._loss_fn.per_example(logps, batch, ref_logps)
-        reference = None
-        if self._loss_fn.reference:
-            reference = batch.ref_logps if ref_logps is None else ref_logps
-        values = (logps, reference, loss, rewards)
+        reference = batch.ref_logps if ref_logps is None else ref_logps
+        values = (logps, reference if self._loss_fn.reference else None, loss, rewards)
         self._parts.append(([None if v is None else Fetched(v) for v in values], on_cpu))
 
     def table(self) -> pa.Table:

@@ -64,12 +64,12 @@ class FirstStepCheck:
             divisor = own_divisor(batch, self.loss_fn)
             both = (self.loss_fn(x, batch, ref_logps, divisor=divisor) for x in (logps, ref_logps))
             loss, expected = (float(x.loss_sum / x.count.clamp(min=1)) for x in both)
-            apart = f"sequences {mean:.2g} nats apart ({float(gaps.max()):.2g} at most)"
             logger.warning(
                 sentence(
                     f"first step of {self.loss_fn!r}",
                     f"policy and reference must agree at first, and the loss be {expected:.4g}",
-                    f"{loss:.4g}, {apart}",
+                    f"{loss:.4g}, sequences {mean:.2g} nats apart "
+                    f"({float(gaps.max()):.2g} at most)",
                     f"Likely causes: {CAUSES}",
                 )
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,32 +13,44 @@ from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor, check_accumulation, default_divisor
-from packstore.torch.losses.formulas import sft
-from packstore.torch.losses.loss_output import (
-    LossOutput,
-    detached,
-    divide,
-    router_term,
-    with_routers,
-)
-from packstore.torch.losses.loss_terms import Names, is_number, make_terms
-from packstore.torch.losses.pairs import (
-    PairChoice,
-    PairIndex,
-    Pairs,
-    SequenceSums,
-    index_best,
-    index_pairs,
-)
+from packstore.torch.losses.formulas import Names, is_number, make_terms, sft
+from packstore.torch.losses.pairs import PairChoice, Pairs, SequenceSums, index_best, index_pairs
 from packstore.torch.metrics import SumAndCount, wide_dtype
-
-__all__ = ["LossOutput", "PairChoice", "PreferenceLoss"]
+from packstore.torch.models.routers import carried
 
 SftAverage = Literal["token", "sequence_sum", "sequence_mean"]
 Reduction = Literal["sum", "pack_mean"]
 Gradients = Literal["mean", "sum"]
 
 PASS_COUNT = "Pass what count_step(batches, loss_fn) gives, or a StepDivisor with examples"
+
+
+@dataclass(frozen=True, eq=False)
+class LossOutput:
+    """The part of an optimizer step's loss that a batch contributes; all tensors are scalars.
+
+    Attributes:
+        loss: ``loss_sum`` plus the weighted SFT term and router losses, each divided by its count
+            over the whole optimizer step, or by the given divisor. Call ``backward()`` on it.
+        loss_sum: sum of the losses of all pairs.
+        count: number of pairs.
+        sft_sum: sum of the SFT term, or None.
+        sft_count: count of the SFT term, or None.
+        metrics: name -> (sum, count), without gradient; :class:`~packstore.torch.Metrics` adds
+            them over batches and ranks.
+        router_sum: sum over examples of the load-balancing loss of experts, which of an example is
+            the mean over its sequences; or None.
+        router_count: number of examples, or None.
+    """
+
+    loss: Tensor
+    loss_sum: Tensor
+    count: Tensor
+    sft_sum: Tensor | None
+    sft_count: Tensor | None
+    metrics: Mapping[str, SumAndCount]
+    router_sum: Tensor | None = None
+    router_count: Tensor | None = None
 
 
 class PreferenceLoss:
@@ -147,12 +161,21 @@ class PreferenceLoss:
             check_accumulation(batch, given=divisor is not None)
         count, sft_count, examples = self._divisors(batch, divisor)
         out = self._output(sums, batch, count, sft_count)
-        routers = router_term(logps, batch, self.router_aux_loss_coef)
+        routers = _router_term(logps, batch, self.router_aux_loss_coef)
         if routers is None:
             return out
         if count is not None and examples is None:
-            examples = self._examples(batch, count)
-        return with_routers(out, routers, count, examples)
+            if not self.by_example(batch):
+                needed = "router losses are divided by the number of examples"
+                raise ConfigError(sentence("divisor", needed, "another count alone", PASS_COUNT))
+            examples = count
+        coefficient, term = routers
+        added = coefficient * _divide(term, examples)
+        total, number = out.metrics["loss"]
+        whole = total + added.detach() * (number.clamp(min=1) if count is None else count)
+        metrics = {**out.metrics, "loss": (whole, number), "aux_loss": _detached(term)}
+        loss = out.loss + added
+        return replace(out, loss=loss, router_sum=term[0], router_count=term[1], metrics=metrics)
 
     def _output(
         self,
@@ -164,29 +187,27 @@ class PreferenceLoss:
         """The loss without router losses."""
         if self.only_sft:
             term, metrics = self._likelihood(sums, batch)
-            loss = self.terms[0].weight * divide(term, count)
-            return LossOutput(loss, *term, None, None, {"loss": detached(term), **metrics})
-        index, weights = self._weights(batch, sums.logps)
-        pairs = sums.take(index.chosen, index.rejected)
+            loss = self.terms[0].weight * _divide(term, count)
+            return LossOutput(loss, *term, None, None, {"loss": _detached(term), **metrics})
+        chosen, rejected, example, weights = self._pairs(batch, sums.logps)
+        pairs = sums.take(chosen, rejected)
         losses = [member(pairs) for member in self.terms]
-        parts = zip(self.terms, losses, strict=True)
-        total = torch.stack([member.weight * values for member, values in parts]).sum(0)
-        term = self._reduce(total, weights, index.example, batch)
+        term = self._reduce(self._total(losses), weights, example, batch)
         metrics = self._metrics(pairs, weights)
         if len(losses) > 1:
             for member, values in zip(self.terms, losses, strict=True):
-                own = self._reduce(values, weights, index.example, batch)
-                metrics[f"loss/{member.name}"] = detached(own)
-        loss = divide(term, count)
+                of_member = self._reduce(values, weights, example, batch)
+                metrics[f"loss/{member.name}"] = _detached(of_member)
+        loss = _divide(term, count)
         sft_sum = sft_count = None
         if self.sft_weight:
             likelihood, _ = self._likelihood(sums, batch)
-            loss = loss + self.sft_weight * divide(likelihood, sft_divisor)
-            metrics |= {"preference_loss": detached(term), "sft_loss": detached(likelihood)}
+            loss = loss + self.sft_weight * _divide(likelihood, sft_divisor)
+            metrics |= {"preference_loss": _detached(term), "sft_loss": _detached(likelihood)}
             sft_sum, sft_count = likelihood
         # Summed over the batches of a step and divided by its count, this is the step's loss.
         whole = loss * (term[1].clamp(min=1) if count is None else count)
-        metrics = {"loss": detached((whole, term[1])), **metrics}
+        metrics = {"loss": _detached((whole, term[1])), **metrics}
         return LossOutput(loss, *term, sft_sum, sft_count, metrics)
 
     def per_example(
@@ -203,18 +224,18 @@ class PreferenceLoss:
         """
         sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
         best = index_best(batch)
-        own = sums.take(best, best)
-        likelihood = (
-            sft(own) if self.sft_average == "sequence_sum" else sft(own) / own.chosen_tokens
-        )
+        responses = sums.take(best, best)
+        likelihood = sft(responses)
+        if self.sft_average != "sequence_sum":
+            likelihood = likelihood / responses.chosen_tokens
         if self.only_sft:
             return self.terms[0].weight * likelihood, None
-        index, _ = self._weights(batch, logps)
-        pairs = sums.take(index.chosen, index.rejected)
-        losses = torch.stack([member.weight * member(pairs) for member in self.terms]).sum(0)
-        found = torch.stack([losses, self._beta * pairs.u, self._beta * pairs.v], 1)
-        total = found.new_zeros(len(best), 3).index_add(0, index.example, found)
-        count = found.new_zeros(len(best)).index_add(0, index.example, torch.ones_like(losses))
+        chosen, rejected, example, _ = self._pairs(batch, logps)
+        pairs = sums.take(chosen, rejected)
+        losses = self._total([member(pairs) for member in self.terms])
+        values = torch.stack([losses, self._beta * pairs.u, self._beta * pairs.v], 1)
+        total = values.new_zeros(len(best), 3).index_add(0, example, values)
+        count = values.new_zeros(len(best)).index_add(0, example, torch.ones_like(losses))
         mean = total / count[:, None]
         return mean[:, 0] + self.sft_weight * likelihood, mean[:, 1:]
 
@@ -226,8 +247,8 @@ class PreferenceLoss:
         sft_count = float((batch.weights * tokens).sum()) if by_token else examples
         if self.only_sft:
             return StepDivisor(sft_count, examples=examples)
-        index, weights = self._weights(batch, batch.weights)
-        _, count = self._reduce(weights, weights, index.example, batch)
+        _, _, example, weights = self._pairs(batch, batch.weights)
+        _, count = self._reduce(weights, weights, example, batch)
         if self.reduction == "pack_mean":
             sft_count = float(count)
         return StepDivisor(float(count), sft_count if self.sft_weight else None, examples)
@@ -246,13 +267,6 @@ class PreferenceLoss:
             raise ConfigError(sentence("divisor", needed, "one number", PASS_COUNT))
         return divisor, None, None
 
-    def _examples(self, batch: PackedBatch, count: Tensor | float) -> Tensor | float:
-        """The divisor of router losses, where only that of the loss without them is given."""
-        if self.by_example(batch):
-            return count
-        needed = "router losses are divided by the number of examples"
-        raise ConfigError(sentence("divisor", needed, "another count alone", PASS_COUNT))
-
     def by_example(self, batch: PackedBatch) -> bool:
         """True if the loss of this batch is divided by a number of examples."""
         if self.only_sft:
@@ -270,23 +284,35 @@ class PreferenceLoss:
             )
         return ref_logps.detach()
 
-    def _weights(self, batch: PackedBatch, like: Tensor) -> tuple[PairIndex, Tensor]:
-        """The pairs of the batch and their weights, 1 or 0, `[n]`."""
+    def _pairs(self, batch: PackedBatch, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Chosen and rejected segment, example and weight (1 or 0) of each pair, `[n]`."""
         if batch.kind == "sft":
-            where = f"loss {self.terms[0].name!r}"
-            needed = "an example must have responses to compare"
             raise CompatibilityError(
-                sentence(where, needed, "a dataset of kind 'sft'", "Use PreferenceLoss('sft')")
+                sentence(
+                    f"loss {self.terms[0].name!r}",
+                    "an example must have responses to compare",
+                    "a dataset of kind 'sft'",
+                    "Use PreferenceLoss('sft')",
+                )
             )
-        index = index_pairs(batch, self.pairs)
-        return index, batch.weights[index.example].to(like.dtype)
+        chosen, rejected, example = index_pairs(batch, self.pairs)
+        return chosen, rejected, example, batch.weights[example].to(like.dtype)
+
+    def _total(self, losses: list[Tensor]) -> Tensor:
+        """The weighted sum of the losses of all members, `[n]`."""
+        parts = zip(self.terms, losses, strict=True)
+        return torch.stack([member.weight * values for member, values in parts]).sum(0)
 
     def _reduce(
         self, losses: Tensor, weights: Tensor, example: Tensor, batch: PackedBatch
     ) -> SumAndCount:
+        """Sum and count of the pairs; or of packs, where each is the mean over its pairs."""
         if self.reduction == "sum":
             return (losses * weights).sum(), weights.sum()
-        return _pack_means(losses, weights, batch.pack_ids[example], batch.num_packs)
+        packs, zeros = batch.pack_ids[example], losses.new_zeros(batch.num_packs)
+        sums = zeros.index_add(0, packs, losses * weights)
+        counts = zeros.index_add(0, packs, weights)
+        return (sums / counts.clamp(min=1)).sum(), (counts > 0).to(losses.dtype).sum()
 
     def _likelihood(
         self, sums: SequenceSums, batch: PackedBatch
@@ -298,7 +324,7 @@ class PreferenceLoss:
         losses = sft(pairs)
         if self.sft_average == "sequence_mean":
             losses = losses / pairs.chosen_tokens
-        metrics = {"logps/chosen": detached(((pairs.chosen * weights).sum(), weights.sum()))}
+        metrics = {"logps/chosen": _detached(((pairs.chosen * weights).sum(), weights.sum()))}
         if self.sft_average == "token":
             term = (losses * weights).sum(), (weights * pairs.chosen_tokens).sum()
         else:
@@ -321,7 +347,7 @@ class PreferenceLoss:
             values |= _rewards("rewards_per_token", pairs.per_token(), self._beta)
         values |= {"logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected}
         wide = weights.to(wide_dtype(weights.device))
-        return {n: detached(((x.to(wide) * wide).sum(), wide.sum())) for n, x in values.items()}
+        return {n: _detached(((x.to(wide) * wide).sum(), wide.sum())) for n, x in values.items()}
 
 
 def _rewards(name: str, pairs: Pairs, beta: float) -> dict[str, Tensor]:
@@ -335,12 +361,50 @@ def _rewards(name: str, pairs: Pairs, beta: float) -> dict[str, Tensor]:
     }
 
 
-def _pack_means(losses: Tensor, weights: Tensor, packs: Tensor, num_packs: int) -> SumAndCount:
-    """Sum over packs of the mean over their pairs, and the number of packs with pairs."""
-    zeros = losses.new_zeros(num_packs)
-    sums = zeros.index_add(0, packs, losses * weights)
-    counts = zeros.index_add(0, packs, weights)
-    return (sums / counts.clamp(min=1)).sum(), (counts > 0).to(losses.dtype).sum()
+def _divide(term: SumAndCount, divisor: Tensor | float | None) -> Tensor:
+    """Returns sum / count, or sum / divisor; an empty sum gives 0."""
+    total, count = term
+    return total / (count.clamp(min=1) if divisor is None else divisor)
+
+
+def _detached(term: SumAndCount) -> SumAndCount:
+    return term[0].detach(), term[1].detach()
+
+
+def _router_term(
+    logps: Tensor, batch: PackedBatch, coefficient: float | None
+) -> tuple[float, SumAndCount] | None:
+    """Weight and term of the router losses that log-probs carry, if they are to be added."""
+    losses = carried(logps) if logps.requires_grad else None
+    if losses is None:
+        if coefficient and logps.requires_grad:
+            raise ConfigError(
+                sentence(
+                    f"router_aux_loss_coef {coefficient}",
+                    "log-probs of a policy must carry router losses",
+                    "none",
+                    "Use packed_logps, with a model whose config has a router_aux_loss_coef "
+                    "above 0",
+                )
+            )
+        return None
+    if len(losses.values) != batch.num_segments:
+        raise ConfigError(
+            sentence(
+                "router losses",
+                f"must be one number for each of the batch's {batch.num_segments} segments",
+                str(len(losses.values)),
+            )
+        )
+    coefficient = losses.coefficient if coefficient is None else coefficient
+    if not coefficient:
+        return None
+    responses = batch.num_responses.long()
+    example = torch.arange(len(responses), device=responses.device)
+    example = example.repeat_interleave(responses, output_size=batch.num_segments)
+    sums = losses.values.new_zeros(len(responses)).index_add(0, example, losses.values)
+    weights = batch.weights.to(sums)
+    return coefficient, ((sums / responses * weights).sum(), weights.sum())
 
 
 def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:

@@ -15,11 +15,6 @@ from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.batch.transfer import sent
 from packstore.torch.logprobs.logprobs import segment_token_counts
 
-SHARD_EXACTLY = (
-    "Under FSDP2, give fully_shard MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
-    "reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False)"
-)
-
 PairChoice = Literal["best_vs_rest", "all", "adjacent"]
 
 
@@ -85,15 +80,19 @@ class SequenceSums:
 
     @classmethod
     def of(cls, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None) -> SequenceSums:
-        """Combines log-probs `[S]` of policy and reference with the batch's counts and rewards.
-
-        Raises:
-            ConfigError: a tensor has another shape, or is rounded to 16 bits.
-        """
+        """Combines log-probs `[S]` of policy and reference with the batch's counts and rewards."""
         for name, values in (("logps", logps), ("ref_logps", ref_logps)):
             if values is not None and values.dtype.itemsize < 4:
-                needed = "log-probs must be float32, as 16 bits are off by a nat at 300 nats"
-                raise ConfigError(sentence(name, needed, str(values.dtype), SHARD_EXACTLY))
+                raise ConfigError(
+                    sentence(
+                        name,
+                        "log-probs must be float32, as 16 bits are off by a nat at 300 nats",
+                        str(values.dtype),
+                        "Under FSDP2, give fully_shard MixedPrecisionPolicy("
+                        "param_dtype=torch.bfloat16, reduce_dtype=torch.float32, "
+                        "output_dtype=None, cast_forward_inputs=False)",
+                    )
+                )
             if values is not None and values.shape != (batch.num_segments,):
                 needed = f"must be one number for each of the batch's {batch.num_segments} segments"
                 raise ConfigError(sentence(name, needed, f"shape {tuple(values.shape)}"))
@@ -111,33 +110,37 @@ class SequenceSums:
         return Pairs(*(values[side] for values in both for side in (chosen, rejected)))
 
 
-@dataclass(frozen=True, eq=False)
-class PairIndex:
-    """The segments that are compared: int64 `[n]` each.
-
-    Attributes:
-        chosen, rejected: segments of the batch.
-        example: the example of each pair.
-    """
-
-    chosen: Tensor
-    rejected: Tensor
-    example: Tensor
-
-
-def index_pairs(batch: PackedBatch, choice: PairChoice) -> PairIndex:
-    """Returns the pairs of a batch.
+def index_pairs(batch: PackedBatch, choice: PairChoice) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the pairs of a batch: chosen and rejected segment, and example, int64 `[n]` each.
 
     Kind ``preference``: the two sequences of each example, in their order. Kind ``ranked``: by
     reward, the best against each other response, or all pairs, or adjacent ranks; responses of
     equal reward are never compared. Every pair weighs the same, so an example of K responses weighs
     K - 1, or K (K - 1) / 2 with ``all``.
     """
+    device = batch.lengths.device
     if batch.kind == "preference":
-        example = torch.arange(batch.num_examples, device=batch.lengths.device)
-        return PairIndex(2 * example, 2 * example + 1, example)
-    arrays = _ranked(*batch.ranks, choice)
-    return PairIndex(*(sent(torch.from_numpy(a), batch.lengths.device) for a in arrays))
+        examples = torch.arange(batch.num_examples, device=device)
+        return 2 * examples, 2 * examples + 1, examples
+    rewards, responses = batch.ranks
+    order = _by_rank(rewards, responses)
+    example = np.repeat(np.arange(len(responses)), responses)
+    start = to_offsets(responses)[:-1][example]
+    place = np.arange(len(order))
+    worse = place[place > start]
+    if choice == "best_vs_rest":
+        better = start[worse]
+    elif choice == "adjacent":
+        better = worse - 1
+    else:
+        rank = worse - start[worse]
+        better, worse = range_indices(start[worse], rank), np.repeat(worse, rank)
+    strict = rewards[order[better]] > rewards[order[worse]]
+    better, worse = better[strict], worse[strict]
+    chosen, rejected, of_example = (
+        sent(torch.from_numpy(x), device) for x in (order[better], order[worse], example[worse])
+    )
+    return chosen, rejected, of_example
 
 
 def index_best(batch: PackedBatch) -> Tensor:
@@ -154,24 +157,3 @@ def index_best(batch: PackedBatch) -> Tensor:
 def _by_rank(rewards: np.ndarray, responses: np.ndarray) -> Int64:
     """Segments sorted by example, then by descending reward; ties keep their order."""
     return np.lexsort((-rewards, np.repeat(np.arange(len(responses)), responses)))
-
-
-def _ranked(
-    rewards: np.ndarray, responses: np.ndarray, choice: PairChoice
-) -> tuple[Int64, Int64, Int64]:
-    """Returns chosen, rejected and example of each pair, `[n]` each."""
-    order = _by_rank(rewards, responses)
-    example = np.repeat(np.arange(len(responses)), responses)
-    start = to_offsets(responses)[:-1][example]
-    place = np.arange(len(order))
-    worse = place[place > start]
-    if choice == "best_vs_rest":
-        better = start[worse]
-    elif choice == "adjacent":
-        better = worse - 1
-    else:
-        rank = worse - start[worse]
-        better, worse = range_indices(start[worse], rank), np.repeat(worse, rank)
-    strict = rewards[order[better]] > rewards[order[worse]]
-    better, worse = better[strict], worse[strict]
-    return order[better], order[worse], example[worse]
