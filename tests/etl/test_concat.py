@@ -12,6 +12,7 @@ from small_jobs import SETTINGS, pairs
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import packstore
+from packstore import Dataset
 from packstore.errors import (
     CompatibilityError,
     ConfigError,
@@ -19,8 +20,6 @@ from packstore.errors import (
     DatasetNotFoundError,
     TokenizerError,
 )
-from packstore.io.dataset.dataset import Dataset
-from packstore.io.maintain.clean import clean
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
@@ -65,7 +64,7 @@ def test_append_adds_a_version(tmp_path: Path) -> None:
     ]
     assert [s["records"] for s in third.manifest.provenance["sources"]] == [60, 40, 25]
     assert third.manifest.records.packed == third.manifest.records.read == 125
-    assert clean(str(place)).leftovers == []
+    assert packstore.clean(str(place)).leftovers == []
 
 
 def test_statistics_and_index_are_those_of_the_packs(tmp_path: Path) -> None:
@@ -110,7 +109,7 @@ def test_concat_copies_shards_as_they_are(tmp_path: Path, where: str) -> None:
     assert packstore.concat([twice, b], out, overwrite=True).verify().ok
     with pytest.raises(DatasetExistsError, match="must not hold a dataset yet"):
         packstore.concat([a, b], out)
-    assert clean(out).leftovers == []
+    assert packstore.clean(out).leftovers == []
 
 
 def test_the_same_however_it_was_combined(tmp_path: Path) -> None:
@@ -159,7 +158,7 @@ def test_append_checks_what_it_extends(tmp_path: Path) -> None:
         packstore.append(str(place), pairs(60))
     assert packstore.append(str(place), pairs(40, 60)).version == 2  # a call that is repeated
     assert packstore.open(place).version == 2
-    assert clean(str(place)).leftovers == []
+    assert packstore.clean(str(place)).leftovers == []
 
 
 def test_the_tokenizer_must_be_the_same(tmp_path: Path) -> None:

@@ -121,11 +121,6 @@ def test_markers_that_are_no_tokens(tokenizer: Path) -> None:
     assert "marker_no_token" not in findings([PAIR], tokenizer, chat_template="chatml")
 
 
-def test_markers_that_are_tokens(shared_data: Path) -> None:
-    qwen = shared_data / "tokenizers" / "qwen3"
-    assert "marker_no_token" not in findings([CHAT], qwen)
-
-
 def test_every_place_is_told_as_the_reader_tells_it(tokenizer: Path, tmp_path: Path) -> None:
     """Lines of a file are lines in every row of the table."""
     source = tmp_path / "pairs.jsonl"

@@ -86,14 +86,6 @@ def test_input_in_order_of_length_is_estimated_within_the_stated_error(
     assert overlong >= 18
 
 
-def test_the_sample_is_decided_by_the_seed(ordered: Path) -> None:
-    def lengths(seed: int) -> list[int]:
-        return sampled(ordered, seed=seed).example_tokens["concat"].tolist()
-
-    assert lengths(3) == lengths(3)
-    assert lengths(3) != lengths(4)
-
-
 def test_lists_and_tables_are_sampled_and_generators_are_not(truth: Estimate) -> None:
     records = [record(n) for n in LENGTHS]
     (true,) = truth.choices
@@ -135,20 +127,6 @@ def test_too_long_is_the_same_whatever_else_is_asked(ordered: Path) -> None:
     assert short[LONG, "concat"] >= short[8 * LONG, "concat"] > 0
 
 
-def test_what_is_cut_is_not_too_long(ordered: Path, tmp_path: Path) -> None:
-    sizes = (LONG, 4 * LONG)
-    found = estimate(ordered, pack_sizes=sizes, overlong="truncate_prompt", **OPTIONS)
-    for choice in found.choices:
-        packed = packstore.pack(
-            ordered, tmp_path / str(choice.pack_size), pack_size=choice.pack_size,
-            overlong="truncate_prompt",
-        )  # fmt: skip
-        assert (choice.packs, choice.overlong) == (
-            len(packed),
-            packed.manifest.records.dropped.get("overlong", 0),
-        )
-
-
 def test_pack_size_layout_and_strategy_are_respected(
     ordered: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,18 +141,3 @@ def test_pack_size_layout_and_strategy_are_respected(
         estimate(ordered, pack_sizes=(512,), pack_size=1024)
     with pytest.raises(ConfigError, match="dedup"):
         estimate(ordered, None, dedup="pair")
-
-
-def test_the_recommendation_is_true(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ten packs and a bit: none of the fills is 99 %, and no sentence may say so."""
-    few = write(tmp_path / "few.jsonl", [20] * 64 + [33])
-    found = estimate(few, pack_sizes=(600, 640), **OPTIONS)
-    assert max(c.fill_rate for c in found.choices) < 0.99
-    assert main(["estimate", str(few), "--pack-sizes", "600,640", "--layouts", "concat"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    best = found.recommended
-    if best is not None:
-        assert best.fill_but_emptiest >= 0.99
-        assert "all packs but the emptiest" in out
-    else:
-        assert "no pack size that was tried fills to 99 %" in out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import logging
 import subprocess
@@ -20,14 +19,7 @@ from packstore.config import PackConfig
 from packstore.errors import (
     ConfigError,
     DatasetNotFoundError,
-    FormatError,
 )
-from packstore.etl.partitions.slices import split
-from packstore.io.inputs.files import Input
-from packstore.io.maintain.clean import clean
-from packstore.io.manifest import commit
-from packstore.io.manifest.manifest import manifest_bytes
-from packstore.io.store.location import Location
 
 FILES, RECORDS = 5, 2400
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
@@ -102,40 +94,6 @@ def test_a_job_that_is_stopped_leaves_no_temporary_files(
     assert not list(spill.iterdir())
     left = (p for p in (tmp_path / "out").rglob("*") if p.is_file())
     assert {p.parent.name for p in left} <= {"data", "partitions"}
-
-
-@pytest.mark.parametrize(
-    "sizes", [[10**9], [5 * 10**7] * 3, [0, 10**6, 10**9, 0, 3 * 10**6], [7 * 10**6] * 40]
-)
-@pytest.mark.parametrize("number", [1, 2, 3, 7])
-def test_every_block_is_in_one_partition(sizes: list[int], number: int) -> None:
-    inputs = [(Input(i, str(i), Location(f"/{i}"), "jsonl", None), n) for i, n in enumerate(sizes)]
-    found = split(inputs, number)
-    assert len(found) == number
-    shares = np.zeros(number)
-    for item, size in inputs:
-        for block in range(420):  # all numbers of partitions divide it
-            holders = [
-                p for p, part in enumerate(found)
-                if any(s.input is item and block % s.step == s.first for s in part)
-            ]  # fmt: skip
-            assert len(holders) == 1
-            shares[holders[0]] += size / 420
-    assert shares.max() <= sum(sizes) / number + 0.05 * sum(sizes)
-
-
-def test_a_manifest_that_would_be_too_large_is_told_after_the_first_partition(
-    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = packstore.pack(sources, tmp_path / "a", partitions=8, num_workers=0, **SETTINGS)
-    of_shards = manifest_bytes(made.manifest.shards)
-    monkeypatch.setattr(commit, "MAX_MANIFEST_BYTES", of_shards // 3)
-    with pytest.raises(FormatError, match=r"from 8 partitions\. Write larger row groups"):
-        packstore.pack(sources, tmp_path / "b", partitions=8, num_workers=0, **SETTINGS)
-    assert len([*(tmp_path / "b" / "data").glob("*-p00000-*")]) > 0
-    assert not [*(tmp_path / "b" / "data").glob("*-p00007-*")]
-    monkeypatch.setattr(commit, "MAX_MANIFEST_BYTES", of_shards * 3)
-    packstore.pack(sources, tmp_path / "b", partitions=8, num_workers=0, **SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +182,10 @@ def test_a_killed_run_goes_on(
     assert "took over 1 of 4 partitions of an interrupted run" in caplog.text
     assert kept.stat().st_ino == before
     assert files(out) == files(tmp_path / "whole")
-    assert [clean(str(out / part)).leftovers for part in ("train", "validation")] == [[], []]
+    assert [packstore.clean(str(out / part)).leftovers for part in ("train", "validation")] == [
+        [],
+        [],
+    ]
 
 
 def test_a_partition_whose_input_changed_is_made_again(
@@ -243,7 +204,7 @@ def test_a_partition_whose_input_changed_is_made_again(
     whole = packstore.pack(sources, tmp_path / "whole", **settings)
     made = packstore.pack(sources, tmp_path / "out", **settings)
     assert made.manifest.to_json() == whole.manifest.to_json()
-    clean(made.url, delete=True, older_than=0, no_writers=True)  # of the input as it was
+    packstore.clean(made.url, delete=True, older_than=0, no_writers=True)  # of the input as it was
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
@@ -258,36 +219,3 @@ def test_what_cannot_be_cut_is_refused(whole: packstore.Dataset, tmp_path: Path)
             packstore.pack(source, tmp_path / "out", partitions=2)
     with pytest.raises(ConfigError, match="partitions must be at least 1; found 0"):
         PackConfig(partitions=0)
-
-
-def sorted_files(folder: Path, files: int, sources: int = 12, records: int = 6000) -> list[str]:
-    """Records in order of their source, which is their prompt."""
-    rng = np.random.default_rng(0)
-    lines = [
-        json.dumps({
-            "prompt": [1 + i * sources // records] * 3,
-            "chosen": [2] * int(rng.integers(1, 40)),
-            "rejected": [3] * int(rng.integers(1, 40)),
-        })
-        for i in range(records)
-    ]  # fmt: skip
-    paths = []
-    for i, part in enumerate(np.array_split(lines, files)):
-        paths.append(str(folder / f"{i:02d}.jsonl"))
-        Path(paths[-1]).write_text("\n".join(part) + "\n")
-    return paths
-
-
-@pytest.mark.parametrize("files", [1, 48])
-def test_packs_of_a_partition_hold_examples_from_all_over(tmp_path: Path, files: int) -> None:
-    """Of sorted input: the sources of a random draw, whatever files it is cut into."""
-    paths = sorted_files(tmp_path, files)
-    made = packstore.pack(paths, tmp_path / "out", partitions=4, num_workers=0, pack_size=512)
-    found = expected = 0.0
-    for packs in made.iter_packs():
-        ordinal = packs.example_ids & ((1 << 40) - 1)
-        place = (packs.example_ids >> 40) * (6000 // files) + ordinal
-        for a, b in itertools.pairwise(packs.example_offsets):
-            found += len(np.unique(place[a:b] * 12 // 6000))
-            expected += 12 * (1 - (1 - 1 / 12) ** (b - a))
-    assert 0.97 < found / expected < 1.03

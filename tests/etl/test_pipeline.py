@@ -92,24 +92,15 @@ def shard_bytes(dataset: packstore.Dataset) -> list[tuple[str, str]]:
     ]
 
 
-def test_pairs_become_a_verified_dataset(do_pack: Pack, tokenizer: Tokenizer) -> None:
-    dataset = do_pack(PAIRS)
-    m = dataset.manifest
-    assert (m.kind, m.pairs, m.records.read, m.records.packed) == ("preference", 60, 60, 60)
-    assert dataset.verify().ok
-    assert m.vocab_size == tokenizer.get_vocab_size()
-    assert 0.9 < m.fill_rate <= 1
-    examples = all_examples(dataset)
-    one = examples.take(np.flatnonzero(examples.example_ids == 7))
-    text = tokenizer.decode(one.input_ids[: one.sequence_offsets[1]].tolist())
-    assert text == PAIRS[7]["prompt"] + PAIRS[7]["chosen"]
-    assert one.reward.tolist() == [1.0, 0.0]
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-def test_what_goes_in_comes_out(do_pack: Pack, strategy: str, layout: str) -> None:
+def test_what_goes_in_comes_out(
+    do_pack: Pack, strategy: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what was read did not stay in memory, but in many segments."""
     plain = by_id(do_pack(PAIRS, strategy="none", carry=("source", "weight:float64")))
+    monkeypatch.setattr("packstore.etl.spill.SEGMENT_BYTES", 3000)
+    monkeypatch.setattr("packstore.etl.spill.MAX_BUCKETS", 7)
     packed = do_pack(
         PAIRS, strategy=strategy, layout=layout, carry=("source", "weight:float64"),
         labels="spans", seed=3,
@@ -119,20 +110,28 @@ def test_what_goes_in_comes_out(do_pack: Pack, strategy: str, layout: str) -> No
     assert plain[5][-1] == ("odd", 1.25)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chats", [False, True])
-def test_same_bytes_for_any_number_of_workers(do_pack: Pack, tmp_path: Path, chats: bool) -> None:
-    many = [{**r, "prompt": f"{j} {r['prompt']}" * 20} for j in range(300) for r in PAIRS]
-    if chats:
-        roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
-        many = [{k: [{"role": roles[k], "content": r[k]}] for k in roles} for r in many]
-    source = write_jsonl(tmp_path / "pairs.jsonl", many)
-    do_pack = partial(do_pack, chat_template="chatml" if chats else None)
-    runs = [do_pack(source, num_workers=n, pack_size=2048) for n in (1, 1, 2, 4, None)]
+@pytest.mark.parametrize(
+    ("copies", "most", "workers"),
+    [(1, 120, (0, 2)), pytest.param(50, None, (1, 1, 2, 4, None), marks=pytest.mark.slow)],
+)
+def test_same_bytes_for_any_number_of_workers(
+    do_pack: Pack,
+    shared_data: Path,
+    tmp_path: Path,
+    copies: int,
+    most: int | None,
+    workers: tuple[int | None, ...],
+) -> None:
+    """Chats, with a real tokenizer, in more than one block."""
+    chats = (shared_data / "pairs" / "chat_zh.jsonl").read_bytes().splitlines(keepends=True)[:most]
+    sources = [tmp_path / f"{n}.jsonl" for n in range(4)]
+    for n, source in enumerate(sources):
+        source.write_bytes(b"".join(chats[n::4]) * copies)
+    do_pack = partial(do_pack, sources, shared_data / "tokenizers" / "qwen3", pack_size=4096)
+    runs = [do_pack(num_workers=n) for n in workers]
     assert len({str(shard_bytes(run)) for run in runs}) == 1
     assert len({run.manifest.to_json() for run in runs}) == 1
-    other = do_pack(source, num_workers=1, pack_size=2048, seed=1)
-    assert shard_bytes(other) != shard_bytes(runs[0])
+    assert shard_bytes(do_pack(num_workers=0, seed=1)) != shard_bytes(runs[0])
 
 
 def test_packing_anew_changes_packs_not_examples(do_pack: Pack) -> None:
@@ -226,16 +225,6 @@ def test_a_file_of_any_format_gives_the_same_bytes(
         assert [s.sha256 for s in other.shards] == [s.sha256 for s in made[0].shards]
         assert other.records == made[0].records
         assert other.totals == made[0].totals
-
-
-def test_ids_need_no_tokenizer(do_pack: Pack) -> None:
-    records = [
-        {"prompt": [5, 6, 7], "chosen": [8, i], "rejected": [9]} for i in range(20)
-    ]  # fmt: skip
-    dataset = do_pack(records, None, pack_size=32)
-    assert dataset.verify().ok
-    assert len(by_id(dataset)) == 20
-    assert dataset.manifest.vocab_size is None
 
 
 def test_sft_and_ranked(do_pack: Pack) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +11,6 @@ import pytest
 from small_jobs import SETTINGS, pairs, write_jsonl
 
 import packstore
-from packstore.errors import (
-    DatasetNotFoundError,
-    StorageError,
-)
-from packstore.io.maintain.clean import clean
 from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
@@ -79,28 +73,6 @@ def watched(job: Callable[[], Any]) -> list[str]:
 
 def partitions(paths: list[str]) -> set[str]:
     return {path.split("-")[1] for path in paths}
-
-
-@pytest.mark.parametrize("error", [StorageError("the network is gone."), KeyboardInterrupt()])
-def test_a_rerun_takes_over_the_finished_partitions(
-    place: str,
-    pack: Callable[..., Any],
-    source: str,
-    tmp_path: Path,
-    error: BaseException,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    whole = files(pack(str(tmp_path / "whole"), source, **CUT).url)
-    before = stop_in_partition(2, error, lambda: pack(place, source, **CUT))
-    with pytest.raises(DatasetNotFoundError):
-        packstore.open(place)
-    with caplog.at_level(logging.INFO, "packstore"):
-        after = watched(lambda: pack(place, source, **CUT))
-    assert "took over 2 of 4 partitions of an interrupted run" in caplog.text
-    assert partitions(before) == {"p00000", "p00001"}
-    assert partitions(after) == {"p00002", "p00003"}
-    assert files(place) == whole
-    assert clean(place).leftovers == []
 
 
 def test_the_bytes_of_the_input_decide_the_number_of_partitions(

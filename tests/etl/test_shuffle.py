@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_jobs import write_jsonl
 
 import packstore
 
@@ -49,8 +50,12 @@ def test_packing_shuffles_and_packing_anew_too(
         kept = packstore.pack(records(), tmp_path / "kept", shuffle=False, **settings)
     assert "(shuffle=False): packs hold neighbours of the input" in caplog.text
     anew = packstore.pack(kept, tmp_path / "anew", pack_size=512)
+    files = [tmp_path / f"{i:02d}.jsonl" for i in range(48)]
+    for file, part in zip(files, np.array_split(records(), 48), strict=True):
+        write_jsonl(file, part.tolist())
+    cut = packstore.pack(files, tmp_path / "cut", partitions=4, num_workers=0, **settings)
     found = {}
-    for name, dataset in (("made", made), ("kept", kept), ("anew", anew)):
+    for name, dataset in (("made", made), ("kept", kept), ("anew", anew), ("cut", cut)):
         packs = sources_of(dataset)
         drawn = sum(SOURCES * (1 - (1 - 1 / SOURCES) ** len(p)) for p in packs)
         found[name] = sum(len(set(p)) for p in packs) / drawn
@@ -59,23 +64,8 @@ def test_packing_shuffles_and_packing_anew_too(
     assert found["kept"] < 0.4
     assert 0.98 < found["made"] < 1.02
     assert 0.98 < found["anew"] < 1.02
+    assert 0.97 < found["cut"] < 1.03
     ids = [sorted(i for p in d.iter_packs() for i in p.example_ids.tolist()) for d in (made, kept)]
     assert ids[0] == ids[1]
     assert made.manifest.lineage == kept.manifest.lineage
     assert len(made) <= len(kept) + 1
-
-
-def test_a_selection_does_not_depend_on_the_shuffle(tmp_path: Path) -> None:
-    some = records(600)
-    some += some[100:200]
-    chosen = []
-    for shuffle in (True, False):
-        out = tmp_path / str(shuffle)
-        packstore.pack(some, out, pack_size=512, shuffle=shuffle, dedup="pair",
-                       validation_fraction=0.2)  # fmt: skip
-        parts = [packstore.open(out / part) for part in ("train", "validation")]
-        chosen.append(
-            [sorted(i for p in d.iter_packs() for i in p.example_ids.tolist()) for d in parts]
-        )
-    assert chosen[0] == chosen[1]
-    assert max(max(ids) for ids in chosen[0]) < 600

@@ -7,37 +7,9 @@ import json
 import numpy as np
 import pytest
 
-import packstore
 from packstore import plan
-from packstore.config import PlanConfig
 from packstore.errors import ConfigError, InputError, UnknownNameError
 from packstore.pack.plan import merged_statistics
-
-
-def test_defaults_come_from_the_config() -> None:
-    made, default = plan([5, 6]), PlanConfig()
-    assert made.pack_size == default.pack_size
-    assert (made.strategy, made.seed, made.shuffle) == ("pool", default.seed, True)
-    config = packstore.PackConfig(pack_size=100, strategy="none", seed=3, shuffle=False)
-    made = plan([5, 6], config=config, seed=4)
-    assert (made.pack_size, made.strategy, made.shuffle, made.seed) == (100, "none", False, 4)
-
-
-@pytest.mark.parametrize("kind", [list, tuple, np.uint16, np.int64, "readonly", "strided"])
-def test_any_array_of_whole_numbers_will_do(kind: object) -> None:
-    values = [5, 3, 8, 1]
-    if kind == "strided":
-        lengths = np.array([5, 0, 3, 0, 8, 0, 1, 0], np.int32)[::2]
-    elif kind == "readonly":
-        lengths = np.array(values, np.int32)
-        lengths.flags.writeable = False
-    elif kind in (list, tuple):
-        lengths = kind(values)  # type: ignore[operator]
-    else:
-        lengths = np.array(values, kind)  # type: ignore[call-overload]
-    made = plan(lengths, pack_size=10)
-    np.testing.assert_array_equal(made.lengths, values)
-    assert made.tokens == 17
 
 
 @pytest.mark.parametrize(

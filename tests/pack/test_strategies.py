@@ -136,16 +136,6 @@ def test_a_strategy_makes_the_same_plans_for_ever(name: str) -> None:
     assert digest.hexdigest()[:16] == PLANS[name]
 
 
-@ALL
-def test_the_seed_decides(name: str) -> None:
-    lengths = pairs(600, 0.8, 20_000)
-    order, offsets = run(name, lengths, 4096, 7)
-    for a, b in zip((order, offsets), run(name, lengths, 4096, 7), strict=True):
-        np.testing.assert_array_equal(a, b)
-    same = np.array_equal(order, run(name, lengths, 4096, 8)[0])
-    assert same == (name in {"pool", "sequential", "none"})
-
-
 def test_equal_lengths_are_spread_over_the_input() -> None:
     """A sorted input (neighbours alike) must not give packs of neighbours."""
     order, _ = run("first_fit_decreasing", [25] * 6000, 50)
@@ -182,14 +172,3 @@ def test_the_pool_runs_empty_where_its_slots_begin_anew(
 ) -> None:
     lengths = [100] * (laps * SPAN + beyond - 2) + last
     check(lengths, 100, *run("pool", lengths, 100))
-
-
-@ALL
-@pytest.mark.parametrize("seed", range(3))
-def test_more_examples_than_the_pool_has_slots(name: str, seed: int) -> None:
-    """Of lengths among which long ones pile up."""
-    rng = np.random.default_rng(seed)
-    n = int(rng.integers(SPAN, 4 * SPAN))
-    mixed = np.where(rng.random(n) < 0.7, rng.normal(250, 80, n), rng.normal(2600, 490, n))
-    lengths = np.clip(mixed, 1, 4096).astype(np.int32)
-    check(lengths, 4096, *run(name, lengths, 4096, seed))
