@@ -16,7 +16,6 @@ minutes, so only that). For each case:
   lack is said in `peers_etl/trls.py` and `peers_etl/nemo.py`.
 
 Each run is a process of its own; imports are timed apart, loading the tokenizer is included.
-`packstore` runs twice at the smallest size, and each figure is the least; all else runs once.
 The compiled loops are cached before. Nothing is extrapolated. The load of the machine before each
 run stands beside it: with more than a few tenths, compare CPU seconds only.
 """
@@ -136,27 +135,11 @@ def compare(args: argparse.Namespace, scratch: Path, console: Console, results: 
                 about = cases.setdefault(case.name, {"rows": {}})
                 about["input_bytes"] = source.stat().st_size
                 names = [n for n in case.contenders(cases, args.pairs[0]) if n in args.only]
-                turns = args.turns if pairs == args.pairs[0] and tokenizer not in SLOW else 1
-                measure(args, source, case, names, turns, about["rows"])
+                for name in names:
+                    if name not in about["rows"]:
+                        about["rows"][name] = run(name, args, source, case)
                 save(args, results)
                 show_case(case.name, about, console)
-
-
-def measure(
-    args: argparse.Namespace, source: Path, case: Case, names: list[str], turns: int, rows: Row
-) -> None:
-    """Adds the rows of one case; ours of several turns."""
-    known = set(rows)
-    for name in (*names, *(OURS for _ in range(turns - 1))):
-        if name not in known:
-            row = run(name, args, source, case)
-            rows[name] = least(row, rows.get(name, row))
-
-
-def least(a: Row, b: Row) -> Row:
-    """The quicker of two runs, with the least of their CPU seconds: they are disturbed apart."""
-    row = a if a["seconds"] <= b["seconds"] else b
-    return row | {"cpu_seconds": min(a["cpu_seconds"], b["cpu_seconds"])}
 
 
 def save(args: argparse.Namespace, results: Row) -> None:
@@ -239,7 +222,6 @@ def main() -> None:
     parser.add_argument("--series", type=int, nargs="+", default=list(SERIES))
     parser.add_argument("--memory", action="store_true", help="the memory series instead")
     parser.add_argument("--resume", action="store_true", help="leave out what is measured already")
-    parser.add_argument("--turns", type=int, default=2, help="of packstore at the smallest size")
     parser.add_argument("--shared", type=Path, default=Path("../shared/data"))
     parser.add_argument("--scratch", type=Path, help="folder for temporary files")
     parser.add_argument("--out", type=Path, default=RESULTS)

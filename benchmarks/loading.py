@@ -23,7 +23,7 @@ packstore, and written by every peer as its documentation advises. Every reader 
 8 packs in a shuffled order, in the training process; every figure comes from a fresh process:
 
 - packs/s, tokens/s: one epoch from the opened loader on, the best of `--passes` interleaved
-  passes (ours and LitData: of `--pairs`).
+  passes.
 - CPU us: of the process and its threads, a pack; the lowest.
 - first ms: from nothing but imports to the first batch; the lowest.
 - peak MB: memory that no file backs, above that of a process that imported torch.
@@ -32,8 +32,7 @@ packstore, and written by every peer as its documentation advises. Every reader 
 - MB and write CPU s: of the files, and of writing them. What the folder `--work` has already is
   kept: remove a reader's folder and its .json to have it written again.
 
-Readers that map their files vary twofold from run to run with the cost of page faults. So ours and
-LitData are also read in turn, `--pairs` times, and compared pass by pass. ``packstore`` is
+``packstore`` is
 `PackedDataLoader`, of whose batches ids and labels are asked for (int64); ``packstore padded`` the
 same packs in torch's DataLoader with the peers' collation: the same work as theirs. ``arrow`` has
 uncompressed Arrow files.
@@ -61,19 +60,14 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "loading.json"
 DATA = HERE.parents[1] / "shared" / "data"
 MAIN = "main"
-QUICK_RESUME = 0.5
-"""Seconds below which resuming is timed once more, for the lower figure."""
-OURS = [name for name in READERS if name.startswith("packstore")]
-PAIRED = ("litdata", *OURS)
 
 
 class Benchmark:
-    """One run; collects what it finds in `rows` and `passes`."""
+    """One run; collects what it finds in `rows`."""
 
     def __init__(self, runner: Runner, readers: list[str], console: Console) -> None:
         self.run, self.readers, self.console = runner, readers, console
         self.rows: dict[str, dict[str, Any]] = {name: {} for name in readers}
-        self.passes: list[dict[str, float]] = []
         self.packs: dict[str, Any] = {}
 
     def attempt(self, mode: str, reader: str, packs: str = MAIN, **options: Any) -> dict[str, Any]:
@@ -114,11 +108,11 @@ class Benchmark:
             marker.write_text(json.dumps({key: result[key] for key in keys}))
         return dict(json.loads(marker.read_text(encoding="utf-8")))
 
-    def read(self, reader: str) -> float | None:
-        """Reads one epoch; keeps the best figures, and returns packs a second."""
+    def read(self, reader: str) -> None:
+        """Reads one epoch; keeps the best figures."""
         row, found = self.rows[reader], self.attempt("read", reader)
         if not found:
-            return None
+            return
         tokens = self.packs[MAIN]["tokens"] / self.packs[MAIN]["packs"]
         found["tokens_per_second"] = tokens * found["samples_per_second"]
         found["memory"] = found["peak_memory"] - found["torch_memory"]
@@ -127,12 +121,6 @@ class Benchmark:
         for key in ("cpu_us", "first_seconds", "memory"):
             row[key] = min(found[key], row.get(key, found[key]))
         row.setdefault("all_samples_per_second", []).append(round(found["samples_per_second"]))
-        return float(found["samples_per_second"])
-
-    def pair(self) -> None:
-        """LitData and ours, one right after the other."""
-        rates = {name: self.read(name) for name in PAIRED if name in self.readers}
-        self.passes.append({name: rate for name, rate in rates.items() if rate})
 
     def resume(self, reader: str) -> None:
         """Saves in one process and continues in another."""
@@ -147,10 +135,6 @@ class Benchmark:
             return
         for key in ("seconds", "exact", "lost", "repeated"):
             row[f"resume_{key}"] = [result[key] for result in found]
-        for i, seconds in enumerate(row["resume_seconds"]):
-            if seconds < QUICK_RESUME:
-                again = self.attempt("resume", reader, position=i, whole=False)
-                row["resume_seconds"][i] = min(seconds, again.get("seconds", seconds))
 
 
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -167,22 +151,18 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     benchmark.prepare(MAIN, args.packs, args.data)
     if args.prepare:
         return {}
-    for i in range(max(args.passes, args.pairs)):
-        if i < args.pairs:
-            benchmark.pair()
+    for _ in range(args.passes):
         for name in readers:
-            if i < args.passes and name not in PAIRED:
-                benchmark.read(name)
+            benchmark.read(name)
     for name in readers:
         if READERS[name].states:
             benchmark.resume(name)
-    show(benchmark.rows, benchmark.passes, console)
+    show(benchmark.rows, console)
     return {
         "environment": before,
-        "settings": {key: getattr(args, key) for key in ("passes", "pairs", "only")},
+        "settings": {key: getattr(args, key) for key in ("passes", "only")},
         "packs": benchmark.packs,
         "rows": benchmark.rows,
-        "pairs": benchmark.passes,
     }
 
 
@@ -224,7 +204,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--packs", type=int, default=500 if quick else 20_000)
     parser.add_argument("--passes", type=int, default=1 if quick else 3)
-    parser.add_argument("--pairs", type=int, default=1 if quick else 5)
     parser.add_argument("--limit", type=float, default=300, help="seconds for one process at most")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/loading.json")
     args = parser.parse_args()

@@ -23,7 +23,6 @@ class Entry:
         packages: distributions that it needs; the first is the one that is measured.
         files: name of the folder of its files; readers of the same files share them.
         options: arguments of the class.
-        limit: packs that it reads at most, if reading all would take too long.
         states: whether its position is saved and loaded in the run.
     """
 
@@ -31,7 +30,6 @@ class Entry:
     packages: tuple[str, ...]
     files: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    limit: int | None = None
     states: bool = True
 
     def load(self) -> Reader:
@@ -54,8 +52,8 @@ def _ours(profile: str, *, padded: bool = False) -> Entry:
     )
 
 
-def _hf(name: str, files: str, **options: Any) -> Entry:
-    return Entry(f"hf:{name}", ("datasets", "torchdata"), files, options)
+def _hf(name: str, files: str) -> Entry:
+    return Entry(f"hf:{name}", ("datasets", "torchdata"), files)
 
 
 READERS: dict[str, Entry] = {
@@ -65,12 +63,9 @@ READERS: dict[str, Entry] = {
     "packstore-arrow padded": _ours("arrow", padded=True),
     "litdata": Entry("lit:LitData", ("litdata",), "litdata"),
     "mds": Entry("mosaic:Mds", ("mosaicml-streaming",), "mds"),
-    "mds-zstd": Entry("mosaic:Mds", ("mosaicml-streaming",), "mds-zstd", {"compression": "zstd:3"}),
-    "hf-streaming": _hf("Streaming", "hf-parquet", style="numpy"),
-    "hf-streaming-arrow": _hf("Streaming", "hf-parquet", style="arrow"),
+    "hf-streaming": _hf("Streaming", "hf-parquet"),
     "hf-map": _hf("Mapped", "hf-arrow"),
     "pyarrow-parquet": Entry("plain:PlainParquet", ("pyarrow",), "pyarrow-parquet"),
-    "pyarrow-ipc": Entry("plain:MappedIpc", ("pyarrow",), "pyarrow-ipc"),
     "memmap": Entry("plain:Memmap", ("numpy",), "memmap"),
 }
 """In the order of the table. Ours come twice: as :class:`PackedBatch`, and padded as the others."""

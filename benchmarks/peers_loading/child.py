@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from peers_loading import READERS
-from peers_loading.base import PACKS_PER_BATCH, Loader, Reader, Source
+from peers_loading.base import PACKS_PER_BATCH, Reader, Source
 
 POSITIONS = (0.5, 0.95)
 
@@ -69,16 +69,6 @@ def private_memory() -> int:
     return 1024 * sum(int(sizes[key].split()[0]) for key in ("RssAnon", "RssShmem"))
 
 
-def batches(reader: Reader, loader: Loader, limit: int | None) -> Iterator[Any]:
-    """The batches, of at most `limit` packs in all."""
-    seen = 0
-    for batch in loader:
-        yield batch
-        seen += reader.count(batch)
-        if limit is not None and seen >= limit:
-            return
-
-
 def write(reader: Reader, task: Task) -> dict[str, Any]:
     """Writes the reader's files."""
     reader.write(task.source, task.folder)
@@ -99,7 +89,7 @@ def read(reader: Reader, task: Task) -> dict[str, Any]:
     loader = reader.open(task.folder, Path(task.scratch))
     start, start_cpu = time.perf_counter(), time.process_time()
     first = samples = 0.0
-    for batch in batches(reader, loader, READERS[task.reader].limit):
+    for batch in loader:
         first = first or time.perf_counter() - opened
         samples += reader.count(batch)
     wall, cpu = time.perf_counter() - start, time.process_time() - start_cpu
@@ -114,13 +104,12 @@ def read(reader: Reader, task: Task) -> dict[str, Any]:
 def plan(reader: Reader, task: Task) -> dict[str, Any]:
     """The order of an undisturbed epoch, and the states at all positions on the way."""
     truth = {reader.identify(sample) for sample in task.source}
-    limit = READERS[task.reader].limit
-    count = min(len(truth), limit or len(truth))
+    count = len(truth)
     stops = [int(p * count) // PACKS_PER_BATCH * PACKS_PER_BATCH for p in POSITIONS]
     loader = reader.open(task.folder, Path(task.scratch))
     order: list[int] = []
     states: list[tuple[int, Any]] = []
-    for batch in batches(reader, loader, limit):
+    for batch in loader:
         order += reader.fingerprints(batch)
         if len(states) < len(stops) and len(order) >= stops[len(states)]:
             states.append((len(order), pickle.dumps(loader.state_dict())))
@@ -141,8 +130,7 @@ def resume(reader: Reader, task: Task) -> dict[str, Any]:
     loader.load_state_dict(pickle.loads(state))
     found: list[int] = []
     seconds = 0.0
-    limit = READERS[task.reader].limit
-    for batch in batches(reader, loader, limit and limit - place):
+    for batch in loader:
         seconds = seconds or time.perf_counter() - start
         if not task.whole:
             return {"seconds": seconds}

@@ -9,7 +9,7 @@ import datasets
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from peers_loading.arrows import Rows, table
+from peers_loading.arrows import table
 from peers_loading.base import PACKS_PER_BATCH, SEED, Loader, Reader, Source, collate
 
 # It sleeps five seconds where its threads end, once an epoch: half of an epoch as short as this.
@@ -19,14 +19,7 @@ BUFFER = 1000
 
 
 class Streaming(Reader):
-    """Eight Parquet files of ``to_parquet``, streamed through a shuffle buffer of 1000.
-
-    Args:
-        style: format of the samples, ``numpy`` or ``arrow``.
-    """
-
-    def __init__(self, style: str) -> None:
-        self.style = style
+    """Eight Parquet files of ``to_parquet``, streamed through a shuffle buffer of 1000."""
 
     def write(self, source: Source, folder: Path) -> None:
         """See :class:`Reader`."""
@@ -46,9 +39,8 @@ class Streaming(Reader):
             streaming=True,
             cache_dir=str(scratch),
         )
-        data = data.shuffle(seed=SEED, buffer_size=BUFFER).with_format(self.style)
-        together = collate if self.style == "numpy" else _from_tables
-        loader: Any = StatefulDataLoader(data, batch_size=PACKS_PER_BATCH, collate_fn=together)
+        data = data.shuffle(seed=SEED, buffer_size=BUFFER).with_format("numpy")
+        loader: Any = StatefulDataLoader(data, batch_size=PACKS_PER_BATCH, collate_fn=collate)
         return loader
 
 
@@ -70,8 +62,3 @@ class Mapped(Reader):
             collate_fn=collate,
         )
         return loader
-
-
-def _from_tables(samples: list[Any]) -> dict[str, Any]:
-    """A batch from tables of one row each."""
-    return collate([Rows(sample.combine_chunks().to_batches()[0])[0] for sample in samples])

@@ -43,33 +43,20 @@ from streaming.base.util import clean_stale_shared_memory  # noqa: E402
 
 
 class Mds(Reader):
-    """MDS shards of its default size, 64 MB.
-
-    Args:
-        compression: None for raw shards, which are read in place; else shards are unpacked into a
-            cache, as they would be behind a remote store.
-    """
-
-    def __init__(self, compression: str | None = None) -> None:
-        self.compression = compression
+    """MDS shards of its default size, 64 MB, which are read in place."""
 
     def write(self, source: Source, folder: Path) -> None:
         """See :class:`Reader`."""
         columns = {name: f"ndarray:{np.dtype(dtype).name}" for name, dtype in DTYPES.items()}
-        with streaming.MDSWriter(
-            out=str(folder), columns=columns, compression=self.compression
-        ) as out:
+        with streaming.MDSWriter(out=str(folder), columns=columns) as out:
             for sample in source:
                 out.write({name: np.array(column) for name, column in sample.items()})
 
     def open(self, folder: Path, scratch: Path) -> Loader:
         """See :class:`Reader`."""
         clean_stale_shared_memory()
-        where = {"local": str(folder)}
-        if self.compression:
-            where = {"remote": str(folder), "local": str(scratch / "cache")}
         data = streaming.StreamingDataset(
-            **where, shuffle=True, shuffle_seed=SEED, batch_size=PACKS_PER_BATCH
+            local=str(folder), shuffle=True, shuffle_seed=SEED, batch_size=PACKS_PER_BATCH
         )
         loader: Any = streaming.StreamingDataLoader(
             data, batch_size=PACKS_PER_BATCH, collate_fn=collate

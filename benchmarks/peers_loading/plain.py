@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from peers_loading.arrows import Rows, table
@@ -52,22 +51,6 @@ class _ShuffledGroups:
             order = rng.permutation(len(rows)).tolist()
             for start in range(0, len(order), PACKS_PER_BATCH):
                 yield collate([rows[i] for i in order[start : start + PACKS_PER_BATCH]])
-
-
-class MappedIpc(Reader):
-    """An uncompressed Arrow file, mapped; a bound for what reading by position costs."""
-
-    def write(self, source: Source, folder: Path) -> None:
-        """See :class:`Reader`."""
-        folder.mkdir()
-        whole = table(source)
-        with pa.ipc.new_file(str(folder / "packs.arrow"), whole.schema) as file:
-            file.write_table(whole)
-
-    def open(self, folder: Path, scratch: Path) -> Loader:
-        """See :class:`Reader`."""
-        mapped = pa.memory_map(str(folder / "packs.arrow"))
-        return Permuted(Rows(pa.ipc.open_file(mapped).get_batch(0)))
 
 
 class Memmap(Reader):

@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 
 Rows = dict[str, dict[str, Any]]
-Passes = list[dict[str, float]]
 COLUMNS = (
     "reader",
     "packs/s",
@@ -24,15 +23,14 @@ COLUMNS = (
 )
 
 
-def show(rows: Rows, passes: Passes, console: Console) -> None:
-    """Prints all of it."""
+def show(rows: Rows, console: Console) -> None:
+    """Prints the table."""
     table = Table(title="packs of 4096 tokens, shuffled, in batches of 8")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "reader" else "right")
     for name, row in rows.items():
         table.add_row(name, *_cells(row))
     console.print(table)
-    _show_pairs(passes, console)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -52,16 +50,3 @@ def _cells(row: dict[str, Any]) -> list[str]:
         text("bytes", 0, 1e-6),
         text("write_cpu_seconds", 1),
     ]
-
-
-def _show_pairs(passes: Passes, console: Console) -> None:
-    table = Table(title="packs/s over that of litdata, read right before: one column a pass")
-    names = [name for name in (passes[0] if passes else {}) if name != "litdata"]
-    table.add_column("reader")
-    for _ in passes:
-        table.add_column(justify="right")
-    for name in names:
-        ratios = [p[name] / p["litdata"] if {name, "litdata"} <= p.keys() else None for p in passes]
-        table.add_row(name, *("-" if r is None else f"{r:.2f}" for r in ratios))
-    if names:
-        console.print(table)
