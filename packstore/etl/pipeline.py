@@ -36,8 +36,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.manifest import build_manifest
 from packstore.io.manifest.partition_notes import Finished, PartitionNotes
-from packstore.io.shards.shard import PackShape
-from packstore.io.shards.statistics import PackCounter
+from packstore.io.shards.shard import PackCounter, PackShape
 from packstore.io.store.location import Location
 from packstore.io.write.write_job import WriteJob, writing
 from packstore.pack.algorithms import STRATEGIES

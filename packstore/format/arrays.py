@@ -261,7 +261,7 @@ class PackSizes:
         tokens: physical tokens.
         examples: examples (for kind ``preference``: pairs).
         squares: sum of the squared lengths of the segments, the attention cost.
-        counts: int64 `[P, 4]`, the columns of :mod:`packstore.format.loss_counts`; None: unknown.
+        counts: int64 `[P, 4]`, the columns of :data:`COUNTS`; None: unknown.
     """
 
     tokens: Int64
@@ -410,3 +410,38 @@ def range_indices(starts: Int64, lengths: npt.NDArray[np.integer]) -> Int64:
     """Concatenates the ranges ``starts[i] .. starts[i] + lengths[i]``, int64."""
     out = to_offsets(lengths)
     return np.arange(out[-1], dtype=np.int64) + np.repeat(starts - out[:-1], lengths)
+
+
+COUNTS = ("best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent")
+"""Divisors of losses, stored so that a loader has those of a step before it reads the packs.
+
+Supervised tokens of each example's best sequence (the first one; for kind ``ranked`` the first of
+highest reward), and numbers of pairs. Pairs are counted for the three choices of kind ``ranked``,
+where sequences of equal reward are never compared; 1 per example for kind ``preference``; 0 for
+kind ``sft``.
+"""
+
+
+def count_packs(packs: Packs, kind: str) -> Int64:
+    """Counts the columns of :data:`COUNTS` for each pack: int64 `[P, 4]`."""
+    segments, examples = to_offsets(packs.segment_lengths), to_offsets(packs.num_responses)
+    supervised = np.add.reduceat(packs.supervised, segments[:-1], dtype=np.int64)
+    of_examples = count_examples(supervised, packs.reward, examples[:-1], kind)
+    return np.add.reduceat(of_examples, packs.example_offsets[:-1], axis=0)
+
+
+def count_examples(supervised: Int64, rewards: Float32, starts: Int64, kind: str) -> Int64:
+    """Counts them for each example, int64 `[E, 4]`; `starts`: its first sequence, int64 `[E]`."""
+    if kind != "ranked":
+        pairs = np.full(len(starts), int(kind == "preference"), np.int64)
+        return np.stack([supervised[starts], pairs, pairs, pairs], axis=1)
+    sequences = np.arange(len(rewards))
+    example = np.searchsorted(starts, sequences, side="right") - 1
+    order = np.lexsort((-rewards, example))
+    ranked, first = rewards[order], starts[example]
+    falls = (sequences > first) & (ranked < np.roll(ranked, 1))
+    # Start of each rank's run of equal rewards: all before it are better.
+    runs = np.maximum.accumulate(np.where(falls | (sequences == first), sequences, 0))
+    of_places = np.stack([ranked < ranked[first], runs - first, falls], axis=1).astype(np.int64)
+    best = supervised[order[starts]]
+    return np.column_stack([best, np.add.reduceat(of_places, starts, axis=0)])

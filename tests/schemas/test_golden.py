@@ -16,7 +16,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.manifest.side_manifest import SIDE_TYPES, check_side
 from packstore.io.side.side import open_side
-from packstore.io.side.side_table import SideTable
+from packstore.io.side.side_reader import SideTable
 
 GOLDEN = Path(__file__).parents[2] / "schemas" / "golden"
 V1 = GOLDEN / "v1"

@@ -2,7 +2,7 @@
 
 A small Parquet file beside the manifest, which names it. It has a row for each pack, in dataset
 order, and a row group for each shard, and is optional: without it sizes are read from the shards.
-It also has the divisors of losses (:mod:`packstore.format.loss_counts`). An index of an earlier
+It also has the divisors of losses (:data:`packstore.format.arrays.COUNTS`). An index of an earlier
 release lacks these columns; they are null for shards that were not counted.
 """
 
@@ -20,8 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packstore.errors import IntegrityError, quote, sentence
-from packstore.format.arrays import Int64, PackSizes, to_offsets
-from packstore.format.loss_counts import COUNTS
+from packstore.format.arrays import COUNTS, Int64, PackSizes, to_offsets
 from packstore.format.schema import as_arrow, as_numpy, flat_column
 from packstore.io.dataset.reader import ShardReader
 from packstore.io.manifest.commit import FOLDER

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
+import numpy as np
 import pyarrow as pa
 
 from packstore.errors import (
@@ -23,20 +26,72 @@ from packstore.errors import (
     add_place,
     sentence,
 )
-from packstore.format.arrays import Packs
+from packstore.format.arrays import Int32, Packs
 from packstore.format.rules import check_structure
 from packstore.format.schema import from_arrow
 from packstore.io.dataset.cache import Cache
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.stored_file import DECODER_ERRORS
 from packstore.io.shards.arrow_file import ArrowFile
-from packstore.io.shards.buffer_pool import pooled_array
 from packstore.io.shards.checksums import batch_crc32, crc32_of
 from packstore.io.shards.parquet import ParquetShard
 from packstore.io.shards.shard import ShardInfo
-from packstore.io.shards.shard_bytes import ShardBytes
 from packstore.io.store import local
 from packstore.io.store.location import Location
+
+WINDOW_BYTES = 16 << 20
+"""Bytes that :class:`ShardBytes` reads at once."""
+
+
+class ShardBytes:
+    """The bytes of a shard, for a reader of its row groups in order; keeps two windows of them.
+
+    Does not map the file: if it were truncated meanwhile, the process would crash.
+    """
+
+    def __init__(self, location: Location, shard: ShardInfo) -> None:
+        self._location, self._shard = location, shard
+        self._digest = hashlib.sha256()
+        self._start, self._window = 0, b""
+        self._footer: bytes | None = None
+
+    def __getitem__(self, part: slice) -> bytes:
+        """Returns bytes `start` to `stop`; `start` must not decrease between calls."""
+        size, length = self._shard.bytes, self._shard.footer_bytes
+        start, stop = part.start, part.stop
+        if (start, stop) == (size - length, size):  # the footer, read first
+            self._footer = self._location.read_bytes(self._shard.path, start, stop)
+            return self._footer
+        while self._end < stop and self._advance(keep=start):
+            pass
+        if start < self._start:
+            raise IntegrityError("its row groups must lie one after another")
+        return self._window[start - self._start : stop - self._start]
+
+    def hashes(self) -> dict[str, str]:
+        """Reads the rest of the file; returns the sha256 of the file and of its footer."""
+        while self._advance(keep=self._end):
+            pass
+        found = {"sha256": self._digest.hexdigest()}
+        if self._footer is not None:
+            found["footer_sha256"] = hashlib.sha256(self._footer).hexdigest()
+        return found
+
+    @property
+    def _end(self) -> int:
+        return self._start + len(self._window)
+
+    def _advance(self, keep: int) -> bool:
+        """Reads the next window; drops bytes before `keep`. Returns False at the end."""
+        start, stop = self._end, min(self._end + WINDOW_BYTES, self._shard.bytes)
+        data = b""
+        if start < stop:
+            data = self._location.read_bytes(self._shard.path, start, stop)
+        self._digest.update(data)
+        cut = min(max(keep - self._start, 0), len(self._window))
+        self._start, self._window = self._start + cut, self._window[cut:] + data
+        return bool(data)
+
 
 Fetched: TypeAlias = bytes | memoryview
 """The bytes of a fetched row group, not yet verified; of a mapped file, a view."""
@@ -205,3 +260,35 @@ class ShardReader:
                     raise
             must = "its bytes must be those that were written"
             raise IntegrityError(sentence(place, must, str(error), _REMEDY)) from error
+
+
+# Row groups are freed in another order than they were decoded. An allocator would keep the gaps,
+# so that the process grows; memory from the system is zeroed, a fifth of the time of decoding.
+KEPT_BYTES = 32 << 20
+"""Maximum bytes of decoded row groups kept for reuse."""
+_UNIT = 64 << 10
+
+_waiting: list[mmap.mmap] = []
+
+
+def pooled_array(n: int) -> Int32:
+    """Returns an uninitialized int32 array `[n]`; its memory is reused after its last view."""
+    size = max(-(-4 * n // _UNIT), 1) * _UNIT
+    try:
+        memory = _waiting.pop()
+    except IndexError:
+        memory = mmap.mmap(-1, size, **_PRIVATE)
+    if len(memory) < size:
+        memory = mmap.mmap(-1, size, **_PRIVATE)
+    array = np.frombuffer(memory, np.int32, n)
+    # The base of all views is `array`, not the mmap, so it is finalized after the last view.
+    weakref.finalize(array, _give_back, memory).atexit = False
+    return array
+
+
+def _give_back(memory: mmap.mmap) -> None:
+    if (len(_waiting) + 1) * len(memory) <= KEPT_BYTES:
+        _waiting.append(memory)
+
+
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}

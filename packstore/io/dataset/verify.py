@@ -17,13 +17,13 @@ from packstore.errors import ConfigError, PackstoreError, quote, sentence
 from packstore.format.arrays import Int64, PackSizes
 from packstore.format.rules import check_packs
 from packstore.io.dataset.pack_index import PackIndex
-from packstore.io.dataset.reader import ShardReader
+from packstore.io.dataset.reader import ShardBytes, ShardReader
 from packstore.io.manifest.manifest import Manifest
-from packstore.io.shards.shard import FileHashes, describe_shard
-from packstore.io.shards.shard_bytes import ShardBytes
-from packstore.io.shards.statistics import (
+from packstore.io.shards.shard import (
+    FileHashes,
     PackCounter,
     Totals,
+    describe_shard,
     pack_figures,
     pack_sizes,
 )

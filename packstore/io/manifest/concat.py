@@ -15,8 +15,7 @@ from packstore.config import fingerprint
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.format.arrays import SOURCE_SHIFT
 from packstore.io.manifest.manifest import Manifest, Records, check_manifest
-from packstore.io.shards.shard import ShardInfo
-from packstore.io.shards.statistics import PackCounter
+from packstore.io.shards.shard import PackCounter, ShardInfo
 from packstore.version import VERSION
 
 MAX_SOURCES = 1 << (63 - SOURCE_SHIFT)

@@ -41,8 +41,7 @@ from packstore.format.typed_json import (
 )
 from packstore.io.manifest.commit import commit, read_committed
 from packstore.io.manifest.stored_file import StoredFile
-from packstore.io.shards.shard import PackShape, ShardInfo
-from packstore.io.shards.statistics import PackCounter, Statistics, Totals
+from packstore.io.shards.shard import PackCounter, PackShape, ShardInfo, Statistics, Totals
 from packstore.io.store.location import Location, check_relative
 
 MAX_FOOTER_BYTES, GROUP_FOOTER_BYTES = 1 << 24, 1 << 16

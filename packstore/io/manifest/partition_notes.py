@@ -24,8 +24,7 @@ from packstore.errors import PackstoreError, StorageError
 from packstore.format.arrays import PackSizes
 from packstore.format.typed_json import Checksums
 from packstore.io.manifest.commit import FOLDER
-from packstore.io.shards.shard import ShardInfo
-from packstore.io.shards.statistics import PackCounter
+from packstore.io.shards.shard import PackCounter, ShardInfo
 from packstore.io.store.location import Location
 from packstore.io.store.operations import remove_all, remove_empty, replace_bytes
 

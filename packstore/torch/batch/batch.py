@@ -43,7 +43,7 @@ class StepInfo:
         ranks: number of ranks that share the step.
         packs: packs of the whole step, counted alike; None: unknown.
         counts: other divisors of losses for the whole step, with the names of
-            :mod:`packstore.format.loss_counts`; None: unknown.
+            :data:`packstore.format.arrays.COUNTS`; None: unknown.
     """
 
     index: int

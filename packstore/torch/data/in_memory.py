@@ -14,8 +14,7 @@ import numpy as np
 
 from packstore.config import ID_SPELLINGS, PackConfig
 from packstore.errors import ConfigError, RecordError, TokenizerError, sentence
-from packstore.format.arrays import Examples, Float32, Packs, Rows
-from packstore.format.loss_counts import COUNTS, count_packs
+from packstore.format.arrays import COUNTS, Examples, Float32, Packs, Rows, count_packs
 from packstore.torch.batch.batch import StepInfo
 from packstore.torch.batch.collate import PackedBatch, collate
 from packstore.torch.data.dataset import placement

@@ -14,7 +14,7 @@ from packstore.format.arrays import Packs, to_offsets
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.side_manifest import REF_LOGPS, check_side
 from packstore.io.side.side import Side, open_side
-from packstore.io.side.side_table import SideTable
+from packstore.io.side.side_reader import SideTable
 
 
 class SideColumns:

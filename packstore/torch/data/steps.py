@@ -15,8 +15,7 @@ import numpy as np
 
 from packstore.config import BatchConfig
 from packstore.errors import ConfigError, sentence
-from packstore.format.arrays import Int64, PackSizes, to_offsets
-from packstore.format.loss_counts import COUNTS
+from packstore.format.arrays import COUNTS, Int64, PackSizes, to_offsets
 from packstore.torch.batch.batch import StepInfo
 from packstore.torch.data.position import Position, Unseen
 from packstore.torch.data.stream import PackStream

@@ -11,14 +11,14 @@ import pytest
 
 from packstore.cli import main
 from packstore.errors import ConfigError, PackstoreError
+from packstore.io.dataset import reader
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
-from packstore.io.shards import shard_bytes
 
 
 @pytest.fixture(params=["parquet", "arrow"])
 def stored(kit: Any, tmp_path: Path, request: Any, monkeypatch: pytest.MonkeyPatch) -> Dataset:
-    monkeypatch.setattr(shard_bytes, "WINDOW_BYTES", 700)  # smaller than a row group
+    monkeypatch.setattr(reader, "WINDOW_BYTES", 700)  # smaller than a row group
     written = kit.Written(str(tmp_path / "ds"))
     data: Dataset = written.dataset(
         [kit.some_packs(150)], row_group_tokens=150, shard_tokens=500, format=request.param

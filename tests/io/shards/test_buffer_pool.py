@@ -5,8 +5,8 @@ import gc
 import numpy as np
 import pytest
 
-from packstore.io.shards import buffer_pool as rooms
-from packstore.io.shards.buffer_pool import pooled_array
+from packstore.io.dataset import reader as rooms
+from packstore.io.dataset.reader import pooled_array
 
 
 @pytest.fixture(autouse=True)

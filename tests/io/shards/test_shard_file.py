@@ -13,7 +13,7 @@ import pytest
 from packstore.errors import IntegrityError, StorageError
 from packstore.io.shards import parquet
 from packstore.io.shards.parquet import byte_range, check_group
-from packstore.io.shards.shard_file import ShardFile
+from packstore.io.write.shard_writer import ShardFile
 
 
 def paths(folder):

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 from packstore.format.arrays import IGNORE_INDEX
-from packstore.io.shards.statistics import (
+from packstore.io.shards.shard import (
     PackCounter,
     Spread,
     Statistics,
     Totals,
 )
-from packstore.io.shards.statistics import pack_figures as figures_of
+from packstore.io.shards.shard import pack_figures as figures_of
 from packstore.testing import random_examples
 
 
