@@ -4,26 +4,34 @@ Each rank computes its own tokens, and gathers the keys and values of the others
 layer. For attention backends that is an ordinary layout: each run of a rank's tokens is a query
 segment, whose keys are its sequence up to the run's last token. So every backend and both layouts
 work unchanged. A rank copies the keys that its queries see, about one row.
+
+The two collectives differentiate the sum of the losses of all ranks. All ranks of a group get the
+same sums and the same loss, which that sum counts once per rank. So average gradients of parameters
+over the group, as DDP and FSDP do: they then equal those of one process. For counts and divisors a
+group is one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, Self, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from packstore.errors import ConfigError, quote, sentence
+from packstore.errors import ConfigError, quote
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.batch.targets import Targets
-from packstore.torch.parallel.collectives import gather_rows
 from packstore.torch.parallel.padding import offsets, owners
 
 How = Literal["zigzag", "contiguous"]
+
+# torch 2.13 renamed both, and warns about the old names.
+_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_sum: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,22 +69,18 @@ class ContextSplit:
         Raises:
             ConfigError: a segment is not a multiple of ``2 * size`` tokens.
         """
-        before = cu_seqlens.long()
-        lengths = before.diff()
+        lengths = cu_seqlens.long().diff()
         if (lengths % (2 * size)).any():
+            odd = int(lengths[lengths % (2 * size) != 0][0])
             raise ConfigError(
-                sentence(
-                    f"zig-zag split over {size} ranks",
-                    f"every segment must be a multiple of {2 * size} tokens",
-                    f"one of {int(lengths[lengths % (2 * size) != 0][0])}",
-                    f"Use pad_segments(batch, {2 * size}) first",
-                )
+                f"zig-zag split over {size} ranks: every segment must be a multiple of {2 * size} "
+                f"tokens; found one of {odd}. Use pad_segments(batch, {2 * size}) first."
             )
-        ranks = torch.arange(size, device=before.device)
+        ranks = torch.arange(size, device=lengths.device)
         chunks = torch.stack([ranks, 2 * size - 1 - ranks], dim=1)
         chunk = lengths // (2 * size)
-        starts = before[:-1, None] + chunks[:, None] * chunk[:, None]
-        segments = torch.arange(len(chunk), device=before.device).repeat_interleave(2)
+        starts = cu_seqlens.long()[:-1, None] + chunks[:, None] * chunk[:, None]
+        segments = torch.arange(len(chunk), device=lengths.device).repeat_interleave(2)
         return cls._of(starts.flatten(1), chunk[segments].expand(size, -1), segments, 2 * size)
 
     @classmethod
@@ -89,21 +93,15 @@ class ContextSplit:
         Raises:
             ConfigError: the row is not a multiple of `size` tokens.
         """
-        before = cu_seqlens.long()
-        total = int(before[-1])
+        total = int(cu_seqlens[-1])
         if total % size:
             raise ConfigError(
-                sentence(
-                    f"split over {size} ranks",
-                    f"the row must be a multiple of {size} tokens",
-                    str(total),
-                    "Use pad_batch(batch, num_tokens=…) first",
-                )
+                f"split over {size} ranks: the row must be a multiple of {size} tokens; found "
+                f"{total}. Use pad_batch(batch, num_tokens=…) first."
             )
-        share = total // size
-        first = torch.arange(0, total, share, device=before.device)[:, None]
-        edges = before.clamp(first, first + share)
-        segments = torch.arange(len(before) - 1, device=before.device)
+        first = torch.arange(0, total, total // size, device=cu_seqlens.device)[:, None]
+        edges = cu_seqlens.long().clamp(first, first + total // size)
+        segments = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
         return cls._of(edges[:, :-1], edges.diff(), segments, 1)
 
     @classmethod
@@ -113,22 +111,10 @@ class ContextSplit:
         inverse = torch.empty_like(index).index_copy_(0, index, places)
         return cls(starts, lengths, segments, index.view(len(starts), -1), inverse, cuts)
 
-    def take(self, values: Tensor, rank: int) -> Tensor:
-        """Returns one rank's share `[T / C, ...]` of the row's values `[T, ...]`."""
-        return values[self.index[rank]]
-
-    def join(self, shares: Sequence[Tensor]) -> Tensor:
-        """Returns the row's values `[T, ...]` from the shares of all ranks, in rank order."""
-        return torch.cat(list(shares))[self.inverse]
-
 
 @dataclass(frozen=True, eq=False)
 class GatheredLayout(AttentionLayout):
-    """The layout of one rank's tokens; `kv_index` indexes the concatenated tokens of all ranks.
-
-    Attributes:
-        group: the process group whose ranks hold the other tokens; None: all ranks.
-    """
+    """The layout of one rank's tokens; `kv_index` indexes the tokens of all ranks of `group`."""
 
     group: Any = None
 
@@ -165,8 +151,7 @@ class ContextShard:
     @classmethod
     def of(cls, batch: PackedBatch, split: ContextSplit, rank: int, group: Any = None) -> Self:
         """Makes the share of `rank`; see :func:`context_shard`."""
-        index = split.index[rank]
-        targets = batch.targets
+        index, targets = split.index[rank], batch.targets
         places = split.inverse[targets.rows]
         mine = places // len(index) == rank
         rows = places[mine] % len(index)
@@ -187,9 +172,7 @@ class ContextShard:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
         """Returns the share with all tensors on `device`."""
-        layout, targets = (_moved(x, device, non_blocking) for x in (self.layout, self.targets))
-        whole = replace(self, layout=layout, targets=targets)
-        return _moved(whole, device, non_blocking)  # type: ignore[no-any-return]
+        return _moved(self, device, non_blocking)  # type: ignore[no-any-return]
 
     def model_inputs(self) -> dict[str, Any]:
         """Returns keyword arguments for a model prepared by :func:`use_packed_attention`."""
@@ -213,8 +196,9 @@ def context_shard(batch: PackedBatch, group: Any = None, how: How = "zigzag") ->
         ConfigError: the batch is not divisible, or `how` is unknown.
     """
     if how not in get_args(How):
-        ways = ", ".join(get_args(How))
-        raise ConfigError(f"context_shard: how must be one of: {ways}; found {quote(how)}.")
+        raise ConfigError(
+            f"context_shard: how must be one of: {', '.join(get_args(How))}; found {quote(how)}."
+        )
     split = ContextSplit.zigzag if how == "zigzag" else ContextSplit.contiguous
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     return ContextShard.of(batch, split(batch.cu_seqlens, size), rank, group)
@@ -249,11 +233,66 @@ def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _moved(values: Any, device: Any, non_blocking: bool) -> Any:
-    """A dataclass with its tensors on `device`."""
-    tensors = {f.name: getattr(values, f.name) for f in fields(values)}
-    moved = {
-        name: x.to(device, non_blocking=non_blocking)
-        for name, x in tensors.items()
-        if isinstance(x, Tensor)
-    }
-    return replace(values, **moved)
+    """A tensor on `device`, or a dataclass with its tensors there; anything else as it is."""
+    if isinstance(values, Tensor):
+        return values.to(device, non_blocking=non_blocking)
+    if not is_dataclass(values):
+        return values
+    kind: Any = type(values)
+    parts = {f.name: getattr(values, f.name) for f in fields(values)}
+    return kind(**{name: _moved(x, device, non_blocking) for name, x in parts.items()})
+
+
+def reduce_segment_sums(logps: Tensor, group: Any = None) -> Tensor:
+    """Sums the log-probs of segments over all ranks of the group.
+
+    Call it before anything that is not linear in the sums, such as the loss.
+
+    Args:
+        logps: `[S]`, result of :func:`~packstore.torch.segment_logps` for this rank's tokens.
+        group: the context-parallel process group; None: all ranks.
+
+    Returns:
+        `[S]` in nats, the same on all ranks. Its gradient is summed over the ranks: average the
+        gradients of parameters over the group, or divide the loss by its size and sum them.
+    """
+    return _AllReduce.apply(logps, group)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def gather_rows(rows: Tensor, group: Any = None) -> Tensor:
+    """Gathers the rows `[n, ...]` of all ranks: `[ranks * n, ...]`; differentiable."""
+    return _AllGather.apply(rows, group)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        ranks = dist.get_world_size(group)
+        out = rows.new_empty((ranks * len(rows), *rows.shape[1:]))
+        _gather_into(out, rows.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ranks = dist.get_world_size(ctx.group)
+        out = grad.new_empty((len(grad) // ranks, *grad.shape[1:]))
+        _scatter_sum(out, grad.contiguous(), group=ctx.group)
+        return out, None

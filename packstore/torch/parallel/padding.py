@@ -20,9 +20,6 @@ from packstore.torch.batch.collate import PackedBatch
 
 Size = TypeVar("Size", int, Tensor)
 
-FP8_ROWS = 16
-"""FP8 matrix products need a multiple of this many tokens (Transformer Engine)."""
-
 
 def padding_multiple(
     *, context_parallel: int = 1, sequence_parallel: int = 1, fp8: bool = False
@@ -43,8 +40,8 @@ def padding_multiple(
             f"found {context_parallel} and {sequence_parallel}."
         )
     chunks = 2 * context_parallel if context_parallel > 1 else 1
-    share = math.lcm(sequence_parallel, FP8_ROWS if fp8 else 1)
-    return math.lcm(chunks, context_parallel * share)
+    # Transformer Engine multiplies FP8 matrices of a multiple of 16 rows.
+    return math.lcm(chunks, context_parallel * math.lcm(sequence_parallel, 16 if fp8 else 1))
 
 
 def offsets(lengths: Tensor) -> Tensor:
@@ -77,14 +74,13 @@ def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
     if multiple == 1:
         return batch
     before, keys_before = batch.cu_seqlens.long(), batch.cu_seqlens_k.long()
-    lengths = before.diff()
-    left_out = keys_before.diff() - lengths
-    padded = round_up(lengths, multiple)
+    left_out = keys_before.diff() - before.diff()
+    padded = round_up(before.diff(), multiple)
     starts, keys = offsets(padded), offsets(left_out + padded)
     segment = owners(padded)
     tokens = torch.arange(len(segment), device=segment.device)
     moved = torch.arange(batch.num_tokens, device=segment.device)
-    moved += (starts - before)[:-1][batch.segment_ids]
+    moved += (starts - before)[batch.segment_ids]
     kv_index = None
     if batch.kv_index is not None:
         run = owners(left_out + padded)
@@ -93,9 +89,13 @@ def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
         shared = moved[batch.kv_index[(keys_before[run] + place).clamp(max=keys_before[-1] - 1)]]
         kv_index = torch.where(own < 0, shared, starts[run] + own)
     unpadded, cu_seqlens = batch.cu_seqlens_unpadded, starts.int()
+
+    def spread(values: Tensor, fill: int) -> Tensor:
+        return values.new_full((len(segment),), fill).index_copy(0, moved, values)
+
     return batch.replace(
-        input_ids=_spread(batch.input_ids, moved, len(segment), 0),
-        labels=_spread(batch.labels, moved, len(segment), IGNORE_INDEX),
+        input_ids=spread(batch.input_ids, 0),
+        labels=spread(batch.labels, IGNORE_INDEX),
         position_ids=tokens - starts[segment] + left_out[segment],
         segment_ids=segment,
         target_index=moved[batch.target_index],
@@ -106,8 +106,3 @@ def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
         max_seqlen_k=int((left_out + padded).max()),
         cu_seqlens_unpadded=batch.cu_seqlens if unpadded is None else unpadded,
     )
-
-
-def _spread(values: Tensor, places: Tensor, size: int, fill: int) -> Tensor:
-    """Returns `size` elements: `values` at `places`, `fill` elsewhere."""
-    return values.new_full((size,), fill).index_copy(0, places, values)

@@ -8,14 +8,13 @@ gradient.
 from __future__ import annotations
 
 import math
-from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from packstore.errors import ConfigError, sentence
+from packstore.errors import ConfigError
 from packstore.format.arrays import IGNORE_INDEX, Column
 from packstore.format.schema import KINDS
 from packstore.io.manifest.manifest import Manifest
@@ -23,16 +22,10 @@ from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.parallel.padding import round_up
 
 
-class StaticSizes(TypedDict):
-    """Sizes that every batch of a dataset fits into; keywords of :func:`pad_batch`."""
+def static_sizes(manifest: Manifest, packs_per_batch: int, *, multiple: int = 1) -> dict[str, int]:
+    """Returns keywords of :func:`pad_batch` into which every batch of a dataset fits.
 
-    num_tokens: int
-    num_segments: int
-    max_seqlen: int
-
-
-def static_sizes(manifest: Manifest, packs_per_batch: int, *, multiple: int = 1) -> StaticSizes:
-    """Returns sizes for batches of `packs_per_batch` packs, from the manifest's statistics.
+    They are `num_tokens`, `num_segments` and `max_seqlen`, from the manifest's statistics.
 
     Args:
         manifest: manifest of the dataset.
@@ -54,11 +47,8 @@ def static_sizes(manifest: Manifest, packs_per_batch: int, *, multiple: int = 1)
     prefixes = multiple - 1 if manifest.layout == "shared_prefix" else 0
     max_seqlen = round_up(known.longest_sequence + prefixes, multiple)
     tail = math.ceil((num_tokens - packs_per_batch * known.shortest_pack) / max_seqlen)
-    return StaticSizes(
-        num_tokens=num_tokens,
-        num_segments=packs_per_batch * known.most_segments + round_up(tail, _responses(manifest)),
-        max_seqlen=max_seqlen,
-    )
+    segments = packs_per_batch * known.most_segments + round_up(tail, _responses(manifest))
+    return {"num_tokens": num_tokens, "num_segments": segments, "max_seqlen": max_seqlen}
 
 
 def pad_batch(
@@ -90,15 +80,16 @@ def pad_batch(
         _check_fits("max_seqlen", max_seqlen, max(batch.max_seqlen, batch.max_seqlen_k))
     _check_fits("num_tokens", num_tokens, batch.num_tokens)
     tail = num_tokens - batch.num_tokens
-    pieces = math.ceil(tail / longest)
-    responses = _responses(batch)
+    pieces, responses = math.ceil(tail / longest), _responses(batch)
     extra = round_up(pieces, responses)
     if num_segments is not None:
         _check_fits("num_segments", num_segments, batch.num_segments + extra)
         extra = num_segments - batch.num_segments
         if extra % responses:
-            must = f"num_segments must be a multiple of {responses}, as examples are whole"
-            raise ConfigError(sentence("pad_batch", must, str(num_segments)))
+            raise ConfigError(
+                f"pad_batch: num_segments must be a multiple of {responses}, "
+                f"as examples are whole; found {num_segments}."
+            )
     lengths = [min(longest, tail - i * longest) for i in range(pieces)] + [0] * (extra - pieces)
     batch = _add_segments(batch, torch.tensor(lengths, dtype=torch.int32), tail)
     if max_seqlen is not None:
@@ -120,7 +111,6 @@ def _add_segments(batch: PackedBatch, lengths: Tensor, tail: int) -> PackedBatch
     segment = segment.repeat_interleave(lengths, output_size=tail)
     ends = lengths.cumsum(0)
     place = torch.arange(tail, device=lengths.device) - (ends - lengths)[segment]
-    tokens = torch.arange(batch.num_tokens, T, device=lengths.device)
     k = _responses(batch) if batch.kind != "ranked" else len(lengths)
     E = batch.num_examples + len(lengths) // k
 
@@ -128,6 +118,9 @@ def _add_segments(batch: PackedBatch, lengths: Tensor, tail: int) -> PackedBatch
         return torch.cat([offsets, (offsets[-1] + ends).int()])
 
     unpadded, cu_seqlens = batch.cu_seqlens_unpadded, ended(batch.cu_seqlens)
+    kv_index = batch.kv_index
+    if kv_index is not None:
+        kv_index = torch.cat([kv_index, torch.arange(batch.num_tokens, T, device=place.device)])
     return batch.replace(
         input_ids=_filled(batch.input_ids, T, 0),
         labels=_filled(batch.labels, T, IGNORE_INDEX),
@@ -136,7 +129,7 @@ def _add_segments(batch: PackedBatch, lengths: Tensor, tail: int) -> PackedBatch
         cu_seqlens=cu_seqlens,
         cu_seqlens_k=cu_seqlens if batch.kv_index is None else ended(batch.cu_seqlens_k),
         cu_seqlens_unpadded=None if unpadded is None else ended(unpadded),
-        kv_index=None if batch.kv_index is None else torch.cat([batch.kv_index, tokens]),
+        kv_index=kv_index,
         lengths=torch.cat([batch.lengths, lengths]),
         rewards=_filled(batch.rewards, S, 0),
         ref_logps=None if batch.ref_logps is None else _filled(batch.ref_logps, S, 0),
@@ -161,13 +154,12 @@ def _filled(values: Tensor, size: int, fill: float) -> Tensor:
 def _filled_column(values: Tensor | Column, size: int) -> Tensor | Column:
     if isinstance(values, Tensor):
         return _filled(values, size, 0)
-    fill: Any = np.full(size - len(values), "", values.dtype)
-    return np.concatenate([values, fill])
+    return np.append(values, np.full(size - len(values), "", values.dtype))
 
 
 def _check_fits(name: str, allowed: int, size: int) -> None:
     if size > allowed:
-        do = "Allow more, for example by static_sizes(manifest, packs_per_batch)"
         raise ConfigError(
-            sentence(f"pad_batch({name}={allowed})", "the batch must fit", str(size), do)
+            f"pad_batch({name}={allowed}): the batch must fit; found {size}. "
+            "Allow more, for example by static_sizes(manifest, packs_per_batch)."
         )
