@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packstore.errors import BackendError, MissingExtraError, sentence
+from packstore.errors import BackendError, MissingExtraError
 from packstore.torch.attention import Attend, Settings
 from packstore.torch.batch.layout import AttentionLayout
 
-DEVICES = ("cuda",)
 DTYPES = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
 
@@ -65,11 +64,10 @@ def _backend(name: str, kernel: Callable[..., Any]) -> Attend:
         check(name, q_TNH, k_TKH, v_TKH, settings)
         version = capability(q_TNH.device)
         if newest and version < (9, 0):  # there the backward pass ends in an assertion
-            raise refusal(
-                name,
-                "the device must have compute capability 9 or newer (Hopper, Blackwell)",
-                f"{version[0]}.{version[1]}",
-                "Use backend='torch_varlen' or 'flash_attn'",
+            raise BackendError(
+                f"attention backend {name!r}: the device must have compute capability 9 or newer "
+                f"(Hopper, Blackwell); found {version[0]}.{version[1]}. "
+                "Use backend='torch_varlen' or 'flash_attn'."
             )
         left = window_left(layout, settings.window)
         output = kernel(
@@ -116,39 +114,28 @@ def fits(q: Tensor, v: Tensor) -> bool:
 
 def check(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> None:
     """Refuses chunks, sinks, and tensors that the kernels do not support or would cast."""
-    for given, noun in (
-        (settings.chunk, "chunks"),
-        (settings.sinks, "sinks, whose gradient it ignores"),
-    ):
-        if given is not None:
-            raise refusal(
-                backend,
-                "attention must be a softmax over all tokens before, or over a window of them",
-                noun,
-                "Use backend='flex' or 'sdpa'",
-            )
+    where = f"attention backend {backend!r}"
+    if settings.chunk is not None or settings.sinks is not None:
+        extra = "sinks, whose gradient it ignores" if settings.chunk is None else "chunks"
+        raise BackendError(
+            f"{where}: attention must be a softmax over all tokens before, or over a window of "
+            f"them; found {extra}. Use backend='flex' or 'sdpa'."
+        )
     kinds = {x.dtype for x in (q, k, v)}
-    if q.device.type not in DEVICES or len(kinds) != 1 or not kinds <= set(DTYPES):
-        raise refusal(
-            backend,
-            "tensors must be float16 or bfloat16, all the same, on a CUDA device",
-            f"{' and '.join(sorted(map(str, kinds)))} on {q.device.type}",
-            "Load the model in bfloat16 on a GPU, use torch.autocast, or choose backend='sdpa'",
+    if q.device.type != "cuda" or len(kinds) != 1 or not kinds <= set(DTYPES):
+        raise BackendError(
+            f"{where}: tensors must be float16 or bfloat16, all the same, on a CUDA device; found "
+            f"{' and '.join(sorted(map(str, kinds)))} on {q.device.type}. Load the model in "
+            "bfloat16 on a GPU, use torch.autocast, or choose backend='sdpa'."
         )
     if not fits(q, v):
-        raise refusal(
-            backend,
-            f"heads must have one size, a multiple of 8 up to {LARGEST_HEAD}",
-            f"{q.shape[-1]} for queries and {v.shape[-1]} for values",
-            "Use backend='flex' or 'sdpa'",
+        raise BackendError(
+            f"{where}: heads must have one size, a multiple of 8 up to {LARGEST_HEAD}; found "
+            f"{q.shape[-1]} for queries and {v.shape[-1]} for values. "
+            "Use backend='flex' or 'sdpa'."
         )
 
 
 def window_left(layout: AttentionLayout, window: int | None) -> int:
     """Number of keys before its own that a query sees, as the kernels count windows; -1: all."""
     return -1 if window is None or window >= layout.max_seqlen_k else window - 1
-
-
-def refusal(backend: str, must: str, found: str, do: str) -> BackendError:
-    """Returns the error of a backend that does not support its inputs."""
-    return BackendError(sentence(f"attention backend {backend!r}", must, found, do))

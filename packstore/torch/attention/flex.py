@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from packstore.torch.attention import Settings, flash
+from packstore.errors import BackendError
+from packstore.torch.attention import Settings
 from packstore.torch.batch.layout import AttentionLayout
 
 BLOCK = 128
@@ -39,11 +40,9 @@ def attend(
     rows = (q_TNH, layout.keys(k_TKH), layout.keys(v_TKH))
     training = torch.is_grad_enabled() and any(x.requires_grad for x in rows)
     if training and q_TNH.device.type == "cpu":
-        raise flash.refusal(
-            "flex",
-            "on CPU it has a forward pass only",
-            "tensors that need gradients",
-            "Use backend='sdpa' or 'reference' on CPU",
+        raise BackendError(
+            "attention backend 'flex': on CPU it has a forward pass only; found tensors that need "
+            "gradients. Use backend='sdpa' or 'reference' on CPU."
         )
     output = _kernel(q_TNH.device.type)(
         *(_heads_first(x, rounded(len(x))) for x in rows),
@@ -72,13 +71,11 @@ def block_mask(
     """Returns the mask of a layout, made on first use."""
     masks, span = _masks.setdefault(layout, {}), (sliding_window, chunk)
     if span not in masks:
-        masks[span] = _block_mask(layout, *span)
+        masks[span] = _block_mask(*_runs(layout, *span))
     return masks[span]
 
 
-def _block_mask(layout: AttentionLayout, window: int | None, chunk: int | None) -> BlockMask:
-    first, last, keys = _runs(layout, window, chunk)
-
+def _block_mask(first: Tensor, last: Tensor, keys: int) -> BlockMask:
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= first[query]) & (key <= last[query])
 

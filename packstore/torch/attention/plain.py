@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from packstore.errors import BackendError, sentence
+from packstore.errors import BackendError
 from packstore.torch.attention import Settings
 from packstore.torch.batch.layout import AttentionLayout
 
@@ -45,8 +45,8 @@ def reference(
         scores = torch.einsum("qnh,knh->nqk", q.to(exact), k) * settings.scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        hidden = ~visible(len(q), len(k), settings, q.device)
-        scores = scores.masked_fill(hidden, float("-inf"))
+        mask = visible(len(q), len(k), settings, q.device)
+        scores = scores.masked_fill(~mask, float("-inf"))
         if sinks is not None:
             extra = sinks.to(exact)[:, None, None].expand(-1, len(q), 1)
             scores = torch.cat([scores, extra], dim=-1)
@@ -66,12 +66,8 @@ def sdpa(
     """
     if settings.softcap is not None:
         raise BackendError(
-            sentence(
-                "attention backend 'sdpa'",
-                "attention scores must not be soft-capped",
-                f"softcap {settings.softcap}",
-                "Use backend='reference', or 'flex' on a GPU",
-            )
+            "attention backend 'sdpa': attention scores must not be soft-capped; found softcap "
+            f"{settings.softcap}. Use backend='reference', or 'flex' on a GPU."
         )
     sinks = settings.sinks
     if sinks is not None:
@@ -88,13 +84,7 @@ def sdpa(
             k, v = torch.cat([first, k]), pad(v, (0, 0, 0, 0, 1, 0))
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         output = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=plain,
-            scale=settings.scale,
-            enable_gqa=grouped,
+            q, k, v, mask, is_causal=plain, scale=settings.scale, enable_gqa=grouped
         )
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
+from packstore.errors import BackendError
 from packstore.torch.attention import Settings, flash
 from packstore.torch.batch.layout import AttentionLayout
 
@@ -38,11 +39,9 @@ def attend(
     """Computes all segments in one call."""
     flash.check("torch_varlen", q_TNH, k_TKH, v_TKH, settings)
     if settings.softcap is not None:
-        raise flash.refusal(
-            "torch_varlen",
-            "attention scores must not be soft-capped",
-            f"softcap {settings.softcap}",
-            "Use backend='flex' or 'flash_attn'",
+        raise BackendError(
+            "attention backend 'torch_varlen': attention scores must not be soft-capped; found "
+            f"softcap {settings.softcap}. Use backend='flex' or 'flash_attn'."
         )
     left = flash.window_left(layout, settings.window)
     cu_q, cu_k = layout.cu_seqlens_q, layout.cu_seqlens_k
@@ -100,8 +99,8 @@ def gathered_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of `q`, `k` and `v` of :func:`gathered`."""
     runs = _taken(k, index), _taken(v, index)
-    nothing, state = q.new_empty(0), torch.zeros(2, dtype=torch.uint64, device=q.device)
-    sizes = (cu_q, cu_k, max_q, max_k, 0.0, left < 0, state, nothing)
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    sizes = (cu_q, cu_k, max_q, max_k, 0.0, left < 0, state, q.new_empty(0))
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         grad, q, *runs, out, lse, *sizes, scale=scale, **_window(left)
     )

@@ -116,19 +116,12 @@ class PackedBatch:
         pack_sources: Int64 | None,
         **fields: Any,
     ) -> None:
-        """Makes a batch; :func:`collate` does.
-
-        Args:
-            signed_ids: int32 `[T]`, ids, ``~id`` where unsupervised.
-            logical_tokens: sum of the lengths.
-            pack_examples: int64 `[P]`, examples of each pack.
-            unweighted_packs: indices of the packs of weight 0.
-            pack_sources: int64 `[P]`, the source of each pack in a mix; None: 0.
-            fields: the attributes that are not computed.
-        """
-        self._signed_ids, self._logical_tokens = signed_ids, logical_tokens
-        self._pack_examples, self._unweighted_packs = pack_examples, unweighted_packs
-        self._pack_sources = pack_sources
+        """Makes a batch, as :func:`collate` does, from the fields that are not computed."""
+        self._signed_ids = signed_ids  # int32 `[T]`, ids, ~id where unsupervised
+        self._logical_tokens = logical_tokens  # sum of the lengths
+        self._pack_examples = pack_examples  # int64 `[P]`, examples of each pack
+        self._unweighted_packs = unweighted_packs  # indices of the packs of weight 0
+        self._pack_sources = pack_sources  # int64 `[P]`, of each pack in a mix; None: 0
         vars(self).update(fields)
 
     @cached_property
@@ -223,10 +216,9 @@ class PackedBatch:
     @cached_property
     def sources(self) -> Tensor:
         """int64 `[E]`, the index of each example's source in the mix, else 0."""
-        packs, sources = self.pack_ids, self._pack_sources
-        if sources is None:
-            return torch.zeros_like(packs)
-        return torch.from_numpy(sources[packs.numpy()])
+        if self._pack_sources is None:
+            return torch.zeros_like(self.pack_ids)
+        return torch.from_numpy(self._pack_sources[self.pack_ids.numpy()])
 
     @property
     def num_tokens(self) -> int:
@@ -280,9 +272,9 @@ class PackedBatch:
         """Returns the batch with other values of these fields; all others are computed first."""
         batch = copy.copy(self)
         vars(batch).update({name: getattr(self, name) for name in _DERIVED} | changes)
-        outdated = ["layout", "_signed_ids"]
-        if not changes.keys().isdisjoint(("rewards", "num_responses")):
-            outdated.append("ranks")
+        outdated = {"layout", "_signed_ids"}
+        if changes.keys() & {"rewards", "num_responses"}:
+            outdated.add("ranks")
         for name in outdated:
             vars(batch).pop(name, None)
         return batch

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packstore.errors import BackendError, sentence
+from packstore.errors import BackendError
 from packstore.torch.batch.batch import PackedBatch
 
 
@@ -19,9 +19,12 @@ def hf(batch: PackedBatch) -> dict[str, Any]:
 def flash(batch: PackedBatch) -> dict[str, Any]:
     """Inputs for an unchanged Hugging Face model with a flash-attention implementation."""
     _refuse_shared(batch, "model_inputs(style='flash')")
-    ends = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
-    longest = {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}
-    return {**_row(batch), **ends, **longest, "use_cache": False}
+    return {
+        **_row(batch),
+        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.cu_seqlens),
+        **dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen),
+        "use_cache": False,
+    }
 
 
 def megatron(batch: PackedBatch) -> dict[str, Any]:
@@ -33,11 +36,10 @@ def megatron(batch: PackedBatch) -> dict[str, Any]:
     would synchronise a GPU.
     """
     _refuse_shared(batch, "model_inputs(style='megatron')")
-    row = _row(batch)
     offsets = {"cu_seqlens": batch.cu_seqlens, "cu_seqlens_unpadded": batch.cu_seqlens_unpadded}
     inputs = {
-        "tokens": row["input_ids"],
-        "position_ids": row["position_ids"],
+        "tokens": batch.input_ids[None],
+        "position_ids": batch.position_ids[None],
         "attention_mask": None,
         "max_seqlen": torch.tensor([[batch.max_seqlen]], dtype=torch.int32),
     }
@@ -91,10 +93,6 @@ def _row(batch: PackedBatch) -> dict[str, Tensor]:
 def _refuse_shared(batch: PackedBatch, where: str) -> None:
     if batch.kv_index is not None:
         raise BackendError(
-            sentence(
-                where,
-                "every segment must be whole, as it has no way to name shared keys",
-                "a shared prefix",
-                "Use style='hf' or 'padded', or a dataset of layout concat",
-            )
+            f"{where}: every segment must be whole, as it has no way to name shared keys; found a "
+            "shared prefix. Use style='hf' or 'padded', or a dataset of layout concat."
         )

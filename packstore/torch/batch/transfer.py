@@ -64,13 +64,7 @@ def one_late(started: Iterable[T]) -> Iterator[T]:
 def inference_batching(
     batching: dict[str, int | None], device: torch.device, pack_size: int
 ) -> dict[str, int | None]:
-    """Returns the settings of batches for inference, with the default for `device` filled in.
-
-    Args:
-        batching: `packs_per_batch` and `tokens_per_batch`, None or left out by default.
-        device: device of the model.
-        pack_size: tokens of a pack.
-    """
+    """Returns `packs_per_batch` or `tokens_per_batch` for inference, by default for `device`."""
     given = any(batching.get(name) is not None for name in ("packs_per_batch", "tokens_per_batch"))
     if given or device.type != "cuda":
         return batching
