@@ -18,6 +18,7 @@ from packstore.errors import BackendError, MissingExtraError
 from packstore.torch.attention import Attend, Settings
 from packstore.torch.batch.layout import AttentionLayout
 
+DEVICES = ("cuda",)
 DTYPES = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
 
@@ -122,7 +123,7 @@ def check(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> 
             f"them; found {extra}. Use backend='flex' or 'sdpa'."
         )
     kinds = {x.dtype for x in (q, k, v)}
-    if q.device.type != "cuda" or len(kinds) != 1 or not kinds <= set(DTYPES):
+    if q.device.type not in DEVICES or len(kinds) != 1 or not kinds <= set(DTYPES):
         raise BackendError(
             f"{where}: tensors must be float16 or bfloat16, all the same, on a CUDA device; found "
             f"{' and '.join(sorted(map(str, kinds)))} on {q.device.type}. Load the model in "

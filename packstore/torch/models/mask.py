@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any, NoReturn
 
-from packstore.errors import BackendError, sentence
+from packstore.errors import BackendError
 from packstore.torch.batch.layout import AttentionLayout
 
 PREFIX = "packstore_"
@@ -40,9 +40,11 @@ class UnservedError(BackendError):
 class _TouchedMaskError(UnservedError, AttributeError):
     """Also an AttributeError, so that ``hasattr`` returns False."""
 
-    def __init__(self, found: str) -> None:
-        must, do = "layers must hand the mask to attention as it is", "Use backend='per_sequence'"
-        super().__init__(sentence("packed attention", must, found, do))
+    def __init__(self, use: str) -> None:
+        super().__init__(
+            "packed attention: layers must hand the mask to attention as it is; "
+            f"found a model that {use}. Use backend='per_sequence'."
+        )
 
 
 class RequestedMask:
@@ -62,10 +64,10 @@ class RequestedMask:
         self.window, self.chunk = window, chunk
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise _TouchedMaskError(f"a model that reads its {name}")
+        raise _TouchedMaskError(f"reads its {name}")
 
     def __getitem__(self, key: Any) -> NoReturn:
-        raise _TouchedMaskError("a model that cuts it")
+        raise _TouchedMaskError("cuts it")
 
     def __reduce__(self) -> tuple[type[RequestedMask], tuple[int | None, int | None]]:
         return type(self), (self.window, self.chunk)
@@ -102,11 +104,7 @@ def window_of(mask: RequestedMask | None, keyword: int | None) -> int | None:
     if keyword is None:
         return mask.window
     raise BackendError(
-        sentence(
-            "packed attention",
-            "the window of a layer must be that of its mask",
-            f"a window of {keyword}, and {mask.window or 'none'} in the mask",
-            "Set config.sliding_window and config.layer_types so that both agree, or train it "
-            "unpacked",
-        )
+        "packed attention: the window of a layer must be that of its mask; found a window of "
+        f"{keyword}, and {mask.window or 'none'} in the mask. Set config.sliding_window and "
+        "config.layer_types so that both agree, or train it unpacked."
     )

@@ -1,9 +1,9 @@
 """Hugging Face causal LMs on packed rows: one attention function, registered with transformers.
 
 The function gets the layout of the row as a keyword of the model's forward call, which most models
-pass through to every layer (``entry.py`` reaches the layers of others). Layers that mix tokens
-otherwise run once per sequence (``row.py``), and so do whole models whose attention is not in
-the registry (``entry.py``). Anything else that would let segments see each other raises: a missing
+pass through to every layer (``row.py`` reaches the layers of others). Layers that mix tokens
+otherwise run once per sequence, and so do whole models whose attention is not in the registry
+(``row.py``). Anything else that would let segments see each other raises: a missing
 layout, a mask, a cache, several rows, dropout, non-causal attention.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from packstore.errors import BackendError, sentence
+from packstore.errors import BackendError
 from packstore.registry import missing_extra
 from packstore.torch.attention import ATTENTION, Settings
 from packstore.torch.batch.layout import AttentionLayout
@@ -35,12 +35,10 @@ logger = logging.getLogger("packstore")
 
 Model = TypeVar("Model", bound=nn.Module)
 
-LAYER_TYPES = frozenset(
-    {
-        *("attention", "chunked_attention", "full_attention", "sliding_attention"),
-        *("conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "mlp", "moe"),
-    }
-)
+LAYER_TYPES = {
+    *("attention", "chunked_attention", "full_attention", "sliding_attention"),
+    *("conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "mlp", "moe"),
+}
 """Layer types, as in model configs, of registered attention, of mixers, and of none of both."""
 
 PER_SEQUENCE = "per_sequence"
@@ -81,14 +79,18 @@ def use_packed_attention(
     """
     inner = unwrapped(model)
     config = getattr(inner, "config", None)
+    where = f"use_packed_attention({type(model).__name__})"
     if config is None or not hasattr(inner, "set_attn_implementation"):
-        raise _unfit(model, "it must be a Hugging Face model", "none of its methods")
+        raise BackendError(
+            f"{where}: it must be a Hugging Face model; found none of its methods. {UNPACKED}."
+        )
     if getattr(config, "is_encoder_decoder", False):
-        raise _unfit(model, "it must be a decoder alone", "an encoder and a decoder")
+        raise BackendError(
+            f"{where}: it must be a decoder alone; found an encoder and a decoder. {UNPACKED}."
+        )
     text = config.get_text_config()
     # Imported late, as they load torch's compiler, which takes a second.
-    from packstore.torch.models.entry import enter
-    from packstore.torch.models.row import run_mixers_per_sequence
+    from packstore.torch.models.row import enter, run_mixers_per_sequence
 
     serving = enter(inner, config._attn_implementation)
     reason = "you asked for it" if backend == PER_SEQUENCE else _unserved(inner, text)
@@ -108,8 +110,8 @@ def use_packed_attention(
 
 def _unserved(model: Any, text: Any) -> str:
     """The reason why packed attention cannot serve a model, or nothing."""
-    kinds = {*(getattr(text, "layer_types", None) or ())}
-    kinds |= {*(getattr(text, "layers_block_type", None) or ())}
+    names = ("layer_types", "layers_block_type")
+    kinds = {kind for name in names for kind in getattr(text, name, None) or ()}
     if not kinds <= LAYER_TYPES:
         return f"it has layers of type {', '.join(sorted(kinds - LAYER_TYPES))}"
     if any(
@@ -243,12 +245,16 @@ def _requested_mask(
     """Replaces the mask that transformers would build, once per kind of layer."""
     _refuse_mask(attention_mask)
     if use_vmap:
-        must = "masks must be causal, within a window at most"
-        raise _unserved_call(must, "a model with a mask function of its own")
+        raise _unserved_call(
+            "masks must be causal, within a window at most",
+            "a model with a mask function of its own",
+        )
     if local_size is not None and getattr(config, "attention_chunk_size", None) == local_size:
         if getattr(config, "sliding_window", None) == local_size:
-            must = "a window and a chunk of a layer must differ"
-            raise _unserved_call(must, f"{local_size} for both in its config")
+            raise _unserved_call(
+                "a window and a chunk of a layer must differ",
+                f"{local_size} for both in its config",
+            )
         return RequestedMask(None, local_size)
     return RequestedMask(local_size)
 
@@ -256,51 +262,54 @@ def _requested_mask(
 def _checked(query: Tensor, key: Tensor, layout: AttentionLayout | None) -> AttentionLayout:
     """Returns the layout, checked against the tokens."""
     if layout is None:
-        do = (
-            f"{CALL}{GENERATE}. If you did call it so, its layers keep "
-            "keywords from attention: train it unpacked"
+        raise BackendError(
+            "packed attention: the call must name the segments; found no layout. "
+            f"{CALL}{GENERATE}. If you did call it so, its layers keep keywords from attention: "
+            "train it unpacked."
         )
-        raise _refusal("the call must name the segments", "no layout", do)
     expected = layout.num_queries
     if query.shape[0] != 1 or query.shape[2] != expected:
-        found = f"{query.shape[0]} rows of {query.shape[2]} tokens"
-        raise _refusal(f"the layout is of one row of {expected} tokens", found)
+        raise BackendError(
+            f"packed attention: the layout is of one row of {expected} tokens; found "
+            f"{query.shape[0]} rows of {query.shape[2]} tokens. {CALL}, and nothing else."
+        )
     if key.shape[2] != expected:
-        found = f"{key.shape[2]} keys"
-        raise _refusal(f"keys must be those of the {expected} tokens, without a past", found)
+        raise BackendError(
+            f"packed attention: keys must be those of the {expected} tokens, without a past; "
+            f"found {key.shape[2]} keys. {CALL}, and nothing else."
+        )
     return layout
 
 
 def _refuse_mask(mask: Any) -> None:
     if mask is not None:
-        found = f"attention_mask of shape {tuple(mask.shape)}"
         # transformers 5.17 makes a mask to generate, later releases leave it out.
-        raise _unserved_call("the layout alone says which tokens see which", found, GENERATE)
+        raise _unserved_call(
+            "the layout alone says which tokens see which",
+            f"attention_mask of shape {tuple(mask.shape)}",
+            GENERATE,
+        )
 
 
 def _refuse_extras(module: nn.Module, extras: dict[str, Any]) -> None:
     for name in NOT_SUPPORTED:
         if extras.get(name) is not None:
-            must = "attention must be a softmax over the visible keys"
-            raise _unserved_call(must, f"a model with {name}")
+            raise _unserved_call(
+                "attention must be a softmax over the visible keys", f"a model with {name}"
+            )
     if extras.get("dropout"):
-        must, found = "attention must be without dropout", f"dropout {extras['dropout']}"
-        do = "Prepare the model anew: disable_dropout=False leaves it on"
-        raise _refusal(must, found, do)
+        raise BackendError(
+            f"packed attention: attention must be without dropout; found dropout "
+            f"{extras['dropout']}. Prepare the model anew: disable_dropout=False leaves it on."
+        )
     if extras.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise _refusal("attention must be causal", "a model that looks ahead", UNPACKED)
-
-
-def _refusal(must: str, found: str, do: str = f"{CALL}, and nothing else") -> BackendError:
-    return BackendError(sentence("packed attention", must, found, do))
+        raise BackendError(
+            "packed attention: attention must be causal; found a model that looks ahead. "
+            f"{UNPACKED}."
+        )
 
 
 def _unserved_call(must: str, found: str, also: str = "") -> UnservedError:
-    """The error on which the model runs once per sequence instead (``entry.py``)."""
-    do = f"Use backend={PER_SEQUENCE!r}{also}"
-    return UnservedError(sentence("packed attention", must, found, do))
-
-
-def _unfit(model: nn.Module, must: str, found: str) -> BackendError:
-    where = f"use_packed_attention({type(model).__name__})"
-    return BackendError(sentence(where, must, found, UNPACKED))
+    """The error on which the model runs once per sequence instead (``row.py``)."""
+    text = f"packed attention: {must}; found {found}. Use backend={PER_SEQUENCE!r}{also}."
+    return UnservedError(text)

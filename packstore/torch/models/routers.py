@@ -77,8 +77,11 @@ def router_settings(model: Any) -> RouterSettings | None:
         return None
     name, coefficient = type(model).__name__, getattr(text, "router_aux_loss_coef", None)
     if coefficient is None and text.output_router_logits:
-        must = "a config with output_router_logits must name router_aux_loss_coef"
-        raise _unfit(name, must, "none", "Set output_router_logits to false in the model's config")
+        raise CompatibilityError(
+            f"experts of {name}: a config with output_router_logits must name "
+            "router_aux_loss_coef; found none. "
+            "Set output_router_logits to false in the model's config."
+        )
     if not coefficient or not any(p.requires_grad for p in model.parameters()):
         return None
     sizes: Any = [
@@ -109,13 +112,11 @@ def _prove(model: Any, settings: RouterSettings) -> None:
         model.train(training)
     own = getattr(outputs, "aux_loss", None)
     if not isinstance(own, Tensor):
-        raise _unfit(
-            settings.model,
-            "its forward call must return the load-balancing loss as aux_loss, as its config has "
-            f"router_aux_loss_coef {settings.coefficient:g}",
-            "a model that computes none",
-            "Set router_aux_loss_coef to 0 in the model's config: transformers, too, trains it "
-            "without that loss",
+        raise CompatibilityError(
+            f"experts of {settings.model}: its forward call must return the load-balancing loss "
+            f"as aux_loss, as its config has router_aux_loss_coef {settings.coefficient:g}; found "
+            "a model that computes none. Set router_aux_loss_coef to 0 in the model's config: "
+            "transformers, too, trains it without that loss."
         )
     logits = _checked(batch, outputs.router_logits, settings)
     # Rounded as transformers does it: a tie in 16 bits may select another expert.
@@ -165,8 +166,11 @@ def _checked(
     """Returns the logits, of the right shape and on one device."""
     shape = (batch.num_tokens, settings.experts)
     if not logits or settings.top_k is None or any(each.shape != shape for each in logits):
-        must = f"the base model must return router_logits of shape {shape} for each layer"
-        raise _unfit(settings.model, must, f"shape {tuple(logits[0].shape)}" if logits else "none")
+        raise _unfit(
+            settings.model,
+            f"the base model must return router_logits of shape {shape} for each layer",
+            f"shape {tuple(logits[0].shape)}" if logits else "none",
+        )
     return [each.to(logits[0].device) for each in logits]
 
 
@@ -219,10 +223,9 @@ def _carry(logps: Tensor, losses: RouterLosses, model: str) -> Tensor:
 
 def carried(logps: Tensor) -> RouterLosses | None:
     """Returns the losses that log-probs carry, or None; marks them as taken."""
-    nodes, seen = [logps.grad_fn], 0
-    while nodes and seen < _NEAR:
-        node = nodes.pop(0)
-        seen += 1
+    nodes = [logps.grad_fn]
+    for _ in range(_NEAR):
+        node = nodes.pop(0) if nodes else None
         losses: RouterLosses | None = getattr(node, "router_losses", None)
         if losses is not None:
             losses.uses.append(True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from packstore.errors import CompatibilityError, sentence
+from packstore.errors import CompatibilityError
 
 
 def unwrapped(model: Any) -> Any:
@@ -63,23 +63,21 @@ def check_not_compiled(model: nn.Module) -> None:
     for layer in layers(model):
         in_place = getattr(layer, "_compiled_call_impl", None) is not None
         if in_place or "_orig_mod" in layer._modules:
-            where = f"log-probs of {type(model).__name__}"
-            must = "the forward call must not be compiled, as its parts are called one by one"
-            do = "Compile the module that makes log-probs: torch.compile(PackedPolicy(model))"
-            raise CompatibilityError(sentence(where, must, "a compiled model", do))
+            raise CompatibilityError(
+                f"log-probs of {type(model).__name__}: the forward call must not be compiled, as "
+                "its parts are called one by one; found a compiled model. "
+                "Compile the module that makes log-probs: torch.compile(PackedPolicy(model))."
+            )
 
 
 def check_own_precision(model: nn.Module) -> None:
     """Refuses a model whose forward call Accelerate has put under autocast."""
     if any("_original_forward" in vars(layer) for layer in layers(model)):  # Accelerate's name
         raise CompatibilityError(
-            sentence(
-                f"log-probs of {type(model).__name__}",
-                "its parts must compute as its forward call does",
-                "a model whose forward call Accelerate runs in mixed precision",
-                "Prepare PackedPolicy(model) in its place; or take the model out of it with "
-                "accelerator.unwrap_model(model, keep_fp32_wrapper=False)",
-            )
+            f"log-probs of {type(model).__name__}: its parts must compute as its forward call "
+            "does; found a model whose forward call Accelerate runs in mixed precision. "
+            "Prepare PackedPolicy(model) in its place; or take the model out of it with "
+            "accelerator.unwrap_model(model, keep_fp32_wrapper=False)."
         )
 
 

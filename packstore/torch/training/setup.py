@@ -25,8 +25,13 @@ from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.models.compatibility import check_model, check_same_tokenizer
-from packstore.torch.models.compiled import compile_layers
-from packstore.torch.models.load import add_lora, checkpoint_gradients, is_adapter, load_model
+from packstore.torch.models.load import (
+    add_lora,
+    checkpoint_gradients,
+    compile_layers,
+    is_adapter,
+    load_model,
+)
 from packstore.torch.models.probe import probe_model
 from packstore.torch.models.routers import router_settings
 from packstore.torch.models.unwrap import unwrapped
